@@ -1,0 +1,9 @@
+"""What npu_replay knows of other products: one module each, all with the same face.
+
+Importing this package imports no product. A module says what it probes, what it offers, and how it is
+undone, in that order.
+"""
+
+from npu_replay.compat import cpu, megatron, patching, probe, transformers
+
+__all__ = ["cpu", "megatron", "patching", "probe", "transformers"]

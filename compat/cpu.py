@@ -1,0 +1,159 @@
+"""Lend Megatron-core what it asks of CUDA on a machine that has none, and take it back.
+
+    with npu_replay.compat.cpu.lend():
+        model = GPTModel(...)          # built, run and trained on the CPU
+
+Only while the block is open, only what is missing, and never where CUDA is there. Found by running
+Megatron-core 0.12 to 0.19 on a CPU (docs/cpu.md says what each release asks for).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from npu_replay.compat.patching import Patches
+
+CPU = torch.device("cpu")
+
+
+class Stream:
+    """A stream on a device that has only one. A class, since transformers names it in type hints."""
+
+    cuda_stream = 0
+    device = CPU
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def wait_stream(self, _: Any) -> None: ...
+
+    def wait_event(self, _: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        return event if event is not None else Event()
+
+    def query(self) -> bool:
+        return True
+
+
+class Event:
+    """An event that has always happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record(self, *_: Any) -> None: ...
+
+    def wait(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: Any) -> float:
+        return 0.0
+
+
+_STREAM = Stream()
+_FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "empty_like", "zeros_like")
+
+
+@contextlib.contextmanager
+def lend() -> Iterator[None]:
+    """Lend for the length of the block. Does nothing where CUDA is available; blocks may be nested."""
+    if torch.cuda.is_available() or _lent():
+        yield
+        return
+    patches = Patches("Megatron-core runs without CUDA")
+    try:
+        _lend_torch(patches)
+        _lend_distributed(patches)
+        _lend_megatron(patches)
+        yield
+    finally:
+        patches.undo()
+
+
+def _lent() -> bool:
+    return torch.cuda.Stream is Stream
+
+
+def _lend_torch(patches: Patches) -> None:
+    def lend(name: str, value: Any) -> None:
+        patches.set(torch.cuda, name, value, "there is no CUDA device to ask")
+
+    lend("current_device", lambda: CPU)
+    lend("device_count", lambda: 1)
+    lend("Stream", Stream)
+    lend("Event", Event)
+    lend("current_stream", lambda *_: _STREAM)
+    lend("default_stream", lambda *_: _STREAM)
+    lend("stream", lambda stream: stream or contextlib.nullcontext())
+    lend("synchronize", lambda *_: None)
+    lend("get_rng_state", lambda *_: torch.get_rng_state())
+    lend("set_rng_state", lambda state, *_, **__: torch.set_rng_state(state))
+    lend("manual_seed", lambda seed: torch.manual_seed(seed))
+    lend("default_generators", (torch.default_generator,))
+    patches.set(torch.Tensor, "cuda", lambda self, *_, **__: self, "tensors are where they belong already")
+    for name in _FACTORIES:
+        patches.set(torch, name, _on_cpu(getattr(torch, name)), 'Megatron asks for device="cuda" by name')
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """The factory, with device="cuda" read as the CPU."""
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and str(device).startswith("cuda"):
+            kwargs["device"] = CPU
+        return factory(*args, **kwargs)
+
+    return build
+
+
+def _lend_distributed(patches: Patches) -> None:
+    native = dist.all_to_all_single
+
+    def all_to_all_single(
+        output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **kwargs: Any
+    ) -> Any:
+        return native(output, input, _list(output_split_sizes), _list(input_split_sizes), **kwargs)
+
+    patches.set(dist, "all_to_all_single", all_to_all_single, "gloo wants split sizes as a list of int")
+
+
+def _list(sizes: Any) -> list[int] | None:
+    return None if sizes is None else [int(size) for size in sizes]
+
+
+def _lend_megatron(patches: Patches) -> None:
+    random = _module("megatron.core.tensor_parallel.random")
+    if random is not None:
+        why = "Megatron's CUDA generator is the CPU's here"
+        patches.set(random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state(), why)
+        patches.set(random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state), why)
+    moe = _module("megatron.core.transformer.moe.moe_utils")
+    if moe is not None and hasattr(moe, "RouterGatingLinearFunction") and not hasattr(moe, "te_general_gemm"):
+        patches.set(moe, "te_general_gemm", None, "undefined in 0.13 and later without Transformer Engine")
+
+
+def _module(name: str) -> Any:
+    """Import a part of Megatron, if Megatron is there."""
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        return None
+    return None if found is None else importlib.import_module(name)

@@ -1,0 +1,111 @@
+"""Megatron-core: its TopKRouter, of any release, and MindSpeed's, which is the same class."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from npu_replay.errors import NoEffect, RouterError
+from npu_replay.routers import Router
+
+_ROUTER_MODULE = "megatron.core.transformer.moe.router"
+_GRAPH_FLAGS = ("enable_cuda_graph", "external_cuda_graph")
+
+
+class MegatronRouters:
+    """Recognises Megatron's routers. Imports nothing: a model can only hold one if it is imported."""
+
+    def describe(self, module: nn.Module, path: str) -> Router | None:
+        """Describe a TopKRouter; refuse another router class, and what configuration rules out."""
+        product: Any = sys.modules.get(_ROUTER_MODULE)
+        if product is None or not isinstance(module, product.Router):
+            return None
+        if "mtp" in path.split("."):
+            return None  # multi-token prediction: its layer numbers start anew and mean no decoder layer
+        if not isinstance(module, product.TopKRouter):
+            raise RouterError(
+                f"{type(module).__name__} can't be replayed",
+                where=path,
+                expected="a TopKRouter or a subclass",
+                got=f"another subclass of Router ({type(module).__module__})",
+            )
+        config: Any = module.config
+        _refuse_graphs(config, path)
+        number: Any = module.layer_number
+        return Router(
+            module=module,
+            num_experts=int(config.num_moe_experts),
+            topk=int(module.topk),  # type: ignore[arg-type]
+            shows=_shows_with_drops if _drops(config) else _shows,
+            layer=None if number is None else int(number) - 1,
+            drops=_drops(config),
+            masks=bool(config.moe_router_group_topk),
+            gathers=_gathered_ranks(config),
+            bypass=_bypass(config),
+        )
+
+
+def _drops(config: Any) -> bool:
+    return config.moe_expert_capacity_factor is not None
+
+
+def _shows(output: object) -> torch.Tensor:
+    """routing_map, bool [rows, experts]: Megatron's routers return (probs, routing_map)."""
+    return _pair(output)[1].bool()
+
+
+def _shows_with_drops(output: object) -> torch.Tensor:
+    """Experts with a probability: with padding to capacity the map also holds tokens that nobody chose."""
+    return _pair(output)[0] != 0
+
+
+def _pair(output: object) -> tuple[torch.Tensor, torch.Tensor]:
+    if isinstance(output, tuple) and len(output) >= 2:
+        probs, routing_map = output[:2]
+        if isinstance(probs, torch.Tensor) and isinstance(routing_map, torch.Tensor):
+            return probs, routing_map
+    raise NoEffect(
+        "the router's output can't be read",
+        expected="(probs, routing_map)",
+        got=type(output).__name__,
+        cause="a fork of Megatron-core whose router returns something else",
+    )
+
+
+def _gathered_ranks(config: Any) -> int:
+    """Megatron 0.12's alltoall_seq gathers the logits of the tensor-parallel group before the top-k."""
+    if config.moe_token_dispatcher_type != "alltoall_seq" or not config.sequence_parallel:
+        return 1
+    return int(config.tensor_model_parallel_size)
+
+
+def _bypass(config: Any) -> str:
+    if getattr(config, "moe_router_fusion", False):
+        return "moe_router_fusion=True: the fused kernel calls no top-k; set moe_router_fusion=False"
+    return ""
+
+
+def _refuse_graphs(config: Any, path: str) -> None:
+    """A captured graph replays its kernels and runs no hook."""
+    flags = [flag for flag in _GRAPH_FLAGS if getattr(config, flag, False)]
+    implementation = getattr(config, "cuda_graph_impl", None)
+    if implementation not in (None, "none"):
+        scope = getattr(config, "cuda_graph_scope", None) or "full"
+        if not _leaves_router_out(scope):
+            flags.append(f"cuda_graph_impl={implementation!r} with cuda_graph_scope={scope!r}")
+    if flags:
+        raise RouterError(
+            "the router is captured in a graph, which runs no hook",
+            where=path,
+            expected="no graph capture around the router",
+            got=", ".join(flags),
+            cause="the model's config; capture the attention alone, or turn graphs off for training with replay",
+        )
+
+
+def _leaves_router_out(scope: Any) -> bool:
+    names = scope if isinstance(scope, (list, tuple)) else [scope]
+    return all(str(getattr(name, "value", name)).split(".")[-1] == "attn" for name in names)

@@ -1,0 +1,82 @@
+"""One way to change somebody else's module: reversible, idempotent and reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One attribute that was replaced: where, why, and what was there."""
+
+    owner: Any
+    name: str
+    why: str
+    original: Any
+    replacement: Any
+
+    @property
+    def where(self) -> str:
+        """«torch.cuda.Stream»."""
+        return f"{getattr(self.owner, '__qualname__', None) or getattr(self.owner, '__name__', self.owner)}.{self.name}"
+
+    def undo(self) -> bool:
+        """Put back what was there; leave it alone if somebody has replaced it since. Was it put back?"""
+        if vars(self.owner).get(self.name, _ABSENT) is not self.replacement:
+            return False
+        if self.original is _ABSENT:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.original)
+        return True
+
+
+class Patches:
+    """A group of patches that are made and undone together.
+
+    Args:
+        reason: the capability that is missing without them, for the report.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        self._applied: list[Patch] = []
+
+    def set(self, owner: Any, name: str, value: Any, why: str) -> None:
+        """Replace an attribute of a module, class or object, remembering what was in its own dictionary."""
+        if any(patch.owner is owner and patch.name == name for patch in self._applied):
+            return
+        original = vars(owner).get(name, _ABSENT)
+        setattr(owner, name, value)
+        # Read back: a function set on a class, say, stays what it is in the class's dictionary.
+        self._applied.append(Patch(owner, name, why, original, vars(owner)[name]))
+        if self not in _groups:
+            _groups.append(self)
+
+    def undo(self) -> list[Patch]:
+        """Undo all, newest first; return those that somebody else has replaced since."""
+        left = [patch for patch in reversed(self._applied) if not patch.undo()]
+        self._applied.clear()
+        if self in _groups:
+            _groups.remove(self)
+        return left
+
+    def __iter__(self) -> Iterator[Patch]:
+        return iter(self._applied)
+
+
+_groups: list[Patches] = []
+
+
+def applied() -> list[tuple[str, Patch]]:
+    """Every patch that is in place, with its group's reason."""
+    return [(group.reason, patch) for group in _groups for patch in group]
+
+
+def undo_all() -> list[Patch]:
+    """Undo every group, newest first; return the patches that somebody else has replaced since."""
+    return [patch for group in reversed(list(_groups)) for patch in group.undo()]

@@ -1,0 +1,31 @@
+"""Routing replay for mixture-of-experts reinforcement learning.
+
+    with npu_replay.record(model) as recording:        # R2: the old log-probs
+        forward_backward_func(..., forward_only=True)
+    with npu_replay.replay(model, recording.routes):   # the update
+        forward_backward_func(...)
+
+Importing this imports no framework.
+"""
+
+from npu_replay import compat
+from npu_replay.errors import ReplayError
+from npu_replay.fingerprint import fingerprint
+from npu_replay.routed_experts import RoutedExperts
+from npu_replay.routers import register
+from npu_replay.session import pin_recompute, record, replay
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ReplayError",
+    "RoutedExperts",
+    "compat",
+    "fingerprint",
+    "pin_recompute",
+    "record",
+    "replay",
+]
+
+register("megatron-core", compat.megatron.MegatronRouters())
+register("transformers", compat.transformers.TransformersRouters())

@@ -1,0 +1,67 @@
+"""Compiled modules around a router: a compiled graph skips hooks that come later, so it must not run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from npu_replay.errors import RouterError
+from npu_replay.routers import Router
+
+
+def eager(chunks: Sequence[nn.Module], routers: Sequence[Sequence[Router]]) -> AbstractContextManager[None]:
+    """A context in which modules that contain a router run eagerly.
+
+    Does nothing where none of them is compiled: the stance is the whole process's, and functions that a
+    framework compiled for itself should stay so.
+
+    Raises:
+        RouterError: something is compiled and this torch has no `torch.compiler.set_stance` (before 2.6).
+    """
+    compiled = [
+        path
+        for chunk, found in zip(chunks, routers, strict=True)
+        for path, module in _paths(chunk, found)
+        if is_compiled(module)
+    ]
+    if not compiled:
+        return contextlib.nullcontext()
+    if not hasattr(torch.compiler, "set_stance"):
+        raise RouterError(
+            "a compiled module contains a router, and its graph would skip the hooks",
+            where=compiled[0] or "the module itself",
+            expected="torch 2.6 or newer, where it can be run eagerly for the time of the block",
+            got=f"torch {torch.__version__}",
+            cause="torch.compile on the model or a layer; compile the attention and the experts instead",
+        )
+    return _stance()
+
+
+@contextlib.contextmanager
+def _stance() -> Iterator[None]:
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _paths(chunk: nn.Module, routers: Sequence[Router]) -> Iterator[tuple[str, nn.Module]]:
+    """Every module on the way from the chunk to one of its routers, both included."""
+    wanted = set()
+    for router in routers:
+        parts = router.path.split(".") if router.path else []
+        wanted |= {".".join(parts[:depth]) for depth in range(len(parts) + 1)}
+    for path, module in chunk.named_modules():
+        if path in wanted:
+            yield path, module
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Was this module compiled, by `module.compile()`, `torch.compile(module)` or through its forward?"""
+    return (
+        getattr(module, "_compiled_call_impl", None) is not None
+        or type(module).__name__ == "OptimizedModule"
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+    )

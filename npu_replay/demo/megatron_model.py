@@ -1,0 +1,93 @@
+"""A small GPTModel of real Megatron-core, any release from 0.12, for the demo, the bench and the tests.
+
+The local layer spec is used: nothing here needs Transformer Engine, CUDA or a launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def start() -> None:
+    """Initialise torch.distributed and Megatron's parallel state for this process alone, once."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    if not dist.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        handle, path = tempfile.mkstemp(prefix="npu_replay_store_")
+        os.close(handle)
+        dist.init_process_group(backend, init_method=f"file://{path}", rank=0, world_size=1)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+
+
+def config(**changes: Any) -> Any:
+    """A TransformerConfig of a Qwen3-MoE-like model of four layers, with `changes`."""
+    from megatron.core.transformer import TransformerConfig
+
+    values: dict[str, Any] = {
+        "num_layers": 4,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 8,
+        "ffn_hidden_size": 48,
+        "moe_ffn_hidden_size": 32,
+        "num_moe_experts": 8,
+        "moe_router_topk": 2,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "qk_layernorm": True,
+        "layernorm_epsilon": 1e-6,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "gradient_accumulation_fusion": False,
+    }
+    return TransformerConfig(**(values | changes))
+
+
+def model(cfg: Any, *, vocab: int = 64, length: int = 64, rotary_base: int = 10_000, **stage: Any) -> Any:
+    """Build a GPTModel from `cfg`; dense and MoE layers follow its moe_layer_freq.
+
+    Args:
+        vocab: size of the vocabulary.
+        length: longest sequence.
+        stage: pre_process and post_process, for a chunk of a pipeline.
+    """
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    return GPTModel(
+        config=cfg,
+        transformer_layer_spec=get_gpt_decoder_block_spec(cfg, use_transformer_engine=False),
+        vocab_size=vocab,
+        max_sequence_length=length,
+        position_embedding_type="rope",
+        rotary_base=rotary_base,
+        share_embeddings_and_output_weights=False,
+        **stage,
+    )
+
+
+def causal(batch: int, length: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    """position_ids and attention_mask for a batch without padding (True in the mask is hidden)."""
+    hidden = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
+    return {
+        "position_ids": torch.arange(length, device=device).expand(batch, length),
+        "attention_mask": hidden[None, None],
+    }

@@ -1,0 +1,61 @@
+"""What npu_replay raises: one family, every message in the same order."""
+
+from __future__ import annotations
+
+
+class ReplayError(RuntimeError):
+    """Routing replay can't be done right, so it isn't done.
+
+    The message says where it happened, what is wrong, what was expected, what came instead and what
+    usually causes it. Parts that don't apply are left out.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        where: str = "",
+        expected: object = None,
+        got: object = None,
+        cause: str = "",
+    ) -> None:
+        self.problem = problem
+        self.where = where
+        self.expected = expected
+        self.got = got
+        self.cause = cause
+        message = f"{where}: {problem}" if where else problem
+        if expected is not None:
+            message += f". Expected {expected}, got {got}"
+        if cause:
+            message += f". Usual cause: {cause}"
+        super().__init__(f"[npu_replay] {message}")
+
+
+class InvalidRoutes(ReplayError):
+    """The routes themselves are wrong: shape, range, a duplicate, a constant layer."""
+
+
+class RouteFileError(ReplayError):
+    """A file or a byte string isn't what `save` or `to_bytes` made, or may not be overwritten."""
+
+
+class RouterError(ReplayError):
+    """The model's routers don't fit: none found, one that can't be replayed, labels or sizes that differ."""
+
+
+class MicroBatchError(ReplayError):
+    """Forwards and routes don't pair up: too many, too few, or another number of tokens."""
+
+
+class NoEffect(ReplayError):
+    """A router's own output doesn't show the experts it was told to use."""
+
+
+class RecomputeError(ReplayError):
+    """A recompute in backward can't be given the routes of its own forward."""
+
+
+def micro_batch(number: int, layer: object = None) -> str:
+    """«micro-batch 2, layer 5»: where an error happened, in the words of every message."""
+    return f"micro-batch {number}" if layer is None else f"micro-batch {number}, layer {layer}"

@@ -1,0 +1,135 @@
+"""What autograd tells about a forward inside backward: that it is a recompute, and whose.
+
+Three facts, all private to torch, so `probe()` checks them once in each process before they are relied on:
+
+- `_current_graph_task_id() != -1` exactly while autograd runs backward, on whatever thread. Grad mode does
+  not tell: a reentrant checkpoint's first pass runs under no_grad.
+- Sequence numbers grow with every node that a thread makes. The number of the node that is running, held
+  against the counter noted at the end of each forward of the model, is the forward that made it.
+- A checkpoint that may yet recompute is alive: the node of a reentrant one, the unpack hook of a
+  non-reentrant one. When the graph dies, they die.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.utils.checkpoint import checkpoint
+
+in_backward_task = torch._C._current_graph_task_id
+"""-1 outside of backward."""
+
+sequence_number = torch._C._autograd._get_sequence_nr
+"""The number that the next node made on this thread will get."""
+
+_NO_NUMBER = 2**64 - 1  # AccumulateGrad's
+
+
+def in_backward() -> bool:
+    """Is this thread running autograd's backward?"""
+    return in_backward_task() != -1
+
+
+def running_node_number() -> int | None:
+    """The sequence number of the node whose backward is running, as it was made in the forward.
+
+    With a checkpoint inside a reentrant checkpoint the running node is itself a product of the outer
+    recompute, so the outermost custom Function on the Python stack is asked; a frame's `f_back` leads
+    through autograd's C++ into the outer backward.
+    """
+    node = torch._C._current_autograd_node()
+    if node is None:
+        return None
+    outermost = outermost_function(sys._getframe(1), "backward")
+    number = int((outermost if outermost is not None else node)._sequence_nr())
+    return None if number == _NO_NUMBER else number
+
+
+def outermost_function(frame: FrameType | None, method: str) -> Any:
+    """The ctx of the outermost custom autograd Function that is in its `forward` or `backward`.
+
+    A frame whose first name is `self` is a module's: reading its `f_locals` would keep the tensors in
+    it alive (before Python 3.13 the snapshot is cached on the frame), so it is passed over.
+    """
+    found = None
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == method and code.co_varnames[:1] not in ((), ("self",)):
+            first = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(first, BackwardCFunction):
+                found = first
+        frame = frame.f_back
+    return found
+
+
+def reentrant_checkpoint() -> weakref.ref[Any] | None:
+    """While a custom Function's forward runs: its node, alive as long as its backward may come."""
+    ctx = outermost_function(sys._getframe(1), "forward")
+    return None if ctx is None else weakref.ref(ctx)
+
+
+def non_reentrant_checkpoint() -> weakref.ref[Any] | None:
+    """Inside a non-reentrant checkpoint: its unpack hook, alive as long as it may have to recompute.
+
+    Other saved-tensor hooks (offloading to the CPU) never recompute and are told by their module.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or "checkpoint" not in (getattr(hooks[1], "__module__", None) or ""):
+        return None
+    return weakref.ref(hooks[1])
+
+
+@functools.cache
+def probe() -> str | None:
+    """Try the three facts on two tiny micro-batches; return what fails here, or None.
+
+    In a thread of its own, where no backward runs and no checkpoint is open, so it can be asked anywhere.
+    """
+    with ThreadPoolExecutor(max_workers=1) as other:
+        try:
+            return other.submit(_probe).result()
+        except Exception as error:  # private names may be gone, or raise anything
+            return f"{type(error).__name__}: {error}"
+
+
+def _probe() -> str | None:
+    with torch.enable_grad():
+        for reentrant in (True, False):
+            seen: list[int | None] = []
+            alive: list[weakref.ref[Any] | None] = []
+            watch = functools.partial(_watched, seen=seen, alive=alive, reentrant=reentrant)
+            weight = torch.ones(2, requires_grad=True)
+            outputs, ends = [], []
+            for _ in range(2):
+                outputs.append(checkpoint(watch, weight, use_reentrant=reentrant))
+                ends.append(sequence_number())
+            kind = "reentrant" if reentrant else "non-reentrant"
+            if in_backward() or seen or any(token is None or token() is None for token in alive):
+                return f"a {kind} checkpoint can't be told while its forward runs"
+            sum(output.sum() for output in outputs).backward()  # type: ignore[union-attr]
+            numbers = [-1 if number is None else number for number in seen]
+            if len(numbers) != 2 or not (numbers[1] < ends[0] <= numbers[0] < ends[1]):
+                return f"a {kind} checkpoint's recompute doesn't lead back to its own forward"
+            del outputs
+    return None
+
+
+def _watched(
+    x: torch.Tensor,
+    *,
+    seen: list[int | None],
+    alive: list[weakref.ref[Any] | None],
+    reentrant: bool,
+) -> torch.Tensor:
+    if in_backward():
+        seen.append(running_node_number())
+    else:
+        alive.append(reentrant_checkpoint() if reentrant else non_reentrant_checkpoint())
+    return (x * 2).sin()

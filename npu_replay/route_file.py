@@ -1,0 +1,111 @@
+"""The file form of RoutedExperts: safetensors, with everything about it in the metadata."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from npu_replay import route_bytes
+from npu_replay.errors import RouteFileError
+
+if TYPE_CHECKING:
+    from npu_replay.routed_experts import RoutedExperts
+
+FORMAT = "npu_replay.routes.1"
+
+
+def save(routes: RoutedExperts, path: str | os.PathLike[str], *, overwrite: bool) -> None:
+    """Write `routes` to `path`, whole or not at all."""
+    serialize = _safetensors("save")
+    described = route_bytes.header(routes)
+    recorded = routes.recorded.numpy().tobytes()
+    described["digest"] = route_bytes.digest(described, routes.ids.numpy().tobytes(), recorded)
+    metadata = {"format": FORMAT, "routes": json.dumps(described, sort_keys=True)}
+    data = serialize({"ids": routes.ids, "recorded": routes.recorded}, metadata)
+    write_whole(Path(path), data, overwrite=overwrite)
+
+
+def parse(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the arguments of RoutedExperts from the file at `path`."""
+    _safetensors("save")  # says how to install it
+    from safetensors import SafetensorError, safe_open
+
+    where = str(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise RouteFileError(
+                    "this safetensors file doesn't hold routes",
+                    where=where,
+                    expected=f"metadata format {FORMAT!r}",
+                    got=metadata.get("format"),
+                    cause="a file of something else (a checkpoint?), or of another version of npu_replay",
+                )
+            described = json.loads(metadata["routes"])
+            ids, recorded = file.get_tensor("ids"), file.get_tensor("recorded")
+    except FileNotFoundError as error:
+        raise RouteFileError("there is no such file", where=where) from error
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise RouteFileError(
+            f"this file can't be read as routes ({error})",
+            where=where,
+            cause="it was cut short, damaged, or isn't a safetensors file",
+        ) from error
+    found = described.pop("digest", None)
+    if route_bytes.digest(described, ids.numpy().tobytes(), recorded.numpy().tobytes()) != found:
+        raise RouteFileError(
+            "the file was changed after it was written",
+            where=where,
+            expected=f"checksum {found}",
+            got="another",
+            cause="a damaged disk or transfer, or somebody edited it",
+        )
+    return route_bytes.arguments(described, ids, recorded)
+
+
+def write_whole(path: Path, data: bytes, *, overwrite: bool) -> None:
+    """Write a file so that nobody ever sees half of it."""
+    if path.exists() and not overwrite:
+        raise RouteFileError(
+            "the file is there already and is not overwritten",
+            where=str(path),
+            cause="an earlier run; pass overwrite=True (--force on the command line) to replace it",
+        )
+    try:
+        handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    except OSError as error:
+        raise RouteFileError(f"the file can't be written ({error})", where=str(path)) from error
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(scratch, 0o666 & ~_umask())
+        os.replace(scratch, path)
+    except OSError as error:
+        raise RouteFileError(f"the file can't be written ({error})", where=str(path)) from error
+    finally:
+        Path(scratch).unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _safetensors(name: str) -> Callable[..., bytes]:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise RouteFileError(
+            "files of routes need the package safetensors",
+            cause="the core is installed without its extras: pip install 'npu-replay[files]', or use "
+            "to_bytes() and from_bytes(), which need nothing",
+        ) from error
+    return cast("Callable[..., bytes]", getattr(safetensors.torch, name))

@@ -1,0 +1,375 @@
+"""RoutedExperts: the experts that a pass chose, labelled by layer so that they cannot shift."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from npu_replay import route_bytes, route_file
+from npu_replay.errors import InvalidRoutes
+
+IdArray: TypeAlias = "torch.Tensor | np.ndarray"
+
+MAX_EXPERTS = 32_767  # int16
+CONSTANT_ROWS = 64
+"""From this many recorded rows on, a layer from outside whose rows are all equal is refused."""
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def narrow_dtype(num_experts: int) -> torch.dtype:
+    """The smallest dtype that every back end computes with: uint8 up to 256 experts, int16 above."""
+    return torch.uint8 if num_experts <= 256 else torch.int16
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class RoutedExperts:
+    """The expert ids that one pass chose for some tokens.
+
+    Building one checks it: the shape, the range of every id and that no recorded row names an expert
+    twice in a layer.
+
+    Args:
+        ids: [tokens, layers, topk], torch or numpy, any integer dtype; kept as a CPU tensor, uint8 up to
+            256 experts and int16 above. Logical expert ids, before any EPLB mapping.
+        layers: one global 0-based decoder-layer index a column, ascending.
+        num_experts: routed experts of a layer, up to 32,767.
+        recorded: [tokens] bool, the rows that carry a route; all of them when not given. The ids of
+            other rows are stored as 0 and never looked at: such a row takes the router's own choice.
+        fingerprint: `npu_replay.fingerprint` of the sequence, if this is one sequence.
+        weight_version: which weights chose, if known.
+
+    Raises:
+        InvalidRoutes: naming the layer, the number of rows and the usual cause.
+    """
+
+    ids: torch.Tensor
+    layers: tuple[int, ...]
+    num_experts: int
+    recorded: torch.Tensor
+    fingerprint: int | None
+    weight_version: int | str | None
+
+    def __init__(
+        self,
+        *,
+        ids: IdArray,
+        layers: Sequence[int],
+        num_experts: int,
+        recorded: IdArray | None = None,
+        fingerprint: int | None = None,
+        weight_version: int | str | None = None,
+    ) -> None:
+        self._fill(ids, layers, num_experts, recorded, fingerprint, weight_version, copy=True)
+
+    def _fill(
+        self,
+        ids: IdArray,
+        layers: Sequence[int],
+        num_experts: int,
+        recorded: IdArray | None,
+        fingerprint: int | None,
+        weight_version: int | str | None,
+        *,
+        copy: bool,
+    ) -> None:
+        wide = _integer_tensor(ids)
+        labels = _checked_labels(layers, columns=wide.shape[1])
+        rows = _checked_recorded(recorded, tokens=wide.shape[0])
+        _check_sizes(num_experts, topk=wide.shape[2])
+        _check_range(wide, labels, num_experts, rows)
+        narrow = wide.to(narrow_dtype(num_experts))
+        if not bool(rows.all()):
+            narrow = narrow.masked_fill(~rows[:, None, None], 0)
+        _check_duplicates(narrow, labels, rows)
+        if copy and narrow.data_ptr() == wide.data_ptr():
+            narrow = narrow.clone()  # frozen: what the caller does to his array later must not show here
+        if fingerprint is not None and not 0 <= fingerprint < 2**64:
+            raise InvalidRoutes("bad fingerprint", expected="an unsigned 64-bit integer", got=fingerprint)
+        for name, value in (
+            ("ids", narrow.contiguous()),
+            ("layers", labels),
+            ("num_experts", int(num_experts)),
+            ("recorded", rows),
+            ("fingerprint", fingerprint),
+            ("weight_version", weight_version),
+        ):
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def _adopt(
+        cls,
+        ids: torch.Tensor,
+        layers: Sequence[int],
+        num_experts: int,
+        recorded: torch.Tensor | None = None,
+        fingerprint: int | None = None,
+        weight_version: int | str | None = None,
+    ) -> RoutedExperts:
+        """Build one around an array that nobody else will write to, with every check and no copy."""
+        routes = cls.__new__(cls)
+        routes._fill(ids, layers, num_experts, recorded, fingerprint, weight_version, copy=False)
+        return routes
+
+    @property
+    def topk(self) -> int:
+        """Experts a token in a layer."""
+        return self.ids.shape[2]
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+    def __repr__(self) -> str:
+        missing = len(self) - int(self.recorded.sum())
+        return (
+            f"RoutedExperts({len(self)} tokens, {len(self.layers)} layers, top-{self.topk} of "
+            f"{self.num_experts}, {missing} rows without a route)"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RoutedExperts):
+            return NotImplemented
+        return (
+            (self.layers, self.num_experts, self.fingerprint, self.weight_version)
+            == (other.layers, other.num_experts, other.fingerprint, other.weight_version)
+            and torch.equal(self.ids, other.ids)
+            and torch.equal(self.recorded, other.recorded)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def layer_ids(self, layer: int) -> torch.Tensor:
+        """The ids of one decoder layer, [tokens, topk], narrow dtype."""
+        return self.ids[:, self.layers.index(layer)]
+
+    def take(self, rows: torch.Tensor | np.ndarray | Sequence[int]) -> RoutedExperts:
+        """Return the routes at these rows, in this order.
+
+        Args:
+            rows: integers, [n]; a negative one makes a row without a route (padding, say). Or a bool
+                mask, [tokens].
+
+        The result is another sequence, so it carries no fingerprint.
+        """
+        index = torch.as_tensor(np.array(rows) if isinstance(rows, np.ndarray) else rows).cpu()
+        if index.dtype == torch.bool:
+            if index.shape != (len(self),):
+                raise InvalidRoutes(
+                    "the mask has the wrong shape", expected=(len(self),), got=tuple(index.shape)
+                )
+            index = index.nonzero()[:, 0]
+        index = index.to(torch.int64)
+        if index.dim() != 1 or (index.numel() and int(index.max()) >= len(self)):
+            raise InvalidRoutes(
+                "take() was asked for rows that aren't there",
+                expected=f"a flat list of rows below {len(self)}",
+                got=f"shape {tuple(index.shape)}, largest {int(index.max()) if index.numel() else '-'}",
+                cause="the routes of another sequence, or a layout made for other lengths",
+            )
+        kept = index >= 0
+        at = index.clamp(min=0)
+        if len(self) == 0:
+            ids = self.ids.new_zeros((len(index), *self.ids.shape[1:]))
+            recorded = torch.zeros(len(index), dtype=torch.bool)
+        else:
+            ids, recorded = self.ids[at], self.recorded[at] & kept
+        return self._derived(ids, recorded, self.weight_version)
+
+    @classmethod
+    def concat(cls, parts: Sequence[RoutedExperts]) -> RoutedExperts:
+        """Put the rows of several RoutedExperts one after the other.
+
+        The weight version stays where all parts agree on it; the fingerprint doesn't.
+        """
+        if not parts:
+            raise InvalidRoutes("concat() needs at least one RoutedExperts", expected=">= 1", got=0)
+        first = parts[0]
+        for number, part in enumerate(parts):
+            for what in ("layers", "num_experts", "topk"):
+                if getattr(part, what) != getattr(first, what):
+                    raise InvalidRoutes(
+                        f"part {number} of concat() has other {what}",
+                        expected=getattr(first, what),
+                        got=getattr(part, what),
+                        cause="routes of different models, or of engines that report other columns",
+                    )
+        versions = {part.weight_version for part in parts}
+        return first._derived(
+            torch.cat([part.ids for part in parts]),
+            torch.cat([part.recorded for part in parts]),
+            versions.pop() if len(versions) == 1 else None,
+        )
+
+    def _derived(
+        self, ids: torch.Tensor, recorded: torch.Tensor, weight_version: int | str | None
+    ) -> RoutedExperts:
+        return RoutedExperts._adopt(
+            ids, self.layers, self.num_experts, recorded=recorded, weight_version=weight_version
+        )
+
+    def check_not_constant(self) -> RoutedExperts:
+        """Refuse a layer whose recorded rows, 64 or more, are all the same; return self.
+
+        For routes from outside: it is how rollout engines fail in silence (all zeros, a stale buffer).
+        """
+        ids = self.ids[self.recorded]
+        if len(ids) < CONSTANT_ROWS:
+            return self
+        constant = (ids == ids[:1]).all(dim=2).all(dim=0)
+        if bool(constant.any()):
+            column = int(constant.nonzero()[0])
+            raise InvalidRoutes(
+                f"all {len(ids)} recorded rows are the same",
+                where=f"layer {self.layers[column]}",
+                expected="routes that depend on the token",
+                got=f"{ids[0, column].tolist()} in every row ({int(constant.sum())} such layers)",
+                cause="the rollout engine didn't capture this layer (its buffer was never bound, or the "
+                "layer is dense and its column must be dropped by label)",
+            )
+        return self
+
+    def to_bytes(self) -> bytes:
+        """Return a byte string that says everything about itself, for the wire."""
+        return route_bytes.dump(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> RoutedExperts:
+        """Read what `to_bytes` made, without copying the ids, and check it as data from outside.
+
+        Raises:
+            RouteFileError: the bytes are foreign, cut short or changed.
+            InvalidRoutes: the routes in it are wrong.
+        """
+        return cls._adopt(**route_bytes.parse(data)).check_not_constant()
+
+    def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> None:
+        """Write a safetensors file, whole or not at all. Needs `pip install npu-replay[files]`.
+
+        Raises:
+            RouteFileError: the file is there and `overwrite` isn't set, or it can't be written.
+        """
+        route_file.save(self, path, overwrite=overwrite)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> RoutedExperts:
+        """Read what `save` wrote, and check it as data from outside.
+
+        Raises:
+            RouteFileError: the file is foreign, cut short or changed.
+            InvalidRoutes: the routes in it are wrong.
+        """
+        return cls._adopt(**route_file.parse(path)).check_not_constant()
+
+
+def _integer_tensor(ids: IdArray) -> torch.Tensor:
+    if isinstance(ids, np.ndarray):
+        if ids.dtype.kind not in "iu":
+            raise InvalidRoutes("ids must be integers", expected="an integer dtype", got=ids.dtype)
+        if ids.dtype in (np.uint16, np.uint32, np.uint64):
+            ids = ids.astype(np.int64)  # torch has these dtypes, but no arithmetic on them
+        tensor = torch.from_numpy(ids if ids.flags.writeable else ids.copy())
+    elif isinstance(ids, torch.Tensor):
+        tensor = ids.detach().cpu()
+        if tensor.dtype not in _INTEGERS:
+            raise InvalidRoutes("ids must be integers", expected="an integer dtype", got=tensor.dtype)
+    else:
+        raise InvalidRoutes("ids must be an array", expected="torch.Tensor or numpy.ndarray", got=type(ids))
+    if tensor.dim() != 3:
+        raise InvalidRoutes(
+            "ids has the wrong shape",
+            expected="[tokens, layers, topk]",
+            got=list(tensor.shape),
+            cause="a flat payload that wasn't reshaped, or one layer without its axis",
+        )
+    return tensor
+
+
+def _checked_labels(layers: Sequence[int], *, columns: int) -> tuple[int, ...]:
+    labels = tuple(int(layer) for layer in layers)
+    if len(labels) != columns:
+        raise InvalidRoutes(
+            "ids has another number of columns than there are layer labels",
+            expected=f"{len(labels)} columns for layers {_short(labels)}",
+            got=columns,
+            cause="an engine that reports every layer against labels of the MoE layers only, or the reverse",
+        )
+    if any(label < 0 for label in labels) or any(a >= b for a, b in zip(labels, labels[1:], strict=False)):
+        raise InvalidRoutes(
+            "layer labels must be ascending 0-based decoder layers, each once",
+            expected="for example (0, 1, 2)",
+            got=_short(labels),
+        )
+    return labels
+
+
+def _checked_recorded(recorded: IdArray | None, *, tokens: int) -> torch.Tensor:
+    if recorded is None:
+        return torch.ones(tokens, dtype=torch.bool)
+    rows = torch.as_tensor(np.array(recorded) if isinstance(recorded, np.ndarray) else recorded)
+    rows = rows.detach().cpu()
+    if rows.dtype != torch.bool or rows.shape != (tokens,):
+        raise InvalidRoutes(
+            "recorded must say of each token whether it has a route",
+            expected=f"bool, shape ({tokens},)",
+            got=f"{rows.dtype}, shape {tuple(rows.shape)}",
+        )
+    return rows.clone()
+
+
+def _check_sizes(num_experts: int, *, topk: int) -> None:
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise InvalidRoutes("bad number of experts", expected=f"1 to {MAX_EXPERTS}", got=num_experts)
+    if not 1 <= topk <= num_experts:
+        raise InvalidRoutes("bad top-k", expected=f"1 to {num_experts} experts a token", got=topk)
+
+
+def _check_range(ids: torch.Tensor, layers: tuple[int, ...], num_experts: int, rows: torch.Tensor) -> None:
+    if not ids.numel():
+        return
+    low, high = torch.aminmax(ids)
+    if int(low) >= 0 and int(high) < num_experts:
+        return
+    outside = ((ids < 0) | (ids >= num_experts)) & rows[:, None, None]
+    if not bool(outside.any()):
+        return
+    row, column, slot = outside.nonzero()[0].tolist()
+    raise InvalidRoutes(
+        f"{int(outside.any(dim=2).sum())} token-layers have an expert id out of range, the first in row {row}",
+        where=f"layer {layers[column]}",
+        expected=f"ids from 0 to {num_experts - 1}",
+        got=int(ids[row, column, slot]),
+        cause="a sentinel such as -1 (mark those rows with recorded=), ids of another model, physical ids "
+        "under EPLB, or a dtype that overflowed",
+    )
+
+
+def _check_duplicates(ids: torch.Tensor, layers: tuple[int, ...], rows: torch.Tensor) -> None:
+    twice = torch.zeros(ids.shape[:2], dtype=torch.bool)
+    if ids.shape[2] <= 16:  # pairs of columns beat a sort up to here
+        for a in range(ids.shape[2]):
+            for b in range(a):
+                twice |= ids[..., a] == ids[..., b]
+    else:
+        ordered = ids.sort(dim=2).values
+        twice = (ordered[..., 1:] == ordered[..., :-1]).any(dim=2)
+    twice &= rows[:, None]
+    if not bool(twice.any()):
+        return
+    row, column = twice.nonzero()[0].tolist()
+    raise InvalidRoutes(
+        f"{int(twice.sum())} token-layers name an expert twice, the first in row {row}",
+        where=f"layer {layers[column]}",
+        expected=f"{ids.shape[2]} different experts a token",
+        got=ids[row, column].tolist(),
+        cause="rows that were never captured and are all zeros, or padding that was given expert 0: mark "
+        "rows without a route with recorded=",
+    )
+
+
+def _short(labels: tuple[int, ...]) -> str:
+    return str(labels) if len(labels) <= 8 else f"({labels[0]}, {labels[1]}, ..., {labels[-1]})"

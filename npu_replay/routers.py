@@ -1,0 +1,154 @@
+"""Which modules of a model are routers, and what the core has to know of each.
+
+The core knows no product. A compat module registers a `RouterKind`, and `find` walks the live model with
+all of them, each time anew: a list made when the model was built would go stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from npu_replay.errors import RouterError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """One router of a model.
+
+    Attributes:
+        module: its `__call__` is where the top-k happens. Its first argument ends in the hidden dimension.
+        num_experts: columns of its scores.
+        topk: experts a token.
+        layer: the global 0-based decoder layer; None where the module doesn't know, then `find` numbers.
+        shows: reads the router's own output: bool [rows, num_experts], the experts that it sends tokens to.
+        drops: tokens over an expert's capacity are dropped, so `shows` may show fewer than were chosen.
+        masks: scores are masked before the top-k (group-limited routing).
+        gathers: rows of the scores for each row of the input (ranks that alltoall_seq gathers over).
+        bypass: why its top-k might never run, in words for an error; empty if nothing is known.
+        path: where it sits in the model, `find` fills it in.
+    """
+
+    module: nn.Module
+    num_experts: int
+    topk: int
+    shows: Callable[[object], torch.Tensor]
+    layer: int | None = None
+    drops: bool = False
+    masks: bool = True
+    gathers: int = 1
+    bypass: str = ""
+    path: str = ""
+
+    @property
+    def label(self) -> int:
+        """The layer, once `find` has numbered it."""
+        assert self.layer is not None
+        return self.layer
+
+
+class RouterKind(Protocol):
+    """How to recognise one product's routers. Raise RouterError for one that can't be replayed."""
+
+    def describe(self, module: nn.Module, path: str) -> Router | None:
+        """Describe `module`, or return None if it isn't a router of this kind to be replayed."""
+
+
+_kinds: dict[str, RouterKind] = {}
+
+
+def register(name: str, kind: RouterKind) -> None:
+    """Make `find` recognise another product's routers. Registering a name again replaces it."""
+    _kinds[name] = kind
+
+
+def kinds() -> tuple[str, ...]:
+    """The products whose routers are recognised."""
+    return tuple(_kinds)
+
+
+def unregister(name: str) -> None:
+    """Undo `register`."""
+    _kinds.pop(name, None)
+
+
+def find(chunks: Sequence[nn.Module]) -> list[list[Router]]:
+    """Find the routers of each model chunk, labelled by decoder layer and sorted by it.
+
+    Raises:
+        RouterError: no router, one that can't be replayed, a label twice, or labels for some only.
+    """
+    found: list[list[Router]] = []
+    owner: dict[int, str] = {}
+    for number, chunk in enumerate(chunks):
+        routers = list(_described(chunk))
+        for router in routers:
+            place = f"chunk {number}, {router.path or 'the module itself'}"
+            if id(router.module) in owner:
+                raise RouterError(
+                    "the same router sits in two chunks",
+                    where=place,
+                    expected="every chunk once, and none inside another",
+                    got=f"also at {owner[id(router.module)]}",
+                )
+            owner[id(router.module)] = place
+        found.append(routers)
+    _check_any(found, chunks)
+    return _labelled(found)
+
+
+def _described(chunk: nn.Module) -> Iterator[Router]:
+    for path, module in chunk.named_modules():
+        for kind in _kinds.values():
+            router = kind.describe(module, path)
+            if router is not None:
+                yield replace(router, path=path)
+                break
+
+
+def _check_any(found: list[list[Router]], chunks: Sequence[nn.Module]) -> None:
+    if any(found):
+        return
+    raise RouterError(
+        "no router in this model",
+        where=", ".join(type(chunk).__name__ for chunk in chunks) or "an empty list of chunks",
+        expected=f"at least one router of {', '.join(_kinds) or 'a registered kind'}",
+        got="none",
+        cause="a dense model, a wrapper that hides the modules, or a model family that npu_replay doesn't "
+        "know (npu-replay doctor lists those it does)",
+    )
+
+
+def _labelled(found: list[list[Router]]) -> list[list[Router]]:
+    everything = [router for routers in found for router in routers]
+    numbered = [router for router in everything if router.layer is not None]
+    if numbered and len(numbered) < len(everything):
+        nameless = next(router for router in everything if router.layer is None)
+        raise RouterError(
+            "some routers know their decoder layer and some don't",
+            where=nameless.path,
+            expected="a layer number on every router, or on none",
+            got=f"{len(numbered)} of {len(everything)} numbered",
+            cause="routers of two products in one model, or set_layer_number() was not called",
+        )
+    if not numbered:
+        count = iter(range(len(everything)))
+        found = [[replace(router, layer=next(count)) for router in routers] for routers in found]
+    seen: dict[int, str] = {}
+    for routers in found:
+        for router in routers:
+            if router.label in seen:
+                raise RouterError(
+                    "two routers say that they are in the same decoder layer",
+                    where=f"layer {router.label}",
+                    expected="each decoder layer once",
+                    got=f"{seen[router.label]} and {router.path}",
+                    cause="multi-token-prediction or a second tower counted as decoder layers, or the same "
+                    "pipeline stage given as two chunks",
+                )
+            seen[router.label] = router.path
+    return [sorted(routers, key=lambda router: router.label) for routers in found]

@@ -1,0 +1,272 @@
+"""The one thing that is replaced: what a router's top-k returns, inside one call of the router.
+
+While a call is armed, the first top-k over the experts is answered by `Call.choose`: two-dimensional
+scores, the last dimension as long as there are experts, k the router's, as many rows as the router was
+given. (A router with one group calls another top-k before it, and the aux loss another one after.)
+Every pass has one autograd shape: the ids are found without grad and the scores gathered, in a record too,
+else a non-reentrant checkpoint finds other saved tensors in its recompute.
+
+Two ways to catch that top-k, measured in docs/architecture.md:
+
+- `torch.topk` and `torch.Tensor.topk` are answered through a thread-local while any session is open. Costs
+  least. It can't see a name that somebody took earlier (`from torch import topk`).
+- `Watch`, a TorchFunctionMode around the router, sees everything, at two microseconds an operation. It is
+  on where scores are masked before the top-k (it has to see the masking), and as a safety net in the
+  first call of each router.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+
+from npu_replay.errors import ReplayError, RouterError
+
+Own = Callable[[], torch.Tensor]
+"""Runs the router's own top-k: int64 ids [rows, topk]."""
+
+Choose = Callable[[Own], torch.Tensor]
+"""Given the router's own choice (call it only if it is needed: it costs a top-k), the ids to use."""
+
+_MASKS = {torch.masked_fill, torch.Tensor.masked_fill, torch.where, torch.Tensor.where}
+
+
+class _Armed(threading.local):
+    call: Call | None = None
+
+
+_armed = _Armed()
+
+
+class Call:
+    """One call of one router, from its forward pre-hook to its forward hook.
+
+    Args:
+        rows: how many rows the scores have.
+        num_experts: how many columns.
+        topk: the router's k.
+        choose: gives the ids to use.
+        masks: this router masks its scores before the top-k; needs `watch`.
+        watch: also enter `Watch`, until the top-k was caught.
+        verify: leave in `suspect` a flag, on the device, that the gathered scores can't be right.
+
+    Afterwards `ids` are the ids that were used and `way` how the top-k was caught; None where none was.
+    """
+
+    __slots__ = (
+        "_masked",
+        "_outer",
+        "choose",
+        "ids",
+        "masks",
+        "num_experts",
+        "rows",
+        "suspect",
+        "topk",
+        "verify",
+        "watching",
+        "way",
+    )
+
+    def __init__(
+        self,
+        rows: int,
+        num_experts: int,
+        topk: int,
+        choose: Choose,
+        *,
+        masks: bool = False,
+        watch: bool = False,
+        verify: bool = False,
+    ) -> None:
+        self.rows = rows
+        self.num_experts = num_experts
+        self.topk = topk
+        self.choose = choose
+        self.masks = masks
+        self.watching = watch
+        self.verify = verify
+        self.ids: torch.Tensor | None = None
+        self.suspect: torch.Tensor | None = None
+        self.way: str | None = None
+        self._masked: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._outer: Call | None = None
+
+    def __enter__(self) -> Call:
+        self._outer = _armed.call
+        _armed.call = self
+        if self.watching:
+            _watch.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.watching:
+            _watch.__exit__(None, None, None)
+        _armed.call = self._outer
+        self._masked.clear()
+
+    def matches(self, scores: object, k: object, dim: object, kwargs: dict[str, Any]) -> bool:
+        """Is this the routing decision?"""
+        return (
+            isinstance(scores, torch.Tensor)
+            and scores.dim() == 2
+            and k == self.topk
+            and scores.shape[1] == self.num_experts
+            and scores.shape[0] == self.rows
+            and dim in (-1, 1)
+            and kwargs.get("largest", True)
+            and "out" not in kwargs
+        )
+
+    def answer(self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], way: str) -> Any:
+        """Answer the top-k, once: later ones in this call are the router's own business."""
+        _armed.call = self._outer
+        if way == "guard" and self.watching and _get_current_function_mode() is _watch:
+            # What follows in the router runs as ever; its compiled functions would compile anew for a mode.
+            # (From inside Watch it can't be left: torch pushes it back.)
+            _watch.__exit__(None, None, None)
+            self.watching = False
+        scores = args[0] if args else kwargs["input"]
+        if type(scores).__name__ == "DTensor":
+            raise RouterError(
+                "the scores are a DTensor, which replay doesn't support",
+                expected="plain tensors in the router",
+                got=f"DTensor with placements {getattr(scores, 'placements', '?')}",
+                cause="tensor parallelism by parallelize_module over the router; FSDP2 alone is fine",
+            )
+
+        def own() -> torch.Tensor:
+            with torch.no_grad():
+                ids: torch.Tensor = native(*args, **kwargs)[1]
+                return ids
+
+        ids = self.choose(own)
+        source = self._unmasked(scores)
+        values = source.gather(1, ids)
+        self.ids, self.way = ids, way
+        if self.verify:
+            self.suspect = _suspect(
+                values.detach(), scores.detach(), mask_unseen=self.masks and source is scores
+            )
+        return torch.return_types.topk((values, ids))
+
+    def masked(self, result: torch.Tensor, source: torch.Tensor) -> None:
+        """Remember which scores a masked tensor was made from: a replayed expert may lie in the mask."""
+        self._masked.append((result, source))
+
+    def _unmasked(self, scores: torch.Tensor) -> torch.Tensor:
+        for result, source in reversed(self._masked):
+            if result is scores:
+                scores = source
+        return scores
+
+
+class Watch(TorchFunctionMode):
+    """Sees every operation inside a router's call."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        call = _armed.call
+        if call is None:
+            return func(*args, **kwargs)
+        if getattr(func, "__name__", None) == "topk":
+            if call.matches(*_scores_k_dim(args, kwargs), kwargs):
+                return call.answer(func, args, kwargs, "watch")
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if call.masks and func in _MASKS:
+            source = _mask_source(func, args, kwargs)
+            if source is not None and source.shape == result.shape:
+                call.masked(result, source)
+        return result
+
+
+_watch = Watch()
+
+
+def _mask_source(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The tensor that was masked; none where it can't be told (a `where` between two tensors)."""
+    if func is torch.where or func is torch.Tensor.where:
+        named = [kwargs.get(name) for name in ("input", "self", "other")]
+        tensors = [x for x in (*args, *named) if isinstance(x, torch.Tensor) and x.dtype != torch.bool]
+        wide = [x for x in tensors if x.dim() > 0]
+        return wide[0] if len(wide) == 1 else None
+    source = args[0] if args else kwargs.get("input")
+    return source if isinstance(source, torch.Tensor) else None
+
+
+def _scores_k_dim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+    count = len(args)
+    return (
+        args[0] if count else kwargs.get("input"),
+        args[1] if count > 1 else kwargs.get("k"),
+        args[2] if count > 2 else kwargs.get("dim", -1),
+    )
+
+
+def _guarded(native: Any) -> Any:
+    """`native`, answered through the armed call of this thread, if there is one."""
+
+    def topk(*args: Any, **kwargs: Any) -> Any:
+        call = _armed.call
+        if call is None or not call.matches(*_scores_k_dim(args, kwargs), kwargs):
+            return native(*args, **kwargs)
+        return call.answer(native, args, kwargs, "guard")
+
+    topk.__doc__ = native.__doc__
+    return topk
+
+
+class _Guard:
+    """torch's two names for top-k, replaced while at least one session is open."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = 0
+        self._names: list[tuple[Any, Any, Any, bool]] = []
+
+    def install(self) -> None:
+        with self._lock:
+            self._open += 1
+            if self._open > 1:
+                return
+            for owner in (torch, torch.Tensor):
+                native = owner.topk  # type: ignore[attr-defined]
+                guarded = _guarded(native)
+                self._names.append((owner, native, guarded, "topk" in vars(owner)))
+                owner.topk = guarded  # type: ignore[attr-defined]
+
+    def remove(self) -> None:
+        with self._lock:
+            self._open -= 1
+            if self._open:
+                return
+            for owner, native, guarded, own_attribute in self._names:
+                if owner.topk is not guarded:
+                    continue  # wrapped meanwhile by somebody else: ours stays below and passes all through
+                if own_attribute:
+                    owner.topk = native
+                else:
+                    del owner.topk  # Tensor's is inherited from its C base
+            self._names.clear()
+
+
+guard = _Guard()
+
+
+def _suspect(values: torch.Tensor, scores: torch.Tensor, *, mask_unseen: bool) -> torch.Tensor:
+    """A flag on the device: were these gathered from scores that somebody masked unseen?
+
+    Masking with -inf shows as values that aren't finite; masking by a product with 0 as exact zeros in
+    rows whose best score is above zero.
+    """
+    flag = ~torch.isfinite(values).all()
+    if mask_unseen:
+        flag = flag | ((values == 0).any(dim=1) & (scores.amax(dim=1) > 0) & (scores == 0).any(dim=1)).any()
+    return flag
