@@ -68,7 +68,18 @@ class Event:
 
 
 _STREAM = Stream()
-_FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "empty_like", "zeros_like")
+_FACTORIES = (
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "tensor",
+    "arange",
+    "rand",
+    "randn",
+    "empty_like",
+    "zeros_like",
+)
 
 
 @contextlib.contextmanager
@@ -88,7 +99,7 @@ def lend() -> Iterator[None]:
 
 
 def _lent() -> bool:
-    return torch.cuda.Stream is Stream
+    return vars(torch.cuda)["Stream"] is Stream
 
 
 def _lend_torch(patches: Patches) -> None:

@@ -38,7 +38,7 @@ class MegatronRouters:
         return Router(
             module=module,
             num_experts=int(config.num_moe_experts),
-            topk=int(module.topk),  # type: ignore[arg-type]
+            topk=int(module.topk),
             shows=_shows_with_drops if _drops(config) else _shows,
             layer=None if number is None else int(number) - 1,
             drops=_drops(config),
@@ -102,7 +102,7 @@ def _refuse_graphs(config: Any, path: str) -> None:
             where=path,
             expected="no graph capture around the router",
             got=", ".join(flags),
-            cause="the model's config; capture the attention alone, or turn graphs off for training with replay",
+            cause="the model's config; capture the attention alone, or train without graphs",
         )
 
 

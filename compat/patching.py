@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 _ABSENT = object()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Patch:
     """One attribute that was replaced: where, why, and what was there."""
 
@@ -22,7 +23,11 @@ class Patch:
     @property
     def where(self) -> str:
         """«torch.cuda.Stream»."""
-        return f"{getattr(self.owner, '__qualname__', None) or getattr(self.owner, '__name__', self.owner)}.{self.name}"
+        if isinstance(self.owner, ModuleType):
+            return f"{self.owner.__name__}.{self.name}"
+        kind = self.owner if isinstance(self.owner, type) else type(self.owner)
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        return f"{name}.{self.name}" if kind is self.owner else f"{self.name} of one {name}"
 
     def undo(self) -> bool:
         """Put back what was there; leave it alone if somebody has replaced it since. Was it put back?"""
@@ -50,16 +55,24 @@ class Patches:
         """Replace an attribute of a module, class or object, remembering what was in its own dictionary."""
         if any(patch.owner is owner and patch.name == name for patch in self._applied):
             return
-        original = vars(owner).get(name, _ABSENT)
+        original, seen = vars(owner).get(name, _ABSENT), getattr(owner, name, _ABSENT)
         setattr(owner, name, value)
-        # Read back: a function set on a class, say, stays what it is in the class's dictionary.
-        self._applied.append(Patch(owner, name, why, original, vars(owner)[name]))
+        if vars(owner).get(name, _ABSENT) is not value:
+            # A module's parameter, a property: it went elsewhere, and undo() would never find it there.
+            if seen is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, seen)
+            raise TypeError(
+                f"{name} of {type(owner).__qualname__} is no plain attribute and can't be patched"
+            )
+        self._applied.append(Patch(owner, name, why, original, value))
         if self not in _groups:
             _groups.append(self)
 
     def undo(self) -> list[Patch]:
         """Undo all, newest first; return those that somebody else has replaced since."""
-        left = [patch for patch in reversed(self._applied) if not patch.undo()]
+        left = [patch for patch in reversed(self._applied) if not (patch.undo() or _hand_down(patch))]
         self._applied.clear()
         if self in _groups:
             _groups.remove(self)
@@ -70,6 +83,17 @@ class Patches:
 
 
 _groups: list[Patches] = []
+
+
+def _hand_down(patch: Patch) -> bool:
+    """Where a later group patched the same name: let it put back, in its time, what `patch` found."""
+    for group in _groups:
+        for place, later in enumerate(group._applied):
+            same = later.owner is patch.owner and later.name == patch.name
+            if same and later.original is patch.replacement:
+                group._applied[place] = replace(later, original=patch.original)
+                return True
+    return False
 
 
 def applied() -> list[tuple[str, Patch]]:

@@ -1,8 +1,16 @@
-"""Hugging Face transformers (5 on): the router modules of its mixture-of-experts models."""
+"""Hugging Face transformers (5 on, and what of 4 has router modules): its mixture-of-experts models.
+
+A router is told by what it is, not by its family: a module named as one, with a top-k and a number of
+experts, whose code calls a top-k. docs/models.md lists what came of that for every family.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
+from collections.abc import Iterator
+from types import CodeType
 from typing import Any
 
 import torch
@@ -11,24 +19,32 @@ from torch import nn
 from npu_replay.errors import NoEffect, RouterError
 from npu_replay.routers import Router
 
-_PACKAGE = "transformers."
+_PACKAGES = ("transformers.models.", "transformers_modules.")  # the second: code that came with a checkpoint
 _ROUTER_NAME = re.compile(r"(Router|Gate|Gating)$")
-_BLOCK_NAME = re.compile(r"(MoE|Moe|MOE)(Block|Layer|FFN|MLP)?$|Sparse\w*(Block|MLP|MoE)$|FFN$")
+_HASH_NAME = re.compile(r"Hash\w*Router$")
 _DECODER_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)")
+_TOPK = ("top_k", "topk", "moe_top_k")
+_EXPERTS = ("num_experts", "n_routed_experts", "moe_num_experts")
+_GROUPS = ("num_group", "n_group", "num_expert_groups")
 
 
 class TransformersRouters:
-    """Recognises router modules by what they are: a top-k, a number of experts, and a router's name."""
+    """Recognises router modules; refuses by name every other way of choosing experts."""
 
     def describe(self, module: nn.Module, path: str) -> Router | None:
-        """Describe a router; refuse one that can't be replayed, by name."""
+        """Describe a router; refuse one that can't be replayed, and a block that has none."""
         kind = _vendor_class(module)
         if kind is None:
             return None
         if not _ROUTER_NAME.search(kind.__name__):
             _refuse_inner_routing(module, kind, path)
             return None
-        topk, experts = _first_int(module, "top_k", "topk"), _first_int(module, "num_experts", "n_routed_experts")
+        if _HASH_NAME.search(kind.__name__):
+            return None  # it looks the experts up by token id: every pass chooses the same
+        if not _calls_topk(kind):
+            _refuse_other_selection(module, kind, path)
+            return None
+        topk, experts = _topk(module), _experts(module)
         if topk is None or experts is None:
             raise RouterError(
                 f"{kind.__name__} can't be replayed",
@@ -45,11 +61,17 @@ class TransformersRouters:
             shows=_Shows(kind.__name__, experts, topk),
             layer=int(layer.group(1)) if layer else None,
             masks=_masks(module),
+            bypass=f"{kind.__name__} doesn't choose by a top-{topk} of scores [rows, {experts}], which alone "
+            "can be replayed (docs/models.md); or a fused kernel or a captured graph took its place",
         )
 
 
 class _Shows:
-    """Reads the ids out of a router's output: the one integer tensor [rows, topk] in it."""
+    """Reads the experts out of a router's output.
+
+    They are the one integer tensor [rows, topk] in it. Where there is none (Llama 4), a tensor of scores
+    [rows, experts] shows them, if no row has more than topk that aren't zero.
+    """
 
     def __init__(self, name: str, experts: int, topk: int) -> None:
         self._name = name
@@ -57,15 +79,23 @@ class _Shows:
         self._topk = topk
 
     def __call__(self, output: object) -> torch.Tensor:
-        for value in output if isinstance(output, tuple) else (output,):
-            if isinstance(value, torch.Tensor) and not value.dtype.is_floating_point and value.dim() >= 2:
-                ids = value.reshape(-1, value.shape[-1])
-                if ids.shape[1] == self._topk:
-                    shown = torch.zeros(len(ids), self._experts, dtype=torch.bool, device=ids.device)
-                    return shown.scatter(1, ids.long(), True)
+        values = output if isinstance(output, tuple) else (output,)
+        tensors = [
+            value.flatten(0, -2) for value in values if isinstance(value, torch.Tensor) and value.dim() > 1
+        ]
+        for ids in tensors:
+            if not ids.dtype.is_floating_point and ids.shape[1] == self._topk:
+                shown = torch.zeros(len(ids), self._experts, dtype=torch.bool, device=ids.device)
+                return shown.scatter(1, ids.long(), True)
+        for scores in tensors:
+            if scores.dtype.is_floating_point and scores.shape[1] == self._experts:
+                shown = scores != 0
+                if bool((shown.sum(dim=1) <= self._topk).all()):
+                    return shown
         raise NoEffect(
             f"{self._name} can't be replayed: its output doesn't show which experts it chose",
-            expected=f"an integer tensor [rows, {self._topk}] in the output",
+            expected=f"an integer tensor [rows, {self._topk}] in the output, or scores "
+            f"[rows, {self._experts}] that are zero but for the chosen experts",
             got=_describe(output),
             cause="a model family that npu_replay doesn't know yet (docs/models.md lists those it does)",
         )
@@ -74,41 +104,104 @@ class _Shows:
 def _vendor_class(module: nn.Module) -> type | None:
     """The transformers class that a module is or derives from."""
     for kind in type(module).__mro__:
-        if kind.__module__.startswith(_PACKAGE + "models."):
+        if kind.__module__.startswith(_PACKAGES):
             return kind
     return None
 
 
 def _refuse_inner_routing(module: nn.Module, kind: type, path: str) -> None:
-    """Blocks that hold their top-k inline: transformers 4, and a few families still."""
-    topk = _first_int(module, "top_k", "topk", "moe_top_k")
-    inner = any(_is_router(child) for child in module.modules())
-    if topk is None or inner or not _BLOCK_NAME.search(kind.__name__):
+    """A block that has experts and no router in it chooses them itself: its routes would be ignored."""
+    if not _holds_experts(module) or any(_is_router(inner) for inner in module.modules()):
         return
     raise RouterError(
         f"{kind.__name__} can't be replayed: it chooses its experts inside the block, which shows no ids",
         where=path,
-        expected="a router module of its own",
+        expected="a router module in it, whose output is the choice",
         got=f"{kind.__module__}.{kind.__name__}",
-        cause="transformers 4, where most families have no router module (5 gives them one), or a family that "
-        "npu_replay can't replay",
+        cause="transformers 4, where most families have no router module (transformers 5 gives them one: "
+        "upgrade), or one of the few that have none in 5 either (docs/models.md)",
     )
+
+
+def _refuse_other_selection(module: nn.Module, kind: type, path: str) -> None:
+    """A router by its name and its number of experts that calls no top-k (an argmax, a sampler)."""
+    if _experts(module) is None:
+        return  # a gate of another sort, or a part of a block that is refused itself
+    raise RouterError(
+        f"{kind.__name__} can't be replayed: it doesn't choose its experts by a top-k",
+        where=path,
+        expected="torch.topk in the router",
+        got=f"none in the code of {kind.__module__}.{kind.__name__}",
+        cause="a model family with an argmax or a sampler of its own (docs/models.md lists those that work)",
+    )
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    """Is this the innermost block around routed experts? It has a child of that name, or the two numbers."""
+    if any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__):
+        return False  # models carry their config's numbers, also where every layer is dense
+    if type(module).__name__.endswith("Experts"):
+        return False
+    inline = _own(module, *_TOPK) is not None and _own(module, *_EXPERTS) is not None
+    return inline or isinstance(getattr(module, "experts", None), nn.Module)
 
 
 def _is_router(module: nn.Module) -> bool:
     kind = _vendor_class(module)
-    return kind is not None and bool(_ROUTER_NAME.search(kind.__name__))
+    if kind is None or not _ROUTER_NAME.search(kind.__name__):
+        return False
+    return _experts(module) is not None or _calls_topk(kind)
+
+
+@functools.cache
+def _calls_topk(kind: type) -> bool:
+    """Does a method of this class, or of one it derives from, name a top-k?
+
+    Only to refuse on entering and not at the end of the first forward, so a false yes does no harm. It
+    reads names in the code, also in functions that a decorator wraps.
+    """
+    functions = [
+        inspect.unwrap(value)
+        for base in kind.__mro__
+        if base.__module__.startswith(_PACKAGES)
+        for value in vars(base).values()
+        if inspect.isfunction(value)
+    ]
+    return any("topk" in name for function in functions for name in _names(function.__code__))
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _topk(module: nn.Module) -> int | None:
+    own = _own(module, *_TOPK)
+    return own if own is not None else _own(getattr(module, "config", None), "top_k_experts")
+
+
+def _experts(module: nn.Module) -> int | None:
+    """How many columns its scores have. Where a router has two numbers, one leaves experts out."""
+    own = [number for name in _EXPERTS if (number := _own(module, name)) is not None]
+    if own:
+        return max(own)
+    if _own(module, *_TOPK) is None and _topk(module) is not None:
+        return _own(getattr(module, "config", None), *_EXPERTS)  # both numbers are the config's (Gemma 4)
+    return None
 
 
 def _masks(module: nn.Module) -> bool:
     """Group-limited routing masks the scores of other groups; a router with one group masks nothing."""
-    groups = _first_int(module, "num_group", "n_group", "num_expert_groups")
+    groups = _own(module, *_GROUPS)
     return groups is not None and groups > 1
 
 
-def _first_int(module: Any, *names: str) -> int | None:
+def _own(owner: Any, *names: str) -> int | None:
+    """The first of these attributes that is a number."""
     for name in names:
-        value = getattr(module, name, None)
+        value = getattr(owner, name, None)
         if isinstance(value, int) and not isinstance(value, bool):
             return value
     return None

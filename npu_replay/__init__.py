@@ -11,20 +11,31 @@ Importing this imports no framework.
 from npu_replay import compat
 from npu_replay.errors import ReplayError
 from npu_replay.fingerprint import fingerprint
+from npu_replay.layout import TokenLayout
+from npu_replay.mismatch import compare
+from npu_replay.observing import observe
+from npu_replay.pinning import pin_recompute
+from npu_replay.recording import record
+from npu_replay.replaying import replay
+from npu_replay.reporting import report, uninstall
 from npu_replay.routed_experts import RoutedExperts
 from npu_replay.routers import register
-from npu_replay.session import pin_recompute, record, replay
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ReplayError",
     "RoutedExperts",
+    "TokenLayout",
+    "compare",
     "compat",
     "fingerprint",
+    "observe",
     "pin_recompute",
     "record",
     "replay",
+    "report",
+    "uninstall",
 ]
 
 register("megatron-core", compat.megatron.MegatronRouters())

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any
@@ -23,10 +24,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import checkpoint
 
-in_backward_task = torch._C._current_graph_task_id
-"""-1 outside of backward."""
-
-sequence_number = torch._C._autograd._get_sequence_nr
+sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number that the next node made on this thread will get."""
 
 _NO_NUMBER = 2**64 - 1  # AccumulateGrad's
@@ -34,7 +32,7 @@ _NO_NUMBER = 2**64 - 1  # AccumulateGrad's
 
 def in_backward() -> bool:
     """Is this thread running autograd's backward?"""
-    return in_backward_task() != -1
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def running_node_number() -> int | None:
@@ -44,7 +42,7 @@ def running_node_number() -> int | None:
     recompute, so the outermost custom Function on the Python stack is asked; a frame's `f_back` leads
     through autograd's C++ into the outer backward.
     """
-    node = torch._C._current_autograd_node()
+    node: Any = torch._C._current_autograd_node()
     if node is None:
         return None
     outermost = outermost_function(sys._getframe(1), "backward")
@@ -80,7 +78,7 @@ def non_reentrant_checkpoint() -> weakref.ref[Any] | None:
 
     Other saved-tensor hooks (offloading to the CPU) never recompute and are told by their module.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None or "checkpoint" not in (getattr(hooks[1], "__module__", None) or ""):
         return None
     return weakref.ref(hooks[1])
@@ -95,7 +93,7 @@ def probe() -> str | None:
     with ThreadPoolExecutor(max_workers=1) as other:
         try:
             return other.submit(_probe).result()
-        except Exception as error:  # private names may be gone, or raise anything
+        except Exception as error:  # noqa: BLE001  private names may be gone, or raise anything
             return f"{type(error).__name__}: {error}"
 
 
@@ -113,7 +111,7 @@ def _probe() -> str | None:
             kind = "reentrant" if reentrant else "non-reentrant"
             if in_backward() or seen or any(token is None or token() is None for token in alive):
                 return f"a {kind} checkpoint can't be told while its forward runs"
-            sum(output.sum() for output in outputs).backward()  # type: ignore[union-attr]
+            sum(output.sum() for output in outputs).backward()
             numbers = [-1 if number is None else number for number in seen]
             if len(numbers) != 2 or not (numbers[1] < ends[0] <= numbers[0] < ends[1]):
                 return f"a {kind} checkpoint's recompute doesn't lead back to its own forward"

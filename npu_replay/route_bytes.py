@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from npu_replay.routed_experts import RoutedExperts
 
 MAGIC = b"NPUROUT1"
-_DTYPES = {"uint8": np.dtype("u1"), "int16": np.dtype("<i2")}
+_DTYPES: dict[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "int16": np.dtype("<i2")}
 
 
 def header(routes: RoutedExperts) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def digest(described: dict[str, Any], ids: memoryview | bytes, recorded: memoryv
 def dump(routes: RoutedExperts) -> bytes:
     """Serialize; see the module's docstring for the layout."""
     described = header(routes)
-    ids = memoryview(routes.ids.numpy()).cast("B") if routes.ids.numel() else memoryview(b"")
+    ids = routes.ids.numpy().data.cast("B") if routes.ids.numel() else memoryview(b"")
     recorded = np.packbits(routes.recorded.numpy()).tobytes()
     described["digest"] = digest(described, ids, recorded)
     text = json.dumps(described, sort_keys=True).encode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -298,7 +299,7 @@ def _checked_labels(layers: Sequence[int], *, columns: int) -> tuple[int, ...]:
             got=columns,
             cause="an engine that reports every layer against labels of the MoE layers only, or the reverse",
         )
-    if any(label < 0 for label in labels) or any(a >= b for a, b in zip(labels, labels[1:], strict=False)):
+    if any(label < 0 for label in labels) or any(a >= b for a, b in pairwise(labels)):
         raise InvalidRoutes(
             "layer labels must be ascending 0-based decoder layers, each once",
             expected="for example (0, 1, 2)",
@@ -339,7 +340,7 @@ def _check_range(ids: torch.Tensor, layers: tuple[int, ...], num_experts: int, r
         return
     row, column, slot = outside.nonzero()[0].tolist()
     raise InvalidRoutes(
-        f"{int(outside.any(dim=2).sum())} token-layers have an expert id out of range, the first in row {row}",
+        f"{int(outside.any(dim=2).sum())} token-layers have an id out of range, the first in row {row}",
         where=f"layer {layers[column]}",
         expected=f"ids from 0 to {num_experts - 1}",
         got=int(ids[row, column, slot]),

@@ -47,7 +47,10 @@ class Router:
     @property
     def label(self) -> int:
         """The layer, once `find` has numbered it."""
-        assert self.layer is not None
+        if self.layer is None:
+            raise RouterError(
+                "this router has no label yet", where=self.path, expected="one that find() returned"
+            )
         return self.layer
 
 
@@ -119,7 +122,7 @@ def _check_any(found: list[list[Router]], chunks: Sequence[nn.Module]) -> None:
         expected=f"at least one router of {', '.join(_kinds) or 'a registered kind'}",
         got="none",
         cause="a dense model, a wrapper that hides the modules, or a model family that npu_replay doesn't "
-        "know (npu-replay doctor lists those it does)",
+        "know (docs/models.md lists those it does)",
     )
 
 

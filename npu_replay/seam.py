@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from npu_replay.errors import ReplayError, RouterError
+from npu_replay.errors import RouterError
 
 Own = Callable[[], torch.Tensor]
 """Runs the router's own top-k: int64 ids [rows, topk]."""
@@ -100,12 +100,12 @@ class Call:
         self._outer = _armed.call
         _armed.call = self
         if self.watching:
-            _watch.__enter__()
+            _watch.enter()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.watching:
-            _watch.__exit__(None, None, None)
+            _watch.leave()
         _armed.call = self._outer
         self._masked.clear()
 
@@ -122,13 +122,15 @@ class Call:
             and "out" not in kwargs
         )
 
-    def answer(self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], way: str) -> Any:
+    def answer(
+        self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], way: str
+    ) -> Any:
         """Answer the top-k, once: later ones in this call are the router's own business."""
-        _armed.call = self._outer
-        if way == "guard" and self.watching and _get_current_function_mode() is _watch:
+        _armed.call = None
+        if way == "guard" and self.watching and _watch.is_innermost():
             # What follows in the router runs as ever; its compiled functions would compile anew for a mode.
             # (From inside Watch it can't be left: torch pushes it back.)
-            _watch.__exit__(None, None, None)
+            _watch.leave()
             self.watching = False
         scores = args[0] if args else kwargs["input"]
         if type(scores).__name__ == "DTensor":
@@ -167,6 +169,15 @@ class Call:
 
 class Watch(TorchFunctionMode):
     """Sees every operation inside a router's call."""
+
+    def enter(self) -> None:
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(self) -> None:
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def is_innermost(self) -> bool:
+        return _get_current_function_mode() is self  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -236,11 +247,12 @@ class _Guard:
             self._open += 1
             if self._open > 1:
                 return
-            for owner in (torch, torch.Tensor):
-                native = owner.topk  # type: ignore[attr-defined]
+            owners: tuple[Any, Any] = (torch, torch.Tensor)
+            for owner in owners:
+                native = owner.topk
                 guarded = _guarded(native)
                 self._names.append((owner, native, guarded, "topk" in vars(owner)))
-                owner.topk = guarded  # type: ignore[attr-defined]
+                owner.topk = guarded
 
     def remove(self) -> None:
         with self._lock:

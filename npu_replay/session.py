@@ -1,4 +1,4 @@
-"""Sessions: record, replay and pin_recompute.
+"""Session: what record, replay and pin_recompute have in common.
 
 A session hangs hooks on the routers and on the chunks of a model for the length of a block, and takes them
 all away. What it keeps is keyed by (layer, micro-batch), never appended to a list, so a forward that raised
@@ -22,12 +22,13 @@ from torch import nn
 from npu_replay import compiled, seam
 from npu_replay.errors import MicroBatchError, NoEffect, RecomputeError, ReplayError, RouterError, micro_batch
 from npu_replay.recompute import in_backward
-from npu_replay.routed_experts import RoutedExperts, narrow_dtype
+from npu_replay.routed_experts import narrow_dtype
 from npu_replay.routers import Router, find
 from npu_replay.timeline import Forward, Timeline
 
 Model: TypeAlias = "nn.Module | Sequence[nn.Module]"
 Key: TypeAlias = "tuple[int, int]"  # layer label, micro-batch
+
 
 class _Calls(threading.local):
     """The routers' calls that this thread is in, innermost last."""
@@ -101,12 +102,15 @@ class Session:
 
     def __enter__(self) -> Any:
         if self._state != "new":
-            raise ReplayError(f"this {self.name} block was entered before", expected="a new one", got="a used one")
+            raise ReplayError(
+                f"this {self.name} block was entered before", expected="a new one", got="a used one"
+            )
         self._routers = find(self._chunks)
         self._check_nesting()
         self._check_model()
         stance = compiled.eager(self._chunks, self._routers)
         self._state = "open"
+        self._timeline = Timeline(len(self._chunks))
         try:
             stance.__enter__()
             self._stance = stance
@@ -181,7 +185,10 @@ class Session:
         self._check_forward(forward)
 
     def _end(self, chunk: int, output: object) -> None:
-        forward, complete = self._timeline.end(chunk, output)
+        ended = self._timeline.end(chunk, output)
+        if ended is None:
+            return  # its beginning was refused
+        forward, complete = ended
         if complete:
             self._check_effect(chunk, forward)
         else:
@@ -235,8 +242,8 @@ class Session:
         key = router.label, self._timeline.live(chunk).number
         if call.ids is None:
             self._unreached[key] = router
-        elif call.verify:
-            self._flags[key] = _effect(router, call, output)
+        elif call.suspect is not None:
+            self._flags[key] = _effect(router, call, call.ids, call.suspect, output)
 
     def _recompute(self, router: Router, chunk: int, device: torch.device) -> seam.Choose:
         number = self._timeline.recomputed(chunk, router.label)
@@ -274,8 +281,8 @@ class Session:
             where=micro_batch(forward.number, router.label),
             expected="one call of each router in one __call__ of the model",
             got="a second call",
-            cause="the model's forward() or an inner module was called directly, past the __call__ of the module "
-            "that was passed (Megatron's overlap_moe_expert_parallel_comm does)"
+            cause="the model's forward() or an inner module was called directly, past the __call__ of the "
+            "module that was passed (Megatron's overlap_moe_expert_parallel_comm does)"
             if bypassed
             else "a model that runs its layers several times in one forward, one sequence after another",
         )
@@ -287,18 +294,22 @@ class Session:
             if router.label not in forward.called:
                 self._no_effect(router, forward, "the router was not called", _PAST_CALL)
             if key in self._unreached:
-                self._no_effect(router, forward, "the router never reached its top-k", router.bypass or _NO_TOPK)
+                self._no_effect(
+                    router, forward, "the router never reached its top-k", router.bypass or _NO_TOPK
+                )
         if forward.number == 0:
             flagged = [r for r in self._routers[chunk] if (r.label, 0) in self._flags]
             flags = torch.stack([self._flags.pop((r.label, 0)) for r in flagged]).tolist() if flagged else []
             for router, wrong in zip(flagged, flags, strict=True):
                 if wrong:
-                    self._no_effect(router, forward, "the router's output doesn't show the chosen experts", _CHANGED)
+                    self._no_effect(
+                        router, forward, "the router's output doesn't show the chosen experts", _CHANGED
+                    )
 
     def _no_effect(self, router: Router, forward: Forward, problem: str, cause: str) -> None:
         raise NoEffect(
             problem,
-            where=f"{micro_batch(forward.number, router.label)} ({router.path or type(router.module).__name__})",
+            where=f"{micro_batch(forward.number, router.label)} ({router.path or 'the module itself'})",
             expected=f"a top-{router.topk} over {router.num_experts} experts whose result is used",
             got="none, or another selection",
             cause=cause,
@@ -333,7 +344,7 @@ class Session:
         if due:
             layer, number = min(due, key=lambda key: (key[1], key[0]))
             raise RecomputeError(
-                f"the block ended before {len(due)} router calls were recomputed; after it they would choose anew",
+                f"the block ended before {len(due)} router calls were recomputed; they would choose anew",
                 where=micro_batch(number, layer),
                 expected="backward inside the block",
                 got="a graph with checkpoints that is still alive",
@@ -346,290 +357,10 @@ _PAST_CALL = (
     "a graph that was compiled or captured before the block and runs no hook, another path to the experts "
     "than the router's __call__, or a layer that this forward skipped"
 )
-_NO_TOPK = "a fused router kernel, a selection without torch.topk (sinkhorn in a kernel, a hash), or a captured graph"
-_CHANGED = "code after the top-k that changes the ids (a forced load balance), or an output that npu_replay misreads"
-
-
-class Recording(Session):
-    """Keeps what every router chooses; `routes` holds it when the block has ended."""
-
-    name = "record"
-
-    def __init__(self, model: Model) -> None:
-        super().__init__(model)
-        self._ids: dict[Key, torch.Tensor] = {}
-        self._routes: list[RoutedExperts] | None = None
-
-    @property
-    def routes(self) -> list[RoutedExperts]:
-        """One RoutedExperts a micro-batch, in forward order; rows as the routers had them."""
-        if self._routes is None:
-            raise ReplayError(
-                "the routes are complete when the record block has ended without an exception",
-                expected="an ended block",
-                got=f"a block that is {self._state}",
-            )
-        return self._routes
-
-    def _live(self, router: Router, forward: Forward, rows: int, device: torch.device) -> seam.Choose:
-        def choose(own: seam.Own) -> torch.Tensor:
-            ids = own()
-            self._ids[router.label, forward.number] = narrowed(ids, router)
-            return ids
-
-        return choose
-
-    def _again(self, router: Router, number: int, device: torch.device) -> torch.Tensor:
-        return self._ids[router.label, number]
-
-    def _forget(self, key: Key) -> None:
-        self._ids.pop(key, None)
-
-    def _finish(self) -> None:
-        count = self._timeline.ended[0]
-        self._routes = [micro_batch_routes(self._ids, self._all_routers(), number) for number in range(count)]
-        self._ids.clear()
-
-
-class Replay(Session):
-    """Makes every router choose what `routes` says.
-
-    Args:
-        model: see Session.
-        routes: one RoutedExperts a micro-batch, in forward order; rows as the routers have them. Columns
-            are picked by layer label, others are ignored. A row without a route takes the router's own
-            choice.
-        live_mismatch: also count where the router would have chosen otherwise. Costs its top-k.
-    """
-
-    name = "replay"
-
-    def __init__(self, model: Model, routes: Sequence[RoutedExperts], *, live_mismatch: bool = False) -> None:
-        super().__init__(model)
-        self._routes = checked_routes(routes)
-        self._staged: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self._kept: dict[Key, torch.Tensor] = {}
-        self._live_mismatch = live_mismatch
-        self._differing: torch.Tensor | int = 0
-        self._compared = 0
-
-    def metrics(self) -> dict[str, float]:
-        """Micro-batches, rows, rows without a route, seconds; live_mismatch where it was asked for."""
-        done = self._routes[: max(self._timeline.ended, default=0)]
-        figures = super().metrics() | {
-            "rows": sum(len(routes) for routes in done),
-            "rows_without_route": sum(int((~routes.recorded).sum()) for routes in done),
-        }
-        if self._compared:
-            figures["live_mismatch"] = float(self._differing) / self._compared
-        return figures
-
-    def _check_model(self) -> None:
-        for number, routes in enumerate(self._routes):
-            for router in self._all_routers():
-                where = micro_batch(number, router.label)
-                if router.label not in routes.layers:
-                    raise RouterError(
-                        "this decoder layer of the model is missing from the routes",
-                        where=where,
-                        expected=f"layers {[router.label for router in self._all_routers()]}",
-                        got=list(routes.layers),
-                        cause="routes of another pipeline stage, or counted over the MoE layers only where the "
-                        "model has dense layers too",
-                    )
-                for what, ours, theirs in (
-                    ("top-k", router.topk, routes.topk),
-                    ("number of experts", router.num_experts, routes.num_experts),
-                ):
-                    if ours != theirs:
-                        raise RouterError(
-                            f"the routes have another {what} than the model",
-                            where=where,
-                            expected=ours,
-                            got=theirs,
-                            cause="rollout engine and trainer run different models or configs",
-                        )
-
-    def _check_forward(self, forward: Forward) -> None:
-        if forward.number >= len(self._routes):
-            raise MicroBatchError(
-                "there are more micro-batches than routes",
-                where=micro_batch(forward.number),
-                expected=f"{len(self._routes)} forwards in this block",
-                got=f"a forward number {forward.number + 1}",
-                cause="the update cuts the batch into other micro-batches than the routes were laid out for, or an "
-                "extra forward (a reference pass, an evaluation) runs inside the block",
-            )
-
-    def _live(self, router: Router, forward: Forward, rows: int, device: torch.device) -> seam.Choose:
-        self._check_forward(forward)
-        routes = self._routes[forward.number]
-        if len(routes) != rows:
-            raise MicroBatchError(
-                "the routes have another number of tokens than the router",
-                where=micro_batch(forward.number, router.label),
-                expected=f"{rows} rows",
-                got=len(routes),
-                cause="padding, packing, sequence or context parallelism that the routes were not laid out for "
-                "(TokenLayout does that)",
-            )
-        layers, recorded = self._stage(forward.number, device)
-        ids = layers[routes.layers.index(router.label)]
-        key = router.label, forward.number
-        if recorded is None and not self._live_mismatch:
-            if key in self._pending:
-                self._kept[key] = ids
-            return lambda own: ids.long()
-
-        def choose(own: seam.Own) -> torch.Tensor:
-            theirs, ours = ids.long(), own()
-            if self._live_mismatch:
-                self._compared += int(routes.recorded.sum())
-                self._count_differing(theirs, ours, recorded)
-            if recorded is not None:
-                theirs = torch.where(recorded, theirs, ours)
-                self._kept[key] = narrowed(theirs, router)
-            elif key in self._pending:
-                self._kept[key] = ids
-            return theirs
-
-        return choose
-
-    def _stage(self, number: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One micro-batch on the device, [layers, rows, topk] narrow; and which rows, where not all."""
-        staged = self._staged.get(number)
-        if staged is None:
-            routes = self._routes[number]
-            layers = routes.ids.transpose(0, 1).contiguous().to(device, non_blocking=True)
-            whole = bool(routes.recorded.all())
-            recorded = None if whole else routes.recorded[:, None].to(device, non_blocking=True)
-            staged = self._staged[number] = layers, recorded
-        return staged
-
-    def _end(self, chunk: int, output: object) -> None:
-        super()._end(chunk, output)
-        done = min(self._timeline.ended)
-        for number in [n for n in self._staged if n < done]:
-            del self._staged[number]  # what a recompute needs is kept by itself
-
-    def _again(self, router: Router, number: int, device: torch.device) -> torch.Tensor:
-        ids = self._kept.get((router.label, number))
-        if ids is not None:
-            return ids
-        routes = self._routes[number]
-        return routes.layer_ids(router.label).to(device, non_blocking=True)
-
-    def _forget(self, key: Key) -> None:
-        self._kept.pop(key, None)
-
-    def _release(self, key: Key) -> None:
-        self._kept.pop(key, None)
-
-    def _count_differing(self, theirs: torch.Tensor, ours: torch.Tensor, recorded: torch.Tensor | None) -> None:
-        differ = (theirs.sort(dim=1).values != ours.sort(dim=1).values).any(dim=1)
-        if recorded is not None:
-            differ &= recorded[:, 0]
-        self._differing += differ.sum()
-
-    def _check_complete(self) -> None:
-        super()._check_complete()
-        done = self._timeline.ended[0]
-        if done < len(self._routes):
-            raise MicroBatchError(
-                "there were fewer micro-batches than routes",
-                where=micro_batch(done),
-                expected=f"{len(self._routes)} forwards in this block",
-                got=done,
-                cause="a schedule that was cut short, or routes of more than this rank's micro-batches",
-            )
-
-
-class Pinning(Session):
-    """Makes every recompute choose what its own forward chose; the forwards choose freely."""
-
-    name = "pin_recompute"
-
-    def __init__(self, model: Model) -> None:
-        super().__init__(model)
-        self._kept: dict[Key, torch.Tensor] = {}
-
-    def _live(self, router: Router, forward: Forward, rows: int, device: torch.device) -> seam.Choose:
-        key = router.label, forward.number
-
-        def choose(own: seam.Own) -> torch.Tensor:
-            ids = own()
-            if key in self._pending:
-                self._kept[key] = narrowed(ids, router)
-            return ids
-
-        return choose
-
-    def _again(self, router: Router, number: int, device: torch.device) -> torch.Tensor:
-        ids = self._kept.get((router.label, number))
-        if ids is None:
-            raise RecomputeError(
-                "this recompute was not foreseen when its forward ran, so its ids were not kept",
-                where=micro_batch(number, router.label),
-                cause="a way of recomputing that is neither torch's checkpoint nor a custom autograd Function",
-            )
-        return ids
-
-    def _forget(self, key: Key) -> None:
-        self._kept.pop(key, None)
-
-    def _release(self, key: Key) -> None:
-        self._kept.pop(key, None)
-        if not self._pending:
-            self._timeline.forget()  # a block may last for a whole training run
-
-
-def record(model: Model) -> Recording:
-    """Record the experts that the routers of `model` choose.
-
-        with npu_replay.record(model) as recording:
-            forward_backward_func(..., forward_only=True)
-        recording.routes  # one RoutedExperts a micro-batch
-
-    Outputs and gradients stay bit-equal to an untouched run. A recompute takes the recorded ids.
-
-    Args:
-        model: the module that the training loop calls, or the list of virtual-pipeline chunks.
-
-    Raises:
-        ReplayError: on entering, if a router can't be recorded or is in another block; in the block, if a
-            router's choice can't be seen; on leaving, if nothing ran or a recompute is still to come.
-    """
-    return Recording(model)
-
-
-def replay(model: Model, routes: Sequence[RoutedExperts], *, live_mismatch: bool = False) -> Replay:
-    """Make the routers of `model` choose the experts in `routes`.
-
-        with npu_replay.replay(model, recording.routes) as session:
-            forward_backward_func(...)
-        session.metrics()
-
-    Args:
-        model: the module that the training loop calls, or the list of virtual-pipeline chunks.
-        routes: one RoutedExperts a micro-batch, in forward order; rows as the routers have them (Megatron:
-            sequence-major; Hugging Face: batch-major). See TokenLayout for getting them there.
-        live_mismatch: also count where the router would have chosen otherwise (costs its top-k).
-
-    Raises:
-        ReplayError: see docs/errors.md for what rises where.
-    """
-    return Replay(model, routes, live_mismatch=live_mismatch)
-
-
-def pin_recompute(model: Model) -> Pinning:
-    """Make activation recompute choose the experts that its own forward chose.
-
-        with npu_replay.pin_recompute(model):
-            train()
-
-    Useful without RL: near ties flip in a recompute, and then gradients belong to no forward.
-    """
-    return Pinning(model)
+_NO_TOPK = "a fused router kernel, a selection without torch.topk (a hash, a kernel), or a captured graph"
+_CHANGED = (
+    "code after the top-k that changes the ids (a forced load balance), or an output that npu_replay misreads"
+)
 
 
 def chunks_of(model: Model) -> list[nn.Module]:
@@ -641,51 +372,6 @@ def chunks_of(model: Model) -> list[nn.Module]:
     return chunks
 
 
-def checked_routes(routes: Sequence[RoutedExperts]) -> list[RoutedExperts]:
-    """A list of RoutedExperts, or an error that says what it is instead."""
-    if isinstance(routes, RoutedExperts):
-        raise MicroBatchError(
-            "replay takes a list",
-            expected="one RoutedExperts a micro-batch",
-            got="a single RoutedExperts",
-            cause="[routes] was meant",
-        )
-    listed = list(routes)
-    for number, one in enumerate(listed):
-        if not isinstance(one, RoutedExperts):
-            raise MicroBatchError(
-                "this isn't RoutedExperts", where=micro_batch(number), expected="RoutedExperts", got=type(one)
-            )
-    if not listed:
-        raise MicroBatchError(
-            "there are no routes to replay", expected="one RoutedExperts a micro-batch", got="an empty list"
-        )
-    return listed
-
-
-def micro_batch_routes(ids: dict[Key, torch.Tensor], routers: list[Router], number: int) -> RoutedExperts:
-    """Put the layers of one micro-batch together."""
-    routers = sorted(routers, key=lambda router: router.label)
-    first = routers[0]
-    for router in routers:
-        for what, ours, other in (
-            ("rows", len(ids[router.label, number]), len(ids[first.label, number])),
-            ("top-k", router.topk, first.topk),
-            ("experts", router.num_experts, first.num_experts),
-        ):
-            if ours != other:
-                raise RouterError(
-                    f"the routers differ in {what}, which one RoutedExperts can't hold",
-                    where=micro_batch(number, router.label),
-                    expected=f"{other}, as in layer {first.label}",
-                    got=ours,
-                    cause="pass the parts of the model to record() one by one",
-                )
-    stacked = torch.stack([ids[router.label, number] for router in routers], dim=1)
-    labels = [router.label for router in routers]
-    return RoutedExperts._adopt(stacked.cpu(), labels, first.num_experts)
-
-
 def narrowed(ids: torch.Tensor, router: Router) -> torch.Tensor:
     """A narrow copy, on the device, that training may use (ids made under inference_mode may not)."""
     dtype = narrow_dtype(router.num_experts)
@@ -695,16 +381,17 @@ def narrowed(ids: torch.Tensor, router: Router) -> torch.Tensor:
         return ids.to(dtype)
 
 
-def _effect(router: Router, call: seam.Call, output: object) -> torch.Tensor:
+def _effect(
+    router: Router, call: seam.Call, ids: torch.Tensor, suspect: torch.Tensor, output: object
+) -> torch.Tensor:
     """A flag on the device: does the router's own output show other experts than it was given?"""
-    assert call.ids is not None and call.suspect is not None
     with torch.no_grad():
         shown = router.shows(output)
         if shown.shape != (call.rows, router.num_experts):
-            return torch.ones_like(call.suspect)
-        chosen = torch.zeros_like(shown).scatter(1, call.ids, True)
+            return torch.ones_like(suspect)
+        chosen = torch.zeros_like(shown).scatter(1, ids, True)
         differ = shown & ~chosen if router.drops else shown != chosen
-        return differ.any() | call.suspect
+        return differ.any() | suspect
 
 
 def _router_hooks(

@@ -45,12 +45,14 @@ class Timeline:
     """Numbers the forwards of each chunk and remembers where they ended."""
 
     def __init__(self, chunks: int) -> None:
+        """Begins with the block: what this thread made before it is none of ours."""
         self.ended = [0] * chunks
         self.bypassed: Forward | None = None
         self._open: list[Forward | None] = [None] * chunks
         self._ends: list[int] = []
         self._owners: list[tuple[int, int] | None] = []
         self._thread: int | None = None
+        self._start = (threading.get_ident(), recompute.sequence_number())
 
     def begin(self, chunk: int) -> Forward:
         """A chunk's forward starts; one that was left by an exception is dropped."""
@@ -61,18 +63,14 @@ class Timeline:
         self._open[chunk] = forward
         return forward
 
-    def end(self, chunk: int, output: object) -> tuple[Forward, bool]:
-        """A chunk's forward is over; return it, and whether it came to its end.
+    def end(self, chunk: int, output: object) -> tuple[Forward, bool] | None:
+        """A chunk's forward is over; return it, and whether it came to its end. None if it never began.
 
         A forward hook that is always called gets None after an exception, and runs while it is handled.
         """
         forward = self._open[chunk]
         if forward is None:
-            raise MicroBatchError(
-                "a forward of the model ended that never began",
-                where=micro_batch(self.ended[chunk]),
-                cause="hooks that were moved or removed while the block was open",
-            )
+            return None
         self._open[chunk] = None
         raised = output is None and sys.exc_info()[1] is not forward.handling
         self._ends.append(recompute.sequence_number())
@@ -107,8 +105,7 @@ class Timeline:
                 where=where,
                 cause="a forward run from a gradient hook or from an engine callback",
             )
-        at = bisect.bisect_right(self._ends, number)
-        owner = self._owners[at] if at < len(self._owners) else self._running()
+        owner = self._owner(number)
         if owner is None or owner[0] != chunk:
             raise RecomputeError(
                 "this recompute belongs to no forward of this block",
@@ -124,6 +121,14 @@ class Timeline:
     def forget(self) -> None:
         """Drop all ends but the last: no graph made before it can recompute any more."""
         del self._ends[:-1], self._owners[:-1]
+
+    def _owner(self, number: int) -> tuple[int, int] | None:
+        """The chunk and micro-batch whose forward made the node of this number."""
+        thread, start = self._start
+        if number < start and thread == self._thread:
+            return None
+        at = bisect.bisect_right(self._ends, number)
+        return self._owners[at] if at < len(self._owners) else self._running()
 
     def _running(self) -> tuple[int, int] | None:
         running = [forward for forward in self._open if forward is not None]

@@ -1,0 +1,111 @@
+# Sourced by the scripts beside it and by .ci/run: gets Python, its packages and both Megatron releases ready.
+#
+# No environment active: makes .venv in the repository and installs the versions of ci/constraints.txt.
+# An environment is active (VIRTUAL_ENV or CONDA_PREFIX): installs nothing into it, and says what it lacks.
+# Afterwards `python` and `npu-replay` are the environment's, megatron/RELEASE under $work holds each release,
+# and $setup_seconds says how long that took.
+#
+# shellcheck shell=bash
+
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+work=$repository/.work
+torch_pin=$(grep '^torch==' "$repository/ci/constraints.txt")
+setup_started=$SECONDS
+
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+fail() {
+    echo "ci/environment.sh: $*" >&2
+    exit 1
+}
+
+# The first interpreter that runs and can make environments: a python3.11 on the path may be a shim of nothing.
+find_python() {
+    local candidate
+    for candidate in python3.11 python3; do
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "needs Python 3.11 (3.10 at least) with venv and ensurepip, as python3.11 or python3 on the path"
+}
+
+make_environment() {
+    local base stamp
+    base=$(find_python)
+    # What the environment was made from. It is written last, so a half-made one is never taken for a whole one.
+    stamp=$({ cat "$repository"/{pyproject.toml,ci/constraints.txt}; "$base" -V; echo "$repository"; } | cksum)
+    export PATH=$repository/.venv/bin:$PATH
+    if [[ $(cat "$repository/.venv/stamp" 2>/dev/null) == "$stamp" ]]; then return; fi
+
+    case $("$base" -V) in
+        "Python 3.11."*) ;;
+        *) echo "Note: $base is $("$base" -V); $torch_pin and the rest of ci/constraints.txt are the versions" \
+                "tested with Python 3.11. If they cannot be installed, put a python3.11 on the path." ;;
+    esac
+    echo "Making .venv with $("$base" -V) (some 300 MB of packages, torch the largest) ..."
+    rm -f "$repository/.venv/stamp"
+    "$base" -m venv "$repository/.venv" || fail "could not make $repository/.venv"
+
+    local install=(python -m pip install -qq --constraint "$repository/ci/constraints.txt")
+    # torch goes first and by its exact version: another one may be gigabytes of CUDA packages.
+    "${install[@]}" "$torch_pin" setuptools ||
+        fail "could not install $torch_pin for $("$base" -V): pip has to reach it, and Python 3.11 is what it is tested with"
+    "${install[@]}" --no-build-isolation --editable "$repository[demo,dev]" ||
+        fail "could not install what the tests and the demo need; .venv is unfinished and goes on with the next run"
+    echo "$stamp" >"$repository/.venv/stamp"
+}
+
+check_environment() {
+    local missing
+    missing=$(python "$repository/ci/missing.py") || fail "python, with pip, has to work in the active environment"
+    if [[ -z $missing ]]; then return; fi
+    echo "The active environment (${VIRTUAL_ENV:-$CONDA_PREFIX}) lacks, and is left as it is:" >&2
+    sed 's/^/    /' <<<"$missing" >&2
+    # torch belongs to the device, so whoever owns the environment picks its build.
+    if grep -q '^torch\b' <<<"$missing"; then
+        echo "torch: the build for your device, or the tested one: pip install $torch_pin" >&2
+    fi
+    local others
+    others=$(grep -vE '^(torch\b|npu-replay$)' <<<"$missing" | sed "s/.*/'&'/" | paste -sd ' ') || true
+    # Without the constraints: they would move what is there already, numpy for one.
+    if [[ -n $others ]]; then echo "the rest: pip install $others" >&2; fi
+    if grep -qx 'npu-replay' <<<"$missing"; then
+        echo "npu-replay from here: pip install --no-deps -e $repository" >&2
+    fi
+    fail "install them, or deactivate the environment to have .venv made"
+}
+
+# A release in a folder of its own goes on PYTHONPATH, and stays out of the environment.
+fetch_megatron() {
+    local release=$1 folder=$work/megatron/$1 partial
+    if [[ -d $folder ]]; then return; fi
+    echo "Fetching megatron-core $release ..."
+    mkdir -p "$work/megatron"
+    partial=$(mktemp -d "$work/megatron/.partial.XXXXXX")
+    # Its own requirements are left out: they are many, and what it imports is in the demo extra.
+    if ! python -m pip install -qq --no-deps --target "$partial/it" "megatron-core==$release"; then
+        rm -rf "$partial"
+        fail "could not fetch megatron-core $release for $(python -V)"
+    fi
+    mv "$partial/it" "$folder"
+    rmdir "$partial"
+}
+
+if [[ -n ${VIRTUAL_ENV:-} || -n ${CONDA_PREFIX:-} ]]; then
+    check_environment
+else
+    make_environment
+fi
+fetch_megatron 0.12.1
+fetch_megatron 0.16.1
+
+# What is on PYTHONPATH already stays: a vendor's toolkit may live there.
+with_megatron() {
+    local release=$1
+    shift
+    PYTHONPATH=$work/megatron/$release${PYTHONPATH:+:$PYTHONPATH} "$@"
+}
+
+setup_seconds=$((SECONDS - setup_started))

@@ -1,0 +1,292 @@
+"""Try every mixture-of-experts family of the installed transformers and rewrite the table in docs/models.md.
+
+    python ci/models.py                 # rewrite the table
+    python ci/models.py mixtral doge    # try these and print their rows
+
+Each family is built small with random weights and run on the CPU. «works» means: a recording changes neither
+output nor gradients, its replay repeats both bit for bit, and after the routers' weights were changed the
+experts are still called with the recorded ids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+import npu_replay
+from npu_replay import ReplayError, routers
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+START, END = "<!-- table: written by ci/models.py -->", "<!-- end of table -->"
+
+TOKENS = 2, 8
+LAYERS = 4
+EXPERTS = 8
+
+# What a number of a config becomes, by its name; the first that matches, and never more than it was.
+SMALL = (
+    (r"vocab_size", 128),
+    (r"num_experts_per_tok|moe_top_?k|moe_k$|top_k_experts", 2),
+    (r"^(moe_)?(num|n)_(local_|routed_)?experts$", EXPERTS),
+    (r"^n_group$|num_expert_group", 2),
+    (r"^topk_group$", 1),
+    (r"first_k_dense_replace|num_dense_layers|moe_layer_start_index|num_hash_layers|zero_expert_num", 1),
+    (r"(num|n)_(attention_|linear_)?heads|attention_heads|_(num|n)_heads$|linear_num_\w+_heads", 4),
+    (r"qk_head_dim$", 16),
+    (r"head_dim$|_dim_head", 8),
+    (r"rank$", 16),
+    (r"(intermediate_size|ffn_dim|ffn_hidden_size)(_\w+)?$", 16),
+    (r"hidden_size|d_model|embed_dim|emb_dim", 32),
+    (r"num_hidden_layers|num_layers|n_layers|^depth$|encoder_layers|decoder_layers", LAYERS),
+)
+
+# What a config makes by itself.
+DERIVED = ("per_layer_config", "id2label", "label2id", "dtype", "transformers_version", "architectures")
+
+# Where that isn't enough: numbers that hang together, and families that are dense unless asked.
+# A key with a dot is in a sub-config.
+_GEMMA = {"enable_moe_block": True, "num_experts": EXPERTS, "top_k_experts": 2, "moe_intermediate_size": 16}
+SPECIAL: dict[str, dict[str, Any]] = {
+    # Its config's own default is no list of layer types, which its model can't do with.
+    "deepseek_ocr2": {
+        "text_config.mlp_layer_types": ["dense"] + ["sparse"] * (LAYERS - 1),
+        "text_config.num_experts_per_tok": 2,
+    },
+    "dbrx": {"attn_config.rope_theta": 1e4, "ffn_config.moe_top_k": 2},
+    "deepseek_v2": {
+        "num_experts_per_tok": 2,
+        "topk_method": "group_limited_greedy",
+        "n_group": 2,
+        "topk_group": 1,
+    },
+    "diffusion_gemma": _GEMMA,
+    "doge": {"is_moe": True, "num_experts": 16},
+    "dots1": {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "ernie4_5_vl_moe": {
+        "text_config.moe_intermediate_size": [16, 16],
+        "text_config.rope_parameters.mrope_section": [1, 1, 2],
+    },
+    "gemma4": _GEMMA,
+    "glm4v_moe": {"text_config.rope_parameters.mrope_section": [1, 1, 0]},
+    "granitemoehybrid": {"mamba_d_head": 16, "mamba_d_state": 16},
+    "hunyuan_v1_moe": {"num_experts": EXPERTS, "moe_topk": 2, "head_dim": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
+    "mistral4": {"head_dim": 16},
+    "nemotron_h": {"n_groups": 2, "ssm_state_size": 16},
+    "qwen4_exp": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
+    "step3p7": {"text_config.sliding_window": 8},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    family: str
+    router: str
+    verdict: str
+
+    def __str__(self) -> str:
+        return f"| {self.family} | {self.router} | {self.verdict} |"
+
+
+def families() -> list[str]:
+    """The names of transformers' model folders that have experts."""
+    found = []
+    for file in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        code = file.read_text(encoding="utf-8")
+        if "experts" in code and re.search(
+            r"^class \w*(Router|Gating|Experts|MoE|Moe)\(nn\.(Module|Linear)", code, re.MULTILINE
+        ):
+            found.append(file.parent.name)
+    return found
+
+
+def build(family: str) -> PreTrainedModel:
+    """A small model of this family, with random weights."""
+    kind = _model_class(importlib.import_module(f"transformers.models.{family}.modeling_{family}"))
+    torch.manual_seed(0)
+    return kind(_small_config(kind.config_class(), SPECIAL.get(family, {}))).eval()
+
+
+def _model_class(module: Any) -> type[PreTrainedModel]:
+    kinds = [
+        kind
+        for kind in vars(module).values()
+        if isinstance(kind, type)
+        and issubclass(kind, PreTrainedModel)
+        and kind.__module__ == module.__name__
+        and "PreTrained" not in kind.__name__
+    ]
+    for ending in ("ForCausalLM", "ForConditionalGeneration", "TextModel", "Model", ""):
+        for kind in kinds:
+            if kind.__name__.endswith(ending):
+                return kind
+    raise LookupError(f"no model class in {module.__name__}")
+
+
+def _small_config(config: Any, special: dict[str, Any]) -> Any:
+    small = _shrunk(config.to_dict())
+    for name, value in special.items():
+        *inside, last = name.split(".")
+        place = small
+        for part in inside:
+            place = place[part]
+        place[last] = value
+    small["use_cache"] = False  # some hybrid caches can't do without the layers that are left out here
+    return type(config).from_dict(small)
+
+
+def _shrunk(numbers: dict[str, Any]) -> dict[str, Any]:
+    layers = next((numbers[n] for n in ("num_hidden_layers", "num_layers", "n_layers") if numbers.get(n)), 0)
+    small = {}
+    for name, value in numbers.items():
+        if name in DERIVED:
+            continue
+        if isinstance(value, dict) and "rope" not in name:
+            small[name] = _shrunk(value)
+        elif isinstance(value, (list, tuple)) and layers > LAYERS and len(value) == layers:
+            continue  # one entry a layer: the config makes its own for fewer
+        elif re.search(r"num_key_value_heads|kv_heads", name) and isinstance(value, int):
+            latent = "kv_lora_rank" in numbers or value == numbers.get("num_attention_heads")
+            small[name] = 4 if latent else min(value, 2)
+        else:
+            small[name] = _small(name, value)
+    return small
+
+
+def _small(name: str, value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int):
+        return value
+    if name.endswith("token_id") and value > 100:
+        return 100 + sum(map(ord, name)) % 27
+    return next((min(value, number) for pattern, number in SMALL if re.search(pattern, name)), value)
+
+
+def attempt(family: str) -> Row:
+    """Record and replay with a small model of this family; say what came of it."""
+    model = build(family)
+    names = ", ".join(sorted(set(_router_names(model))))
+    try:
+        npu_replay.record(model).__enter__().__exit__(KeyboardInterrupt, None, None)
+    except ReplayError as error:
+        return Row(family, names, f"refused on entering: {error.problem}")
+    try:
+        return Row(family, names, _verdict(model))
+    except ReplayError as error:
+        return Row(family, names, f"refused in the first forward: {error.problem}")
+
+
+def _verdict(model: PreTrainedModel) -> str:
+    inputs = {"input_ids": torch.randint(1, 90, TOKENS)}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    plain = _run(model, inputs)
+    with npu_replay.record(model) as recording:
+        recorded = _run(model, inputs)
+    with npu_replay.replay(model, recording.routes):
+        replayed = _run(model, inputs)
+    if not _same(plain, recorded) or not _same(recorded, replayed):
+        return "WRONG: output or gradients differ"
+    found = routers.find([model])[0]
+    with torch.no_grad():
+        for weight in (weight for router in found for weight in router.module.parameters()):
+            weight.add_(torch.randn_like(weight))
+    with npu_replay.replay(model, recording.routes), _watched(model, found) as seen:
+        changed = _run(model, inputs)
+    wanted = [recording.routes[0].layer_ids(router.label).long() for router in found]
+    dense = not seen and all(router.topk == 1 for router in found)  # Llama 4's experts are given every token
+    if not dense and not _same([ids.sort().values for ids in seen], [ids.sort().values for ids in wanted]):
+        return "WRONG: the experts were given other ids than the routes"
+    if torch.equal(changed[0], _run(model, inputs)[0]):
+        return "WRONG: the routes have no effect"
+    return "works"
+
+
+@contextlib.contextmanager
+def _watched(model: nn.Module, found: list[routers.Router]) -> Iterator[list[torch.Tensor]]:
+    """The ids that the experts beside each router are called with, in the order of the calls."""
+    seen: list[torch.Tensor] = []
+
+    def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        seen.extend(value for value in tensors if value.dtype == torch.int64 and value.dim() == 2)
+
+    blocks = [model.get_submodule(router.path.rpartition(".")[0]) for router in found]
+    hooks = [block.experts.register_forward_pre_hook(look, with_kwargs=True) for block in blocks]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _router_names(model: nn.Module) -> Iterator[str]:
+    for module in model.modules():
+        name = type(module).__name__
+        if re.search(r"(Router|TopKGating|MoEV1Gate)$", name):
+            yield name
+
+
+def _run(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
+    """The output and every gradient."""
+    model.zero_grad()
+    output = model(**inputs)[0]
+    output.float().square().mean().backward()
+    return [output.detach(), *(None if w.grad is None else w.grad.clone() for w in model.parameters())]
+
+
+def _same(one: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor | None]) -> bool:
+    return len(one) == len(other) and all(
+        a is b is None or (a is not None and b is not None and torch.equal(a, b))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def rewrite(rows: list[Row]) -> None:
+    """Put the table into the page."""
+    head, rest = PAGE.read_text(encoding="utf-8").split(START)
+    _, tail = rest.split(END)
+    works = sum(row.verdict == "works" for row in rows)
+    table = [
+        f"transformers {transformers.__version__}: {works} of {len(rows)} families work.",
+        "",
+        "| family | router | what came of it |",
+        "|---|---|---|",
+        *map(str, rows),
+    ]
+    PAGE.write_text(head + START + "\n\n" + "\n".join(table) + "\n\n" + END + tail, encoding="utf-8")
+
+
+def main(names: list[str]) -> int:
+    """Return 1 if a family went wrong without an error: that must never be."""
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    rows = []
+    for family in names or families():
+        rows.append(attempt(family))
+        print(rows[-1], flush=True)
+    if not names:
+        rewrite(rows)
+    return int(any(row.verdict.startswith("WRONG") for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

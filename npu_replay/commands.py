@@ -1,0 +1,153 @@
+"""The commands: what each takes, and how an error looks. Their modules are imported when one is run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import typer.core
+
+from npu_replay.errors import ReplayError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_DEBUG = "npu_replay.debug"
+
+
+class _Commands(typer.core.TyperGroup):
+    """Shows what a user can mend as one message; --debug shows where it came from."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ReplayError, ModuleNotFoundError) as error:
+            if ctx.meta.get(_DEBUG):
+                raise
+            # Anything else is a fault of npu_replay's, and keeps its traceback.
+            _show(error)
+            raise typer.Exit(1) from None
+
+
+def _show(error: Exception) -> None:
+    from rich.text import Text
+
+    if isinstance(error, ReplayError):
+        message, hint = str(error).removeprefix("[npu_replay] "), "--debug shows where it came from"
+    else:
+        message, hint = str(error), "npu-replay doctor says what is missing, and how to get it"
+    console = _console(stderr=True)
+    console.print(Text.assemble(("Error: ", "bold red"), message), soft_wrap=True)
+    console.print(Text(hint, "dim"), soft_wrap=True)
+
+
+def _console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    # Nobody's terminal: a log, where 80 columns would break paths in two.
+    wide = not (sys.stderr if stderr else sys.stdout).isatty() and "COLUMNS" not in os.environ
+    return Console(stderr=stderr, width=110 if wide else None, highlight=False)
+
+
+app = typer.Typer(
+    name="npu-replay",
+    cls=_Commands,
+    help="Routing replay for mixture-of-experts reinforcement learning.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Device(str, Enum):
+    """Where to run."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+    npu = "npu"
+
+
+def _set_debug(ctx: typer.Context, value: bool) -> None:
+    if value:
+        ctx.meta[_DEBUG] = True
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        from npu_replay import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+DeviceOption = Annotated[
+    Device, typer.Option(help="Where to run; auto takes an accelerator if there is one.")
+]
+ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite what an earlier run wrote.")]
+DebugOption = Annotated[
+    bool, typer.Option("--debug", callback=_set_debug, help="Show the traceback of an error.")
+]
+VersionOption = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+]
+
+
+@app.callback()
+def everything(debug: DebugOption = False, version: VersionOption = False) -> None:
+    """Take the options that stand before a command."""
+
+
+@app.command()
+def demo(
+    device: DeviceOption = Device.auto,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps, with and without replay.")] = 8,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the figures and numbers.")] = Path(
+        "npu_replay_demo"
+    ),
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the sampling.")] = 0,
+    force: ForceOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Train a small MoE model with and without replay, and show the difference."""
+    from npu_replay.demo.run import main
+
+    main(device=device.value, steps=steps, out=out, seed=seed, force=force)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program.")] = False,
+    imports: Annotated[
+        bool, typer.Option("--imports", help="Also import each framework (some seconds each).")
+    ] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Say whether replay works here, and what to do if it doesn't (then exits 1)."""
+    from npu_replay.doctor import diagnose, render
+
+    diagnosis = diagnose(imports=imports)
+    if as_json:
+        typer.echo(diagnosis.to_json())
+    else:
+        _console().print(render(diagnosis))
+    raise typer.Exit(0 if diagnosis.works else 1)
+
+
+@app.command()
+def bench(
+    device: DeviceOption = Device.auto,
+    pairs: Annotated[int, typer.Option(min=1, help="Interleaved pairs of runs to take the median of.")] = 50,
+    out: Annotated[Path | None, typer.Option(dir_okay=False, help="JSON file for the numbers.")] = None,
+    force: ForceOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Measure what record and replay cost a router's forward."""
+    from npu_replay.bench import main
+
+    main(device=device.value, pairs=pairs, out=out, force=force)

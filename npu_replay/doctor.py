@@ -1,0 +1,266 @@
+"""doctor: does routing replay work on this machine, seen and not guessed, and what to do where it doesn't."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from npu_replay import self_test
+from npu_replay.compat.probe import Capability, Product
+from npu_replay.reporting import Report, report
+from npu_replay.self_test import Outcome
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Cell: TypeAlias = "str | tuple[str, str]"  # text, or text and its style
+
+# Replay can't be trusted while one of these is broken; the others only lose what needs them.
+_VITAL = ("numpy", "megatron-core", "mindspeed", "torch_npu", "transformers")
+_FRAMEWORKS = {
+    "megatron-core": ("replay on Megatron-core", "megatron.core.transformer.moe.router"),
+    "transformers": ("replay on transformers", "transformers.models.qwen3_moe.modeling_qwen3_moe"),
+}
+_PATIENCE = 120  # seconds; a first NPU kernel is compiled for tens of them
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why replay can't work here, and what to do about it."""
+
+    problem: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What doctor found: the report, with what was tried instead of what was only looked up."""
+
+    report: Report
+    capabilities: tuple[Capability, ...]
+    trials: tuple[Outcome, ...]
+    faults: tuple[Fault, ...]
+
+    @property
+    def works(self) -> bool:
+        return not self.faults
+
+    def to_json(self) -> str:
+        """All of it, for programs."""
+        found = asdict(self.report)
+        found["capabilities"] = [asdict(capability) for capability in self.capabilities]
+        found["self_test"] = [asdict(trial) for trial in self.trials]
+        found["faults"] = [asdict(fault) for fault in self.faults]
+        return json.dumps({"works": self.works, **found}, indent=2)
+
+
+def diagnose(*, imports: bool = False) -> Diagnosis:
+    """Look, and try record, replay and recompute on every device that is here.
+
+    Args:
+        imports: also import each framework, in a process of its own. Takes some seconds each, and finds
+            what a framework itself lacks.
+    """
+    found = report()
+    trials = {"cpu": self_test.run("cpu")}
+    if found.torch.accelerator == "cuda":
+        trials["cuda"] = _try_device("cuda")
+    torch_npu = _product(found, "torch_npu")
+    if torch_npu.usable or found.torch.accelerator == "npu":
+        trials["npu"] = _try_device("npu")
+    capabilities = tuple(_tried(capability, trials) for capability in found.capabilities)
+    if imports:
+        capabilities = tuple(_imported(capability, found) for capability in capabilities)
+    return Diagnosis(found, capabilities, tuple(trials.values()), tuple(_faults(found, capabilities, trials)))
+
+
+def _try_device(device: str) -> Outcome:
+    """The self-test in a process of its own: a driver may hang or kill it, and torch_npu may not import."""
+    last, problem = _child([sys.executable, "-m", "npu_replay.self_test", device])
+    if problem:
+        return Outcome(device, problem, 0.0)
+    try:
+        return Outcome(**json.loads(last))
+    except (ValueError, TypeError):
+        return Outcome(device, f"the self-test printed {last!r}", 0.0)
+
+
+def _child(command: list[str]) -> tuple[str, str]:
+    """The last line that a command printed, and why it failed (empty if it didn't)."""
+    # Loaded on purpose, and not by `import torch`, which would hide the reason of a failure.
+    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            text=True,
+            errors="replace",
+            capture_output=True,
+            timeout=_PATIENCE,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return "", f"no answer within {_PATIENCE} s"
+    except OSError as error:
+        return "", f"{type(error).__name__}: {error}"
+    printed, complaint = done.stdout.strip().splitlines(), done.stderr.strip().splitlines()
+    if done.returncode < 0:
+        return "", f"the process was killed by signal {-done.returncode}"
+    if done.returncode or not printed:
+        return "", complaint[-1] if complaint else f"the process ended with status {done.returncode}"
+    return printed[-1], ""
+
+
+def _tried(capability: Capability, trials: dict[str, Outcome]) -> Capability:
+    trial = trials.get(capability.name.lower())
+    if trial is None:
+        return capability
+    if trial.problem:
+        return replace(capability, state="broken", why=trial.problem, remedy=_DEVICE_REMEDIES[trial.device])
+    return replace(
+        capability,
+        state="works",
+        why=f"tried: recorded, replayed, recomputed in {trial.seconds:.2f} s",
+        remedy="",
+    )
+
+
+_DEVICE_REMEDIES = {
+    "cpu": "this is a fault of npu_replay or of this torch: please report it, with npu-replay doctor --json",
+    "cuda": "nvidia-smi should list a free device",
+    "npu": "source CANN's set_env.sh; then python -c 'import torch, torch_npu' has to work, and npu-smi info",
+}
+
+
+def _imported(capability: Capability, found: Report) -> Capability:
+    for product, (name, module) in _FRAMEWORKS.items():
+        if capability.name == name and capability.there:
+            _, problem = _child([sys.executable, "-c", f"import {module}; print('imported')"])
+            if problem:
+                return replace(
+                    capability,
+                    state="broken",
+                    why=f"{product} {_product(found, product).version} doesn't import: {problem}",
+                    remedy=f"python -c 'import {module}' has to work",
+                )
+            return replace(capability, why=f"{capability.why}; imports")
+    return capability
+
+
+def _faults(found: Report, capabilities: tuple[Capability, ...], trials: dict[str, Outcome]) -> list[Fault]:
+    by_name = {capability.name: capability for capability in capabilities}
+    faults = [
+        Fault(f"{product.name} is broken: {product.problem}", _reinstall(product))
+        for product in found.products
+        if product.problem and product.name in _VITAL
+    ]
+    recompute = by_name["recompute"]
+    if not recompute.there:
+        faults.append(Fault(recompute.why, recompute.remedy))
+    faults += [
+        Fault(f"{trial.device.upper()}: {trial.problem}", _DEVICE_REMEDIES[trial.device])
+        for trial in trials.values()
+        if trial.problem
+    ]
+    frameworks = [by_name[name] for name, _ in _FRAMEWORKS.values()]
+    for framework, (product, _) in zip(frameworks, _FRAMEWORKS.items(), strict=True):
+        if not framework.there and _product(found, product).usable:
+            faults.append(Fault(framework.why, framework.remedy))  # it was imported, and failed
+    if not any(framework.there for framework in frameworks):
+        faults.append(
+            Fault(
+                "no framework whose routers are recognised",
+                "; or ".join(framework.remedy for framework in frameworks),
+            )
+        )
+    return faults
+
+
+def _reinstall(product: Product) -> str:
+    if product.name == "megatron-core":
+        return "copy megatron/ anew, whole, or take it off PYTHONPATH"
+    return f"install {product.name} again"
+
+
+def _product(found: Report, name: str) -> Product:
+    return next(product for product in found.products if product.name == name)
+
+
+# What people see
+
+_STYLES = {"native": "green", "works": "green", "shimmed": "yellow", "missing": "dim", "broken": "bold red"}
+
+
+def render(diagnosis: Diagnosis) -> RenderableType:
+    """Tables for a terminal: what is installed, what works, what to do about the rest, and the verdict."""
+    from rich.console import Group
+    from rich.text import Text
+
+    found = diagnosis.report
+    parts: list[RenderableType] = [_table(("Installed", "Version", "Where"), _installed(found))]
+    absent = [product.name for product in found.products if not product.found and not product.problem]
+    if absent:
+        parts.append(Text(f"Not installed: {', '.join(absent)}", "dim"))
+    states = [(c.name, (c.state, _STYLES[c.state]), c.why) for c in diagnosis.capabilities]
+    parts += ["", _table(("What", "State", "Why"), states)]
+    if found.patches:
+        patches = [(patch.where, patch.why, patch.reason) for patch in found.patches]
+        parts += ["", _table(("Changed by npu_replay", "Why", "For"), patches)]
+    told = {"", *(fault.remedy for fault in diagnosis.faults)}
+    remedies = [(c.name, (c.remedy, "cyan")) for c in diagnosis.capabilities if c.remedy not in told]
+    if remedies:
+        parts += ["", _table(("If you need it", "Do this"), remedies)]
+    parts.append("")
+    if diagnosis.works:
+        parts.append(Text(f"Replay works here: {_where_it_works(diagnosis)}.", "bold green"))
+    else:
+        parts.append(Text("Replay does not work here:", "bold red"))
+        for fault in diagnosis.faults:
+            parts += [Text(f"- {fault.problem}"), Text(f"  {fault.remedy}", "cyan")]
+    return Group(*parts)
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[Cell]]) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    for row in rows:  # as Text: a path may hold brackets, which are markup in a plain string
+        table.add_row(*(Text(cell) if isinstance(cell, str) else Text(*cell) for cell in row))
+    return table
+
+
+def _installed(found: Report) -> Iterable[Sequence[Cell]]:
+    yield "npu_replay", found.version, _place(Path(__file__).parent)
+    yield "torch", found.torch.version, _place(Path(torch.__file__).parent)
+    for product in found.products:
+        if product.problem:
+            yield product.name, product.version or "?", (product.problem, "bold red")
+        elif product.found:
+            yield product.name, product.version or "?", _place(Path(product.where))
+
+
+def _place(folder: Path) -> str:
+    """Where a product lies; the environment's own folder needs no long path."""
+    installed = any(folder.is_relative_to(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
+    return "site-packages" if installed else str(folder)
+
+
+def _where_it_works(diagnosis: Diagnosis) -> str:
+    states = {capability.name: capability.there for capability in diagnosis.capabilities}
+    devices = [trial.device.upper() for trial in diagnosis.trials]
+    frameworks = [name.removeprefix("replay ") for name, _ in _FRAMEWORKS.values() if states[name]]
+    return (
+        f"{' and '.join(frameworks)}; tried with a small router, with recompute, on {' and '.join(devices)}"
+    )

@@ -1,0 +1,114 @@
+"""observe: what the routers' own outputs show, without touching what they choose.
+
+The witness of the others: it reads outputs after the fact, so it sees whether a replay had an effect, and
+may be open around or inside one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from npu_replay.errors import ReplayError
+from npu_replay.recompute import in_backward
+from npu_replay.routed_experts import RoutedExperts, narrow_dtype
+from npu_replay.routers import Router, find
+from npu_replay.session import Model, chunks_of
+from npu_replay.timeline import Timeline
+
+
+class Observation:
+    """What the routers' outputs showed; `shown` holds it when the block has ended."""
+
+    def __init__(self, model: Model) -> None:
+        self._chunks = chunks_of(model)
+        self._timeline = Timeline(len(self._chunks))
+        self._routers: list[Router] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._seen: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._shown: list[RoutedExperts] | None = None
+
+    @property
+    def shown(self) -> list[RoutedExperts]:
+        """One RoutedExperts a micro-batch. A row that shows fewer than top-k experts (dropped over an
+        expert's capacity) is not recorded in any layer."""
+        if self._shown is None:
+            raise ReplayError(
+                "what was shown is complete when the block has ended without an exception",
+                expected="an ended block",
+                got="an open one, or one that raised",
+            )
+        return self._shown
+
+    def __enter__(self) -> Observation:
+        found = find(self._chunks)
+        self._routers = [router for routers in found for router in routers]
+        for chunk, routers in enumerate(found):
+            module = self._chunks[chunk]
+            self._handles.append(module.register_forward_pre_hook(self._begins(chunk)))
+            self._handles.append(module.register_forward_hook(self._ends(chunk), always_call=True))
+            for router in routers:
+                self._handles.append(router.module.register_forward_hook(self._reads(router, chunk)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if kind is None:
+            self._shown = [self._micro_batch(number) for number in range(self._timeline.ended[0])]
+        self._seen.clear()
+
+    def _begins(self, chunk: int) -> Callable[..., None]:
+        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if not in_backward():
+                self._timeline.begin(chunk)
+
+        return before
+
+    def _ends(self, chunk: int) -> Callable[..., None]:
+        def after(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+            if not in_backward():
+                self._timeline.end(chunk, output)
+
+        return after
+
+    def _reads(self, router: Router, chunk: int) -> Callable[..., None]:
+        def after(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+            if in_backward():
+                return
+            with torch.no_grad():
+                shown = router.shows(output)
+                # Not by a top-k: an armed router further out would take it for its own.
+                order = shown.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
+                ids = order[:, : router.topk]
+                whole = shown.sum(dim=1) == router.topk
+            number = self._timeline.live(chunk).number
+            self._seen[router.label, number] = ids.to(narrow_dtype(router.num_experts)).cpu(), whole.cpu()
+
+        return after
+
+    def _micro_batch(self, number: int) -> RoutedExperts:
+        routers = sorted(self._routers, key=lambda router: router.label)
+        seen = [self._seen[router.label, number] for router in routers]
+        return RoutedExperts(
+            ids=torch.stack([ids for ids, _ in seen], dim=1),
+            layers=[router.label for router in routers],
+            num_experts=routers[0].num_experts,
+            recorded=torch.stack([whole for _, whole in seen]).all(dim=0),
+        )
+
+
+def observe(model: Model) -> Observation:
+    """Read the experts that the routers' outputs show.
+
+    with npu_replay.observe(model) as observation:
+        model(...)
+    observation.shown  # one RoutedExperts a micro-batch
+    """
+    return Observation(model)

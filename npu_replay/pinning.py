@@ -1,0 +1,61 @@
+"""pin_recompute: make a recompute choose what its own forward chose."""
+
+from __future__ import annotations
+
+import torch
+
+from npu_replay import seam
+from npu_replay.errors import RecomputeError, micro_batch
+from npu_replay.routers import Router
+from npu_replay.session import Key, Model, Session, narrowed
+from npu_replay.timeline import Forward
+
+
+def pin_recompute(model: Model) -> Pinning:
+    """Make activation recompute choose the experts that its own forward chose.
+
+        with npu_replay.pin_recompute(model):
+            train()
+
+    Useful without RL: near ties flip in a recompute, and then gradients belong to no forward.
+    """
+    return Pinning(model)
+
+
+class Pinning(Session):
+    """Makes every recompute choose what its own forward chose; the forwards choose freely."""
+
+    name = "pin_recompute"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._kept: dict[Key, torch.Tensor] = {}
+
+    def _live(self, router: Router, forward: Forward, rows: int, device: torch.device) -> seam.Choose:
+        key = router.label, forward.number
+
+        def choose(own: seam.Own) -> torch.Tensor:
+            ids = own()
+            if key in self._pending:
+                self._kept[key] = narrowed(ids, router)
+            return ids
+
+        return choose
+
+    def _again(self, router: Router, number: int, device: torch.device) -> torch.Tensor:
+        ids = self._kept.get((router.label, number))
+        if ids is None:
+            raise RecomputeError(
+                "this recompute was not foreseen when its forward ran, so its ids were not kept",
+                where=micro_batch(number, router.label),
+                cause="recomputing by other means than torch's checkpoint or a custom autograd Function",
+            )
+        return ids
+
+    def _forget(self, key: Key) -> None:
+        self._kept.pop(key, None)
+
+    def _release(self, key: Key) -> None:
+        self._kept.pop(key, None)
+        if not self._pending:
+            self._timeline.forget()  # a block may last for a whole training run

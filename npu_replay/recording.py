@@ -1,0 +1,95 @@
+"""record: keep what every router chooses."""
+
+from __future__ import annotations
+
+import torch
+
+from npu_replay import seam
+from npu_replay.errors import ReplayError, RouterError, micro_batch
+from npu_replay.routed_experts import RoutedExperts
+from npu_replay.routers import Router
+from npu_replay.session import Key, Model, Session, narrowed
+from npu_replay.timeline import Forward
+
+
+def record(model: Model) -> Recording:
+    """Record the experts that the routers of `model` choose.
+
+        with npu_replay.record(model) as recording:
+            forward_backward_func(..., forward_only=True)
+        recording.routes  # one RoutedExperts a micro-batch
+
+    Outputs and gradients stay bit-equal to an untouched run. A recompute takes the recorded ids.
+
+    Args:
+        model: the module that the training loop calls, or the list of virtual-pipeline chunks.
+
+    Raises:
+        ReplayError: on entering, if a router can't be recorded or is in another block; in the block, if a
+            router's choice can't be seen; on leaving, if nothing ran or a recompute is still to come.
+    """
+    return Recording(model)
+
+
+class Recording(Session):
+    """Keeps what every router chooses; `routes` holds it when the block has ended."""
+
+    name = "record"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._ids: dict[Key, torch.Tensor] = {}
+        self._routes: list[RoutedExperts] | None = None
+
+    @property
+    def routes(self) -> list[RoutedExperts]:
+        """One RoutedExperts a micro-batch, in forward order; rows as the routers had them."""
+        if self._routes is None:
+            raise ReplayError(
+                "the routes are complete when the record block has ended without an exception",
+                expected="an ended block",
+                got=f"a block that is {self._state}",
+            )
+        return self._routes
+
+    def _live(self, router: Router, forward: Forward, rows: int, device: torch.device) -> seam.Choose:
+        def choose(own: seam.Own) -> torch.Tensor:
+            ids = own()
+            self._ids[router.label, forward.number] = narrowed(ids, router)
+            return ids
+
+        return choose
+
+    def _again(self, router: Router, number: int, device: torch.device) -> torch.Tensor:
+        return self._ids[router.label, number]
+
+    def _forget(self, key: Key) -> None:
+        self._ids.pop(key, None)
+
+    def _finish(self) -> None:
+        count = self._timeline.ended[0]
+        self._routes = [micro_batch_routes(self._ids, self._all_routers(), number) for number in range(count)]
+        self._ids.clear()
+
+
+def micro_batch_routes(ids: dict[Key, torch.Tensor], routers: list[Router], number: int) -> RoutedExperts:
+    """Put the layers of one micro-batch together."""
+    routers = sorted(routers, key=lambda router: router.label)
+    first = routers[0]
+    for router in routers:
+        for what, ours, other in (
+            ("rows", len(ids[router.label, number]), len(ids[first.label, number])),
+            ("top-k", router.topk, first.topk),
+            ("experts", router.num_experts, first.num_experts),
+        ):
+            if ours != other:
+                raise RouterError(
+                    f"the routers differ in {what}, which one RoutedExperts can't hold",
+                    where=micro_batch(number, router.label),
+                    expected=f"{other}, as in layer {first.label}",
+                    got=ours,
+                    cause="pass the parts of the model to record() one by one",
+                )
+    stacked = torch.stack([ids[router.label, number] for router in routers], dim=1)
+    labels = [router.label for router in routers]
+    return RoutedExperts._adopt(stacked.cpu(), labels, first.num_experts)

@@ -1,0 +1,223 @@
+"""What is here, what npu_replay has changed in it, and how to have all of that undone."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from dataclasses import dataclass
+
+import torch
+
+from npu_replay import recompute, routers, session
+from npu_replay.compat import patching, probe
+from npu_replay.compat.probe import Capability, Product
+from npu_replay.errors import ReplayError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TorchFacts:
+    """What torch says of itself.
+
+    Attributes:
+        recompute_problem: why a recompute can't be told from a forward here; empty if it can.
+        accelerator: «cuda», «npu» or another device that torch has in this process; empty if none.
+        devices: how many of them.
+    """
+
+    version: str
+    recompute_problem: str
+    accelerator: str
+    devices: int
+
+
+@dataclass(frozen=True)
+class AppliedPatch:
+    """One attribute of somebody else's that npu_replay has replaced for now."""
+
+    where: str
+    why: str
+    reason: str
+    """The capability that was missing without it."""
+
+
+@dataclass(frozen=True)
+class OpenSession:
+    """A record, replay or pin_recompute block that is open, and the decoder layers it holds."""
+
+    name: str
+    layers: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} on layers {', '.join(map(str, self.layers))}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `report` found. `str()` of it is for people; the fields are for programs."""
+
+    version: str
+    python: str
+    torch: TorchFacts
+    products: tuple[Product, ...]
+    capabilities: tuple[Capability, ...]
+    patches: tuple[AppliedPatch, ...]
+    router_kinds: tuple[str, ...]
+    open_sessions: tuple[OpenSession, ...]
+
+    def __str__(self) -> str:
+        installed = [_line(product) for product in self.products if product.found or product.problem]
+        absent = [product.name for product in self.products if not product.found and not product.problem]
+        return "\n".join(
+            [
+                f"npu_replay {self.version}, Python {self.python}, torch {self.torch.version}",
+                *_section("Installed", installed),
+                *_section("Not installed", [", ".join(absent)] if absent else []),
+                *_section("What works", [_capability(capability) for capability in self.capabilities]),
+                *_section("Routers that are recognised", [", ".join(self.router_kinds)]),
+                *_section(
+                    "Changed in other modules",
+                    [f"{patch.where}: {patch.why} ({patch.reason})" for patch in self.patches],
+                ),
+                *_section("Open blocks", [str(block) for block in self.open_sessions]),
+            ]
+        )
+
+
+def report() -> Report:
+    """Report what is installed, what works here, and what npu_replay has changed in other modules.
+
+    Imports no product and changes nothing. Asked of torch: its version, what its autograd tells, and which
+    accelerator it has.
+    """
+    from npu_replay import __version__  # here: the package imports this module
+
+    facts = torch_facts()
+    products = probe.products()
+    return Report(
+        version=__version__,
+        python=platform.python_version(),
+        torch=facts,
+        products=products,
+        capabilities=(
+            *probe.capabilities(products),
+            _recompute(facts),
+            *_devices(facts, products),
+        ),
+        patches=tuple(AppliedPatch(patch.where, patch.why, reason) for reason, patch in patching.applied()),
+        router_kinds=routers.kinds(),
+        open_sessions=open_sessions(),
+    )
+
+
+def uninstall() -> None:
+    """Undo everything that npu_replay has changed in other modules. Asking again does nothing.
+
+    What somebody else has replaced since is left to them, with one WARNING that names it. Router kinds stay
+    registered: they are npu_replay's own, and change nobody's module.
+
+    Raises:
+        ReplayError: a record, replay or pin_recompute block is open. Nothing has been undone then.
+    """
+    blocks = open_sessions()
+    if blocks:
+        raise ReplayError(
+            "uninstall() inside an open block",
+            expected="no open record, replay or pin_recompute block",
+            got="; ".join(map(str, blocks)),
+            cause="it was called from the training step; call it after the block has ended",
+        )
+    left = patching.undo_all()
+    if left:
+        logger.warning(
+            "[npu_replay] uninstall() left these alone, since somebody else has replaced them: %s",
+            ", ".join(patch.where for patch in left),
+        )
+
+
+def open_sessions() -> tuple[OpenSession, ...]:
+    """The blocks that are open in this process."""
+    blocks = {id(block): block for block in list(session._sessions.values())}
+    return tuple(
+        OpenSession(block.name, tuple(sorted(router.label for router in block._all_routers())))
+        for block in blocks.values()
+    )
+
+
+def torch_facts() -> TorchFacts:
+    """Ask torch, through names that know no vendor where it has them (torch.accelerator, from 2.6)."""
+    accelerator, devices = "", 0
+    if hasattr(torch, "accelerator"):
+        if torch.accelerator.is_available():
+            device = torch.accelerator.current_accelerator()
+            accelerator, devices = (device.type if device else ""), torch.accelerator.device_count()
+    else:
+        # The device that a backend registered, else CUDA.
+        for name in (torch._C._get_privateuse1_backend_name(), "cuda"):
+            module = getattr(torch, name, None)
+            if module is not None and module.is_available():
+                accelerator, devices = name, module.device_count()
+                break
+    return TorchFacts(torch.__version__, recompute.probe() or "", accelerator, devices)
+
+
+def _recompute(facts: TorchFacts) -> Capability:
+    if facts.recompute_problem:
+        return Capability(
+            "recompute",
+            "missing",
+            f"autograd doesn't tell whose recompute a call is: {facts.recompute_problem}",
+            "use a torch that is tested, 2.7 to 2.13; until then recompute is refused",
+        )
+    return Capability("recompute", "works", "each takes the routes of its own forward")
+
+
+def _devices(facts: TorchFacts, products: tuple[Product, ...]) -> tuple[Capability, ...]:
+    """CPU, CUDA and NPU, as far as this process knows without importing torch_npu."""
+    torch_npu = next(product for product in products if product.name == "torch_npu")
+    megatron = next(product for product in products if product.name == "megatron-core")
+    found = f"{facts.devices} device{'s' if facts.devices != 1 else ''}"
+    if facts.accelerator == "cuda":
+        cuda = Capability("CUDA", "works", found)
+    elif torch.version.cuda is not None:
+        cuda = Capability("CUDA", "missing", "torch finds no device", "nvidia-smi should list one")
+    else:
+        cuda = Capability("CUDA", "missing", "this torch is built without it")
+    if facts.accelerator == "npu":
+        npu = Capability("NPU", "works", found)
+    elif torch_npu.problem:
+        npu = Capability("NPU", "broken", f"torch_npu: {torch_npu.problem}", "install torch_npu again")
+    elif torch_npu.found:
+        npu = Capability(
+            "NPU",
+            "missing",
+            "torch_npu is installed, but no device of it is in this process",
+            "import torch_npu",
+        )
+    else:
+        npu = Capability("NPU", "missing", "torch_npu is not installed")
+    lent = Capability(
+        "Megatron-core on the CPU", "shimmed", "npu_replay.compat.cpu.lend() lends what it asks of CUDA"
+    )
+    return (
+        Capability("CPU", "works", "always there"),
+        *([lent] if megatron.usable and facts.accelerator != "cuda" else []),
+        cuda,
+        npu,
+    )
+
+
+def _line(product: Product) -> str:
+    parts = [product.name, product.version, f"in {product.where}" if product.where else ""]
+    line = " ".join(part for part in parts if part)
+    return f"{line}: {product.problem}" if product.problem else line
+
+
+def _capability(capability: Capability) -> str:
+    remedy = f" -> {capability.remedy}" if capability.remedy else ""
+    return f"{capability.name}: {capability.state} ({capability.why}){remedy}"
+
+
+def _section(title: str, lines: list[str]) -> list[str]:
+    return [f"{title}:", *(f"  {line}" for line in lines)] if lines else [f"{title}: nothing"]

@@ -1,0 +1,302 @@
+"""record, replay and pin_recompute on real Megatron-core: every variant, every way of recomputing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import npu_replay
+from megatron_cases import (
+    ALL_RECOMPUTE,
+    BATCH,
+    LENGTH,
+    SIGMOID_BIAS,
+    VARIANTS,
+    Trainer,
+    build,
+    hooks_left,
+    perturbed,
+    routers,
+    same,
+)
+from npu_replay import RoutedExperts
+
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.usefixtures("megatron"),
+    # torch says so of a reentrant checkpoint inside another's first pass, which runs under no_grad
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
+]
+
+ROWS = BATCH * LENGTH
+
+
+def random_routes(like: list[RoutedExperts], seed: int = 5) -> list[RoutedExperts]:
+    """Routes that no router of this model would choose, one another for each micro-batch."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        RoutedExperts(
+            ids=torch.rand(*r.ids.shape[:2], r.num_experts, generator=generator).topk(r.topk).indices,
+            layers=r.layers,
+            num_experts=r.num_experts,
+        )
+        for r in like
+    ]
+
+
+def recorded(trainer: Trainer, order: str = "each") -> list[RoutedExperts]:
+    with npu_replay.record(trainer.model) as recording:
+        trainer.run(order)
+    return recording.routes
+
+
+def check_record_and_replay(trainer: Trainer, order: str) -> list[RoutedExperts]:
+    """Record leaves everything bit-equal to an untouched run, and replay to the record."""
+    untouched = trainer.run(order)
+    with npu_replay.record(trainer.model) as recording:
+        record = trainer.run(order)
+    assert same(record, untouched)
+    with npu_replay.replay(trainer.model, recording.routes):
+        replay = trainer.run(order)
+    assert same(replay, untouched)
+    assert hooks_left(trainer.model) == 0
+    return recording.routes
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_record_and_replay_are_bit_equal(variant: str, recompute: str | None) -> None:
+    trainer = build(VARIANTS[variant], recompute)
+    routes = check_record_and_replay(trainer, "sum")
+    dense = variant == "dense_first"
+    assert [r.layers for r in routes] == [(1, 2, 3) if dense else (0, 1, 2, 3)] * 3
+    assert [r.ids.shape for r in routes] == [(ROWS, 3 if dense else 4, 2)] * 3
+    assert all(bool(r.recorded.all()) for r in routes)
+
+
+@pytest.mark.parametrize("order", ["sum", "reversed", "thread"])
+@pytest.mark.parametrize("score", [{}, SIGMOID_BIAS], ids=["softmax", "sigmoid_bias"])
+@pytest.mark.parametrize("recompute", ALL_RECOMPUTE)
+def test_every_recompute_finds_its_own_micro_batch(
+    recompute: str, score: dict[str, object], order: str
+) -> None:
+    """Foreign routes with recompute give the gradients of the same without it: a FIFO doesn't (N6, N7)."""
+    plain, checkpointed = build(score), build(score, recompute)
+    routes = check_record_and_replay(checkpointed, order)
+    foreign = random_routes(routes)
+    with npu_replay.replay(plain.model, foreign):
+        expected = plain.run(order)
+    with npu_replay.replay(checkpointed.model, foreign):
+        assert same(checkpointed.run(order), expected)
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_replayed_experts_are_the_recorded_ones_after_the_router_changed(
+    variant: str, recompute: str | None
+) -> None:
+    trainer = build(VARIANTS[variant], recompute)
+    routes = recorded(trainer)
+    drops = "capacity" in variant
+    with perturbed(trainer.model):
+        with npu_replay.observe(trainer.model) as live:
+            trainer.run()
+        with npu_replay.observe(trainer.model) as replayed, npu_replay.replay(trainer.model, routes):
+            trainer.run()
+    if not drops:
+        assert npu_replay.compare(live.shown, routes).differing > 0
+        assert npu_replay.compare(replayed.shown, routes).differing == 0
+    for router in routers(trainer.model):
+        grad = router.module.weight.grad
+        assert isinstance(grad, torch.Tensor)
+        assert float(grad.abs().sum()) > 0, f"layer {router.label}: the router learns nothing (T33)"
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if "capacity" in name])
+def test_with_capacity_every_nonzero_probability_is_a_replayed_expert(variant: str) -> None:
+    trainer = build(VARIANTS[variant])
+    routes = recorded(trainer)
+    outputs: dict[int, torch.Tensor] = {}
+    handles = [
+        router.module.register_forward_hook(
+            lambda module, args, output, layer=router.label: outputs.__setitem__(layer, output[0].detach())
+        )
+        for router in routers(trainer.model)
+    ]
+    with perturbed(trainer.model), npu_replay.replay(trainer.model, routes[:1]):
+        trainer.loss(trainer.batches[0])
+    for handle in handles:
+        handle.remove()
+    for layer, probs in outputs.items():
+        chosen = torch.zeros_like(probs, dtype=torch.bool)
+        chosen.scatter_(1, routes[0].layer_ids(layer).long(), True)
+        used = probs != 0
+        assert bool(used.any())
+        assert not bool((used & ~chosen).any())
+        assert int(used.sum()) < ROWS * 2, "this capacity should drop something"
+
+
+def test_rows_without_a_route_take_the_routers_own_choice_also_in_the_recompute() -> None:
+    """T1, T24b, T27, T41: never a made-up expert 0, and the recompute takes what the forward took."""
+    plain, checkpointed = build({}), build({}, "full")
+    routes = recorded(plain)
+    holes = torch.arange(ROWS) % 3 == 0
+    for like in (routes, random_routes(routes)):
+        partial = [RoutedExperts(ids=r.ids, layers=r.layers, num_experts=8, recorded=~holes) for r in like]
+        with npu_replay.observe(plain.model) as shown, npu_replay.replay(plain.model, partial) as session:
+            expected = plain.run("sum")
+        assert session.metrics()["rows_without_route"] == 3 * int(holes.sum())
+        first = npu_replay.compare(shown.shown[0].take(~holes), like[0].take(~holes))
+        assert first.differing == 0
+        with npu_replay.replay(checkpointed.model, partial):
+            assert same(checkpointed.run("sum"), expected)
+        if like is routes:
+            assert same(expected, plain.run("sum"))
+            assert npu_replay.compare(shown.shown, routes).differing == 0
+
+
+def test_all_zero_rows_from_outside_never_reach_the_dispatcher() -> None:
+    """T1: duplicates break the dispatcher's splits; they are refused where the routes are made."""
+    zeros = torch.zeros(ROWS, 4, 2, dtype=torch.int32)
+    with pytest.raises(npu_replay.ReplayError, match="twice"):
+        RoutedExperts(ids=zeros, layers=range(4), num_experts=8)
+    trainer = build({})
+    nothing = RoutedExperts(ids=zeros, layers=range(4), num_experts=8, recorded=torch.zeros(ROWS).bool())
+    untouched = trainer.run()
+    with npu_replay.replay(trainer.model, [nothing] * 3):
+        assert same(trainer.run(), untouched)
+
+
+def test_the_replayed_probabilities_are_live_scores_with_a_gradient() -> None:
+    """T33: gathered from the scores of all experts, not from those that are left after the top-k."""
+    trainer = build({})
+    foreign = random_routes(recorded(trainer))
+    probs: list[torch.Tensor] = []
+    router = routers(trainer.model)[0].module
+    handle = router.register_forward_hook(lambda module, args, output: probs.append(output[0]))
+    with npu_replay.replay(trainer.model, foreign[:1]):
+        trainer.loss(trainer.batches[0])
+    handle.remove()
+    replayed = probs[0].detach().gather(1, foreign[0].layer_ids(0).long())
+    assert bool((replayed > 0).all()), "an expert that the live top-k would not take has no probability"
+    torch.testing.assert_close(replayed.sum(1), torch.ones(ROWS))
+
+
+def test_every_row_of_a_micro_batch_of_several_sequences_is_kept() -> None:
+    """T34: sequences of one forward must not overwrite each other's rows."""
+    trainer = build({})
+    alone = []
+    for tokens in trainer.batches[0]:
+        with npu_replay.record(trainer.model) as recording:
+            trainer.loss(tokens[None])
+        alone += recording.routes
+    with npu_replay.record(trainer.model) as recording:
+        trainer.loss(trainer.batches[0])
+    layout = npu_replay.TokenLayout.padded([LENGTH] * BATCH)
+    assert layout.scatter(recording.routes[0]) == alone
+
+
+def test_chunks_in_one_list_are_merged_by_layer() -> None:
+    """T2, T3: entry i holds the i-th forward of every chunk, columns told by label."""
+    first, second = build({}, "full"), build({}, "full", seed=8)
+    for router in routers(second.model):
+        router.module.set_layer_number(router.label + 5)
+    chunks = [first.model, second.model]
+
+    def run(order: str) -> list[object]:
+        losses = []
+        for trainer in (first, second):
+            trainer.model.zero_grad()
+        for tokens in first.batches:  # interleaved, as virtual stages run
+            losses += [first.loss(tokens), second.loss(tokens)]
+        if order == "sum":
+            sum(losses).backward()
+        else:
+            for loss in reversed(losses):
+                loss.backward()
+        return [[loss.item() for loss in losses], first.grads(), second.grads()]
+
+    for order in ("sum", "reversed"):
+        untouched = run(order)
+        with npu_replay.record(chunks) as recording:
+            record = run(order)
+        assert [r.layers for r in recording.routes] == [tuple(range(8))] * 3
+        foreign = random_routes(recording.routes)
+        with npu_replay.replay(chunks, recording.routes):
+            replay = run(order)
+        for result in (record, replay):
+            assert result[0] == untouched[0]
+            assert all(same(([], a), ([], b)) for a, b in zip(result[1:], untouched[1:], strict=True))
+        with npu_replay.replay(chunks[::-1], foreign):
+            recomputed = run(order)
+        plain = [build({}), build({}, seed=8)]
+        for router in routers(plain[1].model):
+            router.module.set_layer_number(router.label + 5)
+        for trainer, grads in zip(plain, recomputed[1:], strict=True):
+            with npu_replay.replay(trainer.model, foreign):
+                expected = trainer.run(order)
+            assert same(([], expected[1]), ([], grads))
+
+
+@pytest.mark.parametrize("recompute", ALL_RECOMPUTE)
+def test_pin_recompute_repeats_the_choice_of_its_own_forward(recompute: str) -> None:
+    """T35: a recompute that chooses anew gives gradients that belong to no forward."""
+    trainer = build({}, recompute)
+    untouched = trainer.run("sum")
+    with npu_replay.pin_recompute(trainer.model):
+        assert same(trainer.run("sum"), untouched)
+
+    def run_with_a_router_that_changes() -> tuple[list[float], list[torch.Tensor | None]]:
+        trainer.model.zero_grad()
+        losses = [trainer.loss(tokens) for tokens in trainer.batches]
+        with perturbed_bias(trainer):
+            sum(losses).backward()
+        return [loss.item() for loss in losses], trainer.grads()
+
+    trainer = build(SIGMOID_BIAS, recompute)
+    expected = trainer.run("sum")
+    if "non_reentrant" not in recompute or recompute.endswith("in_reentrant"):
+        assert not same(run_with_a_router_that_changes(), expected)
+    with npu_replay.pin_recompute(trainer.model):
+        assert same(run_with_a_router_that_changes(), expected)
+
+
+class perturbed_bias:
+    """Another expert bias: the choice changes, and nothing that has a gradient."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.biases = [router.module.expert_bias for router in routers(trainer.model)]
+        self.kept = [bias.clone() for bias in self.biases]
+
+    def __enter__(self) -> None:
+        for number, bias in enumerate(self.biases):
+            bias.add_(torch.randn(bias.shape, generator=torch.Generator().manual_seed(number)))
+
+    def __exit__(self, *_: object) -> None:
+        for bias, kept in zip(self.biases, self.kept, strict=True):
+            bias.copy_(kept)
+
+
+def test_mtp_routers_are_left_alone() -> None:
+    """T25: a multi-token-prediction layer has the number of a decoder layer."""
+    trainer = build({})
+    trainer.model.mtp = torch.nn.ModuleList([build({}, seed=9).model.decoder.layers[0]])
+    assert [router.path for router in routers(trainer.model)] == [
+        f"decoder.layers.{layer}.mlp.router" for layer in range(4)
+    ]
+
+
+def test_live_mismatch_is_counted_when_asked_for() -> None:
+    trainer = build({})
+    routes = recorded(trainer)
+    with npu_replay.replay(trainer.model, routes, live_mismatch=True) as session:
+        trainer.run()
+    assert session.metrics()["live_mismatch"] == 0
+    with perturbed(trainer.model), npu_replay.observe(trainer.model) as live:
+        trainer.run()
+    with perturbed(trainer.model), npu_replay.replay(trainer.model, routes, live_mismatch=True) as session:
+        trainer.loss(trainer.batches[0])
+        first_layer = npu_replay.compare(live.shown[0], routes[0]).layer_mismatch[0]
+        trainer.loss(trainer.batches[1]), trainer.loss(trainer.batches[2])
+    assert session.metrics()["live_mismatch"] > 0
+    assert first_layer > 0

@@ -1,0 +1,33 @@
+"""What every test relies on: one thread, and Megatron's tests skipped where there is no Megatron."""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+import npu_replay
+
+# Several workers share the cores, and one thread sums in one order.
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if find_spec("megatron") is not None and find_spec("megatron.core") is not None:
+        return
+    skip = pytest.mark.skip(
+        reason="megatron.core is not importable: put megatron-core on PYTHONPATH (ci/test.sh does)"
+    )
+    for item in items:
+        if item.get_closest_marker("megatron") is not None:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="module")
+def megatron() -> Iterator[None]:
+    """Megatron-core in this process alone, on the CPU where there is no CUDA."""
+    from npu_replay.demo import megatron_model
+
+    with npu_replay.compat.cpu.lend():
+        megatron_model.start()
+        yield

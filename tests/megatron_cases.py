@@ -1,0 +1,193 @@
+"""The routing variants and recompute cases that the Megatron tests run through, and how they are run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from npu_replay.demo import megatron_model
+from npu_replay.routers import Router, find
+
+BATCH, LENGTH, VOCAB = 2, 12, 64
+
+SIGMOID_BIAS: dict[str, Any] = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 2.5,
+}
+CAPACITY: dict[str, Any] = {"moe_expert_capacity_factor": 0.75}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "softmax_after_topk": {},
+    "softmax_before_topk": {"moe_router_pre_softmax": True},
+    "sigmoid_bias_scaling": SIGMOID_BIAS,
+    "groups_softmax": {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
+    "groups_sigmoid_bias": SIGMOID_BIAS | {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
+    "one_group": {"moe_router_num_groups": 1, "moe_router_group_topk": 1},
+    "aux_loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2},
+    "seq_aux_loss": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 1e-2},
+    "z_loss": {"moe_z_loss_coeff": 1e-3},
+    "capacity_probs": CAPACITY | {"moe_token_drop_policy": "probs"},
+    "capacity_position": CAPACITY | {"moe_token_drop_policy": "position"},
+    "capacity_padded": CAPACITY | {"moe_pad_expert_input_to_capacity": True},
+    "allgather": {"moe_token_dispatcher_type": "allgather"},
+    "dense_first": {"moe_layer_freq": [0, 1, 1, 1]},
+    "shared_expert": {"moe_shared_expert_intermediate_size": 32},
+}
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "full": FULL,
+    "full_two_layers": FULL | {"recompute_num_layers": 2},
+    "block": FULL | {"recompute_method": "block", "recompute_num_layers": 2},
+    "selective_moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "selective_attention_and_moe": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn", "moe"],
+    },
+}
+CHECKPOINTS: dict[str, tuple[bool | None, bool | None]] = {
+    # name: (around the whole model, around each layer), each reentrant, non-reentrant or absent
+    "whole_model_reentrant": (True, None),
+    "whole_model_non_reentrant": (False, None),
+    "layers_reentrant": (None, True),
+    "layers_non_reentrant": (None, False),
+    "reentrant_in_reentrant": (True, True),
+    "non_reentrant_in_reentrant": (True, False),
+    "reentrant_in_non_reentrant": (False, True),
+    "non_reentrant_in_non_reentrant": (False, False),
+}
+ALL_RECOMPUTE = [*RECOMPUTE, *CHECKPOINTS]
+
+Grads = list[torch.Tensor | None]
+
+
+def build(variant: dict[str, Any], recompute: str | None = None, seed: int = 7) -> Trainer:
+    """A model of this variant, the same weights for every recompute case."""
+    outer, inner = CHECKPOINTS.get(recompute or "", (None, None))
+    torch.manual_seed(seed)
+    model = megatron_model.model(megatron_model.config(**variant, **RECOMPUTE.get(recompute or "", {})))
+    for router in routers(model):
+        if (bias := getattr(router.module, "expert_bias", None)) is not None:
+            bias.copy_(torch.randn(bias.shape) * 0.1)
+    if inner is not None:
+        for layer in model.decoder.layers:
+            layer.forward = _checkpointed(layer.forward, reentrant=inner)
+    return Trainer(model, outer)
+
+
+def routers(model: nn.Module) -> list[Router]:
+    return find([model])[0]
+
+
+def _checkpointed(forward: Callable[..., Any], *, reentrant: bool) -> Callable[..., Any]:
+    def run(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def layer(hidden: torch.Tensor) -> Any:
+            return forward(hidden, *args, **kwargs)
+
+        return checkpoint(layer, hidden_states, use_reentrant=reentrant)
+
+    return run
+
+
+class Trainer:
+    """A model, three micro-batches, and the ways in which people run backward over them."""
+
+    def __init__(self, model: nn.Module, outer: bool | None) -> None:
+        self.model = model
+        self.outer = outer
+        generator = torch.Generator().manual_seed(3)
+        self.batches = [torch.randint(0, VOCAB, (BATCH, LENGTH), generator=generator) for _ in range(3)]
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        inputs = megatron_model.causal(*tokens.shape)
+
+        def forward(anchor: torch.Tensor | None = None) -> torch.Tensor:
+            return self.model(input_ids=tokens, labels=tokens.roll(-1, 1), **inputs)
+
+        if self.outer is None:
+            return forward().mean()
+        # A reentrant checkpoint has a backward only if an input asks for one.
+        anchor = torch.zeros(1, requires_grad=True)
+        return checkpoint(forward, anchor, use_reentrant=self.outer).mean()
+
+    def run(self, order: str = "each") -> tuple[list[float], Grads]:
+        """Losses of the three micro-batches, and the gradients after all of them."""
+        self.model.zero_grad()
+        losses = []
+        if order == "each":
+            for tokens in self.batches:
+                losses.append(self.loss(tokens))
+                losses[-1].backward()
+        else:
+            losses = [self.loss(tokens) for tokens in self.batches]
+            backward(losses, order)
+        return [loss.item() for loss in losses], self.grads()
+
+    def grads(self) -> Grads:
+        return [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
+
+
+def backward(losses: Sequence[torch.Tensor], order: str) -> None:
+    if order == "sum":
+        sum(losses).backward()
+    elif order == "reversed":
+        for loss in reversed(losses):
+            loss.backward()
+    else:
+        in_thread(lambda: sum(losses).backward())
+
+
+def in_thread(work: Callable[[], object]) -> None:
+    """Run in a second thread, as a CUDA or NPU device thread runs backward; pass its exception on."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
+
+
+def same(a: tuple[list[float], Grads], b: tuple[list[float], Grads]) -> bool:
+    """Losses and every gradient equal to the last bit."""
+    return a[0] == b[0] and len(a[1]) == len(b[1]) and all(map(_same_grad, a[1], b[1]))
+
+
+def _same_grad(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return torch.equal(a, b)
+
+
+def hooks_left(model: nn.Module) -> int:
+    return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+
+
+@contextmanager
+def perturbed(model: nn.Module, scale: float = 1.0) -> Iterator[None]:
+    """Other router weights for the length of the block."""
+    weights = [router.module.weight for router in routers(model)]
+    kept = [weight.detach().clone() for weight in weights]
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for weight in weights:
+            weight.add_(torch.randn(weight.shape, generator=generator) * scale)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, original in zip(weights, kept, strict=True):
+                weight.copy_(original)

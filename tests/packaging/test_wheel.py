@@ -1,0 +1,188 @@
+"""The package as others install it: what the wheel holds, and what an install changes and makes importable.
+
+Both are made from a copy of the sources, so that no earlier build leaks in, and nothing is downloaded.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# What npu_replay needs, and what it could import by mistake where it is installed.
+LENT = [
+    "torch",
+    "numpy",
+    *(["megatron.core"] if find_spec("megatron") else []),
+    *(["transformers"] if find_spec("transformers") else []),
+]
+FRAMEWORKS = ("megatron", "transformers", "mindspeed", "torch_npu", "vllm", "sglang", "verl")
+
+# One worker runs them all: the wheel and the environments are made once.
+pytestmark = [pytest.mark.packaging, pytest.mark.xdist_group("packaging")]
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """The output of `command`, run where no variable can lend it this checkout; a git hook sets GIT_DIR."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV") and not name.startswith("GIT_")
+    }
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=environment, text=True, capture_output=True, check=False
+    )
+    if done.returncode != 0:
+        pytest.fail(f"{' '.join(map(str, command))} exited {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment, and a folder without any Python in it to run from."""
+
+    python: Path
+    elsewhere: Path
+
+    @classmethod
+    def make(cls, folder: Path, *options: str) -> "Environment":
+        run(sys.executable, "-m", "venv", *options, folder / "venv", cwd=folder)
+        elsewhere = folder / "elsewhere"
+        elsewhere.mkdir()
+        return cls(folder / "venv" / "bin" / "python", elsewhere)
+
+    def lend(self, *modules: str) -> None:
+        """Make what holds `modules` here importable there too, after what is installed there."""
+        folders = [str(Path(find_spec(name).origin).parents[name.count(".") + 1]) for name in modules]
+        site = self.execute("import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+        Path(site, "lent.pth").write_text("\n".join(dict.fromkeys(folders)) + "\n")
+
+    def installed(self) -> list[str]:
+        return run(self.python, "-m", "pip", "list", "--format=freeze", cwd=self.elsewhere).splitlines()
+
+    def execute(self, code: str) -> str:
+        return run(self.python, "-c", code, cwd=self.elsewhere)
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what a wheel is made from, known to git where there is one."""
+    copy = tmp_path_factory.mktemp("copy") / "sources"
+    copy.mkdir()
+    for folder in ("npu_replay", "compat"):
+        shutil.copytree(REPOSITORY / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
+        shutil.copy(REPOSITORY / name, copy / name)
+    if shutil.which("git") is not None:
+        run("git", "init", "--quiet", cwd=copy)
+        run("git", "add", "--all", cwd=copy)
+    return copy
+
+
+@pytest.fixture(scope="session")
+def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    run(
+        *(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "--no-build-isolation"),
+        *("--wheel-dir", folder, sources),
+        cwd=folder,
+    )
+    (built,) = folder.iterdir()
+    return built
+
+
+@pytest.fixture(scope="session")
+def wheel_install(
+    wheel: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Environment, list[str], list[str]]:
+    """An environment with the wheel in it, and what pip listed before and after the install."""
+    environment = Environment.make(tmp_path_factory.mktemp("wheel_install"))
+    before = environment.installed()
+    run(
+        *(environment.python, "-m", "pip", "install", "--no-deps", "--no-index", wheel),
+        cwd=environment.elsewhere,
+    )
+    after = environment.installed()
+    environment.lend(*LENT)
+    return environment, before, after
+
+
+@pytest.fixture(scope="session")
+def editable_install(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    # Without a pip and setuptools of its own: those of the test environment are lent to it, and are newer.
+    environment = Environment.make(tmp_path_factory.mktemp("editable_install"), "--without-pip")
+    environment.lend(*LENT, "setuptools", "pip")
+    run(
+        *(environment.python, "-m", "pip", "install", "--no-deps", "--no-index", "--no-build-isolation"),
+        *("--ignore-installed", "--editable", sources),
+        cwd=environment.elsewhere,
+    )
+    return environment
+
+
+@pytest.fixture(params=["wheel", "editable"])
+def environment(request: pytest.FixtureRequest) -> Environment:
+    if request.param == "wheel":
+        return request.getfixturevalue("wheel_install")[0]
+    return request.getfixturevalue("editable_install")
+
+
+def test_wheel_is_pure_python(wheel: Path) -> None:
+    assert wheel.name.endswith("-py3-none-any.whl")
+    suffixes = {Path(name).suffix for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert not suffixes & {".so", ".pyd", ".dylib", ".c", ".cpp"}
+
+
+def test_wheel_has_compat_only_inside_npu_replay(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"npu_replay"}
+    assert "npu_replay/compat/__init__.py" in names
+
+
+def test_wheel_holds_every_module_and_py_typed(wheel: Path) -> None:
+    expected = {"npu_replay/py.typed"}
+    for folder, package in (("npu_replay", "npu_replay"), ("compat", "npu_replay/compat")):
+        for module in (REPOSITORY / folder).rglob("*.py"):
+            expected.add(f"{package}/{module.relative_to(REPOSITORY / folder).as_posix()}")
+    assert expected <= set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_installing_the_wheel_adds_one_line_and_changes_no_other(
+    wheel_install: tuple[Environment, list[str], list[str]],
+) -> None:
+    _, before, after = wheel_install
+    assert [line for line in after if not line.startswith("npu-replay==")] == before
+    assert len(after) == len(before) + 1
+
+
+def test_compat_imports_as_part_of_npu_replay(environment: Environment) -> None:
+    environment.execute("import npu_replay.compat")
+
+
+def test_compat_does_not_import_as_a_top_level_module(environment: Environment) -> None:
+    code = """
+import npu_replay
+try:
+    import compat
+except ModuleNotFoundError as error:
+    print(error.name)
+"""
+    assert environment.execute(code).strip() == "compat"
+
+
+def test_importing_npu_replay_imports_no_framework(environment: Environment) -> None:
+    code = f"import sys, npu_replay; print([name for name in {FRAMEWORKS} if name in sys.modules])"
+    assert environment.execute(code).strip() == "[]"
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="asks git which files it ignores")
+def test_building_and_installing_leave_only_what_git_ignores(
+    wheel: Path, editable_install: Environment, sources: Path
+) -> None:
+    assert run("git", "ls-files", "--others", "--exclude-standard", cwd=sources) == ""

@@ -1,0 +1,281 @@
+"""The seam: which top-k is answered, how it is caught, and what its scores are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import topk as topk_taken_early
+
+import npu_replay
+from npu_replay import RoutedExperts, routers, seam, session
+from npu_replay.errors import NoEffect
+from toys import EXPERTS, ROWS, TOPK, Select, ToyModel, ToyRouter, ToyRouters, run, same, tokens
+
+Scores = torch.Tensor
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def toy_routers() -> Iterator[None]:
+    routers.register("toy", ToyRouters())
+    session._ways.clear()
+    yield
+    routers.unregister("toy")
+
+
+def foreign(layers: int = 2, seed: int = 5) -> RoutedExperts:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(ROWS, layers, EXPERTS, generator=generator).topk(TOPK).indices
+    return RoutedExperts(ids=ids, layers=range(layers), num_experts=EXPERTS)
+
+
+def check(select: Select, **about: Any) -> list[RoutedExperts]:
+    """A router that selects so is recorded bit-equal and replayed; with live scores of the foreign ids."""
+    model = ToyModel(ToyRouter(select=select, **about), ToyRouter(select=select, **about))
+    untouched = run(model, 0, 1)
+    for _ in range(2):  # the second time the safety net is off
+        with npu_replay.record(model) as recording:
+            assert same(run(model, 0, 1), untouched)
+    outputs: list[Pair] = []
+    scores: list[Scores] = []
+    router = model.layers[0].router
+    handle = router.register_forward_hook(lambda module, args, output: outputs.append(output))
+    original = router.select
+    router.select = lambda me, s: (scores.append(s), original(me, s))[1]
+    routes = foreign()
+    with npu_replay.replay(model, [routes]):
+        model(tokens())
+    handle.remove()
+    values, ids = outputs[0]
+    assert torch.equal(ids, routes.layer_ids(0).long())
+    assert torch.equal(values, scores[0].gather(1, ids)), "weights of replayed experts are their live scores"
+    values.sum().backward()
+    assert float(router.weight.grad.abs().sum()) > 0
+    return recording.routes
+
+
+def as_function(router: ToyRouter, scores: Scores) -> Pair:
+    return torch.topk(scores, router.topk)
+
+
+def as_method(router: ToyRouter, scores: Scores) -> Pair:
+    return scores.topk(k=router.topk, dim=1, sorted=False)
+
+
+def by_keywords(router: ToyRouter, scores: Scores) -> Pair:
+    return torch.topk(input=scores, k=router.topk, dim=-1)
+
+
+def through_an_alias(router: ToyRouter, scores: Scores) -> Pair:
+    return topk_taken_early(scores, router.topk)
+
+
+def after_others(router: ToyRouter, scores: Scores) -> Pair:
+    """S1: top-ks that look alike before the routing decision, and the aux loss's after it."""
+    scores.view(len(scores), 1, EXPERTS).topk(router.topk)  # one group: three dimensions
+    torch.topk(scores, router.topk, dim=0)
+    torch.topk(scores, router.topk + 1)
+    torch.topk(scores, router.topk, largest=False)
+    torch.topk(scores[:-1], router.topk)
+    torch.topk(scores[:, :-1], router.topk)
+    chosen = torch.topk(scores, router.topk)
+    torch.topk(scores.flip(1), router.topk)
+    return chosen
+
+
+@pytest.mark.parametrize("select", [as_function, as_method, by_keywords, through_an_alias, after_others])
+def test_the_routing_decision_is_found_however_it_is_called(select: Select) -> None:
+    assert len(check(select)) == 2
+
+
+def test_a_name_taken_early_is_seen_by_the_safety_net_and_remembered() -> None:
+    check(through_an_alias)
+    model = ToyModel(ToyRouter(select=through_an_alias))
+    with npu_replay.record(model):
+        model(tokens(0)), model(tokens(1)), model(tokens(2))
+    assert session._ways[model.layers[0].router] == "watch"
+
+
+def groups(scores: Scores) -> torch.Tensor:
+    """Bool [rows, experts]: outside of the two best of four groups."""
+    best = scores.view(len(scores), 4, -1).amax(dim=2)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, torch.topk(best, 2).indices, True)
+    return ~kept.repeat_interleave(EXPERTS // 4, dim=1)
+
+
+def masked_fill(router: ToyRouter, scores: Scores) -> Pair:
+    return scores.masked_fill(groups(scores), float("-inf")).topk(router.topk)
+
+
+def masked_fill_with_zero(router: ToyRouter, scores: Scores) -> Pair:
+    return torch.masked_fill(scores, groups(scores), 0.0).topk(router.topk)
+
+
+def where(router: ToyRouter, scores: Scores) -> Pair:
+    return torch.where(groups(scores), float("-inf"), scores).topk(router.topk)
+
+
+def where_with_a_tensor(router: ToyRouter, scores: Scores) -> Pair:
+    return scores.where(~groups(scores), torch.tensor(0.0)).topk(router.topk)
+
+
+def masked_twice(router: ToyRouter, scores: Scores) -> Pair:
+    last = torch.zeros(len(scores), EXPERTS, dtype=torch.bool)
+    last[:, -1] = True
+    return scores.masked_fill(groups(scores), 0.0).masked_fill(last, 0.0).topk(router.topk)
+
+
+def after_another_mask(router: ToyRouter, scores: Scores) -> Pair:
+    (scores * 2).masked_fill(groups(scores), 0.0)  # padding, say: another tensor's mask
+    return torch.topk(scores, router.topk)
+
+
+@pytest.mark.parametrize(
+    "select",
+    [masked_fill, masked_fill_with_zero, where, where_with_a_tensor, masked_twice, after_another_mask],
+)
+def test_weights_come_from_the_scores_before_they_were_masked(select: Select) -> None:
+    """S2: a replayed expert may lie in a group that is masked now."""
+    check(select, masks=True)
+
+
+def filled_in_place(router: ToyRouter, scores: Scores) -> Pair:
+    return scores.clone().masked_fill_(groups(scores), float("-inf")).topk(router.topk)
+
+
+def assigned(router: ToyRouter, scores: Scores) -> Pair:
+    masked = scores.clone()
+    masked[groups(scores)] = float("-inf")
+    return masked.topk(router.topk)
+
+
+def multiplied(router: ToyRouter, scores: Scores) -> Pair:
+    return (scores * ~groups(scores)).topk(router.topk)
+
+
+@pytest.mark.parametrize("select", [filled_in_place, assigned, multiplied])
+def test_a_mask_that_cannot_be_seen_is_refused(select: Select) -> None:
+    """S2: its weights would be NaN, or zero in silence."""
+    model = ToyModel(ToyRouter(select=select, masks=True))
+    with npu_replay.record(model):
+        model(tokens())
+    with pytest.raises(NoEffect), npu_replay.replay(model, [foreign(1)]):
+        model(tokens())
+
+
+def test_a_replayed_expert_of_probability_zero_is_not_taken_for_a_mask() -> None:
+    model = ToyModel(ToyRouter())
+    with torch.no_grad():
+        model.layers[0].router.weight.mul_(1e4)  # a softmax that is 0 or 1
+    with npu_replay.replay(model, [foreign(1)]):
+        model(tokens())
+
+
+def test_recording_has_the_autograd_shape_of_replaying() -> None:
+    """S1: a non-reentrant checkpoint compares what is saved; top-k saves other tensors than gather."""
+    model = ToyModel()
+    saved: list[list[tuple[Any, ...]]] = []
+
+    def shapes(block: Any) -> None:
+        saved.append([])
+        with (
+            torch.autograd.graph.saved_tensors_hooks(
+                lambda x: (saved[-1].append((x.dtype, x.shape)), x)[1], lambda x: x
+            ),
+            block,
+        ):
+            model(tokens())
+
+    recording = npu_replay.record(model)
+    shapes(recording)
+    shapes(npu_replay.replay(model, recording.routes))
+    shapes(npu_replay.pin_recompute(model))
+    assert saved[0] == saved[1] == saved[2]
+
+
+def test_only_the_calling_thread_is_armed() -> None:
+    """S3: another thread's top-k is its own."""
+    inside: list[bool] = []
+    routes = foreign(1)
+
+    def select(router: ToyRouter, scores: Scores) -> Pair:
+        def other() -> None:
+            native = torch.topk(scores.detach().clone(), router.topk).indices
+            inside.append(torch.equal(native, scores.sort(dim=1, descending=True).indices[:, :TOPK]))
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return torch.topk(scores, router.topk)
+
+    model = ToyModel(ToyRouter(select=select))
+    with npu_replay.replay(model, [routes]):
+        model(tokens())
+    assert inside == [True]
+
+
+def test_a_router_inside_a_router_has_its_own_answer() -> None:
+    """S3: the armed slot saves and restores the outer one."""
+    inner = ToyRouter(layer=1)
+
+    def select(router: ToyRouter, scores: Scores) -> Pair:
+        inner(tokens(9))
+        return torch.topk(scores, router.topk)
+
+    model = ToyModel(ToyRouter(layer=0, select=select))
+    model.inner = inner
+    routes = foreign(2)
+    with npu_replay.observe(model) as seen, npu_replay.replay(model, [routes]):
+        model(tokens())
+    assert npu_replay.compare(seen.shown, [routes]).differing == 0
+
+
+def test_torch_is_restored_when_the_last_block_ends() -> None:
+    natives = torch.topk, torch.Tensor.topk
+    one, two = ToyModel(), ToyModel()
+    with npu_replay.record(one):
+        assert torch.topk is not natives[0]
+        with npu_replay.record(two):
+            two(tokens())
+        assert torch.topk is not natives[0]
+        one(tokens())
+    assert (torch.topk, torch.Tensor.topk) == natives
+    assert "topk" not in vars(torch.Tensor)
+
+
+def test_somebody_who_wraps_topk_meanwhile_keeps_his_wrapper() -> None:
+    model = ToyModel()
+    native = torch.topk
+    try:
+        with npu_replay.record(model):
+            model(tokens())
+            inner = torch.topk
+            torch.topk = wrapper = lambda *args, **kwargs: inner(*args, **kwargs)
+        assert torch.topk is wrapper
+        scores = torch.rand(ROWS, EXPERTS)
+        assert torch.equal(torch.topk(scores, TOPK).indices, native(scores, TOPK).indices)
+        with npu_replay.record(model):
+            model(tokens())
+    finally:
+        torch.topk = native
+
+
+def test_the_safety_net_is_left_as_soon_as_the_top_k_is_caught() -> None:
+    """Functions that a framework compiled would compile anew under a mode."""
+    modes: list[object] = []
+
+    def select(router: ToyRouter, scores: Scores) -> Pair:
+        modes.append(torch.overrides._get_current_function_mode())
+        chosen = torch.topk(scores, router.topk)
+        modes.append(torch.overrides._get_current_function_mode())
+        return chosen
+
+    model = ToyModel(ToyRouter(select=select, masks=True))
+    with npu_replay.record(model):
+        model(tokens())
+    assert isinstance(modes[0], seam.Watch)
+    assert modes[1] is None

@@ -1,0 +1,105 @@
+"""A small model with routers in plain torch, for what doesn't need a product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from npu_replay.routers import Router
+
+HIDDEN, EXPERTS, TOPK, ROWS = 8, 16, 3, 10
+
+Select = Callable[["ToyRouter", torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def plain(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.topk(scores, router.topk, dim=-1)
+
+
+class ToyRouter(nn.Module):
+    """Softmax scores, a top-k, and (values, ids) as output; `select` takes the place of the top-k."""
+
+    def __init__(self, layer: int | None = None, select: Select = plain, **about: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(EXPERTS, HIDDEN))
+        self.layer = layer
+        self.topk = TOPK
+        self.select = select
+        self.about = about
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = (hidden.reshape(-1, HIDDEN) @ self.weight.T).softmax(dim=-1)
+        return self.select(self, scores)
+
+
+class ToyLayer(nn.Module):
+    """A router and its experts, each of which scales and turns its tokens its own way."""
+
+    def __init__(self, router: ToyRouter) -> None:
+        super().__init__()
+        self.router = router
+        self.experts = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN) * 0.3)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        values, ids = self.router(hidden)
+        mixed = torch.einsum("tk,tkhg,th->tg", values, self.experts[ids], hidden)
+        return hidden + mixed.tanh()
+
+
+class ToyModel(nn.Module):
+    """Layers with routers; `recompute` checkpoints each layer: "reentrant" or "non-reentrant"."""
+
+    def __init__(self, *routers: ToyRouter, recompute: str | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(ToyLayer(router) for router in routers or (ToyRouter(), ToyRouter()))
+        self.recompute = recompute
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.5)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.recompute is None:
+                hidden = layer(hidden)
+            else:
+                hidden = checkpoint(layer, hidden, use_reentrant=self.recompute == "reentrant")
+        return hidden
+
+
+class ToyRouters:
+    """The RouterKind of ToyRouter."""
+
+    def describe(self, module: nn.Module, path: str) -> Router | None:
+        if not isinstance(module, ToyRouter):
+            return None
+        values = {"masks": False, "layer": module.layer} | module.about
+        return Router(module=module, num_experts=EXPERTS, topk=module.topk, shows=shows, **values)
+
+
+def shows(output: object) -> torch.Tensor:
+    ids = output[1]
+    return torch.zeros(len(ids), EXPERTS, dtype=torch.bool).scatter(1, ids, True)
+
+
+def tokens(seed: int = 0, rows: int = ROWS) -> torch.Tensor:
+    return torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(seed), requires_grad=False)
+
+
+def run(model: nn.Module, *seeds: int) -> tuple[float, list[torch.Tensor | None]]:
+    """One backward over the sum of the micro-batches' losses; the loss and every gradient."""
+    model.zero_grad()
+    loss = sum(model(tokens(seed).requires_grad_()).square().mean() for seed in seeds or (0,))
+    loss.backward()
+    return loss.item(), [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def same(a: tuple[float, list[torch.Tensor]], b: tuple[float, list[torch.Tensor]]) -> bool:
+    return a[0] == b[0] and all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
