@@ -113,7 +113,7 @@ def families() -> list[str]:
     for file in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
         code = file.read_text(encoding="utf-8")
         if "experts" in code and re.search(
-            r"^class \w*(Router|Gating|Experts|MoE|Moe)\(nn\.(Module|Linear)", code, re.MULTILINE
+            r"^class \w*(Router|Gating|Experts|MoE|Moe)\(nn\.(Module|Linear)\)", code, re.MULTILINE
         ):
             found.append(file.parent.name)
     return found

@@ -164,7 +164,7 @@ def _ask_finders(name: str, path: list[str] | None) -> ModuleSpec | None:
         try:
             spec = finder.find_spec(name, path)
         except ModuleNotFoundError:
-            continue
+            return None  # as an import would end here
         except KeyError as error:
             if error.args != (name.rpartition(".")[0],):
                 raise
@@ -307,6 +307,8 @@ def _demo(by_name: dict[str, Product]) -> Capability:
     ]
     # What Megatron imports; where it is there by itself, pip was told to leave its requirements out.
     lacking += [f"{name} is not installed" for name in ("packaging", "einops", "yaml") if _find(name) is None]
+    if _transformers(by_name["transformers"]).remedy and by_name["transformers"].usable:
+        lacking.append("its Qwen3-MoE needs transformers 5")
     if lacking:
         remedy = "pip install 'npu-replay[demo]'"
         if not by_name["megatron-core"].usable:

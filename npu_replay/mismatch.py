@@ -125,7 +125,7 @@ def _compare_routings(a: RoutedExperts, b: RoutedExperts) -> RoutingDifference:
 
 
 def _compare_log_probs(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | None) -> LogProbDifference:
-    shapes = {tuple(x.shape) for x in (a, b) if x is not None}
+    shapes = {tuple(a.shape), tuple(b.shape)}
     if mask is not None:
         shapes.add(tuple(mask.shape))
     if len(shapes) != 1:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from typing import TYPE_CHECKING, Any
 
@@ -41,12 +42,24 @@ def header(routes: RoutedExperts) -> dict[str, Any]:
     }
 
 
+def shape_of(described: dict[str, Any]) -> tuple[int, int, int]:
+    """[tokens, layers, topk], from a header that may hold anything; ValueError, KeyError or TypeError."""
+    tokens, layers, topk = described["tokens"], len(described["layers"]), described["topk"]
+    if not all(isinstance(length, int) and length >= 0 for length in (tokens, topk)):
+        raise ValueError(f"tokens {tokens!r}, top-k {topk!r}")
+    return tokens, layers, topk
+
+
 def digest(described: dict[str, Any], ids: memoryview | bytes, recorded: memoryview | bytes) -> str:
     """The checksum that both the wire form and the file carry."""
-    summed = hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=16)
+    summed = hashlib.blake2b(_written(described), digest_size=16)
     summed.update(ids)
     summed.update(recorded)
     return summed.hexdigest()
+
+
+def _written(described: dict[str, Any]) -> bytes:
+    return json.dumps(described, sort_keys=True).encode()
 
 
 def dump(routes: RoutedExperts) -> bytes:
@@ -55,13 +68,18 @@ def dump(routes: RoutedExperts) -> bytes:
     ids = routes.ids.numpy().data.cast("B") if routes.ids.numel() else memoryview(b"")
     recorded = np.packbits(routes.recorded.numpy()).tobytes()
     described["digest"] = digest(described, ids, recorded)
-    text = json.dumps(described, sort_keys=True).encode()
+    text = _written(described)
     return b"".join((MAGIC, struct.pack("<I", len(text)), text, ids, recorded))
 
 
 def parse(data: bytes | bytearray | memoryview) -> dict[str, Any]:
     """Return the arguments of RoutedExperts; the ids share memory with `data`."""
-    view = memoryview(data).cast("B")
+    try:
+        view = memoryview(data).cast("B")
+    except TypeError as error:
+        raise RouteFileError(
+            "these aren't bytes", expected="contiguous bytes, as to_bytes() makes them", got=type(data)
+        ) from error
     if bytes(view[:8]) != MAGIC:
         raise RouteFileError(
             "these bytes aren't routes",
@@ -70,16 +88,19 @@ def parse(data: bytes | bytearray | memoryview) -> dict[str, Any]:
             cause="another format, or another version of npu_replay",
         )
     try:
-        (length,) = struct.unpack_from("<I", view, 8)
-        described = json.loads(bytes(view[12 : 12 + length]))
-        shape = (described["tokens"], len(described["layers"]), described["topk"])
+        (header_size,) = struct.unpack_from("<I", view, 8)
+        text = bytes(view[12 : 12 + header_size])
+        described = json.loads(text)
+        if _written(described) != text:  # the digest doesn't cover how it is written
+            raise ValueError(text)
+        shape = shape_of(described)
         dtype = _DTYPES[described["dtype"]]
-        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    except (struct.error, ValueError, KeyError, TypeError) as error:
+    except (struct.error, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RouteFileError(
             "the header of these routes can't be read", cause="the bytes were cut short or changed"
         ) from error
-    body = view[12 + length :]
+    body = view[12 + header_size :]
+    size = math.prod(shape) * dtype.itemsize
     expected = size + (shape[0] + 7) // 8
     if len(body) != expected:
         raise RouteFileError(

@@ -47,15 +47,25 @@ def parse(path: str | os.PathLike[str]) -> dict[str, Any]:
                     cause="a file of something else (a checkpoint?), or of another version of npu_replay",
                 )
             described = json.loads(metadata["routes"])
+            said = *route_bytes.shape_of(described), described["dtype"]
             ids, recorded = file.get_tensor("ids"), file.get_tensor("recorded")
     except FileNotFoundError as error:
         raise RouteFileError("there is no such file", where=where) from error
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise RouteFileError(
             f"this file can't be read as routes ({error})",
             where=where,
             cause="it was cut short, damaged, or isn't a safetensors file",
         ) from error
+    there = *ids.shape, str(ids.dtype).removeprefix("torch.")
+    if there != said:
+        raise RouteFileError(
+            "the metadata and the ids don't agree",
+            where=where,
+            expected=f"shape and dtype {said}",
+            got=there,
+            cause="a tool that rewrote the tensors",
+        )
     found = described.pop("digest", None)
     if route_bytes.digest(described, ids.numpy().tobytes(), recorded.numpy().tobytes()) != found:
         raise RouteFileError(
@@ -70,13 +80,13 @@ def parse(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def write_whole(path: Path, data: bytes, *, overwrite: bool) -> None:
     """Write a file so that nobody ever sees half of it."""
-    if path.exists() and not overwrite:
-        raise RouteFileError(
-            "the file is there already and is not overwritten",
-            where=str(path),
-            cause="an earlier run; pass overwrite=True (--force on the command line) to replace it",
-        )
     try:
+        if path.exists() and not overwrite:
+            raise RouteFileError(
+                "the file is there already and is not overwritten",
+                where=str(path),
+                cause="an earlier run; pass overwrite=True (--force on the command line) to replace it",
+            )
         handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     except OSError as error:
         raise RouteFileError(f"the file can't be written ({error})", where=str(path)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ class RoutedExperts:
         wide = _integer_tensor(ids)
         labels = _checked_labels(layers, columns=wide.shape[1])
         rows = _checked_recorded(recorded, tokens=wide.shape[0])
-        _check_sizes(num_experts, topk=wide.shape[2])
+        num_experts = _checked_sizes(num_experts, topk=wide.shape[2])
         _check_range(wide, labels, num_experts, rows)
         narrow = wide.to(narrow_dtype(num_experts))
         if not bool(rows.all()):
@@ -90,15 +91,13 @@ class RoutedExperts:
         _check_duplicates(narrow, labels, rows)
         if copy and narrow.data_ptr() == wide.data_ptr():
             narrow = narrow.clone()  # frozen: what the caller does to his array later must not show here
-        if fingerprint is not None and not 0 <= fingerprint < 2**64:
-            raise InvalidRoutes("bad fingerprint", expected="an unsigned 64-bit integer", got=fingerprint)
         for name, value in (
             ("ids", narrow.contiguous()),
             ("layers", labels),
-            ("num_experts", int(num_experts)),
+            ("num_experts", num_experts),
             ("recorded", rows),
-            ("fingerprint", fingerprint),
-            ("weight_version", weight_version),
+            ("fingerprint", _checked_fingerprint(fingerprint)),
+            ("weight_version", _checked_version(weight_version)),
         ):
             object.__setattr__(self, name, value)
 
@@ -158,6 +157,12 @@ class RoutedExperts:
         The result is another sequence, so it carries no fingerprint.
         """
         index = torch.as_tensor(np.array(rows) if isinstance(rows, np.ndarray) else rows).cpu()
+        if index.numel() and index.dtype not in (torch.bool, *_INTEGERS):
+            raise InvalidRoutes(
+                "take() was asked for rows that are no integers",
+                expected="integers, or a bool mask",
+                got=index.dtype,
+            )
         if index.dtype == torch.bool:
             if index.shape != (len(self),):
                 raise InvalidRoutes(
@@ -271,9 +276,11 @@ def _integer_tensor(ids: IdArray) -> torch.Tensor:
     if isinstance(ids, np.ndarray):
         if ids.dtype.kind not in "iu":
             raise InvalidRoutes("ids must be integers", expected="an integer dtype", got=ids.dtype)
-        if ids.dtype in (np.uint16, np.uint32, np.uint64):
-            ids = ids.astype(np.int64)  # torch has these dtypes, but no arithmetic on them
-        tensor = torch.from_numpy(ids if ids.flags.writeable else ids.copy())
+        dtype = ids.dtype.newbyteorder("=")
+        if dtype in (np.uint16, np.uint32, np.uint64):
+            dtype = np.dtype(np.int64)  # torch has these dtypes, but no arithmetic on them
+        usable = ids.dtype == dtype and ids.flags.writeable and all(stride >= 0 for stride in ids.strides)
+        tensor = torch.from_numpy(ids if usable else ids.astype(dtype))
     elif isinstance(ids, torch.Tensor):
         tensor = ids.detach().cpu()
         if tensor.dtype not in _INTEGERS:
@@ -291,7 +298,12 @@ def _integer_tensor(ids: IdArray) -> torch.Tensor:
 
 
 def _checked_labels(layers: Sequence[int], *, columns: int) -> tuple[int, ...]:
-    labels = tuple(int(layer) for layer in layers)
+    try:
+        labels = tuple(operator.index(layer) for layer in layers)
+    except TypeError as error:
+        raise InvalidRoutes(
+            "layer labels must be integers", expected="for example (0, 1, 2)", got=layers
+        ) from error
     if len(labels) != columns:
         raise InvalidRoutes(
             "ids has another number of columns than there are layer labels",
@@ -322,11 +334,39 @@ def _checked_recorded(recorded: IdArray | None, *, tokens: int) -> torch.Tensor:
     return rows.clone()
 
 
-def _check_sizes(num_experts: int, *, topk: int) -> None:
-    if not 1 <= num_experts <= MAX_EXPERTS:
+def _checked_sizes(num_experts: object, *, topk: int) -> int:
+    count = _integer(num_experts)
+    if count is None or not 1 <= count <= MAX_EXPERTS:
         raise InvalidRoutes("bad number of experts", expected=f"1 to {MAX_EXPERTS}", got=num_experts)
-    if not 1 <= topk <= num_experts:
-        raise InvalidRoutes("bad top-k", expected=f"1 to {num_experts} experts a token", got=topk)
+    if not 1 <= topk <= count:
+        raise InvalidRoutes("bad top-k", expected=f"1 to {count} experts a token", got=topk)
+    return count
+
+
+def _checked_fingerprint(fingerprint: object) -> int | None:
+    if fingerprint is None:
+        return None
+    number = _integer(fingerprint)
+    if number is None or not 0 <= number < 2**64:
+        raise InvalidRoutes("bad fingerprint", expected="an unsigned 64-bit integer", got=fingerprint)
+    return number
+
+
+def _checked_version(weight_version: object) -> int | str | None:
+    """It has to go into a header: numpy's and torch's integers become Python's."""
+    if weight_version is None or isinstance(weight_version, str):
+        return weight_version
+    number = _integer(weight_version)
+    if number is None:
+        raise InvalidRoutes("bad weight_version", expected="an integer or a string", got=weight_version)
+    return number
+
+
+def _integer(value: object) -> int | None:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def _check_range(ids: torch.Tensor, layers: tuple[int, ...], num_experts: int, rows: torch.Tensor) -> None:

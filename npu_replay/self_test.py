@@ -60,11 +60,13 @@ def _problem(device: torch.device) -> str:
     batches = [torch.randn(_TOKENS, _HIDDEN, generator=generator).to(device) for _ in range(2)]
     routes = _chosen(model, batches)
     with torch.no_grad():
-        for layer in model.layers:
-            layer.router.weight.neg_()  # type: ignore[union-attr, operator]
+        for router in model.routers():
+            router.weight.neg_()
     if _same(routes, _chosen(model, batches)):
         return "the changed router still chooses the same experts, so this shows nothing"
     plain = _gradients(model, batches, routes, recompute=False)
+    if not _used(model, routes):
+        return "the routers didn't choose the experts that were replayed"
     again = _gradients(model, batches, routes, recompute=True)
     # Not to the last bit: a device may add in another order. Another expert's gradient is far off.
     if not all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(plain, again, strict=True)):
@@ -84,12 +86,23 @@ def _same(a: list[RoutedExperts], b: list[RoutedExperts]) -> bool:
     return all(torch.equal(x.ids, y.ids) for x, y in zip(a, b, strict=True))
 
 
+def _used(model: _ToyModel, routes: list[RoutedExperts]) -> bool:
+    """Did the routers, in their own words, choose what was replayed?"""
+    return all(
+        torch.equal(chosen, routed.ids[:, column].long())
+        for column, router in enumerate(model.routers())
+        for chosen, routed in zip(router.chosen, routes, strict=True)
+    )
+
+
 def _gradients(
     model: _ToyModel, batches: list[torch.Tensor], routes: list[RoutedExperts], *, recompute: bool
 ) -> list[torch.Tensor]:
     """One backward over the sum of the losses: a queue of recomputes would take the wrong one's routes."""
     model.zero_grad()
     model.recompute = recompute
+    for router in model.routers():
+        router.chosen.clear()
     with replay(model, routes):
         torch.stack([model(batch).square().mean() for batch in batches]).sum().backward()  # type: ignore[no-untyped-call]
     return [weight.grad for weight in model.parameters() if weight.grad is not None]
@@ -99,9 +112,11 @@ class _ToyRouter(nn.Module):
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(_EXPERTS, _HIDDEN, generator=generator))
+        self.chosen: list[torch.Tensor] = []
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values, ids = torch.topk((hidden @ self.weight.t()).softmax(dim=-1), _TOPK, dim=-1)
+        self.chosen.append(ids.cpu())
         return values, ids
 
 
@@ -123,6 +138,9 @@ class _ToyModel(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(_ToyLayer(generator) for _ in range(2))
         self.recompute = False
+
+    def routers(self) -> list[_ToyRouter]:
+        return [module for module in self.modules() if isinstance(module, _ToyRouter)]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

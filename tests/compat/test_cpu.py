@@ -1,0 +1,119 @@
+"""compat.cpu.lend: lends what is missing for the length of a block, and takes back all of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from npu_replay.compat import cpu, patching
+
+OWNERS = (torch, torch.cuda, torch.Tensor, dist)
+
+
+def snapshot(*owners: Any) -> list[dict[str, Any]]:
+    return [dict(vars(owner)) for owner in owners]
+
+
+def same(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> bool:
+    return all(
+        a.keys() == b.keys() and all(a[name] is b[name] for name in a)
+        for a, b in zip(before, after, strict=True)
+    )
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No CUDA, wherever this runs, and no import of Megatron, which takes seconds."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(cpu, "_module", lambda name: None)
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_everything_that_was_lent_is_taken_back() -> None:
+    before = snapshot(*OWNERS)
+    with cpu.lend():
+        assert not same(before, snapshot(*OWNERS))
+        assert patching.applied()
+    assert same(before, snapshot(*OWNERS))
+    assert patching.applied() == []
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_it_is_taken_back_after_an_exception() -> None:
+    before = snapshot(*OWNERS)
+    with pytest.raises(KeyError), cpu.lend():
+        raise KeyError
+    assert same(before, snapshot(*OWNERS))
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_a_failure_half_way_through_lending_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise ImportError("a broken Megatron")
+
+    monkeypatch.setattr(cpu, "_lend_megatron", fail)
+    before = snapshot(*OWNERS)
+    with pytest.raises(ImportError), cpu.lend():
+        pytest.fail("the block must not begin")
+    assert same(before, snapshot(*OWNERS))
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_blocks_may_be_nested_and_the_outermost_takes_back() -> None:
+    before = snapshot(*OWNERS)
+    with cpu.lend():
+        lent = snapshot(*OWNERS)
+        with cpu.lend():
+            assert same(lent, snapshot(*OWNERS))
+        assert same(lent, snapshot(*OWNERS))
+    assert same(before, snapshot(*OWNERS))
+
+
+def test_nothing_is_lent_where_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = snapshot(*OWNERS)
+    with cpu.lend():
+        assert same(before, snapshot(*OWNERS))
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_what_asks_for_cuda_by_name_gets_the_cpu() -> None:
+    with cpu.lend():
+        assert torch.zeros(2, device="cuda").device.type == "cpu"
+        assert torch.empty(2, device=torch.device("cuda", 0)).device.type == "cpu"
+        tensor = torch.ones(2)
+        assert tensor.cuda() is tensor
+        assert torch.zeros(2, device="meta").device.type == "meta"
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+            torch.cuda.synchronize()
+        event = torch.cuda.Event()
+        event.record()
+        assert event.query()
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_the_cuda_generator_is_the_cpus() -> None:
+    with cpu.lend():
+        state = torch.cuda.get_rng_state()
+        first = torch.rand(3)
+        torch.cuda.set_rng_state(state)
+        assert torch.equal(torch.rand(3), first)
+        torch.cuda.manual_seed(7)
+        assert torch.initial_seed() == 7
+
+
+@pytest.mark.megatron
+def test_megatrons_modules_come_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    before = snapshot(*OWNERS, random, moe_utils)
+    with cpu.lend():
+        assert random._get_cuda_rng_state is not before[4]["_get_cuda_rng_state"]
+        assert torch.equal(random._get_cuda_rng_state(), torch.get_rng_state())
+    assert same(before, snapshot(*OWNERS, random, moe_utils))

@@ -1,0 +1,158 @@
+"""compat.patching: what is changed in somebody else's module comes back as it was, and is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import npu_replay
+from npu_replay.compat import patching
+from npu_replay.compat.patching import Patches
+
+
+class Base:
+    def inherited(self) -> str:
+        return "base"
+
+
+class Owner(Base):
+    value = 1
+
+    def method(self) -> str:
+        return "own"
+
+    @staticmethod
+    def static() -> str:
+        return "static"
+
+    @classmethod
+    def of_class(cls) -> str:
+        return cls.__name__
+
+    @property
+    def prop(self) -> str:
+        return "property"
+
+
+@pytest.fixture
+def patches() -> Iterator[Patches]:
+    group = Patches("a test runs")
+    yield group
+    group.undo()
+    assert patching.applied() == []
+
+
+@pytest.mark.parametrize("name", ["value", "method", "static", "of_class", "prop"])
+def test_an_attribute_of_a_class_comes_back_identical(patches: Patches, name: str) -> None:
+    before = dict(vars(Owner))
+    patches.set(Owner, name, lambda *_: "patched", "to see")
+    assert vars(Owner)[name] is not before[name]
+    assert patches.undo() == []
+    assert dict(vars(Owner)) == before
+    assert vars(Owner)[name] is before[name]
+
+
+def test_an_inherited_attribute_is_taken_away_again(patches: Patches) -> None:
+    patches.set(Owner, "inherited", lambda self: "patched", "to see")
+    assert Owner().inherited() == "patched"
+    patches.undo()
+    assert "inherited" not in vars(Owner)
+    assert Owner().inherited() == "base"
+
+
+@pytest.mark.parametrize("owner", [Owner, Owner(), ModuleType("somebody"), SimpleNamespace()])
+def test_an_attribute_that_was_absent_is_deleted_again(patches: Patches, owner: Any) -> None:
+    patches.set(owner, "new", 1, "it is missing")
+    assert owner.new == 1
+    patches.undo()
+    assert not hasattr(owner, "new")
+
+
+def test_setting_twice_keeps_the_first_and_the_original(patches: Patches) -> None:
+    patches.set(Owner, "value", 2, "once")
+    patches.set(Owner, "value", 3, "again")
+    assert Owner.value == 2
+    assert len(list(patches)) == 1
+    patches.undo()
+    assert Owner.value == 1
+
+
+def test_undoing_twice_does_nothing(patches: Patches) -> None:
+    patches.set(Owner, "value", 2, "once")
+    assert patches.undo() == []
+    Owner.value = 5
+    try:
+        assert patches.undo() == []
+        assert Owner.value == 5
+    finally:
+        Owner.value = 1
+
+
+def test_what_somebody_else_replaced_meanwhile_is_left_and_named(patches: Patches) -> None:
+    owner = ModuleType("somebody")
+    owner.value = 1
+    patches.set(owner, "value", 2, "ours")
+    owner.value = 3
+    (left,) = patches.undo()
+    assert left.where == "somebody.value"
+    assert owner.value == 3
+
+
+@pytest.mark.parametrize("older_first", [True, False])
+def test_two_groups_on_one_name_leave_nothing_in_whatever_order_they_go(
+    patches: Patches, older_first: bool
+) -> None:
+    later = Patches("another")
+    patches.set(Owner, "value", 2, "first")
+    later.set(Owner, "value", 3, "second")
+    groups = [patches, later] if older_first else [later, patches]
+    assert groups[0].undo() == []
+    assert Owner.value == (3 if older_first else 2)
+    assert groups[1].undo() == []
+    assert Owner.value == 1
+
+
+def test_what_could_not_be_undone_is_refused_and_left_as_it_was(patches: Patches) -> None:
+    module = torch.nn.Linear(2, 2)
+    weight = module.weight
+    with pytest.raises(TypeError, match="no plain attribute"):
+        patches.set(module, "weight", torch.nn.Parameter(torch.zeros(2, 2)), "it hides in _parameters")
+    assert module.weight is weight
+    assert patching.applied() == []
+
+
+def test_undo_all_undoes_every_group_newest_first(patches: Patches) -> None:
+    later = Patches("another")
+    patches.set(Owner, "value", 2, "first")
+    later.set(Owner, "value", 3, "second")
+    assert patching.undo_all() == []
+    assert Owner.value == 1
+    assert patching.undo_all() == []
+
+
+def test_report_says_what_where_why_and_for_what(patches: Patches) -> None:
+    patches.set(torch.Tensor, "npu_replay_test", 1, "because")
+    (patch,) = npu_replay.report().patches
+    assert (patch.where, patch.why, patch.reason) == (
+        "torch.Tensor.npu_replay_test",
+        "because",
+        "a test runs",
+    )
+    patches.undo()
+    assert npu_replay.report().patches == ()
+
+
+@pytest.mark.parametrize(
+    ("owner", "where"),
+    [
+        (torch.cuda, "torch.cuda.x"),
+        (torch.Tensor, "torch.Tensor.x"),
+        (SimpleNamespace(), "x of one types.SimpleNamespace"),
+    ],
+)
+def test_a_patch_says_where_it_is(owner: object, where: str) -> None:
+    assert patching.Patch(owner, "x", "", None, None).where == where

@@ -1,0 +1,196 @@
+"""compat.probe: products are found, read and judged without being imported."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from npu_replay.compat import probe
+from npu_replay.compat.probe import Capability, Product
+
+PACKAGE_INFO = "MAJOR = 0\nMINOR = 12\nPATCH = 1\nPRE_RELEASE = {!r}\n__version__ = '.'.join(['unread'])\n"
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder that is the only place where a product can be found."""
+    stdlib = [entry for entry in sys.path if entry.endswith((".zip", "lib-dynload")) or _has_stdlib(entry)]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *stdlib])
+    names = {known.module.partition(".")[0] for known in probe._KNOWN}
+    for name in [name for name in sys.modules if name.partition(".")[0] in names]:
+        monkeypatch.delitem(sys.modules, name)
+    return tmp_path
+
+
+def _has_stdlib(entry: str) -> bool:
+    return Path(entry, "ast.py").is_file()
+
+
+def write(file: Path, text: str = "") -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+
+
+def megatron(path: Path, *, package_info: str | None = PACKAGE_INFO.format(""), config: str = "") -> Path:
+    core = path / "megatron" / "core"
+    write(core / "__init__.py", "raise RuntimeError('imported')")
+    write(core / "transformer/moe/router.py")
+    write(core / "transformer/transformer_config.py", f"class TransformerConfig:\n    tp: int = 1\n{config}")
+    if package_info is not None:
+        write(core / "package_info.py", package_info)
+    return core
+
+
+def product(name: str) -> Product:
+    return next(product for product in probe.products() if product.name == name)
+
+
+def capability(name: str) -> Capability:
+    return next(found for found in probe.capabilities(probe.products()) if found.name == name)
+
+
+def test_an_empty_machine_has_nothing_and_no_problem(path: Path) -> None:
+    assert [(p.found, p.version, p.where, p.problem) for p in probe.products()] == [
+        (False, "", "", "") for _ in probe._KNOWN
+    ]
+
+
+def test_everything_missing_comes_with_a_remedy_or_needs_none(path: Path) -> None:
+    for found in probe.capabilities(probe.products()):
+        assert found.state == "missing"
+        assert found.why
+        assert bool(found.remedy) == (found.name != "Megatron's own replay")
+
+
+def test_megatron_on_the_path_alone_tells_its_version_and_is_not_imported(path: Path) -> None:
+    core = megatron(path)
+    assert product("megatron-core") == Product("megatron-core", True, "0.12.1", str(core))
+    assert not any(name.startswith("megatron") for name in sys.modules)
+
+
+def test_a_pre_release_is_part_of_the_version(path: Path) -> None:
+    megatron(path, package_info=PACKAGE_INFO.format("rc0"))
+    assert product("megatron-core").version == "0.12.1rc0"
+
+
+@pytest.mark.parametrize(
+    ("source", "version"),
+    [
+        ("__version__ = version = '0.11.0'", "0.11.0"),
+        ("__version__: str\n__version__: str = '1.2'", "1.2"),
+        ("__version__ = compute()", ""),
+        ("", ""),
+    ],
+)
+def test_a_version_is_read_from_source(path: Path, source: str, version: str) -> None:
+    write(path / "vllm/__init__.py")
+    write(path / "vllm/_version.py", source)
+    assert product("vllm") == Product("vllm", True, version, str(path / "vllm"))
+
+
+def test_without_a_version_in_its_source_the_installed_distribution_is_asked(path: Path) -> None:
+    write(path / "mindspeed/__init__.py")
+    write(
+        path / "mindspeed-2.3.0.dist-info/METADATA",
+        "Metadata-Version: 2.1\nName: mindspeed\nVersion: 2.3.0\n",
+    )
+    assert product("mindspeed").version == "2.3.0"
+
+
+def test_damaged_metadata_is_no_reason_to_fail(path: Path) -> None:
+    write(path / "mindspeed/__init__.py")
+    write(path / "mindspeed-2.3.0.dist-info/METADATA", "")
+    assert product("mindspeed").found
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},  # the folder alone
+        {"core/package_info.py": ""},
+        {"training/__init__.py": ""},
+        {"core/__init__.py": ""},  # nothing in it
+        {"core/__init__.py": "", "core/package_info.py": "MAJOR =", "core/transformer/moe/router.py": ""},
+        {"core/__init__.py": "", "core/package_info.py": "\0", "core/transformer/moe/router.py": ""},
+    ],
+)
+def test_a_half_installed_megatron_is_a_problem_and_never_raises(path: Path, files: dict[str, str]) -> None:
+    (path / "megatron").mkdir()
+    for name, text in files.items():
+        write(path / "megatron" / name, text)
+    assert product("megatron-core").problem.startswith("half installed: ")
+    replay = capability("replay on Megatron-core")
+    assert replay.state == "broken"
+    assert "half installed" in replay.why
+
+
+def test_another_product_in_megatrons_namespace_is_not_a_broken_megatron(path: Path) -> None:
+    write(path / "megatron/energon/__init__.py")
+    assert product("megatron-core") == Product("megatron-core", found=False)
+
+
+def test_a_folder_without_init_is_a_leftover_but_a_checkout_is_not(path: Path) -> None:
+    write(path / "mindspeed/features.py")
+    write(path / "verl/setup.py")
+    write(path / "verl/verl/__init__.py")
+    assert "has no __init__.py" in product("mindspeed").problem
+    assert product("verl") == Product("verl", found=False)
+
+
+def test_a_stand_in_in_sys_modules_is_found(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = ModuleType("torch_npu")
+    stand_in.__spec__ = None
+    monkeypatch.setitem(sys.modules, "torch_npu", stand_in)
+    assert product("torch_npu").usable
+
+
+def test_a_finder_that_raises_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Finder:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+            if name == "verl":
+                raise RuntimeError("no licence")
+            return None
+
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    assert product("verl").problem == "not to be looked up (RuntimeError: no licence)"
+    assert not product("sglang").problem
+
+
+def test_megatrons_own_replay_is_asked_of_its_files_not_of_its_version(path: Path) -> None:
+    core = megatron(path)
+    assert capability("Megatron's own replay").state == "missing"
+    write(core / "transformer/moe/router_replay.py")
+    assert capability("Megatron's own replay").state == "missing"  # a file that no config turns on
+    megatron(path, config="    moe_enable_routing_replay: bool = False\n")
+    assert capability("Megatron's own replay").state == "native"
+
+
+def test_the_fused_router_is_mentioned_only_where_it_exists(path: Path) -> None:
+    megatron(path)
+    assert "moe_router_fusion" not in capability("replay on Megatron-core").why
+    megatron(path, config="    moe_router_fusion: bool = False\n")
+    assert "moe_router_fusion" in capability("replay on Megatron-core").why
+
+
+def test_transformers_without_router_modules_works_only_for_some_and_says_how_to_get_more(path: Path) -> None:
+    write(path / "transformers/__init__.py", "__version__ = '4.57.6'")
+    modeling = path / "transformers/models/qwen3_moe/modeling_qwen3_moe.py"
+    write(modeling, "class Qwen3MoeSparseMoeBlock: ...")
+    assert "transformers>=5" in capability("replay on transformers").remedy
+    assert "needs transformers 5" in capability("demo").why
+    write(modeling, "class Qwen3MoeTopKRouter: ...")
+    assert capability("replay on transformers") == Capability(
+        "replay on transformers", "works", "router modules are recognised"
+    )
+
+
+@pytest.mark.megatron
+def test_the_real_megatron_is_read() -> None:
+    found = product("megatron-core")
+    assert found.usable
+    assert found.version.count(".") == 2
+    assert capability("replay on Megatron-core").state == "works"

@@ -1,0 +1,149 @@
+"""The command line: help, options, errors, and what it says where its packages are missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import npu_replay
+import npu_replay.commands
+from npu_replay.commands import app
+
+
+@pytest.fixture
+def invoke(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    monkeypatch.setenv("COLUMNS", "200")
+    return lambda *arguments: CliRunner().invoke(app, arguments)
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the demo and the bench were called with; they are replaced by stand-ins that note it."""
+    seen: dict[str, Any] = {}
+    for name in ("npu_replay.demo.run", "npu_replay.bench"):
+        module = ModuleType(name)
+        module.main = lambda **arguments: seen.update(arguments)  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+    return seen
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def main(**_: object) -> None:
+        raise error
+
+    return main
+
+
+def test_help_names_every_command(invoke: Callable[..., Result]) -> None:
+    result = invoke("--help")
+    assert result.exit_code == 0
+    assert all(command in result.stdout for command in ("demo", "doctor", "bench"))
+
+
+def test_choices_and_bounds_are_in_the_help(invoke: Callable[..., Result]) -> None:
+    text = invoke("demo", "--help").stdout
+    assert all(choice in text for choice in ("auto", "cpu", "cuda", "npu", "x>=1"))
+
+
+def test_version(invoke: Callable[..., Result]) -> None:
+    assert invoke("--version").stdout.strip() == npu_replay.__version__
+
+
+def test_demo_passes_its_options_on(invoke: Callable[..., Result], called: dict[str, Any]) -> None:
+    result = invoke("demo", *("--device", "npu", "--steps", "3", "--out", "x", "--seed", "5", "--force"))
+    assert result.exit_code == 0
+    assert called == {"device": "npu", "steps": 3, "out": Path("x"), "seed": 5, "force": True}
+
+
+def test_demo_has_defaults(invoke: Callable[..., Result], called: dict[str, Any]) -> None:
+    assert invoke("demo").exit_code == 0
+    assert called == {
+        "device": "auto",
+        "steps": 8,
+        "out": Path("npu_replay_demo"),
+        "seed": 0,
+        "force": False,
+    }
+
+
+def test_bench_passes_its_options_on(invoke: Callable[..., Result], called: dict[str, Any]) -> None:
+    assert invoke("bench", "--pairs", "7", "--out", "x.json").exit_code == 0
+    assert called == {"device": "auto", "pairs": 7, "out": Path("x.json"), "force": False}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("demo", "--steps", "0"), ("demo", "--device", "tpu"), ("bench", "--pairs", "0"), ("nothing",)],
+)
+def test_a_wrong_option_is_refused_before_anything_runs(
+    invoke: Callable[..., Result], called: dict[str, Any], arguments: tuple[str, ...]
+) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert called == {}
+
+
+@pytest.mark.usefixtures("called")
+def test_a_replay_error_is_one_message_without_a_traceback(
+    invoke: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = npu_replay.ReplayError("[it] went wrong", where="layer 3", expected=1, got=2, cause="a test")
+    monkeypatch.setattr(sys.modules["npu_replay.bench"], "main", raising(error))
+    result = invoke("bench")
+    assert result.exit_code == 1
+    assert "Error: layer 3: [it] went wrong. Expected 1, got 2. Usual cause: a test" in result.stderr
+    assert "Traceback" not in result.output
+    assert "--debug" in result.stderr
+
+
+@pytest.mark.usefixtures("called")
+@pytest.mark.parametrize("arguments", [("--debug", "bench"), ("bench", "--debug")])
+def test_debug_lets_the_error_through_on_either_side_of_the_command(
+    invoke: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    error = npu_replay.ReplayError("wrong")
+    monkeypatch.setattr(sys.modules["npu_replay.bench"], "main", raising(error))
+    assert invoke(*arguments).exception is error
+
+
+@pytest.mark.usefixtures("called")
+def test_a_missing_package_leads_to_doctor(
+    invoke: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = ModuleNotFoundError("No module named 'einops'")
+    monkeypatch.setattr(sys.modules["npu_replay.bench"], "main", raising(error))
+    result = invoke("bench")
+    assert result.exit_code == 1
+    assert "No module named 'einops'" in result.stderr
+    assert "npu-replay doctor" in result.stderr
+
+
+@pytest.mark.usefixtures("called")
+def test_a_fault_of_ours_keeps_its_traceback(
+    invoke: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = ZeroDivisionError()
+    monkeypatch.setattr(sys.modules["npu_replay.bench"], "main", raising(error))
+    assert invoke("bench").exception is error
+
+
+def test_without_typer_one_line_says_how_to_get_it() -> None:
+    code = """
+import runpy, sys
+sys.modules["typer"] = None
+sys.argv = ["npu-replay", "doctor"]
+runpy.run_module("npu_replay", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert "pip install 'npu-replay[cli]'" in line
+    assert "npu_replay.report()" in line

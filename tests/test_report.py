@@ -1,0 +1,165 @@
+"""npu_replay.report and npu_replay.uninstall."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import npu_replay
+from npu_replay import recompute, reporting, routers
+from npu_replay.compat import patching
+from npu_replay.compat.patching import Patches
+from npu_replay.compat.probe import Product
+from npu_replay.reporting import Report, TorchFacts
+from toys import ToyModel, ToyRouter, ToyRouters, tokens
+
+
+@pytest.fixture
+def model() -> Iterator[ToyModel]:
+    routers.register("toy", ToyRouters())
+    yield ToyModel(ToyRouter(layer=3), ToyRouter(layer=4))
+    routers.unregister("toy")
+
+
+@pytest.fixture
+def patches() -> Iterator[Patches]:
+    group = Patches("a test runs")
+    yield group
+    group.undo()
+
+
+def facts(accelerator: str = "", devices: int = 0, problem: str = "") -> TorchFacts:
+    return TorchFacts("2.13.0", problem, accelerator, devices)
+
+
+def states(report: Report) -> dict[str, str]:
+    return {capability.name: capability.state for capability in report.capabilities}
+
+
+def test_report_holds_the_facts_and_changes_nothing() -> None:
+    report = npu_replay.report()
+    assert report.version == npu_replay.__version__
+    assert report.torch.version == torch.__version__
+    assert report.torch.recompute_problem == ""
+    assert set(report.router_kinds) >= {"megatron-core", "transformers"}
+    assert report.open_sessions == ()
+    assert report.patches == ()
+    assert states(report)["recompute"] == states(report)["CPU"] == "works"
+
+
+def test_report_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        npu_replay.report().version = "2"  # type: ignore[misc]
+
+
+def test_report_reads_as_plain_words(patches: Patches) -> None:
+    patches.set(SimpleNamespace(), "attribute", 1, "because")
+    text = str(npu_replay.report())
+    assert text.startswith(f"npu_replay {npu_replay.__version__}, Python ")
+    assert "recompute: works" in text
+    assert "attribute of one types.SimpleNamespace: because (a test runs)" in text
+    assert "Open blocks: nothing" in text
+
+
+def test_report_lists_an_open_block_once_with_its_layers(model: ToyModel) -> None:
+    with npu_replay.record(model):
+        model(tokens())
+        report = npu_replay.report()
+        assert [str(block) for block in report.open_sessions] == ["record on layers 3, 4"]
+        assert "record on layers 3, 4" in str(report)
+    assert npu_replay.report().open_sessions == ()
+
+
+def test_a_torch_that_does_not_tell_recomputes_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompute, "probe", lambda: "a name is gone")
+    report = npu_replay.report()
+    assert report.torch.recompute_problem == "a name is gone"
+    found = next(c for c in report.capabilities if c.name == "recompute")
+    assert found.state == "missing"
+    assert "a name is gone" in found.why
+    assert found.remedy
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "torch_npu", "cuda", "npu"),
+    [
+        ("", Product("torch_npu", False), "missing", "missing"),
+        ("cuda", Product("torch_npu", False), "works", "missing"),
+        ("npu", Product("torch_npu", True, "2.7.1"), "missing", "works"),
+        ("", Product("torch_npu", True, "2.7.1"), "missing", "missing"),  # never imported, so not known
+        ("", Product("torch_npu", True, "2.7.1", "", "half installed"), "missing", "broken"),
+    ],
+)
+def test_devices_are_told_without_importing_torch_npu(
+    accelerator: str, torch_npu: Product, cuda: str, npu: str
+) -> None:
+    products = (torch_npu, Product("megatron-core", True))
+    found = {c.name: c.state for c in reporting._devices(facts(accelerator, 1), products)}
+    assert (found["CUDA"], found["NPU"]) == (cuda, npu)
+    assert ("Megatron-core on the CPU" in found) == (accelerator != "cuda")
+
+
+def test_torch_without_an_accelerator_module_asks_the_registered_backend_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(torch, "accelerator")
+    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "npu")
+    npu = SimpleNamespace(is_available=lambda: True, device_count=lambda: 8)
+    monkeypatch.setattr(torch, "npu", npu, raising=False)
+    found = reporting.torch_facts()
+    assert (found.accelerator, found.devices) == ("npu", 8)
+
+
+def test_uninstall_undoes_every_patch_and_may_be_asked_again(
+    patches: Patches, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner = SimpleNamespace(value=1)
+    patches.set(owner, "value", 2, "because")
+    patches.set(owner, "new", 2, "because")
+    npu_replay.uninstall()
+    npu_replay.uninstall()
+    assert vars(owner) == {"value": 1}
+    assert npu_replay.report().patches == ()
+    assert caplog.records == []
+
+
+def test_uninstall_warns_once_of_what_somebody_else_has_replaced(
+    patches: Patches, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner = SimpleNamespace(value=1, other=1)
+    patches.set(owner, "value", 2, "because")
+    patches.set(owner, "other", 2, "because")
+    owner.value = 3
+    npu_replay.uninstall()
+    npu_replay.uninstall()
+    assert vars(owner) == {"value": 3, "other": 1}
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "value of one types.SimpleNamespace" in record.getMessage()
+    assert "other" not in record.getMessage().replace("others", "")
+
+
+def test_uninstall_inside_a_block_is_refused_before_anything_is_undone(
+    model: ToyModel, patches: Patches
+) -> None:
+    owner = SimpleNamespace(value=1)
+    patches.set(owner, "value", 2, "because")
+    with npu_replay.record(model):
+        model(tokens())
+        with pytest.raises(npu_replay.ReplayError, match="got record on layers 3, 4"):
+            npu_replay.uninstall()
+        assert owner.value == 2
+    npu_replay.uninstall()
+    assert owner.value == 1
+
+
+def test_uninstall_inside_lend_takes_the_loan_back() -> None:
+    with npu_replay.compat.cpu.lend():
+        npu_replay.uninstall()
+        assert patching.applied() == []
+    assert patching.applied() == []

@@ -1,0 +1,248 @@
+"""The file form: a file is whole or not there, and what comes back is what went in."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from npu_replay import ReplayError, RoutedExperts, route_file
+from npu_replay.errors import InvalidRoutes, RouteFileError
+
+
+def routes(tokens: int = 5, experts: int = 8, **changes: Any) -> RoutedExperts:
+    scores = torch.rand(tokens, 2, experts, generator=torch.Generator().manual_seed(tokens))
+    arguments: dict[str, Any] = {"fingerprint": 2**64 - 1, "weight_version": "v1"}
+    arguments |= changes
+    return RoutedExperts(
+        ids=scores.topk(2).indices,
+        layers=(1, 4),
+        num_experts=experts,
+        recorded=torch.arange(tokens) != 1,
+        **arguments,
+    )
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "step_3.routes"
+
+
+@pytest.mark.parametrize("experts", [8, 300])
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+@pytest.mark.parametrize("version", [None, 3, "v1"])
+def test_what_comes_back_is_what_went_in(path: Path, tokens: int, experts: int, version: Any) -> None:
+    before = routes(tokens, experts, weight_version=version)
+    before.save(path)
+    after = RoutedExperts.load(path)
+    assert after == before
+    assert after.ids.dtype == before.ids.dtype
+
+
+def test_a_path_may_be_text(path: Path) -> None:
+    routes().save(str(path))
+    assert RoutedExperts.load(str(path)) == routes()
+
+
+def test_the_file_is_safetensors_that_others_can_read(path: Path) -> None:
+    routes().save(path)
+    assert torch.equal(load_file(path)["ids"], routes().ids)
+
+
+def test_a_file_is_not_overwritten_unless_asked(path: Path) -> None:
+    routes().save(path)
+    with pytest.raises(RouteFileError, match="overwrite=True") as caught:
+        routes(tokens=7).save(path)
+    assert caught.value.where == str(path)
+    assert RoutedExperts.load(path) == routes()
+    routes(tokens=7).save(path, overwrite=True)
+    assert RoutedExperts.load(path) == routes(tokens=7)
+
+
+def test_a_folder_is_not_overwritten(tmp_path: Path) -> None:
+    with pytest.raises(RouteFileError):
+        routes().save(tmp_path)
+    with pytest.raises(RouteFileError, match="can't be written"):
+        routes().save(tmp_path, overwrite=True)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("step", ["write", "fsync", "chmod", "replace"])
+@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=repr)
+def test_a_write_that_fails_leaves_nothing_behind(
+    path: Path, monkeypatch: pytest.MonkeyPatch, step: str, failure: BaseException, overwrite: bool
+) -> None:
+    if overwrite:
+        routes().save(path)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise failure
+
+    class Broken:
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def __enter__(self) -> Broken:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.file.close()
+
+        def write(self, data: bytes) -> None:
+            self.file.write(data[: len(data) // 2])
+            fail()
+
+    if step == "write":
+        native = os.fdopen
+        monkeypatch.setattr(os, "fdopen", lambda *args: Broken(native(*args)))
+    else:
+        monkeypatch.setattr(os, step, fail)
+    wanted = RouteFileError if isinstance(failure, OSError) else KeyboardInterrupt
+    with pytest.raises(wanted):
+        routes(tokens=7).save(path, overwrite=True)
+    monkeypatch.undo()
+    assert os.listdir(path.parent) == ([path.name] if overwrite else [])
+    if overwrite:
+        assert RoutedExperts.load(path) == routes()
+
+
+def test_a_saved_file_has_the_usual_rights(path: Path) -> None:
+    mask = os.umask(0o027)
+    try:
+        routes().save(path)
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    missing = tmp_path / "nowhere" / "step_3.routes"
+    with pytest.raises(RouteFileError, match="can't be written") as caught:
+        routes().save(missing)
+    assert caught.value.where == str(missing)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("step", ["exists", "mkstemp"])
+def test_a_folder_without_the_right_to_read_or_write_is_named(
+    path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(*((Path, step) if step == "exists" else (tempfile, step)), refuse)
+    with pytest.raises(RouteFileError, match=r"can't be written.*Permission denied") as caught:
+        routes().save(path)
+    assert caught.value.where == str(path)
+
+
+def test_a_file_that_is_not_there_is_named(path: Path) -> None:
+    with pytest.raises(RouteFileError, match="there is no such file") as caught:
+        RoutedExperts.load(path)
+    assert caught.value.where == str(path)
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(RouteFileError) as caught:
+        RoutedExperts.load(tmp_path)
+    assert caught.value.where == str(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"\0" * 5000, os.urandom(5000), b"\xff" * 8], ids=len)
+def test_a_foreign_file_is_refused(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    with pytest.raises(RouteFileError) as caught:
+        RoutedExperts.load(path)
+    assert caught.value.where == str(path)
+
+
+def test_safetensors_of_something_else_are_refused_by_what_they_say(path: Path) -> None:
+    save_file({"weight": torch.zeros(3)}, path)
+    with pytest.raises(RouteFileError, match=r"doesn't hold routes.*checkpoint"):
+        RoutedExperts.load(path)
+    save_file({"weight": torch.zeros(3)}, path, {"format": "pt"})
+    with pytest.raises(RouteFileError, match="got pt"):
+        RoutedExperts.load(path)
+
+
+@pytest.mark.parametrize("said", ["[]", "3", "{", "null", '{"layers": 3}'])
+def test_metadata_that_makes_no_sense_is_refused(path: Path, said: str) -> None:
+    tensors = {"ids": routes().ids, "recorded": routes().recorded}
+    save_file(tensors, path, {"format": route_file.FORMAT, "routes": said})
+    with pytest.raises(RouteFileError):
+        RoutedExperts.load(path)
+
+
+def test_a_file_cut_short_at_any_place_is_refused(path: Path) -> None:
+    routes().save(path)
+    data = path.read_bytes()
+    for length in range(len(data)):
+        path.write_bytes(data[:length])
+        with pytest.raises(RouteFileError):
+            RoutedExperts.load(path)
+
+
+@pytest.mark.parametrize("flip", [0x01, 0x04, 0x80, 0xFF])
+def test_one_changed_byte_anywhere_is_refused(path: Path, flip: int) -> None:
+    routes(tokens=8).save(path)
+    data = path.read_bytes()
+    for at in range(len(data)):
+        changed = bytearray(data)
+        changed[at] ^= flip
+        path.write_bytes(changed)
+        with pytest.raises(ReplayError):
+            RoutedExperts.load(path)
+
+
+def test_a_header_that_says_another_shape_than_the_ids_have_is_refused(path: Path) -> None:
+    """The checksum covers the bytes, which are the same in every shape."""
+    routes().save(path)
+    data = path.read_bytes()
+    assert data.count(b"[5,2,2]") == 1
+    path.write_bytes(data.replace(b"[5,2,2]", b"[5,4,1]"))
+    with pytest.raises(ReplayError):
+        RoutedExperts.load(path)
+    path.write_bytes(data.replace(b'"U8"', b'"I8"'))
+    with pytest.raises(ReplayError):
+        RoutedExperts.load(path)
+
+
+def test_what_is_loaded_is_checked_as_data_from_outside_t32(path: Path) -> None:
+    same = torch.tensor([[[0, 1]]]).expand(64, 1, 2)
+    RoutedExperts(ids=same, layers=[3], num_experts=8).save(path)
+    with pytest.raises(InvalidRoutes, match="layer 3: all 64 recorded rows are the same"):
+        RoutedExperts.load(path)
+
+
+def test_without_safetensors_the_error_says_how_to_install_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routes().save(path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "safetensors"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    other = path.with_name("other.routes")
+    for attempt in (lambda: routes().save(other), lambda: RoutedExperts.load(path)):
+        with pytest.raises(RouteFileError, match=r"pip install 'npu-replay\[files\]'.*to_bytes"):
+            attempt()
+    assert not other.exists()
+
+
+def test_the_metadata_say_what_is_in_the_file(path: Path) -> None:
+    from safetensors import safe_open
+
+    routes().save(path)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    assert metadata["format"] == "npu_replay.routes.1"
+    described = json.loads(metadata["routes"])
+    assert (described["layers"], described["num_experts"]) == ([1, 4], 8)
