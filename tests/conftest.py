@@ -28,6 +28,9 @@ def megatron() -> Iterator[None]:
     """Megatron-core in this process alone, on the CPU where there is no CUDA."""
     from npu_replay.demo import megatron_model
 
+    # On an accelerator sums are in order only when asked for; a CPU's always are.
+    torch.use_deterministic_algorithms(torch.cuda.is_available(), warn_only=True)
     with npu_replay.compat.cpu.lend():
         megatron_model.start()
         yield
+    torch.use_deterministic_algorithms(False)

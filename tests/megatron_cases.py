@@ -12,9 +12,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from npu_replay.demo import megatron_model
+from npu_replay.devices import pick
 from npu_replay.routers import Router, find
 
 BATCH, LENGTH, VOCAB = 2, 12, 64
+DEVICE = pick("auto")
+"""Megatron's tests run on an accelerator where there is one."""
 
 SIGMOID_BIAS: dict[str, Any] = {
     "moe_router_score_function": "sigmoid",
@@ -73,6 +76,7 @@ def build(variant: dict[str, Any], recompute: str | None = None, seed: int = 7) 
     outer, inner = CHECKPOINTS.get(recompute or "", (None, None))
     torch.manual_seed(seed)
     model = megatron_model.model(megatron_model.config(**variant, **RECOMPUTE.get(recompute or "", {})))
+    model.to(DEVICE)
     for router in routers(model):
         if (bias := getattr(router.module, "expert_bias", None)) is not None:
             bias.copy_(torch.randn(bias.shape) * 0.1)
@@ -103,10 +107,11 @@ class Trainer:
         self.model = model
         self.outer = outer
         generator = torch.Generator().manual_seed(3)
-        self.batches = [torch.randint(0, VOCAB, (BATCH, LENGTH), generator=generator) for _ in range(3)]
+        tokens = torch.randint(0, VOCAB, (3, BATCH, LENGTH), generator=generator).to(DEVICE)
+        self.batches = list(tokens)
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        inputs = megatron_model.causal(*tokens.shape)
+        inputs = megatron_model.causal(*tokens.shape, device=DEVICE)
 
         def forward(anchor: torch.Tensor | None = None) -> torch.Tensor:
             return self.model(input_ids=tokens, labels=tokens.roll(-1, 1), **inputs)
@@ -114,7 +119,7 @@ class Trainer:
         if self.outer is None:
             return forward().mean()
         # A reentrant checkpoint has a backward only if an input asks for one.
-        anchor = torch.zeros(1, requires_grad=True)
+        anchor = torch.zeros(1, requires_grad=True, device=DEVICE)
         return checkpoint(forward, anchor, use_reentrant=self.outer).mean()
 
     def run(self, order: str = "each") -> tuple[list[float], Grads]:
@@ -184,7 +189,7 @@ def perturbed(model: nn.Module, scale: float = 1.0) -> Iterator[None]:
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for weight in weights:
-            weight.add_(torch.randn(weight.shape, generator=generator) * scale)
+            weight.add_((torch.randn(weight.shape, generator=generator) * scale).to(DEVICE))
     try:
         yield
     finally:

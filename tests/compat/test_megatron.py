@@ -9,6 +9,7 @@ import npu_replay
 from megatron_cases import (
     ALL_RECOMPUTE,
     BATCH,
+    DEVICE,
     LENGTH,
     SIGMOID_BIAS,
     VARIANTS,
@@ -129,7 +130,7 @@ def test_with_capacity_every_nonzero_probability_is_a_replayed_expert(variant: s
         handle.remove()
     for layer, probs in outputs.items():
         chosen = torch.zeros_like(probs, dtype=torch.bool)
-        chosen.scatter_(1, routes[0].layer_ids(layer).long(), True)
+        chosen.scatter_(1, routes[0].layer_ids(layer).long().to(DEVICE), True)
         used = probs != 0
         assert bool(used.any())
         assert not bool((used & ~chosen).any())
@@ -177,7 +178,7 @@ def test_the_replayed_probabilities_are_live_scores_with_a_gradient() -> None:
     with npu_replay.replay(trainer.model, foreign[:1]):
         trainer.loss(trainer.batches[0])
     handle.remove()
-    replayed = probs[0].detach().gather(1, foreign[0].layer_ids(0).long())
+    replayed = probs[0].detach().gather(1, foreign[0].layer_ids(0).long().to(DEVICE)).cpu()
     assert bool((replayed > 0).all()), "an expert that the live top-k would not take has no probability"
     torch.testing.assert_close(replayed.sum(1), torch.ones(ROWS))
 
@@ -270,7 +271,8 @@ class perturbed_bias:
 
     def __enter__(self) -> None:
         for number, bias in enumerate(self.biases):
-            bias.add_(torch.randn(bias.shape, generator=torch.Generator().manual_seed(number)))
+            change = torch.randn(bias.shape, generator=torch.Generator().manual_seed(number))
+            bias.add_(change.to(bias.device))
 
     def __exit__(self, *_: object) -> None:
         for bias, kept in zip(self.biases, self.kept, strict=True):

@@ -1,0 +1,101 @@
+"""The demo's promises, and R2 as it is meant: old log-probs and update under the same routes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import npu_replay
+import pytest
+import torch
+from megatron_cases import DEVICE, Trainer, build
+from npu_replay import RoutedExperts
+
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
+pytest.importorskip("transformers", reason="the demo's rollout is a model of transformers")
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory, megatron: None) -> tuple[dict[str, Any], Path]:
+    from npu_replay.demo import run
+
+    out = tmp_path_factory.mktemp("demo")
+    return run.main(device="auto", steps=3, out=out, seed=0, force=False), out
+
+
+def test_r3_takes_the_router_mismatch_away_and_the_kl_with_it(result: tuple[dict[str, Any], Path]) -> None:
+    against = result[0]["rollout_against_trainer"]
+    none, r3 = against["none"], against["r3"]
+    assert none["routing"]["router_mismatch"] > 0.02
+    assert r3["routing"]["differing"] == 0
+    assert r3["routing"]["token_layers"] == none["routing"]["token_layers"] > 0
+    assert r3["log_probs"]["kl"] <= 0.05 * none["log_probs"]["kl"]
+    assert r3["log_probs"]["max_difference"] < none["log_probs"]["max_difference"]
+
+
+def test_routes_flip_while_the_policy_updates_unless_they_are_replayed(
+    result: tuple[dict[str, Any], Path],
+) -> None:
+    updates = result[0]["updates"]
+    assert updates["none"]["flipped"][-1] > 0
+    assert updates["r2"]["flipped"] == updates["r3"]["flipped"] == [0, 0, 0]
+    for row in updates.values():
+        assert (row["ratio_min"][0], row["ratio_max"][0]) == (1, 1)
+        assert row["ratio_min"][-1] < 1 < row["ratio_max"][-1], "the policy moved"
+
+
+def test_the_demo_writes_what_it_found_and_overwrites_nothing(
+    result: tuple[dict[str, Any], Path],
+) -> None:
+    from npu_replay.demo import run
+
+    found, out = result
+    assert json.loads((out / "demo.json").read_text()) == json.loads(json.dumps(found))
+    assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    with pytest.raises(npu_replay.ReplayError, match=r"demo\.json.*not overwritten.*--force"):
+        run.main(device="auto", steps=1, out=out, seed=0, force=False)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def log_probs(trainer: Trainer) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [-trainer.model(**inputs(tokens)).float() for tokens in trainer.batches]
+
+
+def inputs(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    from npu_replay.demo.megatron_model import causal
+
+    return {
+        "input_ids": tokens,
+        "labels": tokens.roll(-1, 1),
+        **causal(*tokens.shape, device=DEVICE),
+    }
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_the_ratio_of_an_unchanged_policy_is_exactly_one_under_its_own_routes(recompute: str | None) -> None:
+    """R2 proper: old log-probs under foreign routes; only their replay gives a ratio of 1."""
+    trainer = build({}, recompute)
+    with npu_replay.record(trainer.model) as recording:
+        log_probs(trainer)
+    generator = torch.Generator().manual_seed(0)
+    foreign = [
+        RoutedExperts(
+            ids=torch.rand(*r.ids.shape[:2], 8, generator=generator).topk(2).indices,
+            layers=r.layers,
+            num_experts=8,
+        )
+        for r in recording.routes
+    ]
+    with npu_replay.replay(trainer.model, foreign):
+        old = log_probs(trainer)
+    with npu_replay.replay(trainer.model, foreign):
+        new = log_probs(trainer)
+    live = log_probs(trainer)
+    for before, replayed, alone in zip(old, new, live, strict=True):
+        assert bool(((replayed - before).exp() == 1).all())
+        ratio = npu_replay.compare(before, alone)
+        assert not ratio.ratio_min == 1 == ratio.ratio_max
+        assert ratio.kl > 0
