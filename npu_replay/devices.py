@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+from collections.abc import Iterator
 
 import torch
 
@@ -47,3 +49,15 @@ def _is_available(name: str) -> bool:
             return False
     module = getattr(torch, name, None)
     return module is not None and bool(module.is_available())
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """One thread on the CPU: small matrices aren't worth sharing out, and on a busy machine threads wait for
+    each other instead."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -179,10 +179,7 @@ class Session:
     # The chunks' hooks
 
     def _begin(self, chunk: int) -> None:
-        forward = self._timeline.begin(chunk)
-        for router in self._routers[chunk]:
-            self._drop((router.label, forward.number))  # of a try that raised
-        self._check_forward(forward)
+        self._check_forward(self._timeline.begin(chunk))
 
     def _end(self, chunk: int, output: object) -> None:
         ended = self._timeline.end(chunk, output)
@@ -373,12 +370,11 @@ def chunks_of(model: Model) -> list[nn.Module]:
 
 
 def narrowed(ids: torch.Tensor, router: Router) -> torch.Tensor:
-    """A narrow copy, on the device, that training may use (ids made under inference_mode may not)."""
-    dtype = narrow_dtype(router.num_experts)
-    if not ids.is_inference():
-        return ids.to(dtype)
-    with torch.inference_mode(False):
-        return ids.to(dtype)
+    """A narrow copy, on the device.
+
+    Made under inference_mode it can't be saved for backward, and never is: the int64 copy at use can.
+    """
+    return ids.to(narrow_dtype(router.num_experts))
 
 
 def _effect(

@@ -58,9 +58,13 @@ def test_numpy_integers_of_any_dtype_are_taken(dtype: str) -> None:
 def test_read_only_numpy_is_taken_without_a_warning_t10(dtype: str) -> None:
     array = ids().numpy().astype(dtype)
     array.flags.writeable = False
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        built = routes(ids=array)
+    torch.set_warn_always(True)  # else only the first time in a process
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            built = routes(ids=array)
+    finally:
+        torch.set_warn_always(False)
     assert torch.equal(built.ids.long(), ids())
 
 
@@ -106,10 +110,10 @@ def test_the_result_is_frozen() -> None:
         built.fingerprint = 3  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("last", [True, False], ids=["all recorded", "one row not recorded"])
 @pytest.mark.parametrize("kind", ["torch", "numpy"])
-def test_what_the_caller_does_to_his_arrays_later_does_not_show_n9(kind: str) -> None:
-    given, recorded = ids().to(torch.uint8), torch.tensor([True] * 5 + [False])
-    given[5] = 0
+def test_what_the_caller_does_to_his_arrays_later_does_not_show_n9(kind: str, last: bool) -> None:
+    given, recorded = ids().to(torch.uint8), torch.tensor([True] * 5 + [last])
     if kind == "torch":
         built = routes(ids=given, recorded=recorded)
     else:
@@ -118,7 +122,7 @@ def test_what_the_caller_does_to_his_arrays_later_does_not_show_n9(kind: str) ->
     given.fill_(7)
     recorded.fill_(False)
     assert torch.equal(built.ids, before)
-    assert built.recorded.tolist() == [True] * 5 + [False]
+    assert built.recorded.tolist() == [True] * 5 + [last]
 
 
 def test_the_ids_are_contiguous_whatever_came_in() -> None:
@@ -381,6 +385,14 @@ def test_a_constant_layer_is_refused_from_outside_only_t32() -> None:
     assert caught.value.where == "layer 4"
     assert "64 recorded rows are the same" in str(caught.value)
     assert "[1, 0] in every row" in str(caught.value)
+
+
+def test_rows_that_are_not_recorded_do_not_hide_a_constant_layer_t32() -> None:
+    given = ids(tokens=65)
+    given[:, 1] = torch.tensor([1, 3])
+    built = routes(ids=given, recorded=torch.arange(65) < 64)
+    with pytest.raises(InvalidRoutes, match="layer 4: all 64 recorded rows are the same"):
+        RoutedExperts.from_bytes(built.to_bytes())
 
 
 def test_a_constant_layer_of_few_rows_is_taken_from_outside() -> None:

@@ -335,6 +335,20 @@ def test_a_forward_that_raised_and_is_tried_again_does_not_shift_the_routes() ->
         model(tokens(0)), model(tokens(1))
 
 
+@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
+def test_a_forward_that_raised_owes_no_recompute(how: str) -> None:
+    """Its exception keeps its frames, and they its graph, alive."""
+    model = ToyModel(recompute=how)
+    with npu_replay.record(model) as recording:
+        model(tokens())
+        handle = model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError) as kept:
+            model(tokens().requires_grad_())
+        handle.remove()
+    assert kept.value.__traceback__ is not None
+    assert len(recording.routes) == 1
+
+
 def test_a_forward_inside_an_except_block_counts() -> None:
     model = ToyModel()
     with npu_replay.record(model) as recording:

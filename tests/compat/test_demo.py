@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import npu_replay
 import pytest
 import torch
+
+import npu_replay
 from megatron_cases import DEVICE, Trainer, build
 from npu_replay import RoutedExperts
 

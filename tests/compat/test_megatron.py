@@ -170,17 +170,24 @@ def test_all_zero_rows_from_outside_never_reach_the_dispatcher() -> None:
 
 def test_the_replayed_probabilities_are_live_scores_with_a_gradient() -> None:
     """T33: gathered from the scores of all experts, not from those that are left after the top-k."""
-    trainer = build({})
+    trainer = build(VARIANTS["softmax_before_topk"])
     foreign = random_routes(recorded(trainer))
     probs: list[torch.Tensor] = []
     router = routers(trainer.model)[0].module
-    handle = router.register_forward_hook(lambda module, args, output: probs.append(output[0]))
+    inputs: list[torch.Tensor] = []
+    handle = router.register_forward_hook(
+        lambda module, args, output: probs.append(output[0]) or inputs.append(args[0].detach())
+    )
     with npu_replay.replay(trainer.model, foreign[:1]):
         trainer.loss(trainer.batches[0])
     handle.remove()
-    replayed = probs[0].detach().gather(1, foreign[0].layer_ids(0).long().to(DEVICE)).cpu()
+    ids = foreign[0].layer_ids(0).long().to(DEVICE)
+    replayed = probs[0].gather(1, ids)
     assert bool((replayed > 0).all()), "an expert that the live top-k would not take has no probability"
-    torch.testing.assert_close(replayed.sum(1), torch.ones(ROWS))
+    scores = torch.softmax(inputs[0].reshape(ROWS, -1) @ router.weight.T, dim=-1)
+    torch.testing.assert_close(replayed, scores.gather(1, ids))
+    (gradient,) = torch.autograd.grad(replayed.sum(), router.weight)
+    assert bool((gradient.abs().sum(1) > 0).all()), "every expert of the routes gets a gradient"
 
 
 def test_every_row_of_a_micro_batch_of_several_sequences_is_kept() -> None:
