@@ -97,7 +97,8 @@ class _Shows:
             expected=f"an integer tensor [rows, {self._topk}] in the output, or scores "
             f"[rows, {self._experts}] that are zero but for the chosen experts",
             got=_describe(output),
-            cause="a model family that npu_replay doesn't know yet (docs/models.md lists those it does)",
+            cause="transformers 4's version of this router (upgrade to 5), or a model family that npu_replay "
+            "doesn't know yet (docs/models.md lists those it does)",
         )
 
 

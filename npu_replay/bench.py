@@ -208,7 +208,7 @@ def _only_watch(block: Block) -> Block:
 def _step_rows(tokens: int, device: torch.device, rounds: int) -> Iterator[Row]:
     length = min(tokens, LENGTH)
     batch = torch.randint(0, 64, (tokens // length, length), device=device)
-    inputs = megatron_model.causal(*batch.shape, device=device)
+    inputs = megatron_model.causal(batch)
 
     def model(**changes: Any) -> nn.Module:
         torch.manual_seed(0)

@@ -111,7 +111,7 @@ class Trainer:
         self.batches = list(tokens)
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        inputs = megatron_model.causal(*tokens.shape, device=DEVICE)
+        inputs = megatron_model.causal(tokens)
 
         def forward(anchor: torch.Tensor | None = None) -> torch.Tensor:
             return self.model(input_ids=tokens, labels=tokens.roll(-1, 1), **inputs)

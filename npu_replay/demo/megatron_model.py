@@ -84,8 +84,12 @@ def model(cfg: Any, *, vocab: int = 64, length: int = 64, rotary_base: int = 10_
     )
 
 
-def causal(batch: int, length: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """position_ids and attention_mask for a batch without padding (True in the mask is hidden)."""
+def causal(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """position_ids and attention_mask of a batch, int64 [batch, length] (True in the mask is hidden).
+
+    Padding on the right needs no mask: nothing before it can see it.
+    """
+    (batch, length), device = tokens.shape, tokens.device
     hidden = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
     return {
         "position_ids": torch.arange(length, device=device).expand(batch, length),

@@ -60,9 +60,8 @@ def rollout_routes(samples: Sequence[Sample], batches: Sequence[MicroBatch]) -> 
 
 def forward(model: Any, batch: MicroBatch) -> torch.Tensor:
     """Log-probs of the sampled tokens, float32 [sampled], sequence after sequence."""
-    device = batch.tokens.device
-    logits = model(input_ids=batch.tokens, **megatron_model.causal(*batch.tokens.shape, device=device))
-    log_probs = logits.float().log_softmax(dim=-1)
+    logits = model(input_ids=batch.tokens, **megatron_model.causal(batch.tokens))
+    log_probs: torch.Tensor = logits.float().log_softmax(dim=-1)
     following = batch.tokens.roll(-1, dims=1)[..., None]
     return log_probs.gather(2, following)[..., 0][batch.response]
 
@@ -141,7 +140,7 @@ def _backward(
         ratio = (log_probs - before).exp()
         clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
         loss = -torch.minimum(ratio * advantage, clipped * advantage).mean() / len(batches)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         passes.append(log_probs.detach().cpu())
     return passes
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import npu_replay
-from megatron_cases import DEVICE, Trainer, build
+from megatron_cases import Trainer, build
 from npu_replay import RoutedExperts
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
@@ -71,7 +71,7 @@ def inputs(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     return {
         "input_ids": tokens,
         "labels": tokens.roll(-1, 1),
-        **causal(*tokens.shape, device=DEVICE),
+        **causal(tokens),
     }
 
 

@@ -21,6 +21,7 @@ from megatron_cases import (
     same,
 )
 from npu_replay import RoutedExperts
+from npu_replay.errors import NoEffect, RouterError
 
 pytestmark = [
     pytest.mark.megatron,
@@ -309,3 +310,52 @@ def test_live_mismatch_is_counted_when_asked_for() -> None:
         trainer.loss(trainer.batches[1]), trainer.loss(trainer.batches[2])
     assert session.metrics()["live_mismatch"] > 0
     assert first_layer > 0
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("enable_cuda_graph", True), ("external_cuda_graph", True), ("cuda_graph_impl", "local")],
+)
+def test_graph_capture_around_the_router_is_refused_by_configuration(flag: str, value: object) -> None:
+    """S1: a captured graph runs no hook; ask before the first forward, not after."""
+    trainer = build({})
+    untouched = trainer.run()
+    setattr(trainer.model.config, flag, value)
+    for router in [layer.mlp.router for layer in trainer.model.decoder.layers]:
+        router.config = trainer.model.config
+    with pytest.raises(RouterError, match=f"decoder.layers.0.mlp.router.*captured in a graph.*{flag}"):
+        npu_replay.record(trainer.model).__enter__()
+    setattr(trainer.model.config, flag, "none" if flag == "cuda_graph_impl" else False)
+    assert hooks_left(trainer.model) == 0
+    assert same(trainer.run(), untouched)
+
+
+def test_a_graph_around_the_attention_alone_is_no_obstacle() -> None:
+    trainer = build({})
+    trainer.model.config.cuda_graph_impl, trainer.model.config.cuda_graph_scope = "local", ["attn"]
+    assert len(routers(trainer.model)) == 4
+
+
+def test_a_fused_router_is_an_error_that_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T45, N1: the fused kernel calls no top-k. Upstream's own replay ignores it in silence."""
+    from megatron.core.transformer.moe import moe_utils
+
+    trainer = build({})
+    if not hasattr(trainer.model.config, "moe_router_fusion"):
+        pytest.skip("this Megatron has no fused router")
+
+    def fused(logits: torch.Tensor, topk: int, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = logits.argsort(dim=1, descending=True)[:, :topk]
+        routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
+        return logits.softmax(dim=1) * routing_map, routing_map
+
+    monkeypatch.setattr(moe_utils, "HAVE_TE", True, raising=False)
+    monkeypatch.setattr(moe_utils, "fused_topk_with_score_function", fused, raising=False)
+    trainer.model.config.moe_router_fusion = True
+    message = "micro-batch 0, layer 0.*never reached its top-k.*moe_router_fusion=False"
+    with pytest.raises(NoEffect, match=message), npu_replay.record(trainer.model):
+        trainer.loss(trainer.batches[0])
+    assert hooks_left(trainer.model) == 0
+    trainer.model.config.moe_router_fusion = False
+    with npu_replay.record(trainer.model):
+        trainer.loss(trainer.batches[0])

@@ -1,0 +1,672 @@
+"""Real transformers models, small and random: recording changes nothing, replay repeats it all."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import npu_replay
+from npu_replay import RoutedExperts, routers
+from npu_replay.errors import NoEffect, RouterError
+
+transformers.logging.set_verbosity_error()
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+ONE_GROUP = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+FOUR_GROUPS = ONE_GROUP | {"n_group": 4, "topk_group": 2}
+
+# family, what its config needs beside SIZES, and its decoder layers with experts
+FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 8}, (0, 1, 2)),
+    "qwen2_moe": ("qwen2_moe", {"num_experts": 8, "shared_expert_intermediate_size": 16}, (0, 1, 2)),
+    "mixtral": ("mixtral", {"num_local_experts": 8}, (0, 1, 2)),
+    "olmoe": ("olmoe", {"num_experts": 8}, (0, 1, 2)),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 8}, (0, 1, 2)),
+    "glm4_moe": ("glm4_moe", ONE_GROUP, (1, 2)),
+    "deepseek_v3-1-group": ("deepseek_v3", LATENT | ONE_GROUP, (1, 2)),
+    "deepseek_v3-4-groups": ("deepseek_v3", LATENT | FOUR_GROUPS, (1, 2)),
+    "deepseek_v2-groups": (
+        "deepseek_v2",
+        LATENT | FOUR_GROUPS | {"topk_method": "group_limited_greedy", "n_shared_experts": 1},
+        (1, 2),
+    ),
+}
+RECOMPUTE = (None, "non-reentrant", "reentrant")
+EXPERTS, TOPK = 8, 2
+
+
+def build(family: str, recompute: str | None = None, **changes: Any) -> PreTrainedModel:
+    model_type, special, _ = FAMILIES[family]
+    config = AutoConfig.for_model(model_type, **(SIZES | special | changes))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).train()
+    with torch.no_grad():
+        for router in (router.module for router in routers.find([model])[0]):
+            for weight in router.parameters():  # some start as zeros, and every token would choose alike
+                weight.normal_()
+    if recompute is not None:
+        reentrant = recompute == "reentrant"
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    return model
+
+
+def batches(count: int = 2) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(3, 60, (2, 5 + number), generator=generator) for number in range(count)]
+
+
+def train(model: nn.Module, order: str = "sum", count: int = 2, **inputs: Any) -> list[torch.Tensor | None]:
+    """Losses of some micro-batches and every gradient. `order` is that of the backwards."""
+    model.zero_grad()
+    losses = []
+    for batch in batches(count):
+        losses.append(model(input_ids=batch, labels=batch, use_cache=False, **inputs).loss)
+        if order == "each":
+            losses[-1].backward()
+    if order == "sum":
+        sum(losses).backward()
+    elif order == "reversed":
+        for loss in reversed(losses):
+            loss.backward()
+    elif order == "another thread":
+        raised: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                sum(losses).backward()
+            except BaseException as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        if raised:
+            raise raised[0]
+    gradients = [None if weight.grad is None else weight.grad.clone() for weight in model.parameters()]
+    return [*(loss.detach() for loss in losses), *gradients]
+
+
+def same(one: list[torch.Tensor | None], other: list[torch.Tensor | None]) -> bool:
+    return all(
+        a is b is None or (a is not None and b is not None and torch.equal(a, b))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def foreign(model: nn.Module, count: int = 2) -> list[RoutedExperts]:
+    """Random routes that this model would hardly choose."""
+    found = routers.find([model])[0]
+    generator = torch.Generator().manual_seed(3)
+    return [
+        RoutedExperts(
+            ids=torch.rand(batch.numel(), len(found), EXPERTS, generator=generator).topk(TOPK).indices,
+            layers=[router.label for router in found],
+            num_experts=EXPERTS,
+        )
+        for batch in batches(count)
+    ]
+
+
+def perturb(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for router in routers.find([model])[0]:
+            for weight in router.module.parameters():
+                weight.add_(torch.randn(weight.shape, generator=generator))
+
+
+class Shown:
+    """What the routers' own outputs show, by layer and in the order of the calls; with hooks of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.ids: dict[int, list[torch.Tensor]] = {}
+        self.inputs: dict[int, list[torch.Tensor]] = {}
+        self.weights: dict[int, list[torch.Tensor]] = {}
+        self._handles = [
+            module.register_forward_hook(self._look(int(path.split("layers.")[1].split(".")[0])))
+            for path, module in model.named_modules()
+            if type(module).__name__.endswith(("TopKRouter", "TopkRouter"))
+        ]
+
+    def _look(self, layer: int) -> Callable[..., None]:
+        def look(_: nn.Module, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+            _, weights, ids = output
+            self.ids.setdefault(layer, []).append(ids.detach().clone())
+            self.weights.setdefault(layer, []).append(weights.detach().clone())
+            self.inputs.setdefault(layer, []).append(args[0].detach().clone())
+
+        return look
+
+    def __enter__(self) -> Shown:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def follow(self, routes: list[RoutedExperts]) -> bool:
+        return all(
+            torch.equal(self.ids[layer][number].sort().values, one.layer_ids(layer).long().sort().values)
+            for number, one in enumerate(routes)
+            for layer in one.layers
+        )
+
+
+# The promise, for each family with and without activation recompute
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_record_changes_nothing_and_its_replay_repeats_it(family: str, recompute: str | None) -> None:
+    model = build(family, recompute)
+    untouched = train(model)
+    with npu_replay.record(model) as recording:
+        recorded = train(model)
+    with npu_replay.replay(model, recording.routes):
+        replayed = train(model)
+    assert same(untouched, recorded)
+    assert same(recorded, replayed)
+    assert [len(one) for one in recording.routes] == [10, 12]
+    assert {one.layers for one in recording.routes} == {FAMILIES[family][2]}
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_routers_follow_the_routes_after_their_weights_changed(
+    family: str, recompute: str | None
+) -> None:
+    model = build(family, recompute)
+    with npu_replay.record(model) as recording:
+        train(model)
+    perturb(model)
+    with Shown(model) as shown:
+        train(model)
+    assert not shown.follow(recording.routes)
+    with npu_replay.replay(model, recording.routes), Shown(model) as shown:
+        results = train(model)
+    assert shown.follow(recording.routes)
+    if recompute is not None:  # the recomputes ran inside backward, the last micro-batch first
+        again = {layer: ids[2:][::-1] for layer, ids in shown.ids.items()}
+        assert all(torch.equal(again[layer][n], shown.ids[layer][n]) for layer in again for n in (0, 1))
+    assert all(result is None or result.isfinite().all() for result in results)
+    assert all(router.module.weight.grad.abs().sum() > 0 for router in routers.find([model])[0])
+
+
+@pytest.mark.parametrize("order", ["sum", "each", "reversed", "another thread"])
+@pytest.mark.parametrize("recompute", ["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3-4-groups", "gpt_oss"])
+def test_foreign_routes_give_the_same_gradients_with_recompute_as_without(
+    family: str, recompute: str, order: str
+) -> None:
+    plain, recomputing = build(family), build(family, recompute)
+    routes = foreign(plain, 3)
+    with npu_replay.replay(plain, routes):
+        wanted = train(plain, order, 3)
+    with npu_replay.replay(recomputing, routes):
+        found = train(recomputing, order, 3)
+    assert same(wanted, found)
+    assert not same(wanted, train(plain, order, 3))
+
+
+@pytest.mark.parametrize("recompute", ["non-reentrant", "reentrant"])
+def test_a_record_whose_backward_runs_in_another_thread_changes_nothing(recompute: str) -> None:
+    model = build("qwen3_moe", recompute)
+    untouched = train(model)
+    with npu_replay.record(model) as recording:
+        recorded = train(model, "another thread")
+    with npu_replay.replay(model, recording.routes):
+        replayed = train(model, "another thread")
+    assert same(untouched, recorded)
+    assert same(recorded, replayed)
+
+
+# Weights and groups
+
+
+def test_deepseek_v2_weights_come_from_the_scores_before_the_group_mask_s2() -> None:
+    """Its router sets the scores of other groups to 0.0 and takes the top-k's values as weights."""
+    model = build("deepseek_v2-groups", routed_scaling_factor=2.0)
+    routes = foreign(model)
+    with npu_replay.replay(model, routes), Shown(model) as shown:
+        train(model)
+    crossing = 0
+    for router in routers.find([model])[0]:
+        for number, one in enumerate(routes):
+            hidden = shown.inputs[router.label][number].flatten(0, -2)
+            ids = one.layer_ids(router.label).long()
+            scores = (hidden @ router.module.weight.T).softmax(dim=-1)
+            weights = shown.weights[router.label][number]
+            torch.testing.assert_close(weights, scores.gather(1, ids) * 2.0)
+            best = scores.view(-1, 4, 2).amax(dim=-1).topk(2).indices
+            crossing += int((ids[..., None] // 2 != best[:, None]).all(dim=-1).sum())
+    assert crossing > 0, "no route left the groups that the router would have kept"
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_any_number_of_groups_is_replayed_s1(groups: int) -> None:
+    """One group holds all experts, and the top-2 that ranks groups looks much like the routing's own."""
+    model = build("deepseek_v3-4-groups", n_group=groups, topk_group=1 if groups == 1 else 2)
+    routes = foreign(model)
+    with npu_replay.replay(model, routes), Shown(model) as shown:
+        train(model)
+    assert shown.follow(routes)
+
+
+@pytest.mark.parametrize("topk_group", [2, 4])
+def test_a_group_top_k_of_the_routers_k_is_not_taken_for_the_routing_s1(topk_group: int) -> None:
+    model = build("deepseek_v3-4-groups", n_group=4, topk_group=topk_group, num_experts_per_tok=topk_group)
+    with npu_replay.record(model) as recording:
+        train(model)
+    perturb(model)
+    with npu_replay.replay(model, recording.routes), Shown(model) as shown:
+        train(model)
+    assert recording.routes[0].topk == topk_group
+    assert shown.follow(recording.routes)
+
+
+def test_dense_layers_keep_their_place_in_the_labels_t2_t3() -> None:
+    model = build("deepseek_v3-1-group", num_hidden_layers=5, first_k_dense_replace=3)
+    assert [router.label for router in routers.find([model])[0]] == [3, 4]
+    inner = model.model  # the decoder alone has shorter paths
+    assert [router.label for router in routers.find([inner])[0]] == [3, 4]
+
+
+# Precision, implementations, other ways of running
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE, ids=str)
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3-1-group", "gpt_oss"])
+def test_bf16_models_are_recorded_and_replayed(family: str, recompute: str | None) -> None:
+    model = build(family, recompute).to(torch.bfloat16)
+    untouched = train(model)
+    with npu_replay.record(model) as recording:
+        recorded = train(model)
+    with npu_replay.replay(model, recording.routes):
+        replayed = train(model)
+    assert same(untouched, recorded)
+    assert same(recorded, replayed)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE, ids=str)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_autocast_is_recorded_and_replayed_s2(family: str, recompute: str | None) -> None:
+    model = build(family, recompute)
+
+    def autocast() -> list[torch.Tensor | None]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return train(model)
+
+    untouched = autocast()
+    with npu_replay.record(model) as recording:
+        recorded = autocast()
+    with npu_replay.replay(model, recording.routes):
+        replayed = autocast()
+    assert same(untouched, recorded)
+    assert same(recorded, replayed)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE, ids=str)
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
+def test_every_implementation_of_the_experts_is_replayed_s1(experts: str, recompute: str | None) -> None:
+    model = build("qwen3_moe", recompute)
+    model.set_experts_implementation(experts)
+    untouched = train(model)
+    with npu_replay.record(model) as recording:
+        recorded = train(model)
+    perturb(model)
+    with npu_replay.replay(model, recording.routes), Shown(model) as shown:
+        train(model)
+    assert same(untouched, recorded)
+    assert shown.follow(recording.routes)
+
+
+def test_routes_recorded_under_inference_mode_are_replayed_in_training_s2() -> None:
+    model = build("qwen3_moe", "non-reentrant")
+    with torch.inference_mode(), npu_replay.record(model) as recording:
+        for batch in batches():
+            model(input_ids=batch, use_cache=False)
+    with npu_replay.record(model) as again:
+        recorded = train(model)
+    with npu_replay.replay(model, recording.routes):
+        replayed = train(model)
+    assert recording.routes == again.routes
+    assert same(recorded, replayed)
+
+
+def test_a_block_may_be_entered_under_inference_mode_and_replayed_in_training_s2() -> None:
+    model = build("qwen3_moe")
+    with torch.inference_mode():
+        with npu_replay.record(model) as recording:
+            for batch in batches():
+                model(input_ids=batch, use_cache=False)
+        cut = [RoutedExperts.concat([one.take(range(len(one)))]) for one in recording.routes]
+    with npu_replay.replay(model, cut):
+        train(model)
+
+
+def test_generate_gives_one_micro_batch_a_forward() -> None:
+    model = build("qwen3_moe").eval()
+    prompt = batches()[0]
+    plain = model.generate(prompt, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    with npu_replay.record(model) as recording:
+        told = model.generate(prompt, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    assert torch.equal(plain, told)
+    assert [len(one) for one in recording.routes] == [10, 2, 2, 2]
+
+
+def test_the_routes_of_generate_are_those_of_one_pass_over_the_text() -> None:
+    model = build("qwen3_moe").eval()
+    prompt = batches()[0][:1]
+    with npu_replay.record(model) as steps:
+        text = model.generate(prompt, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    with torch.no_grad(), npu_replay.record(model) as whole:
+        model(input_ids=text[:, :-1])
+    assert RoutedExperts.concat(steps.routes) == whole.routes[0]
+
+
+def test_router_logits_and_the_aux_loss_are_left_alone() -> None:
+    model = build("mixtral", output_router_logits=True, router_aux_loss_coef=0.1)
+    untouched = train(model)
+    with npu_replay.record(model) as recording:
+        recorded = train(model)
+    perturb(model)
+    with npu_replay.replay(model, recording.routes), Shown(model) as shown:
+        train(model)
+    assert same(untouched, recorded)
+    assert shown.follow(recording.routes)
+
+
+def test_nothing_is_left_on_the_model() -> None:
+    model = build("deepseek_v3-4-groups", "non-reentrant")
+
+    def hooks() -> int:
+        return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+    before = hooks()
+    with npu_replay.record(model) as recording:
+        train(model)
+        assert hooks() > before
+    with npu_replay.replay(model, recording.routes):
+        train(model)
+    assert hooks() == before
+    assert "topk" not in vars(torch.Tensor)
+
+
+# torch.compile: hooks that come after it are skipped
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("what", ["model", "wrapped model", "layers", "router", "router's forward"])
+def test_a_compiled_module_is_replayed_and_its_graphs_stay_as_they_are_s1(what: str) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = build("qwen3_moe", num_hidden_layers=1)
+    called: Any = model
+    if what == "model":
+        model.compile(backend=backend)
+    elif what == "wrapped model":
+        called = torch.compile(model, backend=backend)
+    elif what == "layers":
+        for layer in model.model.layers:
+            layer.compile(backend=backend)
+    elif what == "router":
+        model.model.layers[0].mlp.gate.compile(backend=backend)
+    else:
+        router = model.model.layers[0].mlp.gate
+        router.forward = torch.compile(router.forward, backend=backend)
+    untouched = train(called, count=1)
+    before = len(graphs)
+    with npu_replay.record(called) as recording:
+        recorded = train(called, count=1)
+    perturb(model)
+    with npu_replay.replay(called, recording.routes):
+        replayed = train(called, count=1)
+    assert same(untouched, recorded)
+    assert before > 0
+    assert len(graphs) == before, "the block compiled anew"
+    after = train(called, count=1)
+    assert len(graphs) == before, "the block left something that is compiled anew"
+    assert not same(replayed, after)
+    with npu_replay.replay(called, recording.routes), Shown(model) as shown:
+        train(called, count=1)
+    assert shown.follow(recording.routes)
+
+
+# Copies
+
+
+def test_a_copy_made_inside_a_block_records_nothing_and_loses_its_hooks_s3() -> None:
+    model = build("qwen3_moe")
+    with npu_replay.record(model) as recording:
+        train(model)
+        twin = copy.deepcopy(model)
+        train(twin)
+        train(twin)
+    assert len(recording.routes) == 2
+    train(twin)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in twin.modules())
+
+
+def test_a_copy_made_inside_a_block_can_have_a_block_of_its_own_s3() -> None:
+    model = build("qwen3_moe")
+    with npu_replay.record(model) as recording:
+        train(model)
+        twin = copy.deepcopy(model)
+    perturb(twin)
+    with npu_replay.replay(twin, recording.routes), Shown(twin) as shown:
+        train(twin)
+    assert shown.follow(recording.routes)
+
+
+# What is not a router, and what is refused
+
+
+def module_of(name: str, code: str) -> types.ModuleType:
+    """A module as the hub's loader makes one for code that came with a checkpoint."""
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    exec(compile(code, name, "exec"), vars(module))
+    return module
+
+
+REMOTE = """
+import torch
+from torch import nn
+
+class MoEGate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.top_k, self.n_routed_experts = 2, 8
+        self.weight = nn.Parameter(torch.randn(8, 16))
+
+    def forward(self, hidden):
+        scores = (hidden.reshape(-1, 16) @ self.weight.T).softmax(-1)
+        weights, ids = torch.topk(scores, k=self.top_k, dim=-1, sorted=False)
+        return ids, weights
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = MoEGate()
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(8))
+
+    def forward(self, hidden):
+        ids, weights = self.gate(hidden)
+        flat = hidden.reshape(-1, 16)
+        every = torch.stack([expert(flat) for expert in self.experts], dim=1)
+        chosen = every.gather(1, ids[..., None].expand(-1, -1, 16))
+        return hidden + (chosen * weights[..., None]).sum(1).reshape(hidden.shape)
+
+class InlineBlock(Block):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(16, 8, bias=False)
+        self.top_k, self.num_experts = 2, 8
+
+class Model(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Identity(), block])
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+"""
+
+
+@pytest.fixture
+def remote() -> Iterator[types.ModuleType]:
+    name = "transformers_modules.someone.modeling_some"
+    yield module_of(name, REMOTE)
+    del sys.modules[name]
+
+
+def test_routers_in_code_that_came_with_a_checkpoint_are_replayed(remote: types.ModuleType) -> None:
+    model, hidden = remote.Model(remote.Block()), torch.randn(2, 5, 16)
+    with npu_replay.record(model) as recording:
+        before = model(hidden)
+    assert recording.routes[0].layers == (1,)
+    with npu_replay.replay(model, recording.routes):
+        assert torch.equal(model(hidden), before)
+    perturb(model)
+    with npu_replay.replay(model, recording.routes):
+        after = model(hidden)
+    assert not torch.equal(after, model(hidden))
+
+
+def test_a_block_that_chooses_inside_itself_is_refused_by_name_t36(remote: types.ModuleType) -> None:
+    """Most families in transformers 4."""
+    with pytest.raises(RouterError) as caught, npu_replay.record(remote.Model(remote.InlineBlock())):
+        pass
+    assert caught.value.where == "layers.1"
+    assert caught.value.problem.startswith("InlineBlock can't be replayed")
+    assert "transformers 4" in caught.value.cause
+    assert "upgrade" in caught.value.cause
+
+
+def test_a_block_without_a_router_beside_blocks_with_one_is_refused_t36(remote: types.ModuleType) -> None:
+    both = nn.Sequential(remote.Block(), remote.InlineBlock())
+    with pytest.raises(RouterError, match="InlineBlock can't be replayed"), npu_replay.record(both):
+        pass
+
+
+def test_a_model_with_all_layers_dense_has_no_router() -> None:
+    with pytest.raises(RouterError, match="no router in this model"):
+        build("qwen3_moe", mlp_only_layers=[0, 1, 2])
+
+
+def test_a_router_that_changes_its_choice_after_the_top_k_is_an_error_t36() -> None:
+    model = build("qwen3_moe")
+    router = model.model.layers[1].mlp.gate
+    native = router.forward
+
+    def forced(hidden: torch.Tensor) -> Any:
+        logits, weights, ids = native(hidden)
+        return logits, weights, (ids + 1) % EXPERTS
+
+    router.forward = forced
+    where = r"micro-batch 0, layer 1 \(model\.layers\.1\.mlp\.gate\)"
+    with pytest.raises(NoEffect, match=where), npu_replay.record(model):
+        train(model)
+
+
+def test_experts_that_a_kernel_calls_past_the_router_are_an_error_t36() -> None:
+    """A kernel from the hub takes the place of the block's forward and calls no router."""
+    model = build("qwen3_moe")
+    model.model.layers[2].mlp.forward = lambda hidden: hidden
+    with pytest.raises(NoEffect, match=r"layer 2 .*the router was not called"), npu_replay.record(model):
+        train(model)
+
+
+# The table in docs/models.md
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def table() -> Any:
+    spec = importlib.util.spec_from_file_location("ci_models", ROOT / "ci" / "models.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# Routers of every sort: bias as an argument, sigmoid, scores that show the choice (Llama 4), ids of experts
+# that do nothing (LongCat), numbers in the config alone (Gemma 4), hash layers, other gates beside them.
+WORKING = (
+    "afmoe",
+    "deepseek_v4",
+    "ernie4_5_moe",
+    "gemma4",
+    "granitemoe",
+    "inkling",
+    "kimi_linear",
+    "lfm2_moe",
+    "llama4",
+    "longcat_flash",
+    "minimax_m2",
+    "nemotron_h",
+    "qwen3_next",
+    "qwen3_vl_moe",
+)
+REFUSED = ("dbrx", "doge", "ernie4_5_vl_moe", "jetmoe", "nllb_moe", "phimoe", "switch_transformers", "zaya")
+
+
+@pytest.mark.parametrize("family", WORKING + REFUSED)
+def test_a_row_of_the_table_is_what_happens_t36(table: Any, family: str) -> None:
+    row = table.attempt(family)
+    assert str(row) in table.PAGE.read_text(encoding="utf-8"), f"{row}: run python ci/models.py"
+    assert row.verdict.startswith("works" if family in WORKING else "refused")
+
+
+def test_every_family_of_transformers_is_in_the_table_and_none_went_wrong(table: Any) -> None:
+    page = table.PAGE.read_text(encoding="utf-8")
+    assert [family for family in table.families() if f"| {family} |" not in page] == []
+    assert "WRONG" not in page

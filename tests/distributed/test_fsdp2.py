@@ -1,0 +1,216 @@
+"""FSDP2 with two processes: record changes nothing, and replay repeats the record.
+
+Run as a script it is one of the processes; each case leaves a line in that process's file.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+PROCESSES = 2
+CASES = [
+    "-".join(case)
+    for case in itertools.product(
+        ("fp32", "bf16"), ("layers", "layers and routers"), ("kept", "recomputed"), ("sum", "each")
+    )
+]
+CHECKS = (
+    "record changes nothing",
+    "replay repeats the record",
+    "routers follow the routes",
+    "gradients as without recompute",
+)
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What each process found, by case and check."""
+    folder = tmp_path_factory.mktemp("fsdp2")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(folder), str(rank)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(PROCESSES)
+    ]
+    try:
+        outputs = [process.communicate(timeout=200)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * PROCESSES, "\n".join(outputs)
+    lines = [(folder / f"results-{rank}").read_text().splitlines() for rank in range(PROCESSES)]
+    return [dict(line.split(" = ", 1) for line in one) for one in lines]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("case", CASES)
+def test_fsdp2_is_recorded_and_replayed_s1_s2(results: list[dict[str, str]], case: str, check: str) -> None:
+    assert [found.get(f"{case}: {check}") for found in results] == ["True"] * PROCESSES
+
+
+def test_ranks_record_their_own_tokens(results: list[dict[str, str]]) -> None:
+    assert [found["ranks differ"] for found in results] == ["True"] * PROCESSES
+
+
+def test_dtensor_activations_are_refused_by_name_s2(results: list[dict[str, str]]) -> None:
+    for found in results:
+        assert "the scores are a DTensor" in found["DTensor"]
+        assert "parallelize_module" in found["DTensor"]
+        assert "FSDP2 alone is fine" in found["DTensor"]
+
+
+def _work(folder: Path, rank: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=PROCESSES)
+    with (folder / f"results-{rank}").open("w") as file:
+
+        def tell(what: str, found: object) -> None:
+            file.write(f"{what} = {found}\n")
+
+        kept: dict[str, list[torch.Tensor]] = {}
+        for case in CASES:
+            _try_fsdp(case, rank, tell, kept)
+        _try_dtensor(tell)
+    dist.destroy_process_group()
+
+
+def _try_fsdp(
+    case: str, rank: int, tell: Callable[[str, object], None], kept: dict[str, list[torch.Tensor]]
+) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    import npu_replay
+
+    precision, wrap, recompute, order = case.split("-")
+    model = _model()
+    if recompute == "recomputed":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16) if precision == "bf16" else MixedPrecisionPolicy()
+    )
+    for layer in model.model.layers:
+        if wrap == "layers and routers":
+            fully_shard(layer.mlp.gate, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    generator = torch.Generator().manual_seed(10 + rank)
+    batches = [torch.randint(3, 60, (2, 6), generator=generator) for _ in range(2)]
+
+    def train() -> list[torch.Tensor]:
+        model.zero_grad()
+        losses = []
+        for batch in batches:
+            losses.append(model(input_ids=batch, labels=batch, use_cache=False).loss)
+            if order == "each":
+                losses[-1].backward()
+        if order == "sum":
+            torch.stack(losses).sum().backward()
+        gradients = [weight.grad.to_local().clone() for weight in model.parameters()]
+        return [*(loss.detach() for loss in losses), *gradients]
+
+    def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+        return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+    untouched = train()
+    with npu_replay.record(model) as recording:
+        recorded = train()
+    with npu_replay.replay(model, recording.routes):
+        replayed = train()
+    tell(f"{case}: {CHECKS[0]}", same(untouched, recorded))
+    tell(f"{case}: {CHECKS[1]}", same(recorded, replayed))
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.to_local().normal_()
+    shown: list[torch.Tensor] = []
+    handles = [
+        layer.mlp.gate.register_forward_hook(lambda _, __, output: shown.append(output[2]))
+        for layer in model.model.layers
+    ]
+    with npu_replay.replay(model, recording.routes):
+        changed = train()
+    wanted = kept.setdefault(case.replace("recomputed", "kept"), changed)
+    tell(f"{case}: {CHECKS[3]}", same(wanted, changed))
+    for handle in handles:
+        handle.remove()
+    routes = [one.layer_ids(layer).long() for one in recording.routes for layer in one.layers]
+    if order == "each":  # recomputes come between the micro-batches
+        step = len(shown) // 2
+        shown = [*shown[: len(routes) // 2], *shown[step : step + len(routes) // 2]]
+    followed = all(torch.equal(a.sort().values, b.sort().values) for a, b in zip(shown, routes, strict=False))
+    tell(f"{case}: {CHECKS[2]}", followed and len(shown) >= len(routes) and not same(recorded, train()))
+    if case == CASES[0]:
+        digests = torch.zeros(PROCESSES, dtype=torch.int64)
+        digests[rank] = recording.routes[0].ids.long().flatten().cumsum(0).sum()
+        dist.all_reduce(digests)
+        tell("ranks differ", digests.unique().numel() == PROCESSES)
+
+
+def _try_dtensor(tell: Callable[[str, object], None]) -> None:
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+
+    import npu_replay
+
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    router = distribute_module(_model().model.layers[0].mlp.gate, mesh)
+    hidden = DTensor.from_local(torch.randn(6, 32), mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
+    try:
+        with npu_replay.record(router):
+            router(hidden)
+        tell("DTensor", "no error")
+    except npu_replay.ReplayError as error:
+        tell("DTensor", error)
+
+
+def _model():  # type: ignore[no-untyped-def]  # transformers is imported in the processes only
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+    )
+    model = Qwen3MoeForCausalLM(config).train()
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.mlp.gate.weight)
+    return model
+
+
+if __name__ == "__main__":
+    _work(Path(sys.argv[1]), int(sys.argv[2]))
