@@ -150,8 +150,8 @@ def _labelled(found: list[list[Router]]) -> list[list[Router]]:
                     where=f"layer {router.label}",
                     expected="each decoder layer once",
                     got=f"{seen[router.label]} and {router.path}",
-                    cause="multi-token-prediction, a second tower or experts in the attention counted as decoder "
-                    "layers, or the same pipeline stage given as two chunks",
+                    cause="multi-token-prediction, a second tower or experts in the attention counted as "
+                    "decoder layers, or the same pipeline stage given as two chunks",
                 )
             seen[router.label] = router.path
     return [sorted(routers, key=lambda router: router.label) for routers in found]
