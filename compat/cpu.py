@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from npu_replay import dynamo_names
 from npu_replay.compat.patching import Patches
 
 CPU = torch.device("cpu")
@@ -89,6 +90,7 @@ def lend() -> Iterator[None]:
         yield
         return
     patches = Patches("Megatron-core runs without CUDA")
+    dynamo_knew = dynamo_names.known()
     try:
         _lend_torch(patches)
         _lend_distributed(patches)
@@ -96,6 +98,8 @@ def lend() -> Iterator[None]:
         yield
     finally:
         patches.undo()
+        if not dynamo_knew:
+            dynamo_names.forget()
 
 
 def _lent() -> bool:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
+from npu_replay import dynamo_names
 from npu_replay.errors import RouterError
 
 Own = Callable[[], torch.Tensor]
@@ -31,6 +32,8 @@ Own = Callable[[], torch.Tensor]
 
 Choose = Callable[[Own], torch.Tensor]
 """Given the router's own choice (call it only if it is needed: it costs a top-k), the ids to use."""
+
+_is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", lambda: False)
 
 _MASKS = {torch.masked_fill, torch.Tensor.masked_fill, torch.where, torch.Tensor.where}
 
@@ -225,6 +228,8 @@ def _guarded(native: Any) -> Any:
     """`native`, answered through the armed call of this thread, if there is one."""
 
     def topk(*args: Any, **kwargs: Any) -> Any:
+        if _is_compiling():
+            return native(*args, **kwargs)  # somebody's graph: no router of ours is compiled in a block
         call = _armed.call
         if call is None or not call.matches(*_scores_k_dim(args, kwargs), kwargs):
             return native(*args, **kwargs)
@@ -240,6 +245,7 @@ class _Guard:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open = 0
+        self._dynamo_knew = False
         self._names: list[tuple[Any, Any, Any, bool]] = []
 
     def install(self) -> None:
@@ -247,6 +253,7 @@ class _Guard:
             self._open += 1
             if self._open > 1:
                 return
+            self._dynamo_knew = dynamo_names.known()
             owners: tuple[Any, Any] = (torch, torch.Tensor)
             for owner in owners:
                 native = owner.topk
@@ -267,6 +274,8 @@ class _Guard:
                 else:
                     del owner.topk  # Tensor's is inherited from its C base
             self._names.clear()
+            if not self._dynamo_knew:
+                dynamo_names.forget()
 
 
 guard = _Guard()

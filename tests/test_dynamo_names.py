@@ -1,0 +1,63 @@
+"""torch.compile inside a block, and after it: torch's own top-k stays what dynamo knows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+COMPILED = """
+    import sys
+    import torch
+
+    import npu_replay
+    from npu_replay import routers
+    from toys import ToyModel, ToyRouters, tokens
+
+    routers.register("toy", ToyRouters())
+    model = ToyModel()
+    scores = torch.rand(4, 8)
+
+    def best(x):
+        return torch.topk(x, 2).values + x.topk(2).values
+
+    def compiled():
+        torch.compiler.reset()
+        return torch.compile(lambda x: best(x), backend="eager", fullgraph=True)(scores)
+
+    expected = best(scores)
+    if {first!r} == "before":
+        assert torch.equal(compiled(), expected)
+    else:
+        assert "torch._dynamo" not in sys.modules
+    with npu_replay.record(model):
+        model(tokens())
+        assert torch.equal(compiled(), expected)
+    assert torch.equal(compiled(), expected)
+    {lend}
+"""
+
+LEND = """
+    with npu_replay.compat.cpu.lend():
+        torch.compile(lambda x: x + torch.arange(8), backend="eager", fullgraph=True)(scores)
+    torch.compiler.reset()
+    torch.compile(lambda x: x + torch.arange(8), backend="eager", fullgraph=True)(scores)
+"""
+
+
+@pytest.mark.parametrize("first", ["before", "inside"])
+@pytest.mark.parametrize("lend", ["", LEND], ids=["block", "block_and_lend"])
+def test_a_graph_with_a_top_k_compiles_before_inside_and_after_a_block(first: str, lend: str) -> None:
+    """In a process of its own: dynamo learns torch's names once."""
+    code = textwrap.dedent(COMPILED).format(first=first, lend=textwrap.dedent(lend))
+    result = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", code],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": "tests:" + ":".join(sys.path), "OMP_NUM_THREADS": "1"},
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
