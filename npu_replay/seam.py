@@ -33,8 +33,6 @@ Own = Callable[[], torch.Tensor]
 Choose = Callable[[Own], torch.Tensor]
 """Given the router's own choice (call it only if it is needed: it costs a top-k), the ids to use."""
 
-_is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", lambda: False)
-
 _MASKS = {torch.masked_fill, torch.Tensor.masked_fill, torch.where, torch.Tensor.where}
 
 
@@ -228,8 +226,6 @@ def _guarded(native: Any) -> Any:
     """`native`, answered through the armed call of this thread, if there is one."""
 
     def topk(*args: Any, **kwargs: Any) -> Any:
-        if _is_compiling():
-            return native(*args, **kwargs)  # somebody's graph: no router of ours is compiled in a block
         call = _armed.call
         if call is None or not call.matches(*_scores_k_dim(args, kwargs), kwargs):
             return native(*args, **kwargs)
