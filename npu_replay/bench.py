@@ -62,7 +62,8 @@ class Row:
     """One way at one size, against the live one of the same rounds.
 
     Attributes:
-        what: "router" (its forward) or "step" (forward and backward of a whole model).
+        what: "router" (its forward), "other top-k" (one that is no routing) or "step" (forward and
+            backward of a whole model).
         microseconds: median time of one call.
         ratio: median of the rounds' ratios to live, with its quartiles.
         over: median difference to live in microseconds.
@@ -109,6 +110,8 @@ def measure(device: torch.device, pairs: int, tell: Callable[[str], None]) -> It
     for tokens in TOKENS:
         tell(f"router forward, {tokens} tokens")
         yield from _router_rows(tokens, device, pairs)
+    tell("top-k of others")
+    yield from _others_rows(device, pairs)
     for tokens in TOKENS:
         tell(f"whole step, {tokens} tokens")
         yield from _step_rows(tokens, device, max(3, pairs // 10))
@@ -203,6 +206,27 @@ def _only_watch(block: Block) -> Block:
             yield
 
     return watched
+
+
+def _others_rows(device: torch.device, rounds: int) -> Iterator[Row]:
+    """What a top-k that is nobody's routing pays while a block is open."""
+    scores = torch.rand(1, 8, device=device)
+    count = 1000
+
+    def run() -> None:
+        for _ in range(count):
+            torch.topk(scores, 2)
+
+    @contextlib.contextmanager
+    def guarded() -> Iterator[None]:
+        seam.guard.install()
+        try:
+            yield
+        finally:
+            seam.guard.remove()
+
+    ways = [Way("live", run), Way("in a block", run, guarded)]
+    yield from _rows("other top-k", 1, ways, rounds, 1, per=count, device=device)
 
 
 def _step_rows(tokens: int, device: torch.device, rounds: int) -> Iterator[Row]:
@@ -334,9 +358,13 @@ def _table(rows: list[Row]) -> Any:
         against = (
             ("", "", "")
             if row.way == "live"
-            else (f"{row.over:+,.0f}", f"{row.ratio:.2f}", f"{row.ratio_low:.2f}-{row.ratio_high:.2f}")
+            else (_figure(row.over, "+"), f"{row.ratio:.2f}", f"{row.ratio_low:.2f}-{row.ratio_high:.2f}")
         )
         first = ("", "") if place == previous else (row.what, f"{row.tokens:,}")
-        table.add_row(*first, row.way, f"{row.microseconds:,.0f}", *against)
+        table.add_row(*first, row.way, _figure(row.microseconds), *against)
         previous = place
     return table
+
+
+def _figure(microseconds: float, sign: str = "") -> str:
+    return f"{microseconds:{sign},.{0 if abs(microseconds) >= 10 else 2}f}"
