@@ -152,7 +152,7 @@ def _router_rows(tokens: int, device: torch.device, rounds: int) -> Iterator[Row
             Way("replay by Watch", run, _only_watch(lambda: npu_replay.replay(ours, routes))),
         ]
     if (native := _native_routers(ours, recording.routes[0], device)) is not None:
-        ways.append(Way("Megatron's replay", lambda: native(hidden)))
+        ways.append(Way("Megatron's own", lambda: native(hidden)))
     yield from _rows("router", tokens, ways, rounds, repeats, per=count, device=device)
 
 
@@ -255,7 +255,7 @@ def _step_rows(tokens: int, device: torch.device, rounds: int) -> Iterator[Row]:
     if _has_native_replay():
         native = model(moe_enable_routing_replay=True)
         _set_native(native, routes[0], device)
-        ways.append(Way("Megatron's replay", lambda: step(native)))
+        ways.append(Way("Megatron's own", lambda: step(native)))
     yield from _rows("step", tokens, ways, rounds, 1, per=1, device=device, warm=False)
 
 
@@ -345,7 +345,7 @@ def _table(rows: list[Row]) -> Any:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("", "tokens", "way"):
         table.add_column(name, no_wrap=True)
     for name in ("µs a call", "over live", "x live", "quartiles"):

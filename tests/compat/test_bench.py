@@ -1,0 +1,43 @@
+"""The bench measures what it says, and nothing is left behind. No test looks at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import npu_replay
+from npu_replay import bench, seam, session
+
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
+
+
+def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "TOKENS", (16,))
+    monkeypatch.setattr(bench, "ROUTER", bench.ROUTER | {"hidden_size": 32})
+    monkeypatch.setattr(bench, "STEP", bench.STEP | {"hidden_size": 32})
+    natives = torch.topk, torch.Tensor.topk, session._ways
+    out = tmp_path / "bench.json"
+    rows = bench.main(device="auto", pairs=2, out=out, force=False)
+
+    native = ["Megatron's own"] if bench._has_native_replay() else []
+    ways = {what: [row.way for row in rows if row.what == what] for what in ("router", "other top-k", "step")}
+    assert ways == {
+        "router": ["live", "record", "replay", "record by Watch", "replay by Watch", *native],
+        "other top-k": ["live", "in a block"],
+        "step": ["live", "record", "replay", *native],
+    }
+    assert all(row.ratio == 1 and row.over == 0 for row in rows if row.way == "live")
+    assert all(row.microseconds > 0 and row.ratio_low <= row.ratio <= row.ratio_high for row in rows)
+
+    printed = capsys.readouterr().out
+    assert "record by Watch" in printed
+    assert json.loads(out.read_text())["rows"][0]["way"] == "live"
+    with pytest.raises(npu_replay.ReplayError, match=r"not overwritten.*--force"):
+        bench.main(device="auto", pairs=2, out=out, force=False)
+    assert (torch.topk, torch.Tensor.topk, session._ways) == natives
+    assert seam.guard._open == 0
