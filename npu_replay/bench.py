@@ -95,10 +95,11 @@ def main(*, device: str, pairs: int, out: Path | None, force: bool) -> list[Row]
         task = bar.add_task("measuring", total=None)
         where = pick(device)
         rows = list(measure(where, pairs, lambda title: bar.update(task, description=title)))
-    console.print(_heading(where))
+        about = _about(where)
+    console.print(_heading(about))
     console.print(_table(rows))
     if out is not None:
-        result = {"about": _about(where), "rows": [asdict(row) for row in rows]}
+        result = {"about": about, "rows": [asdict(row) for row in rows]}
         write_whole(out, json.dumps(result, indent=1).encode(), overwrite=force)
         console.print(f"Wrote {out}", soft_wrap=True)
     return rows
@@ -329,15 +330,14 @@ def _about(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _heading(device: torch.device) -> str:
-    about = _about(device)
+def _heading(about: dict[str, Any]) -> str:
     return (
         f"{about['device']}, {about['threads']} threads, torch {about['torch']}, "
         f"Megatron-core {about['megatron-core']}\n"
         f"router: hidden {ROUTER['hidden_size']}, top-{ROUTER['moe_router_topk']} of "
         f"{ROUTER['num_moe_experts']}; forward with grad, inside an open block\n"
         f"step: {STEP['num_layers']} layers, hidden {STEP['hidden_size']}, top-{STEP['moe_router_topk']} of "
-        f"{STEP['num_moe_experts']}; forward, backward, and the block opened and closed"
+        f"{STEP['num_moe_experts']}; forward, backward, block opened and closed"
     )
 
 

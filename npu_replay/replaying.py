@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 
 from npu_replay import seam
-from npu_replay.errors import MicroBatchError, RouterError, micro_batch
+from npu_replay.errors import MicroBatchError, RecomputeError, RouterError, micro_batch
 from npu_replay.routed_experts import RoutedExperts
 from npu_replay.routers import Router
 from npu_replay.session import Key, Model, Session, narrowed
 from npu_replay.timeline import Forward
+
+Staged: TypeAlias = "tuple[tuple[torch.Tensor, ...], torch.Tensor | None]"
+"""One micro-batch on the device: narrow ids [rows, topk] a layer, and the rows without a route, if any."""
 
 
 def replay(model: Model, routes: Sequence[RoutedExperts], *, live_mismatch: bool = False) -> Replay:
@@ -49,7 +53,8 @@ class Replay(Session):
     def __init__(self, model: Model, routes: Sequence[RoutedExperts], *, live_mismatch: bool = False) -> None:
         super().__init__(model)
         self._routes = checked_routes(routes)
-        self._staged: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._missing = [_rows_without_route(one) for one in self._routes]
+        self._staged: dict[int, Staged] = {}
         self._kept: dict[Key, torch.Tensor] = {}
         self._live_mismatch = live_mismatch
         self._differing: torch.Tensor | int = 0
@@ -115,37 +120,32 @@ class Replay(Session):
                 cause="padding, packing, sequence or context parallelism that the routes were not laid out "
                 "for (TokenLayout does that)",
             )
-        layers, recorded = self._stage(forward.number, device)
+        layers, missing = self._stage(forward.number, device)
         ids = layers[routes.layers.index(router.label)]
         key = router.label, forward.number
-        if recorded is None and not self._live_mismatch:
-            if key in self._pending:
-                self._kept[key] = ids
-            return lambda own: ids.long()
 
         def choose(own: seam.Own) -> torch.Tensor:
-            theirs, ours = ids.long(), own()
+            chosen = ids.long()
             if self._live_mismatch:
-                self._compared += int(routes.recorded.sum())
-                self._count_differing(theirs, ours, recorded)
-            if recorded is not None:
-                theirs = torch.where(recorded, theirs, ours)
-                self._kept[key] = narrowed(theirs, router)
+                self._count_differing(chosen, own(), routes, missing)
+            if missing is not None:
+                chosen.index_copy_(0, missing, own(missing))
+                if forward.grad or key in self._pending:
+                    self._kept[key] = narrowed(chosen, router)
             elif key in self._pending:
                 self._kept[key] = ids
-            return theirs
+            return chosen
 
         return choose
 
-    def _stage(self, number: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One micro-batch on the device, [layers, rows, topk] narrow; and which rows, where not all."""
+    def _stage(self, number: int, device: torch.device) -> Staged:
+        """Put one micro-batch on the device."""
         staged = self._staged.get(number)
         if staged is None:
-            routes = self._routes[number]
-            layers = routes.ids.transpose(0, 1).contiguous().to(device, non_blocking=True)
-            whole = bool(routes.recorded.all())
-            recorded = None if whole else routes.recorded[:, None].to(device, non_blocking=True)
-            staged = self._staged[number] = layers, recorded
+            layers = self._routes[number].ids.to(device, non_blocking=True).unbind(1)
+            missing = self._missing[number]
+            staged = layers, None if missing is None else missing.to(device, non_blocking=True)
+            self._staged[number] = staged
         return staged
 
     def _end(self, chunk: int, output: object) -> None:
@@ -159,6 +159,12 @@ class Replay(Session):
         if ids is not None:
             return ids
         routes = self._routes[number]
+        if self._missing[number] is not None:
+            raise RecomputeError(
+                "this recompute was not foreseen when its forward ran, and not every row has a route",
+                where=micro_batch(number, router.label),
+                cause="recomputing by other means than torch's checkpoint or a custom autograd Function",
+            )
         return routes.layer_ids(router.label).to(device, non_blocking=True)
 
     def _forget(self, key: Key) -> None:
@@ -168,12 +174,13 @@ class Replay(Session):
         self._kept.pop(key, None)
 
     def _count_differing(
-        self, theirs: torch.Tensor, ours: torch.Tensor, recorded: torch.Tensor | None
+        self, theirs: torch.Tensor, ours: torch.Tensor, routes: RoutedExperts, missing: torch.Tensor | None
     ) -> None:
         differ = (theirs.sort(dim=1).values != ours.sort(dim=1).values).any(dim=1)
-        if recorded is not None:
-            differ &= recorded[:, 0]
+        if missing is not None:
+            differ[missing] = False
         self._differing += differ.sum()
+        self._compared += int(routes.recorded.sum())
 
     def _check_complete(self) -> None:
         super()._check_complete()
@@ -186,6 +193,11 @@ class Replay(Session):
                 got=done,
                 cause="a schedule that was cut short, or routes of more than this rank's micro-batches",
             )
+
+
+def _rows_without_route(routes: RoutedExperts) -> torch.Tensor | None:
+    missing = (~routes.recorded).nonzero()[:, 0]
+    return missing if len(missing) else None
 
 
 def checked_routes(routes: Sequence[RoutedExperts]) -> list[RoutedExperts]:

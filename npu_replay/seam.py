@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
@@ -27,8 +27,12 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from npu_replay import dynamo_names
 from npu_replay.errors import RouterError
 
-Own = Callable[[], torch.Tensor]
-"""Runs the router's own top-k: int64 ids [rows, topk]."""
+
+class Own(Protocol):
+    """Runs the router's own top-k: int64 ids [rows, topk], of all rows or of those that are asked for."""
+
+    def __call__(self, rows: torch.Tensor | None = None) -> torch.Tensor: ...
+
 
 Choose = Callable[[Own], torch.Tensor]
 """Given the router's own choice (call it only if it is needed: it costs a top-k), the ids to use."""
@@ -134,6 +138,7 @@ class Call:
             _watch.leave()
             self.watching = False
         scores = args[0] if args else kwargs["input"]
+        rest = {name: value for name, value in kwargs.items() if name != "input"}
         if type(scores).__name__ == "DTensor":
             raise RouterError(
                 "the scores are a DTensor, which replay doesn't support",
@@ -142,9 +147,10 @@ class Call:
                 cause="tensor parallelism by parallelize_module over the router; FSDP2 alone is fine",
             )
 
-        def own() -> torch.Tensor:
+        def own(rows: torch.Tensor | None = None) -> torch.Tensor:
             with torch.no_grad():
-                ids: torch.Tensor = native(*args, **kwargs)[1]
+                asked = scores if rows is None else scores.index_select(0, rows)
+                ids: torch.Tensor = native(asked, *args[1:], **rest)[1]
                 return ids
 
         ids = self.choose(own)

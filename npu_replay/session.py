@@ -45,7 +45,7 @@ class _Calls(threading.local):
 _sessions: dict[int, Session] = {}
 """The open session of each router, by id: one router has one."""
 
-_ways: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+_ways: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
 """How each router's top-k was caught last time; saves the safety net in the next session."""
 
 
@@ -63,6 +63,7 @@ class Session:
         self._chunks = chunks_of(model)
         self._timeline = Timeline(len(self._chunks))
         self._routers: list[list[Router]] = []
+        self._way: dict[int, str | None] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._stance: AbstractContextManager[None] | None = None
         self._flags: dict[Key, torch.Tensor] = {}
@@ -106,6 +107,7 @@ class Session:
                 f"this {self.name} block was entered before", expected="a new one", got="a used one"
             )
         self._routers = find(self._chunks)
+        self._way = {router.label: _ways.get(router.module) for router in self._all_routers()}
         self._check_nesting()
         self._check_model()
         stance = compiled.eager(self._chunks, self._routers)
@@ -215,7 +217,7 @@ class Session:
             if token is not None:
                 self._await_recompute(key, token)
             choose = self._live(router, forward, rows, hidden.device)
-        watch = router.masks or _ways.get(router.module) != "guard"
+        watch = router.masks or self._way[router.label] != "guard"
         return seam.Call(
             rows, router.num_experts, router.topk, choose, masks=router.masks, watch=watch, verify=verify
         ).__enter__()
@@ -224,10 +226,9 @@ class Session:
         call.__exit__()
         if output is None:
             return  # the router raised, or its recompute was stopped early
-        if call.way is not None:
+        if call.way != self._way[router.label]:
+            self._way[router.label] = call.way
             _ways[router.module] = call.way
-        else:
-            _ways.pop(router.module, None)
         if in_backward():
             if call.way is None:
                 raise RecomputeError(
