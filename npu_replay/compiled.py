@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,13 +40,41 @@ def eager(chunks: Sequence[nn.Module], routers: Sequence[Sequence[Router]]) -> A
             got=f"torch {torch.__version__}",
             cause="torch.compile on the model or a layer; compile the attention and the experts instead",
         )
-    return _stance()
+    return _stance.hold()
 
 
-@contextlib.contextmanager
-def _stance() -> Iterator[None]:
-    with torch.compiler.set_stance("force_eager"):
-        yield
+class _Stance:
+    """force_eager for the process, while at least one block asks for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = 0
+        self._eager: Any = None
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        self._take()
+        try:
+            yield
+        finally:
+            self._give()
+
+    def _take(self) -> None:
+        with self._lock:
+            if self._open == 0:
+                self._eager = torch.compiler.set_stance("force_eager")
+                self._eager.__enter__()
+            self._open += 1
+
+    def _give(self) -> None:
+        with self._lock:
+            self._open -= 1
+            if self._open == 0:
+                self._eager.__exit__(None, None, None)
+                self._eager = None
+
+
+_stance = _Stance()
 
 
 def _paths(chunk: nn.Module, routers: Sequence[Router]) -> Iterator[tuple[str, nn.Module]]:

@@ -52,6 +52,10 @@ class TokenLayout:
             fingerprints: one for each sequence, held against those of the routes.
         """
         sizes = tuple(int(size) for size in lengths)
+        if fingerprints is not None and len(fingerprints) != len(sizes):
+            raise MicroBatchError(
+                "another number of fingerprints than sequences", expected=len(sizes), got=len(fingerprints)
+            )
         longest = max(sizes, default=0) if length is None else int(length)
         if any(size < 0 or size > longest for size in sizes):
             raise MicroBatchError(
@@ -103,6 +107,13 @@ class TokenLayout:
     def _whole(self, number: int, routes: RoutedExperts) -> RoutedExperts:
         """The routes of one sequence, with a row for its last token."""
         size = self.lengths[number]
+        if not isinstance(routes, RoutedExperts):
+            raise MicroBatchError(
+                "this isn't RoutedExperts",
+                where=f"sequence {number}",
+                expected="RoutedExperts",
+                got=type(routes),
+            )
         if len(routes) not in (size, size - 1):
             raise MicroBatchError(
                 "the routes have another number of tokens than the sequence",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from npu_replay.errors import ReplayError
+from npu_replay.errors import MicroBatchError, NoEffect, ReplayError, micro_batch
 from npu_replay.recompute import in_backward
 from npu_replay.routed_experts import RoutedExperts, narrow_dtype
 from npu_replay.routers import Router, find
@@ -45,6 +45,8 @@ class Observation:
         return self._shown
 
     def __enter__(self) -> Observation:
+        if self._routers:
+            raise ReplayError("this observe block was entered before", expected="a new one", got="a used one")
         found = find(self._chunks)
         self._routers = [router for routers in found for router in routers]
         for chunk, routers in enumerate(found):
@@ -60,27 +62,42 @@ class Observation:
     ) -> None:
         for handle in self._handles:
             handle.remove()
-        if kind is None:
-            self._shown = [self._micro_batch(number) for number in range(self._timeline.ended[0])]
-        self._seen.clear()
+        try:
+            if kind is None:
+                self._shown = [self._micro_batch(number) for number in range(self._checked_count())]
+        finally:
+            self._seen.clear()
+            self._chunks.clear()
+
+    def _checked_count(self) -> int:
+        """The number of micro-batches; that there are any, and the same in every chunk."""
+        ended = self._timeline.ended
+        if min(ended) != max(ended) or max(ended) == 0:
+            raise MicroBatchError(
+                "the chunks ran different numbers of forwards" if max(ended) else "nothing ran in this block",
+                expected="each chunk's __call__ once for each micro-batch",
+                got=ended,
+                cause="another module is called than the one that was passed",
+            )
+        return ended[0]
 
     def _begins(self, chunk: int) -> Callable[..., None]:
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if not in_backward():
+            if module is self._chunks[chunk] and not in_backward():
                 self._timeline.begin(chunk)
 
         return before
 
     def _ends(self, chunk: int) -> Callable[..., None]:
         def after(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-            if not in_backward():
+            if module is self._chunks[chunk] and not in_backward():
                 self._timeline.end(chunk, output)
 
         return after
 
     def _reads(self, router: Router, chunk: int) -> Callable[..., None]:
         def after(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-            if in_backward():
+            if module is not router.module or in_backward():
                 return
             with torch.no_grad():
                 shown = router.shows(output)
@@ -95,6 +112,15 @@ class Observation:
 
     def _micro_batch(self, number: int) -> RoutedExperts:
         routers = sorted(self._routers, key=lambda router: router.label)
+        for router in routers:
+            if (router.label, number) not in self._seen:
+                raise NoEffect(
+                    "the router was not called",
+                    where=micro_batch(number, router.label),
+                    expected="one call of each router in a forward",
+                    got="none",
+                    cause="a layer that this forward skipped, or a compiled graph that runs no hook",
+                )
         seen = [self._seen[router.label, number] for router in routers]
         return RoutedExperts(
             ids=torch.stack([ids for ids, _ in seen], dim=1),

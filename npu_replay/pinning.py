@@ -52,6 +52,10 @@ class Pinning(Session):
             )
         return ids
 
+    def _clear(self) -> None:
+        super()._clear()
+        self._kept.clear()
+
     def _forget(self, key: Key) -> None:
         self._kept.pop(key, None)
 

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any
@@ -35,45 +34,48 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def running_node_number() -> int | None:
+def running_node_number(known: Container[Any]) -> int | None:
     """The sequence number of the node whose backward is running, as it was made in the forward.
 
-    With a checkpoint inside a reentrant checkpoint the running node is itself a product of the outer
-    recompute, so the outermost custom Function on the Python stack is asked; a frame's `f_back` leads
-    through autograd's C++ into the outer backward.
+    Inside a reentrant checkpoint the running node may itself be a product of the outer recompute, so the
+    outermost custom Function on the Python stack that a router was called in (`known`) is asked; a frame's
+    `f_back` leads through autograd's C++ into the outer backward.
     """
     node: Any = torch._C._current_autograd_node()
     if node is None:
         return None
-    outermost = outermost_function(sys._getframe(1), "backward")
-    number = int((outermost if outermost is not None else node)._sequence_nr())
+    enclosing = [ctx for ctx in _functions(sys._getframe(1), "backward") if ctx in known]
+    number = int((enclosing[-1] if enclosing else node)._sequence_nr())
     return None if number == _NO_NUMBER else number
 
 
-def outermost_function(frame: FrameType | None, method: str) -> Any:
-    """The ctx of the outermost custom autograd Function that is in its `forward` or `backward`.
+def _functions(frame: FrameType | None, method: str) -> Iterator[Any]:
+    """The ctx of every custom autograd Function that is in its `forward` or `backward`, innermost first.
 
     A frame whose first name is `self` is a module's: reading its `f_locals` would keep the tensors in
     it alive (before Python 3.13 the snapshot is cached on the frame), so it is passed over.
     """
-    found = None
     while frame is not None:
         code = frame.f_code
         if code.co_name == method and code.co_varnames[:1] not in ((), ("self",)):
             first = frame.f_locals.get(code.co_varnames[0])
             if isinstance(first, BackwardCFunction):
-                found = first
+                yield first
         frame = frame.f_back
+
+
+def enclosing_function() -> Any:
+    """The ctx of the outermost custom Function whose forward runs, a reentrant checkpoint's for one.
+
+    It is a node, and alive as long as its backward may come.
+    """
+    found = None
+    for ctx in _functions(sys._getframe(1), "forward"):
+        found = ctx
     return found
 
 
-def reentrant_checkpoint() -> weakref.ref[Any] | None:
-    """While a custom Function's forward runs: its node, alive as long as its backward may come."""
-    ctx = outermost_function(sys._getframe(1), "forward")
-    return None if ctx is None else weakref.ref(ctx)
-
-
-def non_reentrant_checkpoint() -> weakref.ref[Any] | None:
+def unpack_hook() -> Any:
     """Inside a non-reentrant checkpoint: its unpack hook, alive as long as it may have to recompute.
 
     Other saved-tensor hooks (offloading to the CPU) never recompute and are told by their module.
@@ -81,7 +83,24 @@ def non_reentrant_checkpoint() -> weakref.ref[Any] | None:
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None or "checkpoint" not in (getattr(hooks[1], "__module__", None) or ""):
         return None
-    return weakref.ref(hooks[1])
+    return hooks[1]
+
+
+def region(hook: Any) -> Any:
+    """The object that stands for a non-reentrant checkpoint's region, from its unpack hook."""
+    cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
+    return cells["frame"].cell_contents if "frame" in cells else None
+
+
+def recomputing_regions() -> list[Any]:
+    """The regions of the non-reentrant checkpoints that are being recomputed, innermost first."""
+    found: list[Any] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "unpack_hook" and "frame" in frame.f_code.co_freevars:
+            found.append(frame.f_locals.get("frame"))
+        frame = frame.f_back
+    return found
 
 
 @functools.cache
@@ -101,7 +120,7 @@ def _probe() -> str | None:
     with torch.enable_grad():
         for reentrant in (True, False):
             seen: list[int | None] = []
-            alive: list[weakref.ref[Any] | None] = []
+            alive: list[Any] = []
             watch = functools.partial(_watched, seen=seen, alive=alive, reentrant=reentrant)
             weight = torch.ones(2, requires_grad=True)
             outputs, ends = [], []
@@ -109,7 +128,7 @@ def _probe() -> str | None:
                 outputs.append(checkpoint(watch, weight, use_reentrant=reentrant))
                 ends.append(sequence_number())
             kind = "reentrant" if reentrant else "non-reentrant"
-            if in_backward() or seen or any(token is None or token() is None for token in alive):
+            if in_backward() or seen or any(token is None for token in alive):
                 return f"a {kind} checkpoint can't be told while its forward runs"
             sum(output.sum() for output in outputs).backward()
             numbers = [-1 if number is None else number for number in seen]
@@ -123,11 +142,13 @@ def _watched(
     x: torch.Tensor,
     *,
     seen: list[int | None],
-    alive: list[weakref.ref[Any] | None],
+    alive: list[Any],
     reentrant: bool,
 ) -> torch.Tensor:
     if in_backward():
-        seen.append(running_node_number())
+        seen.append(running_node_number(alive))
+    elif reentrant:
+        alive.append(enclosing_function())
     else:
-        alive.append(reentrant_checkpoint() if reentrant else non_reentrant_checkpoint())
+        alive.append(region(unpack_hook()))
     return (x * 2).sin()

@@ -66,10 +66,13 @@ class Recording(Session):
     def _forget(self, key: Key) -> None:
         self._ids.pop(key, None)
 
+    def _clear(self) -> None:
+        super()._clear()
+        self._ids.clear()
+
     def _finish(self) -> None:
         count = self._timeline.ended[0]
         self._routes = [micro_batch_routes(self._ids, self._all_routers(), number) for number in range(count)]
-        self._ids.clear()
 
 
 def micro_batch_routes(ids: dict[Key, torch.Tensor], routers: list[Router], number: int) -> RoutedExperts:

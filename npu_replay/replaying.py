@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -167,6 +167,11 @@ class Replay(Session):
             )
         return routes.layer_ids(router.label).to(device, non_blocking=True)
 
+    def _clear(self) -> None:
+        super()._clear()
+        self._kept.clear()
+        self._staged.clear()
+
     def _forget(self, key: Key) -> None:
         self._kept.pop(key, None)
 
@@ -191,7 +196,8 @@ class Replay(Session):
                 where=micro_batch(done),
                 expected=f"{len(self._routes)} forwards in this block",
                 got=done,
-                cause="a schedule that was cut short, or routes of more than this rank's micro-batches",
+                cause="a schedule that was cut short, a forward that raised and was skipped (what came after "
+                "it then had the routes before its own), or routes of more than this rank's micro-batches",
             )
 
 
@@ -208,6 +214,13 @@ def checked_routes(routes: Sequence[RoutedExperts]) -> list[RoutedExperts]:
             expected="one RoutedExperts a micro-batch",
             got="a single RoutedExperts",
             cause="[routes] was meant",
+        )
+    if not isinstance(routes, Iterable):
+        raise MicroBatchError(
+            "replay takes a list",
+            expected="one RoutedExperts a micro-batch",
+            got=type(routes),
+            cause="recording.routes was meant",
         )
     listed = list(routes)
     for number, one in enumerate(listed):

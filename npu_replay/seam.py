@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from npu_replay import dynamo_names
 from npu_replay.errors import RouterError
@@ -153,7 +154,11 @@ class Call:
                 ids: torch.Tensor = native(asked, *args[1:], **rest)[1]
                 return ids
 
-        ids = self.choose(own)
+        if torch._C._len_torch_dispatch_stack():
+            with _disable_current_modes():  # a selective checkpoint would keep our operations for its own
+                ids = self.choose(own)
+        else:
+            ids = self.choose(own)
         source = self._unmasked(scores)
         values = source.gather(1, ids)
         self.ids, self.way = ids, way
@@ -286,10 +291,10 @@ guard = _Guard()
 def _suspect(values: torch.Tensor, scores: torch.Tensor, *, mask_unseen: bool) -> torch.Tensor:
     """A flag on the device: were these gathered from scores that somebody masked unseen?
 
-    Masking with -inf shows as values that aren't finite; masking by a product with 0 as exact zeros in
+    Masking with -inf shows as such values; masking by a product with 0 as exact zeros in
     rows whose best score is above zero.
     """
-    flag = ~torch.isfinite(values).all()
+    flag = torch.isneginf(values).any()  # and not NaN: a step that diverged isn't ours to report
     if mask_unseen:
         flag = flag | ((values == 0).any(dim=1) & (scores.amax(dim=1) > 0) & (scores == 0).any(dim=1)).any()
     return flag

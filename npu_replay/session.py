@@ -7,10 +7,11 @@ and is tried again, or a recompute in any order, finds its own.
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -99,6 +100,11 @@ class Session:
     def _finish(self) -> None:
         """The body ended without an exception."""
 
+    def _clear(self) -> None:
+        """The block is over: keep neither the model nor ids that only a recompute would want."""
+        for kept in (self._flags, self._unreached, self._pending, self._routers, self._chunks):
+            kept.clear()
+
     # The block
 
     def __enter__(self) -> Any:
@@ -127,9 +133,12 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close()
-        if kind is None:
-            self._check_complete()
-            self._finish()
+        try:
+            if kind is None:
+                self._check_complete()
+                self._finish()
+        finally:
+            self._clear()
 
     def metrics(self) -> dict[str, float]:
         """Plain numbers for any tracker."""
@@ -181,6 +190,7 @@ class Session:
     # The chunks' hooks
 
     def _begin(self, chunk: int) -> None:
+        self._calls.unwind()  # an interrupt (KeyboardInterrupt, a cancelled task) runs no forward hook
         self._check_forward(self._timeline.begin(chunk))
 
     def _end(self, chunk: int, output: object) -> None:
@@ -206,16 +216,16 @@ class Session:
         rows = hidden.numel() // hidden.shape[-1] * router.gathers
         verify = False
         if in_backward():
-            choose = self._recompute(router, chunk, hidden.device)
+            choose = self._recompute(router, chunk, rows, hidden.device)
         else:
             forward = self._timeline.live(chunk)
             self._check_first_call(router, forward)
             forward.called[router.label] = rows
             verify = forward.number == 0
             key = router.label, forward.number
-            token = forward.pending()
-            if token is not None:
-                self._await_recompute(key, token)
+            checkpoint = self._timeline.checkpoint(forward)
+            if checkpoint is not None:
+                self._await_recompute(key, checkpoint)
             choose = self._live(router, forward, rows, hidden.device)
         watch = router.masks or self._way[router.label] != "guard"
         return seam.Call(
@@ -243,17 +253,22 @@ class Session:
         elif call.suspect is not None:
             self._flags[key] = _effect(router, call, call.ids, call.suspect, output)
 
-    def _recompute(self, router: Router, chunk: int, device: torch.device) -> seam.Choose:
+    def _recompute(self, router: Router, chunk: int, rows: int, device: torch.device) -> seam.Choose:
         number = self._timeline.recomputed(chunk, router.label)
-        self._recomputed.add((router.label, number))
         ids = self._again(router, number, device)
+        if len(ids) != rows:
+            raise RecomputeError(
+                "the recompute has another number of tokens than its forward",
+                where=micro_batch(number, router.label),
+                expected=f"{len(ids)} rows",
+                got=rows,
+                cause="a forward of something else that is run from a gradient hook",
+            )
+        self._recomputed.add((router.label, number))
         return lambda own: ids.long()
 
-    def _await_recompute(self, key: Key, token: weakref.ref[Any]) -> None:
+    def _await_recompute(self, key: Key, checkpoint: Any) -> None:
         """Note that autograd may yet recompute this call, and forget it when the graph dies."""
-        alive = token()
-        if alive is None:
-            return
         me = weakref.ref(self)
 
         def died(_: object) -> None:
@@ -261,7 +276,7 @@ class Session:
             if session is not None:
                 session._graph_died(key)
 
-        self._pending[key] = weakref.ref(alive, died)
+        self._pending[key] = weakref.ref(checkpoint, died)
 
     def _graph_died(self, key: Key) -> None:
         self._pending.pop(key, None)
@@ -313,6 +328,11 @@ class Session:
             cause=cause,
         )
 
+    def _due(self) -> list[Key]:
+        """The calls that autograd may yet recompute and hasn't."""
+        pending = list(self._pending.items())
+        return [key for key, alive in pending if key not in self._recomputed and alive() is not None]
+
     def _check_complete(self) -> None:
         """The body is through: did every chunk see the same forwards, and is nothing still to come?"""
         if (bypassed := self._timeline.bypassed) is not None:
@@ -338,7 +358,10 @@ class Session:
                 got=ended,
                 cause="a schedule that was cut short, or a chunk that is missing from the list",
             )
-        due = [k for k, token in self._pending.items() if k not in self._recomputed and token() is not None]
+        due = self._due()
+        if due:
+            gc.collect()  # a graph in a cycle of garbage is nobody's
+            due = self._due()
         if due:
             layer, number = min(due, key=lambda key: (key[1], key[0]))
             raise RecomputeError(
@@ -352,10 +375,14 @@ class Session:
 
 
 _PAST_CALL = (
-    "a graph that was compiled or captured before the block and runs no hook, another path to the experts "
-    "than the router's __call__, or a layer that this forward skipped"
+    "a graph that was compiled or captured and runs no hook (torch.compile: pass the compiled module itself, "
+    "and compile before the block), another path to the experts than the router's __call__, or a layer that "
+    "this forward skipped"
 )
-_NO_TOPK = "a fused router kernel, a selection without torch.topk (a hash, a kernel), or a captured graph"
+_NO_TOPK = (
+    "a fused router kernel, a selection without torch.topk (a hash, a kernel), or a compiled function around "
+    "the model (torch.compile: pass the compiled module itself, and compile before the block)"
+)
 _CHANGED = (
     "code after the top-k that changes the ids (a forced load balance), or an output that npu_replay misreads"
 )
@@ -363,7 +390,8 @@ _CHANGED = (
 
 def chunks_of(model: Model) -> list[nn.Module]:
     """The model chunks, from a module or a list of them."""
-    chunks = [model] if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList) else list(model)
+    single = isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList)
+    chunks: list[Any] = [model] if single or not isinstance(model, Iterable) else list(model)
     for chunk in chunks:
         if not isinstance(chunk, nn.Module):
             raise RouterError("a model chunk isn't a module", expected="torch.nn.Module", got=type(chunk))
@@ -398,7 +426,7 @@ def _router_hooks(
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module is not router.module:
-            return _detach(module, before, after)
+            return _detach(module, router.module, before, after)
         started = time.perf_counter()
         call = session._arm(router, chunk, _first_tensor(args, kwargs))
         session._calls.stack.append((module, call))
@@ -420,19 +448,29 @@ def _chunk_hooks(session: Session, chunk: int) -> tuple[Callable[..., None], Cal
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module is not ours:
-            return _detach(module, before, after)
-        if not in_backward():
+            return _detach(module, ours, before, after)
+        if in_backward():
+            session._timeline.rerun(chunk)
+        else:
             session._begin(chunk)
 
     def after(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        if module is ours and not in_backward():
+        if module is not ours:
+            return
+        if in_backward():
+            session._timeline.rerun_ended()
+        else:
             session._end(chunk, output)
 
     return before, after
 
 
-def _detach(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
+def _detach(
+    module: nn.Module, original: nn.Module, before: Callable[..., None], after: Callable[..., None]
+) -> None:
     """Take our hooks off a copy of the model that was made while the block was open."""
+    if module._forward_hooks is original._forward_hooks:
+        return  # a shallow copy: what is taken off it would be taken off the model too
     for hooks, ours in ((module._forward_pre_hooks, before), (module._forward_hooks, after)):
         for number in [number for number, hook in hooks.items() if hook is ours]:
             hooks.pop(number)

@@ -2,7 +2,10 @@
 
 One micro-batch is one `__call__` of a model chunk. At the end of each the counter of autograd's sequence
 numbers is noted; the node that runs in backward then falls between two notes. Ends and not starts are
-noted: a checkpoint around the whole model makes its node before the model's forward begins.
+noted: a reentrant checkpoint around the whole model makes its node before the model's forward begins.
+
+A non-reentrant checkpoint that reaches past the model, with the loss in it, is recomputed for a node that was
+made after the end. It runs the model's `__call__` again, so there the checkpoint itself is asked.
 """
 
 from __future__ import annotations
@@ -10,14 +13,16 @@ from __future__ import annotations
 import bisect
 import sys
 import threading
-import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
 from npu_replay import recompute
 from npu_replay.errors import MicroBatchError, RecomputeError, micro_batch
+
+Owner: TypeAlias = "tuple[int, int]"  # chunk, micro-batch
 
 
 @dataclass
@@ -27,39 +32,45 @@ class Forward:
     chunk: int
     number: int
     grad: bool
-    enclosing: weakref.ref[Any] | None
+    enclosing: Any
     handling: BaseException | None
     called: dict[int, int] = field(default_factory=dict)
     """Rows by layer label, of the routers called so far."""
 
-    def pending(self) -> weakref.ref[Any] | None:
-        """The checkpoint that the router being called sits in, if its backward may recompute it."""
-        if torch.is_grad_enabled():
-            return recompute.non_reentrant_checkpoint()
-        if self.enclosing is not None:
-            return self.enclosing
-        return recompute.reentrant_checkpoint() if self.grad else None
+
+class _Reruns(threading.local):
+    """The forwards that this thread runs again inside backward, innermost last."""
+
+    def __init__(self) -> None:
+        self.owners: list[Owner] = []
 
 
 class Timeline:
     """Numbers the forwards of each chunk and remembers where they ended."""
 
     def __init__(self, chunks: int) -> None:
-        """Begins with the block: what this thread made before it is none of ours."""
+        """Begins with the block: what was made before it is none of ours."""
         self.ended = [0] * chunks
         self.bypassed: Forward | None = None
         self._open: list[Forward | None] = [None] * chunks
         self._ends: list[int] = []
-        self._owners: list[tuple[int, int] | None] = []
+        self._owners: list[Owner | None] = []
         self._thread: int | None = None
         self._start = (threading.get_ident(), recompute.sequence_number())
+        self._functions: WeakSet[Any] = WeakSet()
+        self._regions: WeakKeyDictionary[Any, set[Owner]] = WeakKeyDictionary()
+        self._reruns = _Reruns()
 
     def begin(self, chunk: int) -> Forward:
         """A chunk's forward starts; one that was left by an exception is dropped."""
         self._check_thread(chunk)
+        self._reruns.owners.clear()
         grad = torch.is_grad_enabled()
-        enclosing = None if grad else recompute.reentrant_checkpoint()
+        enclosing = None if grad else recompute.enclosing_function()
         forward = Forward(chunk, self.ended[chunk], grad, enclosing, sys.exc_info()[1])
+        hook = recompute.unpack_hook()
+        if hook is not None and (region := recompute.region(hook)) is not None:
+            self._regions.setdefault(region, set()).add((chunk, forward.number))
         self._open[chunk] = forward
         return forward
 
@@ -77,6 +88,7 @@ class Timeline:
         self._owners.append(None if raised else (chunk, forward.number))
         if not raised:
             self.ended[chunk] += 1
+        forward.enclosing = None
         return forward, not raised
 
     def live(self, chunk: int) -> Forward:
@@ -89,48 +101,90 @@ class Timeline:
             self.bypassed = Forward(chunk, self.ended[chunk], torch.is_grad_enabled(), None, None)
         return self.bypassed
 
+    def checkpoint(self, forward: Forward) -> Any:
+        """What is alive as long as autograd may recompute the router that is being called; None if it can't.
+
+        The node of a reentrant checkpoint, or the unpack hook of a non-reentrant one.
+        """
+        if torch.is_grad_enabled():
+            return recompute.unpack_hook()
+        ctx = forward.enclosing
+        if ctx is None and forward.grad:
+            ctx = recompute.enclosing_function()
+        if ctx is not None:
+            self._functions.add(ctx)
+        return ctx
+
+    def rerun(self, chunk: int) -> None:
+        """A chunk's forward starts again, inside backward."""
+        self._reruns.owners.append(self._checked(self._rerun_owner(chunk), chunk, "the model"))
+
+    def rerun_ended(self) -> None:
+        """That forward is over, or was stopped as soon as it had recomputed enough."""
+        if self._reruns.owners:
+            self._reruns.owners.pop()
+
     def recomputed(self, chunk: int, layer: int) -> int:
         """The number of the micro-batch whose recompute a router's call inside backward is."""
-        where = f"layer {layer}, in backward"
-        if (problem := recompute.probe()) is not None:
-            raise RecomputeError(
-                f"on torch {torch.__version__} a recompute can't be led back to its forward ({problem})",
-                where=where,
-                cause="a torch release that npu_replay doesn't know; turn activation recompute off",
-            )
-        number = recompute.running_node_number()
-        if number is None:
-            raise RecomputeError(
-                "the router was called in backward, but by no node of the model's graph",
-                where=where,
-                cause="a forward run from a gradient hook or from an engine callback",
-            )
-        owner = self._owner(number)
-        if owner is None or owner[0] != chunk:
-            raise RecomputeError(
-                "this recompute belongs to no forward of this block",
-                where=where,
-                expected=f"one of {self.ended[chunk]} micro-batches of chunk {chunk}",
-                got="a forward that raised, ran before the block, or went past the model's __call__"
-                if owner is None
-                else f"micro-batch {owner[1]} of chunk {owner[0]}",
-                cause="forward and backward are not in the same block",
-            )
-        return owner[1]
+        if self._reruns.owners and self._reruns.owners[-1][0] == chunk:
+            return self._reruns.owners[-1][1]
+        where = f"layer {layer}"
+        return self._checked(self._owner_by_number(where), chunk, where)[1]
 
     def forget(self) -> None:
         """Drop all ends but the last: no graph made before it can recompute any more."""
         del self._ends[:-1], self._owners[:-1]
 
-    def _owner(self, number: int) -> tuple[int, int] | None:
-        """The chunk and micro-batch whose forward made the node of this number."""
-        thread, start = self._start
-        if number < start and thread == self._thread:
+    def _rerun_owner(self, chunk: int) -> Owner | None:
+        regions = recompute.recomputing_regions()
+        for region in reversed(regions):
+            owners = {owner for owner in self._regions.get(region, ()) if owner[0] == chunk}
+            if len(owners) == 1:
+                return owners.pop()
+            if owners:
+                raise RecomputeError(
+                    "one checkpoint holds several forwards of the model, and their recomputes look alike",
+                    where="in backward",
+                    expected="a checkpoint for each forward",
+                    got=f"{len(owners)} forwards in one",
+                    cause="checkpoint() around a loop over micro-batches",
+                )
+        return self._owner_by_number("the model")
+
+    def _owner_by_number(self, where: str) -> Owner | None:
+        """The chunk and micro-batch in whose forward the running node was made."""
+        if (problem := recompute.probe()) is not None:
+            raise RecomputeError(
+                f"on torch {torch.__version__} a recompute can't be led back to its forward ({problem})",
+                where=f"{where}, in backward",
+                cause="a torch release that npu_replay doesn't know; turn activation recompute off",
+            )
+        number = recompute.running_node_number(self._functions)
+        if number is None:
+            raise RecomputeError(
+                f"{where} was run in backward, but by no node of the model's graph",
+                where="in backward",
+                cause="a forward run from a gradient hook or from an engine callback",
+            )
+        if number < self._start[1]:
             return None
         at = bisect.bisect_right(self._ends, number)
         return self._owners[at] if at < len(self._owners) else self._running()
 
-    def _running(self) -> tuple[int, int] | None:
+    def _checked(self, owner: Owner | None, chunk: int, where: str) -> Owner:
+        if owner is not None and owner[0] == chunk:
+            return owner
+        raise RecomputeError(
+            "this recompute belongs to no forward of this block",
+            where=f"{where}, in backward",
+            expected=f"one of {self.ended[chunk]} micro-batches of chunk {chunk}",
+            got="a forward that raised, ran before the block, or went past the model's __call__"
+            if owner is None
+            else f"micro-batch {owner[1]} of chunk {owner[0]}",
+            cause="forward and backward are not in the same block",
+        )
+
+    def _running(self) -> Owner | None:
         running = [forward for forward in self._open if forward is not None]
         return (running[0].chunk, running[0].number) if len(running) == 1 else None
 
@@ -138,6 +192,8 @@ class Timeline:
         thread = threading.get_ident()
         if self._thread is None:
             self._thread = thread
+            if thread != self._start[0]:  # numbers are a thread's own
+                self._start = thread, recompute.sequence_number()
         if thread != self._thread:
             raise MicroBatchError(
                 "the forwards of one block come from two threads",

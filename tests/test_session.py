@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import re
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import npu_replay
 from npu_replay import RoutedExperts, recompute, routers
@@ -487,3 +494,230 @@ def test_metrics_are_plain_numbers() -> None:
         "rows_without_route": 0,
     }
     assert 0 < metrics["seconds"] < 10
+
+
+# What reaches past the model's __call__
+
+
+def losses_in_the_checkpoint(model: ToyModel, how: str, seed: int) -> torch.Tensor:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return (model(x).sin() * (seed + 1)).square().mean()
+
+    return checkpoint(forward, tokens(seed).requires_grad_(), use_reentrant=how == "reentrant")
+
+
+def gradients(model: ToyModel, order: str, loss: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
+    model.zero_grad()
+    if order == "1f1b":
+        waiting = [loss(0)]
+        for seed in (1, 2):
+            waiting.append(loss(seed))
+            waiting.pop(0).backward()
+        waiting.pop(0).backward()
+    else:
+        losses = [loss(seed) for seed in (0, 1)]
+        with torch.no_grad():
+            model(tokens(2))
+        sum(losses).backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("layers", [None, *RECOMPUTE])
+@pytest.mark.parametrize("order", ["1f1b", "sum"])
+@pytest.mark.parametrize("how", RECOMPUTE)
+def test_a_checkpoint_that_holds_the_loss_too_finds_its_own_micro_batch(
+    how: str, order: str, layers: str | None
+) -> None:
+    """Its recompute is asked for by a node of the loss, made after the model's forward has ended."""
+    plain, model = ToyModel(), ToyModel(recompute=layers)
+    routes = random_routes(model, 0, 1, 2)
+    with npu_replay.replay(plain, routes):
+        expected = gradients(
+            plain, order, lambda seed: (plain(tokens(seed)).sin() * (seed + 1)).square().mean()
+        )
+    untouched = gradients(model, order, lambda seed: losses_in_the_checkpoint(model, how, seed))
+    with npu_replay.replay(model, routes):
+        found = gradients(model, order, lambda seed: losses_in_the_checkpoint(model, how, seed))
+    assert all(map(torch.equal, found, expected))
+    for block in (npu_replay.record(model), npu_replay.pin_recompute(model)):
+        with block:
+            found = gradients(model, order, lambda seed: losses_in_the_checkpoint(model, how, seed))
+        assert all(map(torch.equal, found, untouched))
+
+
+def test_several_forwards_in_one_checkpoint_are_refused() -> None:
+    model = ToyModel()
+
+    def both(x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum() + model(x * 2).sum()
+
+    with (
+        pytest.raises(RecomputeError, match="one checkpoint holds several forwards"),
+        npu_replay.record(model),
+    ):
+        checkpoint(both, tokens().requires_grad_(), use_reentrant=False).backward()
+
+
+@pytest.mark.parametrize("how", RECOMPUTE)
+def test_a_custom_function_that_runs_backward_is_not_taken_for_a_checkpoint(how: str) -> None:
+    class Aggregate(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, anchor: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:
+            ctx.losses = losses
+            return sum(loss.detach() for loss in losses) + anchor * 0
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            for loss in ctx.losses:
+                loss.backward()
+            return grad * 0, None
+
+    grads = []
+    for model in (ToyModel(), ToyModel(recompute=how)):
+        with npu_replay.replay(model, random_routes(model, 0, 1, 2)):
+            losses = [model(tokens(seed).requires_grad_()).square().mean() for seed in (0, 1)]
+            total = Aggregate.apply(torch.zeros((), requires_grad=True), losses)
+            with torch.no_grad():
+                model(tokens(2))
+            total.backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *grads))
+
+
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("saved", ["_to_copy", "topk", "gather", "index_select"])
+def test_a_selective_checkpoint_never_keeps_our_own_operations(saved: str, holes: bool) -> None:
+    operation = getattr(torch.ops.aten, saved).default
+
+    def policy(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        keep = op is operation
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def contexts() -> tuple[Any, Any]:
+        return create_selective_checkpoint_contexts(policy)
+
+    grads = []
+    for selective in (False, True):
+        model = ToyModel()
+        routes = random_routes(model)
+        if holes:
+            routes = [
+                RoutedExperts(
+                    ids=one.ids, layers=one.layers, num_experts=EXPERTS, recorded=torch.arange(ROWS) % 2 == 0
+                )
+                for one in routes
+            ]
+        with npu_replay.replay(model, routes):
+            x = tokens().requires_grad_()
+            if selective:
+                for layer in model.layers:
+                    forward = layer.forward
+                    layer.forward = lambda x, forward=forward: checkpoint(
+                        forward, x, use_reentrant=False, context_fn=contexts
+                    )
+            model(x).square().mean().backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *grads))
+
+
+# Odd but legitimate use
+
+
+@pytest.mark.parametrize("kind", ["record", "pin_recompute"])
+def test_a_step_that_diverged_is_not_reported_as_ours(kind: str) -> None:
+    model = ToyModel()
+    with getattr(npu_replay, kind)(model):
+        output = model(tokens() * float("nan"))
+    assert bool(output.isnan().all())
+
+
+def test_a_graph_in_a_cycle_of_garbage_needs_no_backward() -> None:
+    model = ToyModel(recompute="non-reentrant")
+    with npu_replay.record(model):
+        cycle: list[object] = [model(tokens().requires_grad_())]
+        cycle.append(cycle)
+        del cycle
+
+
+def test_an_interrupt_in_a_router_does_not_stay_armed() -> None:
+    def interrupt(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise KeyboardInterrupt
+
+    model = ToyModel()
+    expected = record(model)
+    with npu_replay.record(model) as recording:
+        model.layers[1].router.select, kept = interrupt, model.layers[1].router.select
+        with pytest.raises(KeyboardInterrupt):
+            model(tokens())
+        model.layers[1].router.select = kept
+        model(tokens())
+        assert torch.overrides._get_current_function_mode() is None
+    assert recording.routes == expected
+
+
+def test_nothing_holds_the_model_when_the_block_has_ended() -> None:
+    model = ToyModel(recompute="reentrant")
+    partial = RoutedExperts(
+        ids=random_routes(model)[0].ids,
+        layers=[0, 1],
+        num_experts=EXPERTS,
+        recorded=torch.arange(ROWS) > 3,
+    )
+    blocks = [npu_replay.record(model), npu_replay.replay(model, [partial]), npu_replay.pin_recompute(model)]
+    for block in blocks:
+        with block:
+            run(model, 0)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+    assert len(blocks[0].routes) == 1
+    assert blocks[1].metrics()["rows_without_route"] == 4
+
+
+def test_a_shallow_copy_does_not_take_the_hooks_away() -> None:
+    model = ToyModel()
+    with npu_replay.record(model) as recording:
+        model(tokens(0))
+        copy.copy(model.layers[0].router)(tokens(1))
+        model(tokens(1))
+    assert len(recording.routes) == 2
+    assert hooks(model) == 0
+
+
+def test_what_is_no_model_and_no_list_of_routes_is_said_in_words() -> None:
+    model = ToyModel()
+    with npu_replay.record(model) as recording:
+        model(tokens())
+    for wrong, words in ((None, "takes a list"), (recording, "recording.routes was meant")):
+        with pytest.raises(MicroBatchError, match=words):
+            npu_replay.replay(model, wrong)
+    for wrong in (None, [model, "chunk"]):
+        with pytest.raises(RouterError, match="isn't a module"):
+            npu_replay.record(wrong)
+
+
+# observe
+
+
+def test_observe_shows_the_routers_own_choice_and_counts_no_copy() -> None:
+    model = ToyModel()
+    expected = record(model, 0, 1)
+    with npu_replay.observe(model) as observation:
+        model(tokens(0))
+        copy.deepcopy(model)(tokens(5))
+        model(tokens(1))
+    assert npu_replay.compare(observation.shown, expected).differing == 0
+    assert hooks(model) == 0
+
+
+def test_observe_is_never_empty_in_silence() -> None:
+    model = ToyModel()
+    with pytest.raises(MicroBatchError, match="nothing ran in this block"), npu_replay.observe(model):
+        model.layers[0](tokens())
+    model.layers[1].forward = lambda hidden: hidden
+    with pytest.raises(NoEffect, match=r"micro-batch 0, layer 1.*not called"), npu_replay.observe(model):
+        model(tokens())
+    block = npu_replay.observe(ToyModel())
+    with pytest.raises(ReplayError, match="complete when"):
+        _ = block.shown

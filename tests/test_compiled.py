@@ -1,0 +1,91 @@
+"""Compiled modules around a router: eager while any block is open, compiled again afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import npu_replay
+from npu_replay import compiled, routers
+from npu_replay.errors import RouterError
+from toys import ToyModel, ToyRouters, tokens
+
+
+@pytest.fixture(autouse=True)
+def toy_routers() -> Iterator[None]:
+    routers.register("toy", ToyRouters())
+    yield
+    routers.unregister("toy")
+
+
+def stance() -> str:
+    return torch._dynamo.eval_frame._stance.stance
+
+
+def compiled_model() -> ToyModel:
+    model = ToyModel()
+    model.compile(backend="eager")
+    model(tokens())
+    return model
+
+
+def test_blocks_that_overlap_keep_the_stance_until_the_last_one_ends() -> None:
+    one, two = compiled_model(), compiled_model()
+    first, second = npu_replay.record(one), npu_replay.record(two)
+    first.__enter__()
+    second.__enter__()
+    one(tokens())
+    first.__exit__(None, None, None)
+    assert stance() == "force_eager"
+    two(tokens())
+    second.__exit__(None, None, None)
+    assert stance() == "default"
+    assert first.routes[0].layers == second.routes[0].layers == (0, 1)
+
+
+def test_the_stance_is_the_processs_and_left_alone_where_no_router_is_compiled() -> None:
+    model = ToyModel()
+    with npu_replay.record(model):
+        assert stance() == "default"
+        model(tokens())
+
+
+def test_a_torch_without_stances_refuses_a_compiled_router_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.compiler, "set_stance")
+    model = ToyModel()
+    model.layers[1].compile(backend="eager")
+    with pytest.raises(RouterError, match=r"layers\.1: a compiled module contains a router.*torch 2\.6"):
+        npu_replay.record(model).__enter__()
+
+
+def test_a_compiled_wrapper_works_when_it_is_what_was_passed() -> None:
+    model = ToyModel()
+    with npu_replay.record(model) as plain:
+        model(tokens())
+    outer = torch.compile(model, backend="eager")
+    outer(tokens())
+    assert compiled.is_compiled(outer)
+    with npu_replay.record(outer) as recording:
+        outer(tokens())
+    assert recording.routes == plain.routes
+
+
+def test_a_compiled_wrapper_that_was_not_passed_is_never_wrong_in_silence() -> None:
+    """S1: its graph was made before the hooks, or has them traced into it."""
+    model = ToyModel()
+    with npu_replay.record(model) as plain:
+        model(tokens())
+    outer = torch.compile(model, backend="eager")
+    outer(tokens())
+    recording, said = npu_replay.record(model), ""
+    try:
+        with recording:
+            outer(tokens())
+    except npu_replay.ReplayError as error:
+        said = str(error)
+    if said:
+        assert "torch.compile" in said or "another module" in said
+    else:
+        assert recording.routes == plain.routes
