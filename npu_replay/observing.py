@@ -52,9 +52,9 @@ class Observation:
         for chunk, routers in enumerate(found):
             module = self._chunks[chunk]
             self._handles.append(module.register_forward_pre_hook(self._begins(chunk)))
-            self._handles.append(module.register_forward_hook(self._ends(chunk), always_call=True))
             for router in routers:
                 self._handles.append(router.module.register_forward_hook(self._reads(router, chunk)))
+            self._handles.append(module.register_forward_hook(self._ends(chunk), always_call=True))
         return self
 
     def __exit__(

@@ -158,10 +158,11 @@ class Session:
 
     def _attach(self) -> None:
         for chunk, module in enumerate(self._chunks):
+            # The chunk first: it may itself be the router, and its forward begins before its top-k.
+            self._hook(module, *_chunk_hooks(self, chunk))
             for router in self._routers[chunk]:
                 _sessions[id(router.module)] = self
                 self._hook(router.module, *_router_hooks(self, router, chunk))
-            self._hook(module, *_chunk_hooks(self, chunk))
 
     def _hook(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
         # The last thing before the forward and the first after it: other hooks' top-k isn't the router's.

@@ -623,6 +623,17 @@ def test_a_selective_checkpoint_never_keeps_our_own_operations(saved: str, holes
 # Odd but legitimate use
 
 
+def test_a_router_alone_is_a_model() -> None:
+    router = ToyModel().layers[0].router
+    with npu_replay.observe(router) as seen, npu_replay.record(router) as recording:
+        router(tokens(0)), router(tokens(1))
+    assert npu_replay.compare(seen.shown, recording.routes).differing == 0
+    routes = [one.take(torch.arange(ROWS).flip(0)) for one in recording.routes]
+    with npu_replay.observe(router) as seen, npu_replay.replay(router, routes):
+        router(tokens(0)), router(tokens(1))
+    assert npu_replay.compare(seen.shown, routes).differing == 0
+
+
 @pytest.mark.parametrize("kind", ["record", "pin_recompute"])
 def test_a_step_that_diverged_is_not_reported_as_ours(kind: str) -> None:
     model = ToyModel()
