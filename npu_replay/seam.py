@@ -149,10 +149,11 @@ class Call:
             )
 
         def own(rows: torch.Tensor | None = None) -> torch.Tensor:
-            with torch.no_grad():
-                asked = scores if rows is None else scores.index_select(0, rows)
-                ids: torch.Tensor = native(asked, *args[1:], **rest)[1]
-                return ids
+            asked = scores.detach()  # half the price of no_grad()
+            if rows is not None:
+                asked = asked.index_select(0, rows)
+            ids: torch.Tensor = native(asked, *args[1:], **rest)[1]
+            return ids
 
         if torch._C._len_torch_dispatch_stack():
             with _disable_current_modes():  # a selective checkpoint would keep our operations for its own
