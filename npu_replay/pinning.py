@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from npu_replay import seam
-from npu_replay.errors import RecomputeError, micro_batch
 from npu_replay.routers import Router
 from npu_replay.session import Key, Model, Session, narrowed
 from npu_replay.timeline import Forward
@@ -27,10 +26,6 @@ class Pinning(Session):
 
     name = "pin_recompute"
 
-    def __init__(self, model: Model) -> None:
-        super().__init__(model)
-        self._kept: dict[Key, torch.Tensor] = {}
-
     def _live(self, router: Router, forward: Forward, rows: int, device: torch.device) -> seam.Choose:
         key = router.label, forward.number
 
@@ -42,24 +37,7 @@ class Pinning(Session):
 
         return choose
 
-    def _again(self, router: Router, number: int, device: torch.device) -> torch.Tensor:
-        ids = self._kept.get((router.label, number))
-        if ids is None:
-            raise RecomputeError(
-                "this recompute was not foreseen when its forward ran, so its ids were not kept",
-                where=micro_batch(number, router.label),
-                cause="recomputing by other means than torch's checkpoint or a custom autograd Function",
-            )
-        return ids
-
-    def _clear(self) -> None:
-        super()._clear()
-        self._kept.clear()
-
-    def _forget(self, key: Key) -> None:
-        self._kept.pop(key, None)
-
     def _release(self, key: Key) -> None:
-        self._kept.pop(key, None)
+        super()._release(key)
         if not self._pending:
             self._timeline.forget()  # a block may last for a whole training run

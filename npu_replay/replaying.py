@@ -8,10 +8,10 @@ from typing import TypeAlias
 import torch
 
 from npu_replay import seam
-from npu_replay.errors import MicroBatchError, RecomputeError, RouterError, micro_batch
+from npu_replay.errors import MicroBatchError, RouterError, micro_batch
 from npu_replay.routed_experts import RoutedExperts
 from npu_replay.routers import Router
-from npu_replay.session import Key, Model, Session, narrowed
+from npu_replay.session import Model, Session, narrowed
 from npu_replay.timeline import Forward
 
 Staged: TypeAlias = "tuple[tuple[torch.Tensor, ...], torch.Tensor | None]"
@@ -55,7 +55,6 @@ class Replay(Session):
         self._routes = checked_routes(routes)
         self._missing = [_rows_without_route(one) for one in self._routes]
         self._staged: dict[int, Staged] = {}
-        self._kept: dict[Key, torch.Tensor] = {}
         self._live_mismatch = live_mismatch
         self._differing: torch.Tensor | int = 0
         self._compared = 0
@@ -155,28 +154,13 @@ class Replay(Session):
             del self._staged[number]  # what a recompute needs is kept by itself
 
     def _again(self, router: Router, number: int, device: torch.device) -> torch.Tensor:
-        ids = self._kept.get((router.label, number))
-        if ids is not None:
-            return ids
-        routes = self._routes[number]
-        if self._missing[number] is not None:
-            raise RecomputeError(
-                "this recompute was not foreseen when its forward ran, and not every row has a route",
-                where=micro_batch(number, router.label),
-                cause="recomputing by other means than torch's checkpoint or a custom autograd Function",
-            )
-        return routes.layer_ids(router.label).to(device, non_blocking=True)
+        if (router.label, number) in self._kept or self._missing[number] is not None:
+            return super()._again(router, number, device)
+        return self._routes[number].layer_ids(router.label).to(device, non_blocking=True)
 
     def _clear(self) -> None:
         super()._clear()
-        self._kept.clear()
         self._staged.clear()
-
-    def _forget(self, key: Key) -> None:
-        self._kept.pop(key, None)
-
-    def _release(self, key: Key) -> None:
-        self._kept.pop(key, None)
 
     def _count_differing(
         self, theirs: torch.Tensor, ours: torch.Tensor, routes: RoutedExperts, missing: torch.Tensor | None

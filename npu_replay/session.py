@@ -68,9 +68,10 @@ class Session:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._stance: AbstractContextManager[None] | None = None
         self._flags: dict[Key, torch.Tensor] = {}
-        self._unreached: dict[Key, Router] = {}
+        self._unreached: set[Key] = set()
         self._pending: dict[Key, weakref.ref[Any]] = {}
         self._recomputed: set[Key] = set()
+        self._kept: dict[Key, torch.Tensor] = {}
         self._calls = _Calls()
         self._seconds = 0.0
         self._state = "new"
@@ -89,20 +90,29 @@ class Session:
 
     def _again(self, router: Router, number: int, device: torch.device) -> torch.Tensor:
         """The effective ids [rows, topk] of an earlier call of the router, for its recompute."""
-        raise NotImplementedError
+        ids = self._kept.get((router.label, number))
+        if ids is None:
+            raise RecomputeError(
+                "this recompute was not foreseen when its forward ran, so its ids were not kept",
+                where=micro_batch(number, router.label),
+                cause="recomputing by other means than torch's checkpoint or a custom autograd Function",
+            )
+        return ids
 
     def _forget(self, key: Key) -> None:
         """The forward of this call raised: drop what was kept."""
+        self._kept.pop(key, None)
 
     def _release(self, key: Key) -> None:
         """The graph of this call is gone: drop what was kept for its recompute."""
+        self._kept.pop(key, None)
 
     def _finish(self) -> None:
         """The body ended without an exception."""
 
     def _clear(self) -> None:
         """The block is over: keep neither the model nor ids that only a recompute would want."""
-        for kept in (self._flags, self._unreached, self._pending, self._routers, self._chunks):
+        for kept in (self._flags, self._unreached, self._pending, self._kept, self._routers, self._chunks):
             kept.clear()
 
     # The block
@@ -206,9 +216,10 @@ class Session:
                 self._drop((layer, forward.number))
 
     def _drop(self, key: Key) -> None:
-        for kept in (self._flags, self._unreached, self._pending):
+        for kept in (self._flags, self._pending):
             kept.pop(key, None)
-        self._recomputed.discard(key)
+        for noted in (self._unreached, self._recomputed):
+            noted.discard(key)
         self._forget(key)
 
     # The routers' hooks
@@ -221,7 +232,7 @@ class Session:
         else:
             forward = self._timeline.live(chunk)
             self._check_first_call(router, forward)
-            forward.called[router.label] = rows
+            forward.called.add(router.label)
             verify = forward.number == 0
             key = router.label, forward.number
             checkpoint = self._timeline.checkpoint(forward)
@@ -250,7 +261,7 @@ class Session:
             return
         key = router.label, self._timeline.live(chunk).number
         if call.ids is None:
-            self._unreached[key] = router
+            self._unreached.add(key)
         elif call.suspect is not None:
             self._flags[key] = _effect(router, call, call.ids, call.suspect, output)
 

@@ -34,8 +34,8 @@ class Forward:
     grad: bool
     enclosing: Any
     handling: BaseException | None
-    called: dict[int, int] = field(default_factory=dict)
-    """Rows by layer label, of the routers called so far."""
+    called: set[int] = field(default_factory=set)
+    """Layer labels of the routers called so far."""
 
 
 class _Reruns(threading.local):
