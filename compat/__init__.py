@@ -4,6 +4,6 @@ Importing this package imports no product. A module says what it probes, what it
 undone, in that order.
 """
 
-from npu_replay.compat import cpu, megatron, patching, probe, transformers
+from npu_replay.compat import cpu, megatron, megatron_layout, patching, probe, transformers
 
-__all__ = ["cpu", "megatron", "patching", "probe", "transformers"]
+__all__ = ["cpu", "megatron", "megatron_layout", "patching", "probe", "transformers"]

@@ -128,26 +128,49 @@ def _lend_torch(patches: Patches) -> None:
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """The factory, with device="cuda" read as the CPU."""
+    """The factory, with device="cuda" read as the CPU, and no pinned memory, which only a device has."""
 
     def build(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
         if device is not None and str(device).startswith("cuda"):
             kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return build
 
 
 def _lend_distributed(patches: Patches) -> None:
-    native = dist.all_to_all_single
+    exchange, gather, scatter = dist.all_to_all_single, dist.all_gather, dist.reduce_scatter
 
     def all_to_all_single(
         output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **kwargs: Any
     ) -> Any:
-        return native(output, input, _list(output_split_sizes), _list(input_split_sizes), **kwargs)
+        return exchange(output, input, _list(output_split_sizes), _list(input_split_sizes), **kwargs)
+
+    def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+        if len({len(one) for one in tensor_list}) == 1:
+            return gather(tensor_list, tensor, group, async_op)
+        padded = tensor.new_zeros(max(map(len, tensor_list)), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        whole = [torch.empty_like(padded) for _ in tensor_list]
+        gather(whole, padded, group)
+        for one, found in zip(tensor_list, whole, strict=True):
+            one.copy_(found[: len(one)])
+        return None
+
+    def reduce_scatter(output: Any, input_list: Any, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        if len({len(one) for one in input_list}) == 1:
+            return scatter(output, input_list, *args, group=group, **kwargs)
+        total = torch.cat(tuple(input_list))
+        dist.all_reduce(total, group=group)
+        output.copy_(total.split([len(one) for one in input_list])[dist.get_rank(group)])
+        return None
 
     patches.set(dist, "all_to_all_single", all_to_all_single, "gloo wants split sizes as a list of int")
+    why = "gloo wants all ranks' parts equally long"
+    patches.set(dist, "all_gather", all_gather, why)
+    patches.set(dist, "reduce_scatter", reduce_scatter, why)
 
 
 def _list(sizes: Any) -> list[int] | None:

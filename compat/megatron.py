@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from npu_replay.compat import megatron_layout
 from npu_replay.errors import NoEffect, RouterError
-from npu_replay.routers import Router
+from npu_replay.routers import Router, RouterKind
+from npu_replay.seam import least_positive
 
 _ROUTER_MODULE = "megatron.core.transformer.moe.router"
 _GRAPH_FLAGS = ("enable_cuda_graph", "external_cuda_graph")
 
 
-class MegatronRouters:
+class MegatronRouters(RouterKind):
     """Recognises Megatron's routers. Imports nothing: a model can only hold one if it is imported."""
 
     def describe(self, module: nn.Module, path: str) -> Router | None:
@@ -34,6 +36,7 @@ class MegatronRouters:
             )
         config: Any = module.config
         _refuse_graphs(config, path)
+        _refuse_overlap(config, path)
         number: Any = module.layer_number
         return Router(
             module=module,
@@ -45,7 +48,12 @@ class MegatronRouters:
             masks=bool(config.moe_router_group_topk),
             gathers=_gathered_ranks(config),
             bypass=_bypass(config),
+            mend=_without_exact_zeros if config.moe_token_dispatcher_type == "flex" else None,
         )
+
+    def is_dense_stage(self, chunk: nn.Module) -> bool:
+        """A stage of an MoE model's pipeline whose layers are all dense by its config."""
+        return megatron_layout.is_dense_stage(chunk)
 
 
 def _drops(config: Any) -> bool:
@@ -73,6 +81,15 @@ def _pair(output: object) -> tuple[torch.Tensor, torch.Tensor]:
         got=type(output).__name__,
         cause="a fork of Megatron-core whose router returns something else",
     )
+
+
+def _without_exact_zeros(output: object, ids: torch.Tensor) -> object:
+    """Lift probabilities that underflowed to zero: DeepEP's dispatcher finds the experts by a top-k over
+    the probabilities, so a chosen expert with an exact zero would lose its place to one that nobody chose."""
+    probs, routing_map = _pair(output)
+    chosen = torch.zeros_like(routing_map).scatter(1, ids, True) & routing_map
+    lifted = probs.masked_fill(chosen & (probs == 0), least_positive(probs.dtype))
+    return lifted, *output[1:]  # type: ignore[index]
 
 
 def _gathered_ranks(config: Any) -> int:
@@ -103,6 +120,18 @@ def _refuse_graphs(config: Any, path: str) -> None:
             expected="no graph capture around the router",
             got=", ".join(flags),
             cause="the model's config; capture the attention alone, or train without graphs",
+        )
+
+
+def _refuse_overlap(config: Any, path: str) -> None:
+    """Combined 1F1B runs pieces of layers of two micro-batches in turn and never calls the model."""
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        raise RouterError(
+            "the schedule runs the layers past the model's __call__, so micro-batches can't be told apart",
+            where=path,
+            expected="overlap_moe_expert_parallel_comm=False",
+            got="overlap_moe_expert_parallel_comm=True",
+            cause="the model's config; combined 1F1B calls build_schedule_plan() instead of the model",
         )
 
 

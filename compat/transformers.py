@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from npu_replay.errors import NoEffect, RouterError
-from npu_replay.routers import Router
+from npu_replay.routers import Router, RouterKind
 
 _PACKAGES = ("transformers.models.", "transformers_modules.")  # the second: code that came with a checkpoint
 _ROUTER_NAME = re.compile(r"(Router|Gate|Gating)$")
@@ -28,7 +28,7 @@ _EXPERTS = ("num_experts", "n_routed_experts", "moe_num_experts")
 _GROUPS = ("num_group", "n_group", "num_expert_groups")
 
 
-class TransformersRouters:
+class TransformersRouters(RouterKind):
     """Recognises router modules; refuses by name every other way of choosing experts."""
 
     def describe(self, module: nn.Module, path: str) -> Router | None:

@@ -9,11 +9,14 @@ Importing this imports no framework.
 """
 
 from npu_replay import compat
+from npu_replay.collecting import collect
+from npu_replay.decoder_layers import DecoderLayers
 from npu_replay.errors import ReplayError
 from npu_replay.fingerprint import fingerprint
 from npu_replay.layout import TokenLayout
 from npu_replay.mismatch import compare
 from npu_replay.observing import observe
+from npu_replay.parallel_layout import ParallelLayout, register_reader
 from npu_replay.pinning import pin_recompute
 from npu_replay.recording import record
 from npu_replay.replaying import replay
@@ -24,9 +27,12 @@ from npu_replay.routers import register
 __version__ = "0.1.0"
 
 __all__ = [
+    "DecoderLayers",
+    "ParallelLayout",
     "ReplayError",
     "RoutedExperts",
     "TokenLayout",
+    "collect",
     "compare",
     "compat",
     "fingerprint",
@@ -40,3 +46,4 @@ __all__ = [
 
 register("megatron-core", compat.megatron.MegatronRouters())
 register("transformers", compat.transformers.TransformersRouters())
+register_reader("megatron-core", compat.megatron_layout.read)

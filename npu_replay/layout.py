@@ -6,30 +6,57 @@ Routes ride the same road as the tokens: one index `row -> packed token or none`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal
+from itertools import accumulate, pairwise
+from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 
-from npu_replay.errors import MicroBatchError
+from npu_replay.errors import MicroBatchError, ReplayError
+from npu_replay.parallel_layout import Context, ParallelLayout
 from npu_replay.routed_experts import RoutedExperts
+
+Order: TypeAlias = Literal["sequence", "batch"]
+"""How [batch, sequence] is flattened: sequence-major as Megatron's routers see it (s*b), or batch-major as
+those of Hugging Face do (b*s)."""
+
+_ALONE = ParallelLayout()
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
 class TokenLayout:
-    """For one micro-batch: the packed token in each row of the router.
+    """For one rank and micro-batch: the packed token in each row of the router.
 
     Attributes:
         rows: int64 [rows], the packed token, or -1 for padding.
         lengths: tokens of each sequence.
         fingerprints: of each sequence's tokens, if they are to be checked.
+
+    Raises:
+        MicroBatchError: rows that are no tokens of these sequences, or hold a token twice.
     """
 
     rows: torch.Tensor
     lengths: tuple[int, ...]
     fingerprints: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", torch.as_tensor(self.rows).detach().cpu().to(torch.int64))
+        object.__setattr__(self, "lengths", _sizes(self.lengths))
+        if self.fingerprints is not None:
+            object.__setattr__(self, "fingerprints", tuple(self.fingerprints))
+            if len(self.fingerprints) != len(self.lengths):
+                raise MicroBatchError(
+                    "another number of fingerprints than sequences",
+                    expected=len(self.lengths),
+                    got=len(self.fingerprints),
+                )
+        _check_rows(self.rows, sum(self.lengths))
 
     @classmethod
     def padded(
@@ -38,56 +65,205 @@ class TokenLayout:
         length: int | None = None,
         *,
         side: Literal["right", "left"] = "right",
-        order: Literal["sequence", "batch"] = "sequence",
+        order: Order = "sequence",
+        align: int | None = None,
+        context: Context = "zigzag",
+        parallel: ParallelLayout | None = None,
         fingerprints: Sequence[int] | None = None,
     ) -> TokenLayout:
         """The layout of a padded batch [batch, length].
 
         Args:
             lengths: tokens of each sequence.
-            length: what they are padded to; the longest when not given.
+            length: what they are padded to, before any rank takes its part. When not given: the longest,
+                rounded up to a multiple of `align`.
             side: where the padding is.
-            order: "sequence" flattens sequence-major, as Megatron's routers see it (s*b); "batch"
-                batch-major, as those of Hugging Face do (b*s).
+            order: "sequence" for Megatron's routers (s*b), "batch" for those of Hugging Face (b*s).
+            align: see `length`; when not given, the least that `parallel` requires.
+            context: how context parallelism cuts the sequence dimension.
+            parallel: which rank this is of how many; when not given, the only one.
             fingerprints: one for each sequence, held against those of the routes.
-        """
-        sizes = tuple(int(size) for size in lengths)
-        if fingerprints is not None and len(fingerprints) != len(sizes):
-            raise MicroBatchError(
-                "another number of fingerprints than sequences", expected=len(sizes), got=len(fingerprints)
-            )
-        longest = max(sizes, default=0) if length is None else int(length)
-        if any(size < 0 or size > longest for size in sizes):
-            raise MicroBatchError(
-                "a sequence is longer than what the batch is padded to", expected=f"<= {longest}", got=sizes
-            )
-        grid = torch.full((len(sizes), longest), -1, dtype=torch.int64)
-        first = 0
-        for row, size in enumerate(sizes):
-            start = 0 if side == "right" else longest - size
-            grid[row, start : start + size] = torch.arange(first, first + size)
-            first += size
-        rows = (grid.T if order == "sequence" else grid).reshape(-1)
-        return cls(rows, sizes, None if fingerprints is None else tuple(fingerprints))
 
-    def gather(self, batch: Sequence[RoutedExperts]) -> RoutedExperts:
+        Raises:
+            MicroBatchError: a sequence that is longer than `length`, or a length that can't be cut evenly.
+        """
+        parallel = parallel or _ALONE
+        sizes = _sizes(lengths)
+        if length is None:
+            length = _rounded(max(sizes, default=0), _alignment(align, parallel, context))
+        if any(size > length for size in sizes):
+            raise MicroBatchError(
+                "a sequence is longer than what the batch is padded to", expected=f"<= {length}", got=sizes
+            )
+        grid = torch.full((len(sizes), length), -1, dtype=torch.int64)
+        for row, (first, size) in enumerate(zip(_starts(sizes), sizes, strict=True)):
+            start = 0 if side == "right" else length - size
+            grid[row, start : start + size] = torch.arange(first, first + size)
+        here = _context_cut(grid, parallel, context, "the padded length")
+        return cls(_flattened(here, order, parallel), sizes, _optional(fingerprints))
+
+    @classmethod
+    def packed(
+        cls,
+        lengths: Sequence[int],
+        *,
+        align: int | None = None,
+        padded_lengths: Sequence[int] | None = None,
+        align_end: int = 1,
+        context: Context = "zigzag",
+        parallel: ParallelLayout | None = None,
+        fingerprints: Sequence[int] | None = None,
+    ) -> TokenLayout:
+        """The layout of packed sequences (thd): one after the other, each padded on the right.
+
+        Args:
+            lengths: tokens of each sequence.
+            align: each is padded to a multiple of this; when not given, the least that `parallel` requires.
+            padded_lengths: what each is padded to, instead of `align` (the differences of
+                cu_seqlens_padded).
+            align_end: the rank's stream is padded at its end to a multiple of this.
+            context: "zigzag" cuts every sequence into two chunks a rank; "contiguous" cuts the whole stream
+                into one piece a rank, after padding its end.
+            parallel: which rank this is of how many; when not given, the only one.
+            fingerprints: one for each sequence, held against those of the routes.
+
+        Raises:
+            MicroBatchError: a padded length that is too short or can't be cut evenly.
+        """
+        parallel = parallel or _ALONE
+        sizes = _sizes(lengths)
+        padded = _padded_sizes(sizes, _alignment(align, parallel, context), padded_lengths)
+        pieces = []
+        for number, (first, size, room) in enumerate(zip(_starts(sizes), sizes, padded, strict=True)):
+            slots = torch.full((room,), -1, dtype=torch.int64)
+            slots[:size] = torch.arange(first, first + size)
+            if context == "zigzag":
+                slots = _context_cut(slots, parallel, context, f"sequence {number}")
+            pieces.append(slots)
+        stream = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
+        if context == "zigzag":
+            here = _end_padded(stream, align_end)
+        else:
+            stream = _end_padded(stream, align_end * parallel.context_pieces(context))
+            here = _context_cut(stream, parallel, context, "the whole stream")
+        return cls(_sequence_slice(here, parallel), sizes, _optional(fingerprints))
+
+    @classmethod
+    def from_probe(
+        cls,
+        fn: Callable[[list[torch.Tensor]], Any],
+        lengths: Sequence[int],
+        *,
+        order: Order = "sequence",
+        parallel: ParallelLayout | None = None,
+        fingerprints: Sequence[int] | None = None,
+    ) -> TokenLayout:
+        """Read the layout off the caller's own preprocessing, by pushing token numbers through it.
+
+            layout = TokenLayout.from_probe(lambda sequences: preprocess(sequences)["input_ids"], lengths)
+
+        Args:
+            fn: takes one int64 tensor a sequence, numbers in the place of token ids, and returns what
+                this rank's model is fed: [rows], [1, rows] or [batch, sequence]. It is called twice, with
+                other numbers. What it returns beside them is padding.
+            lengths: tokens of each sequence.
+            order: how the model flattens [batch, sequence].
+            parallel: the sequence-parallel slice is taken here, since the model takes it after its embedding.
+                (Context parallelism is `fn`'s own business.)
+            fingerprints: one for each sequence, held against those of the routes.
+
+        Raises:
+            MicroBatchError: `fn` returns something else, a token twice, or another layout the second time.
+        """
+        sizes = _sizes(lengths)
+        once, again = (_probed(fn, sizes, turned) for turned in (False, True))
+        if once.shape != again.shape or not torch.equal(once, again):
+            raise MicroBatchError(
+                "the preprocessing puts the same tokens into other rows the second time",
+                expected="a layout that depends on the lengths alone",
+                got=f"shape {list(once.shape)}, then {list(again.shape)}",
+                cause="a shuffle, or code that looks at the token ids (a mask of ids != pad, sorting)",
+            )
+        if once.dim() == 1:
+            rows = _sequence_slice(once, parallel or _ALONE)
+        else:
+            rows = _flattened(once, order, parallel or _ALONE)
+        return cls(rows, sizes, _optional(fingerprints))
+
+    def gather(
+        self,
+        batch: Sequence[RoutedExperts | None],
+        *,
+        layers: Sequence[int] | None = None,
+        on_bad_route: Literal["error", "native"] = "error",
+        ceiling: float = 0.01,
+    ) -> RoutedExperts:
         """The routes in the router's rows, from one RoutedExperts a sequence.
 
         A sequence may have one row fewer than tokens: the last token is never fed to the rollout engine,
         so it has no route. Padding has none either.
 
+        Args:
+            batch: one a sequence; with on_bad_route="native" also None, for a sequence without routes.
+            layers: only these decoder layers (`ParallelLayout.moe_layers`); all when not given.
+            on_bad_route: "native" lets the router choose for a sequence whose routes can't be used, and logs
+                how many there were; see `bad_routes`.
+            ceiling: the share of sequences up to which it may.
+
         Raises:
-            MicroBatchError: another number of sequences or of tokens, or another sequence's routes.
+            MicroBatchError: another number of sequences or of tokens, another sequence's routes, or too many
+                bad ones.
+        """
+        if on_bad_route not in ("error", "native"):
+            raise MicroBatchError(
+                "unknown on_bad_route", expected="'error' or 'native'", got=repr(on_bad_route)
+            )
+        bad = self.bad_routes(batch, layers=layers)
+        if bad:
+            self._tolerate(bad, on_bad_route, ceiling)
+        good = {n: routes for n, routes in enumerate(batch) if routes is not None and n not in bad}
+        if not good:
+            raise next(iter(bad.values()), MicroBatchError("an empty batch", expected=">= 1 sequence", got=0))
+        if layers is not None:
+            good = {number: routes.only(layers) for number, routes in good.items()}
+        return RoutedExperts.concat(list(good.values())).take(self._rows_in(good))
+
+    def bad_routes(
+        self, batch: Sequence[RoutedExperts | None], *, layers: Sequence[int] | None = None
+    ) -> dict[int, ReplayError]:
+        """The sequences whose routes can't be used, and why each can't.
+
+        Raises:
+            MicroBatchError: another number of sequences than the layout has.
         """
         if len(batch) != len(self.lengths):
             raise MicroBatchError(
-                "another number of sequences than the layout has", expected=len(self.lengths), got=len(batch)
+                "another number of sequences than the layout has",
+                expected=len(self.lengths),
+                got=len(batch),
+                cause="a batch that was cut or merged after its layout was made",
             )
-        packed = RoutedExperts.concat([self._whole(number, routes) for number, routes in enumerate(batch)])
-        return packed.take(self.rows)
+        kinds = Counter(_kind(routes, layers) for routes in batch if isinstance(routes, RoutedExperts))
+        usual = kinds.most_common(1)[0][0] if kinds else None
+        found = {}
+        for number, routes in enumerate(batch):
+            error = self._problem(number, routes, layers, usual)
+            if error is not None:
+                found[number] = error
+        return found
 
     def scatter(self, routes: RoutedExperts) -> list[RoutedExperts]:
-        """One RoutedExperts a sequence, from the router's rows; the inverse of `gather`."""
+        """One RoutedExperts a sequence, from the router's rows; the inverse of `gather`.
+
+        A token without a row here (another rank has it) is not recorded.
+
+        Raises:
+            MicroBatchError: another number of rows than the layout has.
+        """
+        return self.sequences(self.packed_rows(routes))
+
+    def packed_rows(self, routes: RoutedExperts) -> RoutedExperts:
+        """The routes in packed order, one row a token, from the router's rows."""
         if len(routes) != len(self.rows):
             raise MicroBatchError(
                 "the routes have another number of rows than the layout",
@@ -98,38 +274,263 @@ class TokenLayout:
         row_of = torch.full((sum(self.lengths),), -1, dtype=torch.int64)
         filled = self.rows >= 0
         row_of[self.rows[filled]] = filled.nonzero()[:, 0]
-        return [routes.take(row_of[a:b]) for a, b in self._spans()]
+        return routes.take(row_of)
 
-    def _spans(self) -> list[tuple[int, int]]:
-        ends = torch.tensor((0, *self.lengths)).cumsum(0).tolist()
-        return list(pairwise(ends))
+    def sequences(self, packed: RoutedExperts) -> list[RoutedExperts]:
+        """Packed routes cut into sequences, each with its fingerprint."""
+        marks = self.fingerprints or (None,) * len(self.lengths)
+        spans = pairwise((*_starts(self.lengths), sum(self.lengths)))
+        return [packed.sequence(a, b, mark) for (a, b), mark in zip(spans, marks, strict=True)]
 
-    def _whole(self, number: int, routes: RoutedExperts) -> RoutedExperts:
-        """The routes of one sequence, with a row for its last token."""
-        size = self.lengths[number]
-        if not isinstance(routes, RoutedExperts):
+    def _tolerate(self, bad: dict[int, ReplayError], on_bad_route: str, ceiling: float) -> None:
+        number, error = next(iter(bad.items()))
+        if on_bad_route == "error":
+            raise error
+        if len(bad) > ceiling * len(self.lengths):
             raise MicroBatchError(
+                f"{len(bad)} of {len(self.lengths)} sequences have routes that can't be used",
+                expected=f"at most {ceiling:.1%} of them",
+                got=f"{len(bad) / len(self.lengths):.1%}, the first of them: {error}",
+                cause="a fault of the rollout engine or of the decoder, not of single samples",
+            ) from error
+        _log.warning(
+            "[npu_replay] the router chooses for %d of %d sequences without usable routes; sequence %d: %s",
+            len(bad),
+            len(self.lengths),
+            number,
+            error.problem,
+        )
+
+    def _rows_in(self, good: dict[int, RoutedExperts]) -> torch.Tensor:
+        """The layout's rows as an index into the good sequences' routes, one after the other."""
+        if tuple(map(len, good.values())) == self.lengths:
+            return self.rows
+        place = torch.full((sum(self.lengths) + 1,), -1, dtype=torch.int64)  # the last for rows of padding
+        starts = _starts(self.lengths)
+        first = 0
+        for number, routes in good.items():
+            place[starts[number] : starts[number] + len(routes)] = torch.arange(first, first + len(routes))
+            first += len(routes)
+        return place[self.rows]
+
+    def _problem(
+        self, number: int, routes: object, layers: Sequence[int] | None, usual: object
+    ) -> ReplayError | None:
+        """Why the routes of one sequence can't be used; None if they can."""
+        where, size = f"sequence {number}", self.lengths[number]
+        if not isinstance(routes, RoutedExperts):
+            return MicroBatchError(
                 "this isn't RoutedExperts",
-                where=f"sequence {number}",
+                where=where,
                 expected="RoutedExperts",
-                got=type(routes),
+                got=type(routes).__name__,
+                cause="a sample that was aborted, or whose routes were dropped on the way"
+                if routes is None
+                else "",
             )
         if len(routes) not in (size, size - 1):
-            raise MicroBatchError(
+            return MicroBatchError(
                 "the routes have another number of tokens than the sequence",
-                where=f"sequence {number}",
+                where=where,
                 expected=f"{size} (or {size - 1}: the last token has no route)",
                 got=len(routes),
                 cause="a response that was cut after the rollout, or routes of another sequence",
             )
         if self.fingerprints is not None and routes.fingerprint not in (None, self.fingerprints[number]):
-            raise MicroBatchError(
+            return MicroBatchError(
                 "the routes belong to other tokens",
-                where=f"sequence {number}",
+                where=where,
                 expected=f"fingerprint {self.fingerprints[number]:#018x}",
                 got=f"{routes.fingerprint:#018x}",
                 cause="retokenised text, a shuffled batch, or parts merged in another order",
             )
-        at = torch.arange(size)
-        at[len(routes) :] = -1
-        return routes.take(at)
+        lacking = [layer for layer in layers or () if layer not in routes.layers]
+        if lacking:
+            return MicroBatchError(
+                f"nobody recorded decoder layer {lacking[0]}",
+                where=where,
+                expected=f"layers {list(layers or ())}",
+                got=list(routes.layers),
+                cause="routes of another pipeline stage, or counted over the MoE layers only where the model "
+                "has dense layers too",
+            )
+        if _kind(routes, layers) != usual:
+            return MicroBatchError(
+                "these routes differ from the others in the batch",
+                where=where,
+                expected=f"(layers, top-k, experts) {usual}",
+                got=_kind(routes, layers),
+                cause="routes of different models, or of engines that report other columns",
+            )
+        return None
+
+
+def _kind(routes: RoutedExperts, layers: Sequence[int] | None) -> object:
+    """What all sequences of a batch have to agree in."""
+    return routes.layers if layers is None else tuple(layers), routes.topk, routes.num_experts
+
+
+def _optional(fingerprints: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if fingerprints is None else tuple(fingerprints)
+
+
+def _sizes(lengths: Sequence[int]) -> tuple[int, ...]:
+    sizes = tuple(int(size) for size in lengths)
+    if any(size < 0 for size in sizes):
+        raise MicroBatchError("a sequence has a negative length", expected=">= 0", got=sizes)
+    return sizes
+
+
+def _starts(sizes: tuple[int, ...]) -> list[int]:
+    """The first packed token of each sequence."""
+    return list(accumulate(sizes[:-1], initial=0)) if sizes else []
+
+
+def _rounded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _alignment(align: int | None, parallel: ParallelLayout, context: Context) -> int:
+    least = parallel.alignment(context)
+    if align is None:
+        return least
+    if align < 1:
+        raise MicroBatchError("nothing can be padded to a multiple of this", expected=">= 1", got=align)
+    return align
+
+
+def _padded_sizes(
+    sizes: tuple[int, ...], align: int, padded_lengths: Sequence[int] | None
+) -> tuple[int, ...]:
+    if padded_lengths is None:
+        return tuple(_rounded(size, align) for size in sizes)
+    padded = _sizes(padded_lengths)
+    if len(padded) != len(sizes) or any(room < size for room, size in zip(padded, sizes, strict=True)):
+        raise MicroBatchError(
+            "padded_lengths don't add up with the lengths",
+            expected=f"{len(sizes)} numbers, none below {sizes}",
+            got=padded,
+            cause="cu_seqlens_padded of another micro-batch",
+        )
+    return padded
+
+
+def _end_padded(stream: torch.Tensor, multiple: int) -> torch.Tensor:
+    if multiple < 1:
+        raise MicroBatchError("nothing can be padded to a multiple of this", expected=">= 1", got=multiple)
+    lacking = _rounded(len(stream), multiple) - len(stream)
+    return torch.cat([stream, torch.full((lacking,), -1, dtype=torch.int64)])
+
+
+def _context_cut(slots: torch.Tensor, parallel: ParallelLayout, context: Context, what: str) -> torch.Tensor:
+    """This rank's part of the last dimension."""
+    pieces = parallel.context_pieces(context)
+    if pieces == 1:
+        return slots
+    _check_even(slots.shape[-1], pieces, what, f"context parallel {parallel.cp}, {context}")
+    first = parallel.cp_rank
+    mine = [first] if context == "contiguous" else [first, pieces - 1 - first]
+    cut = slots.reshape(*slots.shape[:-1], pieces, slots.shape[-1] // pieces)
+    return cut[..., mine, :].flatten(-2)
+
+
+def _flattened(grid: torch.Tensor, order: Order, parallel: ParallelLayout) -> torch.Tensor:
+    """[batch, sequence] in the order of the router's rows, and of these this rank's slice."""
+    if order == "sequence":
+        return _sequence_slice(grid.T, parallel).reshape(-1)
+    if order != "batch":
+        raise MicroBatchError("unknown order", expected="'sequence' or 'batch'", got=repr(order))
+    if parallel.slices_rows > 1:
+        raise MicroBatchError(
+            "sequence parallelism slices sequence-major rows",
+            expected="order='sequence'",
+            got="order='batch'",
+        )
+    return grid.reshape(-1)
+
+
+def _sequence_slice(rows: torch.Tensor, parallel: ParallelLayout) -> torch.Tensor:
+    """The sequence-parallel rank's slice along the first dimension."""
+    parts = parallel.slices_rows
+    if parts == 1:
+        return rows
+    _check_even(rows.shape[0], parts, "what this rank has of the sequence", f"sequence parallel {parts}")
+    size = rows.shape[0] // parts
+    return rows[parallel.tp_rank * size : (parallel.tp_rank + 1) * size]
+
+
+def _check_even(size: int, parts: int, what: str, why: str) -> None:
+    if size % parts:
+        raise MicroBatchError(
+            f"{what} can't be cut evenly ({why})",
+            expected=f"a multiple of {parts}",
+            got=size,
+            cause="padding to another multiple than the trainer's: align= or length= is what it pads to",
+        )
+
+
+def _check_rows(rows: torch.Tensor, tokens: int) -> None:
+    if rows.dim() != 1:
+        raise MicroBatchError("the rows of a layout are a flat list", expected="[rows]", got=list(rows.shape))
+    held = rows[rows >= 0]
+    if len(rows) and (int(rows.min()) < -1 or int(rows.max()) >= tokens):
+        raise MicroBatchError(
+            "the layout has a row for a token that isn't there",
+            expected=f"-1 to {tokens - 1}: the lengths add up to {tokens} tokens",
+            got=f"{int(rows.min())} to {int(rows.max())}",
+            cause="lengths of another micro-batch",
+        )
+    counts = torch.bincount(held, minlength=1)
+    if int(counts.max()) > 1:
+        token = int(counts.argmax())
+        raise MicroBatchError(
+            "the layout overlaps itself: a token sits in two rows",
+            where=f"token {token}, rows {(rows == token).nonzero()[:, 0].tolist()}",
+            expected="each token in one row at most",
+            got=int(counts.max()),
+            cause="padding that repeats a token, or slices of two ranks in one layout",
+        )
+
+
+_FIRST_NUMBER = 1 << 24
+"""Token numbers begin here when they are pushed through preprocessing: above any vocabulary's ids, so that a
+padding id isn't taken for one, and within int32 with 2 billion tokens."""
+
+
+def _probed(fn: Callable[[list[torch.Tensor]], Any], sizes: tuple[int, ...], turned: bool) -> torch.Tensor:
+    """The packed token in each place of what `fn` returns, -1 elsewhere. `turned`: counted backwards."""
+    tokens = sum(sizes)
+    last = _FIRST_NUMBER + 2 * tokens
+    numbers = torch.arange(tokens)
+    numbers = last - numbers if turned else _FIRST_NUMBER + numbers
+    made = fn([one.clone() for one in torch.split(numbers, list(sizes))])
+    if isinstance(made, (list, tuple)) and all(isinstance(one, int) for one in made):
+        made = torch.tensor(made)
+    if isinstance(made, np.ndarray):
+        made = torch.from_numpy(made.astype(np.int64) if made.dtype.kind in "iu" else made)
+    if not isinstance(made, torch.Tensor) or made.dtype not in (torch.int32, torch.int64) or made.is_nested:
+        raise MicroBatchError(
+            "the preprocessing returns something else than token ids",
+            expected="an integer tensor, as the model is fed",
+            got=f"{made.dtype} tensor" if isinstance(made, torch.Tensor) else type(made).__name__,
+            cause="fn returns a batch or a mask: pick input_ids",
+        )
+    made = made.detach().cpu().to(torch.int64)
+    if made.dim() == 2 and made.shape[0] == 1:
+        made = made[0]
+    if made.dim() not in (1, 2):
+        raise MicroBatchError(
+            "the preprocessing returns another shape than a model is fed",
+            expected="[rows], [1, rows] or [batch, sequence]",
+            got=list(made.shape),
+        )
+    found = last - made if turned else made - _FIRST_NUMBER
+    found = torch.where((found >= 0) & (found < tokens), found, -1)
+    if tokens and made.numel() and not bool((found >= 0).any()):
+        raise MicroBatchError(
+            "none of the token numbers came out of the preprocessing",
+            expected="the numbers that it was given, in the places of the token ids",
+            got=f"{made.numel()} values from {int(made.min())} to {int(made.max())}",
+            cause="fn tokenises, embeds or uses other data than its argument; or this rank has only padding",
+        )
+    return found

@@ -15,9 +15,8 @@ from torch import nn
 
 from npu_replay.errors import MicroBatchError, NoEffect, ReplayError, micro_batch
 from npu_replay.recompute import in_backward
-from npu_replay.routed_experts import RoutedExperts, narrow_dtype
-from npu_replay.routers import Router, find
-from npu_replay.session import Model, chunks_of
+from npu_replay.routed_experts import RoutedExperts, narrow_dtype, without_layers
+from npu_replay.routers import Model, Router, chunks_of, find
 from npu_replay.timeline import Timeline
 
 
@@ -111,6 +110,8 @@ class Observation:
         return after
 
     def _micro_batch(self, number: int) -> RoutedExperts:
+        if not self._routers:
+            return without_layers()
         routers = sorted(self._routers, key=lambda router: router.label)
         for router in routers:
             if (router.label, number) not in self._seen:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from npu_replay import seam
-from npu_replay.routers import Router
-from npu_replay.session import Key, Model, Session, narrowed
+from npu_replay.routers import Model, Router
+from npu_replay.session import Key, Session, narrowed
 from npu_replay.timeline import Forward
 
 

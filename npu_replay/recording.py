@@ -6,9 +6,9 @@ import torch
 
 from npu_replay import seam
 from npu_replay.errors import ReplayError, RouterError, micro_batch
-from npu_replay.routed_experts import RoutedExperts
-from npu_replay.routers import Router
-from npu_replay.session import Key, Model, Session, narrowed
+from npu_replay.routed_experts import RoutedExperts, without_layers
+from npu_replay.routers import Model, Router
+from npu_replay.session import Key, Session, narrowed
 from npu_replay.timeline import Forward
 
 
@@ -77,6 +77,8 @@ class Recording(Session):
 
 def micro_batch_routes(ids: dict[Key, torch.Tensor], routers: list[Router], number: int) -> RoutedExperts:
     """Put the layers of one micro-batch together."""
+    if not routers:
+        return without_layers()
     routers = sorted(routers, key=lambda router: router.label)
     first = routers[0]
     for router in routers:

@@ -10,12 +10,12 @@ import torch
 from npu_replay import seam
 from npu_replay.errors import MicroBatchError, RouterError, micro_batch
 from npu_replay.routed_experts import RoutedExperts
-from npu_replay.routers import Router
-from npu_replay.session import Model, Session, narrowed
+from npu_replay.routers import Model, Router
+from npu_replay.session import Session, narrowed
 from npu_replay.timeline import Forward
 
-Staged: TypeAlias = "tuple[tuple[torch.Tensor, ...], torch.Tensor | None]"
-"""One micro-batch on the device: narrow ids [rows, topk] a layer, and the rows without a route, if any."""
+Staged: TypeAlias = "tuple[dict[int, torch.Tensor], torch.Tensor | None]"
+"""One micro-batch on the device: narrow ids [rows, topk] by layer, and the rows without a route, if any."""
 
 
 def replay(model: Model, routes: Sequence[RoutedExperts], *, live_mismatch: bool = False) -> Replay:
@@ -49,6 +49,7 @@ class Replay(Session):
     """
 
     name = "replay"
+    foreign = True
 
     def __init__(self, model: Model, routes: Sequence[RoutedExperts], *, live_mismatch: bool = False) -> None:
         super().__init__(model)
@@ -120,7 +121,7 @@ class Replay(Session):
                 "for (TokenLayout does that)",
             )
         layers, missing = self._stage(forward.number, device)
-        ids = layers[routes.layers.index(router.label)]
+        ids = layers[router.label]
         key = router.label, forward.number
 
         def choose(own: seam.Own) -> torch.Tensor:
@@ -138,14 +139,22 @@ class Replay(Session):
         return choose
 
     def _stage(self, number: int, device: torch.device) -> Staged:
-        """Put one micro-batch on the device."""
-        staged = self._staged.get(number)
-        if staged is None:
-            layers = self._routes[number].ids.to(device, non_blocking=True).unbind(1)
-            missing = self._missing[number]
-            staged = layers, None if missing is None else missing.to(device, non_blocking=True)
-            self._staged[number] = staged
-        return staged
+        """One micro-batch on the device; its copy began with the micro-batch before it."""
+        if number not in self._staged:
+            self._staged[number] = self._sent(number, device)
+        ahead = number + 1
+        if ahead < len(self._routes) and ahead not in self._staged:
+            self._staged[ahead] = self._sent(ahead, device)
+        return self._staged[number]
+
+    def _sent(self, number: int, device: torch.device) -> Staged:
+        """Send the layers of this model to the device, narrow, without waiting for them."""
+        labels = sorted(router.label for router in self._all_routers())
+        ids = _to(device, self._routes[number].only(labels).ids)
+        missing = self._missing[number]
+        return dict(zip(labels, ids.unbind(1), strict=True)), None if missing is None else _to(
+            device, missing
+        )
 
     def _end(self, chunk: int, output: object) -> None:
         super()._end(chunk, output)
@@ -156,7 +165,7 @@ class Replay(Session):
     def _again(self, router: Router, number: int, device: torch.device) -> torch.Tensor:
         if (router.label, number) in self._kept or self._missing[number] is not None:
             return super()._again(router, number, device)
-        return self._routes[number].layer_ids(router.label).to(device, non_blocking=True)
+        return _to(device, self._routes[number].layer_ids(router.label))
 
     def _clear(self) -> None:
         super()._clear()
@@ -183,6 +192,13 @@ class Replay(Session):
                 cause="a schedule that was cut short, a forward that raised and was skipped (what came after "
                 "it then had the routes before its own), or routes of more than this rank's micro-batches",
             )
+
+
+def _to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the device that the host doesn't wait for, which only pinned memory allows."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
 
 
 def _rows_without_route(routes: RoutedExperts) -> torch.Tensor | None:

@@ -65,7 +65,7 @@ def _written(described: dict[str, Any]) -> bytes:
 def dump(routes: RoutedExperts) -> bytes:
     """Serialize; see the module's docstring for the layout."""
     described = header(routes)
-    ids = routes.ids.numpy().data.cast("B") if routes.ids.numel() else memoryview(b"")
+    ids = routes.ids.contiguous().numpy().data.cast("B") if routes.ids.numel() else memoryview(b"")
     recorded = np.packbits(routes.recorded.numpy()).tobytes()
     described["digest"] = digest(described, ids, recorded)
     text = _written(described)

@@ -25,7 +25,7 @@ def save(routes: RoutedExperts, path: str | os.PathLike[str], *, overwrite: bool
     recorded = routes.recorded.numpy().tobytes()
     described["digest"] = route_bytes.digest(described, routes.ids.numpy().tobytes(), recorded)
     metadata = {"format": FORMAT, "routes": json.dumps(described, sort_keys=True)}
-    data = serialize({"ids": routes.ids, "recorded": routes.recorded}, metadata)
+    data = serialize({"ids": routes.ids.contiguous(), "recorded": routes.recorded.contiguous()}, metadata)
     write_whole(Path(path), data, overwrite=overwrite)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -91,15 +91,12 @@ class RoutedExperts:
         _check_duplicates(narrow, labels, rows)
         if copy and narrow.data_ptr() == wide.data_ptr():
             narrow = narrow.clone()  # frozen: what the caller does to his array later must not show here
-        for name, value in (
-            ("ids", narrow.contiguous()),
-            ("layers", labels),
-            ("num_experts", num_experts),
-            ("recorded", rows),
-            ("fingerprint", _checked_fingerprint(fingerprint)),
-            ("weight_version", _checked_version(weight_version)),
-        ):
-            object.__setattr__(self, name, value)
+        mark, version = _checked_fingerprint(fingerprint), _checked_version(weight_version)
+        self._set(narrow.contiguous(), labels, num_experts, rows, mark, version)
+
+    def _set(self, *values: object) -> None:
+        for field, value in zip(fields(self), values, strict=True):
+            object.__setattr__(self, field.name, value)
 
     @classmethod
     def _adopt(
@@ -177,13 +174,18 @@ class RoutedExperts:
                 got=f"shape {tuple(index.shape)}, largest {int(index.max()) if index.numel() else '-'}",
                 cause="the routes of another sequence, or a layout made for other lengths",
             )
-        kept = index >= 0
-        at = index.clamp(min=0)
         if len(self) == 0:
             ids = self.ids.new_zeros((len(index), *self.ids.shape[1:]))
-            recorded = torch.zeros(len(index), dtype=torch.bool)
-        else:
-            ids, recorded = self.ids[at], self.recorded[at] & kept
+            return self._derived(ids, torch.zeros(len(index), dtype=torch.bool), self.weight_version)
+        # numpy's take copies a whole row at a time; clipped, a negative row reads row 0 and is blanked below.
+        at = index.numpy()
+        rows = np.take(self.ids.numpy().reshape(len(self), -1), at, axis=0, mode="clip")
+        recorded = torch.from_numpy(np.take(self.recorded.numpy(), at, mode="clip"))
+        ids = torch.from_numpy(rows).view(len(index), *self.ids.shape[1:])
+        missing = index < 0
+        if bool(missing.any()):
+            ids[missing] = 0
+            recorded &= ~missing
         return self._derived(ids, recorded, self.weight_version)
 
     @classmethod
@@ -211,12 +213,55 @@ class RoutedExperts:
             versions.pop() if len(versions) == 1 else None,
         )
 
-    def _derived(
-        self, ids: torch.Tensor, recorded: torch.Tensor, weight_version: int | str | None
-    ) -> RoutedExperts:
-        return RoutedExperts._adopt(
-            ids, self.layers, self.num_experts, recorded=recorded, weight_version=weight_version
+    def only(self, layers: Sequence[int]) -> RoutedExperts:
+        """Return the routes of these decoder layers, ascending; the ids are shared, not copied.
+
+        Raises:
+            InvalidRoutes: one of them isn't here.
+        """
+        labels = tuple(layers)
+        if labels == self.layers:
+            return self
+        columns = [self.layers.index(layer) for layer in labels if layer in self.layers]
+        if len(columns) != len(labels) or columns != sorted(set(columns)):
+            raise InvalidRoutes(
+                "only() was asked for layers that aren't here, or not in order",
+                expected=f"some of {self.layers}, ascending",
+                got=labels,
+                cause="routes of another pipeline stage, or 1-based numbers (Megatron's layer_number)",
+            )
+        run = bool(columns) and columns[-1] - columns[0] == len(columns) - 1
+        ids = self.ids[:, columns[0] : columns[-1] + 1] if run else self.ids[:, columns]
+        return self._derived(
+            ids, self.recorded, self.weight_version, layers=labels, fingerprint=self.fingerprint
         )
+
+    def sequence(self, first: int, end: int, fingerprint: int | None = None) -> RoutedExperts:
+        """Return the rows from `first` to before `end` as one sequence; the ids are shared, not copied."""
+        return self._derived(
+            self.ids[first:end], self.recorded[first:end], self.weight_version, fingerprint=fingerprint
+        )
+
+    def _derived(
+        self,
+        ids: torch.Tensor,
+        recorded: torch.Tensor,
+        weight_version: int | str | None,
+        *,
+        layers: tuple[int, ...] | None = None,
+        fingerprint: int | None = None,
+    ) -> RoutedExperts:
+        """Rows and columns of ours, which were checked when they came in."""
+        routes = RoutedExperts.__new__(RoutedExperts)
+        routes._set(
+            ids,
+            self.layers if layers is None else layers,
+            self.num_experts,
+            recorded,
+            fingerprint,
+            weight_version,
+        )
+        return routes
 
     def check_not_constant(self) -> RoutedExperts:
         """Refuse a layer whose recorded rows, 64 or more, are all the same; return self.
@@ -270,6 +315,11 @@ class RoutedExperts:
             InvalidRoutes: the routes in it are wrong.
         """
         return cls._adopt(**route_file.parse(path)).check_not_constant()
+
+
+def without_layers() -> RoutedExperts:
+    """What a pipeline stage of dense layers has to say of a micro-batch: nothing."""
+    return RoutedExperts(ids=torch.empty(0, 0, 1, dtype=torch.uint8), layers=(), num_experts=1)
 
 
 def _integer_tensor(ids: IdArray) -> torch.Tensor:

@@ -6,14 +6,17 @@ all of them, each time anew: a list made when the model was built would go stale
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
 
 from npu_replay.errors import RouterError
+
+Model: TypeAlias = "nn.Module | Sequence[nn.Module]"
+"""What a block takes: a module, or the list of its virtual-pipeline chunks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,8 @@ class Router:
         drops: tokens over an expert's capacity are dropped, so `shows` may show fewer than were chosen.
         masks: scores are masked before the top-k (group-limited routing).
         gathers: rows of the scores for each row of the input (ranks that alltoall_seq gathers over).
+        mend: changes the output of a router that was given ids ([rows, topk]), where what comes after it
+            could lose one of them.
         bypass: why its top-k might never run, in words for an error; empty if nothing is known.
         path: where it sits in the model, `find` fills it in.
     """
@@ -41,6 +46,7 @@ class Router:
     drops: bool = False
     masks: bool = True
     gathers: int = 1
+    mend: Callable[[object, torch.Tensor], object] | None = None
     bypass: str = ""
     path: str = ""
 
@@ -59,6 +65,11 @@ class RouterKind(Protocol):
 
     def describe(self, module: nn.Module, path: str) -> Router | None:
         """Describe `module`, or return None if it isn't a router of this kind to be replayed."""
+        ...
+
+    def is_dense_stage(self, chunk: nn.Module) -> bool:
+        """Is it right that this chunk has no router: a pipeline stage of dense layers by its config?"""
+        return False
 
 
 _kinds: dict[str, RouterKind] = {}
@@ -79,11 +90,22 @@ def unregister(name: str) -> None:
     _kinds.pop(name, None)
 
 
+def chunks_of(model: Model) -> list[nn.Module]:
+    """The model chunks, from a module or a list of them."""
+    single = isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList)
+    chunks: list[Any] = [model] if single or not isinstance(model, Iterable) else list(model)
+    for chunk in chunks:
+        if not isinstance(chunk, nn.Module):
+            raise RouterError("a model chunk isn't a module", expected="torch.nn.Module", got=type(chunk))
+    return chunks
+
+
 def find(chunks: Sequence[nn.Module]) -> list[list[Router]]:
     """Find the routers of each model chunk, labelled by decoder layer and sorted by it.
 
     Raises:
-        RouterError: no router, one that can't be replayed, a label twice, or labels for some only.
+        RouterError: no router (unless it is a pipeline stage of dense layers), one that can't be replayed, a
+            label twice, or labels for some only.
     """
     found: list[list[Router]] = []
     owner: dict[int, str] = {}
@@ -114,7 +136,7 @@ def _described(chunk: nn.Module) -> Iterator[Router]:
 
 
 def _check_any(found: list[list[Router]], chunks: Sequence[nn.Module]) -> None:
-    if any(found):
+    if any(found) or (chunks and all(_is_dense_stage(chunk) for chunk in chunks)):
         return
     raise RouterError(
         "no router in this model",
@@ -124,6 +146,10 @@ def _check_any(found: list[list[Router]], chunks: Sequence[nn.Module]) -> None:
         cause="a dense model, a wrapper that hides the modules, or a model family that npu_replay doesn't "
         "know (docs/models.md lists those it does)",
     )
+
+
+def _is_dense_stage(chunk: nn.Module) -> bool:
+    return any(kind.is_dense_stage(chunk) for kind in _kinds.values())
 
 
 def _labelled(found: list[list[Router]]) -> list[list[Router]]:

@@ -59,6 +59,8 @@ class Call:
         masks: this router masks its scores before the top-k; needs `watch`.
         watch: also enter `Watch`, until the top-k was caught.
         verify: leave in `suspect` a flag, on the device, that the gathered scores can't be right.
+        keeps: tokens over an expert's capacity are dropped by a second top-k, down the columns; it may not
+            drop a chosen expert with a probability of exactly zero for a token that nobody sent there.
 
     Afterwards `ids` are the ids that were used and `way` how the top-k was caught; None where none was.
     """
@@ -68,6 +70,7 @@ class Call:
         "_outer",
         "choose",
         "ids",
+        "keeps",
         "masks",
         "num_experts",
         "rows",
@@ -88,6 +91,7 @@ class Call:
         masks: bool = False,
         watch: bool = False,
         verify: bool = False,
+        keeps: bool = False,
     ) -> None:
         self.rows = rows
         self.num_experts = num_experts
@@ -96,6 +100,7 @@ class Call:
         self.masks = masks
         self.watching = watch
         self.verify = verify
+        self.keeps = keeps
         self.ids: torch.Tensor | None = None
         self.suspect: torch.Tensor | None = None
         self.way: str | None = None
@@ -116,14 +121,13 @@ class Call:
         self._masked.clear()
 
     def matches(self, scores: object, k: object, dim: object, kwargs: dict[str, Any]) -> bool:
-        """Is this the routing decision?"""
+        """Is this the routing decision? After it, and with `keeps`: is it the choice of whom to drop?"""
         return (
             isinstance(scores, torch.Tensor)
             and scores.dim() == 2
-            and k == self.topk
             and scores.shape[1] == self.num_experts
             and scores.shape[0] == self.rows
-            and dim in (-1, 1)
+            and ((k == self.topk and dim in (-1, 1)) if self.ids is None else dim in (0, -2))
             and kwargs.get("largest", True)
             and "out" not in kwargs
         )
@@ -132,6 +136,8 @@ class Call:
         self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], way: str
     ) -> Any:
         """Answer the top-k, once: later ones in this call are the router's own business."""
+        if self.ids is not None:
+            return self._drop(native, args, kwargs, self.ids)
         _armed.call = None
         if way == "guard" and self.watching and _watch.is_innermost():
             # What follows in the router runs as ever; its compiled functions would compile anew for a mode.
@@ -163,11 +169,24 @@ class Call:
         source = self._unmasked(scores)
         values = source.gather(1, ids)
         self.ids, self.way = ids, way
+        if self.keeps:
+            _armed.call = self  # for the second top-k
         if self.verify:
             self.suspect = _suspect(
                 values.detach(), scores.detach(), mask_unseen=self.masks and source is scores
             )
         return torch.return_types.topk((values, ids))
+
+    def _drop(
+        self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], ids: torch.Tensor
+    ) -> Any:
+        """The choice of whom to drop, on scores in which no chosen expert is at zero."""
+        _armed.call = None
+        scores = args[0] if args else kwargs.pop("input")
+        if scores.is_floating_point():
+            chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, ids, True)
+            scores = scores.masked_fill(chosen & (scores == 0), least_positive(scores.dtype))
+        return native(scores, *args[1:], **kwargs)
 
     def masked(self, result: torch.Tensor, source: torch.Tensor) -> None:
         """Remember which scores a masked tensor was made from: a replayed expert may lie in the mask."""
@@ -287,6 +306,11 @@ class _Guard:
 
 
 guard = _Guard()
+
+
+def least_positive(dtype: torch.dtype) -> float:
+    """A number above zero that is no weight, and that no device flushes to zero."""
+    return max(2.0**-24 if dtype == torch.float16 else 0.0, torch.finfo(torch.float32).tiny)
 
 
 def _suspect(values: torch.Tensor, scores: torch.Tensor, *, mask_unseen: bool) -> torch.Tensor:

@@ -148,7 +148,7 @@ class _ToyModel(nn.Module):
         return hidden
 
 
-class _ToyRouters:
+class _ToyRouters(routers.RouterKind):
     def describe(self, module: nn.Module, path: str) -> routers.Router | None:
         if not isinstance(module, _ToyRouter):
             return None

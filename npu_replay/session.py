@@ -11,7 +11,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -24,10 +24,9 @@ from npu_replay import compiled, seam
 from npu_replay.errors import MicroBatchError, NoEffect, RecomputeError, ReplayError, RouterError, micro_batch
 from npu_replay.recompute import in_backward
 from npu_replay.routed_experts import narrow_dtype
-from npu_replay.routers import Router, find
+from npu_replay.routers import Model, Router, chunks_of, find
 from npu_replay.timeline import Forward, Timeline
 
-Model: TypeAlias = "nn.Module | Sequence[nn.Module]"
 Key: TypeAlias = "tuple[int, int]"  # layer label, micro-batch
 
 
@@ -59,6 +58,8 @@ class Session:
     """
 
     name = "session"
+    foreign = False
+    """May routers be given ids that they would not have chosen?"""
 
     def __init__(self, model: Model) -> None:
         self._chunks = chunks_of(model)
@@ -174,7 +175,7 @@ class Session:
                 _sessions[id(router.module)] = self
                 self._hook(router.module, *_router_hooks(self, router, chunk))
 
-    def _hook(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
+    def _hook(self, module: nn.Module, before: Callable[..., None], after: Callable[..., object]) -> None:
         # The last thing before the forward and the first after it: other hooks' top-k isn't the router's.
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, prepend=True, always_call=True))
@@ -241,13 +242,27 @@ class Session:
             choose = self._live(router, forward, rows, hidden.device)
         watch = router.masks or self._way[router.label] != "guard"
         return seam.Call(
-            rows, router.num_experts, router.topk, choose, masks=router.masks, watch=watch, verify=verify
+            rows,
+            router.num_experts,
+            router.topk,
+            choose,
+            masks=router.masks,
+            watch=watch,
+            verify=verify,
+            keeps=self.foreign and router.drops,
         ).__enter__()
 
-    def _disarm(self, router: Router, chunk: int, call: seam.Call, output: object) -> None:
+    def _disarm(self, router: Router, chunk: int, call: seam.Call, output: object) -> object:
+        """The end of a router's call; what it returns takes the place of the output, if it isn't None."""
         call.__exit__()
         if output is None:
-            return  # the router raised, or its recompute was stopped early
+            return None  # the router raised, or its recompute was stopped early
+        self._note(router, chunk, call, output)
+        if self.foreign and router.mend is not None and call.ids is not None:
+            return router.mend(output, call.ids)
+        return None
+
+    def _note(self, router: Router, chunk: int, call: seam.Call, output: object) -> None:
         if call.way != self._way[router.label]:
             self._way[router.label] = call.way
             _ways[router.module] = call.way
@@ -400,16 +415,6 @@ _CHANGED = (
 )
 
 
-def chunks_of(model: Model) -> list[nn.Module]:
-    """The model chunks, from a module or a list of them."""
-    single = isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList)
-    chunks: list[Any] = [model] if single or not isinstance(model, Iterable) else list(model)
-    for chunk in chunks:
-        if not isinstance(chunk, nn.Module):
-            raise RouterError("a model chunk isn't a module", expected="torch.nn.Module", got=type(chunk))
-    return chunks
-
-
 def narrowed(ids: torch.Tensor, router: Router) -> torch.Tensor:
     """A narrow copy, on the device.
 
@@ -433,7 +438,7 @@ def _effect(
 
 def _router_hooks(
     session: Session, router: Router, chunk: int
-) -> tuple[Callable[..., None], Callable[..., None]]:
+) -> tuple[Callable[..., None], Callable[..., object]]:
     """Plain functions: copy.deepcopy of the model then shares them, and doesn't copy the session."""
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -444,13 +449,14 @@ def _router_hooks(
         session._calls.stack.append((module, call))
         session._seconds += time.perf_counter() - started
 
-    def after(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+    def after(module: nn.Module, args: tuple[Any, ...], output: object) -> object:
         stack = session._calls.stack
         if not stack or stack[-1][0] is not module:
-            return  # the pre-hook raised, or this is a copy of the router
+            return None  # the pre-hook raised, or this is a copy of the router
         started = time.perf_counter()
-        session._disarm(router, chunk, stack.pop()[1], output)
+        mended = session._disarm(router, chunk, stack.pop()[1], output)
         session._seconds += time.perf_counter() - started
+        return mended
 
     return before, after
 
@@ -478,7 +484,7 @@ def _chunk_hooks(session: Session, chunk: int) -> tuple[Callable[..., None], Cal
 
 
 def _detach(
-    module: nn.Module, original: nn.Module, before: Callable[..., None], after: Callable[..., None]
+    module: nn.Module, original: nn.Module, before: Callable[..., None], after: Callable[..., object]
 ) -> None:
     """Take our hooks off a copy of the model that was made while the block was open."""
     if module._forward_hooks is original._forward_hooks:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from npu_replay.routers import Router
+from npu_replay.routers import Router, RouterKind
 
 HIDDEN, EXPERTS, TOPK, ROWS = 8, 16, 3, 10
 
@@ -70,7 +70,7 @@ class ToyModel(nn.Module):
         return hidden
 
 
-class ToyRouters:
+class ToyRouters(RouterKind):
     """The RouterKind of ToyRouter."""
 
     def describe(self, module: nn.Module, path: str) -> Router | None:
