@@ -44,6 +44,8 @@ class DecoderLayers:
     table: Sequence[Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
+        for count in (self.count, self.first_stage or 0, self.last_stage or 0):
+            _check(count >= 0, "a number of layers is negative", ">= 0", count)
         if isinstance(self.moe_layer_freq, int):
             _check(self.moe_layer_freq >= 1, "moe_layer_freq must be positive", ">= 1", self.moe_layer_freq)
         else:
@@ -58,6 +60,8 @@ class DecoderLayers:
             table = tuple(tuple(int(count) for count in stage) for stage in self.table)
             object.__setattr__(self, "table", table)
             total = sum(map(sum, table))
+            least = min((count for stage in table for count in stage), default=0)
+            _check(least >= 0, "the pipeline layout has a negative number of layers", ">= 0", least)
             _check(total == self.count, "the pipeline layout has other layers", self.count, total)
 
     @property
@@ -88,8 +92,8 @@ class DecoderLayers:
 
     def _counts(self, pp: int, vp: int) -> Counts:
         if self.table is not None:
-            shape = (len(self.table), max(map(len, self.table), default=0))
-            _check(shape == (pp, vp), "the pipeline layout has another shape", f"{pp} x {vp} stages", shape)
+            shape = [len(stage) for stage in self.table]
+            _check(shape == [vp] * pp, "the pipeline layout has another shape", f"{pp} x {vp}", shape)
             return tuple(tuple(stage) for stage in self.table)
         if pp == 1:
             return ((self.count,),) if vp == 1 else (self._shared(self.count, vp),)

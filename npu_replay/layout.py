@@ -96,6 +96,8 @@ class TokenLayout:
                 "a sequence is longer than what the batch is padded to", expected=f"<= {length}", got=sizes
             )
         grid = torch.full((len(sizes), length), -1, dtype=torch.int64)
+        if side not in ("right", "left"):
+            raise MicroBatchError("unknown side", expected="'right' or 'left'", got=repr(side))
         for row, (first, size) in enumerate(zip(_starts(sizes), sizes, strict=True)):
             start = 0 if side == "right" else length - size
             grid[row, start : start + size] = torch.arange(first, first + size)
@@ -169,14 +171,14 @@ class TokenLayout:
             lengths: tokens of each sequence.
             order: how the model flattens [batch, sequence].
             parallel: the sequence-parallel slice is taken here, since the model takes it after its embedding.
-                (Context parallelism is `fn`'s own business.)
+                Context parallelism is `fn`'s own business; a rank may then have padding only.
             fingerprints: one for each sequence, held against those of the routes.
 
         Raises:
             MicroBatchError: `fn` returns something else, a token twice, or another layout the second time.
         """
         sizes = _sizes(lengths)
-        once, again = (_probed(fn, sizes, turned) for turned in (False, True))
+        once, again = (_probed(fn, sizes, turned=turned) for turned in (False, True))
         if once.shape != again.shape or not torch.equal(once, again):
             raise MicroBatchError(
                 "the preprocessing puts the same tokens into other rows the second time",
@@ -184,10 +186,16 @@ class TokenLayout:
                 got=f"shape {list(once.shape)}, then {list(again.shape)}",
                 cause="a shuffle, or code that looks at the token ids (a mask of ids != pad, sorting)",
             )
-        if once.dim() == 1:
-            rows = _sequence_slice(once, parallel or _ALONE)
-        else:
-            rows = _flattened(once, order, parallel or _ALONE)
+        parallel = parallel or _ALONE
+        if sum(sizes) and len(once) and parallel.cp == 1 and not bool((once >= 0).any()):
+            raise MicroBatchError(
+                "none of the token numbers came out of the preprocessing",
+                expected="the numbers that it was given, in the places of the token ids",
+                got=f"shape {list(once.shape)}, all of it padding",
+                cause="fn tokenises or uses other data than its argument",
+            )
+        flat = once.dim() == 1
+        rows = _sequence_slice(once, parallel) if flat else _flattened(once, order, parallel)
         return cls(rows, sizes, _optional(fingerprints))
 
     def gather(
@@ -224,9 +232,7 @@ class TokenLayout:
         good = {n: routes for n, routes in enumerate(batch) if routes is not None and n not in bad}
         if not good:
             raise next(iter(bad.values()), MicroBatchError("an empty batch", expected=">= 1 sequence", got=0))
-        if layers is not None:
-            good = {number: routes.only(layers) for number, routes in good.items()}
-        return RoutedExperts.concat(list(good.values())).take(self._rows_in(good))
+        return RoutedExperts.concat(list(good.values()), layers).take(self._rows_in(good))
 
     def bad_routes(
         self, batch: Sequence[RoutedExperts | None], *, layers: Sequence[int] | None = None
@@ -286,7 +292,7 @@ class TokenLayout:
         number, error = next(iter(bad.items()))
         if on_bad_route == "error":
             raise error
-        if len(bad) > ceiling * len(self.lengths):
+        if len(bad) / len(self.lengths) > ceiling:
             raise MicroBatchError(
                 f"{len(bad)} of {len(self.lengths)} sequences have routes that can't be used",
                 expected=f"at most {ceiling:.1%} of them",
@@ -294,7 +300,7 @@ class TokenLayout:
                 cause="a fault of the rollout engine or of the decoder, not of single samples",
             ) from error
         _log.warning(
-            "[npu_replay] the router chooses for %d of %d sequences without usable routes; sequence %d: %s",
+            "[npu_replay] %d of %d sequences go without their routes, which can't be used; sequence %d: %s",
             len(bad),
             len(self.lengths),
             number,
@@ -358,16 +364,17 @@ class TokenLayout:
             return MicroBatchError(
                 "these routes differ from the others in the batch",
                 where=where,
-                expected=f"(layers, top-k, experts) {usual}",
+                expected=f"({'' if layers is not None else 'layers, '}top-k, experts) {usual}",
                 got=_kind(routes, layers),
                 cause="routes of different models, or of engines that report other columns",
             )
         return None
 
 
-def _kind(routes: RoutedExperts, layers: Sequence[int] | None) -> object:
+def _kind(routes: RoutedExperts, layers: Sequence[int] | None) -> tuple[object, ...]:
     """What all sequences of a batch have to agree in."""
-    return routes.layers if layers is None else tuple(layers), routes.topk, routes.num_experts
+    kind = routes.topk, routes.num_experts
+    return kind if layers is not None else (routes.layers, *kind)
 
 
 def _optional(fingerprints: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -497,10 +504,10 @@ _FIRST_NUMBER = 1 << 24
 padding id isn't taken for one, and within int32 with 2 billion tokens."""
 
 
-def _probed(fn: Callable[[list[torch.Tensor]], Any], sizes: tuple[int, ...], turned: bool) -> torch.Tensor:
+def _probed(fn: Callable[[list[torch.Tensor]], Any], sizes: tuple[int, ...], *, turned: bool) -> torch.Tensor:
     """The packed token in each place of what `fn` returns, -1 elsewhere. `turned`: counted backwards."""
     tokens = sum(sizes)
-    last = _FIRST_NUMBER + 2 * tokens
+    last = (_FIRST_NUMBER + 2 * tokens) // 6 * 6 + 9  # no token's two numbers agree modulo 2 or 3
     numbers = torch.arange(tokens)
     numbers = last - numbers if turned else _FIRST_NUMBER + numbers
     made = fn([one.clone() for one in torch.split(numbers, list(sizes))])
@@ -525,12 +532,4 @@ def _probed(fn: Callable[[list[torch.Tensor]], Any], sizes: tuple[int, ...], tur
             got=list(made.shape),
         )
     found = last - made if turned else made - _FIRST_NUMBER
-    found = torch.where((found >= 0) & (found < tokens), found, -1)
-    if tokens and made.numel() and not bool((found >= 0).any()):
-        raise MicroBatchError(
-            "none of the token numbers came out of the preprocessing",
-            expected="the numbers that it was given, in the places of the token ids",
-            got=f"{made.numel()} values from {int(made.min())} to {int(made.max())}",
-            cause="fn tokenises, embeds or uses other data than its argument; or this rank has only padding",
-        )
-    return found
+    return torch.where((found >= 0) & (found < tokens), found, -1)

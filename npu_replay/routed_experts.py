@@ -189,16 +189,22 @@ class RoutedExperts:
         return self._derived(ids, recorded, self.weight_version)
 
     @classmethod
-    def concat(cls, parts: Sequence[RoutedExperts]) -> RoutedExperts:
+    def concat(cls, parts: Sequence[RoutedExperts], layers: Sequence[int] | None = None) -> RoutedExperts:
         """Put the rows of several RoutedExperts one after the other.
 
         The weight version stays where all parts agree on it; the fingerprint doesn't.
+
+        Args:
+            parts: all of the same top-k and number of experts.
+            layers: only these decoder layers, ascending, which every part has to have; when not given, all of
+                them, which then have to be the same in every part.
         """
         if not parts:
             raise InvalidRoutes("concat() needs at least one RoutedExperts", expected=">= 1", got=0)
         first = parts[0]
+        alike = ("num_experts", "topk") if layers is not None else ("layers", "num_experts", "topk")
         for number, part in enumerate(parts):
-            for what in ("layers", "num_experts", "topk"):
+            for what in alike:
                 if getattr(part, what) != getattr(first, what):
                     raise InvalidRoutes(
                         f"part {number} of concat() has other {what}",
@@ -206,35 +212,43 @@ class RoutedExperts:
                         got=getattr(part, what),
                         cause="routes of different models, or of engines that report other columns",
                     )
+        labels = first.layers if layers is None else tuple(layers)
+        columns = {part.layers: part._columns(labels) for part in parts}
         versions = {part.weight_version for part in parts}
         return first._derived(
-            torch.cat([part.ids for part in parts]),
+            torch.cat([part.ids[:, columns[part.layers]] for part in parts]),
             torch.cat([part.recorded for part in parts]),
             versions.pop() if len(versions) == 1 else None,
+            layers=labels,
         )
 
     def only(self, layers: Sequence[int]) -> RoutedExperts:
-        """Return the routes of these decoder layers, ascending; the ids are shared, not copied.
+        """Return the routes of these decoder layers, ascending.
 
         Raises:
             InvalidRoutes: one of them isn't here.
         """
         labels = tuple(layers)
-        if labels == self.layers:
-            return self
-        columns = [self.layers.index(layer) for layer in labels if layer in self.layers]
-        if len(columns) != len(labels) or columns != sorted(set(columns)):
-            raise InvalidRoutes(
-                "only() was asked for layers that aren't here, or not in order",
-                expected=f"some of {self.layers}, ascending",
-                got=labels,
-                cause="routes of another pipeline stage, or 1-based numbers (Megatron's layer_number)",
-            )
-        run = bool(columns) and columns[-1] - columns[0] == len(columns) - 1
-        ids = self.ids[:, columns[0] : columns[-1] + 1] if run else self.ids[:, columns]
+        ids = self.ids[:, self._columns(labels)]
         return self._derived(
             ids, self.recorded, self.weight_version, layers=labels, fingerprint=self.fingerprint
         )
+
+    def _columns(self, labels: tuple[int, ...]) -> slice | list[int]:
+        """The columns of these layers; a slice, which copies nothing, where they are neighbours."""
+        if labels == self.layers:
+            return slice(None)
+        columns = [self.layers.index(layer) for layer in labels if layer in self.layers]
+        if len(columns) != len(labels) or columns != sorted(set(columns)):
+            raise InvalidRoutes(
+                "asked for layers that aren't here, or not in ascending order",
+                expected=f"some of {self.layers}",
+                got=labels,
+                cause="routes of another pipeline stage, or 1-based numbers (Megatron's layer_number)",
+            )
+        if columns and columns[-1] - columns[0] == len(columns) - 1:
+            return slice(columns[0], columns[-1] + 1)
+        return columns
 
     def sequence(self, first: int, end: int, fingerprint: int | None = None) -> RoutedExperts:
         """Return the rows from `first` to before `end` as one sequence; the ids are shared, not copied."""
