@@ -21,6 +21,7 @@ from megatron_cases import (
     same,
 )
 from npu_replay import RoutedExperts
+from npu_replay.demo import megatron_model
 from npu_replay.errors import NoEffect, RouterError
 
 pytestmark = [
@@ -359,3 +360,65 @@ def test_a_fused_router_is_an_error_that_names_the_flag(monkeypatch: pytest.Monk
     trainer.model.config.moe_router_fusion = False
     with npu_replay.record(trainer.model):
         trainer.loss(trainer.batches[0])
+
+
+@pytest.mark.parametrize("pad", [False, True], ids=["dropped", "padded"])
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_a_replayed_expert_with_a_probability_of_zero_keeps_its_place(
+    pad: bool, recompute: str | None
+) -> None:
+    """Capacity drops by a top-k down the columns, where a zero ties with tokens that nobody sent."""
+    room = {"moe_expert_capacity_factor": 3.0, "moe_pad_expert_input_to_capacity": pad}
+    trainer = build(room, recompute)
+    routes = random_routes(recorded(trainer))
+    maps: list[torch.Tensor] = []
+    zeros = 0
+    for router in routers(trainer.model):
+        router.module.weight.data.mul_(1000)  # far-off logits: the softmax over the two chosen underflows
+        router.module.register_forward_hook(lambda _, __, output: maps.append(output[1].detach().cpu()))
+        router.module.register_forward_hook(lambda _, __, output: maps.append(output[0].detach().cpu()))
+    with npu_replay.replay(trainer.model, routes):
+        trainer.run("each")
+    calls = list(zip(maps[::2], maps[1::2], strict=True))
+    per_micro_batch = len(calls) // len(routes)
+    assert per_micro_batch == (4 if recompute is None else 8)
+    for number, one in enumerate(routes):
+        ours = calls[number * per_micro_batch : (number + 1) * per_micro_batch]
+        layers = [0, 1, 2, 3] if recompute is None else [0, 1, 2, 3, 3, 2, 1, 0]
+        for layer, (routing_map, probs) in zip(layers, ours, strict=True):
+            ids = one.layer_ids(layer).long()
+            assert bool(routing_map.gather(1, ids).all())
+            assert bool(routing_map.sum(dim=0).eq(18).all()) or not pad
+            zeros += int((probs.gather(1, ids) == 0).sum())
+    assert zeros > 100
+
+
+def test_combined_1f1b_is_refused_before_the_first_micro_batch() -> None:
+    trainer = build({})
+    trainer.model.config.overlap_moe_expert_parallel_comm = True
+    for block in (npu_replay.record(trainer.model), npu_replay.pin_recompute(trainer.model)):
+        with (
+            pytest.raises(RouterError, match=r"past the model's __call__.*overlap_moe_expert_parallel_comm"),
+            block,
+        ):
+            pytest.fail("entered")
+    assert hooks_left(trainer.model) == 0
+
+
+def test_a_stage_of_dense_layers_is_no_missing_router_t43() -> None:
+    """Every rank opens the same blocks; one whose layers are all dense has nothing to say, and says so."""
+    config = megatron_model.config(moe_layer_freq=[0, 0, 0, 0])
+    trainer = Trainer(megatron_model.model(config).to(DEVICE), None)
+    with pytest.raises(RouterError, match="no router in this model"):
+        npu_replay.record(trainer.model).__enter__()
+    trainer.model.config.pipeline_model_parallel_size = 2
+    with npu_replay.record(trainer.model) as recording:
+        trainer.run("each")
+    assert [one.layers for one in recording.routes] == [()] * 3
+    rows = [RoutedExperts(ids=torch.empty(ROWS, 0, 2).long(), layers=(), num_experts=8)] * 3
+    with npu_replay.replay(trainer.model, rows), npu_replay.observe(trainer.model) as observation:
+        trainer.run("each")
+    assert [one.layers for one in observation.shown] == [()] * 3
+    trainer.model.config.moe_layer_freq = [0, 0, 0, 1]
+    with pytest.raises(RouterError, match="no router in this model"):
+        npu_replay.record(trainer.model).__enter__()

@@ -1,0 +1,284 @@
+"""collect over real gloo processes: rows and layers merged, and every rank stopped by one rank's error.
+
+Run as a script it is one of four processes: two pipeline stages of two context parallel ranks. Each case
+leaves a line in that process's file; the last case loses a rank, and ends the run.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from npu_replay import ParallelLayout, RoutedExperts, TokenLayout
+
+PROCESSES = 4
+STAGES = ((0, 1), (3,))
+LENGTHS = ((5, 3), (4,))
+EXPERTS = 300  # more than a byte holds (T19), and no back end sends int16 (T19b)
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What each process found, by case."""
+    folder = tmp_path_factory.mktemp("collecting")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(folder), str(rank)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(PROCESSES)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * PROCESSES, "\n".join(outputs)
+    found: dict[str, list[str]] = {}
+    for rank in range(PROCESSES):
+        for line in (folder / f"results-{rank}").read_text().splitlines():
+            case, _, result = line.partition(" = ")
+            found.setdefault(case, []).append(result)
+    return found
+
+
+def test_rows_and_layers_of_all_ranks_become_whole_sequences(results: dict[str, list[str]]) -> None:
+    assert results["everywhere"] == ["True"] * PROCESSES
+
+
+def test_one_group_of_all_ranks_does_as_well(results: dict[str, list[str]]) -> None:
+    assert results["one group"] == ["True"] * PROCESSES
+
+
+def test_the_first_rank_alone_may_get_them(results: dict[str, list[str]]) -> None:
+    assert results["first"] == ["True", "None", "None", "None"]
+
+
+def test_a_stage_without_moe_layers_takes_part_t43(results: dict[str, list[str]]) -> None:
+    assert results["dense stage"] == ["True"] * PROCESSES
+
+
+def test_ranks_with_the_same_rows_send_once(results: dict[str, list[str]]) -> None:
+    """alltoall_seq (T46): every tensor-parallel rank has all rows."""
+    assert results["twins"] == ["True"] * PROCESSES
+    assert results["twins sent"] == ["1", "0", "1", "0"]
+
+
+def test_what_is_sent_is_hardly_more_than_the_routes(results: dict[str, list[str]]) -> None:
+    assert all(float(share) < 1.05 for share in results["sent"])
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("other rows", "micro-batch 1: the recorded routes have another number of rows than the layout"),
+        ("too few layouts", "another number of layouts than micro-batches were recorded"),
+        ("not routes", "collect takes one RoutedExperts and one TokenLayout a micro-batch"),
+        ("an exception", "no such file"),
+        ("other batch", "the ranks have layouts of other sequences"),
+        ("twins differ", "two ranks recorded the same tokens and layers differently"),
+        ("overlap", "two ranks recorded the same token differently"),
+        ("hole", "recorded by no rank"),
+        ("not covered", "tokens were recorded by no rank"),
+        ("other experts", "the ranks recorded routers of another shape"),
+        ("nothing", "no rank recorded any layer"),
+    ],
+)
+def test_an_error_on_one_rank_stops_all_of_them(results: dict[str, list[str]], case: str, words: str) -> None:
+    assert len(results[case]) == PROCESSES
+    for found in results[case]:
+        assert words in found, found
+        assert "error" in found.split(" ", 1)[0], found
+
+
+def test_another_ranks_error_says_which_rank(results: dict[str, list[str]]) -> None:
+    assert ["stopped, and so does this one" in found for found in results["other rows"]] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert "rank 3 stopped" in results["other rows"][2]
+
+
+def test_a_rank_that_does_not_come_is_no_hang(results: dict[str, list[str]]) -> None:
+    """Seconds waited: the patience of 2 s, and well below the 20 s that are promised."""
+    for found in results["late"][:3]:
+        assert "didn't come to collect()" in found, found
+    assert all(float(seconds) < 15 for seconds in results["late seconds"][:3])
+
+
+# One of the processes
+
+
+def _work(folder: Path, rank: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from npu_replay import ParallelLayout
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=PROCESSES)
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    stages = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    parallel = ParallelLayout(cp=2, cp_rank=rank % 2, pp=2, pp_rank=rank // 2, groups=(rows, stages))
+    with (folder / f"results-{rank}").open("w") as file:
+
+        def tell(case: str, found: object) -> None:
+            file.write(f"{case} = {found}\n")
+            file.flush()
+
+        _merge(parallel, tell)
+        _fail(parallel, rank, tell)
+        _lose_a_rank(parallel, rank, tell)
+
+
+def _sequences() -> list[RoutedExperts]:
+    """Both micro-batches' sequences, in all layers."""
+    import torch
+
+    from npu_replay import RoutedExperts, fingerprint
+
+    generator = torch.Generator().manual_seed(0)
+    layers = [layer for stage in STAGES for layer in stage]
+    return [
+        RoutedExperts(
+            ids=torch.rand(length, len(layers), EXPERTS, generator=generator).topk(4).indices,
+            layers=layers,
+            num_experts=EXPERTS,
+            fingerprint=fingerprint([length]),
+        )
+        for lengths in LENGTHS
+        for length in lengths
+    ]
+
+
+def _layouts(parallel: ParallelLayout) -> list[TokenLayout]:
+    from npu_replay import TokenLayout, fingerprint
+
+    return [
+        TokenLayout.packed(lengths, parallel=parallel, fingerprints=[fingerprint([one]) for one in lengths])
+        for lengths in LENGTHS
+    ]
+
+
+def _recorded(parallel: ParallelLayout, layouts: list[TokenLayout]) -> list[RoutedExperts]:
+    """What the routers of this rank would have seen."""
+    whole, layers = _sequences(), STAGES[parallel.pp_rank]
+    batches = [whole[:2], whole[2:]]
+    return [layout.gather(batch, layers=layers) for layout, batch in zip(layouts, batches, strict=True)]
+
+
+def _merge(parallel: ParallelLayout, tell: Callable[[str, object], None]) -> None:
+    from unittest import mock
+
+    import torch.distributed as dist
+
+    from npu_replay import ParallelLayout, collect
+    from npu_replay.routed_experts import without_layers
+
+    layouts = _layouts(parallel)
+    recorded, whole = _recorded(parallel, layouts), _sequences()
+    tell("everywhere", collect(recorded, layouts, parallel) == whole)
+    tell("one group", collect(recorded, layouts, dist.group.WORLD) == whole)
+    first = collect(recorded, layouts, parallel, everywhere=False)
+    tell("first", None if first is None else first == whole)
+
+    dense = parallel.pp_rank == 1
+    found = collect([without_layers()] * 2 if dense else recorded, layouts, parallel)
+    tell("dense stage", found == [one.only(STAGES[0]) for one in whole])
+
+    every = _layouts(ParallelLayout())
+    mine = _recorded(ParallelLayout(pp=2, pp_rank=parallel.pp_rank), every)
+    with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast:
+        tell("twins", collect(mine, every, parallel.groups) == whole)
+    rows = parallel.groups[0]
+    sources = [call.args[1] for call in broadcast.call_args_list if call.args[2] is rows]
+    tell("twins sent", sources.count(dist.get_rank()))
+    held = sum(one.ids.numel() * one.ids.element_size() for one in whole * 400)
+    sent = sum(len(one.to_bytes()) for one in [whole[0].concat(whole * 400)])
+    tell("sent", sent / held)
+
+
+def _fail(parallel: ParallelLayout, rank: int, tell: Callable[[str, object], None]) -> None:
+    """Each case: the last rank's arguments are wrong, or all ranks' together are."""
+    from npu_replay import ParallelLayout, RoutedExperts, TokenLayout, collect
+    from npu_replay.routed_experts import without_layers
+
+    layouts = _layouts(parallel)
+    recorded = _recorded(parallel, layouts)
+    last = rank == PROCESSES - 1
+
+    class Raises:
+        def __iter__(self) -> Any:
+            raise FileNotFoundError("no such file")
+
+    def other(one: RoutedExperts, **changes: Any) -> RoutedExperts:
+        about = {"layers": one.layers, "num_experts": EXPERTS, "recorded": one.recorded} | changes
+        return RoutedExperts(ids=(one.ids.long() + 1) % EXPERTS, **about)
+
+    every = _layouts(ParallelLayout())
+    mine = _recorded(ParallelLayout(pp=2, pp_rank=parallel.pp_rank), every)
+    shifted = TokenLayout([0, 1, 2, 4, 5, 6][: len(layouts[0].rows)], LENGTHS[0], layouts[0].fingerprints)
+    half = _layouts(ParallelLayout(cp=2))
+    cases: dict[str, tuple[Any, Any]] = {
+        "other rows": (recorded, [layouts[0], every[1]] if last else layouts),
+        "too few layouts": (recorded, layouts[:1] if last else layouts),
+        "not routes": ([1, 2] if last else recorded, layouts),
+        "an exception": (Raises() if last else recorded, layouts),
+        "other batch": (recorded[:1] if last else recorded, layouts[:1] if last else layouts),
+        "twins differ": ([other(one) for one in mine] if last else mine, every),
+        "overlap": (
+            [other(mine[0]).take(range(6)), recorded[1]] if last else recorded,
+            [shifted, layouts[1]] if last else layouts,
+        ),
+        "hole": (mine if rank < 2 else _recorded(parallel, half), every if rank < 2 else half),
+        "not covered": (_recorded(parallel, half), half),
+        "other experts": (
+            [other(one, num_experts=EXPERTS + 1) for one in recorded] if last else recorded,
+            layouts,
+        ),
+        "nothing": ([without_layers()] * 2, layouts),
+    }
+    for case, (routes, of) in cases.items():
+        tell(case, _raised(lambda: collect(routes, of, parallel)))  # noqa: B023  called at once
+
+
+def _raised(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"error {type(error).__name__} {error}"
+    return "nothing was raised"
+
+
+def _lose_a_rank(parallel: ParallelLayout, rank: int, tell: Callable[[str, object], None]) -> None:
+    from npu_replay import collect
+
+    layouts = _layouts(parallel)
+    started = time.monotonic()
+    if rank == PROCESSES - 1:
+        time.sleep(6)  # alive, but elsewhere
+        tell("late", "did not come")
+    else:
+        recorded = _recorded(parallel, layouts)
+        tell("late", _raised(lambda: collect(recorded, layouts, parallel, patience=2)))
+    tell("late seconds", time.monotonic() - started)
+
+
+if __name__ == "__main__":
+    _work(Path(sys.argv[1]), int(sys.argv[2]))
