@@ -1,8 +1,8 @@
-"""npu-replay bench: what record and replay cost, as ratios to the live router within one run.
+"""npu-replay bench: what record, replay and layouts cost, as ratios within one run.
 
-Every round runs all ways in turn and each way's time is divided by the live time of the same round; the
-table shows the median of the rounds and the quartiles beside it, so that a machine that slows down for a
-while slows all of them.
+Every round runs all ways in turn and each way's time is divided by that of the first way (the live router) in
+the same round; the table shows the median of the rounds and the quartiles beside it, so that a machine that
+slows down for a while slows all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import npu_replay
-from npu_replay import RoutedExperts, seam, session
+from npu_replay import RoutedExperts, bench_gather, seam, session
 from npu_replay.demo import megatron_model
 from npu_replay.devices import one_thread, pick
 from npu_replay.errors import ReplayError
@@ -59,14 +59,14 @@ class Way:
 
 @dataclass(frozen=True)
 class Row:
-    """One way at one size, against the live one of the same rounds.
+    """One way at one size, against the first of the same rounds.
 
     Attributes:
-        what: "router" (its forward), "other top-k" (one that is no routing) or "step" (forward and
-            backward of a whole model).
+        what: "router" (its forward), "other top-k" (one that is no routing), "gather" (routes into a rank's
+            rows) or "step" (forward and backward of a whole model).
         microseconds: median time of one call.
-        ratio: median of the rounds' ratios to live, with its quartiles.
-        over: median difference to live in microseconds.
+        ratio: median of the rounds' ratios to the first way, with its quartiles.
+        over: median difference to the first way in microseconds.
     """
 
     what: str
@@ -98,6 +98,7 @@ def main(*, device: str, pairs: int, out: Path | None, force: bool) -> list[Row]
         about = _about(where)
     console.print(_heading(about))
     console.print(_table(rows))
+    console.print(bench_gather.sizes())
     if out is not None:
         result = {"about": about, "rows": [asdict(row) for row in rows]}
         write_whole(out, json.dumps(result, indent=1).encode(), overwrite=force)
@@ -113,6 +114,8 @@ def measure(device: torch.device, pairs: int, tell: Callable[[str], None]) -> It
         yield from _router_rows(tokens, device, pairs)
     tell("top-k of others")
     yield from _others_rows(device, pairs)
+    tell("gather")
+    yield from _gather_rows(pairs)
     for tokens in TOKENS:
         tell(f"whole step, {tokens} tokens")
         yield from _step_rows(tokens, device, max(3, pairs // 10))
@@ -230,6 +233,11 @@ def _others_rows(device: torch.device, rounds: int) -> Iterator[Row]:
     yield from _rows("other top-k", 1, ways, rounds, 1, per=count, device=device)
 
 
+def _gather_rows(rounds: int) -> Iterator[Row]:
+    ways = [Way(name, run) for name, run in bench_gather.ways().items()]
+    yield from _rows("gather", bench_gather.tokens(), ways, rounds, 1, per=1, device=torch.device("cpu"))
+
+
 def _step_rows(tokens: int, device: torch.device, rounds: int) -> Iterator[Row]:
     length = min(tokens, LENGTH)
     batch = torch.randint(0, 64, (tokens // length, length), device=device)
@@ -278,7 +286,7 @@ def _rows(
             spent = _timed(way, repeats, device, warm=warm) / per
             if number >= 2:  # the first two rounds warm up
                 times[way.name].append(spent)
-    live = times["live"]
+    live = times[ways[0].name]
     for way in ways:
         ratios = [spent / base for spent, base in zip(times[way.name], live, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
@@ -348,7 +356,7 @@ def _table(rows: list[Row]) -> Any:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("", "tokens", "way"):
         table.add_column(name, no_wrap=True)
-    for name in ("µs a call", "over live", "x live", "quartiles"):
+    for name in ("µs a call", "over first", "x first", "quartiles"):
         table.add_column(name, justify="right", no_wrap=True)
     previous = None
     for row in rows:
@@ -357,7 +365,7 @@ def _table(rows: list[Row]) -> Any:
             table.add_section()
         against = (
             ("", "", "")
-            if row.way == "live"
+            if place != previous
             else (_figure(row.over, "+"), f"{row.ratio:.2f}", f"{row.ratio_low:.2f}-{row.ratio_high:.2f}")
         )
         first = ("", "") if place == previous else (row.what, f"{row.tokens:,}")

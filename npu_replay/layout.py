@@ -249,11 +249,16 @@ class TokenLayout:
                 got=len(batch),
                 cause="a batch that was cut or merged after its layout was made",
             )
-        kinds = Counter(_kind(routes, layers) for routes in batch if isinstance(routes, RoutedExperts))
+        real = [routes for routes in batch if isinstance(routes, RoutedExperts)]
+        kinds = Counter(_kind(routes, layers) for routes in real)
         usual = kinds.most_common(1)[0][0] if kinds else None
+        wanted = tuple(layers or ())
+        lacking = {of: [one for one in wanted if one not in of] for of in {routes.layers for routes in real}}
         found = {}
         for number, routes in enumerate(batch):
-            error = self._problem(number, routes, layers, usual)
+            error = self._problem(number, routes)
+            if error is None and isinstance(routes, RoutedExperts):
+                error = _misfit(f"sequence {number}", routes, layers, lacking[routes.layers], usual)
             if error is not None:
                 found[number] = error
         return found
@@ -319,10 +324,8 @@ class TokenLayout:
             first += len(routes)
         return place[self.rows]
 
-    def _problem(
-        self, number: int, routes: object, layers: Sequence[int] | None, usual: object
-    ) -> ReplayError | None:
-        """Why the routes of one sequence can't be used; None if they can."""
+    def _problem(self, number: int, routes: object) -> ReplayError | None:
+        """Why these aren't the routes of that sequence; None if they are."""
         where, size = f"sequence {number}", self.lengths[number]
         if not isinstance(routes, RoutedExperts):
             return MicroBatchError(
@@ -350,25 +353,32 @@ class TokenLayout:
                 got=f"{routes.fingerprint:#018x}",
                 cause="retokenised text, a shuffled batch, or parts merged in another order",
             )
-        lacking = [layer for layer in layers or () if layer not in routes.layers]
-        if lacking:
-            return MicroBatchError(
-                f"nobody recorded decoder layer {lacking[0]}",
-                where=where,
-                expected=f"layers {list(layers or ())}",
-                got=list(routes.layers),
-                cause="routes of another pipeline stage, or counted over the MoE layers only where the model "
-                "has dense layers too",
-            )
-        if _kind(routes, layers) != usual:
-            return MicroBatchError(
-                "these routes differ from the others in the batch",
-                where=where,
-                expected=f"({'' if layers is not None else 'layers, '}top-k, experts) {usual}",
-                got=_kind(routes, layers),
-                cause="routes of different models, or of engines that report other columns",
-            )
         return None
+
+
+def _misfit(
+    where: str, routes: RoutedExperts, layers: Sequence[int] | None, lacking: list[int], usual: object
+) -> ReplayError | None:
+    """Why these routes can't go into one array with the others of the batch; None if they can."""
+    if lacking:
+        return MicroBatchError(
+            f"nobody recorded decoder layer {lacking[0]}",
+            where=where,
+            expected=f"layers {list(layers or ())}",
+            got=list(routes.layers),
+            cause="routes of another pipeline stage, or counted over the MoE layers only where the model "
+            "has dense layers too",
+        )
+    kind = _kind(routes, layers)
+    if kind == usual:
+        return None
+    return MicroBatchError(
+        "these routes differ from the others in the batch",
+        where=where,
+        expected=f"({'' if layers is not None else 'layers, '}top-k, experts) {usual}",
+        got=kind,
+        cause="routes of different models, or of engines that report other columns",
+    )
 
 
 def _kind(routes: RoutedExperts, layers: Sequence[int] | None) -> tuple[object, ...]:

@@ -213,7 +213,7 @@ class RoutedExperts:
                         cause="routes of different models, or of engines that report other columns",
                     )
         labels = first.layers if layers is None else tuple(layers)
-        columns = {part.layers: part._columns(labels) for part in parts}
+        columns = {of: part._columns(labels) for of, part in {part.layers: part for part in parts}.items()}
         versions = {part.weight_version for part in parts}
         return first._derived(
             torch.cat([part.ids[:, columns[part.layers]] for part in parts]),

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 import npu_replay
-from npu_replay import RoutedExperts, recompute, routers
+from npu_replay import RoutedExperts, recompute, replaying, routers
 from npu_replay.errors import MicroBatchError, NoEffect, RecomputeError, ReplayError, RouterError
 from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, hooks, run, same, tokens
 
@@ -731,6 +731,39 @@ def test_what_is_no_model_and_no_list_of_routes_is_said_in_words() -> None:
 
 
 # observe
+
+
+def test_routes_go_to_the_device_once_narrow_and_one_micro_batch_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The layers of this model alone, and never a whole micro-batch as int64."""
+    model = ToyModel(ToyRouter(1), ToyRouter(3))
+    whole = [
+        RoutedExperts(
+            ids=torch.rand(ROWS, 4, EXPERTS).topk(TOPK).indices,
+            layers=range(4),
+            num_experts=EXPERTS,
+            recorded=torch.arange(ROWS) != 0,
+        )
+        for _ in range(3)
+    ]
+    sent: list[torch.Tensor] = []
+    native = replaying._to
+
+    def to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+        sent.append(tensor)
+        return native(device, tensor)
+
+    monkeypatch.setattr(replaying, "_to", to)
+    counts = []
+    with npu_replay.replay(model, whole):
+        for seed in range(3):
+            model(tokens(seed)).sum().backward()
+            counts.append(len(sent))
+    assert counts == [4, 6, 6]  # ids and the rows without a route; of two micro-batches, then of one more
+    assert [tuple(one.shape) for one in sent[::2]] == [(ROWS, 2, TOPK)] * 3
+    assert {one.dtype for one in sent[::2]} == {torch.uint8}
+    assert all(torch.equal(one, routes.ids[:, [1, 3]]) for one, routes in zip(sent[::2], whole, strict=True))
 
 
 def test_observe_shows_the_routers_own_choice_and_counts_no_copy() -> None:

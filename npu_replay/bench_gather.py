@@ -1,0 +1,66 @@
+"""What is measured of TokenLayout.gather: the routes of a rollout, into the rows of one pipeline stage.
+
+Ragged sequences, shuffled rows, some layers of all. The yardstick is numpy's take of the same rows, given
+what gather has to make first: one array with all sequences in it, and once even cut to the layers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from npu_replay import RoutedExperts, TokenLayout
+
+SEQUENCES, LENGTHS = 64, (200, 2000)
+LAYERS, STAGE = 48, range(12, 24)
+TOPK, EXPERTS = 8, 128
+
+
+def ways() -> dict[str, Callable[[], object]]:
+    """The ways to measure, by name; numpy's come first."""
+    samples, layout = _rollout()
+    whole = RoutedExperts.concat(samples).ids.numpy()
+    cut = np.ascontiguousarray(whole[:, STAGE.start : STAGE.stop])
+    rows = layout.rows.numpy()
+    return {
+        f"numpy.take, {LAYERS} layers": lambda: np.take(whole, rows, axis=0),
+        f"numpy.take, cut to {len(STAGE)}": lambda: np.take(cut, rows, axis=0),
+        f"gather, {len(STAGE)} of {LAYERS}": lambda: layout.gather(samples, layers=STAGE),
+    }
+
+
+def tokens() -> int:
+    """Tokens of all sequences."""
+    return len(_rollout()[1].rows)
+
+
+def sizes() -> str:
+    """Bytes of the routes as they are held and sent, in words."""
+    samples, layout = _rollout()
+    whole = RoutedExperts.concat(samples)
+    held = whole.ids.numel() * whole.ids.element_size() + len(whole)
+    sent = len(whole.to_bytes())
+    stage = len(layout.gather(samples, layers=STAGE).to_bytes())
+    return (
+        f"gather: {len(samples)} sequences, {len(whole):,} tokens, {LAYERS} layers, top-{TOPK} of {EXPERTS}: "
+        f"{held:,} bytes held ({held / len(whole):.1f} a token),\n{sent:,} sent in one piece; "
+        f"{stage:,} to a rank with {len(STAGE)} of the layers"
+    )
+
+
+@functools.cache
+def _rollout() -> tuple[list[RoutedExperts], TokenLayout]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(*LENGTHS, (SEQUENCES,), generator=generator).tolist()
+    samples = [
+        RoutedExperts(
+            ids=torch.rand(length, LAYERS, EXPERTS, generator=generator).topk(TOPK).indices,
+            layers=range(LAYERS),
+            num_experts=EXPERTS,
+        )
+        for length in lengths
+    ]
+    return samples, TokenLayout(torch.randperm(sum(lengths), generator=generator), tuple(lengths))
