@@ -1,0 +1,99 @@
+"""Draws docs/images/layouts.png: where TokenLayout puts the tokens of two sequences, road by road.
+
+Every cell is read off a TokenLayout, so the picture can't say anything else than the code does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from npu_replay import ParallelLayout, TokenLayout
+
+LENGTHS = (7, 4)
+NAMES = "abcdefgwxyz"
+COLOURS = ("#2f6db3", "#d9822b")
+PICTURE = Path(__file__).parent.parent / "docs" / "images" / "layouts.png"
+
+padded, packed = TokenLayout.padded, TokenLayout.packed
+Road = tuple[str, Callable[..., TokenLayout], dict[str, Any], dict[str, int]]
+ROADS: tuple[Road, ...] = (
+    # title, constructor, its arguments, the sizes of the parallel axes
+    ("padded(lengths, 8): Megatron, sequence-major", padded, {"length": 8}, {}),
+    ("padded(lengths, 8, side='left')", padded, {"length": 8, "side": "left"}, {}),
+    ("padded(lengths, 8, order='batch'): Hugging Face", padded, {"length": 8, "order": "batch"}, {}),
+    ("packed(lengths, align=4, align_end=16)", packed, {"align": 4, "align_end": 16}, {}),
+    ("padded, tp 2, sequence parallel", padded, {}, {"tp": 2}),
+    ("padded, tp 2, alltoall_seq: each router sees all rows", padded, {}, {"tp": 2, "gathers_rows": 1}),
+    ("padded, cp 2, zigzag", padded, {}, {"cp": 2}),
+    ("padded, cp 2, contiguous", padded, {"context": "contiguous"}, {"cp": 2}),
+    ("packed, cp 2, zigzag: every sequence is cut", packed, {}, {"cp": 2}),
+    ("packed, cp 2, contiguous: the stream is cut", packed, {"context": "contiguous"}, {"cp": 2}),
+    ("packed, cp 2, tp 2, sequence parallel", packed, {}, {"cp": 2, "tp": 2}),
+    ("packed, cp 2, contiguous, tp 2", packed, {"context": "contiguous"}, {"cp": 2, "tp": 2}),
+)
+
+
+def main(picture: Path) -> None:
+    """Draw all roads, two a line."""
+    ranks = [len(_ranks(*road[1:])) for road in ROADS]
+    heights = [max(pair) + 1.1 for pair in zip(ranks[::2], ranks[1::2], strict=True)]
+    figure = plt.figure(figsize=(11, 0.3 * sum(heights) + 0.5), layout="constrained")
+    grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
+    for number, road in enumerate(ROADS):
+        line, column = divmod(number, 2)
+        _draw(road, figure.add_subplot(grid[line, column]), heights[line] - 1.1)
+    title = "The rows of each rank's router, in order: sequences abcdefg and wxyz, padding in grey"
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(picture, dpi=110)
+
+
+def _draw(road: Road, ax: Axes, lines: float) -> None:
+    title, make, arguments, sizes = road
+    for line, (name, layout) in enumerate(_ranks(make, arguments, sizes)):
+        for row, token in enumerate(layout.rows.tolist()):
+            second = token >= LENGTHS[0]
+            colour = "#e4e4e4" if token < 0 else COLOURS[second]
+            ax.add_patch(plt.Rectangle((row, -line), 0.94, -0.86, color=colour, linewidth=0))
+            if token >= 0:
+                ax.text(
+                    row + 0.47,
+                    -line - 0.45,
+                    NAMES[token],
+                    color="white",
+                    ha="center",
+                    va="center",
+                    fontsize=9,
+                )
+        ax.text(-0.25, -line - 0.45, name, ha="right", va="center", fontsize=8, color="#444444")
+    ax.set(xlim=(-3.2, 16.2), ylim=(-lines - 0.1, 0.15))
+    ax.set_title(title, loc="left", fontsize=9, family="monospace")
+    ax.axis("off")
+
+
+def _ranks(
+    make: Callable[..., TokenLayout], arguments: dict[str, Any], sizes: dict[str, int]
+) -> list[tuple[str, TokenLayout]]:
+    about = {name: bool(value) if name == "gathers_rows" else value for name, value in sizes.items()}
+    cp, tp = sizes.get("cp", 1), sizes.get("tp", 1)
+    found = []
+    for cp_rank in range(cp):
+        for tp_rank in range(tp):
+            parallel = ParallelLayout(**about, cp_rank=cp_rank, tp_rank=tp_rank, sequence_parallel=tp > 1)
+            name = " ".join(
+                f"{axis}{rank}" for axis, size, rank in (("cp", cp, cp_rank), ("tp", tp, tp_rank)) if size > 1
+            )
+            found.append((name, make(LENGTHS, **arguments, parallel=parallel)))
+    return found
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else PICTURE)
