@@ -141,6 +141,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lend_distributed(patches: Patches) -> None:
+    """gloo's collectives, for what Megatron asks of NCCL's: ranks with different numbers of tokens."""
     exchange, gather, scatter = dist.all_to_all_single, dist.all_gather, dist.reduce_scatter
 
     def all_to_all_single(
@@ -149,7 +150,7 @@ def _lend_distributed(patches: Patches) -> None:
         return exchange(output, input, _list(output_split_sizes), _list(input_split_sizes), **kwargs)
 
     def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
-        if len({len(one) for one in tensor_list}) == 1:
+        if _even(tensor_list):
             return gather(tensor_list, tensor, group, async_op)
         padded = tensor.new_zeros(max(map(len, tensor_list)), *tensor.shape[1:])
         padded[: len(tensor)] = tensor
@@ -159,18 +160,26 @@ def _lend_distributed(patches: Patches) -> None:
             one.copy_(found[: len(one)])
         return None
 
-    def reduce_scatter(output: Any, input_list: Any, *args: Any, group: Any = None, **kwargs: Any) -> Any:
-        if len({len(one) for one in input_list}) == 1:
-            return scatter(output, input_list, *args, group=group, **kwargs)
-        total = torch.cat(tuple(input_list))
-        dist.all_reduce(total, group=group)
-        output.copy_(total.split([len(one) for one in input_list])[dist.get_rank(group)])
+    def reduce_scatter(
+        output: Any, input_list: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if _even(input_list):
+            return scatter(output, input_list, op, group, async_op)
+        total = torch.cat(list(input_list))
+        dist.all_reduce(total, op, group)
+        first = sum(map(len, input_list[: dist.get_rank(group)]))
+        output.copy_(total[first : first + len(output)])
         return None
 
-    patches.set(dist, "all_to_all_single", all_to_all_single, "gloo wants split sizes as a list of int")
+    why = "gloo wants split sizes as a list of int"
+    patches.set(dist, "all_to_all_single", all_to_all_single, why)
     why = "gloo wants all ranks' parts equally long"
     patches.set(dist, "all_gather", all_gather, why)
     patches.set(dist, "reduce_scatter", reduce_scatter, why)
+
+
+def _even(parts: Any) -> bool:
+    return len({len(part) for part in parts}) == 1
 
 
 def _list(sizes: Any) -> list[int] | None:

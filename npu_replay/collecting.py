@@ -173,7 +173,7 @@ def _agreed(
     """Exchange errors and offers; the error is the own one, or says which rank has one."""
     told: list[Any] = [None] * dist.get_world_size(group)
     try:
-        if "gloo" in dist.get_backend(group):
+        if dist.get_backend(group) == "gloo":
             dist.monitored_barrier(group, timedelta(seconds=patience), wait_all_ranks=True)
         dist.all_gather_object(told, (None if error is None else str(error), offers), group)
     except RuntimeError as lost:

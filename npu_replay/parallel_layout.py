@@ -67,6 +67,10 @@ class ParallelLayout:
                     got=f"{axis}={size}, {axis}_rank={rank}",
                 )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Process groups stay in their process; a driver asks for numbers."""
+        return vars(self) | {"groups": ()}
+
     @classmethod
     def from_megatron(cls, model: Any = None, *, sequence_parallel: bool | None = None) -> ParallelLayout:
         """Read it from the running Megatron-core, of any release.
