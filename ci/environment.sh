@@ -85,10 +85,22 @@ fetch_megatron() {
     mkdir -p "$work/megatron"
     partial=$(mktemp -d "$work/megatron/.partial.XXXXXX")
     # Its own requirements are left out: they are many, and what it imports is in the demo extra.
-    if ! python -m pip install -qq --no-deps --target "$partial/it" "megatron-core==$release"; then
+    local install=(python -m pip install -qq --no-deps --target "$partial/it")
+    case $release in
+        0.1[0-6].*) ;;
+        # From 0.17 on it says that it needs Python 3.12; what is tested here runs on 3.11 too.
+        *) install+=(--ignore-requires-python --python-version 3.12 --only-binary=:all:) ;;
+    esac
+    if ! "${install[@]}" "megatron-core==$release"; then
         rm -rf "$partial"
         fail "could not fetch megatron-core $release for $(python -V)"
     fi
+    case $release in
+        0.1[0-7].*) ;;
+        # From 0.18 on it imports triton, which needs no GPU for that (300 MB).
+        *) python -m pip install -qq --no-deps --target "$partial/it" triton ||
+            fail "could not fetch triton, which megatron-core $release imports" ;;
+    esac
     mv "$partial/it" "$folder"
     rmdir "$partial"
 }

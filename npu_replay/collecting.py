@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
+from npu_replay.attendance import missing
 from npu_replay.errors import MicroBatchError, ReplayError, micro_batch
 from npu_replay.layout import TokenLayout
 from npu_replay.merging import Block, digest, union
@@ -172,18 +172,13 @@ def _agreed(
 ) -> tuple[Exception | None, list[list[_Offer]]]:
     """Exchange errors and offers; the error is the own one, or says which rank has one."""
     told: list[Any] = [None] * dist.get_world_size(group)
+    absent = missing(group, patience) if dist.get_backend(group) == "gloo" else []
+    if absent:
+        raise _lost(f"ranks {absent} within {patience:g} s", "nothing from them") from error
     try:
-        if dist.get_backend(group) == "gloo":
-            dist.monitored_barrier(group, timedelta(seconds=patience), wait_all_ranks=True)
         dist.all_gather_object(told, (None if error is None else str(error), offers), group)
-    except RuntimeError as lost:
-        raise ReplayError(
-            "a rank of the group didn't come to collect(), or is gone",
-            where=f"rank {dist.get_rank()}",
-            expected=f"all {len(told)} ranks within {patience:g} s (gloo) or the group's timeout",
-            got=str(lost).splitlines()[0],
-            cause="an exception on that rank before collect(); its own log has it",
-        ) from (error or lost)
+    except RuntimeError as gone:
+        raise _lost(f"{len(told)} ranks within the group's timeout", str(gone).splitlines()[0]) from gone
     problems = [(rank, problem) for rank, (problem, _) in enumerate(told) if problem is not None]
     if error is None and problems:
         rank, problem = problems[0]
@@ -192,6 +187,16 @@ def _agreed(
             + problem.removeprefix("[npu_replay] ")
         )
     return error, [offers for _, offers in told]
+
+
+def _lost(expected: str, got: str) -> ReplayError:
+    return ReplayError(
+        "a rank of the group didn't come to collect(), or is gone",
+        where=f"rank {dist.get_rank()}",
+        expected=expected,
+        got=got,
+        cause="an exception on that rank before collect(); its own log has it",
+    )
 
 
 def _exchanged(

@@ -84,6 +84,10 @@ class DecoderLayers:
         Raises:
             ReplayError: the layers can't be dealt out evenly to that many stages.
         """
+        for rank, size in ((pp_rank, pp), (vp_rank, vp)):
+            _check(
+                0 <= rank < size, "there is no such stage", f"ranks below {pp} and {vp}", (pp_rank, vp_rank)
+            )
         counts = self._counts(pp, vp)
         # A virtual stage follows the same virtual stage of the rank before it.
         before = sum(counts[rank][stage] for stage in range(vp) for rank in range(pp) if stage < vp_rank)
@@ -96,7 +100,9 @@ class DecoderLayers:
             _check(shape == [vp] * pp, "the pipeline layout has another shape", f"{pp} x {vp}", shape)
             return tuple(tuple(stage) for stage in self.table)
         if pp == 1:
-            return ((self.count,),) if vp == 1 else (self._shared(self.count, vp),)
+            for given in (self.first_stage, self.last_stage):
+                _check(given in (None, self.count), "the one stage has all layers", self.count, given)
+            return (self._shared(self.count, vp),)
         if self.first_stage is not None or self.last_stage is not None:
             return tuple(self._shared(count, vp) for count in self._uneven(pp))
         total = self.count + self.embedding_counts + self.loss_counts

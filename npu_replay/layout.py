@@ -7,6 +7,7 @@ Routes ride the same road as the tokens: one index `row -> packed token or none`
 from __future__ import annotations
 
 import logging
+import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,7 +47,12 @@ class TokenLayout:
     fingerprints: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rows", torch.as_tensor(self.rows).detach().cpu().to(torch.int64))
+        rows = torch.as_tensor(self.rows).detach().cpu()
+        if rows.numel() and (rows.is_floating_point() or rows.dtype == torch.bool):
+            raise MicroBatchError(
+                "the rows of a layout are whole numbers", expected="integers", got=rows.dtype
+            )
+        object.__setattr__(self, "rows", rows.to(torch.int64))
         object.__setattr__(self, "lengths", _sizes(self.lengths))
         if self.fingerprints is not None:
             object.__setattr__(self, "fingerprints", tuple(self.fingerprints))
@@ -297,10 +303,10 @@ class TokenLayout:
         number, error = next(iter(bad.items()))
         if on_bad_route == "error":
             raise error
-        if len(bad) / len(self.lengths) > ceiling:
+        if len(bad) / len(self.lengths) > ceiling or len(bad) == len(self.lengths):
             raise MicroBatchError(
                 f"{len(bad)} of {len(self.lengths)} sequences have routes that can't be used",
-                expected=f"at most {ceiling:.1%} of them",
+                expected=f"at most {ceiling:.1%} of them, and one that can be",
                 got=f"{len(bad) / len(self.lengths):.1%}, the first of them: {error}",
                 cause="a fault of the rollout engine or of the decoder, not of single samples",
             ) from error
@@ -392,7 +398,12 @@ def _optional(fingerprints: Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 def _sizes(lengths: Sequence[int]) -> tuple[int, ...]:
-    sizes = tuple(int(size) for size in lengths)
+    try:
+        sizes = tuple(operator.index(size) for size in lengths)
+    except TypeError as error:
+        raise MicroBatchError(
+            "lengths are whole numbers", expected="tokens of each sequence", got=lengths
+        ) from error
     if any(size < 0 for size in sizes):
         raise MicroBatchError("a sequence has a negative length", expected=">= 0", got=sizes)
     return sizes
@@ -511,25 +522,27 @@ def _check_rows(rows: torch.Tensor, tokens: int) -> None:
 
 _FIRST_NUMBER = 1 << 24
 """Token numbers begin here when they are pushed through preprocessing: above any vocabulary's ids, so that a
-padding id isn't taken for one, and within int32 with 2 billion tokens."""
+padding id isn't taken for one, and within int32 with a billion tokens."""
 
 
 def _probed(fn: Callable[[list[torch.Tensor]], Any], sizes: tuple[int, ...], *, turned: bool) -> torch.Tensor:
     """The packed token in each place of what `fn` returns, -1 elsewhere. `turned`: counted backwards."""
     tokens = sum(sizes)
-    last = (_FIRST_NUMBER + 2 * tokens) // 6 * 6 + 9  # no token's two numbers agree modulo 2 or 3
+    last = (_FIRST_NUMBER + 2 * tokens) // 6 * 6 + 9  # odd where the other number is even
     numbers = torch.arange(tokens)
     numbers = last - numbers if turned else _FIRST_NUMBER + numbers
     made = fn([one.clone() for one in torch.split(numbers, list(sizes))])
     if isinstance(made, (list, tuple)) and all(isinstance(one, int) for one in made):
         made = torch.tensor(made)
     if isinstance(made, np.ndarray):
-        made = torch.from_numpy(made.astype(np.int64) if made.dtype.kind in "iu" else made)
+        made = torch.from_numpy(made.astype(np.int64)) if made.dtype.kind in "iu" else made
     if not isinstance(made, torch.Tensor) or made.dtype not in (torch.int32, torch.int64) or made.is_nested:
         raise MicroBatchError(
             "the preprocessing returns something else than token ids",
             expected="an integer tensor, as the model is fed",
-            got=f"{made.dtype} tensor" if isinstance(made, torch.Tensor) else type(made).__name__,
+            got=f"{made.dtype} {'tensor' if isinstance(made, torch.Tensor) else 'array'}"
+            if hasattr(made, "dtype")
+            else type(made).__name__,
             cause="fn returns a batch or a mask: pick input_ids",
         )
     made = made.detach().cpu().to(torch.int64)

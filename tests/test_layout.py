@@ -1,21 +1,146 @@
-"""TokenLayout of padded batches: rows of the router, padding, last tokens, other sequences' routes."""
+"""TokenLayout: which token sits in which row of the router, on every rank, and whose routes it gets."""
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_replay import ReplayError, RoutedExperts, TokenLayout, fingerprint
+import slow_layout
+from npu_replay import ParallelLayout, ReplayError, RoutedExperts, TokenLayout, fingerprint
+from npu_replay.errors import InvalidRoutes, MicroBatchError
 
 LAYERS, EXPERTS, TOPK = (1, 4), 8, 2
 
 
-def routes(tokens: int, seed: int, **about: object) -> RoutedExperts:
+def routes(tokens: int, seed: int, **about: Any) -> RoutedExperts:
+    layers, experts = about.pop("layers", LAYERS), about.pop("num_experts", EXPERTS)
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.rand(tokens, len(LAYERS), EXPERTS, generator=generator).topk(TOPK).indices
-    return RoutedExperts(ids=ids, layers=LAYERS, num_experts=EXPERTS, **about)
+    ids = torch.rand(tokens, len(layers), experts, generator=generator).topk(about.pop("topk", TOPK)).indices
+    return RoutedExperts(ids=ids, layers=layers, num_experts=experts, **about)
+
+
+def says(*words: str) -> str:
+    """A pattern for a message that has all these words, in this order."""
+    return "(?s)" + ".*".join(re.escape(word) for word in words)
+
+
+def cells(layout: TokenLayout) -> list[slow_layout.Cell]:
+    return [None if token < 0 else token for token in layout.rows.tolist()]
+
+
+class Cut(NamedTuple):
+    """How a job cuts its rows."""
+
+    tp: int
+    cp: int
+    sequence_parallel: bool
+    gathers_rows: bool
+    context: str
+
+    @property
+    def slices(self) -> bool:
+        return self.sequence_parallel and not self.gathers_rows
+
+    @property
+    def least(self) -> int:
+        """What a sequence has to be a multiple of at least, so that every rank gets an equal share."""
+        pieces = 1 if self.cp == 1 else 2 * self.cp if self.context == "zigzag" else self.cp
+        return next(
+            n
+            for n in range(1, 1000)
+            if n % pieces == 0 and n // self.cp % (self.tp if self.slices else 1) == 0
+        )
+
+    def ranks(self) -> Iterator[tuple[ParallelLayout, dict[str, Any]]]:
+        """Every rank, for TokenLayout and for slow_layout."""
+        for cp_rank in range(self.cp):
+            for tp_rank in range(self.tp):
+                place = {"tp": self.tp, "tp_rank": tp_rank, "cp": self.cp, "cp_rank": cp_rank}
+                parallel = ParallelLayout(
+                    **place, sequence_parallel=self.sequence_parallel, gathers_rows=self.gathers_rows
+                )
+                yield parallel, place | {"slices": self.slices}
+
+
+CUTS = st.builds(
+    Cut,
+    tp=st.integers(1, 3),
+    cp=st.integers(1, 3),
+    sequence_parallel=st.booleans(),
+    gathers_rows=st.booleans(),
+    context=st.sampled_from(["zigzag", "contiguous"]),
+)
+LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=4)
+
+
+@st.composite
+def padded_batches(draw: st.DrawFn) -> tuple[Cut, list[int], int, dict[str, Any]]:
+    """A cut, lengths, what they come to be padded to, and the arguments that say so."""
+    cut, lengths = draw(CUTS), draw(LENGTHS)
+    about: dict[str, Any] = {
+        "side": draw(st.sampled_from(["right", "left"])),
+        "order": "sequence" if cut.slices and cut.tp > 1 else draw(st.sampled_from(["sequence", "batch"])),
+    }
+    how = draw(st.sampled_from(["length", "align", "least"]))
+    if how == "least":
+        align = ParallelLayout(
+            tp=cut.tp, cp=cut.cp, sequence_parallel=cut.sequence_parallel, gathers_rows=cut.gathers_rows
+        ).alignment(cut.context)
+    else:
+        align = cut.least * draw(st.integers(1, 3))
+    length = -(-max(lengths) // align) * align
+    if how == "length":
+        length += draw(st.integers(0, 2)) * cut.least
+        about["length"] = length
+    if how == "align":
+        about["align"] = align
+    return cut, lengths, length, about
+
+
+def padded(
+    cut: Cut, lengths: Sequence[int], about: dict[str, Any], parallel: ParallelLayout, **more: Any
+) -> TokenLayout:
+    return TokenLayout.padded(lengths, context=cut.context, parallel=parallel, **about, **more)
+
+
+@st.composite
+def packed_batches(draw: st.DrawFn) -> tuple[Cut, list[int], list[int], dict[str, Any]]:
+    """A cut, lengths, what each comes to be padded to, and the arguments that say so."""
+    cut, lengths = draw(CUTS), draw(LENGTHS)
+    about: dict[str, Any] = {}
+    how = draw(st.sampled_from(["padded_lengths", "align", "least"]))
+    if how == "least":
+        align = ParallelLayout(
+            tp=cut.tp, cp=cut.cp, sequence_parallel=cut.sequence_parallel, gathers_rows=cut.gathers_rows
+        ).alignment(cut.context)
+    else:
+        align = cut.least * draw(st.integers(1, 3))
+    rooms = [-(-length // align) * align for length in lengths]
+    if how == "padded_lengths":
+        rooms = [room + draw(st.integers(0, 2)) * cut.least for room in rooms]
+        about["padded_lengths"] = rooms
+    if how == "align":
+        about["align"] = align
+    if draw(st.booleans()):
+        about["align_end"] = (cut.tp if cut.slices else 1) * draw(st.integers(1, 5))
+    return cut, lengths, rooms, about
+
+
+def packed(
+    cut: Cut, lengths: Sequence[int], about: dict[str, Any], parallel: ParallelLayout, **more: Any
+) -> TokenLayout:
+    return TokenLayout.packed(lengths, context=cut.context, parallel=parallel, **about, **more)
+
+
+# The rows, by hand
 
 
 def test_rows_are_sequence_major_for_megatron_and_batch_major_for_hugging_face() -> None:
@@ -23,6 +148,172 @@ def test_rows_are_sequence_major_for_megatron_and_batch_major_for_hugging_face()
     assert TokenLayout.padded([3, 2], 4).rows.tolist() == [0, 3, 1, 4, 2, -1, -1, -1]
     assert TokenLayout.padded([3, 2], 4, order="batch").rows.tolist() == [0, 1, 2, -1, 3, 4, -1, -1]
     assert TokenLayout.padded([3, 2], side="left").rows.tolist() == [0, -1, 1, 3, 2, 4]
+
+
+def test_rows_of_packed_sequences() -> None:
+    """T20, T24c: the padding of each sequence is between it and the next, [seq0, pad0, seq1, pad1]."""
+    assert TokenLayout.packed([3, 2]).rows.tolist() == [0, 1, 2, 3, 4]
+    assert TokenLayout.packed([3, 2], align=4).rows.tolist() == [0, 1, 2, -1, 3, 4, -1, -1]
+    assert TokenLayout.packed([3, 2], padded_lengths=[5, 2]).rows.tolist() == [0, 1, 2, -1, -1, 3, 4]
+    assert TokenLayout.packed([3, 2], align_end=4).rows.tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
+
+
+def test_context_parallel_ranks_have_a_chunk_from_each_end_or_one_piece() -> None:
+    """T17, T27: zigzag and contiguous are different rows of the same shape."""
+    ranks = [ParallelLayout(cp=2, cp_rank=rank) for rank in range(2)]
+
+    def rows(make: Callable[..., TokenLayout], *args: Any, **about: Any) -> list[list[int]]:
+        return [make(*args, parallel=rank, **about).rows.tolist() for rank in ranks]
+
+    assert rows(TokenLayout.padded, [8]) == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert rows(TokenLayout.padded, [8], context="contiguous") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    # Packed: zigzag cuts each sequence, contiguous the whole stream.
+    assert rows(TokenLayout.packed, [4, 4]) == [[0, 3, 4, 7], [1, 2, 5, 6]]
+    assert rows(TokenLayout.packed, [4, 4], context="contiguous") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_a_sequence_of_one_token_fills_up_to_the_alignment() -> None:
+    """T16: the padding is counted in tokens, whatever the shape of what hangs on one of them."""
+    ranks = [ParallelLayout(cp=2, cp_rank=rank) for rank in range(2)]
+    layouts = [TokenLayout.packed([1], parallel=rank) for rank in ranks]
+    assert [layout.rows.tolist() for layout in layouts] == [[0, -1], [-1, -1]]
+    one = routes(1, 1)
+    gathered = [layout.gather([one]) for layout in layouts]
+    assert [g.recorded.tolist() for g in gathered] == [[True, False], [False, False]]
+    assert [g.ids.shape for g in gathered] == [(2, 2, 2)] * 2
+    assert torch.equal(gathered[0].ids[0], one.ids[0])
+
+
+def test_sequence_parallel_ranks_slice_what_context_parallelism_left() -> None:
+    """T46: sequence-major, whole positions of all sequences; where the routers gather, all rows."""
+
+    def rows(**about: Any) -> list[list[int]]:
+        return [
+            TokenLayout.padded([4, 3], 4, parallel=ParallelLayout(tp=2, tp_rank=rank, **about)).rows.tolist()
+            for rank in range(2)
+        ]
+
+    whole = [0, 4, 1, 5, 2, 6, 3, -1]
+    assert rows(sequence_parallel=True) == [whole[:4], whole[4:]]
+    assert rows(sequence_parallel=True, gathers_rows=True) == [whole, whole]
+    assert rows() == [whole, whole]
+
+
+def test_the_padding_multiple_follows_tp_and_cp_not_dp() -> None:
+    """T27: 7808 rows or 7744, as padding to a multiple of 128 or of 64 gives them."""
+    sizes = {"tp": 8, "cp": 4, "sequence_parallel": True, "dp": 16}
+    least = TokenLayout.packed([7700], parallel=ParallelLayout(**sizes))
+    assert len(least.rows) == 7744 // 32
+    more = TokenLayout.packed([7700], align=128, parallel=ParallelLayout(**sizes))
+    assert len(more.rows) == 7808 // 32
+    with pytest.raises(MicroBatchError, match=says("another number of rows", "Expected 242, got 244")):
+        least.scatter(routes(len(more.rows), 1))
+
+
+# The rows, of every rank, against one token at a time
+
+
+@settings(max_examples=200, deadline=None)
+@given(batch=padded_batches())
+def test_padded_rows_are_those_of_one_token_at_a_time(
+    batch: tuple[Cut, list[int], int, dict[str, Any]],
+) -> None:
+    """T17, T44, T46: every rank's rows."""
+    cut, lengths, length, about = batch
+    for parallel, place in cut.ranks():
+        slow = slow_layout.padded(
+            lengths, length, side=about["side"], order=about["order"], context=cut.context, **place
+        )
+        layout = padded(cut, lengths, about, parallel)
+        assert cells(layout) == slow
+        assert layout.lengths == tuple(lengths)
+        assert layout.rows.dtype == torch.int64
+
+
+@settings(max_examples=200, deadline=None)
+@given(batch=packed_batches())
+def test_packed_rows_are_those_of_one_token_at_a_time(
+    batch: tuple[Cut, list[int], list[int], dict[str, Any]],
+) -> None:
+    """T16, T17, T20, T46: every rank's rows."""
+    cut, lengths, rooms, about = batch
+    for parallel, place in cut.ranks():
+        slow = slow_layout.packed(
+            lengths, rooms, align_end=about.get("align_end", 1), context=cut.context, **place
+        )
+        assert cells(packed(cut, lengths, about, parallel)) == slow
+
+
+@settings(max_examples=100, deadline=None)
+@given(batch=padded_batches() | packed_batches(), seed=st.integers(0, 99))
+def test_gather_and_scatter_over_all_ranks_give_every_token_its_route_back(
+    batch: tuple[Cut, list[int], Any, dict[str, Any]], seed: int
+) -> None:
+    """T17, T34, T46: on one rank exactly, or on each tensor-parallel rank where rows aren't sliced."""
+    cut, lengths, _, about = batch
+    make = padded if "side" in about else packed
+    marks = [fingerprint([seed, number]) for number in range(len(lengths))]
+    sent = [routes(length, seed + n, fingerprint=marks[n]) for n, length in enumerate(lengths)]
+    held = [torch.zeros(length, dtype=torch.int64) for length in lengths]
+    for parallel, _ in cut.ranks():
+        layout = make(cut, lengths, about, parallel, fingerprints=marks)
+        back = layout.scatter(layout.gather(sent))
+        for number, (ours, theirs) in enumerate(zip(back, sent, strict=True)):
+            held[number] += ours.recorded
+            assert torch.equal(ours.ids[ours.recorded], theirs.ids[ours.recorded])
+            assert (ours.layers, ours.num_experts) == (theirs.layers, theirs.num_experts)
+            assert ours.fingerprint == marks[number]
+    times = 1 if cut.slices else cut.tp
+    assert [counts.tolist() for counts in held] == [[times] * length for length in lengths]
+
+
+@settings(max_examples=100, deadline=None)
+@given(batch=padded_batches() | packed_batches(), data=st.data())
+def test_gather_gives_each_row_the_route_of_its_token_in_the_layers_asked_for(
+    batch: tuple[Cut, list[int], Any, dict[str, Any]], data: st.DataObject
+) -> None:
+    """T2, T27: columns by label; no route for padding, for a last token, and where the engine had none."""
+    cut, lengths, _, about = batch
+    make = padded if "side" in about else packed
+    recorded_layers = (0, 2, 3, 7)
+    layers = tuple(layer for layer in recorded_layers if data.draw(st.booleans()))
+    expected: list[list[list[int]] | None] = []  # of each token, the ids in each layer
+    sent = []
+    for number, length in enumerate(lengths):
+        short = length > 0 and data.draw(st.booleans())
+        known = data.draw(st.lists(st.booleans(), min_size=length - short, max_size=length - short))
+        one = routes(
+            length - short, number, layers=recorded_layers, recorded=torch.tensor(known, dtype=torch.bool)
+        )
+        sent.append(one)
+        columns = [one.layer_ids(layer).tolist() for layer in layers]
+        for token in range(length):
+            has_route = token < len(one) and known[token]
+            expected.append([ids[token] for ids in columns] if has_route else None)
+    for parallel, _ in cut.ranks():
+        layout = make(cut, lengths, about, parallel)
+        gathered = layout.gather(sent, layers=layers)
+        assert gathered.layers == layers
+        assert len(gathered) == len(layout.rows)
+        rows = [None if token is None else expected[token] for token in cells(layout)]
+        assert gathered.recorded.tolist() == [row is not None for row in rows]
+        assert gathered.ids.tolist() == [row or [[0] * TOPK] * len(layers) for row in rows]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5),
+    extra=st.integers(0, 3),
+    side=st.sampled_from(["left", "right"]),
+    order=st.sampled_from(["sequence", "batch"]),
+)
+def test_scatter_is_the_inverse_of_gather(lengths: list[int], extra: int, side: str, order: str) -> None:
+    layout = TokenLayout.padded(lengths, max(lengths) + extra, side=side, order=order)
+    batch = [routes(length, number) for number, length in enumerate(lengths)]
+    assert layout.scatter(layout.gather(batch)) == batch
+
+
+# gather and scatter, by hand
 
 
 def test_each_token_gets_its_own_route_and_padding_none() -> None:
@@ -40,36 +331,690 @@ def test_a_last_token_without_a_row_has_no_route() -> None:
     assert gathered.recorded.view(3, 2).tolist() == [[True, True], [True, False], [False, False]]
 
 
-@settings(max_examples=50, deadline=None)
-@given(
-    lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5),
-    extra=st.integers(0, 3),
-    side=st.sampled_from(["left", "right"]),
-    order=st.sampled_from(["sequence", "batch"]),
-)
-def test_scatter_is_the_inverse_of_gather(lengths: list[int], extra: int, side: str, order: str) -> None:
-    layout = TokenLayout.padded(lengths, max(lengths) + extra, side=side, order=order)
-    batch = [routes(length, number) for number, length in enumerate(lengths)]
+def test_a_last_token_without_a_row_does_not_shift_the_next_sequence() -> None:
+    """T27, T34: five tokens of two sequences, one of which has no route."""
+    one, two = routes(2, 1), routes(2, 2)
+    gathered = TokenLayout.packed([3, 2]).gather([one, two])
+    assert gathered.recorded.tolist() == [True, True, False, True, True]
+    assert torch.equal(gathered.ids[:2], one.ids)
+    assert torch.equal(gathered.ids[3:], two.ids)
+
+
+def test_dense_layers_in_the_payload_do_not_shift_the_others() -> None:
+    """T2, T27: an engine reports all layers, the model asks for the MoE layers of its stage by label."""
+    everything = routes(3, 1, layers=range(6))
+    gathered = TokenLayout.packed([3]).gather([everything], layers=(1, 4))
+    assert gathered.layers == (1, 4)
+    assert torch.equal(gathered.ids, everything.ids[:, [1, 4]])
+    neighbours = TokenLayout.packed([3]).gather([everything], layers=(4, 5))
+    assert torch.equal(neighbours.ids, everything.ids[:, 4:])
+
+
+def test_sequences_may_come_with_other_columns_beside_those_asked_for() -> None:
+    """T2: each sequence's columns are picked by its own labels."""
+    one, two = routes(2, 1, layers=(1, 3, 4)), routes(3, 2, layers=(0, 1, 2, 4))
+    gathered = TokenLayout.packed([2, 3]).gather([one, two], layers=(1, 4))
+    assert gathered.layers == (1, 4)
+    assert torch.equal(gathered.ids, torch.cat([one.ids[:, [0, 2]], two.ids[:, [1, 3]]]))
+    with pytest.raises(MicroBatchError, match=says("sequence 1: these routes differ from the others")):
+        TokenLayout.packed([2, 3]).gather([one, two])
+
+
+def test_a_stage_of_dense_layers_gathers_rows_without_layers() -> None:
+    """T43: what replay takes on a pipeline stage that has no router."""
+    gathered = TokenLayout.padded([3, 2], 4).gather([routes(3, 1), routes(2, 2)], layers=())
+    assert (gathered.layers, gathered.ids.shape, len(gathered)) == ((), (8, 0, TOPK), 8)
+    assert [len(one) for one in TokenLayout.padded([3, 2], 4).scatter(gathered)] == [3, 2]
+
+
+def test_expert_ids_above_255_stay_whole() -> None:
+    """T19: 384 experts do not fit into a byte."""
+    ids = torch.tensor([[[255, 256]], [[383, 0]], [[257, 1]]])
+    wide = RoutedExperts(ids=ids, layers=[2], num_experts=384)
+    for layout in (TokenLayout.padded([3], 4, side="left"), TokenLayout.packed([3], align=4)):
+        gathered = layout.gather([wide])
+        assert gathered.ids.dtype == torch.int16
+        assert gathered.ids[layout.rows >= 0].tolist() == ids.tolist()
+        assert layout.scatter(gathered) == [wide]
+
+
+def test_a_byte_is_enough_for_256_experts() -> None:
+    """T19: the largest id of 256 experts is 255."""
+    narrow = RoutedExperts(ids=torch.tensor([[[255, 128]]]), layers=[2], num_experts=256)
+    gathered = TokenLayout.packed([1], align=2).gather([narrow])
+    assert gathered.ids.dtype == torch.uint8
+    assert gathered.ids.tolist() == [[[255, 128]], [[0, 0]]]
+
+
+def test_gather_leaves_the_routes_as_they_were() -> None:
+    """A replay on one rank must not write into what another micro-batch still needs."""
+    one = routes(3, 1)
+    before = one.ids.clone()
+    layout = TokenLayout.padded([3], 4)
+    gathered = layout.gather([one])
+    gathered.ids.zero_()
+    back = layout.scatter(gathered)[0]
+    back.ids.fill_(7)
+    assert torch.equal(one.ids, before)
+
+
+def test_scatter_marks_tokens_of_other_ranks_as_not_recorded() -> None:
+    layout = TokenLayout.packed([4, 2], align=4, parallel=ParallelLayout(cp=2, cp_rank=1))
+    assert cells(layout) == [1, 2, 5, None]
+    back = layout.scatter(routes(4, 1))
+    assert [one.recorded.tolist() for one in back] == [[False, True, True, False], [False, True]]
+
+
+def test_scatter_keeps_the_weight_version_and_carries_the_layouts_fingerprints() -> None:
+    """T24e: what was recorded is told by its tokens, wherever the batch goes from here."""
+    marks = [fingerprint([1, 2, 3]), fingerprint([4, 5])]
+    recorded = routes(6, 1, weight_version=7)
+    back = TokenLayout.padded([3, 2], fingerprints=marks).scatter(recorded)
+    assert [one.fingerprint for one in back] == marks
+    assert [one.weight_version for one in back] == [7, 7]
+    assert [one.fingerprint for one in TokenLayout.padded([3, 2]).scatter(recorded)] == [None, None]
+
+
+def test_an_empty_sequence_takes_no_row() -> None:
+    batch = [routes(0, 1), routes(2, 2), routes(0, 3)]
+    layout = TokenLayout.packed([0, 2, 0])
     assert layout.scatter(layout.gather(batch)) == batch
+    assert layout.rows.tolist() == [0, 1]
+
+
+# Fingerprints
 
 
 def test_another_sequences_routes_are_refused() -> None:
+    """T24e: a batch that was shuffled or sampled again after the rollout."""
     tokens = torch.arange(3)
     layout = TokenLayout.padded([3], fingerprints=[fingerprint(tokens)])
     layout.gather([routes(3, 1, fingerprint=fingerprint(tokens))])
     layout.gather([routes(3, 1)])
-    with pytest.raises(ReplayError, match=r"sequence 0.*other tokens.*Usual cause: retokenised"):
+    with pytest.raises(MicroBatchError, match=r"sequence 0.*other tokens.*Usual cause: retokenised"):
         layout.gather([routes(3, 1, fingerprint=fingerprint(tokens + 1))])
 
 
+def test_two_sequences_that_changed_places_are_refused() -> None:
+    """T24e, T30: equal lengths pass every count; only the fingerprint tells."""
+    marks = [fingerprint([number]) for number in range(3)]
+    batch = [routes(4, number, fingerprint=mark) for number, mark in enumerate(marks)]
+    for make in (TokenLayout.padded, TokenLayout.packed):
+        layout = make([4, 4, 4], fingerprints=marks)
+        layout.gather(batch)
+        message = says(
+            "sequence 1: the routes belong to other tokens",
+            f"{marks[1]:#018x}",
+            f"{marks[2]:#018x}",
+            "shuffled batch",
+        )
+        with pytest.raises(MicroBatchError, match=message):
+            layout.gather([batch[0], batch[2], batch[1]])
+    probe = TokenLayout.from_probe(lambda sequences: torch.cat(sequences), [4, 4, 4], fingerprints=marks)
+    with pytest.raises(MicroBatchError, match=says("sequence 1", "other tokens")):
+        probe.gather([batch[0], batch[2], batch[1]])
+
+
+@pytest.mark.parametrize("make", [TokenLayout.padded, TokenLayout.packed])
+def test_fingerprints_are_one_a_sequence(make: Callable[..., TokenLayout]) -> None:
+    for marks in ([1], [1, 2, 3]):
+        message = says("another number of fingerprints than sequences", "Expected 2", f"got {len(marks)}")
+        with pytest.raises(MicroBatchError, match=message):
+            make([3, 2], fingerprints=marks)
+
+
+# What doesn't fit
+
+
 def test_what_does_not_fit_is_refused_by_name() -> None:
+    """T12: routes that weren't cut together with their response."""
     layout = TokenLayout.padded([3, 2], 4)
-    with pytest.raises(ReplayError, match=r"another number of sequences.*Expected 2, got 1"):
+    with pytest.raises(MicroBatchError, match=r"another number of sequences.*Expected 2, got 1"):
         layout.gather([routes(3, 1)])
+    with pytest.raises(MicroBatchError, match=r"another number of sequences.*Expected 2, got 3"):
+        layout.bad_routes([routes(3, 1), routes(2, 1), routes(2, 1)])
     for wrong in (1, 4):
-        with pytest.raises(ReplayError, match=rf"sequence 0.*Expected 3 \(or 2.*got {wrong}"):
+        with pytest.raises(MicroBatchError, match=rf"sequence 0.*Expected 3 \(or 2.*got {wrong}"):
             layout.gather([routes(wrong, 1), routes(2, 2)])
-    with pytest.raises(ReplayError, match=r"another number of rows.*Expected 8, got 7"):
+    with pytest.raises(MicroBatchError, match=says("sequence 1", "number of tokens", "Usual cause", "cut")):
+        layout.gather([routes(3, 1), routes(4, 2)])
+    with pytest.raises(MicroBatchError, match=r"another number of rows.*Expected 8, got 7"):
         layout.scatter(routes(7, 1))
-    with pytest.raises(ReplayError, match="longer than what the batch is padded to"):
+    with pytest.raises(MicroBatchError, match="longer than what the batch is padded to"):
         TokenLayout.padded([3, 5], 4)
+
+
+def test_parts_of_a_partial_rollout_that_overlap_are_refused() -> None:
+    """T13: each part with its whole prefix, one after the other, is longer than the sequence."""
+    first, whole = routes(3, 1), routes(5, 2)
+    layout = TokenLayout.packed([5])
+    with pytest.raises(MicroBatchError, match=says("sequence 0", "Expected 5 (or 4", "got 8")):
+        layout.gather([RoutedExperts.concat([first, whole])])
+    tail = whole.take(torch.arange(3, 5))
+    assert len(layout.gather([RoutedExperts.concat([first, tail])])) == 5
+
+
+def test_missing_routes_are_refused_not_made_up() -> None:
+    """T20: an aborted sample has none."""
+    layout = TokenLayout.packed([3, 2])
+    with pytest.raises(MicroBatchError, match=says("sequence 1", "isn't RoutedExperts", "got NoneType")):
+        layout.gather([routes(3, 1), None])
+    with pytest.raises(MicroBatchError, match=says("sequence 0", "isn't RoutedExperts", "got Tensor")):
+        layout.gather([routes(3, 1).ids, routes(2, 1)])
+
+
+def test_layers_that_nobody_recorded_are_refused() -> None:
+    """T2, T27: also the 1-based numbers of Megatron's layer_number."""
+    layout = TokenLayout.packed([3, 2])
+    batch = [routes(3, 1), routes(2, 2)]
+    message = says(
+        "sequence 0: nobody recorded decoder layer 2", "layers [1, 2]", "got [1, 4]", "pipeline stage"
+    )
+    with pytest.raises(MicroBatchError, match=message):
+        layout.gather(batch, layers=[1, 2])
+    other = [routes(3, 1), routes(2, 2, layers=(1, 3))]
+    with pytest.raises(MicroBatchError, match=says("sequence 1: nobody recorded decoder layer 4")):
+        layout.gather(other, layers=[1, 4])
+    for wrong in ([4, 1], [1, 1]):
+        with pytest.raises(InvalidRoutes, match="order"):
+            layout.gather(batch, layers=wrong)
+
+
+@pytest.mark.parametrize(
+    "about", [{"topk": 3}, {"num_experts": 16}, {"layers": (1, 5)}, {"layers": (1, 4, 5)}]
+)
+def test_routes_that_differ_from_the_rest_of_the_batch_are_refused(about: dict[str, Any]) -> None:
+    batch = [routes(2, 1), routes(2, 2, **about), routes(2, 3)]
+    message = says("sequence 1: these routes differ from the others in the batch", "Usual cause")
+    with pytest.raises(MicroBatchError, match=message):
+        TokenLayout.packed([2, 2, 2]).gather(batch)
+    assert list(TokenLayout.packed([2, 2, 2]).bad_routes(batch)) == [1]
+
+
+def test_a_layout_that_overlaps_itself_is_refused() -> None:
+    """T24c: two sequences must never share a row, nor a token two."""
+    message = says("token 1, rows [1, 3]", "overlaps itself", "each token in one row", "Usual cause")
+    with pytest.raises(MicroBatchError, match=message):
+        TokenLayout(torch.tensor([0, 1, 2, 1]), (3,))
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [0, -2, 1], [-1, -1, -5], [0, 1, 99]])
+def test_rows_for_tokens_that_are_not_there_are_refused(rows: list[int]) -> None:
+    """Lengths that don't add up: the rows of another micro-batch."""
+    message = says("a row for a token that isn't there", "add up to 3 tokens", "Usual cause: lengths")
+    with pytest.raises(MicroBatchError, match=message):
+        TokenLayout(torch.tensor(rows), (2, 1))
+    TokenLayout(torch.tensor([0, -1, 2]), (2, 1))
+
+
+def test_rows_are_a_flat_list() -> None:
+    with pytest.raises(MicroBatchError, match=says("flat list", "[rows]", "got [1, 2]")):
+        TokenLayout(torch.tensor([[0, 1]]), (2,))
+    with pytest.raises(MicroBatchError, match=says("flat list", "got []")):
+        TokenLayout(torch.tensor(0), (2,))
+
+
+@pytest.mark.parametrize("lengths", [[-1], [3, -2]])
+def test_negative_lengths_are_refused(lengths: list[int]) -> None:
+    for build in (
+        TokenLayout.padded,
+        TokenLayout.packed,
+        lambda lengths: TokenLayout(torch.tensor([0]), lengths),
+        lambda lengths: TokenLayout.from_probe(torch.cat, lengths),
+    ):
+        with pytest.raises(MicroBatchError, match=says("negative length", ">= 0", str(lengths[-1]))):
+            build(lengths)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "context", "length", "words"),
+    [
+        ({"cp": 2}, "zigzag", 6, ("context parallel 2, zigzag", "a multiple of 4", "got 6")),
+        ({"cp": 2}, "contiguous", 5, ("context parallel 2, contiguous", "a multiple of 2", "got 5")),
+        (
+            {"tp": 4, "sequence_parallel": True},
+            "zigzag",
+            6,
+            ("sequence parallel 4", "a multiple of 4", "got 6"),
+        ),
+        (
+            {"tp": 4, "cp": 2, "sequence_parallel": True},
+            "zigzag",
+            12,
+            ("sequence parallel 4", "a multiple of 4", "got 6"),
+        ),
+    ],
+)
+def test_a_length_that_cannot_be_cut_evenly_is_refused(
+    sizes: dict[str, Any], context: Any, length: int, words: tuple[str, ...]
+) -> None:
+    parallel = ParallelLayout(**sizes)
+    message = says("can't be cut evenly", *words, "Usual cause: padding")
+    with pytest.raises(MicroBatchError, match=message):
+        TokenLayout.padded([3, 2], length, context=context, parallel=parallel)
+    if (context, parallel.cp) != ("contiguous", 2):  # there the whole stream is padded to what can be cut
+        with pytest.raises(MicroBatchError, match=message):
+            TokenLayout.packed([3], padded_lengths=[length], context=context, parallel=parallel)
+
+
+def test_what_cuts_evenly_by_less_than_the_usual_multiple_is_fine() -> None:
+    """Four tokens on cp 2, tp 2 leave one row a rank; Megatron takes that."""
+    ranks = [
+        ParallelLayout(tp=2, tp_rank=tp_rank, cp=2, cp_rank=cp_rank, sequence_parallel=True)
+        for cp_rank in range(2)
+        for tp_rank in range(2)
+    ]
+    assert [cells(TokenLayout.padded([4], 4, parallel=rank)) for rank in ranks] == [[0], [3], [1], [2]]
+    assert [cells(TokenLayout.packed([4], align=4, parallel=rank)) for rank in ranks] == [[0], [3], [1], [2]]
+
+
+def test_a_packed_sequence_that_cannot_be_cut_is_named() -> None:
+    with pytest.raises(MicroBatchError, match=says("sequence 1 can't be cut evenly", "got 6")):
+        TokenLayout.packed([3, 5], padded_lengths=[4, 6], parallel=ParallelLayout(cp=2))
+
+
+@pytest.mark.parametrize("padded_lengths", [[4], [4, 4, 4], [4, 1], [2, 2], [4, -1]])
+def test_padded_lengths_that_do_not_go_with_the_lengths_are_refused(padded_lengths: list[int]) -> None:
+    with pytest.raises(MicroBatchError, match=r"padded_lengths don't add up|negative length"):
+        TokenLayout.packed([3, 2], padded_lengths=padded_lengths)
+
+
+@pytest.mark.parametrize(
+    ("make", "about"),
+    [
+        (TokenLayout.padded, {"align": 0}),
+        (TokenLayout.padded, {"align": -4}),
+        (TokenLayout.packed, {"align": 0}),
+        (TokenLayout.packed, {"align_end": 0}),
+        (TokenLayout.packed, {"align_end": -1}),
+    ],
+)
+def test_nothing_is_padded_to_a_multiple_below_one(
+    make: Callable[..., TokenLayout], about: dict[str, int]
+) -> None:
+    with pytest.raises(MicroBatchError, match=says("multiple", ">= 1", f"got {next(iter(about.values()))}")):
+        make([3, 2], **about)
+
+
+@pytest.mark.parametrize(
+    ("make", "about", "words"),
+    [
+        (TokenLayout.padded, {"order": "time"}, ("order", "'sequence' or 'batch'", "'time'")),
+        (TokenLayout.padded, {"side": "top"}, ("side", "'right' or 'left'", "'top'")),
+        (TokenLayout.padded, {"context": "ring"}, ("context", "'zigzag' or 'contiguous'", "'ring'")),
+        (TokenLayout.packed, {"context": "ring"}, ("context", "'zigzag' or 'contiguous'", "'ring'")),
+    ],
+)
+def test_an_unknown_way_to_lay_out_is_refused(
+    make: Callable[..., TokenLayout], about: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ReplayError, match=says(*words)):
+        make([3, 2], 4, **about) if make == TokenLayout.padded else make([3, 2], **about)
+
+
+def test_an_unknown_word_for_bad_routes_is_refused() -> None:
+    with pytest.raises(MicroBatchError, match=says("on_bad_route", "'error' or 'native'", "'skip'")):
+        TokenLayout.packed([3]).gather([routes(3, 1)], on_bad_route="skip")
+
+
+def test_batch_major_rows_are_not_sliced_by_sequence_parallelism() -> None:
+    """T44: Megatron slices along the sequence, which batch-major rows are not in order of."""
+    parallel = ParallelLayout(tp=2, sequence_parallel=True)
+    with pytest.raises(MicroBatchError, match=says("sequence-major", "order='sequence'", "order='batch'")):
+        TokenLayout.padded([4, 4], order="batch", parallel=parallel)
+    with pytest.raises(MicroBatchError, match=says("sequence-major", "order='sequence'", "order='batch'")):
+        TokenLayout.from_probe(torch.stack, [4, 4], order="batch", parallel=parallel)
+
+
+def test_an_empty_batch_has_no_routes_to_gather() -> None:
+    with pytest.raises(MicroBatchError, match=says("empty batch", ">= 1 sequence", "got 0")):
+        TokenLayout.packed([]).gather([])
+
+
+# Sequences whose routes can't be used
+
+
+def test_bad_routes_says_which_and_why() -> None:
+    marks = [fingerprint([number]) for number in range(6)]
+    layout = TokenLayout.packed([3] * 6, fingerprints=marks)
+    batch = [
+        routes(3, 0, fingerprint=marks[0]),
+        None,
+        routes(5, 2),
+        routes(3, 3, fingerprint=marks[2]),
+        routes(2, 4),
+        routes(3, 5, topk=3),
+    ]
+    bad = layout.bad_routes(batch)
+    assert list(bad) == [1, 2, 3, 5]
+    assert all(isinstance(error, MicroBatchError) for error in bad.values())
+    assert [error.where for error in bad.values()] == [f"sequence {number}" for number in bad]
+    for number, words in {1: "NoneType", 2: "got 5", 3: "other tokens", 5: "differ from the others"}.items():
+        assert words in str(bad[number])
+    assert layout.bad_routes([routes(3, number) for number in range(6)]) == {}
+
+
+def test_bad_routes_asks_for_the_layers_that_gather_would() -> None:
+    layout = TokenLayout.packed([2, 2])
+    batch = [routes(2, 0), routes(2, 1)]
+    assert list(layout.bad_routes(batch, layers=(1,))) == []
+    assert list(layout.bad_routes(batch, layers=(1, 5))) == [0, 1]
+    batch[1] = routes(2, 1, layers=(1, 5))
+    assert list(layout.bad_routes(batch, layers=(1, 4))) == [1]
+
+
+def test_error_names_the_first_bad_sequence() -> None:
+    layout = TokenLayout.packed([2, 2, 2])
+    batch = [routes(2, 0), routes(4, 1), None]
+    for ceiling in (0.01, 1.0):  # which is for "native"
+        with pytest.raises(MicroBatchError, match=says("sequence 1:", "got 4")) as caught:
+            layout.gather(batch, ceiling=ceiling)
+        assert caught.value.where == "sequence 1"
+
+
+def test_native_leaves_the_rows_of_a_bad_sequence_to_the_router(caplog: pytest.LogCaptureFixture) -> None:
+    """T20, T24b: not recorded, the others in their own rows, and one warning that says so."""
+    layout = TokenLayout.padded([3, 2, 4], 4)
+    one, three = routes(3, 1), routes(4, 3)
+    for missing in (None, routes(5, 2), routes(2, 2, topk=3)):
+        caplog.clear()
+        with caplog.at_level(logging.DEBUG, logger="npu_replay"):
+            gathered = layout.gather([one, missing, three], on_bad_route="native", ceiling=0.34)
+        grid = gathered.recorded.view(4, 3)
+        assert grid.T.tolist() == [[True] * 3 + [False], [False] * 4, [True] * 4]
+        ids = gathered.ids.view(4, 3, len(LAYERS), TOPK)
+        assert torch.equal(ids[:3, 0], one.ids)
+        assert torch.equal(ids[:, 2], three.ids)
+        assert not ids[:, 1].any()
+        (record,) = caplog.records
+        assert record.levelno == logging.WARNING
+        assert re.search(says("[npu_replay] 1 of 3 sequences", "equence 1: "), record.getMessage())
+
+
+def test_native_has_nothing_to_say_of_good_routes(caplog: pytest.LogCaptureFixture) -> None:
+    batch = [routes(3, 1), routes(2, 2)]
+    with caplog.at_level(logging.DEBUG, logger="npu_replay"):
+        gathered = TokenLayout.packed([3, 2]).gather(batch, on_bad_route="native", ceiling=0)
+    assert gathered == TokenLayout.packed([3, 2]).gather(batch)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("bad", "of", "ceiling"),
+    [(1, 4, 0.25), (1, 100, 0.01), (29, 100, 0.29), (57, 100, 0.57), (3, 10, 0.3), (2, 3, 0.7)],
+)
+def test_native_stops_above_the_ceiling_and_not_at_it(bad: int, of: int, ceiling: float) -> None:
+    """29 of 100 are 29 %, also in floating point."""
+    layout = TokenLayout.packed([1] * of)
+
+    def batch(count: int) -> list[RoutedExperts | None]:
+        return [None] * count + [routes(1, number) for number in range(of - count)]
+
+    gathered = layout.gather(batch(bad), on_bad_route="native", ceiling=ceiling)
+    assert int(gathered.recorded.sum()) == of - bad
+    message = says(
+        f"{bad + 1} of {of} sequences have routes that can't be used",
+        f"at most {ceiling:.1%}",
+        f"got {(bad + 1) / of:.1%}",
+        "sequence 0",
+        "Usual cause",
+    )
+    if bad + 1 < of:
+        with pytest.raises(MicroBatchError, match=message):
+            layout.gather(batch(bad + 1), on_bad_route="native", ceiling=ceiling)
+
+
+def test_native_allows_one_sequence_in_a_hundred() -> None:
+    good = [routes(1, number) for number in range(99)]
+    TokenLayout.packed([1] * 100).gather([None, *good], on_bad_route="native")
+    with pytest.raises(MicroBatchError, match=says("1 of 99 sequences", "at most 1.0%")):
+        TokenLayout.packed([1] * 99).gather([None, *good[:98]], on_bad_route="native")
+
+
+def test_native_needs_one_sequence_with_routes() -> None:
+    """Without any, nobody knows how many experts there are."""
+    with pytest.raises(MicroBatchError, match="sequence 0"):
+        TokenLayout.packed([2, 2]).gather([None, None], on_bad_route="native", ceiling=1.0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(batch=padded_batches() | packed_batches(), data=st.data())
+def test_native_takes_nothing_from_the_good_sequences(
+    batch: tuple[Cut, list[int], Any, dict[str, Any]], data: st.DataObject
+) -> None:
+    """T24b: on every rank, each good sequence has the rows that it has without the bad ones."""
+    cut, lengths, _, about = batch
+    make = padded if "side" in about else packed
+    fine = [data.draw(st.booleans()) for _ in lengths]
+    fine[data.draw(st.integers(0, len(lengths) - 1))] = True
+    whole = [routes(length, number) for number, length in enumerate(lengths)]
+    sent = [one if good else None for one, good in zip(whole, fine, strict=True)]
+    for parallel, _ in cut.ranks():
+        layout = make(cut, lengths, about, parallel)
+        all_of_them = layout.scatter(layout.gather(whole))
+        back = layout.scatter(layout.gather(sent, on_bad_route="native", ceiling=1))
+        for ours, theirs, good in zip(back, all_of_them, fine, strict=True):
+            if good:
+                assert ours == theirs
+            else:
+                assert not ours.recorded.any()
+
+
+# from_probe
+
+
+def preprocess(sequences: Sequence[torch.Tensor], rows: Sequence[slow_layout.Cell], pad: int) -> list[int]:
+    """What a trainer feeds its model: the token ids of these rows, and `pad` in the others."""
+    flat = [int(token) for sequence in sequences for token in sequence]
+    return [pad if token is None else flat[token] for token in rows]
+
+
+PADS = st.sampled_from([0, -100, 1, 151_643, 2**31 - 1])
+DTYPES = st.sampled_from([torch.int64, torch.int32])
+
+
+@settings(max_examples=150, deadline=None)
+@given(batch=padded_batches(), pad=PADS, dtype=DTYPES)
+def test_a_probe_of_padded_batches_finds_the_same_rows(
+    batch: tuple[Cut, list[int], int, dict[str, Any]], pad: int, dtype: torch.dtype
+) -> None:
+    """T17, T27, T44: whatever the id of the padding; the caller cuts over context parallel ranks."""
+    cut, lengths, length, about = batch
+    for parallel, place in cut.ranks():
+        # Batch-major and before the sequence-parallel slice: [batch, sequence] as the model is fed.
+        whole = slow_layout.padded(
+            lengths,
+            length,
+            side=about["side"],
+            order="batch",
+            context=cut.context,
+            **place | {"slices": False},
+        )
+
+        def fn(sequences: list[torch.Tensor], whole: list[slow_layout.Cell] = whole) -> torch.Tensor:
+            ids = torch.tensor(preprocess(sequences, whole, pad), dtype=dtype)
+            return ids.reshape(len(lengths), length // cut.cp)
+
+        layout = TokenLayout.from_probe(fn, lengths, order=about["order"], parallel=parallel)
+        assert torch.equal(layout.rows, padded(cut, lengths, about, parallel).rows)
+
+
+@settings(max_examples=150, deadline=None)
+@given(batch=packed_batches(), pad=PADS, dtype=DTYPES, wrapped=st.booleans())
+def test_a_probe_of_packed_sequences_finds_the_same_rows(
+    batch: tuple[Cut, list[int], list[int], dict[str, Any]], pad: int, dtype: torch.dtype, wrapped: bool
+) -> None:
+    """T16, T17, T20: [rows] or [1, rows]."""
+    cut, lengths, rooms, about = batch
+    for parallel, place in cut.ranks():
+        whole = slow_layout.packed(
+            lengths,
+            rooms,
+            align_end=about.get("align_end", 1),
+            context=cut.context,
+            **place | {"slices": False},
+        )
+
+        def fn(sequences: list[torch.Tensor], whole: list[slow_layout.Cell] = whole) -> torch.Tensor:
+            ids = torch.tensor(preprocess(sequences, whole, pad), dtype=dtype)
+            return ids[None] if wrapped else ids
+
+        layout = TokenLayout.from_probe(fn, lengths, parallel=parallel)
+        assert torch.equal(layout.rows, packed(cut, lengths, about, parallel).rows)
+
+
+@pytest.mark.parametrize("pad", [0, -100, 151_643])
+def test_a_probe_sees_left_and_right_padding(pad: int) -> None:
+    def right(sequences: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=pad)
+
+    def left(sequences: list[torch.Tensor]) -> torch.Tensor:
+        return right([one.flip(0) for one in sequences]).flip(1)
+
+    lengths = [3, 1, 4]
+    for fn, side in ((right, "right"), (left, "left")):
+        for order in ("sequence", "batch"):
+            expected = TokenLayout.padded(lengths, side=side, order=order)
+            assert torch.equal(TokenLayout.from_probe(fn, lengths, order=order).rows, expected.rows)
+
+
+def test_a_probe_sees_sequences_in_another_order_and_tokens_that_were_dropped() -> None:
+    """T12: the response was cut, the routes weren't; the probe tells the rows that are left."""
+
+    def by_length_and_cut(sequences: list[torch.Tensor]) -> torch.Tensor:
+        longest_first = sorted(sequences, key=len, reverse=True)
+        return torch.cat([one[:3] for one in longest_first])
+
+    layout = TokenLayout.from_probe(by_length_and_cut, [2, 5, 1])
+    assert layout.rows.tolist() == [2, 3, 4, 0, 1, 7]
+    batch = [routes(2, 0), routes(5, 1), routes(1, 2)]
+    gathered = layout.gather(batch)
+    assert torch.equal(gathered.ids[:3], batch[1].ids[:3])
+    back = layout.scatter(gathered)
+    assert [one.recorded.tolist() for one in back] == [[True] * 2, [True] * 3 + [False] * 2, [True]]
+
+
+def test_a_probe_hands_in_one_int64_tensor_a_sequence_twice() -> None:
+    seen: list[list[torch.Tensor]] = []
+
+    def fn(sequences: list[torch.Tensor]) -> torch.Tensor:
+        seen.append([one.clone() for one in sequences])
+        ids = torch.cat(sequences)
+        for one in sequences:
+            one.zero_()  # preprocessing may write into what it is given
+        return ids
+
+    lengths = [3, 0, 2]
+    assert TokenLayout.from_probe(fn, lengths).rows.tolist() == [0, 1, 2, 3, 4]
+    assert len(seen) == 2
+    for sequences in seen:
+        assert [len(one) for one in sequences] == lengths
+        assert all(one.dtype == torch.int64 for one in sequences)
+    first, second = (torch.cat(sequences) for sequences in seen)
+    assert not (first == second).any()
+    assert int(torch.cat([first, second]).max()) < 2**31, "preprocessing may make them int32"
+    assert int(torch.cat([first, second]).min()) > 1_000_000, "no vocabulary's ids, a padding id among them"
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda sequences: torch.cat(sequences).tolist(),
+        lambda sequences: torch.cat(sequences).numpy(),
+        lambda sequences: torch.cat(sequences).numpy().astype(np.uint32),
+        lambda sequences: torch.cat(sequences).int()[None],
+    ],
+)
+def test_a_probe_takes_lists_and_arrays(fn: Callable[[list[torch.Tensor]], Any]) -> None:
+    assert TokenLayout.from_probe(fn, [2, 1]).rows.tolist() == [0, 1, 2]
+
+
+LOOKS: dict[str, Callable[[list[torch.Tensor]], Any]] = {
+    "sorts tokens": lambda sequences: torch.cat(sequences).sort().values,
+    "sorts sequences": lambda sequences: torch.cat(sorted(sequences, key=lambda one: int(one[0]))),
+    "drops odd ids": lambda sequences: (ids := torch.cat(sequences))[ids % 2 == 0],
+    "drops some ids": lambda sequences: (ids := torch.cat(sequences))[ids % 3 == 0],
+    "cuts": lambda sequences: torch.cat(sequences)[: int(sequences[0][0]) % 5],
+    "shape": lambda sequences: torch.cat(sequences)[None, : 4 + int(sequences[0][0]) % 2],
+}
+
+
+@pytest.mark.parametrize("how", LOOKS)
+def test_preprocessing_that_looks_at_the_ids_is_refused(how: str) -> None:
+    """The second time it is given the same lengths and other numbers."""
+    message = says("other rows the second time", "depends on the lengths alone", "Usual cause: a shuffle")
+    with pytest.raises(MicroBatchError, match=message):
+        TokenLayout.from_probe(LOOKS[how], [3, 3])
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (lambda sequences: {"input_ids": torch.cat(sequences)}, ("got dict", "pick input_ids")),
+        (lambda sequences: None, ("got NoneType",)),
+        (lambda sequences: sequences, ("got list",)),
+        (lambda sequences: torch.cat(sequences).double(), ("got torch.float64 tensor",)),
+        (lambda sequences: torch.cat(sequences).bfloat16(), ("got torch.bfloat16 tensor",)),
+        (lambda sequences: torch.cat(sequences) > 0, ("got torch.bool tensor",)),
+        (lambda sequences: torch.cat(sequences).to(torch.int16), ("got torch.int16 tensor",)),
+        (lambda sequences: torch.cat(sequences).numpy().astype(float), ("got float64 array",)),
+        (lambda sequences: torch.cat(sequences).numpy().astype(object), ("got object array",)),
+    ],
+)
+def test_preprocessing_that_returns_no_token_ids_is_refused(
+    fn: Callable[[list[torch.Tensor]], Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(
+        MicroBatchError, match=says("something else than token ids", "integer tensor", *words)
+    ):
+        TokenLayout.from_probe(fn, [2, 1])
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 4), (2, 2, 1)])
+def test_preprocessing_that_returns_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    message = says("another shape", "[rows], [1, rows] or [batch, sequence]", f"got {list(shape)}")
+    with pytest.raises(MicroBatchError, match=message):
+        TokenLayout.from_probe(lambda sequences: torch.cat(sequences).reshape(shape), [3, 1])
+
+
+def test_preprocessing_that_repeats_a_token_is_refused() -> None:
+    message = says("token 0, rows [0, 3]", "overlaps itself")
+    with pytest.raises(MicroBatchError, match=message):
+        TokenLayout.from_probe(lambda sequences: torch.cat([*sequences, sequences[0][:1]]), [2, 1])
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda sequences: torch.cat(sequences) % 1000,
+        lambda sequences: torch.cat(sequences).clamp(max=151_935),
+        lambda sequences: torch.tensor([11, 12, 13]),
+    ],
+)
+def test_preprocessing_that_changes_the_ids_is_refused(fn: Callable[[list[torch.Tensor]], Any]) -> None:
+    """A layout without any token would replay nothing, in silence."""
+    with pytest.raises(MicroBatchError, match=says("none of the token numbers came out", "Usual cause")):
+        TokenLayout.from_probe(fn, [2, 1])
+
+
+def test_a_rank_without_a_token_probes_to_rows_of_padding() -> None:
+    """One token on two context parallel ranks: the second has padding only, and is no error."""
+    lengths = [1]
+    for rank, rows in enumerate([[0, None], [None, None]]):
+        parallel = ParallelLayout(cp=2, cp_rank=rank)
+        layout = TokenLayout.from_probe(
+            lambda sequences, rows=rows: torch.tensor(preprocess(sequences, rows, 0)),
+            lengths,
+            parallel=parallel,
+        )
+        assert torch.equal(layout.rows, TokenLayout.packed(lengths, parallel=parallel).rows)
+
+
+def test_lengths_and_rows_are_whole_numbers() -> None:
+    for make in (TokenLayout.padded, TokenLayout.packed):
+        with pytest.raises(MicroBatchError, match=says("lengths are whole numbers", "[2.7]")):
+            make([2.7])
+    with pytest.raises(MicroBatchError, match=says("rows", "whole numbers", "torch.float32")):
+        TokenLayout(torch.zeros(1), (1,))
+    assert TokenLayout.packed(np.array([2, 1])).lengths == (2, 1)
+    assert TokenLayout.packed(torch.tensor([2, 1])).lengths == (2, 1)

@@ -1,0 +1,544 @@
+"""ParallelLayout and DecoderLayers against Megatron-core: its own split of the layers, its parallel state."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import npu_replay
+from npu_replay import DecoderLayers, ParallelLayout, ReplayError
+from npu_replay.compat import megatron_layout
+from npu_replay.demo import megatron_model
+from npu_replay.devices import pick
+from npu_replay.errors import RouterError
+
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
+
+DEVICE = pick("auto")
+AXES = {
+    "tp": "tensor_model_parallel",
+    "cp": "context_parallel",
+    "pp": "pipeline_model_parallel",
+    "ep": "expert_model_parallel",
+    "etp": "expert_tensor_parallel",
+    "dp": "data_parallel",
+}
+Stages = dict[tuple[int, int], tuple[int, ...]]
+"""(pipeline rank, virtual stage) -> its decoder layers."""
+
+
+class PipelineGroup:
+    """What the releases that pass groups around ask of the pipeline's."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.numbers = size, rank
+
+    def size(self) -> int:
+        return self.numbers[0]
+
+    def rank(self) -> int:
+        return self.numbers[1]
+
+
+@pytest.fixture
+def at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make this process that pipeline rank, as far as asking goes."""
+    from megatron.core import parallel_state
+
+    def place(pp: int, pp_rank: int, vp: int | None = None, vp_rank: int | None = None) -> None:
+        monkeypatch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", pp)
+        monkeypatch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", pp_rank)
+        monkeypatch.setattr(parallel_state, "_PIPELINE_MODEL_PARALLEL_GROUP", PipelineGroup(pp, pp_rank))
+        monkeypatch.setattr(parallel_state, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", vp)
+        monkeypatch.setattr(parallel_state, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK", vp_rank)
+
+    return place
+
+
+def takes(function: Callable[..., Any], **values: Any) -> dict[str, Any]:
+    """Those of `values` that this release's function takes."""
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in values.items() if name in names}
+
+
+def megatrons_stages(config: Any, at: Callable[..., None]) -> Stages:
+    """The layers of every stage and virtual stage, as Megatron's own functions have them."""
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    pp, vp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    found: Stages = {}
+    for pp_rank, vp_rank in product(range(pp), range(vp or 1)):
+        place = {"vp_stage": None if vp is None else vp_rank, "pp_rank": pp_rank}
+        at(pp, pp_rank, vp, place["vp_stage"])
+        count = get_num_layers_to_build(config, **takes(get_num_layers_to_build, **place))
+        first = get_transformer_layer_offset(config, **takes(get_transformer_layer_offset, **place))
+        found[pp_rank, vp_rank] = tuple(range(first, first + count))
+    return found
+
+
+def our_stages(config: Any) -> Stages:
+    decoder = megatron_layout.decoder_layers(config)
+    pp, vp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    return {
+        (pp_rank, vp_rank): decoder.stage(pp, vp, pp_rank, vp_rank)
+        for pp_rank, vp_rank in product(range(pp), range(vp))
+    }
+
+
+def once_each(stages: Stages, count: int) -> bool:
+    return sorted(layer for layers in stages.values() for layer in layers) == list(range(count))
+
+
+def pipeline(pp: int, vp: int | None = None, **changes: Any) -> Any:
+    """A config for a pipeline; None if Megatron doesn't take it."""
+    try:
+        return megatron_model.config(
+            pipeline_model_parallel_size=pp,
+            virtual_pipeline_model_parallel_size=vp,
+            pipeline_dtype=torch.float32,
+            **changes,
+        )
+    except (AssertionError, NotImplementedError, ValueError, ZeroDivisionError):
+        return None
+
+
+def grid() -> Iterator[Any]:
+    ends = [
+        {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
+        for first, last in product((None, 1, 2, 3, 4), repeat=2)
+    ]
+    counted = [
+        {"account_for_embedding_in_pipeline_split": embedding, "account_for_loss_in_pipeline_split": loss}
+        for embedding, loss in ((True, False), (False, True), (True, True))
+    ]
+    for count, pp, vp, split in product(range(1, 13), range(1, 5), (None, 2, 3), ends + counted):
+        if pp > 1 or (vp is None and split == ends[0]):
+            config = pipeline(pp, vp, num_layers=count, **split)
+            if config is not None:
+                yield config
+
+
+def offsets_are_wrong(config: Any) -> bool:
+    """Where the offset of Megatron-core 0.12 and 0.13 takes rank 0 for an uneven first stage."""
+    return (
+        config.virtual_pipeline_model_parallel_size is not None
+        and config.num_layers_in_first_pipeline_stage is None
+        and config.num_layers_in_last_pipeline_stage is not None
+    )
+
+
+def has_wrong_offsets() -> bool:
+    from megatron.core.transformer import transformer_layer
+
+    source = inspect.getsource(transformer_layer.get_transformer_layer_offset)
+    return "(pipeline_rank - 1)" in source
+
+
+# Which decoder layers
+
+
+def test_layers_are_on_the_stages_where_megatron_puts_them(at: Callable[..., None]) -> None:
+    """T3, T40: all (virtual) stages of every pipeline that Megatron takes, asked as this release is asked."""
+    same = refused = wrong = 0
+    for config in grid():
+        try:
+            theirs = megatrons_stages(config, at)
+        except (AssertionError, ZeroDivisionError):
+            continue  # Megatron refuses it when it builds the model
+        if once_each(theirs, config.num_layers):
+            assert our_stages(config) == theirs, config
+            same += 1
+        elif offsets_are_wrong(config) and has_wrong_offsets():
+            wrong += 1  # the next test
+        else:
+            # Stages that don't add up to the model's layers, which Megatron builds all the same.
+            with pytest.raises(ReplayError, match=r"dealt out evenly|leave layers over"):
+                our_stages(config)
+            refused += 1
+    assert same > 400
+    assert refused > 50
+    assert (wrong > 10) == has_wrong_offsets()
+
+
+def test_the_offset_that_megatron_has_wrong_is_not_repeated(at: Callable[..., None]) -> None:
+    """T3: 0.12 and 0.13 give layers twice where virtual stages meet num_layers_in_last_pipeline_stage alone.
+
+    A model built so has two routers with one number, or numbers of other layers than it computes: the
+    functions disagree there, and ParallelLayout.check says so.
+    """
+    for pp, count in ((2, 4), (2, 8), (3, 6), (4, 8)):
+        config = pipeline(pp, 2, num_layers=count, num_layers_in_last_pipeline_stage=2)
+        theirs, ours = megatrons_stages(config, at), our_stages(config)
+        assert once_each(ours, count)
+        assert [len(layers) for layers in ours.values()] == [len(layers) for layers in theirs.values()]
+        if has_wrong_offsets():
+            assert not once_each(theirs, count)
+            assert ours != theirs
+        else:
+            assert ours == theirs
+
+
+TABLES = [
+    ("Et|tt|tL", 3, {}),
+    ("E|ttt|t|L", 4, {}),
+    ("Ettt|t|L", 3, {}),
+    ("Et|tt|t|ttL", 2, {}),
+    ("E|t|tt||t|tL", 3, {}),
+    ("E|tt|t|t|tt|L", 2, {}),
+    ("Et|tt|t|mL", 2, {"mtp_num_layers": 1}),
+    ("Et|tt|tm|L", 4, {"mtp_num_layers": 1}),
+    ([["embedding", "decoder"], ["decoder"] * 3, ["decoder", "loss"]], 3, {}),
+]
+
+
+@pytest.mark.parametrize(("table", "pp", "more"), TABLES)
+def test_a_pipeline_layout_is_read_as_megatron_reads_it(
+    at: Callable[..., None], table: str | list[list[str]], pp: int, more: dict[str, Any]
+) -> None:
+    """T3, T25: layers by table, and multi-token prediction in it is no decoder layer."""
+    if "pipeline_model_parallel_layout" not in inspect.signature(type(megatron_model.config())).parameters:
+        pytest.skip("this Megatron has no pipeline_model_parallel_layout")
+    count = sum(stage.count("t") + stage.count("decoder") for stage in table)
+    config = pipeline(pp, pipeline_model_parallel_layout=table, num_layers=count, **more)
+    if config is None:
+        assert more, "only where the multi-token prediction stands is a matter of the release"
+        pytest.skip("this Megatron wants multi-token prediction elsewhere")
+    theirs = megatrons_stages(config, at)
+    assert once_each(theirs, count)
+    assert our_stages(config) == theirs
+
+
+@pytest.mark.parametrize("freq", [1, 2, 3, [0, 1, 1, 1, 1, 1], [1, 0, 0, 1, 0, 1]])
+def test_the_layers_with_a_router_are_those_that_megatron_builds(freq: int | list[int]) -> None:
+    """T2: dense layers by an integer or a list."""
+    config = megatron_model.config(num_layers=6, moe_layer_freq=freq)
+    model = megatron_model.model(config)
+    built = [number for number, layer in enumerate(model.decoder.layers) if hasattr(layer.mlp, "router")]
+    assert list(megatron_layout.decoder_layers(config).moe) == built
+    assert ParallelLayout.from_megatron(model).moe_layers == tuple(built)
+
+
+def test_a_dense_model_has_no_moe_layers() -> None:
+    config = megatron_model.config(num_moe_experts=None, moe_ffn_hidden_size=None)
+    assert megatron_layout.decoder_layers(config).moe == ()
+    assert megatron_layout.decoder_layers(config).stage(1, 1, 0, 0) == (0, 1, 2, 3)
+
+
+# Models built as stages
+
+
+def build_stage(config: Any, pp_rank: int, at: Callable[..., None]) -> list[nn.Module]:
+    """The chunks of one pipeline rank, of real layers, built as Megatron's training builds them."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    pp, vp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    chunks = []
+    for vp_rank in range(vp or 1):
+        stage = None if vp is None else vp_rank
+        at(pp, pp_rank, vp, stage)
+        spec_of = get_gpt_decoder_block_spec
+        place = {"vp_stage": stage, "pp_rank": pp_rank}
+        chunks.append(
+            GPTModel(
+                config=config,
+                transformer_layer_spec=spec_of(
+                    config, use_transformer_engine=False, **takes(spec_of, **place)
+                ),
+                vocab_size=64,
+                max_sequence_length=64,
+                pre_process=pp_rank == 0 and vp_rank == 0,
+                post_process=pp_rank == pp - 1 and vp_rank == (vp or 1) - 1,
+                position_embedding_type="rope",
+                share_embeddings_and_output_weights=False,
+                **takes(GPTModel, vp_stage=stage),
+            )
+        )
+    return chunks
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        {"num_layers": 8, "pp": 2, "vp": 2, "moe_layer_freq": [0, 1, 1, 1, 0, 1, 1, 0]},
+        {"num_layers": 4, "pp": 2, "vp": None, "moe_layer_freq": [0, 0, 1, 1]},
+        {"num_layers": 6, "pp": 2, "vp": 2, "moe_layer_freq": 2, "num_layers_in_first_pipeline_stage": 2},
+        {"num_layers": 5, "pp": 3, "vp": None, "num_layers_in_last_pipeline_stage": 1},
+        {"num_layers": 7, "pp": 2, "vp": 2, "account_for_loss_in_pipeline_split": True},
+    ],
+    ids=["virtual", "dense stage", "first", "last", "loss"],
+)
+def test_from_megatron_has_the_layers_of_every_built_stage(
+    at: Callable[..., None], split: dict[str, Any]
+) -> None:
+    """T2, T3, T43: also of a stage that has dense layers only."""
+    changes = dict(split)
+    config = pipeline(changes.pop("pp"), changes.pop("vp"), **changes)
+    assert config is not None
+    seen: list[int] = []
+    for pp_rank in range(split["pp"]):
+        chunks = build_stage(config, pp_rank, at)
+        layout = ParallelLayout.from_megatron(chunks)
+        assert (layout.pp, layout.pp_rank, layout.vp) == (split["pp"], pp_rank, split["vp"] or 1)
+        built = [tuple(layer.layer_number - 1 for layer in chunk.decoder.layers) for chunk in chunks]
+        routers = [
+            layer.layer_number - 1
+            for chunk in chunks
+            for layer in chunk.decoder.layers
+            if hasattr(layer.mlp, "router")
+        ]
+        assert layout.chunk_layers == tuple(built)
+        assert layout.moe_layers == tuple(sorted(routers))
+        seen += layout.layers
+    assert sorted(seen) == list(range(split["num_layers"]))
+
+
+def test_from_megatron_refuses_a_model_that_megatron_numbered_wrongly(at: Callable[..., None]) -> None:
+    """T3: the fault of 0.12 and 0.13 above, in a built model."""
+    config = pipeline(2, 2, num_layers=4, num_layers_in_last_pipeline_stage=2)
+    chunks = build_stage(config, 1, at)
+    if has_wrong_offsets():
+        message = (
+            r"pipeline rank 1 of 2, 2 virtual stages.*other decoder layers than its config says.*"
+            r"Expected \[1, 3\], got \[0, 2\].*num_layers_in_last_pipeline_stage"
+        )
+        with pytest.raises(RouterError, match=message):
+            ParallelLayout.from_megatron(chunks)
+    else:
+        assert ParallelLayout.from_megatron(chunks).moe_layers == (1, 3)
+
+
+def test_only_a_stage_that_is_dense_by_its_config_may_have_no_router(at: Callable[..., None]) -> None:
+    """T25, T43: not one whose routers are hidden; and multi-token prediction makes no stage an MoE stage."""
+    config = pipeline(2, num_layers=4, moe_layer_freq=[0, 0, 1, 1])
+    (dense,), (mixed,) = (build_stage(config, rank, at) for rank in range(2))
+    assert megatron_layout.is_dense_stage(dense)
+    assert megatron_layout.is_dense_stage(Wrapper(dense))
+    assert not megatron_layout.is_dense_stage(mixed)
+    dense.mtp = nn.ModuleList([mixed.decoder.layers[0]])
+    assert megatron_layout.is_dense_stage(dense)
+    for layer in mixed.decoder.layers:
+        layer.mlp = nn.Identity()
+    with pytest.raises(RouterError, match="no router in this model"):
+        npu_replay.record(mixed).__enter__()
+    at(1, 0)
+    alone = megatron_model.model(megatron_model.config(moe_layer_freq=[0, 0, 0, 0]))
+    assert not megatron_layout.is_dense_stage(alone)
+    assert not megatron_layout.is_dense_stage(nn.Linear(2, 2))
+
+
+# The parallel state
+
+
+class Wrapper(nn.Module):
+    """As DDP or FSDP wrap a model: in `module`, without a config of their own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def float16(model: nn.Module, config: Any) -> nn.Module:
+    from megatron.core.transformer.module import Float16Module
+
+    return Float16Module(config, model)
+
+
+def data_parallel(model: nn.Module, config: Any) -> nn.Module:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    return DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+
+
+WRAPPED: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "the model": lambda model, config: model,
+    "a list": lambda model, config: [model],
+    "a tuple": lambda model, config: (model,),
+    "a module list": lambda model, config: nn.ModuleList([model]),
+    "wrapped": lambda model, config: Wrapper(model),
+    "wrapped twice in a list": lambda model, config: [Wrapper(Wrapper(model))],
+    "Float16Module": float16,
+    "DistributedDataParallel": data_parallel,
+    "the config": lambda model, config: config,
+}
+
+
+@pytest.mark.parametrize("how", WRAPPED)
+def test_from_megatron_reads_a_model_however_it_is_wrapped(how: str) -> None:
+    config = megatron_model.config(moe_layer_freq=[0, 1, 1, 0], bf16=how == "Float16Module")
+    layout = ParallelLayout.from_megatron(WRAPPED[how](megatron_model.model(config).to(DEVICE), config))
+    assert layout.moe_layers == (1, 2)
+    assert layout.layers == (0, 1, 2, 3)
+    assert (layout.tp, layout.cp, layout.pp, layout.vp, layout.dp) == (1, 1, 1, 1, 1)
+    assert not layout.sequence_parallel
+    assert not layout.gathers_rows
+
+
+def test_from_megatron_without_a_model_knows_no_layers() -> None:
+    layout = ParallelLayout.from_megatron()
+    assert layout.decoder is None
+    assert (layout.tp, layout.pp, layout.dp, layout.sequence_parallel) == (1, 1, 1, False)
+    assert [group.size() for group in layout.groups] == [1, 1]
+    assert ParallelLayout.from_megatron(sequence_parallel=True).sequence_parallel
+
+
+def test_every_axis_is_read_from_its_own_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No axis is taken for another: expert tensor parallelism for tensor parallelism, say."""
+    from megatron.core import parallel_state
+
+    sizes = {axis: 10 + number for number, axis in enumerate(AXES)}
+    ranks = {axis: number + 1 for number, axis in enumerate(AXES)}
+    for axis, name in AXES.items():
+        for what, values in (("world_size", sizes), ("rank", ranks)):
+            assert hasattr(parallel_state, f"get_{name}_{what}")
+            monkeypatch.setattr(
+                parallel_state, f"get_{name}_{what}", lambda *_, value=values[axis], **__: value
+            )
+    layout = ParallelLayout.from_megatron(sequence_parallel=False)
+    assert {axis: getattr(layout, axis) for axis in AXES} == sizes
+    assert {axis: getattr(layout, f"{axis}_rank") for axis in AXES} == ranks
+
+
+def test_the_groups_are_those_that_share_a_stage_then_the_stages(
+    monkeypatch: pytest.MonkeyPatch, at: Callable[..., None]
+) -> None:
+    from megatron.core import parallel_state
+
+    at(1, 0)
+    groups = {name: object() for name in ("tensor_and_context_parallel", "pipeline_model_parallel")}
+    for name, group in groups.items():
+        monkeypatch.setattr(parallel_state, f"get_{name}_group", lambda *_, group=group, **__: group)
+    assert ParallelLayout.from_megatron().groups == tuple(groups.values())
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_sequence_parallelism_is_the_configs(sequence_parallel: bool, at: Callable[..., None]) -> None:
+    """T46 has its other half below."""
+    config = megatron_model.config(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+    layout = ParallelLayout.from_megatron(config)
+    assert layout.sequence_parallel == sequence_parallel
+    assert not layout.gathers_rows
+    assert ParallelLayout.from_megatron(config, sequence_parallel=sequence_parallel) == layout
+    with pytest.raises(ReplayError, match=f"another in the model's config.*got {sequence_parallel}"):
+        ParallelLayout.from_megatron(config, sequence_parallel=not sequence_parallel)
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "gathers"), [("allgather", False), ("alltoall", False), ("alltoall_seq", True)]
+)
+def test_alltoall_seq_routers_see_the_rows_of_the_whole_group(dispatcher: str, gathers: bool) -> None:
+    """T46: of the dispatchers, this one alone gathers the logits before the top-k."""
+    config = megatron_model.config(moe_token_dispatcher_type=dispatcher)
+    config.sequence_parallel = True
+    layout = ParallelLayout.from_megatron(config)
+    assert layout.gathers_rows == gathers
+    assert layout.sequence_parallel
+
+
+def test_with_tensor_parallelism_and_no_model_slicing_has_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import parallel_state
+
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
+    message = r"sliced over the tensor-parallel ranks isn't known.*from_megatron\(model\).*parallelism 2"
+    with pytest.raises(ReplayError, match=message):
+        ParallelLayout.from_megatron()
+    for told in (True, False):
+        assert ParallelLayout.from_megatron(sequence_parallel=told).sequence_parallel == told
+    assert not ParallelLayout.from_megatron(megatron_model.config()).sequence_parallel
+
+
+def test_virtual_stages_are_read_from_the_config_or_the_parallel_state(at: Callable[..., None]) -> None:
+    config = pipeline(2, 2, num_layers=8)
+    at(2, 1)
+    assert ParallelLayout.from_megatron(config).chunk_layers == ((2, 3), (6, 7))
+    at(2, 1, 3, 0)
+    assert ParallelLayout.from_megatron().vp == 3
+
+
+def test_multi_token_prediction_is_no_decoder_layer() -> None:
+    """T25: its router has a decoder layer's number."""
+    config = megatron_model.config()
+    model = megatron_model.model(config)
+    model.mtp = nn.ModuleList([megatron_model.model(config).decoder.layers[0]])
+    assert ParallelLayout.from_megatron(model).moe_layers == (0, 1, 2, 3)
+
+
+def test_a_model_built_before_is_not_looked_at() -> None:
+    """T18: nothing is registered when a model is built, so an orphan can't come first."""
+    orphan = megatron_model.model(megatron_model.config(num_layers=2))
+    model = megatron_model.model(megatron_model.config(moe_layer_freq=2)).to(DEVICE)
+    assert ParallelLayout.from_megatron(model).moe_layers == (0, 2)
+    tokens = torch.arange(8, device=DEVICE)[None]
+    with torch.no_grad(), npu_replay.record(model) as recording:
+        model(input_ids=tokens, **megatron_model.causal(tokens))
+    assert [routes.layers for routes in recording.routes] == [(0, 2)]
+    assert ParallelLayout.from_megatron(orphan).moe_layers == (0, 1)
+
+
+def test_columns_of_dense_layers_are_dropped_by_label_on_the_way_into_megatron() -> None:
+    """T2, T27: the engine reports all layers, the last token of each sequence has no route."""
+    config = megatron_model.config(moe_layer_freq=[0, 1, 0, 1])
+    model = megatron_model.model(config).to(DEVICE)
+    generator = torch.Generator().manual_seed(3)
+    lengths = [5, 8]
+    engine = [
+        npu_replay.RoutedExperts(
+            ids=torch.rand(length - 1, 4, 8, generator=generator).topk(2).indices,
+            layers=range(4),
+            num_experts=8,
+        )
+        for length in lengths
+    ]
+    layout = npu_replay.TokenLayout.padded(lengths, parallel=ParallelLayout.from_megatron(model))
+    gathered = layout.gather(engine, layers=ParallelLayout.from_megatron(model).moe_layers)
+    assert gathered.layers == (1, 3)
+    tokens = torch.randint(0, 64, (2, 8), generator=generator).to(DEVICE)
+    with torch.no_grad(), npu_replay.observe(model) as seen, npu_replay.replay(model, [gathered]):
+        model(input_ids=tokens, **megatron_model.causal(tokens))
+    for theirs, ours in zip(engine, layout.scatter(seen.shown[0]), strict=True):
+        assert npu_replay.compare(theirs, ours.take(range(len(theirs)))).differing == 0
+
+
+# What can't be read
+
+
+def test_a_model_of_another_product_is_refused() -> None:
+    with pytest.raises(ReplayError, match=r"no Megatron config.*got Linear.*Usual cause"):
+        ParallelLayout.from_megatron(nn.Linear(2, 2))
+
+
+def test_a_parallel_state_that_is_not_initialised_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import parallel_state
+
+    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: False)
+    with pytest.raises(ReplayError, match=r"isn't initialised.*after initialize_model_parallel"):
+        ParallelLayout.from_megatron()
+
+
+def test_without_megatron_in_the_process_from_megatron_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It imports no framework: on the driver there is none."""
+    monkeypatch.delitem(sys.modules, "megatron.core.parallel_state")
+    with pytest.raises(ReplayError, match=r"isn't running in this process.*ParallelLayout\(tp="):
+        ParallelLayout.from_megatron()
+    assert "megatron.core.parallel_state" not in sys.modules
+
+
+def test_a_release_without_one_of_the_questions_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import parallel_state
+
+    monkeypatch.delattr(parallel_state, "get_expert_tensor_parallel_rank")
+    with pytest.raises(ReplayError, match=r"parallel_state.get_expert_tensor_parallel_rank.*by hand"):
+        ParallelLayout.from_megatron()
+
+
+def test_layers_by_hand_and_from_the_config_are_equal() -> None:
+    config = pipeline(2, 2, num_layers=8, moe_layer_freq=[0, 1, 1, 1, 1, 1, 1, 1])
+    assert megatron_layout.decoder_layers(config) == DecoderLayers(8, moe_layer_freq=[0] + [1] * 7)

@@ -1,0 +1,315 @@
+"""Bugs of other routing replays, as they would show in a whole record and replay: layers, rows, widths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import npu_replay
+from npu_replay import ParallelLayout, RoutedExperts, TokenLayout, fingerprint, routers
+from npu_replay.errors import MicroBatchError
+from npu_replay.routers import Router
+from toys import EXPERTS, HIDDEN, TOPK, ToyModel, ToyRouter, ToyRouters, hooks, run, same, tokens
+
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+
+
+@pytest.fixture(autouse=True)
+def toy_routers() -> Iterator[None]:
+    routers.register("toy", ToyRouters())
+    yield
+    routers.unregister("toy")
+
+
+def made_up(rows: int, layers: range | tuple[int, ...], seed: int = 5, **about: Any) -> RoutedExperts:
+    """Routes that no router here would choose."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(rows, len(layers), EXPERTS, generator=generator).topk(TOPK).indices
+    return RoutedExperts(ids=ids, layers=layers, num_experts=EXPERTS, **about)
+
+
+def shown(model: Any, chunks: list[ToyModel], rows: torch.Tensor, routes: RoutedExperts) -> RoutedExperts:
+    """What the routers chose while `routes` were replayed."""
+    with torch.no_grad(), npu_replay.observe(model) as seen, npu_replay.replay(model, [routes]):
+        for chunk in chunks:
+            chunk(rows)
+    return seen.shown[0]
+
+
+# Layers
+
+
+def test_columns_of_dense_layers_do_not_shift_the_others() -> None:
+    """T2: the engine reports all six layers; routers sit in layers 1, 3 and 4."""
+    model = ToyModel(ToyRouter(layer=1), ToyRouter(layer=3), ToyRouter(layer=4))
+    everything = made_up(10, range(6))
+    seen = shown(model, [model], tokens(), everything)
+    assert seen.layers == (1, 3, 4)
+    assert npu_replay.compare(seen, everything).differing == 0
+    assert torch.equal(seen.ids.sort(dim=2).values, everything.ids[:, [1, 3, 4]].sort(dim=2).values)
+
+
+def test_virtual_stages_find_their_layers_by_label_in_any_order_of_chunks() -> None:
+    """T3: with dense layers counted or not, an offset would be wrong; a label is not."""
+    chunks = [ToyModel(ToyRouter(layer=1)), ToyModel(ToyRouter(layer=5), ToyRouter(layer=6))]
+    everything = made_up(10, range(8))
+    for order in (chunks, chunks[::-1]):
+        seen = shown(order, chunks, tokens(), everything)
+        assert seen.layers == (1, 5, 6)
+        assert npu_replay.compare(seen, everything).differing == 0
+
+
+def test_a_second_model_is_neither_recorded_nor_replayed() -> None:
+    """T18: a model that was built before (an orphan, a reference) has routers too, and nobody asks them."""
+    orphan, model, reference = ToyModel(), ToyModel(), ToyModel()
+    for one in (orphan, reference):
+        nn.init.normal_(one.layers[0].router.weight)
+    with torch.no_grad():
+        natives = [one(tokens(1)) for one in (orphan, reference)]
+        with npu_replay.record(model) as recording:
+            orphan(tokens(1))
+            model(tokens())
+            reference(tokens(1))
+    (recorded,) = recording.routes
+    assert recorded.ids.shape == (10, 2, TOPK), "two routers of one model, not six of three"
+    foreign = made_up(10, (0, 1))
+    with torch.no_grad(), npu_replay.replay(model, [foreign]):
+        replayed = model(tokens())
+        for one, native in zip((orphan, reference), natives, strict=True):
+            assert torch.equal(one(tokens(1)), native)
+        with npu_replay.record(reference) as inner:  # nor does a block on another model end this one
+            reference(tokens(1))
+    assert not torch.equal(replayed, natives[0])
+    assert len(inner.routes) == 1
+    assert [hooks(one) for one in (orphan, model, reference)] == [0, 0, 0]
+
+
+def test_a_reference_model_does_not_empty_the_live_one() -> None:
+    """T18: blocks on two models, one inside the other, keep their own routes."""
+    model, reference = ToyModel(), ToyModel()
+    foreign = [made_up(10, (0, 1), seed) for seed in (1, 2)]
+    with torch.no_grad():
+        with npu_replay.replay(model, foreign[:1]):
+            expected = model(tokens())
+        with npu_replay.replay(model, foreign[:1]):
+            with npu_replay.replay(reference, foreign[1:]):
+                reference(tokens())
+            assert torch.equal(model(tokens()), expected)
+
+
+def test_nothing_is_left_of_a_recording_for_the_next() -> None:
+    """T20: a second, shorter recording of the same model has its own rows only; plain training has none."""
+    chunks = [ToyModel(ToyRouter(layer=0)), ToyModel(ToyRouter(layer=1))]
+    plain = [run(chunk, 0, 1) for chunk in chunks]
+    with npu_replay.record(chunks) as first:
+        for seed in (0, 1):
+            for chunk in chunks:
+                run(chunk, seed)
+    with npu_replay.record(chunks) as second, torch.no_grad():
+        for chunk in chunks:
+            chunk(tokens(2, rows=4))
+    assert [len(one) for one in first.routes] == [10, 10]
+    assert [len(one) for one in second.routes] == [4]
+    assert all(same(run(chunk, 0, 1), before) for chunk, before in zip(chunks, plain, strict=True))
+
+
+# Micro-batches
+
+
+@pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
+def test_a_forward_only_pass_leaks_nothing_into_the_next_backward(recompute: str) -> None:
+    """T24a: with equal lengths, one entry too many in a queue passes every check but this one."""
+    foreign = [made_up(10, (0, 1), seed) for seed in (1, 2)]
+    plain = ToyModel()
+    with npu_replay.replay(plain, foreign[1:]):
+        expected = run(plain, 1)
+    with torch.no_grad(), npu_replay.replay(plain, foreign[:1]):
+        first = plain(tokens(0))
+    model = ToyModel(recompute=recompute)
+    with npu_replay.replay(model, foreign):
+        with torch.no_grad():
+            assert torch.equal(model(tokens(0)), first)
+        assert same(run(model, 1), expected)
+
+
+# Rows
+
+
+def in_rows(sequences: list[torch.Tensor], layout: TokenLayout) -> torch.Tensor:
+    """The tokens' vectors in the router's rows; padding is zeros."""
+    packed = torch.cat([*sequences, torch.zeros(1, HIDDEN)])
+    return packed[layout.rows]
+
+
+LENGTHS = [3, 1, 5]
+LAYOUTS = {
+    "packed": TokenLayout.packed(LENGTHS),
+    "packed, aligned": TokenLayout.packed(LENGTHS, align=4),
+    "packed, end aligned": TokenLayout.packed(LENGTHS, align_end=16),
+    "sequence-major": TokenLayout.padded(LENGTHS),
+    "batch-major": TokenLayout.padded(LENGTHS, order="batch"),
+    "left": TokenLayout.padded(LENGTHS, 8, side="left"),
+}
+
+
+@pytest.mark.parametrize("other", LAYOUTS)
+@pytest.mark.parametrize("one", LAYOUTS)
+def test_routes_recorded_in_one_layout_are_replayed_in_another(one: str, other: str) -> None:
+    """T16, T20, T24c, T34, T44: each token keeps its experts, whatever the padding and the order of rows."""
+    sequences = [tokens(seed, rows) for seed, rows in enumerate(LENGTHS)]
+    model = ToyModel()
+    recorded, update = LAYOUTS[one], LAYOUTS[other]
+    given = [made_up(rows, (0, 1), seed) for seed, rows in enumerate(LENGTHS)]
+    seen = shown(model, [model], in_rows(sequences, recorded), recorded.gather(given))
+    back = recorded.scatter(seen)
+    assert all(bool(routes.recorded.all()) for routes in back)
+    again = shown(model, [model], in_rows(sequences, update), update.gather(back))
+    for theirs, ours in zip(given, update.scatter(again), strict=True):
+        assert npu_replay.compare(theirs, ours).differing == 0
+    assert len(again) == len(update.rows)
+
+
+def test_context_parallel_ranks_replay_the_routes_of_their_own_tokens() -> None:
+    """T17: rows are cut as the tokens are; zigzag taken for contiguous gives tokens others' routes."""
+    sequence = tokens(0, 8)
+    given = made_up(8, (0, 1))
+    model = ToyModel()
+    for context in ("zigzag", "contiguous"):
+        for rank in range(2):
+            layout = TokenLayout.padded([8], context=context, parallel=ParallelLayout(cp=2, cp_rank=rank))
+            seen = shown(model, [model], in_rows([sequence], layout), layout.gather([given]))
+            (back,) = layout.scatter(seen)
+            here = layout.rows.sort().values
+            assert back.recorded.nonzero()[:, 0].tolist() == here.tolist()
+            assert npu_replay.compare(back, given).differing == 0
+    zigzag = TokenLayout.padded([8], parallel=ParallelLayout(cp=2))
+    contiguous = TokenLayout.padded([8], context="contiguous", parallel=ParallelLayout(cp=2))
+    mixed = contiguous.scatter(shown(model, [model], in_rows([sequence], zigzag), zigzag.gather([given])))
+    assert npu_replay.compare(mixed[0], given).differing > 0
+
+
+def test_routes_that_were_not_cut_with_the_response_do_not_reach_the_model() -> None:
+    """T12, T13: another length is refused where rows are laid out, and again where they are replayed."""
+    model = ToyModel()
+    layout = TokenLayout.packed([4, 3])
+    batch = [made_up(6, (0, 1)), made_up(3, (0, 1))]
+    with pytest.raises(MicroBatchError, match=r"sequence 0.*Expected 4 \(or 3.*got 6.*cut after the rollout"):
+        layout.gather(batch)
+    unnoticed = RoutedExperts.concat(batch)
+    with (
+        pytest.raises(MicroBatchError, match=r"micro-batch 0, layer 0.*Expected 7 rows, got 9"),
+        npu_replay.replay(model, [unnoticed]),
+    ):
+        model(tokens(0, 7))
+
+
+def test_rows_padded_to_another_multiple_are_refused_by_the_first_router() -> None:
+    """T27: padded to a multiple of 8 by the layout and of 4 by the trainer."""
+    model = ToyModel()
+    laid_out = TokenLayout.packed([9], align=8).gather([made_up(9, (0, 1))])
+    message = "micro-batch 0, layer 0.*Expected 12 rows, got 16.*padding.*TokenLayout does that"
+    with pytest.raises(MicroBatchError, match=message), npu_replay.replay(model, [laid_out]):
+        model(tokens(0, 12))
+
+
+def test_the_routes_of_samples_that_were_drawn_again_are_refused() -> None:
+    """T24e: dynamic sampling replaces sequences by others of the same length; the routes stay behind."""
+    marks = [fingerprint([1, 2, 3]), fingerprint([4, 5, 6])]
+    stale = [made_up(3, (0, 1), fingerprint=marks[0]), made_up(3, (0, 1), fingerprint=fingerprint([7, 8, 9]))]
+    with pytest.raises(MicroBatchError, match=r"sequence 1.*the routes belong to other tokens"):
+        TokenLayout.packed([3, 3], fingerprints=marks).gather(stale)
+
+
+class GatheringRouter(ToyRouter):
+    """As with alltoall_seq: scores of both ranks' rows before the top-k."""
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        flat = hidden.reshape(-1, HIDDEN)
+        logits = torch.cat([flat, flat.flip(1)]) @ self.weight.T
+        return self.select(self, logits.softmax(dim=-1))
+
+
+def test_routers_that_gather_get_the_rows_of_the_whole_group() -> None:
+    """T46: a slice for them would be half the rows; they are recorded and replayed whole."""
+    router = GatheringRouter(gathers=2)
+    nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(1))
+    ranks = [
+        ParallelLayout(tp=2, tp_rank=rank, sequence_parallel=True, gathers_rows=True) for rank in range(2)
+    ]
+    first, second = (TokenLayout.packed([12, 7], align=4, parallel=rank) for rank in ranks)
+    assert torch.equal(first.rows, second.rows)
+    given = [made_up(12, (0,), 1), made_up(7, (0,), 2)]
+    with torch.no_grad(), npu_replay.record(router) as recording:
+        router(tokens())
+    assert [len(one) for one in recording.routes] == [20]
+    whole = [first.gather(given)]
+    with torch.no_grad(), npu_replay.observe(router) as seen, npu_replay.replay(router, whole):
+        router(tokens())
+    for theirs, ours in zip(given, first.scatter(seen.shown[0]), strict=True):
+        assert npu_replay.compare(theirs, ours).differing == 0
+    sliced = TokenLayout.packed([12, 7], align=4, parallel=ParallelLayout(tp=2, sequence_parallel=True))
+    with (
+        pytest.raises(MicroBatchError, match="Expected 20 rows, got 10"),
+        npu_replay.replay(router, [sliced.gather(given)]),
+    ):
+        router(tokens())
+
+
+# Widths
+
+
+class WideRouter(nn.Module):
+    """More experts than a byte can tell apart."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(experts, HIDDEN, generator=torch.Generator().manual_seed(2)))
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.topk((hidden @ self.weight.T).softmax(dim=-1), TOPK, dim=-1)
+
+
+class WideRouters(routers.RouterKind):
+    """The RouterKind of WideRouter."""
+
+    def describe(self, module: nn.Module, path: str) -> Router | None:
+        if not isinstance(module, WideRouter):
+            return None
+        experts = len(module.weight)
+
+        def shows(output: object) -> torch.Tensor:
+            ids = output[1]
+            return torch.zeros(len(ids), experts, dtype=torch.bool).scatter(1, ids, True)
+
+        return Router(module=module, num_experts=experts, topk=TOPK, shows=shows)
+
+
+@pytest.mark.parametrize(
+    ("experts", "dtype"), [(256, torch.uint8), (257, torch.int16), (384, torch.int16), (512, torch.int16)]
+)
+def test_expert_ids_above_255_survive_record_layout_and_replay(experts: int, dtype: torch.dtype) -> None:
+    """T19: in a byte, expert 300 would be expert 44."""
+    routers.register("wide", WideRouters())
+    try:
+        model, rows = WideRouter(experts), tokens(3, 200)
+        with torch.no_grad(), npu_replay.record(model) as recording:
+            native = model(rows)[1]
+        (recorded,) = recording.routes
+        assert recorded.ids.dtype == dtype
+        assert torch.equal(recorded.ids[:, 0].long(), native)
+        assert int(recorded.ids.max()) > 200
+        high = torch.arange(experts - 3, experts).repeat(200, 1, 1)
+        given = RoutedExperts(ids=high, layers=(0,), num_experts=experts)
+        layout = TokenLayout.padded([100, 60, 40], order="batch")
+        gathered = layout.gather(TokenLayout.packed([100, 60, 40]).scatter(given))
+        assert gathered.ids.dtype == dtype
+        with torch.no_grad(), npu_replay.replay(model, [gathered]):
+            ids = model(tokens(4, 300))[1]
+        chosen = ids[layout.rows >= 0]
+        assert torch.equal(chosen.sort(dim=1).values, high[:, 0])
+    finally:
+        routers.unregister("wide")

@@ -1,0 +1,333 @@
+"""ParallelLayout and DecoderLayers: which layers and which share of the rows a rank has."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import slow_layout
+from npu_replay import DecoderLayers, ParallelLayout, routers
+from npu_replay.errors import ReplayError, RouterError
+from toys import ToyModel, ToyRouter, ToyRouters
+
+AXES = ("tp", "cp", "pp", "ep", "etp", "dp")
+
+
+@pytest.fixture
+def toy_routers() -> Iterator[None]:
+    routers.register("toy", ToyRouters())
+    yield
+    routers.unregister("toy")
+
+
+def says(*words: str) -> str:
+    """A pattern for a message that has all these words, in this order."""
+    return "(?s)" + ".*".join(re.escape(word) for word in words)
+
+
+# Which decoder layers, against layers that are dealt out one by one
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> dict[str, Any]:
+    """Sizes that come out even: stage sizes are drawn, and the number of layers follows."""
+    pp, vp = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    kind = draw(st.sampled_from(["even", "uneven", "counted", "table"]))
+    share = draw(st.integers(0, 3)) * vp
+    split: dict[str, Any] = {"pp": pp, "vp": vp}
+    if kind == "table":
+        table = [[draw(st.integers(0, 3)) for _ in range(vp)] for _ in range(pp)]
+        return split | {"count": sum(map(sum, table)), "table": table}
+    if kind == "uneven" and pp > 1:
+        ends = draw(st.sampled_from([("first",), ("last",), ("first", "last")]))
+        sizes = {end: draw(st.integers(0, 3)) * vp for end in ends}
+        return split | sizes | {"count": share * (pp - len(ends)) + sum(sizes.values())}
+    if kind == "counted" and pp > 1:
+        embedding, loss = draw(st.booleans()), draw(st.booleans())
+        share = max(share, vp)
+        return split | {"count": share * pp - embedding - loss, "embedding": embedding, "loss": loss}
+    return split | {"count": share * pp}
+
+
+def decoder(pipeline: dict[str, Any], moe_layer_freq: int | Sequence[int] = 1) -> DecoderLayers:
+    return DecoderLayers(
+        pipeline["count"],
+        moe_layer_freq=moe_layer_freq,
+        first_stage=pipeline.get("first"),
+        last_stage=pipeline.get("last"),
+        embedding_counts=pipeline.get("embedding", False),
+        loss_counts=pipeline.get("loss", False),
+        table=pipeline.get("table"),
+    )
+
+
+def mixes(count: int) -> st.SearchStrategy[int | list[int]]:
+    """moe_layer_freq for so many layers."""
+    return st.integers(1, 5) | st.lists(st.integers(0, 1), min_size=count, max_size=count)
+
+
+@settings(max_examples=300, deadline=None)
+@given(pipeline=pipelines(), data=st.data())
+def test_layers_are_where_dealing_them_out_one_by_one_puts_them(
+    pipeline: dict[str, Any], data: st.DataObject
+) -> None:
+    """T2, T3: labels are global decoder layers, dense ones counted, on every virtual stage."""
+    freq = data.draw(mixes(pipeline["count"]))
+    model, pp, vp = decoder(pipeline, freq), pipeline["pp"], pipeline["vp"]
+    dealt = slow_layout.stages(**pipeline)
+    assert dealt is not None
+    for pp_rank in range(pp):
+        here = ParallelLayout(pp=pp, pp_rank=pp_rank, vp=vp, decoder=model)
+        chunks = [dealt[pp_rank, vp_rank] for vp_rank in range(vp)]
+        assert [model.stage(pp, vp, pp_rank, vp_rank) for vp_rank in range(vp)] == list(map(tuple, chunks))
+        assert here.chunk_layers == tuple(map(tuple, chunks))
+        layers = sorted(layer for chunk in chunks for layer in chunk)
+        assert here.layers == tuple(layers)
+        assert here.moe_layers == tuple(layer for layer in layers if slow_layout.has_router(layer, freq))
+
+
+@settings(max_examples=100, deadline=None)
+@given(pipeline=pipelines(), data=st.data())
+def test_every_layer_is_on_exactly_one_virtual_stage(pipeline: dict[str, Any], data: st.DataObject) -> None:
+    model = decoder(pipeline, data.draw(mixes(pipeline["count"])))
+    layouts = [
+        ParallelLayout(pp=pipeline["pp"], pp_rank=rank, vp=pipeline["vp"], decoder=model)
+        for rank in range(pipeline["pp"])
+    ]
+    everywhere = [layer for layout in layouts for chunk in layout.chunk_layers for layer in chunk]
+    assert sorted(everywhere) == list(range(pipeline["count"]))
+    assert sorted(layer for layout in layouts for layer in layout.moe_layers) == list(model.moe)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    count=st.integers(0, 12),
+    pp=st.integers(2, 4),
+    vp=st.integers(1, 3),
+    ends=st.fixed_dictionaries({}, optional={"first": st.integers(0, 5), "last": st.integers(0, 5)}),
+    counted=st.fixed_dictionaries({}, optional={"embedding": st.booleans(), "loss": st.booleans()}),
+)
+def test_what_does_not_come_out_even_is_refused(
+    count: int, pp: int, vp: int, ends: dict[str, int], counted: dict[str, bool]
+) -> None:
+    if ends:
+        counted = {}
+    pipeline: dict[str, Any] = {"count": count, "pp": pp, "vp": vp, **ends, **counted}
+    dealt = slow_layout.stages(**pipeline)
+    model = decoder(pipeline)
+    for pp_rank in range(pp):
+        for vp_rank in range(vp):
+            if dealt is None:
+                with pytest.raises(ReplayError, match=says("Expected", "got", "Usual cause")):
+                    model.stage(pp, vp, pp_rank, vp_rank)
+            else:
+                assert model.stage(pp, vp, pp_rank, vp_rank) == tuple(dealt[pp_rank, vp_rank])
+
+
+def test_layers_of_real_models() -> None:
+    """T2, T3: DeepSeek-V3, 61 layers of which the first three are dense, on 16 stages."""
+    model = DecoderLayers(61, moe_layer_freq=[0] * 3 + [1] * 58, first_stage=4, last_stage=1)
+    first = ParallelLayout(pp=16, pp_rank=0, decoder=model)
+    assert (first.layers, first.moe_layers) == ((0, 1, 2, 3), (3,))
+    assert ParallelLayout(pp=16, pp_rank=1, decoder=model).layers == (4, 5, 6, 7)
+    assert ParallelLayout(pp=16, pp_rank=15, decoder=model).layers == (60,)
+    interleaved = DecoderLayers(8, moe_layer_freq=2)
+    here = ParallelLayout(pp=2, pp_rank=1, vp=2, decoder=interleaved)
+    assert here.chunk_layers == ((2, 3), (6, 7))
+    assert (here.layers, here.moe_layers) == ((2, 3, 6, 7), (2, 6))
+
+
+def test_a_stage_of_dense_layers_has_no_moe_layers() -> None:
+    model = DecoderLayers(4, moe_layer_freq=[0, 0, 1, 1])
+    assert ParallelLayout(pp=2, pp_rank=0, decoder=model).moe_layers == ()
+    assert ParallelLayout(pp=2, pp_rank=1, decoder=model).moe_layers == (2, 3)
+
+
+def test_without_decoder_layers_nobody_is_told_a_guess() -> None:
+    for ask in ("chunk_layers", "layers", "moe_layers"):
+        with pytest.raises(ReplayError, match=says("doesn't know the model's decoder layers", "decoder=")):
+            getattr(ParallelLayout(), ask)
+
+
+# Bad numbers
+
+
+@pytest.mark.parametrize("axis", [*AXES, "vp"])
+def test_a_rank_without_a_place_is_refused_by_the_axis_name(axis: str) -> None:
+    for size in (0, -1):
+        with pytest.raises(ReplayError, match=says(f" {axis}.", f"{axis}={size},")):
+            ParallelLayout(**{axis: size})
+    if axis == "vp":
+        return
+    for rank in (-1, 2, 3):
+        with pytest.raises(ReplayError, match=says(f" {axis}.", f"{axis}=2, {axis}_rank={rank}")):
+            ParallelLayout(**{axis: 2, f"{axis}_rank": rank})
+    assert getattr(ParallelLayout(**{axis: 2, f"{axis}_rank": 1}), f"{axis}_rank") == 1
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ({"count": 4, "moe_layer_freq": [1, 1, 1]}, ("moe_layer_freq", "Expected 4", "got 3")),
+        ({"count": 4, "moe_layer_freq": 0}, ("moe_layer_freq", ">= 1", "got 0")),
+        ({"count": 4, "moe_layer_freq": -2}, ("moe_layer_freq", ">= 1", "got -2")),
+        ({"count": 4, "table": [[2], [3]]}, ("pipeline layout", "Expected 4", "got 5")),
+        ({"count": -1}, ("got -1",)),
+        ({"count": 2, "table": [[3], [-1]]}, ("got", "-1")),
+        ({"count": 2, "first_stage": -1}, ("got -1",)),
+        ({"count": 2, "last_stage": -1}, ("got -1",)),
+    ],
+)
+def test_bad_numbers_of_layers_are_refused(numbers: dict[str, Any], words: tuple[str, ...]) -> None:
+    """They are told when the numbers are given, not when a rank asks for its layers."""
+    with pytest.raises(ReplayError, match=says(*words, "Usual cause")):
+        DecoderLayers(**numbers)
+
+
+@pytest.mark.parametrize("table", [[[2, 2]], [[1], [1], [2]], [[1, 1], [2]], [[2], [2, 0]]])
+def test_a_table_for_another_pipeline_is_refused(table: list[list[int]]) -> None:
+    with pytest.raises(ReplayError, match=says("pipeline layout", "Expected 2 x 2", "Usual cause")):
+        ParallelLayout(pp=2, vp=2, decoder=DecoderLayers(4, table=table)).layers  # noqa: B018
+
+
+def test_an_uneven_pipeline_does_not_count_embedding_or_loss() -> None:
+    for counted in ({"embedding_counts": True}, {"loss_counts": True}):
+        model = DecoderLayers(5, first_stage=1, **counted)
+        with pytest.raises(ReplayError, match=says("uneven pipeline", "embedding or loss")):
+            model.stage(2, 1, 0, 0)
+
+
+def test_the_arguments_of_decoder_layers_stay_as_they_were_given() -> None:
+    freq, table = [0, 1, 1], [[1], [2]]
+    model = DecoderLayers(3, moe_layer_freq=freq, table=table)
+    freq[0], table[0][0] = 1, 3
+    assert model.moe == (1, 2)
+    assert model.stage(2, 1, 0, 0) == (0,)
+    assert model == DecoderLayers(3, moe_layer_freq=(0, 1, 1), table=((1,), (2,)))
+    assert hash(model) == hash(DecoderLayers(3, moe_layer_freq=(0, 1, 1), table=((1,), (2,))))
+
+
+# What a sequence is padded to
+
+
+@given(
+    tp=st.integers(1, 5),
+    cp=st.integers(1, 5),
+    context=st.sampled_from(["zigzag", "contiguous"]),
+    sequence_parallel=st.booleans(),
+    gathers_rows=st.booleans(),
+    times=st.integers(1, 3),
+)
+@settings(max_examples=100, deadline=None)
+def test_alignment_gives_every_rank_an_equal_share(
+    tp: int, cp: int, context: str, sequence_parallel: bool, gathers_rows: bool, times: int
+) -> None:
+    """T27: what a sequence is padded to follows tp and cp; dp has no part in it."""
+    layout = ParallelLayout(
+        tp=tp, cp=cp, dp=7, ep=3, sequence_parallel=sequence_parallel, gathers_rows=gathers_rows
+    )
+    length = layout.alignment(context) * times
+    owned = [slow_layout.context_owner(at, length, cp, context) for at in range(length)]
+    shares = {owned.count(rank) for rank in range(cp)}
+    assert shares == {length // cp}
+    # The embedding is cut over the tensor-parallel ranks also where the routers see all rows.
+    assert length // cp % (tp if sequence_parallel else 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "zigzag", "contiguous"),
+    [
+        ({}, 1, 1),
+        ({"tp": 4}, 1, 1),
+        ({"tp": 4, "sequence_parallel": True}, 4, 4),
+        ({"tp": 4, "sequence_parallel": True, "gathers_rows": True}, 4, 4),
+        ({"cp": 2}, 4, 2),
+        ({"cp": 2, "tp": 4, "sequence_parallel": True}, 16, 8),
+        ({"cp": 3, "tp": 2, "dp": 5, "pp": 2, "ep": 6}, 6, 3),
+    ],
+)
+def test_alignment_by_numbers(sizes: dict[str, Any], zigzag: int, contiguous: int) -> None:
+    layout = ParallelLayout(**sizes)
+    assert (layout.alignment(), layout.alignment("zigzag")) == (zigzag, zigzag)
+    assert layout.alignment("contiguous") == contiguous
+
+
+def test_an_unknown_way_to_cut_the_context_is_refused() -> None:
+    with pytest.raises(ReplayError, match=says("context", "'zigzag' or 'contiguous'", "'ring'")):
+        ParallelLayout(cp=2).alignment("ring")
+
+
+# The built model is the truth
+
+
+@pytest.mark.usefixtures("toy_routers")
+def test_check_is_content_with_the_routers_the_config_says() -> None:
+    model = DecoderLayers(8, moe_layer_freq=[0, 1, 1, 0, 1, 1, 1, 0])
+    layout = ParallelLayout(pp=2, pp_rank=0, vp=2, decoder=model)
+    assert layout.chunk_layers == ((0, 1), (4, 5))
+    layout.check([ToyModel(ToyRouter(layer=1)), ToyModel(ToyRouter(layer=4), ToyRouter(layer=5))])
+    ParallelLayout(decoder=DecoderLayers(2)).check(ToyModel(ToyRouter(layer=0), ToyRouter(layer=1)))
+
+
+@pytest.mark.usefixtures("toy_routers")
+@pytest.mark.parametrize("labels", [(2, 3), (0,), (0, 1, 2), (1, 2)])
+def test_check_refuses_routers_in_other_layers(labels: tuple[int, ...]) -> None:
+    """T3: labels shifted by a wrong offset are an error, not a shifted replay."""
+    layout = ParallelLayout(pp=2, pp_rank=0, decoder=DecoderLayers(4))
+    model = ToyModel(*(ToyRouter(layer=label) for label in labels))
+    message = says(
+        "pipeline rank 0 of 2, 1 virtual stages",
+        "other decoder layers than its config says",
+        "Expected [0, 1]",
+        f"got {list(labels)}",
+        "Usual cause",
+    )
+    with pytest.raises(RouterError, match=message):
+        layout.check(model)
+
+
+class DenseStages(ToyRouters):
+    """A kind that says of every chunk that it is right for it to have no router."""
+
+    def is_dense_stage(self, chunk: nn.Module) -> bool:
+        return isinstance(chunk, ToyModel)
+
+
+@pytest.mark.usefixtures("toy_routers")
+def test_check_holds_a_stage_of_dense_layers_against_the_config_too() -> None:
+    """T43: a stage without routers is no error where the config says so, and one where it doesn't."""
+    dense = ToyModel(ToyRouter(layer=0))
+    dense.layers[0].router = None
+    model = DecoderLayers(4, moe_layer_freq=[0, 0, 1, 1])
+    first, second = (ParallelLayout(pp=2, pp_rank=rank, decoder=model) for rank in range(2))
+    with pytest.raises(RouterError, match="no router in this model"):
+        second.check(dense)
+    routers.register("toy", DenseStages())
+    first.check(dense)
+    with pytest.raises(RouterError, match=says("Expected [2, 3]", "got []")):
+        second.check(dense)
+
+
+def test_a_stage_that_is_not_there_is_refused() -> None:
+    for pp_rank, vp_rank in ((2, 0), (-1, 0), (0, 2), (0, -1)):
+        with pytest.raises(ReplayError, match=says("no such stage", f"got ({pp_rank}, {vp_rank})")):
+            DecoderLayers(8).stage(2, 2, pp_rank, vp_rank)
+
+
+def test_the_only_stage_has_all_layers() -> None:
+    assert DecoderLayers(4, first_stage=4, last_stage=4).stage(1, 1, 0, 0) == (0, 1, 2, 3)
+    for uneven in ({"first_stage": 3}, {"last_stage": 1}):
+        with pytest.raises(ReplayError, match=says("the one stage has all layers", "Expected 4")):
+            DecoderLayers(4, **uneven).stage(1, 1, 0, 0)
+
+
+def test_process_groups_stay_in_their_process() -> None:
+    here = ParallelLayout(tp=2, tp_rank=1, groups=(object(),))
+    assert pickle.loads(pickle.dumps(here)) == ParallelLayout(tp=2, tp_rank=1)
