@@ -1,6 +1,6 @@
 """Who of a gloo group is here? Asked within a time of our own: a collective waits for the group's timeout.
 
-(torch's monitored_barrier keeps to its timeout on the first rank only, and is lost where that one is missing.)
+(torch's monitored_barrier keeps to its timeout on the first rank only, and not where that one is missing.)
 """
 
 from __future__ import annotations
