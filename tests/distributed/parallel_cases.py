@@ -1,0 +1,423 @@
+"""The ways of splitting a job that are tried, and what is held against one process for each.
+
+A process of the job runs `run`; one process alone runs `refer` first, and leaves what it found in a folder.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import npu_replay
+from distributed import parallel_flex
+from distributed import parallel_model as pm
+from npu_replay import RoutedExperts, TokenLayout
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "kept": {},
+    "full": FULL,
+    "block": FULL | {"recompute_method": "block"},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
+}
+BOTH = ("kept", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One way of splitting the job.
+
+    Attributes:
+        split: the sizes of the parallel axes.
+        moe: moe_layer_freq.
+        config: more of Megatron's config.
+        packed: sequences one after the other (thd) instead of a padded batch.
+        even: all micro-batches padded to one length, as pipelines and the allgather dispatcher need it.
+        recompute: names of RECOMPUTE.
+        needs: a module of Megatron without which the case can't be.
+    """
+
+    split: pm.Split
+    moe: tuple[int, ...] = pm.EVERY
+    config: dict[str, Any] = field(default_factory=dict)
+    packed: bool = False
+    even: bool = False
+    recompute: tuple[str, ...] = BOTH
+    needs: str = "megatron.core"
+
+    @property
+    def gathers(self) -> bool:
+        return self.config.get("moe_token_dispatcher_type") == "alltoall_seq"
+
+    @property
+    def flex(self) -> bool:
+        return self.config.get("moe_token_dispatcher_type") == "flex"
+
+
+_LEGACY = "megatron.core.transformer.moe.legacy_a2a_token_dispatcher"
+CASES: dict[int, dict[str, Case]] = {
+    2: {
+        "tp2": Case(split=pm.Split(tp=2, etp=2)),
+        "tp2-alltoall_seq": Case(
+            split=pm.Split(tp=2, etp=2), config={"moe_token_dispatcher_type": "alltoall_seq"}, needs=_LEGACY
+        ),
+        "tp2-packed": Case(split=pm.Split(tp=2, etp=2), packed=True),
+        "cp2": Case(split=pm.Split(cp=2)),
+        "cp2-packed": Case(split=pm.Split(cp=2), packed=True),
+        "ep2": Case(split=pm.Split(ep=2)),
+        "ep2-allgather": Case(
+            split=pm.Split(ep=2), config={"moe_token_dispatcher_type": "allgather"}, even=True
+        ),
+        "ep2-flex": Case(
+            split=pm.Split(ep=2), config={"moe_token_dispatcher_type": "flex", "moe_enable_deepep": True}
+        ),
+        "dp2": Case(split=pm.Split()),
+        "pp2": Case(split=pm.Split(pp=2), even=True, recompute=tuple(RECOMPUTE)),
+        "pp2-dense-stage": Case(split=pm.Split(pp=2), moe=(0, 0, 1, 1), even=True),
+        "pp2-vp2": Case(split=pm.Split(pp=2, vp=2), even=True),
+        "pp2-vp2-dense-chunk": Case(split=pm.Split(pp=2, vp=2), moe=(0, 1, 1, 1), even=True),
+        "tp2-ep2": Case(split=pm.Split(tp=2, ep=2)),
+    },
+    4: {
+        "tp2-etp2-ep2": Case(split=pm.Split(tp=2, etp=2, ep=2)),
+        "tp2-cp2": Case(split=pm.Split(tp=2, etp=2, cp=2), recompute=("full",)),
+        "tp2-cp2-packed": Case(split=pm.Split(tp=2, etp=2, cp=2), packed=True, recompute=("full",)),
+        "tp2-pp2": Case(split=pm.Split(tp=2, etp=2, pp=2), even=True),
+        "pp2-vp2-ep2": Case(split=pm.Split(pp=2, vp=2, ep=2), even=True),
+    },
+}
+
+CHECKS = (
+    "trains as one process",
+    "layout",
+    "record changes nothing",
+    "record",
+    "record forward_only",
+    "collect on one rank",
+    "replay: ids",
+    "replay: gradients",
+    "round trip",
+)
+
+
+def names(processes: int) -> list[str]:
+    return [f"{name}-{recompute}" for name, case in CASES[processes].items() for recompute in case.recompute]
+
+
+def checks_of(name: str) -> tuple[str, ...]:
+    return (*CHECKS, "zero probabilities") if "flex" in name else CHECKS
+
+
+def missing(case: Case) -> str:
+    """Why this release of Megatron can't run the case; empty if it can."""
+    return "" if importlib.util.find_spec(case.needs) else f"this release has no {case.needs}"
+
+
+# One process alone
+
+
+def refer(folder: Path) -> None:
+    """What a job of one process finds, for each moe_layer_freq."""
+    for moe in {case.moe for cases in CASES.values() for case in cases.values()}:
+        split = pm.Split().start()
+        chunks = pm.build(split, moe)
+        weights = pm.initial(chunks)
+        job = Job(Case(split=split, moe=moe), split, chunks, weights)
+        pm.load(chunks, split, weights)
+        found: dict[str, Any] = {"weights": weights}
+        with npu_replay.record(chunks) as recording:
+            found["live"] = job.train(job.plan())
+        found["recorded"] = [one.ids for one in job.scattered(recording.routes)]
+        foreign = foreign_routes(tuple(pm.routers(chunks)))
+        found["foreign"] = job.replayed(foreign, job.plan())
+        pm.load(chunks, split, pm.other_routers(weights))
+        found["round trip"] = job.replayed(job.scattered(recording.routes), job.plan())
+        pm.load(chunks, split, pm.saturated_routers(weights))
+        found["saturated"] = job.replayed(foreign, job.plan())
+        torch.save(found, folder / reference_name(moe))
+
+
+def reference_name(moe: Sequence[int]) -> str:
+    return f"reference-{''.join(map(str, moe))}.pt"
+
+
+def foreign_routes(layers: Sequence[int]) -> list[RoutedExperts]:
+    """Routes that no router would choose; every second sequence has none for its last token."""
+    generator = torch.Generator().manual_seed(13)
+    routes = []
+    for number, tokens in enumerate(pm.SEQUENCES):
+        size = len(tokens) - number % 2
+        chances = torch.rand(size, pm.LAYERS, pm.EXPERTS, generator=generator)
+        ids = chances.argsort(-1)[:, list(layers), : pm.TOPK]
+        routes.append(RoutedExperts(ids=ids, layers=layers, num_experts=pm.EXPERTS))
+    return routes
+
+
+def _fingerprints(numbers: Sequence[int]) -> list[int]:
+    return [npu_replay.fingerprint(pm.SEQUENCES[number]) for number in numbers]
+
+
+# One process of several
+
+Outcome = tuple[float, pm.Tensors]
+"""The loss and the gradients of the whole model."""
+
+
+class Job:
+    """A case on this rank: its chunks, and the micro-batches that it gets."""
+
+    def __init__(
+        self,
+        case: Case,
+        split: pm.Split,
+        chunks: list[nn.Module],
+        weights: pm.Tensors,
+        parallel: Any = None,
+    ) -> None:
+        self.case, self.split, self.chunks, self.weights = case, split, chunks, weights
+        self.parallel = parallel
+
+    def plan(self, *, other: bool = False) -> list[pm.Batch]:
+        """This rank's micro-batches; `other` cuts and orders the same sequences another way."""
+        count, dp, rank = len(pm.SEQUENCES), self.split.dp, self.split.ranks["dp"]
+        mine = list(range(count))[rank::dp]
+        if other:
+            mine = list(range(count))[::-1][rank * count // dp : (rank + 1) * count // dp]
+        if self.split.pp > 1:  # all micro-batches alike, and at least four
+            size = (4 if other else 2) // dp
+            parts = [mine[first : first + size] for first in range(0, len(mine), size)]
+        else:
+            cut = 3 // dp if other else 4 // dp
+            parts = [mine[:cut], mine[cut:]]
+        longest = (16 if other else 12) if self.case.even else None
+        return [
+            pm.batch(
+                part,
+                self.split,
+                align=1 if self.parallel is None else self.parallel.alignment(),
+                longest=longest,
+                packed=self.case.packed,
+                gathers=self.case.gathers,
+            )
+            for part in parts
+        ]
+
+    def layout(self, batch: pm.Batch) -> TokenLayout:
+        told: dict[str, Any] = {"fingerprints": _fingerprints(batch.numbers)}
+        if self.parallel is not None:
+            told["parallel"] = self.parallel
+        if self.case.packed:
+            return TokenLayout.packed(batch.lengths, **told)
+        return TokenLayout.padded(batch.lengths, batch.length[0] if self.case.even else None, **told)
+
+    def train(self, batches: Sequence[pm.Batch]) -> Outcome:
+        loss = pm.step(self.chunks, self.split, batches)
+        return loss, pm.gradients(self.chunks, self.split, self.weights)
+
+    def replayed(self, sequences: Sequence[RoutedExperts], batches: Sequence[pm.Batch]) -> Outcome:
+        """Train with these routes, one a sequence of the whole job."""
+        with npu_replay.replay(self.chunks, [self.routes(sequences, batch) for batch in batches]):
+            return self.train(batches)
+
+    def routes(self, sequences: Sequence[RoutedExperts], batch: pm.Batch) -> RoutedExperts:
+        here = [sequences[number] for number in batch.numbers]
+        if self.parallel is None:
+            return self.layout(batch).gather(here)
+        return self.layout(batch).gather(here, layers=self.parallel.moe_layers)
+
+    def scattered(self, routes: Sequence[RoutedExperts]) -> list[RoutedExperts]:
+        """One RoutedExperts a sequence, of a job of one process."""
+        batches = self.plan()
+        parts = [self.layout(batch).scatter(one) for batch, one in zip(batches, routes, strict=True)]
+        return [one for part in parts for one in part]
+
+
+class Checks:
+    """Notes in this rank's file which checks of a case hold."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.case = ""
+
+    def note(self, check: str, problem: str = "", skipped: str = "") -> None:
+        line = {"case": self.case, "check": check, "problem": problem, "skipped": skipped, "at": time.time()}
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    @contextmanager
+    def holds(self, check: str) -> Iterator[None]:
+        """A block that fails only by assertion, and talks to no other rank."""
+        try:
+            yield
+        except AssertionError:
+            self.note(check, traceback.format_exc())  # a bare assert has no message
+        else:
+            self.note(check)
+
+
+def run(folder: Path, wanted: Sequence[str]) -> None:
+    """Run the cases of these names, and note what they show."""
+    checks = Checks(folder / f"results-{dist.get_rank()}.jsonl")
+    started: dict[str, pm.Split] = {}
+    for name in wanted:
+        layout, recompute = name.rsplit("-", 1)
+        case = CASES[dist.get_world_size()][layout]
+        checks.case = name
+        checks.note("begun")
+        try:
+            if why := missing(case):
+                checks.note("*", skipped=why)
+                continue
+            if layout not in started:
+                started = {layout: case.split.start()}
+            with parallel_flex.lent() if case.flex else nullcontext() as dispatched:
+                job, found = _run(case, started[layout], recompute, checks, folder)
+                if dispatched is not None:
+                    _check_zeros(job, found["saturated"], dispatched, checks)
+        except BaseException:
+            checks.note("*", traceback.format_exc())
+            raise  # the other ranks may be waiting for this one
+
+
+def _run(
+    case: Case, split: pm.Split, recompute: str, checks: Checks, folder: Path
+) -> tuple[Job, dict[str, Any]]:
+    found = torch.load(folder / reference_name(case.moe))
+    chunks = pm.build(split, case.moe, **case.config, **RECOMPUTE[recompute])
+    parallel = npu_replay.ParallelLayout.from_megatron(chunks)
+    job = Job(case, split, chunks, found["weights"], parallel)
+    pm.load(chunks, split, found["weights"])
+    plain = job.train(job.plan())
+    with checks.holds("trains as one process"):
+        _same(plain, found["live"])
+    with checks.holds("layout"):
+        _check_layout(job)
+    recorded = _record(job, plain, found["recorded"], checks)
+    _replay(job, found["foreign"], checks)
+    pm.load(chunks, split, pm.other_routers(found["weights"]))
+    again = job.replayed(_everyones(recorded, job), job.plan(other=True))
+    with checks.holds("round trip"):
+        _same(again, found["round trip"])
+    return job, found
+
+
+def _check_layout(job: Job) -> None:
+    split, parallel = job.split, job.parallel
+    for axis in ("tp", "cp", "pp", "ep", "etp", "dp"):
+        assert (axis, getattr(parallel, axis)) == (axis, getattr(split, axis))
+        assert (axis, getattr(parallel, f"{axis}_rank")) == (axis, split.ranks[axis])
+    assert parallel.vp == split.vp
+    numbers = [[layer.layer_number - 1 for layer in chunk.decoder.layers] for chunk in job.chunks]
+    assert [list(layers) for layers in parallel.chunk_layers] == numbers
+    assert list(parallel.moe_layers) == sorted(pm.routers(job.chunks))
+    parallel.check(job.chunks)
+    for batch in [*job.plan(), *job.plan(other=True)]:
+        firsts = [sum(batch.lengths[:at]) for at in range(len(batch.numbers))]
+        first = dict(zip(batch.numbers, firsts, strict=True))
+        rows = [-1 if token is None else first[token[0]] + token[1] for token in batch.routed]
+        assert job.layout(batch).rows.tolist() == rows
+        assert TokenLayout.from_probe(batch.fed, batch.lengths, parallel=parallel).rows.tolist() == rows
+
+
+def _record(job: Job, plain: Outcome, wanted: Sequence[torch.Tensor], checks: Checks) -> list[RoutedExperts]:
+    batches = job.plan()
+    layouts = [job.layout(batch) for batch in batches]
+    with npu_replay.record(job.chunks) as recording:
+        trained = job.train(batches)
+    with checks.holds("record changes nothing"):
+        _same(trained, plain, within=0.0)
+    recorded = npu_replay.collect(recording, layouts, job.parallel)
+    with npu_replay.record(job.chunks) as recording:
+        pm.step(job.chunks, job.split, batches, forward_only=True)
+    forward_only = npu_replay.collect(recording.routes, layouts, job.parallel)
+    alone = npu_replay.collect(recording, layouts, job.parallel, everywhere=False)
+    layers = [layer for layer, is_moe in enumerate(job.case.moe) if is_moe]
+    numbers = [number for batch in batches for number in batch.numbers]
+    expected = [
+        RoutedExperts(ids=wanted[number], layers=layers, num_experts=pm.EXPERTS, fingerprint=fingerprint)
+        for number, fingerprint in zip(numbers, _fingerprints(numbers), strict=True)
+    ]
+    first = all(job.split.ranks[axis] == 0 for axis in ("tp", "cp", "pp"))
+    with checks.holds("collect on one rank"):
+        assert alone == (forward_only if first else None)
+    for check, got in (("record", recorded), ("record forward_only", forward_only)):
+        with checks.holds(check):
+            assert got is not None
+            assert len(got) == len(expected)
+            for number, ours, theirs in zip(numbers, got, expected, strict=True):
+                assert ours == theirs, f"sequence {number}: {ours} and {theirs}"
+    return recorded or []
+
+
+def _replay(job: Job, wanted: Outcome, checks: Checks) -> None:
+    layers = [layer for layer, is_moe in enumerate(job.case.moe) if is_moe]
+    foreign, batches = foreign_routes(layers), job.plan()
+    with pm.Witness(job.chunks) as witness:
+        outcome = job.replayed(foreign, batches)
+    with checks.holds("replay: gradients"):
+        _same(outcome, wanted)
+    with checks.holds("replay: ids"):
+        for layer, maps in witness.maps.items():
+            for batch, shown in zip(batches, maps, strict=True):
+                _check_shown(shown, batch, layer, foreign)
+
+
+def _check_shown(
+    shown: torch.Tensor, batch: pm.Batch, layer: int, sequences: Sequence[RoutedExperts]
+) -> None:
+    """Every row of a router's map [rows, experts] shows what its token's route says."""
+    assert len(shown) == len(batch.routed)
+    for row, token in enumerate(batch.routed):
+        if token is None or token[1] >= len(sequences[token[0]]):
+            assert int(shown[row].sum()) == pm.TOPK  # the router's own choice
+            continue
+        ids = sequences[token[0]].layer_ids(layer)[token[1]].tolist()
+        assert shown[row].nonzero()[:, 0].tolist() == sorted(ids), f"layer {layer}, row {row}, token {token}"
+
+
+def _check_zeros(job: Job, wanted: Outcome, dispatched: parallel_flex.Dispatched, checks: Checks) -> None:
+    """The flex dispatcher takes the most probable experts, and is given those of the routes all the same."""
+    pm.load(job.chunks, job.split, pm.saturated_routers(job.weights))
+    foreign, batches = foreign_routes(range(pm.LAYERS)), job.plan()
+    dispatched.clear()
+    outcome = job.replayed(foreign, batches)
+    with checks.holds("zero probabilities"):
+        assert any(bool((chances < 1e-30).any()) for _, chances in dispatched)
+        calls = [(batch, layer) for batch in batches for layer in range(pm.LAYERS)]
+        for (batch, layer), (ids, _) in zip(calls, dispatched, strict=True):
+            shown = torch.zeros(len(ids), pm.EXPERTS, dtype=torch.bool).scatter(1, ids, True)
+            _check_shown(shown, batch, layer, foreign)
+        _same(outcome, wanted, within=1e-4)
+
+
+def _everyones(mine: Sequence[RoutedExperts], job: Job) -> list[RoutedExperts]:
+    """The routes of all sequences; data-parallel ranks have collected each their own."""
+    numbers = [number for batch in job.plan() for number in batch.numbers]
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, {n: one.to_bytes() for n, one in zip(numbers, mine, strict=True)})
+    merged = {number: data for part in parts for number, data in part.items()}
+    return [RoutedExperts.from_bytes(merged[number]) for number in range(len(pm.SEQUENCES))]
+
+
+def _same(ours: Outcome, theirs: Outcome, *, within: float = 1e-5) -> None:
+    """Losses and gradients agree, relative to the largest gradient of each weight."""
+    torch.testing.assert_close(ours[0], theirs[0], rtol=within, atol=0.0)
+    for name, gradient in theirs[1].items():
+        torch.testing.assert_close(
+            ours[1][name],
+            gradient,
+            rtol=0.0,
+            atol=within * max(float(gradient.abs().max()), 1e-3),
+            msg=lambda message, name=name: f"{name}: {message}",  # type: ignore[misc]
+        )
