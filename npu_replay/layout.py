@@ -234,11 +234,15 @@ class TokenLayout:
             )
         bad = self.bad_routes(batch, layers=layers)
         if bad:
-            self._tolerate(bad, on_bad_route, ceiling)
-        good = {n: routes for n, routes in enumerate(batch) if routes is not None and n not in bad}
-        if not good:
+            self._check_ceiling(bad, 0.0 if on_bad_route == "error" else ceiling)
+        real = {n: routes for n, routes in enumerate(batch) if isinstance(routes, RoutedExperts)}
+        good = {n: routes for n, routes in real.items() if n not in bad}
+        parts = list(good.values()) or list(real.values())[:1]  # a bad one still tells top-k and experts
+        if not parts:
             raise next(iter(bad.values()), MicroBatchError("an empty batch", expected=">= 1 sequence", got=0))
-        return RoutedExperts.concat(list(good.values()), layers).take(self._rows_in(good))
+        if bad:
+            self._warn(bad)
+        return RoutedExperts.concat(parts, layers).take(self._rows_in(good))
 
     def bad_routes(
         self, batch: Sequence[RoutedExperts | None], *, layers: Sequence[int] | None = None
@@ -299,17 +303,20 @@ class TokenLayout:
         spans = pairwise((*_starts(self.lengths), sum(self.lengths)))
         return [packed.sequence(a, b, mark) for (a, b), mark in zip(spans, marks, strict=True)]
 
-    def _tolerate(self, bad: dict[int, ReplayError], on_bad_route: str, ceiling: float) -> None:
-        number, error = next(iter(bad.items()))
-        if on_bad_route == "error":
+    def _check_ceiling(self, bad: dict[int, ReplayError], ceiling: float) -> None:
+        error = next(iter(bad.values()))
+        if ceiling == 0:
             raise error
-        if len(bad) / len(self.lengths) > ceiling or len(bad) == len(self.lengths):
+        if len(bad) / len(self.lengths) > ceiling:
             raise MicroBatchError(
                 f"{len(bad)} of {len(self.lengths)} sequences have routes that can't be used",
-                expected=f"at most {ceiling:.1%} of them, and one that can be",
+                expected=f"at most {ceiling:.1%} of them",
                 got=f"{len(bad) / len(self.lengths):.1%}, the first of them: {error}",
                 cause="a fault of the rollout engine or of the decoder, not of single samples",
             ) from error
+
+    def _warn(self, bad: dict[int, ReplayError]) -> None:
+        number, error = next(iter(bad.items()))
         _log.warning(
             "[npu_replay] %d of %d sequences go without their routes, which can't be used; sequence %d: %s",
             len(bad),

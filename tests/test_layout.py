@@ -1018,3 +1018,11 @@ def test_lengths_and_rows_are_whole_numbers() -> None:
         TokenLayout(torch.zeros(1), (1,))
     assert TokenLayout.packed(np.array([2, 1])).lengths == (2, 1)
     assert TokenLayout.packed(torch.tensor([2, 1])).lengths == (2, 1)
+
+
+def test_a_micro_batch_of_one_bad_sequence_may_go_without_its_routes() -> None:
+    """Above the ceiling of one call, so the caller says that it was counted over the rollout."""
+    layout = TokenLayout.packed([4])
+    gathered = layout.gather([routes(2, 1)], layers=LAYERS[:1], on_bad_route="native", ceiling=1.0)
+    assert gathered.recorded.tolist() == [False] * 4
+    assert (gathered.layers, gathered.topk, gathered.num_experts) == (LAYERS[:1], TOPK, EXPERTS)
