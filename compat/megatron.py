@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,9 +52,13 @@ class MegatronRouters(RouterKind):
             mend=_without_exact_zeros if config.moe_token_dispatcher_type == "flex" else None,
         )
 
-    def is_dense_stage(self, chunk: nn.Module) -> bool:
-        """A stage of an MoE model's pipeline whose layers are all dense by its config."""
-        return megatron_layout.is_dense_stage(chunk)
+    def accepts_none(self, chunks: Sequence[nn.Module]) -> bool:
+        """A stage of an MoE model's pipeline whose layers are all dense, by its config."""
+        return megatron_layout.is_dense_stage(chunks)
+
+    def check_chunks(self, chunks: Sequence[nn.Module]) -> None:
+        """Refuse some of a rank's virtual stages in the place of all of them."""
+        megatron_layout.check_chunks(chunks)
 
 
 def _drops(config: Any) -> bool:

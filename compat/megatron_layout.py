@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
 from npu_replay.decoder_layers import DecoderLayers
-from npu_replay.errors import ReplayError
+from npu_replay.errors import ReplayError, RouterError
 from npu_replay.parallel_layout import ParallelLayout
 from npu_replay.routers import chunks_of
 
@@ -78,22 +78,57 @@ def decoder_layers(config: Any) -> DecoderLayers:
     )
 
 
-def is_dense_stage(chunk: nn.Module) -> bool:
-    """Is this a stage of an MoE model's pipeline whose decoder layers are all dense by its config?"""
+def is_dense_stage(chunks: Sequence[nn.Module]) -> bool:
+    """Is this all of a stage of an MoE model's pipeline, and are its decoder layers dense by the config?"""
+    stage = _stage(chunks)
+    if stage is None or stage.pp == 1:
+        return False
+    return tuple(sorted(_decoder_layers_in(chunks))) == stage.layers and not stage.moe_layers
+
+
+def check_chunks(chunks: Sequence[nn.Module]) -> None:
+    """Refuse some of a rank's virtual stages: the others would run without a replay, unnoticed."""
+    stage = _stage(chunks)
+    if stage is None or stage.vp == 1:
+        return
+    here = _decoder_layers_in(chunks)
+    if len(here) < len(stage.layers):
+        raise RouterError(
+            "this isn't all that this rank has of the model",
+            where=f"pipeline rank {stage.pp_rank} of {stage.pp}, {stage.vp} virtual stages",
+            expected=f"the list of all chunks, decoder layers {list(stage.layers)}",
+            got=f"{len(chunks)} with decoder layers {sorted(here)}",
+            cause="model[0] in the place of model",
+        )
+
+
+def _stage(chunks: Sequence[nn.Module]) -> ParallelLayout | None:
+    """This rank's place in the pipeline; None if these aren't chunks of a running Megatron's MoE model."""
+    state = sys.modules.get(_STATE)
+    if state is None or not state.model_parallel_is_initialized():
+        return None
+    configs = (getattr(module, "config", None) for chunk in chunks for module in _unwrapped(chunk))
+    config = next((one for one in configs if hasattr(one, "pipeline_model_parallel_size")), None)
+    if config is None or getattr(config, "num_moe_experts", None) is None:
+        return None
+    return ParallelLayout(
+        pp=int(_ask(state, "get_pipeline_model_parallel_world_size")),
+        pp_rank=int(_ask(state, "get_pipeline_model_parallel_rank")),
+        vp=_virtual_stages(state, config),
+        decoder=decoder_layers(config),
+    )
+
+
+def _decoder_layers_in(chunks: Sequence[nn.Module]) -> set[int]:
     product: Any = sys.modules.get("megatron.core.transformer.transformer_layer")
-    if product is None:
-        return False
-    configs = (getattr(module, "config", None) for module in _unwrapped(chunk))
-    config = next((one for one in configs if hasattr(one, "num_moe_experts")), None)
-    if config is None or config.num_moe_experts is None or config.pipeline_model_parallel_size == 1:
-        return False
-    moe = set(decoder_layers(config).moe)
-    here = [
+    return {
         int(module.layer_number) - 1
+        for chunk in chunks
         for path, module in chunk.named_modules()
-        if isinstance(module, product.TransformerLayer) and "mtp" not in path.split(".")
-    ]
-    return not moe & set(here)
+        if product is not None
+        and isinstance(module, product.TransformerLayer)
+        and "mtp" not in path.split(".")
+    }
 
 
 def _counts(table: Any) -> list[list[int]]:

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_TAG = 0x6E7075
+"""Not 0: the job's own messages may be on their way in this group."""
+
 
 def missing(group: Any, patience: float) -> list[int]:
     """The global ranks of the group that don't answer within so many seconds. All ranks have to ask.
@@ -20,8 +23,10 @@ def missing(group: Any, patience: float) -> list[int]:
     """
     others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
     here, answer = torch.ones(1, dtype=torch.uint8), torch.zeros(len(others), dtype=torch.uint8)
-    answers = [dist.irecv(answer[number : number + 1], rank, group) for number, rank in enumerate(others)]
-    calls = [dist.isend(here, rank, group) for rank in others]
+    answers = [
+        dist.irecv(answer[number : number + 1], rank, group, _TAG) for number, rank in enumerate(others)
+    ]
+    calls = [dist.isend(here, rank, group, _TAG) for rank in others]
     deadline = time.monotonic() + patience
     absent = [
         rank

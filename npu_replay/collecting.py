@@ -49,7 +49,8 @@ def collect(
             over one after the other: first the ranks that share a pipeline stage, then the stages.
         everywhere: every rank gets the result; else only the first rank of the groups, and the others None.
         patience: seconds to wait for a rank that doesn't come, where the back end is gloo; others have the
-            timeout of their group.
+            timeout of their group. Give more where ranks may be further apart (one writes a checkpoint): a
+            group in which one was waited for in vain is of no more use.
 
     Returns:
         The sequences of all micro-batches in order, with all rows and layers that the ranks have, and the
@@ -59,24 +60,26 @@ def collect(
         ReplayError: on every rank, if any rank's arguments don't fit, a token was recorded by no rank, or
             by two in different ways; or if a rank didn't come.
     """
+    over = _listed(groups)
     error: Exception | None = None
     blocks: list[Block | None] = []
+    offers: list[_Offer] = []
     merged: list[RoutedExperts] = []
-    over: list[Any] = []
     try:
-        over = _listed(groups)
+        layouts = _checked_layouts(layouts, groups)
         blocks = [_block(*one) for one in _numbered(routes, layouts)]
+        offers = _offers(blocks, layouts)
     except Exception as problem:  # noqa: BLE001  whatever it is, the other ranks wait for us
         error = problem
     for group in over:
-        error, offers = _agreed(group, error, _offer(blocks, layouts), patience)
+        error, told = _agreed(group, error, (everywhere, offers), patience)
         if error is None:
-            blocks, error = _exchanged(group, blocks, offers, layouts, everywhere=everywhere)
+            blocks, offers, error = _exchanged(group, blocks, told, layouts, everywhere=everywhere)
     first = all(dist.get_rank(group) == 0 for group in over)
     if error is None and (everywhere or first):
-        merged, error = _sequences(blocks, layouts)
+        merged, error = _sequences(blocks, layouts, groups)
     for group in over:
-        error, _ = _agreed(group, error, None, patience)
+        error, _ = _agreed(group, error, (everywhere, []), patience)
     if error is not None:
         raise error
     return merged if everywhere or first else None
@@ -99,6 +102,18 @@ class _Offer:
     size: int = 0
 
 
+_Told: TypeAlias = "tuple[bool, list[_Offer]]"
+"""What a rank says before anything is sent: `everywhere`, and an offer for each micro-batch."""
+
+
+class _Elsewhere(ReplayError):
+    """Another rank's error, as it is told here."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(f"rank {rank} stopped, and so does this one: {text.removeprefix('[npu_replay] ')}")
+        self.rank, self.text = rank, text
+
+
 def _listed(groups: Groups) -> list[Any]:
     """The process groups that this rank isn't alone in."""
     if isinstance(groups, ParallelLayout):
@@ -118,9 +133,37 @@ def _listed(groups: Groups) -> list[Any]:
     return [group for group in listed if dist.get_world_size(group) > 1]
 
 
-def _numbered(
-    routes: Recording | Sequence[RoutedExperts], layouts: Sequence[TokenLayout]
-) -> list[tuple[int, RoutedExperts, TokenLayout]]:
+def _checked_layouts(layouts: Any, groups: Groups) -> list[TokenLayout]:
+    """The layouts, if they were made for this rank."""
+    if isinstance(layouts, TokenLayout):
+        raise MicroBatchError(
+            "layouts are given as a list",
+            expected="one TokenLayout a micro-batch",
+            got="a single TokenLayout",
+        )
+    listed = list(layouts)
+    for number, layout in enumerate(listed):
+        made_for = layout.parallel if isinstance(layout, TokenLayout) else None
+        if isinstance(groups, ParallelLayout) and made_for is not None and made_for.cut != groups.cut:
+            raise MicroBatchError(
+                "the layout was made for another rank",
+                where=micro_batch(number),
+                expected=f"cp {groups.cp}, rank {groups.cp_rank}; rows in {groups.slices_rows} slices, "
+                f"tp rank {groups.tp_rank}",
+                got=f"cp {made_for.cp}, rank {made_for.cp_rank}; rows in {made_for.slices_rows} slices, "
+                f"tp rank {made_for.tp_rank}",
+                cause="the layouts of another rank, or a ParallelLayout that was changed in between",
+            )
+    return listed
+
+
+def _numbered(routes: Any, layouts: Sequence[TokenLayout]) -> list[tuple[int, RoutedExperts, TokenLayout]]:
+    if isinstance(routes, RoutedExperts):
+        raise MicroBatchError(
+            "routes are given as a list",
+            expected="one RoutedExperts a micro-batch",
+            got="a single one",
+        )
     listed = list(routes.routes if isinstance(routes, Recording) else routes)
     if len(listed) != len(layouts):
         raise MicroBatchError(
@@ -156,9 +199,9 @@ def _block(number: int, routes: object, layout: object) -> Block | None:
     return Block(held, layout.packed_rows(routes).take(held))
 
 
-def _offer(blocks: Sequence[Block | None], layouts: Sequence[TokenLayout]) -> list[_Offer]:
+def _offers(blocks: Sequence[Block | None], layouts: Sequence[TokenLayout]) -> list[_Offer]:
     offers = []
-    for block, layout in zip(blocks, layouts, strict=False):  # none where this rank has an error to tell
+    for block, layout in zip(blocks, layouts, strict=True):
         batch = digest(repr((layout.lengths, layout.fingerprints)).encode())
         if block is None:
             offers.append(_Offer(batch))
@@ -168,25 +211,25 @@ def _offer(blocks: Sequence[Block | None], layouts: Sequence[TokenLayout]) -> li
 
 
 def _agreed(
-    group: Any, error: Exception | None, offers: list[_Offer] | None, patience: float
-) -> tuple[Exception | None, list[list[_Offer]]]:
+    group: Any, error: Exception | None, say: _Told, patience: float
+) -> tuple[Exception | None, list[_Told]]:
     """Exchange errors and offers; the error is the own one, or says which rank has one."""
-    told: list[Any] = [None] * dist.get_world_size(group)
-    absent = missing(group, patience) if dist.get_backend(group) == "gloo" else []
-    if absent:
-        raise _lost(f"ranks {absent} within {patience:g} s", "nothing from them") from error
+    size = dist.get_world_size(group)
+    told: list[Any] = [None] * size
+    origin = (error.rank, error.text) if isinstance(error, _Elsewhere) else (dist.get_rank(), str(error))
     try:
-        dist.all_gather_object(told, (None if error is None else str(error), offers), group)
+        absent = missing(group, patience) if dist.get_backend(group) == "gloo" else []
+        if absent:
+            raise _lost(f"ranks {absent} within {patience:g} s", "nothing from them") from error
+        dist.all_gather_object(told, (None if error is None else origin, say), group)
     except RuntimeError as gone:
-        raise _lost(f"{len(told)} ranks within the group's timeout", str(gone).splitlines()[0]) from gone
-    problems = [(rank, problem) for rank, (problem, _) in enumerate(told) if problem is not None]
+        if isinstance(gone, ReplayError):
+            raise
+        raise _lost(f"all {size} ranks of the group", str(gone).splitlines()[0]) from gone
+    problems = [problem for problem, _ in told if problem is not None]
     if error is None and problems:
-        rank, problem = problems[0]
-        error = ReplayError(
-            f"rank {_global(group, rank)} stopped, and so does this one: "
-            + problem.removeprefix("[npu_replay] ")
-        )
-    return error, [offers for _, offers in told]
+        error = _Elsewhere(*problems[0])
+    return error, [said for _, said in told]
 
 
 def _lost(expected: str, got: str) -> ReplayError:
@@ -195,30 +238,45 @@ def _lost(expected: str, got: str) -> ReplayError:
         where=f"rank {dist.get_rank()}",
         expected=expected,
         got=got,
-        cause="an exception on that rank before collect(); its own log has it",
+        cause="an exception before collect() on that rank or on one that it waits for in turn (see its log), "
+        "or ranks that are further apart in time than `patience`",
     )
 
 
 def _exchanged(
     group: Any,
     blocks: list[Block | None],
-    offers: list[list[_Offer]],
+    told: list[_Told],
     layouts: Sequence[TokenLayout],
     *,
     everywhere: bool,
-) -> tuple[list[Block | None], Exception | None]:
+) -> tuple[list[Block | None], list[_Offer], Exception | None]:
     """Each micro-batch with what all ranks of the group have of it; None on a rank that isn't to get it."""
     try:
+        _check_alike_asked([asked for asked, _ in told])
+        offers = [offers for _, offers in told]
         senders = [_senders(number, [one[number] for one in offers]) for number in _same_batches(offers)]
     except ReplayError as error:
-        return blocks, error
-    parts = _sent(group, blocks, offers, senders, layouts, everywhere=everywhere)
-    if parts is None:
-        return [None] * len(blocks), None
+        return blocks, [], error
+    sent = _sent(group, blocks, offers, senders, everywhere=everywhere)
     try:
-        return [union(number, some) for number, some in enumerate(parts)], None
-    except ReplayError as error:
-        return blocks, error
+        parts: list[list[Block]] = [[] for _ in layouts]
+        for number, data in sent:
+            parts[number].append(Block.from_data(data, sum(layouts[number].lengths)))
+        united = [union(number, some) for number, some in enumerate(parts)]
+        return united, _offers(united, layouts), None
+    except Exception as error:  # noqa: BLE001  the other ranks have to hear of it
+        return blocks, [], error
+
+
+def _check_alike_asked(asked: list[bool]) -> None:
+    if len(set(asked)) > 1:
+        raise ReplayError(
+            "the ranks disagree about who gets the result",
+            expected="the same `everywhere` on all ranks",
+            got=asked,
+            cause="everywhere=rank == 0: the first rank of the groups gets it anyway",
+        )
 
 
 def _same_batches(offers: list[list[_Offer]]) -> range:
@@ -259,31 +317,30 @@ def _sent(
     blocks: list[Block | None],
     offers: list[list[_Offer]],
     senders: list[list[int]],
-    layouts: Sequence[TokenLayout],
     *,
     everywhere: bool,
-) -> list[list[Block]] | None:
-    """The blocks of every sender, by micro-batch; None on a rank that isn't to get them."""
+) -> list[tuple[int, memoryview]]:
+    """The blocks' bytes of every sender, with their micro-batch; none on a rank that isn't to get them."""
     me, device = dist.get_rank(group), _device(group)
-    gets = everywhere or me == 0
-    parts: list[list[Block]] = [[] for _ in blocks]
+    found: list[tuple[int, memoryview]] = []
     for rank in range(len(offers)):
         theirs = [number for number, ranks in enumerate(senders) if rank in ranks]
         if not theirs:
             continue
-        size = sum(offers[rank][number].size for number in theirs)
-        data = torch.empty(size, dtype=torch.uint8)
+        data = torch.empty(sum(offers[rank][number].size for number in theirs), dtype=torch.uint8)
         if rank == me:
             joined = b"".join(block.data for number in theirs if (block := blocks[number]) is not None)
             data = torch.frombuffer(bytearray(joined), dtype=torch.uint8)
-        data = _moved(data.to(device), group, rank, me, everywhere=everywhere).cpu()
-        if gets:
-            view = memoryview(data.numpy())  # type: ignore[arg-type]  # a buffer, though its stub doesn't say so
-            for number in theirs:
-                end = offers[rank][number].size
-                parts[number].append(Block.from_data(view[:end], sum(layouts[number].lengths)))
-                view = view[end:]
-    return parts if gets else None
+        try:
+            data = _moved(data.to(device), group, rank, me, everywhere=everywhere).cpu()
+        except RuntimeError as gone:
+            raise _lost("the routes of all ranks", str(gone).splitlines()[0]) from gone
+        view = memoryview(data.numpy())  # type: ignore[arg-type]  # a buffer, though its stub doesn't say so
+        for number in theirs if everywhere or me == 0 else ():
+            end = offers[rank][number].size
+            found.append((number, view[:end]))
+            view = view[end:]
+    return found
 
 
 def _moved(data: torch.Tensor, group: Any, source: int, me: int, *, everywhere: bool) -> torch.Tensor:
@@ -308,9 +365,10 @@ def _device(group: Any) -> torch.device:
 
 
 def _sequences(
-    blocks: list[Block | None], layouts: Sequence[TokenLayout]
+    blocks: list[Block | None], layouts: Sequence[TokenLayout], groups: Groups
 ) -> tuple[list[RoutedExperts], Exception | None]:
     found: list[RoutedExperts] = []
+    decoder = groups.decoder if isinstance(groups, ParallelLayout) else None
     for number, (block, layout) in enumerate(zip(blocks, layouts, strict=True)):
         if block is None:
             return [], MicroBatchError(
@@ -328,6 +386,14 @@ def _sequences(
                 got=int(block.held.sum()),
                 cause="layouts that don't cover the batch, or groups that leave out context or sequence "
                 "parallel ranks",
+            )
+        if decoder is not None and block.routes.layers != decoder.moe:
+            return [], MicroBatchError(
+                "some MoE layers of the model were recorded by no rank",
+                where=micro_batch(number),
+                expected=list(decoder.moe),
+                got=list(block.routes.layers),
+                cause="groups that leave out pipeline stages, or routers that were not in the record block",
             )
         found += layout.sequences(block.routes)
     return found, None

@@ -6,10 +6,11 @@ layers are 0-based here, and multi-token prediction is none of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from npu_replay.errors import ReplayError
+from npu_replay.errors import ReplayError, whole_number
 
 Counts = tuple[tuple[int, ...], ...]
 """Decoder layers of each stage, [pipeline rank][virtual stage]."""
@@ -44,17 +45,23 @@ class DecoderLayers:
     table: Sequence[Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
-        for count in (self.count, self.first_stage or 0, self.last_stage or 0):
-            _check(count >= 0, "a number of layers is negative", ">= 0", count)
-        if isinstance(self.moe_layer_freq, int):
-            _check(self.moe_layer_freq >= 1, "moe_layer_freq must be positive", ">= 1", self.moe_layer_freq)
+        for name in ("count", "first_stage", "last_stage"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, whole_number(getattr(self, name), name))
+                _check(getattr(self, name) >= 0, f"{name} is negative", ">= 0", getattr(self, name))
+        given: Any = self.moe_layer_freq  # numpy's integers too, and a config's string
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            freq = whole_number(given, "moe_layer_freq")
+            object.__setattr__(self, "moe_layer_freq", freq)
+            _check(freq >= 1, "moe_layer_freq must be positive", ">= 1", freq)
         else:
-            object.__setattr__(self, "moe_layer_freq", tuple(int(one) for one in self.moe_layer_freq))
+            given = tuple(int(one) for one in given)
+            object.__setattr__(self, "moe_layer_freq", given)
             _check(
-                len(self.moe_layer_freq) == self.count,
+                len(given) == self.count,
                 "moe_layer_freq has another length than there are layers",
                 self.count,
-                len(self.moe_layer_freq),
+                len(given),
             )
         if self.table is not None:
             table = tuple(tuple(int(count) for count in stage) for stage in self.table)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 
 class ReplayError(RuntimeError):
     """Routing replay can't be done right, so it isn't done.
@@ -54,6 +57,16 @@ class NoEffect(ReplayError):
 
 class RecomputeError(ReplayError):
     """A recompute in backward can't be given the routes of its own forward."""
+
+
+def whole_number(value: Any, what: str, where: str = "") -> int:
+    """`value` as an int, numpy's and torch's integers too; a ReplayError for anything else."""
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise ReplayError(
+            f"{what} must be a whole number", where=where, expected="an integer", got=repr(value)
+        ) from error
 
 
 def micro_batch(number: int, layer: object = None) -> str:

@@ -7,7 +7,6 @@ Routes ride the same road as the tokens: one index `row -> packed token or none`
 from __future__ import annotations
 
 import logging
-import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
-from npu_replay.errors import MicroBatchError, ReplayError
+from npu_replay.errors import MicroBatchError, ReplayError, whole_number
 from npu_replay.parallel_layout import Context, ParallelLayout
 from npu_replay.routed_experts import RoutedExperts
 
@@ -36,7 +35,8 @@ class TokenLayout:
     Attributes:
         rows: int64 [rows], the packed token, or -1 for padding.
         lengths: tokens of each sequence.
-        fingerprints: of each sequence's tokens, if they are to be checked.
+        fingerprints: of each sequence's tokens, if they are to be checked; None for one that isn't.
+        parallel: the rank that it was made for, if it was said; `collect` holds it against its own.
 
     Raises:
         MicroBatchError: rows that are no tokens of these sequences, or hold a token twice.
@@ -44,7 +44,8 @@ class TokenLayout:
 
     rows: torch.Tensor
     lengths: tuple[int, ...]
-    fingerprints: tuple[int, ...] | None = None
+    fingerprints: Sequence[int | None] | None = None
+    parallel: ParallelLayout | None = None
 
     def __post_init__(self) -> None:
         rows = torch.as_tensor(self.rows).detach().cpu()
@@ -52,10 +53,10 @@ class TokenLayout:
             raise MicroBatchError(
                 "the rows of a layout are whole numbers", expected="integers", got=rows.dtype
             )
-        object.__setattr__(self, "rows", rows.to(torch.int64))
+        object.__setattr__(self, "rows", rows.to(torch.int64, copy=True))  # frozen, and checked below
         object.__setattr__(self, "lengths", _sizes(self.lengths))
         if self.fingerprints is not None:
-            object.__setattr__(self, "fingerprints", tuple(self.fingerprints))
+            object.__setattr__(self, "fingerprints", _marks(self.fingerprints))
             if len(self.fingerprints) != len(self.lengths):
                 raise MicroBatchError(
                     "another number of fingerprints than sequences",
@@ -93,11 +94,12 @@ class TokenLayout:
         Raises:
             MicroBatchError: a sequence that is longer than `length`, or a length that can't be cut evenly.
         """
-        parallel = parallel or _ALONE
+        rank = parallel or _ALONE
         sizes = _sizes(lengths)
         if length is None:
-            length = _rounded(max(sizes, default=0), _alignment(align, parallel, context))
-        if any(size > length for size in sizes):
+            length = _rounded(max(sizes, default=0), _alignment(align, rank, context))
+        length = whole_number(length, "length")
+        if length < 0 or any(size > length for size in sizes):
             raise MicroBatchError(
                 "a sequence is longer than what the batch is padded to", expected=f"<= {length}", got=sizes
             )
@@ -107,8 +109,8 @@ class TokenLayout:
         for row, (first, size) in enumerate(zip(_starts(sizes), sizes, strict=True)):
             start = 0 if side == "right" else length - size
             grid[row, start : start + size] = torch.arange(first, first + size)
-        here = _context_cut(grid, parallel, context, "the padded length")
-        return cls(_flattened(here, order, parallel), sizes, _optional(fingerprints))
+        here = _context_cut(grid, rank, context, "the padded length")
+        return cls(_flattened(here, order, rank), sizes, fingerprints, parallel)
 
     @classmethod
     def packed(
@@ -138,23 +140,27 @@ class TokenLayout:
         Raises:
             MicroBatchError: a padded length that is too short or can't be cut evenly.
         """
-        parallel = parallel or _ALONE
+        rank = parallel or _ALONE
         sizes = _sizes(lengths)
-        padded = _padded_sizes(sizes, _alignment(align, parallel, context), padded_lengths)
+        if align is not None and padded_lengths is not None:
+            raise MicroBatchError(
+                "a sequence is padded by one rule", expected="align or padded_lengths", got="both"
+            )
+        padded = _padded_sizes(sizes, _alignment(align, rank, context), padded_lengths)
         pieces = []
         for number, (first, size, room) in enumerate(zip(_starts(sizes), sizes, padded, strict=True)):
             slots = torch.full((room,), -1, dtype=torch.int64)
             slots[:size] = torch.arange(first, first + size)
             if context == "zigzag":
-                slots = _context_cut(slots, parallel, context, f"sequence {number}")
+                slots = _context_cut(slots, rank, context, f"sequence {number}")
             pieces.append(slots)
         stream = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
         if context == "zigzag":
             here = _end_padded(stream, align_end)
         else:
-            stream = _end_padded(stream, align_end * parallel.context_pieces(context))
-            here = _context_cut(stream, parallel, context, "the whole stream")
-        return cls(_sequence_slice(here, parallel), sizes, _optional(fingerprints))
+            stream = _end_padded(stream, align_end * rank.context_pieces(context))
+            here = _context_cut(stream, rank, context, "the whole stream")
+        return cls(_sequence_slice(here, rank), sizes, fingerprints, parallel)
 
     @classmethod
     def from_probe(
@@ -164,6 +170,7 @@ class TokenLayout:
         *,
         order: Order = "sequence",
         parallel: ParallelLayout | None = None,
+        tokens: Sequence[Any] | None = None,
         fingerprints: Sequence[int] | None = None,
     ) -> TokenLayout:
         """Read the layout off the caller's own preprocessing, by pushing token numbers through it.
@@ -173,18 +180,21 @@ class TokenLayout:
         Args:
             fn: takes one int64 tensor a sequence, numbers in the place of token ids, and returns what
                 this rank's model is fed: [rows], [1, rows] or [batch, sequence]. It is called twice, with
-                other numbers. What it returns beside them is padding.
+                other numbers, none of which is a token id. What it returns beside them is padding.
             lengths: tokens of each sequence.
             order: how the model flattens [batch, sequence].
             parallel: the sequence-parallel slice is taken here, since the model takes it after its embedding.
                 Context parallelism is `fn`'s own business; a rank may then have padding only.
+            tokens: the real token ids of each sequence. With them `fn` is called once more, and has to put
+                them into the same rows: code that treats some ids apart (a mask of ids != pad) is found.
             fingerprints: one for each sequence, held against those of the routes.
 
         Raises:
             MicroBatchError: `fn` returns something else, a token twice, or another layout the second time.
         """
         sizes = _sizes(lengths)
-        once, again = (_probed(fn, sizes, turned=turned) for turned in (False, True))
+        rank = parallel or _ALONE
+        once, again = (_probed(fn, sizes, turned=turned, cp=rank.cp) for turned in (False, True))
         if once.shape != again.shape or not torch.equal(once, again):
             raise MicroBatchError(
                 "the preprocessing puts the same tokens into other rows the second time",
@@ -192,17 +202,11 @@ class TokenLayout:
                 got=f"shape {list(once.shape)}, then {list(again.shape)}",
                 cause="a shuffle, or code that looks at the token ids (a mask of ids != pad, sorting)",
             )
-        parallel = parallel or _ALONE
-        if sum(sizes) and len(once) and parallel.cp == 1 and not bool((once >= 0).any()):
-            raise MicroBatchError(
-                "none of the token numbers came out of the preprocessing",
-                expected="the numbers that it was given, in the places of the token ids",
-                got=f"shape {list(once.shape)}, all of it padding",
-                cause="fn tokenises or uses other data than its argument",
-            )
+        if tokens is not None:
+            _check_real(fn, once, tokens, sizes)
         flat = once.dim() == 1
-        rows = _sequence_slice(once, parallel) if flat else _flattened(once, order, parallel)
-        return cls(rows, sizes, _optional(fingerprints))
+        rows = _sequence_slice(once, rank) if flat else _flattened(once, order, rank)
+        return cls(rows, sizes, fingerprints, parallel)
 
     def gather(
         self,
@@ -218,7 +222,8 @@ class TokenLayout:
         so it has no route. Padding has none either.
 
         Args:
-            batch: one a sequence; with on_bad_route="native" also None, for a sequence without routes.
+            batch: one a sequence, in the order of the lengths; with on_bad_route="native" also None, or one
+                without any recorded row (`RoutedExperts.unrecorded`), for a sequence without routes.
             layers: only these decoder layers (`ParallelLayout.moe_layers`); all when not given.
             on_bad_route: "native" lets the router choose for a sequence whose routes can't be used, and logs
                 how many there were; see `bad_routes`.
@@ -232,17 +237,25 @@ class TokenLayout:
             raise MicroBatchError(
                 "unknown on_bad_route", expected="'error' or 'native'", got=repr(on_bad_route)
             )
-        bad = self.bad_routes(batch, layers=layers)
+        if not 0 <= ceiling <= 1:
+            raise MicroBatchError("ceiling is a share of the sequences", expected="0 to 1", got=ceiling)
+        wanted = None if layers is None else tuple(whole_number(layer, "a layer") for layer in layers)
+        bad = self.bad_routes(batch, layers=wanted)
         if bad:
             self._check_ceiling(bad, 0.0 if on_bad_route == "error" else ceiling)
         real = {n: routes for n, routes in enumerate(batch) if isinstance(routes, RoutedExperts)}
         good = {n: routes for n, routes in real.items() if n not in bad}
-        parts = list(good.values()) or list(real.values())[:1]  # a bad one still tells top-k and experts
-        if not parts:
+        if not real:
             raise next(iter(bad.values()), MicroBatchError("an empty batch", expected=">= 1 sequence", got=0))
         if bad:
             self._warn(bad)
-        return RoutedExperts.concat(parts, layers).take(self._rows_in(good))
+        if good:
+            return RoutedExperts.concat(list(good.values()), wanted).take(self._rows_in(good))
+        like = next(iter(real.values()))  # a bad one still tells top-k and experts
+        labels = like.layers if wanted is None else wanted
+        return RoutedExperts.unrecorded(
+            len(self.rows), layers=labels, topk=like.topk, num_experts=like.num_experts
+        )
 
     def bad_routes(
         self, batch: Sequence[RoutedExperts | None], *, layers: Sequence[int] | None = None
@@ -252,6 +265,14 @@ class TokenLayout:
         Raises:
             MicroBatchError: another number of sequences than the layout has.
         """
+        given: Any = batch
+        if isinstance(given, RoutedExperts) or not isinstance(given, Sequence):
+            raise MicroBatchError(
+                "routes are given as a list",
+                expected="one RoutedExperts a sequence",
+                got=type(given).__name__,
+                cause="[routes] was meant" if isinstance(given, RoutedExperts) else "",
+            )
         if len(batch) != len(self.lengths):
             raise MicroBatchError(
                 "another number of sequences than the layout has",
@@ -358,13 +379,22 @@ class TokenLayout:
                 got=len(routes),
                 cause="a response that was cut after the rollout, or routes of another sequence",
             )
-        if self.fingerprints is not None and routes.fingerprint not in (None, self.fingerprints[number]):
+        mark = None if self.fingerprints is None else self.fingerprints[number]
+        if None not in (mark, routes.fingerprint) and mark != routes.fingerprint:
             return MicroBatchError(
                 "the routes belong to other tokens",
                 where=where,
-                expected=f"fingerprint {self.fingerprints[number]:#018x}",
+                expected=f"fingerprint {mark:#018x}",
                 got=f"{routes.fingerprint:#018x}",
                 cause="retokenised text, a shuffled batch, or parts merged in another order",
+            )
+        if size > 1 and not bool(routes.recorded.any()):
+            return MicroBatchError(
+                "no row of these routes is recorded",
+                where=where,
+                expected="a route for most tokens",
+                got=f"none for {len(routes)} tokens",
+                cause="a sample that was aborted, or an engine that captured nothing",
             )
         return None
 
@@ -400,17 +430,12 @@ def _kind(routes: RoutedExperts, layers: Sequence[int] | None) -> tuple[object, 
     return kind if layers is not None else (routes.layers, *kind)
 
 
-def _optional(fingerprints: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if fingerprints is None else tuple(fingerprints)
+def _marks(fingerprints: Sequence[int | None]) -> tuple[int | None, ...]:
+    return tuple(None if mark is None else whole_number(mark, "a fingerprint") for mark in fingerprints)
 
 
 def _sizes(lengths: Sequence[int]) -> tuple[int, ...]:
-    try:
-        sizes = tuple(operator.index(size) for size in lengths)
-    except TypeError as error:
-        raise MicroBatchError(
-            "lengths are whole numbers", expected="tokens of each sequence", got=lengths
-        ) from error
+    sizes = tuple(whole_number(size, "a sequence's length") for size in lengths)
     if any(size < 0 for size in sizes):
         raise MicroBatchError("a sequence has a negative length", expected=">= 0", got=sizes)
     return sizes
@@ -429,7 +454,7 @@ def _alignment(align: int | None, parallel: ParallelLayout, context: Context) ->
     least = parallel.alignment(context)
     if align is None:
         return least
-    if align < 1:
+    if whole_number(align, "align") < 1:
         raise MicroBatchError("nothing can be padded to a multiple of this", expected=">= 1", got=align)
     return align
 
@@ -532,24 +557,63 @@ _FIRST_NUMBER = 1 << 24
 padding id isn't taken for one, and within int32 with a billion tokens."""
 
 
-def _probed(fn: Callable[[list[torch.Tensor]], Any], sizes: tuple[int, ...], *, turned: bool) -> torch.Tensor:
+def _probed(
+    fn: Callable[[list[torch.Tensor]], Any], sizes: tuple[int, ...], *, turned: bool, cp: int
+) -> torch.Tensor:
     """The packed token in each place of what `fn` returns, -1 elsewhere. `turned`: counted backwards."""
     tokens = sum(sizes)
-    last = (_FIRST_NUMBER + 2 * tokens) // 6 * 6 + 9  # odd where the other number is even
+    last = _FIRST_NUMBER + 2 * tokens + 9  # odd where the other number is even
     numbers = torch.arange(tokens)
     numbers = last - numbers if turned else _FIRST_NUMBER + numbers
-    made = fn([one.clone() for one in torch.split(numbers, list(sizes))])
+    made = _fed(fn, list(torch.split(numbers, list(sizes))))
+    found = last - made if turned else made - _FIRST_NUMBER
+    found = torch.where((found >= 0) & (found < tokens), found, -1)
+    # With context parallelism a rank may have padding alone.
+    padding = not made.numel() or (cp > 1 and bool((made == made.flatten()[0]).all()))
+    if tokens and not padding and not bool((found >= 0).any()):
+        raise MicroBatchError(
+            "none of the token numbers came out of the preprocessing",
+            expected="the numbers that it was given, in the places of the token ids",
+            got=f"{made.numel()} values from {int(made.min())} to {int(made.max())}",
+            cause="fn tokenises, clamps, or uses other data than its argument",
+        )
+    return found
+
+
+def _check_real(
+    fn: Callable[[list[torch.Tensor]], Any],
+    places: torch.Tensor,
+    tokens: Sequence[Any],
+    sizes: tuple[int, ...],
+) -> None:
+    """The real ids have to come out where their numbers did."""
+    real = [torch.as_tensor(one).detach().cpu().to(torch.int64).reshape(-1) for one in tokens]
+    if tuple(map(len, real)) != sizes:
+        raise MicroBatchError("tokens and lengths differ", expected=sizes, got=tuple(map(len, real)))
+    made = _fed(fn, [one.clone() for one in real])
+    held = places >= 0
+    if made.shape != places.shape or bool((made[held] != torch.cat(real)[places[held]]).any()):
+        raise MicroBatchError(
+            "the preprocessing puts the real token ids into other rows than the numbers in their place",
+            expected="a layout that depends on the lengths alone",
+            got=f"shape {list(made.shape)} for {list(places.shape)}, or other ids in its rows",
+            cause="code that treats some ids apart (a mask of ids != pad, with pad inside the text)",
+        )
+
+
+def _fed(fn: Callable[[list[torch.Tensor]], Any], sequences: list[torch.Tensor]) -> torch.Tensor:
+    """What `fn` makes of these, int64 [rows] or [batch, sequence]."""
+    made = fn(sequences)
     if isinstance(made, (list, tuple)) and all(isinstance(one, int) for one in made):
         made = torch.tensor(made)
     if isinstance(made, np.ndarray):
         made = torch.from_numpy(made.astype(np.int64)) if made.dtype.kind in "iu" else made
     if not isinstance(made, torch.Tensor) or made.dtype not in (torch.int32, torch.int64) or made.is_nested:
+        kind = "tensor" if isinstance(made, torch.Tensor) else "array"
         raise MicroBatchError(
             "the preprocessing returns something else than token ids",
             expected="an integer tensor, as the model is fed",
-            got=f"{made.dtype} {'tensor' if isinstance(made, torch.Tensor) else 'array'}"
-            if hasattr(made, "dtype")
-            else type(made).__name__,
+            got=f"{made.dtype} {kind}" if hasattr(made, "dtype") else type(made).__name__,
             cause="fn returns a batch or a mask: pick input_ids",
         )
     made = made.detach().cpu().to(torch.int64)
@@ -561,5 +625,4 @@ def _probed(fn: Callable[[list[torch.Tensor]], Any], sizes: tuple[int, ...], *, 
             expected="[rows], [1, rows] or [batch, sequence]",
             got=list(made.shape),
         )
-    found = last - made if turned else made - _FIRST_NUMBER
-    return torch.where((found >= 0) & (found < tokens), found, -1)
+    return made

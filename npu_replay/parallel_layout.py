@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from npu_replay.decoder_layers import DecoderLayers
-from npu_replay.errors import ReplayError, RouterError
+from npu_replay.errors import ReplayError, RouterError, whole_number
 from npu_replay.routers import Model, chunks_of, find
 
 Context: TypeAlias = Literal["zigzag", "contiguous"]
@@ -59,6 +59,8 @@ class ParallelLayout:
 
     def __post_init__(self) -> None:
         for axis in (*_AXES, "vp"):
+            for name in {axis, f"{axis}_rank"} & vars(self).keys():
+                object.__setattr__(self, name, whole_number(getattr(self, name), name))
             size, rank = getattr(self, axis), getattr(self, f"{axis}_rank", 0)
             if size < 1 or not 0 <= rank < size:
                 raise ReplayError(
@@ -70,6 +72,12 @@ class ParallelLayout:
     def __getstate__(self) -> dict[str, Any]:
         """Process groups stay in their process; a driver asks for numbers."""
         return vars(self) | {"groups": ()}
+
+    def __copy__(self) -> ParallelLayout:
+        return self  # frozen, and a copy within the process keeps its groups
+
+    def __deepcopy__(self, memo: object) -> ParallelLayout:
+        return self
 
     @classmethod
     def from_megatron(cls, model: Any = None, *, sequence_parallel: bool | None = None) -> ParallelLayout:
@@ -112,6 +120,12 @@ class ParallelLayout:
     def slices_rows(self) -> int:
         """Tensor-parallel ranks that the router's rows are shared out to; 1 if each sees all."""
         return self.tp if self.sequence_parallel and not self.gathers_rows else 1
+
+    @property
+    def cut(self) -> tuple[int, ...]:
+        """What decides which rows this rank has: context parallel size and rank, slices of rows and which."""
+        slices = self.slices_rows
+        return self.cp, self.cp_rank, slices, self.tp_rank if slices > 1 else 0
 
     def context_pieces(self, context: Context = "zigzag") -> int:
         """Pieces that context parallelism cuts a sequence into."""

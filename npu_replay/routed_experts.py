@@ -222,6 +222,12 @@ class RoutedExperts:
             layers=labels,
         )
 
+    @classmethod
+    def unrecorded(cls, tokens: int, *, layers: Sequence[int], topk: int, num_experts: int) -> RoutedExperts:
+        """Routes of a sample that has none: no row is recorded, so the router chooses for all of them."""
+        ids = torch.zeros(tokens, len(layers), topk, dtype=narrow_dtype(num_experts))
+        return cls._adopt(ids, layers, num_experts, recorded=torch.zeros(tokens, dtype=torch.bool))
+
     def only(self, layers: Sequence[int]) -> RoutedExperts:
         """Return the routes of these decoder layers, ascending.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -60,23 +60,41 @@ class Router:
         return self.layer
 
 
-class RouterKind(Protocol):
-    """How to recognise one product's routers. Raise RouterError for one that can't be replayed."""
+class RouterKind:
+    """How to recognise one product's routers. Subclass it, and register an instance."""
 
     def describe(self, module: nn.Module, path: str) -> Router | None:
-        """Describe `module`, or return None if it isn't a router of this kind to be replayed."""
-        ...
+        """Describe `module`, or return None if it isn't a router of this kind to be replayed.
 
-    def is_dense_stage(self, chunk: nn.Module) -> bool:
-        """Is it right that this chunk has no router: a pipeline stage of dense layers by its config?"""
+        Raises:
+            RouterError: it is one, but can't be replayed.
+        """
+        raise NotImplementedError
+
+    def accepts_none(self, chunks: Sequence[nn.Module]) -> bool:
+        """Is it right that these have no router: a pipeline stage of dense layers, by its config?"""
         return False
+
+    def check_chunks(self, chunks: Sequence[nn.Module]) -> None:
+        """Refuse chunks that aren't all that this rank has of its model."""
 
 
 _kinds: dict[str, RouterKind] = {}
 
 
 def register(name: str, kind: RouterKind) -> None:
-    """Make `find` recognise another product's routers. Registering a name again replaces it."""
+    """Make `find` recognise another product's routers. Registering a name again replaces it.
+
+    Raises:
+        RouterError: `kind` isn't a RouterKind.
+    """
+    if not isinstance(kind, RouterKind):
+        raise RouterError(
+            "this isn't a RouterKind",
+            where=name,
+            expected="a subclass of npu_replay.routers.RouterKind",
+            got=kind,
+        )
     _kinds[name] = kind
 
 
@@ -136,7 +154,9 @@ def _described(chunk: nn.Module) -> Iterator[Router]:
 
 
 def _check_any(found: list[list[Router]], chunks: Sequence[nn.Module]) -> None:
-    if any(found) or (chunks and all(_is_dense_stage(chunk) for chunk in chunks)):
+    for kind in _kinds.values():
+        kind.check_chunks(chunks)
+    if any(found) or any(kind.accepts_none(chunks) for kind in _kinds.values()):
         return
     raise RouterError(
         "no router in this model",
@@ -146,10 +166,6 @@ def _check_any(found: list[list[Router]], chunks: Sequence[nn.Module]) -> None:
         cause="a dense model, a wrapper that hides the modules, or a model family that npu_replay doesn't "
         "know (docs/models.md lists those it does)",
     )
-
-
-def _is_dense_stage(chunk: nn.Module) -> bool:
-    return any(kind.is_dense_stage(chunk) for kind in _kinds.values())
 
 
 def _labelled(found: list[list[Router]]) -> list[list[Router]]:

@@ -180,13 +180,22 @@ class Call:
     def _drop(
         self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], ids: torch.Tensor
     ) -> Any:
-        """The choice of whom to drop, on scores in which no chosen expert is at zero."""
+        """The choice of whom to drop, made anew for experts to which a token was lost that was sent there.
+
+        Elsewhere it stays the router's own, also among equals. Where it doesn't, fewer positive scores than
+        places are in the column, so none of them is dropped either way.
+        """
         _armed.call = None
         scores = args[0] if args else kwargs.pop("input")
-        if scores.is_floating_point():
-            chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, ids, True)
-            scores = scores.masked_fill(chosen & (scores == 0), least_positive(scores.dtype))
-        return native(scores, *args[1:], **kwargs)
+        kept = native(scores, *args[1:], **kwargs)
+        if not scores.is_floating_point():
+            return kept
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, ids, True)
+        lifted = scores.detach().masked_fill(chosen & (scores == 0), least_positive(scores.dtype))
+        again = native(lifted, *args[1:], **kwargs)[1]
+        lost = chosen.gather(0, kept[1]).sum(dim=0) < chosen.gather(0, again).sum(dim=0)
+        places = torch.where(lost, again, kept[1])
+        return torch.return_types.topk((scores.gather(0, places), places))
 
     def masked(self, result: torch.Tensor, source: torch.Tensor) -> None:
         """Remember which scores a masked tensor was made from: a replayed expert may lie in the mask."""

@@ -75,6 +75,7 @@ class Session:
         self._kept: dict[Key, torch.Tensor] = {}
         self._calls = _Calls()
         self._seconds = 0.0
+        self._count = 0
         self._state = "new"
 
     # What a kind of session decides
@@ -125,6 +126,7 @@ class Session:
             )
         self._routers = find(self._chunks)
         self._way = {router.label: _ways.get(router.module) for router in self._all_routers()}
+        self._count = len(self._all_routers())
         self._check_nesting()
         self._check_model()
         stance = compiled.eager(self._chunks, self._routers)
@@ -153,7 +155,11 @@ class Session:
 
     def metrics(self) -> dict[str, float]:
         """Plain numbers for any tracker."""
-        return {"micro_batches": max(self._timeline.ended, default=0), "seconds": self._seconds}
+        return {
+            "micro_batches": max(self._timeline.ended, default=0),
+            "routers": self._count,
+            "seconds": self._seconds,
+        }
 
     def _check_nesting(self) -> None:
         for router in self._all_routers():

@@ -282,6 +282,8 @@ def test_gather_gives_each_row_the_route_of_its_token_in_the_layers_asked_for(
     for number, length in enumerate(lengths):
         short = length > 0 and data.draw(st.booleans())
         known = data.draw(st.lists(st.booleans(), min_size=length - short, max_size=length - short))
+        if length > 1:  # none at all would be a bad sample
+            known[data.draw(st.integers(0, len(known) - 1))] = True
         one = routes(
             length - short, number, layers=recorded_layers, recorded=torch.tensor(known, dtype=torch.bool)
         )
@@ -1012,7 +1014,7 @@ def test_a_rank_without_a_token_probes_to_rows_of_padding() -> None:
 
 def test_lengths_and_rows_are_whole_numbers() -> None:
     for make in (TokenLayout.padded, TokenLayout.packed):
-        with pytest.raises(MicroBatchError, match=says("lengths are whole numbers", "[2.7]")):
+        with pytest.raises(ReplayError, match=says("length must be a whole number", "2.7")):
             make([2.7])
     with pytest.raises(MicroBatchError, match=says("rows", "whole numbers", "torch.float32")):
         TokenLayout(torch.zeros(1), (1,))
@@ -1026,3 +1028,90 @@ def test_a_micro_batch_of_one_bad_sequence_may_go_without_its_routes() -> None:
     gathered = layout.gather([routes(2, 1)], layers=LAYERS[:1], on_bad_route="native", ceiling=1.0)
     assert gathered.recorded.tolist() == [False] * 4
     assert (gathered.layers, gathered.topk, gathered.num_experts) == (LAYERS[:1], TOPK, EXPERTS)
+
+
+def test_routes_without_a_single_recorded_row_are_bad_ones() -> None:
+    """T27, T28: an engine that captured nothing, or an aborted sample, is no native replay in silence."""
+    nothing = RoutedExperts.unrecorded(3, layers=LAYERS, topk=TOPK, num_experts=EXPERTS)
+    layout = TokenLayout.packed([3, 3])
+    with pytest.raises(MicroBatchError, match=says("sequence 1: no row of these routes is recorded")):
+        layout.gather([routes(3, 1), nothing])
+    alone = TokenLayout.packed([3]).gather([nothing], on_bad_route="native", ceiling=1.0)
+    assert alone == nothing
+    assert TokenLayout.packed([1]).gather([routes(1, 1).take([-1])]).recorded.tolist() == [False]
+
+
+@pytest.mark.parametrize("ceiling", [-0.1, 50, float("nan")])
+def test_a_ceiling_is_a_share(ceiling: float) -> None:
+    with pytest.raises(MicroBatchError, match=says("ceiling is a share", "0 to 1")):
+        TokenLayout.packed([3]).gather([routes(3, 1)], ceiling=ceiling)
+
+
+@pytest.mark.parametrize("asked", [np.array([1, 4]), torch.tensor([1, 4]), iter((1, 4)), range(1, 5, 3)])
+def test_layers_may_be_any_whole_numbers(asked: Any) -> None:
+    gathered = TokenLayout.packed([3]).gather([routes(3, 1)], layers=asked)
+    assert gathered == routes(3, 1)
+    assert RoutedExperts.from_bytes(gathered.to_bytes()) == gathered
+
+
+def test_layers_that_are_no_numbers_are_refused() -> None:
+    with pytest.raises(ReplayError, match=says("a layer must be a whole number", "1.0")):
+        TokenLayout.packed([3]).gather([routes(3, 1)], layers=[1.0])
+
+
+def test_fingerprints_may_be_numpys_and_may_be_missing() -> None:
+    layout = TokenLayout.packed([3, 2], fingerprints=[np.uint64(7), None])
+    one, two = layout.gather([routes(3, 1), routes(2, 2)]), None
+    one, two = layout.scatter(one)
+    assert (one.fingerprint, two.fingerprint) == (7, None)
+    assert RoutedExperts.from_bytes(one.to_bytes()).fingerprint == 7
+    with pytest.raises(ReplayError, match=says("a fingerprint must be a whole number")):
+        TokenLayout.packed([3], fingerprints=["x"])
+
+
+def test_a_layout_keeps_its_own_rows() -> None:
+    rows = torch.tensor([0, 1, 2])
+    layout = TokenLayout(rows, (3,))
+    rows[0] = 2
+    assert layout.rows.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("batch", "words"), [(routes(3, 1), "[routes] was meant"), (None, "got NoneType")])
+def test_routes_are_given_as_a_list(batch: Any, words: str) -> None:
+    with pytest.raises(MicroBatchError, match=says("routes are given as a list", words)):
+        TokenLayout.packed([3]).gather(batch)
+
+
+def test_a_sequence_is_padded_by_one_rule() -> None:
+    with pytest.raises(MicroBatchError, match=says("one rule", "align or padded_lengths")):
+        TokenLayout.packed([3], align=2, padded_lengths=[4])
+
+
+def test_a_probe_with_the_real_tokens_finds_ids_that_are_treated_apart() -> None:
+    """A mask of ids != pad drops that id inside the text too; numbers in its place never show it."""
+
+    def masked(sequences: list[torch.Tensor]) -> torch.Tensor:
+        grid = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=2)
+        kept = grid[grid != 2]
+        return torch.nn.functional.pad(kept, (0, -len(kept) % 8), value=2)
+
+    tokens = [[5, 2, 7, 8, 2], [9, 4]]
+    assert TokenLayout.from_probe(masked, [5, 2]).rows.tolist() == [0, 1, 2, 3, 4, 5, 6, -1]
+    with pytest.raises(MicroBatchError, match=says("the real token ids into other rows", "ids != pad")):
+        TokenLayout.from_probe(masked, [5, 2], tokens=tokens)
+    fine = TokenLayout.from_probe(lambda sequences: torch.cat(sequences), [5, 2], tokens=tokens)
+    assert fine.rows.tolist() == list(range(7))
+    with pytest.raises(MicroBatchError, match=says("tokens and lengths differ")):
+        TokenLayout.from_probe(masked, [5, 2], tokens=tokens[:1])
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda _: torch.tensor([[3, 9, 4, 1]]),
+        lambda sequences: torch.cat(sequences).clamp(max=5) + torch.arange(4),
+    ],
+)
+def test_a_probe_of_other_data_is_no_rank_of_padding(fn: Callable[[list[torch.Tensor]], Any]) -> None:
+    with pytest.raises(MicroBatchError, match=says("none of the token numbers came out")):
+        TokenLayout.from_probe(fn, [4], parallel=ParallelLayout(cp=2))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -294,10 +297,10 @@ def test_check_refuses_routers_in_other_layers(labels: tuple[int, ...]) -> None:
 
 
 class DenseStages(ToyRouters):
-    """A kind that says of every chunk that it is right for it to have no router."""
+    """A kind that says of all chunks that it is right for them to have no router."""
 
-    def is_dense_stage(self, chunk: nn.Module) -> bool:
-        return isinstance(chunk, ToyModel)
+    def accepts_none(self, chunks: Sequence[nn.Module]) -> bool:
+        return all(isinstance(chunk, ToyModel) for chunk in chunks)
 
 
 @pytest.mark.usefixtures("toy_routers")
@@ -331,3 +334,26 @@ def test_the_only_stage_has_all_layers() -> None:
 def test_process_groups_stay_in_their_process() -> None:
     here = ParallelLayout(tp=2, tp_rank=1, groups=(object(),))
     assert pickle.loads(pickle.dumps(here)) == ParallelLayout(tp=2, tp_rank=1)
+
+
+def test_a_copy_keeps_the_process_groups() -> None:
+    here = ParallelLayout(groups=(object(),))
+    assert copy.copy(here).groups == copy.deepcopy(here).groups == here.groups
+
+
+def test_numbers_may_be_numpys() -> None:
+    layout = ParallelLayout(
+        tp=np.int64(2), tp_rank=torch.tensor(1), decoder=DecoderLayers(np.int64(4), np.int64(2))
+    )
+    assert (layout.tp, layout.tp_rank, layout.moe_layers) == (2, 1, (0, 2))
+    for wrong in ({"tp": 2.0}, {"cp": "2"}, {"pp_rank": None}):
+        with pytest.raises(ReplayError, match=says(next(iter(wrong)), "must be a whole number")):
+            ParallelLayout(**wrong)
+    for freq in ("[0, 1]", None, 1.5):
+        with pytest.raises(ReplayError, match=says("moe_layer_freq must be a whole number")):
+            DecoderLayers(4, freq)
+
+
+def test_a_kind_of_routers_is_a_subclass() -> None:
+    with pytest.raises(RouterError, match=says("mine", "isn't a RouterKind")):
+        routers.register("mine", object())

@@ -405,20 +405,46 @@ def test_combined_1f1b_is_refused_before_the_first_micro_batch() -> None:
     assert hooks_left(trainer.model) == 0
 
 
-def test_a_stage_of_dense_layers_is_no_missing_router_t43() -> None:
+def test_a_stage_of_dense_layers_is_no_missing_router_t43(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank opens the same blocks; one whose layers are all dense has nothing to say, and says so."""
-    config = megatron_model.config(moe_layer_freq=[0, 0, 0, 0])
+    from megatron.core import parallel_state
+
+    config = megatron_model.config(num_layers=2, moe_layer_freq=[0, 0])
     trainer = Trainer(megatron_model.model(config).to(DEVICE), None)
     with pytest.raises(RouterError, match="no router in this model"):
         npu_replay.record(trainer.model).__enter__()
-    trainer.model.config.pipeline_model_parallel_size = 2
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 2)
+    trainer.model.config.num_layers, trainer.model.config.moe_layer_freq = 4, [0, 0, 1, 1]
     with npu_replay.record(trainer.model) as recording:
         trainer.run("each")
     assert [one.layers for one in recording.routes] == [()] * 3
+    assert recording.metrics()["routers"] == 0
     rows = [RoutedExperts(ids=torch.empty(ROWS, 0, 2).long(), layers=(), num_experts=8)] * 3
     with npu_replay.replay(trainer.model, rows), npu_replay.observe(trainer.model) as observation:
         trainer.run("each")
     assert [one.layers for one in observation.shown] == [()] * 3
-    trainer.model.config.moe_layer_freq = [0, 0, 0, 1]
+    trainer.model.config.moe_layer_freq = [0, 1, 1, 1]
     with pytest.raises(RouterError, match="no router in this model"):
         npu_replay.record(trainer.model).__enter__()
+
+
+@pytest.mark.parametrize("pad", [False, True], ids=["dropped", "padded"])
+@pytest.mark.parametrize("factor", [0.6, 1.0, 3.0])
+def test_a_saturated_router_under_capacity_drops_whom_it_dropped(factor: float, pad: bool) -> None:
+    """Probabilities of one and of zero: among equals a replay drops the same tokens as the record did."""
+    trainer = build({"moe_expert_capacity_factor": factor, "moe_pad_expert_input_to_capacity": pad})
+    for router in routers(trainer.model):
+        router.module.weight.data.mul_(6000)
+    first = routers(trainer.model)[0].module
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    first.register_forward_hook(lambda _, __, output: seen.append((output[0].detach(), output[1].detach())))
+    routes = recorded(trainer)
+    with npu_replay.replay(trainer.model, routes):
+        trainer.run("each")
+    lost = 0
+    for one, (probs, kept), (probs_again, kept_again) in zip(routes, seen[:3], seen[3:], strict=True):
+        assert torch.equal(probs, probs_again)
+        chosen = torch.zeros_like(kept).scatter(1, one.layer_ids(0).long().to(kept.device), True)
+        assert bool((kept_again | ~(kept & chosen)).all()), "who had a place keeps it"
+        lost += int((chosen & ~kept & kept_again).sum())
+    assert lost > 0 or factor < 3, "room for all: the zeros that were lost have a place"

@@ -320,19 +320,35 @@ def test_only_a_stage_that_is_dense_by_its_config_may_have_no_router(at: Callabl
     """T25, T43: not one whose routers are hidden; and multi-token prediction makes no stage an MoE stage."""
     config = pipeline(2, num_layers=4, moe_layer_freq=[0, 0, 1, 1])
     (dense,), (mixed,) = (build_stage(config, rank, at) for rank in range(2))
-    assert megatron_layout.is_dense_stage(dense)
-    assert megatron_layout.is_dense_stage(Wrapper(dense))
-    assert not megatron_layout.is_dense_stage(mixed)
+    at(2, 0)
+    assert megatron_layout.is_dense_stage([dense])
+    assert megatron_layout.is_dense_stage([Wrapper(dense)])
+    assert not megatron_layout.is_dense_stage([dense.embedding])
     dense.mtp = nn.ModuleList([mixed.decoder.layers[0]])
-    assert megatron_layout.is_dense_stage(dense)
+    assert megatron_layout.is_dense_stage([dense])
+    at(2, 1)
+    assert not megatron_layout.is_dense_stage([mixed])
     for layer in mixed.decoder.layers:
         layer.mlp = nn.Identity()
     with pytest.raises(RouterError, match="no router in this model"):
         npu_replay.record(mixed).__enter__()
     at(1, 0)
     alone = megatron_model.model(megatron_model.config(moe_layer_freq=[0, 0, 0, 0]))
-    assert not megatron_layout.is_dense_stage(alone)
-    assert not megatron_layout.is_dense_stage(nn.Linear(2, 2))
+    assert not megatron_layout.is_dense_stage([alone])
+    assert not megatron_layout.is_dense_stage([nn.Linear(2, 2)])
+
+
+def test_some_virtual_stages_in_the_place_of_all_are_refused(at: Callable[..., None]) -> None:
+    """model[0] instead of model: the other chunk would choose freely, and nobody would say so."""
+    chunks = build_stage(pipeline(2, 2, num_layers=8, moe_layer_freq=[0, 0, 0, 0, 1, 1, 1, 1]), 0, at)
+    at(2, 0, 2, 0)
+    message = r"isn't all that this rank has.*\[0, 1, 4, 5\].*got 1 with decoder layers \[0, 1\].*model\[0\]"
+    with pytest.raises(RouterError, match=message):
+        npu_replay.record(chunks[0]).__enter__()
+    block = npu_replay.record(chunks)
+    block.__enter__()
+    assert block.metrics()["routers"] == 2
+    block.__exit__(KeyboardInterrupt, None, None)
 
 
 # The parallel state

@@ -102,6 +102,13 @@ def test_what_is_sent_is_hardly_more_than_the_routes(results: dict[str, list[str
         ("other experts", "the ranks recorded routers of another shape"),
         ("nothing", "no rank recorded any layer"),
         ("not covered, for one rank", "tokens were recorded by no rank"),
+        ("a single layout", "layouts are given as a list"),
+        ("a single route", "routes are given as a list"),
+        ("no list", "'int' object is not iterable"),
+        ("out of memory", "MemoryError"),
+        ("not everywhere", "the ranks disagree about who gets the result"),
+        ("another rank's layouts", "the layout was made for another rank"),
+        ("no stages", "some MoE layers of the model were recorded by no rank"),
     ],
 )
 def test_an_error_on_one_rank_stops_all_of_them(results: dict[str, list[str]], case: str, words: str) -> None:
@@ -111,6 +118,10 @@ def test_an_error_on_one_rank_stops_all_of_them(results: dict[str, list[str]], c
         assert "error" in found.split(" ", 1)[0], found
 
 
+def test_the_layers_of_the_model_are_all_there(results: dict[str, list[str]]) -> None:
+    assert results["with its decoder"] == ["True"] * PROCESSES
+
+
 def test_another_ranks_error_says_which_rank(results: dict[str, list[str]]) -> None:
     assert ["stopped, and so does this one" in found for found in results["other rows"]] == [
         True,
@@ -118,7 +129,7 @@ def test_another_ranks_error_says_which_rank(results: dict[str, list[str]]) -> N
         True,
         False,
     ]
-    assert "rank 3 stopped" in results["other rows"][2]
+    assert all(found.count("rank 3 stopped") == 1 for found in results["other rows"][:3])
 
 
 def test_a_rank_that_does_not_come_is_no_hang(results: dict[str, list[str]]) -> None:
@@ -181,6 +192,13 @@ def _layouts(parallel: ParallelLayout) -> list[TokenLayout]:
         TokenLayout.packed(lengths, parallel=parallel, fingerprints=[fingerprint([one]) for one in lengths])
         for lengths in LENGTHS
     ]
+
+
+def _by_hand(layouts: list[TokenLayout]) -> list[TokenLayout]:
+    """The same, but they don't say for which rank they were made."""
+    from dataclasses import replace
+
+    return [replace(layout, parallel=None) for layout in layouts]
 
 
 def _recorded(parallel: ParallelLayout, layouts: list[TokenLayout]) -> list[RoutedExperts]:
@@ -256,10 +274,10 @@ def _fail(parallel: ParallelLayout, rank: int, tell: Callable[[str, object], Non
         about = {"layers": one.layers, "num_experts": EXPERTS, "recorded": one.recorded} | changes
         return RoutedExperts(ids=(one.ids.long() + 1) % EXPERTS, **about)
 
-    every = _layouts(ParallelLayout())
+    every = _by_hand(_layouts(ParallelLayout()))
     mine = _recorded(ParallelLayout(pp=2, pp_rank=parallel.pp_rank), every)
     shifted = TokenLayout([0, 1, 2, 4, 5, 6][: len(layouts[0].rows)], LENGTHS[0], layouts[0].fingerprints)
-    half = _layouts(ParallelLayout(cp=2))
+    half = _by_hand(_layouts(ParallelLayout(cp=2)))
     cases: dict[str, tuple[Any, Any]] = {
         "other rows": (recorded, [layouts[0], every[1]] if last else layouts),
         "too few layouts": (recorded, layouts[:1] if last else layouts),
@@ -281,8 +299,32 @@ def _fail(parallel: ParallelLayout, rank: int, tell: Callable[[str, object], Non
     }
     for case, (routes, of) in cases.items():
         tell(case, _raised(lambda: collect(routes, of, parallel)))  # noqa: B023  called at once
+    _fail_otherwise(parallel, last, tell)
     partly, all_groups = _recorded(parallel, half), parallel
     tell("not covered, for one rank", _raised(lambda: collect(partly, half, all_groups, everywhere=False)))
+
+
+def _fail_otherwise(parallel: ParallelLayout, last: bool, tell: Callable[[str, object], None]) -> None:
+    from dataclasses import replace
+    from unittest import mock
+
+    from npu_replay import DecoderLayers, collect, collecting
+
+    layouts = _layouts(parallel)
+    recorded = _recorded(parallel, layouts)
+    out_of_memory = mock.Mock(side_effect=MemoryError("MemoryError"))
+    swapped = _layouts(replace(parallel, cp_rank=1 - parallel.cp_rank))
+    whole = replace(parallel, decoder=DecoderLayers(4, moe_layer_freq=[1, 1, 0, 1]))
+    rows_only = replace(whole, groups=parallel.groups[:1])
+    tell("a single layout", _raised(lambda: collect(recorded, layouts[0] if last else layouts, parallel)))
+    tell("a single route", _raised(lambda: collect(recorded[0] if last else recorded, layouts, parallel)))
+    tell("no list", _raised(lambda: collect(recorded, 7 if last else layouts, parallel)))
+    with mock.patch.object(collecting, "union", out_of_memory) if last else mock.MagicMock():
+        tell("out of memory", _raised(lambda: collect(recorded, layouts, parallel)))
+    tell("not everywhere", _raised(lambda: collect(recorded, layouts, parallel, everywhere=not last)))
+    tell("another rank's layouts", _raised(lambda: collect(recorded, swapped, parallel)))
+    tell("no stages", _raised(lambda: collect(recorded, layouts, rows_only)))
+    tell("with its decoder", collect(recorded, layouts, whole) == _sequences())
 
 
 def _raised(call: Callable[[], object]) -> str:
