@@ -6,16 +6,14 @@ Routes ride the same road as the tokens: one index `row -> packed token or none`
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
 import torch
 
+from npu_replay import bad_samples, probing
 from npu_replay.errors import MicroBatchError, ReplayError, whole_number
 from npu_replay.parallel_layout import Context, ParallelLayout
 from npu_replay.routed_experts import RoutedExperts
@@ -25,7 +23,6 @@ Order: TypeAlias = Literal["sequence", "batch"]
 those of Hugging Face do (b*s)."""
 
 _ALONE = ParallelLayout()
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +162,7 @@ class TokenLayout:
     @classmethod
     def from_probe(
         cls,
-        fn: Callable[[list[torch.Tensor]], Any],
+        fn: probing.Preprocessing,
         lengths: Sequence[int],
         *,
         order: Order = "sequence",
@@ -194,18 +191,9 @@ class TokenLayout:
         """
         sizes = _sizes(lengths)
         rank = parallel or _ALONE
-        once, again = (_probed(fn, sizes, turned=turned, cp=rank.cp) for turned in (False, True))
-        if once.shape != again.shape or not torch.equal(once, again):
-            raise MicroBatchError(
-                "the preprocessing puts the same tokens into other rows the second time",
-                expected="a layout that depends on the lengths alone",
-                got=f"shape {list(once.shape)}, then {list(again.shape)}",
-                cause="a shuffle, or code that looks at the token ids (a mask of ids != pad, sorting)",
-            )
-        if tokens is not None:
-            _check_real(fn, once, tokens, sizes)
-        flat = once.dim() == 1
-        rows = _sequence_slice(once, rank) if flat else _flattened(once, order, rank)
+        places = probing.places(fn, sizes, tokens=tokens, padding_alone=rank.cp > 1)
+        flat = places.dim() == 1
+        rows = _sequence_slice(places, rank) if flat else _flattened(places, order, rank)
         return cls(rows, sizes, fingerprints, parallel)
 
     def gather(
@@ -242,13 +230,13 @@ class TokenLayout:
         wanted = None if layers is None else tuple(whole_number(layer, "a layer") for layer in layers)
         bad = self.bad_routes(batch, layers=wanted)
         if bad:
-            self._check_ceiling(bad, 0.0 if on_bad_route == "error" else ceiling)
+            bad_samples.check_ceiling(bad, len(batch), 0.0 if on_bad_route == "error" else ceiling)
         real = {n: routes for n, routes in enumerate(batch) if isinstance(routes, RoutedExperts)}
         good = {n: routes for n, routes in real.items() if n not in bad}
         if not real:
             raise next(iter(bad.values()), MicroBatchError("an empty batch", expected=">= 1 sequence", got=0))
         if bad:
-            self._warn(bad)
+            bad_samples.warn(bad, len(batch))
         if good:
             return RoutedExperts.concat(list(good.values()), wanted).take(self._rows_in(good))
         like = next(iter(real.values()))  # a bad one still tells top-k and experts
@@ -265,34 +253,7 @@ class TokenLayout:
         Raises:
             MicroBatchError: another number of sequences than the layout has.
         """
-        given: Any = batch
-        if isinstance(given, RoutedExperts) or not isinstance(given, Sequence):
-            raise MicroBatchError(
-                "routes are given as a list",
-                expected="one RoutedExperts a sequence",
-                got=type(given).__name__,
-                cause="[routes] was meant" if isinstance(given, RoutedExperts) else "",
-            )
-        if len(batch) != len(self.lengths):
-            raise MicroBatchError(
-                "another number of sequences than the layout has",
-                expected=len(self.lengths),
-                got=len(batch),
-                cause="a batch that was cut or merged after its layout was made",
-            )
-        real = [routes for routes in batch if isinstance(routes, RoutedExperts)]
-        kinds = Counter(_kind(routes, layers) for routes in real)
-        usual = kinds.most_common(1)[0][0] if kinds else None
-        wanted = tuple(layers or ())
-        lacking = {of: [one for one in wanted if one not in of] for of in {routes.layers for routes in real}}
-        found = {}
-        for number, routes in enumerate(batch):
-            error = self._problem(number, routes)
-            if error is None and isinstance(routes, RoutedExperts):
-                error = _misfit(f"sequence {number}", routes, layers, lacking[routes.layers], usual)
-            if error is not None:
-                found[number] = error
-        return found
+        return bad_samples.find(batch, self.lengths, self.fingerprints, layers)
 
     def scatter(self, routes: RoutedExperts) -> list[RoutedExperts]:
         """One RoutedExperts a sequence, from the router's rows; the inverse of `gather`.
@@ -324,28 +285,6 @@ class TokenLayout:
         spans = pairwise((*_starts(self.lengths), sum(self.lengths)))
         return [packed.sequence(a, b, mark) for (a, b), mark in zip(spans, marks, strict=True)]
 
-    def _check_ceiling(self, bad: dict[int, ReplayError], ceiling: float) -> None:
-        error = next(iter(bad.values()))
-        if ceiling == 0:
-            raise error
-        if len(bad) / len(self.lengths) > ceiling:
-            raise MicroBatchError(
-                f"{len(bad)} of {len(self.lengths)} sequences have routes that can't be used",
-                expected=f"at most {ceiling:.1%} of them",
-                got=f"{len(bad) / len(self.lengths):.1%}, the first of them: {error}",
-                cause="a fault of the rollout engine or of the decoder, not of single samples",
-            ) from error
-
-    def _warn(self, bad: dict[int, ReplayError]) -> None:
-        number, error = next(iter(bad.items()))
-        _log.warning(
-            "[npu_replay] %d of %d sequences go without their routes, which can't be used; sequence %d: %s",
-            len(bad),
-            len(self.lengths),
-            number,
-            error.problem,
-        )
-
     def _rows_in(self, good: dict[int, RoutedExperts]) -> torch.Tensor:
         """The layout's rows as an index into the good sequences' routes, one after the other."""
         if tuple(map(len, good.values())) == self.lengths:
@@ -357,77 +296,6 @@ class TokenLayout:
             place[starts[number] : starts[number] + len(routes)] = torch.arange(first, first + len(routes))
             first += len(routes)
         return place[self.rows]
-
-    def _problem(self, number: int, routes: object) -> ReplayError | None:
-        """Why these aren't the routes of that sequence; None if they are."""
-        where, size = f"sequence {number}", self.lengths[number]
-        if not isinstance(routes, RoutedExperts):
-            return MicroBatchError(
-                "this isn't RoutedExperts",
-                where=where,
-                expected="RoutedExperts",
-                got=type(routes).__name__,
-                cause="a sample that was aborted, or whose routes were dropped on the way"
-                if routes is None
-                else "",
-            )
-        if len(routes) not in (size, size - 1):
-            return MicroBatchError(
-                "the routes have another number of tokens than the sequence",
-                where=where,
-                expected=f"{size} (or {size - 1}: the last token has no route)",
-                got=len(routes),
-                cause="a response that was cut after the rollout, or routes of another sequence",
-            )
-        mark = None if self.fingerprints is None else self.fingerprints[number]
-        if None not in (mark, routes.fingerprint) and mark != routes.fingerprint:
-            return MicroBatchError(
-                "the routes belong to other tokens",
-                where=where,
-                expected=f"fingerprint {mark:#018x}",
-                got=f"{routes.fingerprint:#018x}",
-                cause="retokenised text, a shuffled batch, or parts merged in another order",
-            )
-        if size > 1 and not bool(routes.recorded.any()):
-            return MicroBatchError(
-                "no row of these routes is recorded",
-                where=where,
-                expected="a route for most tokens",
-                got=f"none for {len(routes)} tokens",
-                cause="a sample that was aborted, or an engine that captured nothing",
-            )
-        return None
-
-
-def _misfit(
-    where: str, routes: RoutedExperts, layers: Sequence[int] | None, lacking: list[int], usual: object
-) -> ReplayError | None:
-    """Why these routes can't go into one array with the others of the batch; None if they can."""
-    if lacking:
-        return MicroBatchError(
-            f"nobody recorded decoder layer {lacking[0]}",
-            where=where,
-            expected=f"layers {list(layers or ())}",
-            got=list(routes.layers),
-            cause="routes of another pipeline stage, or counted over the MoE layers only where the model "
-            "has dense layers too",
-        )
-    kind = _kind(routes, layers)
-    if kind == usual:
-        return None
-    return MicroBatchError(
-        "these routes differ from the others in the batch",
-        where=where,
-        expected=f"({'' if layers is not None else 'layers, '}top-k, experts) {usual}",
-        got=kind,
-        cause="routes of different models, or of engines that report other columns",
-    )
-
-
-def _kind(routes: RoutedExperts, layers: Sequence[int] | None) -> tuple[object, ...]:
-    """What all sequences of a batch have to agree in."""
-    kind = routes.topk, routes.num_experts
-    return kind if layers is not None else (routes.layers, *kind)
 
 
 def _marks(fingerprints: Sequence[int | None]) -> tuple[int | None, ...]:
@@ -550,79 +418,3 @@ def _check_rows(rows: torch.Tensor, tokens: int) -> None:
             got=int(counts.max()),
             cause="padding that repeats a token, or slices of two ranks in one layout",
         )
-
-
-_FIRST_NUMBER = 1 << 24
-"""Token numbers begin here when they are pushed through preprocessing: above any vocabulary's ids, so that a
-padding id isn't taken for one, and within int32 with a billion tokens."""
-
-
-def _probed(
-    fn: Callable[[list[torch.Tensor]], Any], sizes: tuple[int, ...], *, turned: bool, cp: int
-) -> torch.Tensor:
-    """The packed token in each place of what `fn` returns, -1 elsewhere. `turned`: counted backwards."""
-    tokens = sum(sizes)
-    last = _FIRST_NUMBER + 2 * tokens + 9  # odd where the other number is even
-    numbers = torch.arange(tokens)
-    numbers = last - numbers if turned else _FIRST_NUMBER + numbers
-    made = _fed(fn, list(torch.split(numbers, list(sizes))))
-    found = last - made if turned else made - _FIRST_NUMBER
-    found = torch.where((found >= 0) & (found < tokens), found, -1)
-    # With context parallelism a rank may have padding alone.
-    padding = not made.numel() or (cp > 1 and bool((made == made.flatten()[0]).all()))
-    if tokens and not padding and not bool((found >= 0).any()):
-        raise MicroBatchError(
-            "none of the token numbers came out of the preprocessing",
-            expected="the numbers that it was given, in the places of the token ids",
-            got=f"{made.numel()} values from {int(made.min())} to {int(made.max())}",
-            cause="fn tokenises, clamps, or uses other data than its argument",
-        )
-    return found
-
-
-def _check_real(
-    fn: Callable[[list[torch.Tensor]], Any],
-    places: torch.Tensor,
-    tokens: Sequence[Any],
-    sizes: tuple[int, ...],
-) -> None:
-    """The real ids have to come out where their numbers did."""
-    real = [torch.as_tensor(one).detach().cpu().to(torch.int64).reshape(-1) for one in tokens]
-    if tuple(map(len, real)) != sizes:
-        raise MicroBatchError("tokens and lengths differ", expected=sizes, got=tuple(map(len, real)))
-    made = _fed(fn, [one.clone() for one in real])
-    held = places >= 0
-    if made.shape != places.shape or bool((made[held] != torch.cat(real)[places[held]]).any()):
-        raise MicroBatchError(
-            "the preprocessing puts the real token ids into other rows than the numbers in their place",
-            expected="a layout that depends on the lengths alone",
-            got=f"shape {list(made.shape)} for {list(places.shape)}, or other ids in its rows",
-            cause="code that treats some ids apart (a mask of ids != pad, with pad inside the text)",
-        )
-
-
-def _fed(fn: Callable[[list[torch.Tensor]], Any], sequences: list[torch.Tensor]) -> torch.Tensor:
-    """What `fn` makes of these, int64 [rows] or [batch, sequence]."""
-    made = fn(sequences)
-    if isinstance(made, (list, tuple)) and all(isinstance(one, int) for one in made):
-        made = torch.tensor(made)
-    if isinstance(made, np.ndarray):
-        made = torch.from_numpy(made.astype(np.int64)) if made.dtype.kind in "iu" else made
-    if not isinstance(made, torch.Tensor) or made.dtype not in (torch.int32, torch.int64) or made.is_nested:
-        kind = "tensor" if isinstance(made, torch.Tensor) else "array"
-        raise MicroBatchError(
-            "the preprocessing returns something else than token ids",
-            expected="an integer tensor, as the model is fed",
-            got=f"{made.dtype} {kind}" if hasattr(made, "dtype") else type(made).__name__,
-            cause="fn returns a batch or a mask: pick input_ids",
-        )
-    made = made.detach().cpu().to(torch.int64)
-    if made.dim() == 2 and made.shape[0] == 1:
-        made = made[0]
-    if made.dim() not in (1, 2):
-        raise MicroBatchError(
-            "the preprocessing returns another shape than a model is fed",
-            expected="[rows], [1, rows] or [batch, sequence]",
-            got=list(made.shape),
-        )
-    return made

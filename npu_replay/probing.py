@@ -1,0 +1,113 @@
+"""The layout of somebody else's preprocessing, read off what it does with token numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from npu_replay.errors import MicroBatchError
+
+Preprocessing: TypeAlias = Callable[[list[torch.Tensor]], Any]
+"""From one int64 tensor a sequence to what the model of this rank is fed."""
+
+_FIRST_NUMBER = 1 << 24
+"""Token numbers begin here when they are pushed through preprocessing: above any vocabulary's ids, so that a
+padding id isn't taken for one, and within int32 with a billion tokens."""
+
+
+def places(
+    fn: Preprocessing, sizes: tuple[int, ...], *, tokens: Sequence[Any] | None, padding_alone: bool
+) -> torch.Tensor:
+    """The packed token in each place of what `fn` returns, -1 for padding; [rows] or [batch, sequence].
+
+    Args:
+        fn: called twice with other numbers, and once with `tokens`.
+        sizes: tokens of each sequence.
+        tokens: their real ids, if they are to be held against the numbers.
+        padding_alone: may this rank have nothing else?
+
+    Raises:
+        MicroBatchError: `fn` returns something else, or other places another time.
+    """
+    once, again = (_probed(fn, sizes, turned=turned, padding_alone=padding_alone) for turned in (False, True))
+    if once.shape != again.shape or not torch.equal(once, again):
+        raise MicroBatchError(
+            "the preprocessing puts the same tokens into other rows the second time",
+            expected="a layout that depends on the lengths alone",
+            got=f"shape {list(once.shape)}, then {list(again.shape)}",
+            cause="a shuffle, or code that looks at the token ids (sorting, a hash)",
+        )
+    if tokens is not None:
+        _check_real(fn, once, tokens, sizes)
+    return once
+
+
+def _probed(fn: Preprocessing, sizes: tuple[int, ...], *, turned: bool, padding_alone: bool) -> torch.Tensor:
+    """The packed token in each place of what `fn` returns, -1 elsewhere. `turned`: counted backwards."""
+    tokens = sum(sizes)
+    last = _FIRST_NUMBER + 2 * tokens + 9  # odd where the other number is even
+    numbers = torch.arange(tokens)
+    numbers = last - numbers if turned else _FIRST_NUMBER + numbers
+    made = _fed(fn, list(torch.split(numbers, list(sizes))))
+    found = last - made if turned else made - _FIRST_NUMBER
+    found = torch.where((found >= 0) & (found < tokens), found, -1)
+    padding = not made.numel() or (padding_alone and bool((made == made.flatten()[0]).all()))
+    if tokens and not padding and not bool((found >= 0).any()):
+        raise MicroBatchError(
+            "none of the token numbers came out of the preprocessing",
+            expected="the numbers that it was given, in the places of the token ids",
+            got=f"{made.numel()} values from {int(made.min())} to {int(made.max())}",
+            cause="fn tokenises, clamps, or uses other data than its argument",
+        )
+    return found
+
+
+def _check_real(
+    fn: Preprocessing,
+    places: torch.Tensor,
+    tokens: Sequence[Any],
+    sizes: tuple[int, ...],
+) -> None:
+    """The real ids have to come out where their numbers did."""
+    real = [torch.as_tensor(one).detach().cpu().to(torch.int64).reshape(-1) for one in tokens]
+    if tuple(map(len, real)) != sizes:
+        raise MicroBatchError("tokens and lengths differ", expected=sizes, got=tuple(map(len, real)))
+    made = _fed(fn, [one.clone() for one in real])
+    held = places >= 0
+    if made.shape != places.shape or bool((made[held] != torch.cat(real)[places[held]]).any()):
+        raise MicroBatchError(
+            "the preprocessing puts the real token ids into other rows than the numbers in their place",
+            expected="a layout that depends on the lengths alone",
+            got=f"shape {list(made.shape)} for {list(places.shape)}, or other ids in its rows",
+            cause="code that treats some ids apart (a mask of ids != pad, with pad inside the text)",
+        )
+
+
+def _fed(fn: Preprocessing, sequences: list[torch.Tensor]) -> torch.Tensor:
+    """What `fn` makes of these, int64 [rows] or [batch, sequence]."""
+    made = fn(sequences)
+    if isinstance(made, (list, tuple)) and all(isinstance(one, int) for one in made):
+        made = torch.tensor(made)
+    if isinstance(made, np.ndarray):
+        made = torch.from_numpy(made.astype(np.int64)) if made.dtype.kind in "iu" else made
+    if not isinstance(made, torch.Tensor) or made.dtype not in (torch.int32, torch.int64) or made.is_nested:
+        kind = "tensor" if isinstance(made, torch.Tensor) else "array"
+        raise MicroBatchError(
+            "the preprocessing returns something else than token ids",
+            expected="an integer tensor, as the model is fed",
+            got=f"{made.dtype} {kind}" if hasattr(made, "dtype") else type(made).__name__,
+            cause="fn returns a batch or a mask: pick input_ids",
+        )
+    made = made.detach().cpu().to(torch.int64)
+    if made.dim() == 2 and made.shape[0] == 1:
+        made = made[0]
+    if made.dim() not in (1, 2):
+        raise MicroBatchError(
+            "the preprocessing returns another shape than a model is fed",
+            expected="[rows], [1, rows] or [batch, sequence]",
+            got=list(made.shape),
+        )
+    return made
