@@ -6,8 +6,6 @@ leaves a line in that process's file; the last case loses a rank, and ends the r
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from distributed import processes
 
 if TYPE_CHECKING:
     from npu_replay import ParallelLayout, RoutedExperts, TokenLayout
@@ -31,26 +31,9 @@ pytestmark = pytest.mark.distributed
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """What each process found, by case."""
     folder = tmp_path_factory.mktemp("collecting")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(folder), str(rank)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(PROCESSES)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * PROCESSES, "\n".join(outputs)
     found: dict[str, list[str]] = {}
-    for rank in range(PROCESSES):
-        for line in (folder / f"results-{rank}").read_text().splitlines():
+    for lines in processes.run(__file__, folder, PROCESSES):
+        for line in lines:
             case, _, result = line.partition(" = ")
             found.setdefault(case, []).append(result)
     return found

@@ -6,14 +6,14 @@ Run as a script it is one of the processes; each case leaves a line in that proc
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from distributed import processes
 
 if TYPE_CHECKING:
     import torch
@@ -39,24 +39,7 @@ pytestmark = pytest.mark.distributed
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each process found, by case and check."""
     folder = tmp_path_factory.mktemp("fsdp2")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(folder), str(rank)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(PROCESSES)
-    ]
-    try:
-        outputs = [process.communicate(timeout=200)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * PROCESSES, "\n".join(outputs)
-    lines = [(folder / f"results-{rank}").read_text().splitlines() for rank in range(PROCESSES)]
+    lines = processes.run(__file__, folder, PROCESSES)
     return [dict(line.split(" = ", 1) for line in one) for one in lines]
 
 
