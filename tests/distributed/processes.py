@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def run(script: str, folder: Path, count: int, timeout: float = 200) -> list[list[str]]:
-    """Start `script FOLDER RANK` for each rank; return the lines of each `results-RANK`, if all ended well."""
+    """Start `script FOLDER RANK` for each rank; return the lines of its file, if all ended well."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
     processes = [
