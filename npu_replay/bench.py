@@ -96,9 +96,9 @@ def main(*, device: str, pairs: int, out: Path | None, force: bool) -> list[Row]
         where = pick(device)
         rows = list(measure(where, pairs, lambda title: bar.update(task, description=title)))
         about = _about(where)
-    console.print(_heading(about))
+    console.print(_heading(about), soft_wrap=True)
     console.print(_table(rows))
-    console.print(bench_gather.sizes())
+    console.print(bench_gather.sizes(), soft_wrap=True)
     if out is not None:
         result = {"about": about, "rows": [asdict(row) for row in rows]}
         write_whole(out, json.dumps(result, indent=1).encode(), overwrite=force)
@@ -356,7 +356,7 @@ def _table(rows: list[Row]) -> Any:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("", "tokens", "way"):
         table.add_column(name, no_wrap=True)
-    for name in ("µs a call", "over first", "x first", "quartiles"):
+    for name in ("µs a call", "over base", "x base", "quartiles"):
         table.add_column(name, justify="right", no_wrap=True)
     previous = None
     for row in rows:

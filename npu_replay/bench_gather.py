@@ -26,9 +26,9 @@ def ways() -> dict[str, Callable[[], object]]:
     cut = np.ascontiguousarray(whole[:, STAGE.start : STAGE.stop])
     rows = layout.rows.numpy()
     return {
-        f"numpy.take, {LAYERS} layers": lambda: np.take(whole, rows, axis=0),
-        f"numpy.take, cut to {len(STAGE)}": lambda: np.take(cut, rows, axis=0),
-        f"gather, {len(STAGE)} of {LAYERS}": lambda: layout.gather(samples, layers=STAGE),
+        f"take, all {LAYERS}": lambda: np.take(whole, rows, axis=0),
+        f"take, cut to {len(STAGE)}": lambda: np.take(cut, rows, axis=0),
+        f"gather {len(STAGE)} of {LAYERS}": lambda: layout.gather(samples, layers=STAGE),
     }
 
 
@@ -45,8 +45,9 @@ def sizes() -> str:
     sent = len(whole.to_bytes())
     stage = len(layout.gather(samples, layers=STAGE).to_bytes())
     return (
-        f"gather: {len(samples)} sequences, {len(whole):,} tokens, {LAYERS} layers, top-{TOPK} of {EXPERTS}: "
-        f"{held:,} bytes held ({held / len(whole):.1f} a token),\n{sent:,} sent in one piece; "
+        f"gather: {len(samples)} sequences, {len(whole):,} tokens, {LAYERS} layers, top-{TOPK} of {EXPERTS}; "
+        f"take is numpy's\n"
+        f"bytes: {held:,} held ({held / len(whole):.1f} a token), {sent:,} sent in one piece, "
         f"{stage:,} to a rank with {len(STAGE)} of the layers"
     )
 

@@ -34,7 +34,7 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
     assert ways == {
         "router": ["live", "record", "replay", "record by Watch", "replay by Watch", *native],
         "other top-k": ["live", "in a block"],
-        "gather": ["numpy.take, 48 layers", "numpy.take, cut to 12", "gather, 12 of 48"],
+        "gather": ["take, all 48", "take, cut to 12", "gather 12 of 48"],
         "step": ["live", "record", "replay", *native],
     }
     assert all(row.ratio == 1 and row.over == 0 for row in rows if row.way == "live")
