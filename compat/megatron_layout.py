@@ -50,11 +50,9 @@ def config_of(model: Any) -> Any:
     """The TransformerConfig of a model, its chunks or a wrapper around one; None for None."""
     if model is None or hasattr(model, "pipeline_model_parallel_size"):
         return model
-    for chunk in chunks_of(model):
-        for module in _unwrapped(chunk):
-            config = getattr(module, "config", None)
-            if hasattr(config, "pipeline_model_parallel_size"):
-                return config
+    config = _config_in(chunks_of(model))
+    if config is not None:
+        return config
     raise ReplayError(
         "this model has no Megatron config",
         expected="a Megatron module, the list of its chunks, or its TransformerConfig",
@@ -107,8 +105,7 @@ def _stage(chunks: Sequence[nn.Module]) -> ParallelLayout | None:
     state = sys.modules.get(_STATE)
     if state is None or not state.model_parallel_is_initialized():
         return None
-    configs = (getattr(module, "config", None) for chunk in chunks for module in _unwrapped(chunk))
-    config = next((one for one in configs if hasattr(one, "pipeline_model_parallel_size")), None)
+    config = _config_in(chunks)
     if config is None or getattr(config, "num_moe_experts", None) is None:
         return None
     return ParallelLayout(
@@ -129,6 +126,12 @@ def _decoder_layers_in(chunks: Sequence[nn.Module]) -> set[int]:
         and isinstance(module, product.TransformerLayer)
         and "mtp" not in path.split(".")
     }
+
+
+def _config_in(chunks: Sequence[nn.Module]) -> Any:
+    """The first Megatron config of the chunks or of what they wrap; None without one."""
+    configs = (getattr(module, "config", None) for chunk in chunks for module in _unwrapped(chunk))
+    return next((one for one in configs if hasattr(one, "pipeline_model_parallel_size")), None)
 
 
 def _counts(table: Any) -> list[list[int]]:
