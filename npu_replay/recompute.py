@@ -6,8 +6,8 @@ Three facts, all private to torch, so `probe()` checks them once in each process
   not tell: a reentrant checkpoint's first pass runs under no_grad.
 - Sequence numbers grow with every node that a thread makes. The number of the node that is running, held
   against the counter noted at the end of each forward of the model, is the forward that made it.
-- A checkpoint that may yet recompute is alive: the node of a reentrant one, the unpack hook of a
-  non-reentrant one. When the graph dies, they die.
+- A checkpoint that may yet recompute is alive: the node of a reentrant one, the region of a non-reentrant
+  one. When the graph dies, they die.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import functools
 import sys
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -25,6 +25,10 @@ from torch.utils.checkpoint import checkpoint
 
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number that the next node made on this thread will get."""
+
+_top_hooks: Callable[[bool], Any] | None = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", None
+)  # not there in torch 2.7
 
 _NO_NUMBER = 2**64 - 1  # AccumulateGrad's
 
@@ -75,21 +79,34 @@ def enclosing_function() -> Any:
     return found
 
 
-def unpack_hook() -> Any:
-    """Inside a non-reentrant checkpoint: its unpack hook, alive as long as it may have to recompute.
+def open_region() -> Any:
+    """Inside a non-reentrant checkpoint: what stands for it, alive as long as it may have to recompute.
 
     Other saved-tensor hooks (offloading to the CPU) never recompute and are told by their module.
     """
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None or "checkpoint" not in (getattr(hooks[1], "__module__", None) or ""):
+    if _top_hooks is None:
+        return _region_on_stack()
+    hooks = _top_hooks(True)
+    unpack: Any = None if hooks is None else hooks[1]
+    if "checkpoint" not in (getattr(unpack, "__module__", None) or ""):
         return None
-    return hooks[1]
+    names = unpack.__code__.co_freevars if isinstance(unpack, FunctionType) else ()
+    return unpack.__closure__[names.index("frame")].cell_contents if "frame" in names else unpack
 
 
-def region(hook: Any) -> Any:
-    """The object that stands for a non-reentrant checkpoint's region, from its unpack hook."""
-    cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
-    return cells["frame"].cell_contents if "frame" in cells else None
+def _region_on_stack() -> Any:
+    """The same where torch doesn't tell which hooks are on: a local of the generator that `checkpoint` runs.
+
+    The composable `checkpoint(module)` keeps its generator elsewhere, and isn't found.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "checkpoint" and "gen" in frame.f_code.co_varnames:
+            running = getattr(frame.f_locals.get("gen"), "gi_frame", None)
+            if running is not None and "new_frame" in running.f_locals:
+                return running.f_locals["new_frame"]
+        frame = frame.f_back
+    return None
 
 
 def recomputing_regions() -> list[Any]:
@@ -150,5 +167,5 @@ def _watched(
     elif reentrant:
         alive.append(enclosing_function())
     else:
-        alive.append(region(unpack_hook()))
+        alive.append(open_region())
     return (x * 2).sin()

@@ -68,8 +68,8 @@ class Timeline:
         grad = torch.is_grad_enabled()
         enclosing = None if grad else recompute.enclosing_function()
         forward = Forward(chunk, self.ended[chunk], grad, enclosing, sys.exc_info()[1])
-        hook = recompute.unpack_hook()
-        if hook is not None and (region := recompute.region(hook)) is not None:
+        region = recompute.open_region()
+        if region is not None:
             self._regions.setdefault(region, set()).add((chunk, forward.number))
         self._open[chunk] = forward
         return forward
@@ -101,13 +101,17 @@ class Timeline:
             self.bypassed = Forward(chunk, self.ended[chunk], torch.is_grad_enabled(), None, None)
         return self.bypassed
 
+    def number(self, chunk: int) -> int:
+        """The micro-batch whose forward a chunk runs now."""
+        return self.live(chunk).number
+
     def checkpoint(self, forward: Forward) -> Any:
         """What is alive as long as autograd may recompute the router that is being called; None if it can't.
 
-        The node of a reentrant checkpoint, or the unpack hook of a non-reentrant one.
+        The node of a reentrant checkpoint, or the region of a non-reentrant one.
         """
         if torch.is_grad_enabled():
-            return recompute.unpack_hook()
+            return recompute.open_region()
         ctx = forward.enclosing
         if ctx is None and forward.grad:
             ctx = recompute.enclosing_function()

@@ -1,0 +1,86 @@
+"""Which checkpoint is open, on a torch that tells its saved-tensor hooks and on one that doesn't (2.7)."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from npu_replay import recompute
+
+
+@pytest.fixture(params=["hooks told", "hooks not told"], autouse=True)
+def torch_tells_its_hooks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "hooks not told":
+        monkeypatch.setattr(recompute, "_top_hooks", None)
+    elif recompute._top_hooks is None:
+        pytest.skip("this torch doesn't tell its saved-tensor hooks")
+
+
+def test_a_region_is_that_of_the_innermost_checkpoint() -> None:
+    seen: dict[str, Any] = {}
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        seen["inner"] = recompute.open_region()
+        return x.sin()
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        seen["before"] = recompute.open_region()
+        x = checkpoint(inner, x.cos(), use_reentrant=False)
+        seen["after"] = recompute.open_region()
+        return x.exp()
+
+    output = checkpoint(outer, torch.ones(2, requires_grad=True), use_reentrant=False)
+    assert recompute.open_region() is None
+    assert seen["before"] is seen["after"]
+    assert len({id(region) for region in (None, seen["before"], seen["inner"])}) == 3
+    del output
+
+
+@pytest.mark.parametrize("ends", ["backward", "the graph goes"])
+def test_a_region_is_alive_as_long_as_it_may_have_to_recompute(ends: str) -> None:
+    regions: list[weakref.ref[Any]] = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if not recompute.in_backward():
+            regions.append(weakref.ref(recompute.open_region()))
+        return x.sin()
+
+    output = checkpoint(forward, torch.ones(2, requires_grad=True), use_reentrant=False)
+    assert regions[0]() is not None
+    if ends == "backward":
+        output.sum().backward()
+    del output
+    assert regions[0]() is None
+
+
+def test_the_region_that_recomputes_is_the_one_that_was_open() -> None:
+    opened: list[Any] = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if recompute.in_backward():
+            assert recompute.recomputing_regions() == [opened[-1]]
+        opened.append(recompute.open_region() if not opened else opened[0])
+        return x.sin()
+
+    checkpoint(forward, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert len(opened) == 2
+
+
+def test_a_reentrant_checkpoint_has_no_region() -> None:
+    seen: list[Any] = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        seen.append(recompute.open_region())
+        return x.sin()
+
+    checkpoint(forward, torch.ones(2, requires_grad=True), use_reentrant=True)
+    assert seen == [None]
+
+
+def test_the_autograd_facts_hold_either_way() -> None:
+    recompute.probe.cache_clear()
+    assert recompute.probe() is None
