@@ -4,6 +4,28 @@ Importing this package imports no product. A module says what it probes, what it
 undone, in that order.
 """
 
-from npu_replay.compat import cpu, megatron, megatron_layout, patching, probe, transformers
+from npu_replay.compat import (
+    config_flags,
+    cpu,
+    import_hook,
+    megatron,
+    megatron_layout,
+    mindspeed,
+    mindspeed_overlap,
+    patching,
+    probe,
+    transformers,
+)
 
-__all__ = ["cpu", "megatron", "megatron_layout", "patching", "probe", "transformers"]
+__all__ = [
+    "config_flags",
+    "cpu",
+    "import_hook",
+    "megatron",
+    "megatron_layout",
+    "mindspeed",
+    "mindspeed_overlap",
+    "patching",
+    "probe",
+    "transformers",
+]

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from npu_replay.compat import megatron_layout
+from npu_replay.compat import import_hook, megatron_layout, mindspeed
 from npu_replay.errors import NoEffect, RouterError
 from npu_replay.routers import Router, RouterKind
 from npu_replay.seam import least_positive
 
 _ROUTER_MODULE = "megatron.core.transformer.moe.router"
+_TOP_K_FUNCTIONS = ("topk_softmax_with_capacity", "topk_routing_with_score_function")
 _GRAPH_FLAGS = ("enable_cuda_graph", "external_cuda_graph")
 
 
@@ -38,6 +39,8 @@ class MegatronRouters(RouterKind):
         config: Any = module.config
         _refuse_graphs(config, path)
         _refuse_overlap(config, path)
+        _refuse_upstream_replay(module, path)
+        mindspeed.refuse_features(config, path)
         number: Any = module.layer_number
         return Router(
             module=module,
@@ -52,12 +55,21 @@ class MegatronRouters(RouterKind):
             mend=_without_exact_zeros if config.moe_token_dispatcher_type == "flex" else None,
         )
 
+    def functions(self) -> dict[str, object]:
+        """What a router's call goes through, whoever has replaced it."""
+        product: Any = sys.modules.get(_ROUTER_MODULE)
+        if product is None:
+            return {}
+        routing = {f"TopKRouter.{name}": getattr(product.TopKRouter, name) for name in ("forward", "routing")}
+        return routing | {name: vars(product)[name] for name in _TOP_K_FUNCTIONS if name in vars(product)}
+
     def accepts_none(self, chunks: Sequence[nn.Module]) -> bool:
         """A stage of an MoE model's pipeline whose layers are all dense, by its config."""
         return megatron_layout.is_dense_stage(chunks)
 
     def check_chunks(self, chunks: Sequence[nn.Module]) -> None:
-        """Refuse some of a rank's virtual stages in the place of all of them."""
+        """Refuse some of a rank's virtual stages in the place of all of them, and a failed shim."""
+        import_hook.refuse_failures()
         megatron_layout.check_chunks(chunks)
 
 
@@ -137,6 +149,19 @@ def _refuse_overlap(config: Any, path: str) -> None:
             expected="overlap_moe_expert_parallel_comm=False",
             got="overlap_moe_expert_parallel_comm=True",
             cause="the model's config; combined 1F1B calls build_schedule_plan() instead of the model",
+        )
+
+
+def _refuse_upstream_replay(module: Any, path: str) -> None:
+    """Megatron's own RouterReplay, from 0.16 on, would answer the top-k before ours is reached."""
+    action = getattr(getattr(module, "router_replay", None), "router_replay_action", None)
+    if action is not None and getattr(action, "name", "").startswith("REPLAY"):
+        raise RouterError(
+            "Megatron's own RouterReplay is replaying on this router",
+            where=path,
+            expected="no action: RouterReplay.clear_global_router_replay_action()",
+            got=action,
+            cause="two ways of replaying at once; use npu_replay's or Megatron's",
         )
 
 

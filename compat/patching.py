@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -45,10 +45,12 @@ class Patches:
 
     Args:
         reason: the capability that is missing without them, for the report.
+        beneath: undoes a patch that somebody else's lies over, and says whether it could.
     """
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, beneath: Callable[[Patch], bool] | None = None) -> None:
         self.reason = reason
+        self._beneath = beneath
         self._applied: list[Patch] = []
 
     def set(self, owner: Any, name: str, value: Any, why: str) -> None:
@@ -66,17 +68,24 @@ class Patches:
             raise TypeError(
                 f"{name} of {type(owner).__qualname__} is no plain attribute and can't be patched"
             )
-        self._applied.append(Patch(owner, name, why, original, value))
+        self.add(Patch(owner, name, why, original, value))
+
+    def add(self, patch: Patch) -> None:
+        """Remember a patch that was made already, beneath somebody else's."""
+        self._applied.append(patch)
         if self not in _groups:
             _groups.append(self)
 
     def undo(self) -> list[Patch]:
         """Undo all, newest first; return those that somebody else has replaced since."""
-        left = [patch for patch in reversed(self._applied) if not (patch.undo() or _hand_down(patch))]
+        left = [patch for patch in reversed(self._applied) if not (patch.undo() or self._undo_beneath(patch))]
         self._applied.clear()
         if self in _groups:
             _groups.remove(self)
         return left
+
+    def _undo_beneath(self, patch: Patch) -> bool:
+        return _hand_down(patch) or (self._beneath is not None and self._beneath(patch))
 
     def __iter__(self) -> Iterator[Patch]:
         return iter(self._applied)

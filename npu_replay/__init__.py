@@ -45,5 +45,7 @@ __all__ = [
 ]
 
 register("megatron-core", compat.megatron.MegatronRouters())
+register("mindspeed", compat.mindspeed.MindSpeed())
 register("transformers", compat.transformers.TransformersRouters())
 register_reader("megatron-core", compat.megatron_layout.read)
+compat.config_flags.install()

@@ -72,3 +72,9 @@ def whole_number(value: Any, what: str, where: str = "") -> int:
 def micro_batch(number: int, layer: object = None) -> str:
     """«micro-batch 2, layer 5»: where an error happened, in the words of every message."""
     return f"micro-batch {number}" if layer is None else f"micro-batch {number}, layer {layer}"
+
+
+def described(function: object) -> str:
+    """«mindspeed.core.transformer.moe.moe_utils.topk_softmax_with_capacity»: whose function this is."""
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{getattr(function, '__module__', None) or '?'}.{name}"

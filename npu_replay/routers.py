@@ -12,8 +12,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from npu_replay.errors import RouterError
+from npu_replay.marking import Marks
 
 Model: TypeAlias = "nn.Module | Sequence[nn.Module]"
 """What a block takes: a module, or the list of its virtual-pipeline chunks."""
@@ -78,6 +80,14 @@ class RouterKind:
     def check_chunks(self, chunks: Sequence[nn.Module]) -> None:
         """Refuse chunks that aren't all that this rank has of its model."""
 
+    def functions(self) -> dict[str, object]:
+        """The product's functions that route, by name: nobody may replace them inside a block."""
+        return {}
+
+    def mark(self, chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> Iterable[RemovableHandle]:
+        """Hang hooks on a chunk that mark the recomputes which it runs outside backward."""
+        return ()
+
 
 _kinds: dict[str, RouterKind] = {}
 
@@ -106,6 +116,16 @@ def kinds() -> tuple[str, ...]:
 def unregister(name: str) -> None:
     """Undo `register`."""
     _kinds.pop(name, None)
+
+
+def functions() -> dict[str, object]:
+    """The functions that route, of every product that is here."""
+    return {name: function for kind in _kinds.values() for name, function in kind.functions().items()}
+
+
+def mark(chunk: nn.Module, found: Sequence[Router], marks: Marks) -> list[RemovableHandle]:
+    """Have every product mark what it runs again outside backward; the handles take the hooks off."""
+    return [handle for kind in _kinds.values() for handle in kind.mark(chunk, found, marks)]
 
 
 def chunks_of(model: Model) -> list[nn.Module]:

@@ -7,6 +7,7 @@ and is tried again, or a recompute in any order, finds its own.
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import time
@@ -14,14 +15,23 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from npu_replay import compiled, seam
-from npu_replay.errors import MicroBatchError, NoEffect, RecomputeError, ReplayError, RouterError, micro_batch
+from npu_replay import compiled, routers, seam
+from npu_replay.errors import (
+    MicroBatchError,
+    NoEffect,
+    RecomputeError,
+    ReplayError,
+    RouterError,
+    described,
+    micro_batch,
+)
+from npu_replay.marking import Marks
 from npu_replay.recompute import in_backward
 from npu_replay.routed_experts import narrow_dtype
 from npu_replay.routers import Model, Router, chunks_of, find
@@ -30,16 +40,24 @@ from npu_replay.timeline import Forward, Timeline
 Key: TypeAlias = "tuple[int, int]"  # layer label, micro-batch
 
 
+class _Running(NamedTuple):
+    """One call of a router, while it runs."""
+
+    module: nn.Module
+    call: seam.Call
+    recomputes: bool
+
+
 class _Calls(threading.local):
     """The routers' calls that this thread is in, innermost last."""
 
     def __init__(self) -> None:
-        self.stack: list[tuple[nn.Module, seam.Call]] = []
+        self.stack: list[_Running] = []
 
     def unwind(self) -> None:
         """Leave calls whose forward hook never ran: a KeyboardInterrupt skips it."""
         while self.stack:
-            self.stack.pop()[1].__exit__()
+            self.stack.pop().call.__exit__()
 
 
 _sessions: dict[int, Session] = {}
@@ -74,6 +92,8 @@ class Session:
         self._recomputed: set[Key] = set()
         self._kept: dict[Key, torch.Tensor] = {}
         self._calls = _Calls()
+        self._marks: list[Marks] = []
+        self._functions: dict[str, object] = {}
         self._seconds = 0.0
         self._count = 0
         self._state = "new"
@@ -116,6 +136,7 @@ class Session:
         """The block is over: keep neither the model nor ids that only a recompute would want."""
         for kept in (self._flags, self._unreached, self._pending, self._kept, self._routers, self._chunks):
             kept.clear()
+        self._marks.clear()
 
     # The block
 
@@ -130,6 +151,7 @@ class Session:
         self._check_nesting()
         self._check_model()
         stance = compiled.eager(self._chunks, self._routers)
+        self._functions = routers.functions()
         self._state = "open"
         self._timeline = Timeline(len(self._chunks))
         try:
@@ -180,6 +202,8 @@ class Session:
             for router in self._routers[chunk]:
                 _sessions[id(router.module)] = self
                 self._hook(router.module, *_router_hooks(self, router, chunk))
+            self._marks.append(Marks(functools.partial(self._timeline.number, chunk)))
+            self._handles.extend(routers.mark(module, self._routers[chunk], self._marks[chunk]))
 
     def _hook(self, module: nn.Module, before: Callable[..., None], after: Callable[..., object]) -> None:
         # The last thing before the forward and the first after it: other hooks' top-k isn't the router's.
@@ -209,7 +233,10 @@ class Session:
 
     def _begin(self, chunk: int) -> None:
         self._calls.unwind()  # an interrupt (KeyboardInterrupt, a cancelled task) runs no forward hook
-        self._check_forward(self._timeline.begin(chunk))
+        self._marks[chunk].clear()
+        forward = self._timeline.begin(chunk)
+        self._check_functions(micro_batch(forward.number))
+        self._check_forward(forward)
 
     def _end(self, chunk: int, output: object) -> None:
         ended = self._timeline.end(chunk, output)
@@ -231,52 +258,64 @@ class Session:
 
     # The routers' hooks
 
-    def _arm(self, router: Router, chunk: int, hidden: torch.Tensor) -> seam.Call:
+    def _arm(self, router: Router, chunk: int, hidden: torch.Tensor) -> _Running:
         rows = hidden.numel() // hidden.shape[-1] * router.gathers
         verify = False
-        if in_backward():
-            choose = self._recompute(router, chunk, rows, hidden.device)
+        again = self._recompute_of(router, chunk)
+        if again is not None:
+            choose = self._recompute(router, again, rows, hidden.device)
         else:
             forward = self._timeline.live(chunk)
             self._check_first_call(router, forward)
             forward.called.add(router.label)
             verify = forward.number == 0
             key = router.label, forward.number
-            checkpoint = self._timeline.checkpoint(forward)
+            checkpoint = self._marks[chunk].take_foreseen(router.module)
+            if checkpoint is None:
+                checkpoint = self._timeline.checkpoint(forward)
             if checkpoint is not None:
                 self._await_recompute(key, checkpoint)
             choose = self._live(router, forward, rows, hidden.device)
-        watch = router.masks or self._way[router.label] != "guard"
-        return seam.Call(
+        call = seam.Call(
             rows,
             router.num_experts,
             router.topk,
             choose,
             masks=router.masks,
-            watch=watch,
+            watch=router.masks or self._way[router.label] != "guard",
             verify=verify,
             keeps=self.foreign and router.drops,
-        ).__enter__()
+        )
+        return _Running(router.module, call.__enter__(), again is not None)
 
-    def _disarm(self, router: Router, chunk: int, call: seam.Call, output: object) -> object:
+    def _recompute_of(self, router: Router, chunk: int) -> int | None:
+        """The micro-batch that this call of the router runs again; None for a forward of its own."""
+        marked = self._marks[chunk].take_announced(router.module)
+        if marked is None and in_backward():
+            return self._timeline.recomputed(chunk, router.label)
+        return marked
+
+    def _disarm(self, router: Router, chunk: int, running: _Running, output: object) -> object:
         """The end of a router's call; what it returns takes the place of the output, if it isn't None."""
+        call = running.call
         call.__exit__()
         if output is None:
             return None  # the router raised, or its recompute was stopped early
-        self._note(router, chunk, call, output)
+        self._note(router, chunk, running, output)
         if self.foreign and router.mend is not None and call.ids is not None:
             return router.mend(output, call.ids)
         return None
 
-    def _note(self, router: Router, chunk: int, call: seam.Call, output: object) -> None:
+    def _note(self, router: Router, chunk: int, running: _Running, output: object) -> None:
+        call = running.call
         if call.way != self._way[router.label]:
             self._way[router.label] = call.way
             _ways[router.module] = call.way
-        if in_backward():
+        if running.recomputes:
             if call.way is None:
                 raise RecomputeError(
                     "the recompute of this router never reached its top-k",
-                    where=f"layer {router.label}, in backward",
+                    where=f"layer {router.label}, in its recompute",
                     cause=router.bypass or "a recompute that takes another path than the forward",
                 )
             return
@@ -286,8 +325,7 @@ class Session:
         elif call.suspect is not None:
             self._flags[key] = _effect(router, call, call.ids, call.suspect, output)
 
-    def _recompute(self, router: Router, chunk: int, rows: int, device: torch.device) -> seam.Choose:
-        number = self._timeline.recomputed(chunk, router.label)
+    def _recompute(self, router: Router, number: int, rows: int, device: torch.device) -> seam.Choose:
         ids = self._again(router, number, device)
         if len(ids) != rows:
             raise RecomputeError(
@@ -366,8 +404,22 @@ class Session:
         pending = list(self._pending.items())
         return [key for key, alive in pending if key not in self._recomputed and alive() is not None]
 
+    def _check_functions(self, where: str) -> None:
+        """Is the code that routes the same as when the block was entered?"""
+        for name, function in routers.functions().items():
+            if function is not self._functions.get(name, function):
+                raise RouterError(
+                    "the code that routes was replaced inside an open block",
+                    where=f"{where}, {name}",
+                    expected=described(self._functions[name]),
+                    got=described(function),
+                    cause="MindSpeed's repatch(), or another library's patch, in the middle of a block; do "
+                    "it before the block or after it",
+                )
+
     def _check_complete(self) -> None:
         """The body is through: did every chunk see the same forwards, and is nothing still to come?"""
+        self._check_functions("at the end of the block")
         if (bypassed := self._timeline.bypassed) is not None:
             raise MicroBatchError(
                 "the routers ran, but not through the __call__ of the module that was passed",
@@ -451,16 +503,15 @@ def _router_hooks(
         if module is not router.module:
             return _detach(module, router.module, before, after)
         started = time.perf_counter()
-        call = session._arm(router, chunk, _first_tensor(args, kwargs))
-        session._calls.stack.append((module, call))
+        session._calls.stack.append(session._arm(router, chunk, _first_tensor(args, kwargs)))
         session._seconds += time.perf_counter() - started
 
     def after(module: nn.Module, args: tuple[Any, ...], output: object) -> object:
         stack = session._calls.stack
-        if not stack or stack[-1][0] is not module:
+        if not stack or stack[-1].module is not module:
             return None  # the pre-hook raised, or this is a copy of the router
         started = time.perf_counter()
-        mended = session._disarm(router, chunk, stack.pop()[1], output)
+        mended = session._disarm(router, chunk, stack.pop(), output)
         session._seconds += time.perf_counter() - started
         return mended
 

@@ -1,0 +1,93 @@
+"""MindSpeed: which of its features route in ways that can't be replayed, and whether it is in place at all.
+
+Its other features call Megatron's TopKRouter as it is, and need nothing here. Nothing of MindSpeed is changed
+and nothing is imported: what it does is read off the model's config, to which it copies all its arguments,
+and off the arguments themselves, since its patches hold for every model of the process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from npu_replay.compat import mindspeed_overlap
+from npu_replay.errors import RouterError
+from npu_replay.marking import Marks
+from npu_replay.routers import Router, RouterKind
+
+_ADAPTOR = "mindspeed.megatron_adaptor"
+_REFUSED = {
+    "fix_router": "it takes experts in turn after the top-k, whatever was chosen; meant for timing runs",
+    "moe_tp_extend_ep": "its own routing runs over the tokens of all tensor-parallel ranks and drops score "
+    "function, expert bias and groups; spread the experts by expert_model_parallel_size instead",
+}
+
+
+class MindSpeed(RouterKind):
+    """Describes no router, since MindSpeed has none of its own; marks what moe_fb_overlap runs again."""
+
+    def check_chunks(self, chunks: Sequence[nn.Module]) -> None:
+        """Refuse a MindSpeed whose import was cut short: some of its patches are in place and some aren't."""
+        refuse_half_import()
+
+    def describe(self, module: nn.Module, path: str) -> Router | None:
+        """None."""
+        return None
+
+    def mark(self, chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> Any:
+        """Mark the recomputes of moe_fb_overlap."""
+        return mindspeed_overlap.mark(chunk, routers, marks)
+
+
+def refuse_features(config: Any, path: str) -> None:
+    """Refuse a router whose choice MindSpeed overrides.
+
+    Raises:
+        RouterError: names the feature and the reason.
+    """
+    for feature, reason in _REFUSED.items():
+        if getattr(config, feature, False) or getattr(_arguments(), feature, False):
+            raise RouterError(
+                f"MindSpeed's {feature} can't be replayed",
+                where=path,
+                expected=f"{feature}=False",
+                got=f"{feature}=True",
+                cause=reason,
+            )
+
+
+def refuse_half_import() -> None:
+    """Refuse to work with a MindSpeed whose import failed half way, and was caught by somebody.
+
+    Raises:
+        RouterError: says how many patches are in place.
+    """
+    patches = _patches()
+    applied = [name for name, patch in patches.items() if patch.is_applied]
+    if not applied or len(applied) == len(patches) or _ADAPTOR in sys.modules:
+        return
+    missing = next(name for name in patches if name not in applied)
+    raise RouterError(
+        "MindSpeed is half imported",
+        where=f"import {_ADAPTOR}",
+        expected=f"all {len(patches)} of its patches in place",
+        got=f"{len(applied)}, without {missing}",
+        cause="its import raised, and somebody caught it; «python -c 'import mindspeed.megatron_adaptor'» "
+        "shows it (a Megatron of another release than this MindSpeed's, a torch_npu that doesn't load)",
+    )
+
+
+def _patches() -> dict[str, Any]:
+    product: Any = sys.modules.get("mindspeed.patch_utils")
+    return {} if product is None else product.MindSpeedPatchesManager.patches_info
+
+
+def _arguments() -> Any:
+    """MindSpeed's arguments, once it has read them: Megatron's own where those are set."""
+    product: Any = sys.modules.get("mindspeed.args_utils")
+    if product is None or _ADAPTOR not in sys.modules:
+        return None
+    return product.get_full_args()
