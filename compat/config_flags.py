@@ -44,17 +44,16 @@ def install() -> None:
 
 
 def _wrap(module: Any) -> None:
-    patches = Patches(_WHAT, beneath=_take_from_mindspeed)
     for name in CLASSES:
         cls = getattr(module, name, None)
-        if cls is None:
+        if cls is None or any(patch.owner is cls for patch in _patches):
             continue
         under = _mindspeeds(cls)
         if under is None:
-            patches.set(cls, "__init__", _config_init(cls.__init__), _WHY)
+            _patches.set(cls, "__init__", _config_init(cls.__init__), _WHY)
         else:
             ours = _config_init(under.orig_func)
-            patches.add(Patch(cls, "__init__", _WHY, under.orig_func, ours))
+            _patches.add(Patch(cls, "__init__", _WHY, under.orig_func, ours))
             _put_below(under, ours)
 
 
@@ -153,3 +152,6 @@ def _take_from_mindspeed(patch: Patch) -> bool:
         return False
     _put_below(under, patch.original)
     return True
+
+
+_patches = Patches(_WHAT, beneath=_take_from_mindspeed)

@@ -1,0 +1,111 @@
+"""compat.import_hook: a shim runs once its module is imported, whoever came first; what fails is said."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from npu_replay.compat import import_hook
+from npu_replay.errors import ReplayError
+
+NAME = "waited_for"
+
+
+@pytest.fixture(autouse=True)
+def product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package on the path that nobody has imported, and a hook that waits for nothing else."""
+    monkeypatch.setattr(import_hook, "_waiting", {})
+    monkeypatch.setattr(import_hook, "_failures", {})
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    package = tmp_path / NAME
+    package.mkdir()
+    (package / "__init__.py").write_text("value = 1\n")
+    (package / "inner.py").write_text("from waited_for import value\nseen = value\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield package
+    for name in [name for name in sys.modules if name.split(".")[0] == NAME]:
+        del sys.modules[name]
+
+
+def double(module: ModuleType) -> None:
+    module.value *= 2  # type: ignore[attr-defined]
+
+
+def test_a_shim_waits_for_the_import_and_runs_before_anybody_sees_the_module() -> None:
+    import_hook.when_imported(NAME, "doubles", double)
+    assert NAME not in sys.modules
+    inner = importlib.import_module(f"{NAME}.inner")
+    assert inner.seen == 2
+
+
+def test_a_module_that_is_there_is_changed_at_once() -> None:
+    module = importlib.import_module(NAME)
+    import_hook.when_imported(NAME, "doubles", double)
+    assert module.value == 2
+
+
+def test_a_shim_runs_once_however_often_it_is_asked_for() -> None:
+    for _ in range(2):
+        import_hook.when_imported(NAME, "doubles", double)
+    module = importlib.import_module(NAME)
+    assert module.value == 2
+    assert "exec_module" not in vars(module.__spec__.loader)  # type: ignore[union-attr]
+    assert importlib.reload(module).value == 1
+
+
+def test_asked_for_by_the_module_itself_it_waits_for_its_end(product: Path) -> None:
+    (product / "__init__.py").write_text(
+        "from npu_replay.compat import import_hook\n"
+        "import_hook.when_imported('waited_for', 'doubles', lambda module: setattr(module, 'value', 2))\n"
+        "value = 1\n"
+    )
+    assert importlib.import_module(NAME).value == 1
+    # Nobody was told: the finder had answered before. It is not lost, but done with the next call.
+    import_hook.when_imported(NAME, "doubles", double)
+    assert sys.modules[NAME].value == 2
+
+
+def test_a_shim_that_fails_is_one_error_and_the_import_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(module: ModuleType) -> None:
+        raise AttributeError("no such class")
+
+    import_hook.when_imported(NAME, "its shim", broken)
+    with caplog.at_level(logging.ERROR):
+        assert importlib.import_module(NAME).value == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "[npu_replay] its shim failed on waited_for: AttributeError: no such class"
+    ]
+    with pytest.raises(ReplayError, match=r"its shim failed: AttributeError: no such class.*STRICT=0"):
+        import_hook.refuse_failures()
+
+
+def test_strict_0_goes_on_without_the_shim(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(import_hook._failures, "its shim", "KeyError: 1")
+    monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
+    import_hook.refuse_failures()
+
+
+@pytest.mark.parametrize(("value", "changed"), [("1", False), ("0", True), ("", True)])
+def test_disable_changes_nothing(monkeypatch: pytest.MonkeyPatch, value: str, changed: bool) -> None:
+    monkeypatch.setenv("NPU_REPLAY_DISABLE", value)
+    import_hook.when_imported(NAME, "doubles", double)
+    assert importlib.import_module(NAME).value == (2 if changed else 1)
+
+
+def test_a_module_that_does_not_exist_is_still_a_module_not_found() -> None:
+    import_hook.when_imported("never_there", "waits in vain", double)
+    with pytest.raises(ModuleNotFoundError, match="never_there"):
+        importlib.import_module("never_there")
+
+
+def test_forgotten_shims_do_not_run() -> None:
+    import_hook.when_imported(NAME, "doubles", double)
+    import_hook.forget()
+    assert importlib.import_module(NAME).value == 1
+    assert import_hook._finder not in sys.meta_path
