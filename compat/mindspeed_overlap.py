@@ -68,10 +68,12 @@ class _Rerun:
 class _Inputs(tuple[Any, ...]):
     """What MindSpeed unpacks to run a layer again."""
 
-    rerun: _Rerun
+    reruns: list[_Rerun]
+    """One for each block that is open on the model."""
 
     def __iter__(self) -> Iterator[Any]:
-        self.rerun.begins()
+        for rerun in self.reruns:
+            rerun.begins()
         return super().__iter__()
 
 
@@ -86,9 +88,10 @@ def _hooks(layer: nn.Module, router: Router, marks: Marks) -> tuple[Callable[...
     def after(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if module is layer and expected:
             graph = _graph(output, router)
-            inputs = _Inputs(graph.layer_inputs)
-            inputs.rerun = expected.pop()
-            graph.layer_inputs = inputs
+            if not isinstance(graph.layer_inputs, _Inputs):
+                graph.layer_inputs = _Inputs(graph.layer_inputs)
+                graph.layer_inputs.reruns = []
+            graph.layer_inputs.reruns.append(expected.pop())
 
     return before, after
 

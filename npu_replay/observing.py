@@ -6,6 +6,7 @@ may be open around or inside one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -14,9 +15,10 @@ import torch
 from torch import nn
 
 from npu_replay.errors import MicroBatchError, NoEffect, ReplayError, micro_batch
+from npu_replay.marking import Marks
 from npu_replay.recompute import in_backward
 from npu_replay.routed_experts import RoutedExperts, narrow_dtype, without_layers
-from npu_replay.routers import Model, Router, chunks_of, find
+from npu_replay.routers import Model, Router, chunks_of, find, mark
 from npu_replay.timeline import Timeline
 
 
@@ -28,6 +30,7 @@ class Observation:
         self._timeline = Timeline(len(self._chunks))
         self._routers: list[Router] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._marks: list[Marks] = []
         self._seen: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._shown: list[RoutedExperts] | None = None
 
@@ -54,6 +57,8 @@ class Observation:
             for router in routers:
                 self._handles.append(router.module.register_forward_hook(self._reads(router, chunk)))
             self._handles.append(module.register_forward_hook(self._ends(chunk), always_call=True))
+            self._marks.append(Marks(functools.partial(self._timeline.number, chunk)))
+            self._handles.extend(mark(module, routers, self._marks[chunk]))
         return self
 
     def __exit__(
@@ -83,6 +88,7 @@ class Observation:
     def _begins(self, chunk: int) -> Callable[..., None]:
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
             if module is self._chunks[chunk] and not in_backward():
+                self._marks[chunk].clear()
                 self._timeline.begin(chunk)
 
         return before
@@ -98,6 +104,8 @@ class Observation:
         def after(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
             if module is not router.module or in_backward():
                 return
+            if self._marks[chunk].take_announced(module) is not None:
+                return  # a recompute that runs outside backward
             with torch.no_grad():
                 shown = router.shows(output)
                 # Not by a top-k: an armed router further out would take it for its own.
