@@ -1,0 +1,194 @@
+"""compat.mindspeed: what is refused, and in which words. What works is in tests/mindspeed/."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import npu_replay
+from megatron_cases import Trainer, build, hooks_left, perturbed, routers, same
+from npu_replay.errors import RouterError
+
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
+
+
+def in_place(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> None:
+    module = ModuleType(name)
+    vars(module).update(attributes)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def with_arguments(monkeypatch: pytest.MonkeyPatch, **arguments: bool) -> None:
+    in_place(monkeypatch, "mindspeed.megatron_adaptor")
+    in_place(monkeypatch, "mindspeed.args_utils", get_full_args=lambda: SimpleNamespace(**arguments))
+
+
+def check_usable(trainer: Trainer) -> None:
+    assert hooks_left(trainer.model) == 0
+    with npu_replay.record(trainer.model) as recording:
+        trainer.loss(trainer.batches[0]).backward()
+    assert len(recording.routes) == 1
+
+
+@pytest.mark.parametrize("said_by", ["the config", "the arguments"])
+@pytest.mark.parametrize(
+    ("feature", "reason"),
+    [("fix_router", "takes experts in turn"), ("moe_tp_extend_ep", "drops score function")],
+)
+def test_a_feature_that_overrides_the_choice_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, feature: str, reason: str, said_by: str
+) -> None:
+    trainer = build({})
+    with monkeypatch.context() as on:
+        if said_by == "the config":
+            on.setattr(trainer.model.config, feature, True, raising=False)
+        else:
+            with_arguments(on, **{feature: True})
+        message = rf"layers\.0.*MindSpeed's {feature} can't be replayed. Expected {feature}=False.*{reason}"
+        with pytest.raises(RouterError, match=message), npu_replay.record(trainer.model):
+            pass
+    with_arguments(monkeypatch, **{feature: False})
+    check_usable(trainer)
+
+
+@pytest.mark.parametrize("applied", [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize("imported", [True, False])
+def test_a_half_imported_mindspeed_is_refused(
+    monkeypatch: pytest.MonkeyPatch, applied: tuple[bool, bool], imported: bool
+) -> None:
+    """Its import raised between two patches, and somebody caught it."""
+    trainer = build({})
+    with monkeypatch.context() as broken:
+        patches = {f"megatron.core.part{i}": SimpleNamespace(is_applied=on) for i, on in enumerate(applied)}
+        manager = SimpleNamespace(patches_info=patches)
+        in_place(broken, "mindspeed.patch_utils", MindSpeedPatchesManager=manager)
+        if imported:
+            with_arguments(broken)
+        if applied == (True, False) and not imported:
+            message = r"half imported. Expected all 2 .* got 1, without megatron\.core\.part1.*python -c"
+            with pytest.raises(RouterError, match=message), npu_replay.record(trainer.model):
+                pass
+    check_usable(trainer)
+
+
+def replaced_functions() -> list[str]:
+    from npu_replay.routers import functions
+
+    return list(functions())
+
+
+@pytest.mark.parametrize("when", ["between two micro-batches", "after the last"])
+@pytest.mark.parametrize("which", ["TopKRouter.routing", "TopKRouter.forward", "topk"])
+def test_routing_code_that_is_replaced_inside_a_block_is_named(
+    monkeypatch: pytest.MonkeyPatch, which: str, when: str
+) -> None:
+    """As a repatch() in the middle of a block does: from there on the effect is not what was checked."""
+    from megatron.core.transformer.moe import router as product
+
+    trainer = build({})
+    names = [name for name in replaced_functions() if name.startswith(which)]
+    assert len(names) == 1, names
+    owner, name = (product.TopKRouter, which.split(".")[1]) if "." in which else (product, names[0])
+    original = getattr(owner, name)
+
+    @functools.wraps(original, assigned=())
+    def somebodys(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    where = "micro-batch 1" if when == "between two micro-batches" else "at the end of the block"
+    problem = rf"{where}, {names[0]}: the code that routes was replaced"
+    message = rf"(?s){problem}.*Expected megatron\..*got .*somebodys.*repatch"
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(RouterError, match=message),
+        npu_replay.record(trainer.model),
+    ):
+        trainer.loss(trainer.batches[0]).backward()
+        patched.setattr(owner, name, somebodys)
+        if when == "between two micro-batches":
+            trainer.loss(trainer.batches[1])
+    check_usable(trainer)
+
+
+def test_routing_code_that_was_replaced_before_the_block_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.moe import router as product
+
+    original = product.TopKRouter.routing
+    monkeypatch.setattr(product.TopKRouter, "routing", lambda self, *a, **k: original(self, *a, **k))
+    check_usable(build({}))
+
+
+# Megatron's own replay, from 0.16 on
+
+
+def upstream() -> Any:
+    replay = pytest.importorskip("megatron.core.transformer.moe.router_replay", reason="no RouterReplay here")
+    replay.RouterReplay.clear_global_router_replay_instances()
+    return replay
+
+
+@pytest.mark.parametrize("action", ["REPLAY_FORWARD", "REPLAY_BACKWARD"])
+def test_megatrons_own_replay_and_ours_at_once_are_refused(action: str) -> None:
+    replay = upstream()
+    trainer = build({"moe_enable_routing_replay": True})
+    replay.RouterReplay.set_global_router_replay_action(replay.RouterReplayAction[action])
+    message = rf"layers\.0.*own RouterReplay is replaying.*clear_global_router_replay_action.*{action}"
+    with pytest.raises(RouterError, match=message), npu_replay.record(trainer.model):
+        pass
+    replay.RouterReplay.clear_global_router_replay_action()
+    check_usable(trainer)
+
+
+def test_a_model_that_is_built_for_megatrons_own_replay_takes_ours_right() -> None:
+    """Its first-in-first-out recompute would give each micro-batch another's routes."""
+    replay = upstream()
+    trainer = build({"moe_enable_routing_replay": True}, "full")
+    replay.RouterReplay.set_global_router_replay_action(replay.RouterReplayAction.RECORD)
+    plain = trainer.run("sum")
+    with npu_replay.record(trainer.model) as recording:
+        assert same(trainer.run("sum"), plain)
+    with (
+        perturbed(trainer.model),
+        npu_replay.observe(trainer.model) as seen,
+        npu_replay.replay(trainer.model, recording.routes),
+    ):
+        trainer.run("sum")
+    for shown, routes in zip(seen.shown, recording.routes, strict=True):
+        assert torch.equal(shown.ids.sort(-1).values, routes.ids.sort(-1).values)
+    theirs = [own.router_replay.recorded_topk_idx for own in (r.module for r in routers(trainer.model))]
+    assert all(ids is not None for ids in theirs)
+
+
+# Arguments that a release, MindSpeed-LLM or a fork adds to a router's call
+
+
+@pytest.mark.parametrize("passed", ["by name", "by place"])
+def test_more_arguments_of_a_routers_call_reach_it_untouched(
+    monkeypatch: pytest.MonkeyPatch, passed: str
+) -> None:
+    """T7: a routing function of one's own, with Megatron 0.12's signature, met a padding_mask."""
+    from megatron.core.transformer.moe import router as product
+
+    got: list[Any] = []
+    original = product.TopKRouter.forward
+
+    def forward(self: Any, input: torch.Tensor, padding_mask: Any = None, input_ids: Any = None) -> Any:
+        got.append((padding_mask, input_ids))
+        return original(self, input)
+
+    monkeypatch.setattr(product.TopKRouter, "forward", forward)
+    router = routers(build({}).model)[0].module
+    mask, ids = object(), object()
+    hidden = torch.randn(6, 2, router.config.hidden_size, device=router.weight.device)
+    with npu_replay.record(router) as recording:
+        if passed == "by name":
+            router(hidden, padding_mask=mask, input_ids=ids)
+        else:
+            router(hidden, mask, ids)
+    assert got == [(mask, ids)]
+    assert len(recording.routes[0]) == 12
