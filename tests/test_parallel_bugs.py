@@ -313,3 +313,31 @@ def test_expert_ids_above_255_survive_record_layout_and_replay(experts: int, dty
         assert torch.equal(chosen.sort(dim=1).values, high[:, 0])
     finally:
         routers.unregister("wide")
+
+
+@pytest.mark.parametrize("end", [1, 16])
+def test_sequences_that_are_padded_for_fp8_keep_their_tokens_routes(end: int) -> None:
+    """T8: fp8 pads each sequence, or the stream's end, to a multiple of 16; routes laid out without it met
+    other tokens."""
+    lengths = (5, 9, 3)
+    each = 16 if end == 1 else 1
+    samples = [made_up(length, (0, 1), seed) for seed, length in enumerate(lengths)]
+    layout = TokenLayout.packed(lengths, align=each, align_end=end)
+    rows = 48 if end == 1 else 32
+    model = ToyModel()
+    with torch.no_grad():
+        native = shown(
+            model, [model], tokens(0, rows), made_up(rows, (0, 1), recorded=torch.zeros(rows, dtype=bool))
+        )
+    seen = shown(model, [model], tokens(0, rows), layout.gather(samples))
+    wanted = RoutedExperts.concat(samples)
+    got = layout.packed_rows(seen)
+    assert npu_replay.compare(got, wanted).differing == 0
+    padding = layout.rows < 0
+    assert torch.equal(seen.ids[padding].sort(-1).values, native.ids[padding].sort(-1).values)
+    unaware = TokenLayout.packed(lengths).gather(samples)
+    with (
+        pytest.raises(MicroBatchError, match=rf"Expected {rows} rows, got 17"),
+        npu_replay.replay(model, [unaware]),
+    ):
+        model(tokens(0, rows))
