@@ -42,7 +42,8 @@ _MASKS = {torch.masked_fill, torch.Tensor.masked_fill, torch.where, torch.Tensor
 
 
 class _Armed(threading.local):
-    call: Call | None = None
+    def __init__(self) -> None:  # up to torch 2.10 dynamo takes a class attribute for a constant
+        self.call: Call | None = None
 
 
 _armed = _Armed()
