@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from npu_replay.compat import import_hook, megatron_layout, mindspeed
+from npu_replay.compat import import_hook, megatron_layout, mindspeed, mindspeed_llm
 from npu_replay.errors import NoEffect, RouterError
 from npu_replay.routers import Router, RouterKind
 from npu_replay.seam import least_positive
@@ -36,7 +36,10 @@ class MegatronRouters(RouterKind):
                 expected="a TopKRouter or a subclass",
                 got=f"another subclass of Router ({type(module).__module__})",
             )
+        if mindspeed_llm.looks_up(module):
+            return None  # a hash layer: the token alone decides, in every pass alike
         config: Any = module.config
+        mindspeed_llm.refuse(module, path)
         _refuse_graphs(config, path)
         _refuse_overlap(config, path)
         _refuse_upstream_replay(module, path)
@@ -44,7 +47,7 @@ class MegatronRouters(RouterKind):
         number: Any = module.layer_number
         return Router(
             module=module,
-            num_experts=int(config.num_moe_experts),
+            num_experts=int(module.num_experts),
             topk=int(module.topk),
             shows=_shows_with_drops if _drops(config) else _shows,
             layer=None if number is None else int(number) - 1,

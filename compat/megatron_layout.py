@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from npu_replay.compat import mindspeed_llm
 from npu_replay.decoder_layers import DecoderLayers
 from npu_replay.errors import ReplayError, RouterError
 from npu_replay.parallel_layout import ParallelLayout
@@ -67,12 +68,12 @@ def decoder_layers(config: Any) -> DecoderLayers:
     experts = getattr(config, "num_moe_experts", None)
     return DecoderLayers(
         int(config.num_layers),
-        moe_layer_freq=[0] * int(config.num_layers) if experts is None else config.moe_layer_freq,
+        moe_layer_freq=[0] * int(config.num_layers) if experts is None else mindspeed_llm.layer_kinds(config),
         first_stage=config.num_layers_in_first_pipeline_stage,
         last_stage=config.num_layers_in_last_pipeline_stage,
         embedding_counts=bool(config.account_for_embedding_in_pipeline_split),
         loss_counts=bool(config.account_for_loss_in_pipeline_split),
-        table=None if table is None else _counts(table),
+        table=mindspeed_llm.pipeline_table(config) if table is None else _counts(table),
     )
 
 
@@ -123,7 +124,7 @@ def _decoder_layers_in(chunks: Sequence[nn.Module]) -> set[int]:
         for chunk in chunks
         for path, module in chunk.named_modules()
         if product is not None
-        and isinstance(module, product.TransformerLayer)
+        and (isinstance(module, product.TransformerLayer) or mindspeed_llm.is_noop(module))
         and "mtp" not in path.split(".")
     }
 

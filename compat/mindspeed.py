@@ -3,17 +3,21 @@
 Its other features call Megatron's TopKRouter as it is, and need nothing here. Nothing of MindSpeed is changed
 and nothing is imported: what it does is read off the model's config, to which it copies all its arguments,
 and off the arguments themselves, since its patches hold for every model of the process.
+
+Probes: `capability`. Offers: `MindSpeed`, `refuse_features`, `refuse_half_import`. Nothing to undo.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from npu_replay.compat import mindspeed_overlap
+from npu_replay.compat.probe import Capability, Product
 from npu_replay.errors import RouterError
 from npu_replay.marking import Marks
 from npu_replay.routers import Router, RouterKind
@@ -24,6 +28,44 @@ _REFUSED = {
     "moe_tp_extend_ep": "its own routing runs over the tokens of all tensor-parallel ranks and drops score "
     "function, expert bias and groups; spread the experts by expert_model_parallel_size instead",
 }
+
+
+def capability(product: Product, megatron: Product) -> Capability:
+    """Replay under MindSpeed, as far as the source of both tells.
+
+    Args:
+        product: what is found of MindSpeed.
+        megatron: what is found of Megatron-core.
+    """
+    name = "replay under MindSpeed"
+    if not product.usable:
+        return Capability(
+            name, "broken" if product.problem else "missing", product.problem or "MindSpeed is not installed"
+        )
+    if megatron.usable and not Path(megatron.where).with_name("training").is_dir():
+        return Capability(
+            name,
+            "broken",
+            "MindSpeed imports megatron.training, which a megatron-core wheel doesn't have",
+            "put a Megatron-LM source tree first on PYTHONPATH",
+        )
+    if _release(product) and megatron.usable and _release(product) != _release(megatron):
+        return Capability(
+            name,
+            "broken",
+            f"this MindSpeed is made for Megatron-core {product.version}, and {megatron.version} is here",
+            "take the branch of MindSpeed that is named after this Megatron-core, or the other way round",
+        )
+    if not mindspeed_overlap.place_is_known(Path(product.where)):
+        return Capability(
+            name, "works", "but moe_fb_overlap recomputes where npu_replay can't mark it, and is refused then"
+        )
+    return Capability(name, "works", f"recompute of moe_fb_overlap too; refused: {', '.join(_REFUSED)}")
+
+
+def _release(product: Product) -> list[str]:
+    """Major and minor; MindSpeed's distribution has the version of the Megatron-core that it is made for."""
+    return product.version.split(".")[:2] if product.version else []
 
 
 class MindSpeed(RouterKind):

@@ -11,8 +11,10 @@ Two hooks on the layer, for the length of a block; nothing of MindSpeed's is rep
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -23,8 +25,20 @@ from npu_replay.errors import RecomputeError, RouterError
 from npu_replay.marking import Marks
 from npu_replay.routers import Router
 
+_PLACE = "core/transformer/moe/moe_feature/fb_overlap/transformer_layer.py"
 _SIGNS = {"checkpoint", "bwd_layer_graph"}
 """Parameters of a layer's forward that MindSpeed has bound to it."""
+
+
+def place_is_known(mindspeed: Path) -> bool:
+    """Does the source of this MindSpeed unpack `layer_inputs` where it runs a layer again, or not at all?"""
+    source = mindspeed / _PLACE
+    if not source.is_file():
+        return True  # a release without moe_fb_overlap
+    unpacked = (
+        node.value for node in ast.walk(ast.parse(source.read_text("utf-8"))) if isinstance(node, ast.Starred)
+    )
+    return any(isinstance(value, ast.Attribute) and value.attr == "layer_inputs" for value in unpacked)
 
 
 def mark(chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[RemovableHandle]:

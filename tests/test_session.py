@@ -233,6 +233,29 @@ def test_a_router_without_an_effect_is_an_error_at_the_end_of_the_first_micro_ba
     assert same(run(model, 0), before)
 
 
+def ignoring(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.topk(scores, router.topk, dim=-1)
+    return by_sorting(router, scores)
+
+
+@pytest.mark.parametrize(("before_the_step", "noticed"), [(1, 1), (2, 2), (3, 4), (5, 8)])
+def test_a_router_that_ignores_its_routes_shows_after_the_optimizer_stepped(
+    before_the_step: int, noticed: int
+) -> None:
+    """Until then it chooses what the routes say: they were recorded from it."""
+    model = ToyModel(ToyRouter(), ToyRouter(select=ignoring))
+    routes = record(model)
+    ran = 0
+    message = says(f"micro-batch {noticed}, layer 1", "doesn't show the chosen experts")
+    with pytest.raises(NoEffect, match=message), npu_replay.replay(model, routes * 9):
+        for ran in range(9):
+            if ran == before_the_step:
+                with torch.no_grad():
+                    model.layers[1].router.weight.neg_()
+            model(tokens())
+    assert ran == noticed
+
+
 def test_a_router_that_is_not_called_is_an_error_at_the_end_of_the_forward() -> None:
     model = ToyModel()
     model.layers[1].forward = lambda hidden: hidden

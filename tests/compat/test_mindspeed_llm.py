@@ -1,0 +1,584 @@
+"""MindSpeed-LLM's routing types through the seam, and which decoder layers it gives a router.
+
+Each test runs on stand-ins that make the same calls, and on MindSpeed-LLM's own functions where its sources
+and a Megatron-core that it fits are on the path.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import wraps
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import mindspeed_llm_routing as mindspeed
+import npu_replay
+from megatron_cases import DEVICE, RECOMPUTE, Trainer, hooks_left, perturbed, routers, same
+from npu_replay import DecoderLayers, ParallelLayout, ReplayError, RoutedExperts
+from npu_replay.compat import mindspeed_llm
+from npu_replay.demo import megatron_model
+from npu_replay.errors import NoEffect, RouterError
+
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
+
+GROUPS: dict[str, Any] = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+SCALED: dict[str, Any] = {"moe_router_topk_scaling_factor": 1.5}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A routing type, MindSpeed-LLM's arguments for it, and changes of the config."""
+
+    kind: str
+    args: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "softmax_topk": Case("softmax_topk"),
+    "softmax_topk_norm": Case("softmax_topk", {"norm_topk_prob": True, "moe_revert_type_after_topk": True}),
+    "softmax_topk_bias": Case(
+        "softmax_topk", config={"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    ),
+    "gating_in_fp32": Case("softmax_topk", {"router_gating_in_fp32": True}),
+    "greedy_scaled": Case("group_limited_greedy", GROUPS | SCALED, GROUPS),
+    "greedy_norm": Case("group_limited_greedy", GROUPS | {"norm_topk_prob": True}, GROUPS),
+    "greedy_losses": Case(
+        "group_limited_greedy",
+        GROUPS | SCALED | {"moe_device_level_aux_loss_coeff": 0.1, "moe_comm_aux_loss_coeff": 0.1},
+        GROUPS | {"moe_aux_loss_coeff": 0.1},
+    ),
+    "pai": Case("pai_megatron_aux_loss", config={"moe_aux_loss_coeff": 0.1}),
+    "aux_loss_norm": Case("aux_loss", {"norm_topk_prob": True}, {"moe_aux_loss_coeff": 0.1}),
+    "none": Case("none"),
+}
+REAL_ONLY = {
+    # Megatron's own functions, called by MindSpeed-LLM's routing
+    "none_groups_bias": Case(
+        "none",
+        config=GROUPS | {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
+    ),
+    "none_capacity": Case("none", config={"moe_expert_capacity_factor": 0.75}),
+    "none_sqrtsoftplus": Case("none", {"n_hash_layers": 1}, {"moe_router_score_function": "sqrtsoftplus"}),
+    "seq_aux_loss": Case("seq_aux_loss", config={"moe_aux_loss_coeff": 0.1}),
+    "sinkhorn": Case("sinkhorn"),
+}
+SOURCES = ["stand_in", pytest.param("real", marks=pytest.mark.mindspeed)]
+REAL = pytest.mark.parametrize("source", SOURCES[1:], indirect=True)
+
+
+@pytest.fixture(params=SOURCES)
+def source(request: pytest.FixtureRequest, megatron: None) -> Iterator[Any]:
+    """MindSpeed-LLM's router module, or None for the stand-ins."""
+    if request.param == "stand_in":
+        yield None
+    elif reason := mindspeed.missing():
+        pytest.skip(reason)
+    else:
+        with mindspeed.real_router() as module:
+            yield module
+
+
+@pytest.fixture
+def build(source: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trainer]:
+    """A model whose routers are MindSpeed-LLM's, of one routing type."""
+
+    def trainer(case: Case, recompute: str | None = None) -> Trainer:
+        config = configured(case, monkeypatch, source, **RECOMPUTE.get(recompute or "", {}))
+        torch.manual_seed(7)
+        model = megatron_model.model(config).to(DEVICE)
+        for module in model.modules():
+            if isinstance(bias := getattr(module, "expert_bias", None), torch.Tensor):
+                bias.copy_(torch.randn(bias.shape) * 0.1)
+        return Trainer(model, None)
+
+    return trainer
+
+
+def configured(case: Case, patch: pytest.MonkeyPatch, source: Any, **changes: Any) -> Any:
+    """A config as MindSpeed-LLM has it: with all its arguments, and values that Megatron wouldn't take."""
+    args = mindspeed.bind(patch, source, **case.args)
+    changes |= case.config
+    odd = changes.get("moe_router_score_function") == "sqrtsoftplus"
+    if odd:
+        del changes["moe_router_score_function"]
+    config = megatron_model.config(**changes)
+    for name, value in vars(args).items():
+        if not hasattr(config, name):
+            setattr(config, name, value)
+    config.moe_router_load_balancing_type = case.kind
+    if odd:
+        config.moe_router_score_function = "sqrtsoftplus"
+    return config
+
+
+class Tower(nn.Module):
+    """Routers alone, one after the other, with experts that are one vector each."""
+
+    def __init__(self, config: Any, *, recompute: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        layers = megatron_model.model(config).decoder.layers
+        self.routers = nn.ModuleList(layer.mlp.router for layer in layers)
+        for router in self.routers:
+            if hasattr(router, "build_hash_module"):
+                router.build_hash_module()
+        self.experts = nn.Parameter(torch.randn(self.routers[0].num_experts, config.hidden_size))
+        self.recompute = recompute
+
+    def forward(self, hidden: torch.Tensor, *more: Any) -> torch.Tensor:
+        def layer(hidden: torch.Tensor, router: nn.Module) -> torch.Tensor:
+            probs = router(hidden, *more)[0]
+            return hidden + torch.tanh(probs @ self.experts).view_as(hidden)
+
+        for router in self.routers:
+            hidden = (
+                checkpoint(layer, hidden, router, use_reentrant=False)
+                if self.recompute
+                else layer(hidden, router)
+            )
+        return hidden
+
+    def run(self, hidden: torch.Tensor, *more: Any) -> tuple[list[float], list[torch.Tensor | None]]:
+        self.zero_grad()
+        loss = self(hidden, *more).square().mean()
+        loss.backward()
+        return [loss.item()], [None if p.grad is None else p.grad.clone() for p in self.parameters()]
+
+
+HIDDEN = torch.randn(12, 2, 32, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+TOKENS = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(4)).to(DEVICE)
+
+
+def foreign(like: list[RoutedExperts], seed: int = 5) -> list[RoutedExperts]:
+    """Routes that no router of this model would choose."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        RoutedExperts(
+            ids=torch.rand(*r.ids.shape[:2], r.num_experts, generator=generator).topk(r.topk).indices,
+            layers=r.layers,
+            num_experts=r.num_experts,
+        )
+        for r in like
+    ]
+
+
+def recorded(trainer: Trainer) -> list[RoutedExperts]:
+    with npu_replay.record(trainer.model) as recording:
+        trainer.run()
+    return recording.routes
+
+
+def check(trainer: Trainer) -> None:
+    """Record is bit-equal to untouched, replay to record, and a changed router takes the recorded experts."""
+    untouched = trainer.run("sum")
+    with npu_replay.record(trainer.model) as recording:
+        record = trainer.run("sum")
+    assert same(record, untouched)
+    assert [r.layers for r in recording.routes] == [(0, 1, 2, 3)] * 3
+    with npu_replay.replay(trainer.model, recording.routes):
+        assert same(trainer.run("sum"), untouched)
+    with perturbed(trainer.model):
+        with npu_replay.observe(trainer.model) as live:
+            trainer.run()
+        with (
+            npu_replay.observe(trainer.model) as replayed,
+            npu_replay.replay(trainer.model, recording.routes),
+        ):
+            losses, grads = trainer.run()
+    assert npu_replay.compare(live.shown, recording.routes).differing > 0
+    assert npu_replay.compare(replayed.shown, recording.routes).differing == 0
+    assert all(torch.isfinite(torch.tensor(losses)))
+    assert all(bool(torch.isfinite(grad).all()) for grad in grads if grad is not None)
+    assert hooks_left(trainer.model) == 0
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_routing_type_is_recorded_and_replayed(
+    build: Callable[..., Trainer], case: str, recompute: str | None
+) -> None:
+    check(build(CASES[case], recompute))
+
+
+@REAL
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("case", REAL_ONLY)
+def test_megatrons_routing_types_called_by_mindspeed_llm_are_recorded_and_replayed(
+    build: Callable[..., Trainer], source: Any, case: str, recompute: str | None
+) -> None:
+    if "sqrtsoftplus" in case and not hasattr(source, "topk_softmax_with_capacity_and_hash"):
+        pytest.skip("this MindSpeed-LLM has no sqrtsoftplus")
+    check(build(REAL_ONLY[case], recompute))
+
+
+@pytest.mark.parametrize("case", ["softmax_topk", "softmax_topk_norm", "greedy_scaled", "greedy_norm", "pai"])
+def test_a_replayed_expert_has_the_probability_that_its_score_gives_also_in_a_masked_group(
+    build: Callable[..., Trainer], case: str
+) -> None:
+    trainer = build(CASES[case])
+    routes = foreign(recorded(trainer))
+    router = routers(trainer.model)[0].module
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    handle = router.register_forward_hook(lambda _, args, output: seen.append((args[0].detach(), output[0])))
+    with npu_replay.replay(trainer.model, routes[:1]):
+        trainer.loss(trainer.batches[0])
+    handle.remove()
+    (hidden, probs), ids = seen[0], routes[0].layer_ids(0).long().to(DEVICE)
+    scores = torch.softmax(hidden.reshape(len(ids), -1) @ router.weight.T, dim=-1)
+    expected = scores.gather(1, ids)
+    if "norm" in case:
+        expected = expected / expected.sum(dim=1, keepdim=True)
+    expected = expected * (1.5 if case == "greedy_scaled" else 1.0)
+    torch.testing.assert_close(probs.gather(1, ids), expected)
+    assert int((probs != 0).sum()) == ids.numel()
+    if "greedy" in case:
+        best = scores.view(len(ids), 4, 2).max(dim=-1).values.topk(2).indices
+        assert bool((ids[:, :, None] // 2 != best[:, None, :]).all(dim=-1).any()), "none was masked"
+    (gradient,) = torch.autograd.grad(probs.gather(1, ids)[:, 0].sum(), router.weight)
+    assert float(gradient.abs().sum()) > 0
+
+
+@pytest.mark.parametrize("order", ["sum", "reversed"])
+@pytest.mark.parametrize("case", ["softmax_topk_norm", "greedy_losses", "pai"])
+def test_a_recompute_takes_the_foreign_experts_of_its_own_micro_batch(
+    build: Callable[..., Trainer], case: str, order: str
+) -> None:
+    plain = build(CASES[case])
+    routes = foreign(recorded(plain))
+    with npu_replay.replay(plain.model, routes):
+        expected = plain.run(order)
+    checkpointed = build(CASES[case], "full")
+    with npu_replay.replay(checkpointed.model, routes):
+        assert same(checkpointed.run(order), expected)
+
+
+def test_a_routing_type_without_a_top_k_is_refused_by_name(build: Callable[..., Trainer]) -> None:
+    trainer = build(Case("sparsemixer_topk"))
+    for block in (npu_replay.record(trainer.model), npu_replay.pin_recompute(trainer.model)):
+        with pytest.raises(RouterError, match=r"layers\.0\.mlp\.router.*'sparsemixer_topk' can't be"), block:
+            pytest.fail("entered")
+    assert hooks_left(trainer.model) == 0
+    trainer.run()
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"moe_token_dispatcher_type": "allgather", "expert_model_parallel_size": 2}, True),
+        ({"moe_token_dispatcher_type": "allgather", "sequence_parallel": True}, True),
+        ({"moe_token_dispatcher_type": "allgather"}, False),
+        ({"expert_model_parallel_size": 2}, False),
+    ],
+)
+def test_a_map_that_is_still_under_way_is_refused_with_the_flag_to_change(
+    build: Callable[..., Trainer], changes: dict[str, Any], refused: bool
+) -> None:
+    trainer = build(Case("pai_megatron_aux_loss", {"moe_permutation_async_comm": True}))
+    for router in [module for module in trainer.model.modules() if hasattr(module, "routing_type")]:
+        vars(router.config).update(changes)
+        if refused:
+            with pytest.raises(RouterError, match=r"the path.*moe_permutation_async_comm=False"):
+                mindspeed_llm.refuse(router, "the path")
+        else:
+            mindspeed_llm.refuse(router, "the path")
+
+
+def test_groups_that_cannot_be_told_from_experts_are_refused(build: Callable[..., Trainer]) -> None:
+    each = {"moe_router_num_groups": 8, "moe_router_group_topk": 2}
+    trainer = build(Case("group_limited_greedy", each | SCALED, each))
+    with pytest.raises(
+        RouterError, match=r"'group_limited_greedy' can't be replayed.*8 groups and experts, 2"
+    ):
+        npu_replay.record(trainer.model).__enter__()
+    other = {"moe_router_num_groups": 8, "moe_router_group_topk": 4}
+    check(build(Case("group_limited_greedy", other | SCALED, other)))
+
+
+def no_top_k(self: Any, logits: torch.Tensor, *_: Any) -> Any:
+    ids = logits.flatten(0, 1).argsort(dim=1, descending=True)[:, : self.topk]
+    return chosen(logits.flatten(0, 1), ids)
+
+
+def top_k_of_another_shape(self: Any, logits: torch.Tensor, *_: Any) -> Any:
+    ids = torch.topk(logits, k=self.topk, dim=-1)[1]
+    return chosen(logits.flatten(0, 1), ids.flatten(0, 1))
+
+
+def top_k_that_is_thrown_away(self: Any, logits: torch.Tensor, *_: Any) -> Any:
+    logits = logits.flatten(0, 1)
+    torch.topk(logits, k=self.topk, dim=1)
+    return chosen(logits, logits.argsort(dim=1, descending=True)[:, : self.topk])
+
+
+def experts_in_turn(self: Any, logits: torch.Tensor, *_: Any) -> Any:
+    logits = logits.flatten(0, 1)
+    rows = torch.arange(len(logits), device=logits.device)[:, None]
+    torch.topk(logits, k=self.topk, dim=1)
+    return chosen(logits, (rows + torch.arange(self.topk, device=logits.device)) % logits.shape[1])
+
+
+def ids_for_a_map(self: Any, logits: torch.Tensor, *_: Any) -> Any:
+    logits = logits.flatten(0, 1)
+    ids = torch.topk(logits, k=self.topk, dim=1)[1]
+    return chosen(logits, ids)[0], ids
+
+
+def chosen(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter(1, ids, True)
+    return logits.softmax(dim=1) * routing_map, routing_map
+
+
+@pytest.mark.parametrize(
+    "routing", [no_top_k, top_k_of_another_shape, top_k_that_is_thrown_away, experts_in_turn, ids_for_a_map]
+)
+def test_a_routing_type_that_nobody_knows_is_no_silent_no_op(
+    routing: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the routes aren't the router's own choice, the session sees that they had no effect."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    tower = Tower(configured(Case("brand_new"), monkeypatch, None)).to(DEVICE)
+    ids = torch.rand(24, 4, 8, generator=torch.Generator().manual_seed(5)).topk(2).indices
+    routes = [RoutedExperts(ids=ids, layers=range(4), num_experts=8)]
+    with monkeypatch.context() as patch:
+        patch.setattr(routing, "__module__", mindspeed.ROUTER)
+        patch.setattr(TopKRouter, "routing", routing)
+        with pytest.raises(NoEffect, match="micro-batch 0"), npu_replay.replay(tower, routes):
+            tower(HIDDEN)
+    assert hooks_left(tower) == 0
+
+
+def test_a_router_that_megatron_routes_is_none_of_mindspeed_llms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes by the function that runs: an installed or half-patched MindSpeed-LLM changes nothing."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    tower = Tower(megatron_model.config())
+    router = tower.routers[0]
+    router.routing_type = "sparsemixer_topk"
+    assert not mindspeed_llm.routes(router)
+    mindspeed_llm.refuse(router, "")
+
+    @wraps(mindspeed.stand_in_routing)
+    def outer(*args: Any) -> Any:
+        return mindspeed.stand_in_routing(*args)
+
+    monkeypatch.setattr(mindspeed.stand_in_routing, "__module__", mindspeed.ROUTER)
+    outer.__module__ = "somebody.else"
+    monkeypatch.setattr(TopKRouter, "routing", outer)
+    assert mindspeed_llm.routes(router)
+    with pytest.raises(RouterError, match="sparsemixer_topk"):
+        mindspeed_llm.refuse(router, "")
+    assert "mindspeed_llm" not in sys.modules
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_hash_layer_is_left_alone_and_the_others_are_replayed(
+    source: Any, monkeypatch: pytest.MonkeyPatch, recompute: bool
+) -> None:
+    """The token decides there, in every pass alike; its routes may be among those that are given."""
+    case = Case("none", {"n_hash_layers": 2}, {"moe_router_score_function": "sqrtsoftplus"})
+    config = configured(case, monkeypatch, source)
+    tower = Tower(config, recompute=recompute).to(DEVICE)
+    if not hasattr(tower.routers[0], "hash"):
+        pytest.skip("this MindSpeed-LLM has no hash layers")
+    assert [mindspeed_llm.looks_up(router) for router in tower.routers] == [True, True, False, False]
+    untouched = tower.run(HIDDEN, TOKENS.t())
+    with npu_replay.record(tower) as recording:
+        assert same(tower.run(HIDDEN, TOKENS.t()), untouched)
+    assert recording.routes[0].layers == (2, 3)
+    assert DecoderLayers(4, moe_layer_freq=mindspeed_llm.layer_kinds(config)).moe == (2, 3)
+    with npu_replay.replay(tower, recording.routes):
+        assert same(tower.run(HIDDEN, TOKENS.t()), untouched)
+    ids = torch.rand(24, 4, 8, generator=torch.Generator().manual_seed(5)).topk(2).indices
+    engine = RoutedExperts(ids=ids, layers=range(4), num_experts=8)
+    with npu_replay.observe(tower) as shown, npu_replay.replay(tower, [engine]):
+        tower.run(HIDDEN, TOKENS.t())
+    assert npu_replay.compare(shown.shown[0], engine.only([2, 3])).differing == 0
+
+
+def test_a_layer_that_is_called_hashed_but_chooses_by_its_scores_is_replayed(
+    source: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MindSpeed-LLM looks up only with sqrtsoftplus."""
+    config = configured(Case("none", {"n_hash_layers": 2}), monkeypatch, source)
+    tower = Tower(config)
+    assert not any(mindspeed_llm.looks_up(router) for router in tower.routers)
+    for router in tower.routers:
+        router.config.moe_router_score_function, router.hash = "sqrtsoftplus", False
+    assert not any(mindspeed_llm.looks_up(router) for router in tower.routers)
+    config.moe_router_score_function = "softmax"
+    assert mindspeed_llm.layer_kinds(config) == 1
+
+
+def test_experts_without_weights_are_experts_like_the_others(
+    source: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LongCat's zero experts: more columns than num_moe_experts, in scores, map and routes."""
+    case = Case("softmax_topk", {"num_zero_experts": 4})
+    tower = Tower(configured(case, monkeypatch, source)).to(DEVICE)
+    if tower.routers[0].weight.shape[0] == 8:
+        pytest.skip("this MindSpeed-LLM has no zero experts")
+    untouched = tower.run(HIDDEN)
+    with npu_replay.record(tower) as recording:
+        assert same(tower.run(HIDDEN), untouched)
+    assert recording.routes[0].num_experts == 12
+    assert int(recording.routes[0].ids.max()) > 7
+    routes = foreign(recording.routes)
+    with npu_replay.observe(tower) as shown, npu_replay.replay(tower, routes):
+        tower.run(HIDDEN)
+    assert npu_replay.compare(shown.shown, routes).differing == 0
+
+
+def test_a_router_that_returns_its_logits_too_is_replayed(
+    source: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The global aux loss: (probs, routing_map, logits)."""
+    if source is not None and not hasattr(source, "global_aux_loss_topk_router_forward"):
+        pytest.skip("this MindSpeed-LLM has no global aux loss")
+    tower = Tower(configured(Case("aux_loss", {"use_global_aux_loss": True}), monkeypatch, source)).to(DEVICE)
+    assert len(tower.routers[0](HIDDEN)) == 3
+    untouched = tower.run(HIDDEN)
+    with npu_replay.record(tower) as recording:
+        assert same(tower.run(HIDDEN), untouched)
+    routes = foreign(recording.routes)
+    with npu_replay.observe(tower) as shown, npu_replay.replay(tower, routes):
+        tower.run(HIDDEN)
+    assert npu_replay.compare(shown.shown, routes).differing == 0
+
+
+def built_by_mindspeed_llm(config: Any) -> list[int]:
+    """The layers that get a router, by the condition that its block asks for each layer it builds."""
+    moe = []
+    for number in range(config.num_layers):
+        routed = True
+        if config.first_k_dense_replace and config.moe_layer_freq:
+            routed = number >= config.first_k_dense_replace and number % config.moe_layer_freq == 0
+        if routed and number not in (config.noop_layers or ()):
+            moe.append(number)
+    return moe
+
+
+@pytest.mark.parametrize("noop", [None, {3}, {0, 5}])
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("first", [1, 2, 3, -1])
+def test_dense_layers_are_those_that_mindspeed_llm_builds(
+    first: int, every: int, noop: set[int] | None
+) -> None:
+    config = SimpleNamespace(
+        num_layers=8, first_k_dense_replace=first, moe_layer_freq=every, noop_layers=noop
+    )
+    kinds = mindspeed_llm.layer_kinds(config)
+    assert list(DecoderLayers(8, moe_layer_freq=kinds).moe) == built_by_mindspeed_llm(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "kinds"),
+    [
+        ({"moe_layer_freq": 2}, 2),
+        ({"moe_layer_freq": [0, 1, 1, 1]}, [0, 1, 1, 1]),
+        ({"moe_layer_freq": None, "first_k_dense_replace": None, "noop_layers": None}, 1),
+        ({"moe_layer_freq": [0, 1, 1, 1], "first_k_dense_replace": 2}, [0, 1, 1, 1]),
+        ({"moe_layer_freq": [0, 1, 1, 1], "noop_layers": "2"}, [0, 1, 0, 1]),
+        ({"moe_layer_freq": 1, "noop_layers": "0,3"}, [0, 1, 1, 0]),
+        ({"moe_layer_freq": 1, "noop_layers": ""}, 1),
+    ],
+)
+def test_megatrons_own_words_stay_and_noop_layers_have_no_router(
+    config: dict[str, Any], kinds: object
+) -> None:
+    assert mindspeed_llm.layer_kinds(SimpleNamespace(num_layers=4, **config)) == kinds
+
+
+@pytest.mark.parametrize("noop", ["three", 2.5j, ["x"]])
+def test_noop_layers_that_cannot_be_read_are_an_error(noop: Any) -> None:
+    with pytest.raises(ReplayError, match="noop_layers can't be read"):
+        mindspeed_llm.layer_kinds(SimpleNamespace(num_layers=4, moe_layer_freq=1, noop_layers=noop))
+
+
+@pytest.mark.parametrize("given", ["1,3", [1, 3]])
+def test_a_pipeline_with_a_list_of_layers_is_dealt_out_by_it(given: Any) -> None:
+    config = SimpleNamespace(num_layer_list=given)
+    decoder = DecoderLayers(4, table=mindspeed_llm.pipeline_table(config))
+    assert [decoder.stage(2, 1, rank, 0) for rank in range(2)] == [(0,), (1, 2, 3)]
+    assert mindspeed_llm.pipeline_table(SimpleNamespace(num_layer_list=None)) is None
+
+
+class NoopTransformerLayer(nn.Module):
+    """What MindSpeed puts in a layer's place: a number, and nothing that routes."""
+
+    def __init__(self, layer_number: int) -> None:
+        super().__init__()
+        self.layer_number = layer_number
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any, context: Any = None, **__: Any) -> Any:
+        return hidden_states.clone(), context
+
+
+@pytest.fixture
+def noop(monkeypatch: pytest.MonkeyPatch) -> type[NoopTransformerLayer]:
+    """MindSpeed's class, as far as sys.modules goes."""
+    module = ModuleType("mindspeed.core.pipeline_parallel.noop_layers.adaptor")
+    module.NoopTransformerLayer = NoopTransformerLayer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return NoopTransformerLayer
+
+
+def test_a_parallel_layout_is_read_off_a_model_with_dense_first_and_noop_layers(
+    noop: type[NoopTransformerLayer],
+) -> None:
+    """The built model is the witness: `from_megatron` holds the layout's layers against its routers."""
+    config = megatron_model.config(num_layers=6, moe_layer_freq=[0, 0, 1, 1, 1, 1])
+    model = megatron_model.model(config)
+    model.decoder.layers[4] = noop(5)
+    config.moe_layer_freq, config.first_k_dense_replace, config.noop_layers = 1, 2, {4}
+    assert ParallelLayout.from_megatron(model).moe_layers == (2, 3, 5)
+    config.first_k_dense_replace = 1
+    with pytest.raises(RouterError, match="in other decoder layers than its config says"):
+        ParallelLayout.from_megatron(model)
+
+
+def test_a_stage_of_dense_and_noop_layers_is_no_missing_router(
+    noop: type[NoopTransformerLayer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core import parallel_state
+
+    trainer = Trainer(megatron_model.model(megatron_model.config(num_layers=2, moe_layer_freq=[0, 0])), None)
+    trainer.model.to(DEVICE)
+    trainer.model.decoder.layers[1] = noop(2)
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 2)
+    config = trainer.model.config
+    config.num_layers, config.moe_layer_freq = 4, 1
+    config.first_k_dense_replace, config.noop_layers = 1, {1}
+    with npu_replay.record(trainer.model) as recording:
+        trainer.run("each")
+    assert [one.layers for one in recording.routes] == [()] * 3
+    config.noop_layers = None
+    with pytest.raises(RouterError, match="no router in this model"):
+        npu_replay.record(trainer.model).__enter__()
+
+
+def test_a_noop_layer_is_no_missing_chunk(
+    noop: type[NoopTransformerLayer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several virtual stages all have to be given; a noop layer doesn't make one look absent."""
+    from megatron.core import parallel_state
+
+    config = megatron_model.config(num_layers=2)
+    chunks = [megatron_model.model(config), megatron_model.model(config)]
+    for number, layer in enumerate(layer for chunk in chunks for layer in chunk.decoder.layers):
+        layer.layer_number = number + 1
+        layer.mlp.set_layer_number(number + 1)
+    chunks[0].decoder.layers[1] = noop(2)
+    monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: 2)
+    config.num_layers, config.virtual_pipeline_model_parallel_size, config.noop_layers = 4, 2, {1}
+    npu_replay.compat.megatron_layout.check_chunks(chunks)
+    with pytest.raises(RouterError, match="isn't all that this rank has"):
+        npu_replay.compat.megatron_layout.check_chunks(chunks[:1])
