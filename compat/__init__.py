@@ -7,6 +7,7 @@ undone, in that order.
 from npu_replay.compat import (
     config_flags,
     cpu,
+    cuda,
     import_hook,
     megatron,
     megatron_layout,
@@ -15,12 +16,14 @@ from npu_replay.compat import (
     mindspeed_overlap,
     patching,
     probe,
+    torch_npu,
     transformers,
 )
 
 __all__ = [
     "config_flags",
     "cpu",
+    "cuda",
     "import_hook",
     "megatron",
     "megatron_layout",
@@ -29,5 +32,6 @@ __all__ = [
     "mindspeed_overlap",
     "patching",
     "probe",
+    "torch_npu",
     "transformers",
 ]

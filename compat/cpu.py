@@ -3,8 +3,9 @@
     with npu_replay.compat.cpu.lend():
         model = GPTModel(...)          # built, run and trained on the CPU
 
-Only while the block is open, only what is missing, and never where CUDA is there. Found by running
-Megatron-core 0.12 to 0.19 on a CPU (docs/cpu.md says what each release asks for).
+Only while the block is open, and only what is missing; where CUDA is there, that is one name that Megatron
+lacks without Transformer Engine. Found by running Megatron-core 0.12 to 0.19 on a CPU (docs/cpu.md says what
+each release asks for).
 """
 
 from __future__ import annotations
@@ -85,16 +86,18 @@ _FACTORIES = (
 
 @contextlib.contextmanager
 def lend() -> Iterator[None]:
-    """Lend for the length of the block. Does nothing where CUDA is available; blocks may be nested."""
-    if torch.cuda.is_available() or _lent():
+    """Lend for the length of the block. Blocks may be nested."""
+    if _lent():
         yield
         return
     patches = Patches("Megatron-core runs without CUDA")
     dynamo_knew = dynamo_names.known()
     try:
-        _lend_torch(patches)
-        _lend_distributed(patches)
-        _lend_megatron(patches)
+        if not torch.cuda.is_available():
+            _lend_torch(patches)
+            _lend_distributed(patches)
+            _lend_generators(patches)
+        _lend_gating(patches)
         yield
     finally:
         patches.undo()
@@ -186,12 +189,15 @@ def _list(sizes: Any) -> list[int] | None:
     return None if sizes is None else [int(size) for size in sizes]
 
 
-def _lend_megatron(patches: Patches) -> None:
+def _lend_generators(patches: Patches) -> None:
     random = _module("megatron.core.tensor_parallel.random")
     if random is not None:
         why = "Megatron's CUDA generator is the CPU's here"
         patches.set(random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state(), why)
         patches.set(random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state), why)
+
+
+def _lend_gating(patches: Patches) -> None:
     moe = _module("megatron.core.transformer.moe.moe_utils")
     if moe is not None and hasattr(moe, "RouterGatingLinearFunction") and not hasattr(moe, "te_general_gemm"):
         patches.set(moe, "te_general_gemm", None, "undefined in 0.13 and later without Transformer Engine")

@@ -8,9 +8,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from npu_replay.compat import import_hook, megatron_layout, mindspeed, mindspeed_llm
+from npu_replay.compat import (
+    import_hook,
+    megatron_layout,
+    mindspeed,
+    mindspeed_llm,
+    mindspeed_overlap,
+    torch_npu,
+)
 from npu_replay.errors import NoEffect, RouterError
+from npu_replay.marking import Marks
 from npu_replay.routers import Router, RouterKind
 from npu_replay.seam import least_positive
 
@@ -58,6 +67,14 @@ class MegatronRouters(RouterKind):
             mend=_without_exact_zeros if config.moe_token_dispatcher_type == "flex" else None,
         )
 
+    def explains(self, operator: str) -> str:
+        """Is this a fused operator that takes the place of the top-k?"""
+        return torch_npu.gating_operator(operator)
+
+    def mark(self, chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[RemovableHandle]:
+        """Mark what MindSpeed's moe_fb_overlap runs again."""
+        return mindspeed_overlap.mark(chunk, routers, marks)
+
     def functions(self) -> dict[str, object]:
         """What a router's call goes through, whoever has replaced it."""
         product: Any = sys.modules.get(_ROUTER_MODULE)
@@ -71,8 +88,9 @@ class MegatronRouters(RouterKind):
         return megatron_layout.is_dense_stage(chunks)
 
     def check_chunks(self, chunks: Sequence[nn.Module]) -> None:
-        """Refuse some of a rank's virtual stages in the place of all of them, and a failed shim."""
+        """Refuse some of a rank's virtual stages in the place of all, a failed shim, and half a MindSpeed."""
         import_hook.refuse_failures()
+        mindspeed.refuse_half_import()
         megatron_layout.check_chunks(chunks)
 
 

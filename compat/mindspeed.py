@@ -4,24 +4,20 @@ Its other features call Megatron's TopKRouter as it is, and need nothing here. N
 and nothing is imported: what it does is read off the model's config, to which it copies all its arguments,
 and off the arguments themselves, since its patches hold for every model of the process.
 
-Probes: `capability`. Offers: `MindSpeed`, `refuse_features`, `refuse_half_import`. Nothing to undo.
+Probes: `capability`. Offers: `refuse_features`, `refuse_half_import`. Nothing to undo.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from npu_replay.compat import mindspeed_overlap
 from npu_replay.compat.probe import Capability, Product
 from npu_replay.errors import RouterError
-from npu_replay.marking import Marks
-from npu_replay.routers import Router, RouterKind
 
+CAPABILITY = "replay under MindSpeed"
 _ADAPTOR = "mindspeed.megatron_adaptor"
 _REFUSED = {
     "fix_router": "it takes experts in turn after the top-k, whatever was chosen; meant for timing runs",
@@ -37,7 +33,7 @@ def capability(product: Product, megatron: Product) -> Capability:
         product: what is found of MindSpeed.
         megatron: what is found of Megatron-core.
     """
-    name = "replay under MindSpeed"
+    name = CAPABILITY
     if not product.usable:
         return Capability(
             name, "broken" if product.problem else "missing", product.problem or "MindSpeed is not installed"
@@ -66,22 +62,6 @@ def capability(product: Product, megatron: Product) -> Capability:
 def _release(product: Product) -> list[str]:
     """Major and minor; MindSpeed's distribution has the version of the Megatron-core that it is made for."""
     return product.version.split(".")[:2] if product.version else []
-
-
-class MindSpeed(RouterKind):
-    """Describes no router, since MindSpeed has none of its own; marks what moe_fb_overlap runs again."""
-
-    def check_chunks(self, chunks: Sequence[nn.Module]) -> None:
-        """Refuse a MindSpeed whose import was cut short: some of its patches are in place and some aren't."""
-        refuse_half_import()
-
-    def describe(self, module: nn.Module, path: str) -> Router | None:
-        """None."""
-        return None
-
-    def mark(self, chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> Any:
-        """Mark the recomputes of moe_fb_overlap."""
-        return mindspeed_overlap.mark(chunk, routers, marks)
 
 
 def refuse_features(config: Any, path: str) -> None:

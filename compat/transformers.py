@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from npu_replay.compat import torch_npu
 from npu_replay.errors import NoEffect, RouterError
 from npu_replay.routers import Router, RouterKind
 
@@ -30,6 +31,10 @@ _GROUPS = ("num_group", "n_group", "num_expert_groups")
 
 class TransformersRouters(RouterKind):
     """Recognises router modules; refuses by name every other way of choosing experts."""
+
+    def explains(self, operator: str) -> str:
+        """Is this a fused operator that takes the place of the top-k?"""
+        return torch_npu.gating_operator(operator)
 
     def describe(self, module: nn.Module, path: str) -> Router | None:
         """Describe a router; refuse one that can't be replayed, and a block that has none."""

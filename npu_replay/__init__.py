@@ -8,6 +8,7 @@
 Importing this imports no framework.
 """
 
+from npu_replay import torch_loading  # isort: skip # noqa: F401  first: it keeps torch without torch_npu
 from npu_replay import compat
 from npu_replay.collecting import collect
 from npu_replay.decoder_layers import DecoderLayers
@@ -45,7 +46,6 @@ __all__ = [
 ]
 
 register("megatron-core", compat.megatron.MegatronRouters())
-register("mindspeed", compat.mindspeed.MindSpeed())
 register("transformers", compat.transformers.TransformersRouters())
 register_reader("megatron-core", compat.megatron_layout.read)
 compat.config_flags.install()

@@ -25,7 +25,7 @@ from torch import nn
 import npu_replay
 from npu_replay import RoutedExperts, bench_gather, seam, session
 from npu_replay.demo import megatron_model
-from npu_replay.devices import one_thread, pick
+from npu_replay.devices import megatron_on, one_thread, pick
 from npu_replay.errors import ReplayError
 from npu_replay.route_file import write_whole
 
@@ -90,10 +90,10 @@ def main(*, device: str, pairs: int, out: Path | None, force: bool) -> list[Row]
     console = Console()
     with ExitStack() as stack:
         stack.enter_context(one_thread())
-        stack.enter_context(npu_replay.compat.cpu.lend())
+        where = pick(device)
+        stack.enter_context(megatron_on(where))
         bar = stack.enter_context(Progress(console=console, transient=True))
         task = bar.add_task("measuring", total=None)
-        where = pick(device)
         rows = list(measure(where, pairs, lambda title: bar.update(task, description=title)))
         about = _about(where)
     console.print(_heading(about), soft_wrap=True)

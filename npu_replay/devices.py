@@ -1,17 +1,16 @@
-"""Which device to run on: cpu, cuda or npu, asked of torch without waking what isn't wanted."""
+"""Which device to run on, asked of torch without waking what isn't wanted."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 from collections.abc import Iterator
 
 import torch
 
+from npu_replay.compat import cpu, cuda, torch_npu
 from npu_replay.errors import ReplayError
 
-CHOICES = ("auto", "cpu", "cuda", "npu")
+ACCELERATORS = (torch_npu, cuda)
 
 
 def pick(name: str) -> torch.device:
@@ -28,27 +27,33 @@ def pick(name: str) -> torch.device:
             f"there is no {name} device here",
             expected=" or ".join(found),
             got=name,
-            cause="torch built without it, a driver that isn't loaded, or (npu) torch_npu without CANN",
+            cause="torch built without it, a driver that is not loaded, or a package for it that fails to "
+            "import; npu-replay doctor says which",
         )
     return torch.device(name)
 
 
 def available() -> list[str]:
-    """The devices that can be used, best first; the CPU is always last."""
-    found = [name for name in ("npu", "cuda") if _is_available(name)]
-    return [*found, "cpu"]
+    """The kinds of device that can be used, best first; the CPU is always last."""
+    torch_npu.load()
+    kind, _ = torch_npu.accelerator()
+    return [kind, "cpu"] if kind in {device.NAME for device in ACCELERATORS} else ["cpu"]
 
 
-def _is_available(name: str) -> bool:
-    if name == "npu" and not hasattr(torch, "npu"):
-        if importlib.util.find_spec("torch_npu") is None:
-            return False
-        try:
-            importlib.import_module("torch_npu")
-        except Exception:  # noqa: BLE001  a missing CANN raises anything
-            return False
-    module = getattr(torch, name, None)
-    return module is not None and bool(module.is_available())
+def backend() -> str:
+    """torch.distributed's back end for the accelerator of this process, or the CPU."""
+    kind, _ = torch_npu.accelerator()
+    backends: dict[str, str] = {device.NAME: device.BACKEND for device in ACCELERATORS}
+    return backends.get(kind, "gloo")
+
+
+@contextlib.contextmanager
+def megatron_on(device: torch.device) -> Iterator[None]:
+    """Give Megatron-core what it asks of CUDA, on a device that is another one."""
+    if device.type == torch_npu.NAME:
+        torch_npu.stand_in_for_cuda()
+    with cpu.lend():
+        yield
 
 
 @contextlib.contextmanager

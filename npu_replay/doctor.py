@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from npu_replay import self_test
+from npu_replay.compat import mindspeed, torch_npu
 from npu_replay.compat.probe import Capability, Product
+from npu_replay.devices import ACCELERATORS
 from npu_replay.reporting import Report, report
 from npu_replay.self_test import Outcome
 
@@ -30,6 +32,7 @@ _FRAMEWORKS = {
     "megatron-core": ("replay on Megatron-core", "megatron.core.transformer.moe.router"),
     "transformers": ("replay on transformers", "transformers.models.qwen3_moe.modeling_qwen3_moe"),
 }
+_ACCELERATORS = {device.NAME: device for device in ACCELERATORS}
 _PATIENCE = 120  # seconds; a first NPU kernel is compiled for tens of them
 
 
@@ -72,11 +75,10 @@ def diagnose(*, imports: bool = False) -> Diagnosis:
     """
     found = report()
     trials = {"cpu": self_test.run("cpu")}
-    if found.torch.accelerator == "cuda":
-        trials["cuda"] = _try_device("cuda")
-    torch_npu = _product(found, "torch_npu")
-    if torch_npu.usable or found.torch.accelerator == "npu":
-        trials["npu"] = _try_device("npu")
+    for kind, device in _ACCELERATORS.items():
+        brought = bool(device.MODULE) and _product(found, device.MODULE).usable
+        if brought or found.torch.accelerator == kind:
+            trials[kind] = _try_device(kind)
     capabilities = tuple(_tried(capability, trials) for capability in found.capabilities)
     if imports:
         capabilities = tuple(_imported(capability, found) for capability in capabilities)
@@ -85,7 +87,9 @@ def diagnose(*, imports: bool = False) -> Diagnosis:
 
 def _try_device(device: str) -> Outcome:
     """The self-test in a process of its own: a driver may hang or kill it, and torch_npu may not import."""
-    last, problem = _child([sys.executable, "-m", "npu_replay.self_test", device])
+    last, problem = _child(
+        [sys.executable, "-m", "npu_replay.self_test", device, _ACCELERATORS[device].MODULE]
+    )
     if problem:
         return Outcome(device, problem, 0.0)
     try:
@@ -97,7 +101,7 @@ def _try_device(device: str) -> Outcome:
 def _child(command: list[str]) -> tuple[str, str]:
     """The last line that a command printed, and why it failed (empty if it didn't)."""
     # Loaded on purpose, and not by `import torch`, which would hide the reason of a failure.
-    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    environment = os.environ | {torch_npu.AUTOLOAD: "0"}
     try:
         done = subprocess.run(
             command,
@@ -125,7 +129,7 @@ def _tried(capability: Capability, trials: dict[str, Outcome]) -> Capability:
     if trial is None:
         return capability
     if trial.problem:
-        return replace(capability, state="broken", why=trial.problem, remedy=_DEVICE_REMEDIES[trial.device])
+        return replace(capability, state="broken", why=trial.problem, remedy=_device_remedy(trial.device))
     return replace(
         capability,
         state="works",
@@ -134,11 +138,11 @@ def _tried(capability: Capability, trials: dict[str, Outcome]) -> Capability:
     )
 
 
-_DEVICE_REMEDIES = {
-    "cpu": "this is a fault of npu_replay or of this torch: please report it, with npu-replay doctor --json",
-    "cuda": "nvidia-smi should list a free device",
-    "npu": "source CANN's set_env.sh; then python -c 'import torch, torch_npu' has to work, and npu-smi info",
-}
+def _device_remedy(kind: str) -> str:
+    if kind in _ACCELERATORS:
+        remedy: str = _ACCELERATORS[kind].remedy()
+        return remedy
+    return "this is a fault of npu_replay or of this torch: please report it, with npu-replay doctor --json"
 
 
 def _imported(capability: Capability, found: Report) -> Capability:
@@ -163,11 +167,14 @@ def _faults(found: Report, capabilities: tuple[Capability, ...], trials: dict[st
         for product in found.products
         if product.problem and product.name in _VITAL
     ]
+    under_mindspeed = by_name[mindspeed.CAPABILITY]
+    if under_mindspeed.state == "broken" and _product(found, "mindspeed").usable:
+        faults.append(Fault(under_mindspeed.why, under_mindspeed.remedy))
     recompute = by_name["recompute"]
     if not recompute.there:
         faults.append(Fault(recompute.why, recompute.remedy))
     faults += [
-        Fault(f"{trial.device.upper()}: {trial.problem}", _DEVICE_REMEDIES[trial.device])
+        Fault(f"{trial.device.upper()}: {trial.problem}", by_name[trial.device.upper()].remedy)
         for trial in trials.values()
         if trial.problem
     ]

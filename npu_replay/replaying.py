@@ -198,7 +198,11 @@ def _to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the device that the host doesn't wait for, which only pinned memory allows."""
     if device.type == "cpu":
         return tensor
-    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
+    try:
+        pinned = tensor.contiguous().pin_memory()
+    except (RuntimeError, NotImplementedError):  # a device without such memory, or no more of it
+        return tensor.to(device)
+    return pinned.to(device, non_blocking=True)
 
 
 def _rows_without_route(routes: RoutedExperts) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from npu_replay import recompute, routers, session
-from npu_replay.compat import patching, probe
+from npu_replay.compat import cuda, import_hook, mindspeed, patching, probe, torch_npu
 from npu_replay.compat.probe import Capability, Product
 from npu_replay.errors import ReplayError
 
@@ -22,7 +22,7 @@ class TorchFacts:
 
     Attributes:
         recompute_problem: why a recompute can't be told from a forward here; empty if it can.
-        accelerator: «cuda», «npu» or another device that torch has in this process; empty if none.
+        accelerator: the kind of device that torch has in this process, «npu» for one; empty if none.
         devices: how many of them.
     """
 
@@ -95,6 +95,7 @@ def report() -> Report:
 
     facts = torch_facts()
     products = probe.products()
+    by_name = {product.name: product for product in products}
     return Report(
         version=__version__,
         python=platform.python_version(),
@@ -102,6 +103,7 @@ def report() -> Report:
         products=products,
         capabilities=(
             *probe.capabilities(products),
+            mindspeed.capability(*(by_name[name] for name in ("mindspeed", "megatron-core"))),
             _recompute(facts),
             *_devices(facts, products),
         ),
@@ -128,6 +130,7 @@ def uninstall() -> None:
             got="; ".join(map(str, blocks)),
             cause="it was called from the training step; call it after the block has ended",
         )
+    import_hook.forget()
     left = patching.undo_all()
     if left:
         logger.warning(
@@ -146,19 +149,8 @@ def open_sessions() -> tuple[OpenSession, ...]:
 
 
 def torch_facts() -> TorchFacts:
-    """Ask torch, through names that know no vendor where it has them (torch.accelerator, from 2.6)."""
-    accelerator, devices = "", 0
-    if hasattr(torch, "accelerator"):
-        if torch.accelerator.is_available():
-            device = torch.accelerator.current_accelerator()
-            accelerator, devices = (device.type if device else ""), torch.accelerator.device_count()
-    else:
-        # The device that a backend registered, else CUDA.
-        for name in (torch._C._get_privateuse1_backend_name(), "cuda"):
-            module = getattr(torch, name, None)
-            if module is not None and module.is_available():
-                accelerator, devices = name, module.device_count()
-                break
+    """Ask torch what it has in this process."""
+    accelerator, devices = torch_npu.accelerator()
     return TorchFacts(torch.__version__, recompute.probe() or "", accelerator, devices)
 
 
@@ -174,37 +166,16 @@ def _recompute(facts: TorchFacts) -> Capability:
 
 
 def _devices(facts: TorchFacts, products: tuple[Product, ...]) -> tuple[Capability, ...]:
-    """CPU, CUDA and NPU, as far as this process knows without importing torch_npu."""
-    torch_npu = next(product for product in products if product.name == "torch_npu")
-    megatron = next(product for product in products if product.name == "megatron-core")
-    found = f"{facts.devices} device{'s' if facts.devices != 1 else ''}"
-    if facts.accelerator == "cuda":
-        cuda = Capability("CUDA", "works", found)
-    elif torch.version.cuda is not None:
-        cuda = Capability("CUDA", "missing", "torch finds no device", "nvidia-smi should list one")
-    else:
-        cuda = Capability("CUDA", "missing", "this torch is built without it")
-    if facts.accelerator == "npu":
-        npu = Capability("NPU", "works", found)
-    elif torch_npu.problem:
-        npu = Capability("NPU", "broken", f"torch_npu: {torch_npu.problem}", "install torch_npu again")
-    elif torch_npu.found:
-        npu = Capability(
-            "NPU",
-            "missing",
-            "torch_npu is installed, but no device of it is in this process",
-            "import torch_npu",
-        )
-    else:
-        npu = Capability("NPU", "missing", "torch_npu is not installed")
+    """The CPU and the accelerators, as far as this process knows without importing anything for them."""
+    by_name = {product.name: product for product in products}
     lent = Capability(
         "Megatron-core on the CPU", "shimmed", "npu_replay.compat.cpu.lend() lends what it asks of CUDA"
     )
     return (
         Capability("CPU", "works", "always there"),
-        *([lent] if megatron.usable and facts.accelerator != "cuda" else []),
-        cuda,
-        npu,
+        *([lent] if by_name["megatron-core"].usable and facts.accelerator != cuda.NAME else []),
+        cuda.capability(facts.accelerator, facts.devices),
+        torch_npu.capability(facts.accelerator, facts.devices, by_name[torch_npu.MODULE]),
     )
 
 

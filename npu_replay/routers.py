@@ -80,6 +80,10 @@ class RouterKind:
     def check_chunks(self, chunks: Sequence[nn.Module]) -> None:
         """Refuse chunks that aren't all that this rank has of its model."""
 
+    def explains(self, operator: str) -> str:
+        """Why a router that calls this function reaches no top-k, in words for an error; empty if it may."""
+        return ""
+
     def functions(self) -> dict[str, object]:
         """The product's functions that route, by name: nobody may replace them inside a block."""
         return {}
@@ -116,6 +120,12 @@ def kinds() -> tuple[str, ...]:
 def unregister(name: str) -> None:
     """Undo `register`."""
     _kinds.pop(name, None)
+
+
+def explained(called: Iterable[str]) -> str:
+    """Why a router that called these functions reached no top-k; empty if no product knows."""
+    said = (kind.explains(name) for name in called for kind in _kinds.values())
+    return next(filter(None, said), "")
 
 
 def functions() -> dict[str, object]:

@@ -63,7 +63,8 @@ class Call:
         keeps: tokens over an expert's capacity are dropped by a second top-k, down the columns; it may not
             drop a chosen expert with a probability of exactly zero for a token that nobody sent there.
 
-    Afterwards `ids` are the ids that were used and `way` how the top-k was caught; None where none was.
+    Afterwards `ids` are the ids that were used and `way` how the top-k was caught; None where none was, and
+    then `seen` names what was called instead, as far as it was watched.
     """
 
     __slots__ = (
@@ -75,6 +76,7 @@ class Call:
         "masks",
         "num_experts",
         "rows",
+        "seen",
         "suspect",
         "topk",
         "verify",
@@ -105,6 +107,7 @@ class Call:
         self.ids: torch.Tensor | None = None
         self.suspect: torch.Tensor | None = None
         self.way: str | None = None
+        self.seen: list[str] = []
         self._masked: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._outer: Call | None = None
 
@@ -228,7 +231,8 @@ class Watch(TorchFunctionMode):
         call = _armed.call
         if call is None:
             return func(*args, **kwargs)
-        if getattr(func, "__name__", None) == "topk":
+        call.seen.append(getattr(func, "__name__", ""))
+        if call.seen[-1] == "topk":
             if call.matches(*_scores_k_dim(args, kwargs), kwargs):
                 return call.answer(func, args, kwargs, "watch")
             return func(*args, **kwargs)

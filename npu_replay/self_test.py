@@ -1,8 +1,9 @@
 """Record, replay and recompute, once, with a small router in pure torch: so that «works» was seen.
 
-    python -m npu_replay.self_test npu
+    python -m npu_replay.self_test npu torch_npu
 
 tries one device in a process of its own, where a broken driver harms nobody, and prints one line of JSON.
+The second name is a package to import first, one that brings the device.
 """
 
 from __future__ import annotations
@@ -35,13 +36,18 @@ class Outcome:
     seconds: float
 
 
-def run(device: str) -> Outcome:
-    """Record two micro-batches on `device`, change the router, and replay them with and without recompute."""
+def run(device: str, brought_by: str = "") -> Outcome:
+    """Record two micro-batches on `device`, change the router, and replay them with and without recompute.
+
+    Args:
+        device: its kind, as torch names it.
+        brought_by: the package to import for it; none for torch's own devices.
+    """
     started = time.perf_counter()
     routers.register(_KIND, _ToyRouters())
     try:
-        if device == "npu":
-            importlib.import_module("torch_npu")
+        if brought_by:
+            importlib.import_module(brought_by)
         module = getattr(torch, device, None)
         if module is None or not module.is_available():
             problem = f"torch finds no {device} device"
@@ -165,4 +171,4 @@ def _shows(output: object) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(asdict(run(sys.argv[1]))) + "\n")
+    sys.stdout.write(json.dumps(asdict(run(*sys.argv[1:3]))) + "\n")

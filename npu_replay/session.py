@@ -87,7 +87,7 @@ class Session:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._stance: AbstractContextManager[None] | None = None
         self._flags: dict[Key, torch.Tensor] = {}
-        self._unreached: set[Key] = set()
+        self._unreached: dict[Key, list[str]] = {}  # and what was called instead
         self._pending: dict[Key, weakref.ref[Any]] = {}
         self._recomputed: set[Key] = set()
         self._kept: dict[Key, torch.Tensor] = {}
@@ -252,8 +252,8 @@ class Session:
     def _drop(self, key: Key) -> None:
         for kept in (self._flags, self._pending):
             kept.pop(key, None)
-        for noted in (self._unreached, self._recomputed):
-            noted.discard(key)
+        self._unreached.pop(key, None)
+        self._recomputed.discard(key)
         self._forget(key)
 
     # The routers' hooks
@@ -321,7 +321,7 @@ class Session:
             return
         key = router.label, self._timeline.live(chunk).number
         if call.ids is None:
-            self._unreached.add(key)
+            self._unreached[key] = call.seen
         elif call.suspect is not None:
             self._flags[key] = _effect(router, call, call.ids, call.suspect, output)
 
@@ -378,9 +378,8 @@ class Session:
             if router.label not in forward.called:
                 self._no_effect(router, forward, "the router was not called", _PAST_CALL)
             if key in self._unreached:
-                self._no_effect(
-                    router, forward, "the router never reached its top-k", router.bypass or _NO_TOPK
-                )
+                known = routers.explained(self._unreached[key]) or router.bypass
+                self._no_effect(router, forward, "the router never reached its top-k", known or _NO_TOPK)
         keys = [(router, (router.label, forward.number)) for router in self._routers[chunk]]
         flagged = [(router, self._flags.pop(key)) for router, key in keys if key in self._flags]
         flags = torch.stack([flag for _, flag in flagged]).tolist() if flagged else []

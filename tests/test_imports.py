@@ -26,7 +26,18 @@ NOT_IMPORTED = (
     "rich",
 )
 # The face: what a user calls. Everything else in the package is the core.
-FACE = {"__init__", "__main__", "bench", "bench_gather", "cli", "commands", "doctor", "plots", "reporting"}
+FACE = {
+    "__init__",
+    "__main__",
+    "bench",
+    "bench_gather",
+    "cli",
+    "commands",
+    "devices",
+    "doctor",
+    "plots",
+    "reporting",
+}
 CORE = sorted(path for path in PACKAGE.glob("*.py") if path.stem not in FACE)
 
 

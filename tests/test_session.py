@@ -256,6 +256,17 @@ def test_a_router_that_ignores_its_routes_shows_after_the_optimizer_stepped(
     assert ran == noticed
 
 
+def test_a_fused_gating_operator_is_named_in_the_error() -> None:
+    library = torch.library.Library("npu_replay_test", "DEF")
+    library.define("npu_moe_gating_top_k(Tensor x, int k) -> (Tensor, Tensor)")
+    library.impl("npu_moe_gating_top_k", lambda x, k: torch.ops.aten.topk(x, k), "CompositeExplicitAutograd")
+    operator = torch.ops.npu_replay_test.npu_moe_gating_top_k
+    model = ToyModel(ToyRouter(select=lambda router, scores: operator(scores, router.topk)))
+    message = says("layer 0", "never reached its top-k", "npu_moe_gating_top_k", "moe_router_fusion=False")
+    with pytest.raises(NoEffect, match=message), npu_replay.record(model):
+        model(tokens())
+
+
 def test_a_router_that_is_not_called_is_an_error_at_the_end_of_the_forward() -> None:
     model = ToyModel()
     model.layers[1].forward = lambda hidden: hidden

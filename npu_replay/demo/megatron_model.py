@@ -12,16 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from npu_replay.devices import backend
+
 
 def start() -> None:
     """Initialise torch.distributed and Megatron's parallel state for this process alone, once."""
     from megatron.core import parallel_state, tensor_parallel
 
     if not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
         handle, path = tempfile.mkstemp(prefix="npu_replay_store_")
         os.close(handle)
-        dist.init_process_group(backend, init_method=f"file://{path}", rank=0, world_size=1)
+        dist.init_process_group(backend(), init_method=f"file://{path}", rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
         tensor_parallel.model_parallel_cuda_manual_seed(1)

@@ -14,7 +14,7 @@ import torch
 import npu_replay
 from npu_replay.demo import megatron_model, trainer, weights
 from npu_replay.demo.rollout import qwen3_moe, roll_out
-from npu_replay.devices import one_thread, pick
+from npu_replay.devices import megatron_on, one_thread, pick
 from npu_replay.errors import ReplayError
 from npu_replay.route_file import write_whole
 
@@ -38,8 +38,9 @@ def main(*, device: str, steps: int, out: Path, seed: int, force: bool) -> dict[
     console = Console()
     with contextlib.ExitStack() as stack:
         stack.enter_context(one_thread())
-        stack.enter_context(npu_replay.compat.cpu.lend())
-        result = run(pick(device), steps, seed, tables.progress(stack, console, steps))
+        where = pick(device)
+        stack.enter_context(megatron_on(where))
+        result = run(where, steps, seed, tables.progress(stack, console, steps))
     for table in tables.tables(result):
         console.print(table)
     write_whole(out / JSON, json.dumps(result, indent=1).encode(), overwrite=force)

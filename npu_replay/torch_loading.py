@@ -1,0 +1,46 @@
+"""Loads torch where a device backend of it doesn't load, which would take torch with it.
+
+torch imports the packages that bring a device (torch_npu) by itself, at the end of `import torch`, and fails
+if one of them fails: for want of CANN, for one. Importing this module first keeps torch, without that device.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from importlib.metadata import entry_points
+
+logger = logging.getLogger(__name__)
+
+_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_BACKENDS = "torch.backends"
+
+
+def _load() -> None:
+    if "torch" in sys.modules or os.environ.get(_SWITCH, "1") != "1" or not entry_points(group=_BACKENDS):
+        return
+    before = os.environ.get(_SWITCH)
+    os.environ[_SWITCH] = "0"
+    try:
+        import torch
+    finally:
+        if before is None:
+            del os.environ[_SWITCH]
+        else:
+            os.environ[_SWITCH] = before
+    load = getattr(torch, "_import_device_backends", None)  # from 2.5 on
+    if load is None:
+        return
+    try:
+        load()
+    except RuntimeError as error:
+        logger.warning(
+            "[npu_replay] torch goes on without a device backend that fails to load: %s. npu-replay doctor "
+            "says what to do. Where npu_replay isn't imported first `import torch` fails, unless %s=0",
+            error.__cause__ or error,
+            _SWITCH,
+        )
+
+
+_load()

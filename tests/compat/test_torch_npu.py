@@ -1,0 +1,256 @@
+"""torch_npu: there, not there, or failing; torch.cuda that means the NPU; operators that leave no top-k.
+
+Run as a script it is one of two processes that collect, and notes what they send.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+import npu_device
+from npu_replay.compat import torch_npu
+from npu_replay.compat.probe import Product
+
+TESTS = Path(__file__).parents[1]
+STAND_IN = TESTS / "device" / "stand_in"
+
+# ProcessGroupHCCL's map in torch_npu v2.1.0-7.2.0 to v2.7.1-7.3.0; later ones have more.
+HCCL = {"uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "bool", "bfloat16"}
+
+simulated = pytest.mark.skipif(bool(npu_device.lacking()), reason=npu_device.lacking() or "simulated NPU")
+
+
+def environment(*paths: Path, **variables: str) -> dict[str, str]:
+    path = [*map(str, paths), os.environ.get("PYTHONPATH", "")]
+    plain = {name: value for name, value in os.environ.items() if name != torch_npu.AUTOLOAD}
+    return plain | {"PYTHONPATH": os.pathsep.join(filter(None, path)), "OMP_NUM_THREADS": "1"} | variables
+
+
+def child(code: str, *paths: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(*paths, **variables),
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+
+
+# Is it there, and does it load?
+
+
+def test_without_torch_npu_there_is_no_npu() -> None:
+    assert torch_npu.load() == "torch_npu is not installed"
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """A torch_npu as it is without CANN; torch finds it by its entry point and loads it by itself."""
+    package, about = tmp_path / "torch_npu", tmp_path / "torch_npu-2.7.1.dist-info"
+    for folder in (package, about):
+        folder.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('libhccl.so: cannot open shared object file')")
+    (package / "version.py").write_text("__version__ = '2.7.1'")
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.7.1\n")
+    (about / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
+    return tmp_path
+
+
+def test_a_torch_npu_that_fails_says_why_and_leaves_the_cpu(broken: Path) -> None:
+    code = (
+        "from npu_replay import devices; from npu_replay.compat import torch_npu;"
+        "print(torch_npu.load()); print(devices.available(), devices.pick('auto'))"
+    )
+    done = child(code, broken, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert done.stdout.splitlines() == [
+        "ImportError: libhccl.so: cannot open shared object file",
+        "['cpu'] cpu",
+    ]
+
+
+def test_doctor_says_that_it_takes_torch_with_it_and_how_to_keep_it_from_that(broken: Path) -> None:
+    command = [sys.executable, "-m", "npu_replay", "doctor", "--json"]
+    variables = environment(broken, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    done = subprocess.run(command, env=variables, text=True, capture_output=True, check=False)
+    found = json.loads(done.stdout)
+    (fault,) = [fault for fault in found["faults"] if fault["problem"].startswith("NPU")]
+    assert fault["problem"] == "NPU: ImportError: libhccl.so: cannot open shared object file"
+    assert "set_env.sh" in fault["remedy"]
+    assert "`import torch` fails too" in fault["remedy"]
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in fault["remedy"]
+
+
+def test_a_torch_npu_that_leaves_torch_alone_is_not_blamed_for_it(broken: Path) -> None:
+    (broken / "torch_npu-2.7.1.dist-info" / "entry_points.txt").unlink()
+    code = "from npu_replay.compat import torch_npu; print(torch_npu.remedy())"
+    done = child(code, broken, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert "set_env.sh" in done.stdout
+    assert "import torch` fails" not in done.stdout
+
+
+def test_importing_npu_replay_survives_a_torch_npu_that_takes_torch_with_it(broken: Path) -> None:
+    assert child("import torch", broken).returncode != 0
+    done = child("import npu_replay, os, torch; print(torch.ones(2).sum(), dict(os.environ))", broken)
+    assert done.stdout.startswith("tensor(2.)")
+    assert torch_npu.AUTOLOAD not in done.stdout, "the environment is as it was"
+    assert "libhccl.so" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "product", "state", "why"),
+    [
+        ("npu", Product("torch_npu", True, "2.7.1"), "works", "8 devices"),
+        ("", Product("torch_npu", True, "2.7.1"), "missing", "no device of it is in this process"),
+        ("cuda", Product("torch_npu", True, "2.7.1", "", "half installed"), "broken", "half installed"),
+        ("cuda", Product("torch_npu", False), "missing", "not installed"),
+    ],
+)
+def test_the_npu_is_told_without_importing_anything(
+    kind: str, product: Product, state: str, why: str
+) -> None:
+    found = torch_npu.capability(kind, 8, product)
+    assert found.state == state
+    assert why in found.why
+
+
+# torch.cuda that lies
+
+
+@simulated
+def test_where_torch_cuda_means_the_npu_nobody_takes_it_for_cuda() -> None:
+    code = """
+import npu_replay, torch
+from npu_replay import bench, devices
+from npu_replay.compat import torch_npu
+torch_npu.load(); torch_npu.stand_in_for_cuda()
+assert torch.cuda.is_available()
+states = {one.name: one.state for one in npu_replay.report().capabilities}
+print(states["NPU"], states["CUDA"])
+print(devices.available(), devices.pick("auto"), torch.ones(1, device="cuda").device)
+"""
+    done = child(code, STAND_IN, TESTS)
+    assert done.stdout.splitlines() == ["works missing", "['npu', 'cpu'] npu npu:0"], done.stderr
+
+
+def test_before_torch_accelerator_the_registered_device_is_asked_before_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = types.SimpleNamespace(is_available=lambda: True, device_count=lambda: 8)
+    monkeypatch.delattr(torch, "accelerator", raising=False)
+    monkeypatch.setattr(torch, "npu", device, raising=False)
+    monkeypatch.setattr(torch, "cuda", device)
+    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "npu")
+    assert torch_npu.accelerator() == ("npu", 8)
+    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "privateuseone")
+    assert torch_npu.accelerator() == ("cuda", 8)
+
+
+@simulated
+def test_doctor_tries_the_npu_that_torch_npu_brings() -> None:
+    command = [sys.executable, "-m", "npu_replay", "doctor", "--json"]
+    done = subprocess.run(
+        command, env=environment(STAND_IN, TESTS), text=True, capture_output=True, check=False
+    )
+    trials = {trial["device"]: trial["problem"] for trial in json.loads(done.stdout)["self_test"]}
+    assert trials == {"cpu": "", "npu": ""}
+
+
+# Operators that choose in one kernel
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "npu_moe_gating_top_k",
+        "npu_moe_gating_top_k.default",
+        "npu.npu_moe_gating_top_k_softmax.default",
+        "npu::npu_moe_gating_top_k_softmax_v2",
+        "_C_ascend.moe_gating_top_k_hash",
+    ],
+)
+def test_a_fused_gating_operator_is_named_with_the_remedy(name: str) -> None:
+    said = torch_npu.gating_operator(name)
+    assert name.replace("::", ".").removesuffix(".default").rpartition(".")[2] in said
+    assert "calls no top-k" in said
+    assert "moe_router_fusion=False" in said
+
+
+@pytest.mark.parametrize("name", ["topk", "aten.topk.default", "npu_top_k_top_p", "npu.npu_swiglu.default"])
+def test_other_operators_are_no_gating(name: str) -> None:
+    assert torch_npu.gating_operator(name) == ""
+
+
+def test_a_mode_sees_such_an_operator_by_its_name() -> None:
+    """What a router's first call is watched with (seam.Watch): every way of calling it tells the name."""
+    library = torch.library.Library("npu_replay_test", "DEF")
+    library.define("npu_moe_gating_top_k(Tensor x, int k) -> (Tensor, Tensor)")
+    library.impl("npu_moe_gating_top_k", lambda x, k: torch.ops.aten.topk(x, k), "CPU")
+    operator = torch.ops.npu_replay_test.npu_moe_gating_top_k
+    seen: list[str] = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        operator(torch.rand(4, 8), 2)
+        operator.default(torch.rand(4, 8), 2)
+    named = [name for name in seen if torch_npu.gating_operator(name)]
+    assert named == ["npu_moe_gating_top_k", "npu_moe_gating_top_k.default"]
+
+
+# HCCL
+
+
+@pytest.mark.distributed
+def test_collect_sends_nothing_that_hccl_lacks(tmp_path: Path) -> None:
+    from distributed import processes
+
+    for sent in processes.run(__file__, tmp_path, 2):
+        assert set(sent) <= HCCL
+        assert "uint8" in sent
+
+
+def _collect(folder: Path, rank: int) -> None:
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    from npu_replay import RoutedExperts, TokenLayout, collect
+
+    sent: set[str] = set()
+
+    def noting(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for one in [*args, *kwargs.values()]:
+                for tensor in one if isinstance(one, list) else [one]:
+                    if isinstance(tensor, torch.Tensor):
+                        sent.add(str(tensor.dtype).removeprefix("torch."))
+            return function(*args, **kwargs)
+
+        return call
+
+    for owner in (dist, distributed_c10d):
+        for name in ("broadcast", "send", "recv", "isend", "irecv", "all_gather", "all_reduce"):
+            setattr(owner, name, noting(getattr(owner, name)))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    ids = torch.rand(5, 1, 300).topk(3).indices  # more experts than a byte holds
+    mine = RoutedExperts(ids=ids, layers=[rank], num_experts=300)
+    for everywhere in (True, False):
+        collect([mine], [TokenLayout.padded([5])], dist.group.WORLD, everywhere=everywhere)
+    (folder / f"results-{rank}").write_text("\n".join(sorted(sent)))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _collect(Path(sys.argv[1]), int(sys.argv[2]))

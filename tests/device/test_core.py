@@ -1,0 +1,172 @@
+"""record, replay, pin_recompute and the command line on an accelerator, with routers in plain torch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import npu_replay
+from npu_replay import RoutedExperts, devices, routers, self_test
+from npu_replay.routers import Router
+from toys import EXPERTS, HIDDEN, ROWS, TOPK, ToyModel, ToyRouters, hooks, tokens
+
+pytestmark = [
+    pytest.mark.accelerator,
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
+]
+
+SEEDS = (0, 1, 2)
+RECOMPUTE = (None, "reentrant", "non-reentrant")
+Result = tuple[list[torch.Tensor], list[torch.Tensor]]
+
+
+class Routers(ToyRouters):
+    """The toy routers, whose output is read where it is."""
+
+    def describe(self, module: nn.Module, path: str) -> Router | None:
+        found = super().describe(module, path)
+        return None if found is None else replace(found, shows=_shows)
+
+
+def _shows(output: object) -> torch.Tensor:
+    ids = output[1]
+    return torch.zeros(len(ids), EXPERTS, dtype=torch.bool, device=ids.device).scatter(1, ids, True)
+
+
+@pytest.fixture(autouse=True)
+def toy_routers() -> Iterator[None]:
+    routers.register("toy", Routers())
+    yield
+    routers.unregister("toy")
+
+
+def run(model: nn.Module, device: torch.device) -> Result:
+    """One backward over the sum of the micro-batches' losses; the losses and every gradient, on the CPU."""
+    model.zero_grad()
+    losses = [model(tokens(seed).to(device).requires_grad_()).square().mean() for seed in SEEDS]
+    torch.stack(losses).sum().backward()
+    grads = [p.grad for p in model.parameters()]
+    assert all(grad is not None and grad.device.type == device.type for grad in grads)
+    return [loss.detach().cpu() for loss in losses], [grad.cpu() for grad in grads]
+
+
+def same(a: Result, b: Result) -> bool:
+    return all(map(torch.equal, [*a[0], *a[1]], [*b[0], *b[1]]))
+
+
+def check_close(a: Result, b: Result) -> None:
+    """Equal but for the order in which a device adds; another expert's gradient is far off."""
+    for one, other in zip([*a[0], *a[1]], [*b[0], *b[1]], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def foreign(layers: int = 2) -> list[RoutedExperts]:
+    """Routes that no router of the toy model would choose."""
+    generator = torch.Generator().manual_seed(5)
+    return [
+        RoutedExperts(
+            ids=torch.rand(ROWS, layers, EXPERTS, generator=generator).topk(TOPK).indices,
+            layers=range(layers),
+            num_experts=EXPERTS,
+        )
+        for _ in SEEDS
+    ]
+
+
+def replayed(model: nn.Module, routes: list[RoutedExperts], device: torch.device) -> Result:
+    with npu_replay.replay(model, routes):
+        return run(model, device)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE, ids=str)
+def test_a_record_changes_nothing_and_its_replay_repeats_it(
+    recompute: str | None, device: torch.device
+) -> None:
+    model = ToyModel(recompute=recompute).to(device)
+    untouched = run(model, device)
+    with npu_replay.record(model) as recording:
+        recorded = run(model, device)
+    assert same(recorded, untouched)
+    assert same(replayed(model, recording.routes, device), untouched)
+    assert all(one.ids.device.type == "cpu" for one in recording.routes)
+    assert hooks(model) == 0
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE, ids=str)
+def test_foreign_routes_give_the_cpus_losses_and_gradients(
+    recompute: str | None, device: torch.device
+) -> None:
+    model = ToyModel(recompute=recompute)
+    expected = replayed(model, foreign(), torch.device("cpu"))
+    found = replayed(model.to(device), foreign(), device)
+    check_close(found, expected)
+    assert not same(run(model, device), found), "the routes were the routers' own"
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE[1:])
+def test_every_recompute_finds_its_own_micro_batch_from_the_devices_thread(
+    recompute: str, device: torch.device
+) -> None:
+    threads = set()
+    model = ToyModel(recompute=recompute).to(device)
+    model.layers[0].router.register_forward_hook(lambda *_: threads.add(threading.get_ident()))
+    found = replayed(model, foreign(), device)
+    check_close(found, replayed(ToyModel().to(device), foreign(), device))
+    assert len(threads) == 2, "backward, and the recompute in it, run on a thread of the device"
+
+
+def test_rows_without_a_route_take_the_routers_own_choice(device: torch.device) -> None:
+    holes = torch.arange(ROWS) % 3 == 0
+    partial = [
+        RoutedExperts(ids=one.ids, layers=one.layers, num_experts=EXPERTS, recorded=~holes)
+        for one in foreign()
+    ]
+    found = replayed(ToyModel(recompute="reentrant").to(device), partial, device)
+    check_close(found, replayed(ToyModel(), partial, torch.device("cpu")))
+    assert not same(found, replayed(ToyModel().to(device), foreign(), device))
+
+
+def test_live_mismatch_is_counted(device: torch.device) -> None:
+    model = ToyModel().to(device)
+    with npu_replay.replay(model, foreign(), live_mismatch=True) as session:
+        run(model, device)
+    assert session.metrics()["live_mismatch"] > 0.5
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE[1:])
+def test_pin_recompute_repeats_the_choice_of_its_own_forward(recompute: str, device: torch.device) -> None:
+    model = ToyModel(recompute=recompute).to(device)
+    untouched = run(model, device)
+    with npu_replay.pin_recompute(model):
+        assert same(run(model, device), untouched)
+
+
+def test_ids_on_the_device_are_taken_over_as_routes(device: torch.device) -> None:
+    ids = torch.rand(ROWS, 2, EXPERTS).topk(TOPK).indices
+    assert RoutedExperts(ids=ids.to(device), layers=range(2), num_experts=EXPERTS) == RoutedExperts(
+        ids=ids, layers=range(2), num_experts=EXPERTS
+    )
+
+
+def test_the_self_test_passes(device: torch.device) -> None:
+    """It once failed on a simulated device, in the check of the gathered scores."""
+    assert self_test.run(device.type).problem == ""
+
+
+def test_the_device_is_the_one_that_auto_picks_and_the_report_names(device: torch.device) -> None:
+    states = {capability.name: capability.state for capability in npu_replay.report().capabilities}
+    assert states[device.type.upper()] == "works"
+    assert devices.available() == [device.type, "cpu"]
+    assert devices.pick(device.type) == device
+    with pytest.raises(npu_replay.ReplayError, match=rf"no xpu device.*Expected {device.type} or cpu"):
+        devices.pick("xpu")
+
+
+def test_the_toy_model_runs_where_it_is_said(device: torch.device) -> None:
+    with pytest.raises(RuntimeError, match=r"same device|expected all tensors"):
+        ToyModel().to(device)(torch.randn(ROWS, HIDDEN))

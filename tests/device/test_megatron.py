@@ -1,0 +1,81 @@
+"""Megatron-core on an accelerator, in one process: the CPU's routes give the CPU's losses there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import npu_replay
+from megatron_cases import VARIANTS, build, hooks_left, perturbed, routers, same
+from npu_replay import RoutedExperts, bench, bench_gather
+
+pytestmark = [
+    pytest.mark.accelerator,
+    pytest.mark.megatron,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("megatron"),
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
+]
+
+CASES = [
+    ("softmax_after_topk", "full"),
+    ("sigmoid_bias_scaling", "selective_moe"),
+    ("groups_sigmoid_bias", "non_reentrant_in_reentrant"),
+    ("capacity_padded", "full"),
+    ("aux_loss", "layers_non_reentrant"),
+]
+
+
+def foreign(model: Any) -> list[RoutedExperts]:
+    generator = torch.Generator().manual_seed(5)
+    layers = [router.label for router in routers(model)]
+    return [
+        RoutedExperts(
+            ids=torch.rand(24, len(layers), 8, generator=generator).topk(2).indices,
+            layers=layers,
+            num_experts=8,
+        )
+        for _ in range(3)
+    ]
+
+
+@pytest.mark.parametrize(("variant", "recompute"), CASES)
+def test_record_and_replay_are_bit_equal_and_recompute_finds_its_own(
+    variant: str, recompute: str | None, device: torch.device
+) -> None:
+    trainer = build(VARIANTS[variant], recompute)
+    assert next(trainer.model.parameters()).device.type == device.type
+    untouched = trainer.run("sum")
+    with npu_replay.record(trainer.model) as recording:
+        assert same(trainer.run("sum"), untouched)
+    with (
+        perturbed(trainer.model),
+        npu_replay.observe(trainer.model) as seen,
+        npu_replay.replay(trainer.model, recording.routes),
+    ):
+        trainer.run("sum")
+    if "capacity" not in variant:  # which drops some of them
+        assert npu_replay.compare(seen.shown, recording.routes).differing == 0
+    routes, plain = foreign(trainer.model), build(VARIANTS[variant])
+    with npu_replay.replay(plain.model, routes):
+        expected = plain.run("sum")
+    with npu_replay.replay(trainer.model, routes):
+        assert same(trainer.run("sum"), expected)
+    assert hooks_left(trainer.model) == 0
+
+
+def test_the_bench_runs_and_names_the_device(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "TOKENS", (16,))
+    monkeypatch.setattr(bench, "ROUTER", bench.ROUTER | {"hidden_size": 32})
+    monkeypatch.setattr(bench, "STEP", bench.STEP | {"hidden_size": 32})
+    monkeypatch.setattr(bench_gather, "SEQUENCES", 3)
+    bench_gather._rollout.cache_clear()
+    rows = bench.main(device="auto", pairs=1, out=None, force=False)
+    bench_gather._rollout.cache_clear()
+    assert {row.what for row in rows} == {"router", "other top-k", "gather", "step"}
+    module = getattr(torch, device.type)
+    assert module.get_device_name() in capsys.readouterr().out

@@ -1,0 +1,60 @@
+"""The accelerator's tests on a simulated NPU: each file in a process of its own, which has that device.
+
+What such a device can't do is listed in tests/npu_device.py.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import npu_device
+from npu_replay import devices
+
+HERE = Path(__file__).parent
+REASON = npu_device.lacking() or (
+    f"{devices.available()[0]} is here, and a process has one accelerator"
+    if devices.available() != ["cpu"]
+    else ""
+)
+pytestmark = [pytest.mark.skipif(bool(REASON), reason=REASON), pytest.mark.slow]
+
+
+def environment() -> dict[str, str]:
+    paths = [str(HERE / "stand_in"), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("test_core.py", 16),
+        ("test_transformers.py", 9),
+        pytest.param("test_megatron.py", 6, marks=[pytest.mark.megatron, pytest.mark.timeout(900)]),
+    ],
+)
+def test_the_accelerators_tests_pass_there(name: str, least: int, tmp_path: Path) -> None:
+    results = tmp_path / "results.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "accelerator", f"--junitxml={results}"]
+    done = subprocess.run(
+        [*command, "-p", "no:xdist", "-p", "no:cacheprovider", str(HERE / name)],
+        cwd=HERE.parent.parent,
+        env=environment(),
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    suite = ElementTree.parse(results).getroot().find("testsuite")
+    assert suite is not None
+    ran = int(suite.attrib["tests"]) - int(suite.attrib["skipped"])
+    assert ran >= least, "tests were skipped there:\n" + done.stdout[-3000:]
