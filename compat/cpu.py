@@ -145,7 +145,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 def _lend_distributed(patches: Patches) -> None:
     """gloo's collectives, for what Megatron asks of NCCL's: ranks with different numbers of tokens."""
-    exchange, gather, scatter = dist.all_to_all_single, dist.all_gather, dist.reduce_scatter
+    exchange, gather = dist.all_to_all_single, dist.all_gather
 
     def all_to_all_single(
         output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **kwargs: Any
@@ -166,9 +166,9 @@ def _lend_distributed(patches: Patches) -> None:
     def reduce_scatter(
         output: Any, input_list: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
-        if _even(input_list):
-            return scatter(output, input_list, op, group, async_op)
         total = torch.cat(list(input_list))
+        if _even(input_list):
+            return dist.reduce_scatter_tensor(output, total, op, group, async_op)
         dist.all_reduce(total, op, group)
         first = sum(map(len, input_list[: dist.get_rank(group)]))
         output.copy_(total[first : first + len(output)])
@@ -178,7 +178,7 @@ def _lend_distributed(patches: Patches) -> None:
     patches.set(dist, "all_to_all_single", all_to_all_single, why)
     why = "gloo wants all ranks' parts equally long"
     patches.set(dist, "all_gather", all_gather, why)
-    patches.set(dist, "reduce_scatter", reduce_scatter, why)
+    patches.set(dist, "reduce_scatter", reduce_scatter, why + ", and before torch 2.8 takes no list of them")
 
 
 def _even(parts: Any) -> bool:

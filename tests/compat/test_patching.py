@@ -38,8 +38,14 @@ class Owner(Base):
         return "property"
 
 
+@pytest.fixture(autouse=True)
+def nothing_else_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test before may have imported Megatron, and its shims are on."""
+    monkeypatch.setattr(patching, "_groups", [])
+
+
 @pytest.fixture
-def patches() -> Iterator[Patches]:
+def patches(nothing_else_is_patched: None) -> Iterator[Patches]:
     group = Patches("a test runs")
     yield group
     group.undo()
