@@ -72,8 +72,10 @@ def test_blocks_may_be_nested_and_the_outermost_takes_back() -> None:
     assert same(before, snapshot(*OWNERS))
 
 
-def test_nothing_is_lent_where_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_torch_is_lent_where_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with cpu.lend():
+        pass  # imports Megatron, where it is there
     before = snapshot(*OWNERS)
     with cpu.lend():
         assert same(before, snapshot(*OWNERS))
@@ -104,6 +106,21 @@ def test_the_cuda_generator_is_the_cpus() -> None:
         assert torch.equal(torch.rand(3), first)
         torch.cuda.manual_seed(7)
         assert torch.initial_seed() == 7
+
+
+@pytest.mark.megatron
+def test_what_megatron_lacks_without_transformer_engine_is_lent_on_cuda_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "RouterGatingLinearFunction"):
+        pytest.skip("0.12 doesn't ask for te_general_gemm")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)
+    with cpu.lend():
+        assert moe_utils.te_general_gemm is None
+    assert not hasattr(moe_utils, "te_general_gemm")
 
 
 @pytest.mark.megatron
