@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from npu_replay.compat import mindspeed_overlap
-from npu_replay.compat.probe import Capability, Product
+from npu_replay.compat.probe import Capability, Product, find
 from npu_replay.errors import RouterError
 
 CAPABILITY = "replay under MindSpeed"
@@ -38,7 +38,7 @@ def capability(product: Product, megatron: Product) -> Capability:
         return Capability(
             name, "broken" if product.problem else "missing", product.problem or "MindSpeed is not installed"
         )
-    if megatron.usable and not Path(megatron.where).with_name("training").is_dir():
+    if megatron.usable and find("megatron.training") is None:
         return Capability(
             name,
             "broken",

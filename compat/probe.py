@@ -119,7 +119,7 @@ def _probe(known: _Known) -> Product:
 
 
 def _look(known: _Known) -> Product:
-    spec = _find(known.module)
+    spec = find(known.module)
     if spec is None or _is_bare_folder(spec):
         return Product(known.name, found=False, problem=_leftover(known))
     folders = list(spec.submodule_search_locations or ())
@@ -140,7 +140,7 @@ def _look(known: _Known) -> Product:
     return Product(known.name, True, version or _installed_version(known.name), str(folder), problem)
 
 
-def _find(name: str) -> ModuleSpec | None:
+def find(name: str) -> ModuleSpec | None:
     """importlib.util.find_spec, which would import the parents of `name`; this imports nothing."""
     spec: ModuleSpec | None = None
     path: list[str] | None = None
@@ -306,7 +306,7 @@ def _demo(by_name: dict[str, Product]) -> Capability:
         if not by_name[name].usable
     ]
     # What Megatron imports; where it is there by itself, pip was told to leave its requirements out.
-    lacking += [f"{name} is not installed" for name in ("packaging", "einops", "yaml") if _find(name) is None]
+    lacking += [f"{name} is not installed" for name in ("packaging", "einops", "yaml") if find(name) is None]
     if _transformers(by_name["transformers"]).remedy and by_name["transformers"].usable:
         lacking.append("its Qwen3-MoE needs transformers 5")
     if lacking:

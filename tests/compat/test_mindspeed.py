@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 
 import npu_replay
 from megatron_cases import Trainer, build, hooks_left, perturbed, routers, same
+from npu_replay.compat.mindspeed import capability
+from npu_replay.compat.probe import Capability, Product
 from npu_replay.errors import RouterError
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
@@ -192,3 +195,64 @@ def test_more_arguments_of_a_routers_call_reach_it_untouched(
             router(hidden, mask, ids)
     assert got == [(mask, ids)]
     assert len(recording.routes[0]) == 12
+
+
+# What doctor says, from source alone
+
+
+def installed(
+    tmp_path: Path, *, megatron: str, mindspeed: str, training: bool, overlap: str | None
+) -> Capability:
+    """The capability for trees of these releases on the path."""
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").touch()
+    if training:
+        (core.with_name("training")).mkdir()
+        (core.with_name("training") / "__init__.py").touch()
+    product = tmp_path / "mindspeed"
+    if overlap is not None:
+        place = product / "core/transformer/moe/moe_feature/fb_overlap/transformer_layer.py"
+        place.parent.mkdir(parents=True)
+        place.write_text(overlap)
+    return capability(
+        Product("mindspeed", True, mindspeed, str(product)),
+        Product("megatron-core", True, megatron, str(core)),
+    )
+
+
+KNOWN_PLACE = "def again(graph):\n    return layer(graph.layer, *graph.layer_inputs, checkpoint=False)\n"
+
+
+@pytest.mark.parametrize(
+    ("about", "state", "words"),
+    [
+        ({}, "works", "moe_fb_overlap too; refused: fix_router, moe_tp_extend_ep"),
+        ({"training": False}, "broken", "megatron.training"),
+        ({"mindspeed": "0.16.0"}, "broken", "made for Megatron-core 0.16.0, and 0.12.1 is here"),
+        ({"mindspeed": ""}, "works", "moe_fb_overlap too"),
+        ({"megatron": "0.12.3"}, "works", "moe_fb_overlap too"),
+        (
+            {"overlap": KNOWN_PLACE.replace("layer_inputs", "saved")},
+            "works",
+            "where npu_replay can't mark it",
+        ),
+        ({"overlap": None}, "works", "moe_fb_overlap too"),
+    ],
+)
+def test_doctor_says_whether_mindspeed_fits_the_megatron_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, about: dict[str, Any], state: str, words: str
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    sizes = {"megatron": "0.12.1", "mindspeed": "0.12.1", "training": True, "overlap": KNOWN_PLACE}
+    found = installed(tmp_path, **sizes | about)
+    assert found.state == state
+    assert words in found.why
+    assert (found.remedy != "") == (state == "broken")
+
+
+def test_without_mindspeed_nothing_is_said_of_it() -> None:
+    found = capability(Product("mindspeed", False), Product("megatron-core", True, "0.12.1", "/nowhere"))
+    assert (found.state, found.why) == ("missing", "MindSpeed is not installed")
