@@ -26,8 +26,14 @@ def model() -> Iterator[ToyModel]:
     routers.unregister("toy")
 
 
+@pytest.fixture(autouse=True)
+def nothing_else_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test before may have imported Megatron, and its shims are on."""
+    monkeypatch.setattr(patching, "_groups", [])
+
+
 @pytest.fixture
-def patches() -> Iterator[Patches]:
+def patches(nothing_else_is_patched: None) -> Iterator[Patches]:
     group = Patches("a test runs")
     yield group
     group.undo()
