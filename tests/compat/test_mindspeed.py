@@ -1,4 +1,4 @@
-"""compat.mindspeed: what is refused, and in which words. What works is in tests/mindspeed/."""
+"""compat.mindspeed: what is refused, and in which words. What works is in tests/on_mindspeed/."""
 
 from __future__ import annotations
 

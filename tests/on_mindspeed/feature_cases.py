@@ -1,0 +1,208 @@
+"""MindSpeed's features that reach into MoE layers, one case each, and how each is turned on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+EXPERTS, TOPK = 8, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way of running a small MoE model under MindSpeed.
+
+    Args:
+        flag: MindSpeed's own argument; a product whose parser doesn't know it has not the feature.
+        module: a module of Megatron's that the feature builds on; a Megatron without it has not the feature.
+        args: what repatch() is given, and every config then has.
+        config: for the TransformerConfig alone.
+        expert, tensor: parallel sizes; the case takes their product of processes.
+        recompute: does the feature allow full activation recompute?
+        schedule: "plain" runs micro-batches one after another and backward once, over the sum of the losses;
+            "overlap" is MindSpeed's forward_backward_no_pipelining.
+        reference: of these `args`, those that are turned off for the run whose gradients must be the same.
+        shows: part of the name of a class or function of the MoE layer, by which it is seen to be on.
+        drops: a map may lack experts that were over capacity.
+        own_gradients: its gradients aren't the reference's, nor those without recompute, untouched too.
+        refused: what npu_replay's error names, if it has to refuse the feature.
+    """
+
+    flag: str = ""
+    module: str = ""
+    args: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    expert: int = 1
+    tensor: int = 1
+    recompute: bool = True
+    schedule: str = "plain"
+    reference: tuple[str, ...] = ()
+    shows: str = ""
+    drops: bool = False
+    own_gradients: bool = False
+    refused: str = ""
+
+    @property
+    def world(self) -> int:
+        """How many processes it takes."""
+        return max(self.expert, self.tensor)
+
+    @property
+    def expert_tensor(self) -> int:
+        """Megatron's alltoall_seq cuts experts over tensor-parallel ranks as it does the rest."""
+        return self.tensor if "alltoall_seq" in self.args.values() else 1
+
+
+GROUPED = {"moe_grouped_gemm": True}
+SEQ_MODULE = "megatron.core.transformer.moe.legacy_a2a_token_dispatcher"
+SEQ = {"moe_token_dispatcher_type": "alltoall_seq", "moe_permutation_async_comm": True}
+TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+OVERLAP = {"moe_alltoall_overlap_comm": True} | GROUPED
+OFF = ("moe_alltoall_overlap_comm", "moe_zero_memory")
+FB_OVERLAP = {"moe_fb_overlap": True} | GROUPED
+
+CASES: dict[str, Case] = {
+    "none": Case(shows="moe_layer.MoELayer"),
+    "permute_fusion": Case(
+        shows="fused_moe_permute.permute",
+        flag="use_fused_moe_token_permute_and_unpermute",
+        args={"moe_permute_fusion": True, "use_fused_moe_token_permute_and_unpermute": True},
+        reference=("moe_permute_fusion", "use_fused_moe_token_permute_and_unpermute"),
+    ),
+    "permute_fusion_ep2": Case(
+        shows="fused_moe_permute.permute",
+        flag="use_fused_moe_token_permute_and_unpermute",
+        args={"moe_permute_fusion": True, "use_fused_moe_token_permute_and_unpermute": True},
+        expert=2,
+        reference=("moe_permute_fusion", "use_fused_moe_token_permute_and_unpermute"),
+    ),
+    "grouped_gemm": Case(shows="MindSpeedGmmExperts", args=GROUPED),
+    "alltoall_seq": Case(
+        module=SEQ_MODULE,
+        shows="MoEAlltoAllSEQTokenDispatcher",
+        args=SEQ,
+        reference=("moe_token_dispatcher_type",),
+    ),
+    "alltoall_seq_tp2": Case(
+        module=SEQ_MODULE,
+        shows="MoEAlltoAllSEQTokenDispatcher",
+        args=SEQ | TENSOR,
+        tensor=2,
+        reference=("moe_token_dispatcher_type",),
+    ),
+    "capacity": Case(
+        shows="mindspeed.core.transformer.moe.moe_utils.topk_softmax_with_capacity",
+        flag="fix_router",
+        args={"moe_expert_capacity_factor": 0.75},
+        drops=True,
+        recompute=True,
+    ),
+    "alltoall_overlap": Case(
+        shows="MindSpeedAlltoAllOverlapMoeLayerAdaptor",
+        flag="moe_alltoall_overlap_comm",
+        args=OVERLAP,
+        expert=2,
+        reference=OFF,
+    ),
+    "alltoall_seq_overlap": Case(
+        module=SEQ_MODULE,
+        shows="MindSpeedAlltoAllSeqOverlapMoeLayerAdaptor",
+        flag="moe_alltoall_overlap_comm",
+        args=OVERLAP | SEQ,
+        expert=2,
+        reference=OFF,
+    ),
+    "zero_memory_level0": Case(
+        shows="MindSpeedAlltoAllOverlapMoeLayerAdaptor",
+        flag="moe_zero_memory",
+        args=OVERLAP | {"moe_zero_memory": "level0"},
+        expert=2,
+        reference=OFF,
+    ),
+    "zero_memory_level1": Case(
+        shows="MindSpeedAlltoAllOverlapMoeLayerAdaptor",
+        flag="moe_zero_memory",
+        args=OVERLAP | {"moe_zero_memory": "level1"},
+        expert=2,
+        reference=OFF,
+    ),
+    "allgather_overlap": Case(
+        shows="MindSpeedAllGatherOverlapMoeLayerAdaptor",
+        flag="moe_allgather_overlap_comm",
+        args={
+            "moe_allgather_overlap_comm": True,
+            "moe_token_dispatcher_type": "allgather",
+            "moe_permutation_async_comm": True,
+        }
+        | GROUPED,
+        expert=2,
+        reference=("moe_allgather_overlap_comm",),
+    ),
+    "alltoall_mc2": Case(
+        shows="MindSpeedAlltoAllMC2MoeLayerAdaptor",
+        flag="moe_alltoall_mc2",
+        args={"moe_alltoall_mc2": True} | GROUPED,
+        expert=2,
+        reference=("moe_alltoall_mc2",),
+    ),
+    "fb_overlap": Case(
+        shows="MindSpeedFbOverlapMoELayer",
+        flag="moe_fb_overlap",
+        args=FB_OVERLAP,
+        expert=2,
+        schedule="overlap",
+        reference=("moe_fb_overlap",),
+    ),
+    "fb_overlap_no_recompute": Case(
+        shows="MindSpeedFbOverlapMoELayer",
+        flag="moe_fb_overlap",
+        args=FB_OVERLAP,
+        expert=2,
+        schedule="overlap",
+        recompute=False,
+        reference=("moe_fb_overlap",),
+    ),
+    "fb_overlap_dense_first": Case(
+        shows="MindSpeedFbOverlapMoELayer",
+        flag="moe_fb_overlap",
+        args=FB_OVERLAP,
+        config={"moe_layer_freq": [0, 1, 1]},
+        expert=2,
+        schedule="overlap",
+        reference=("moe_fb_overlap",),
+    ),
+    "balanced_moe": Case(
+        own_gradients=True,
+        shows="BalancedMoELayer",
+        flag="balanced_moe_experts",
+        args=FB_OVERLAP | {"balanced_moe_experts": True, "balanced_moe_hot_expert_num": 2},
+        expert=2,
+        schedule="overlap",
+        recompute=False,
+        reference=("moe_fb_overlap", "balanced_moe_experts"),
+    ),
+    "balanced_moe_recompute": Case(
+        own_gradients=True,
+        shows="BalancedMoELayer",
+        flag="balanced_moe_experts",
+        args=FB_OVERLAP | {"balanced_moe_experts": True, "balanced_moe_hot_expert_num": 2},
+        expert=2,
+        schedule="overlap",
+        reference=("moe_fb_overlap", "balanced_moe_experts"),
+    ),
+    "fix_router": Case(
+        shows="mindspeed.core.transformer.moe.moe_utils.topk_softmax_with_capacity",
+        flag="fix_router",
+        args={"fix_router": True},
+        expert=2,
+        refused="fix_router",
+    ),
+    "tp_extend_ep": Case(
+        module=SEQ_MODULE,
+        shows="routing_tp_extend_ep",
+        flag="moe_tp_extend_ep",
+        args={"moe_tp_extend_ep": True} | SEQ | GROUPED | TENSOR,
+        tensor=2,
+        refused="moe_tp_extend_ep",
+    ),
+}

@@ -1,0 +1,425 @@
+"""Runs cases of feature_cases.py: what the model does untouched, recorded and replayed.
+
+Its task names the cases. Its answer to each is {"absent": why} if this product hasn't the feature,
+{"unsupported": why} if this Megatron hasn't what the feature builds on, {"broken": why} if the model doesn't
+run even untouched, {"refused": error} if npu_replay says no, {"raised": error} if anything else goes wrong,
+else the figures that test_features.py judges.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+import torch.distributed as dist
+from feature_cases import CASES, EXPERTS, SEQ_MODULE, TOPK, Case
+from processes import STAND_IN, answer, read_task, triton_at_import
+
+BATCH, LENGTH, VOCAB, LAYERS = 2, 12, 64, 3
+MICRO_BATCHES = 3
+TIMEOUT = timedelta(seconds=60)
+DEFAULTS: dict[str, Any] = {
+    # Megatron's arguments that MindSpeed reads
+    "optimization_level": 2,
+    "num_layers": LAYERS,
+    "num_experts": EXPERTS,
+    "moe_router_topk": TOPK,
+    "moe_grouped_gemm": False,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_expert_capacity_factor": None,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_permute_fusion": False,
+    "moe_ffn_hidden_size": 32,
+    "tensor_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "sequence_parallel": False,
+    "gradient_accumulation_fusion": False,
+    "gemm_gradient_accumulation_fusion": False,
+    "fp8": None,
+    "use_gmm_fp8": False,
+}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+Run = tuple[list[float], list[torch.Tensor]]
+
+
+def main(task: dict[str, Any]) -> dict[str, Any]:
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    with triton_at_import():
+        import mindspeed.megatron_adaptor  # noqa: F401  first of all, as in a training script
+    put_operators_on_cpu()
+    if task["product"] == STAND_IN:
+        put_norm_in()
+    store = f"file://{task['store']}"
+    dist.init_process_group(
+        "gloo", init_method=store, rank=task["rank"], world_size=task["world"], timeout=TIMEOUT
+    )
+    try:
+        return {name: one(CASES[name], task["product"]) for name in task["cases"]}
+    finally:
+        dist.destroy_process_group()
+
+
+def one(case: Case, product: str) -> dict[str, Any]:
+    import npu_replay
+
+    if case.flag and case.flag not in known_arguments():
+        return {"absent": f"its arguments have no {case.flag}"}
+    if case.module and importlib.util.find_spec(case.module) is None:
+        return {"unsupported": f"this Megatron has no {case.module}"}
+    if product == STAND_IN and case.schedule == "overlap" and importlib.util.find_spec(SEQ_MODULE) is None:
+        return {"unsupported": "MindSpeed's overlapping schedule fails on Megatron after 0.12"}
+    turn_on(arguments(case))
+    with npu_replay.compat.cpu.lend(), parallel(case):
+        try:
+            return examine(case)
+        except Exception as error:
+            return {"raised": described(error)}
+
+
+def known_arguments() -> dict[str, Any]:
+    """MindSpeed's own arguments with their defaults."""
+    from mindspeed.args_utils import get_mindspeed_args
+
+    return vars(get_mindspeed_args(get_defaults=True))
+
+
+def arguments(case: Case) -> dict[str, Any]:
+    sizes = {"expert_model_parallel_size": case.expert, "expert_tensor_parallel_size": case.expert_tensor}
+    return DEFAULTS | sizes | case.args
+
+
+def turn_on(values: dict[str, Any]) -> None:
+    """MindSpeed's arguments, which are Megatron's global ones too where it has them; and patch anew."""
+    from mindspeed.args_utils import get_mindspeed_args
+    from mindspeed.megatron_adaptor import repatch
+
+    args = get_mindspeed_args()
+    with contextlib.suppress(ModuleNotFoundError):  # a wheel of megatron-core has no megatron.training
+        from megatron.training.global_vars import set_args
+
+        set_args(args)
+    repatch(known_arguments() | values)
+
+
+def put_operators_on_cpu() -> None:
+    """MindSpeed compiles some operators against CANN when they are first called: give it the stub's."""
+    try:
+        from mindspeed.op_builder.builder import AS_LIBRARY, MindSpeedOpBuilder
+        from mindspeed.ops import gmm
+    except ImportError:
+        return  # the stand-in needs none
+    from torch_npu import compiled
+
+    MindSpeedOpBuilder.load = lambda builder, verbose=True: compiled
+    for name in ("npu_gmm.Tensor", "npu_gmm.List"):
+        torch.library.impl(AS_LIBRARY, name, "CPU")(gmm._npu_gmm)
+    torch.library.impl(AS_LIBRARY, "npu_gmm_v2.Tensor", "CPU")(gmm._npu_gmm_v2)
+
+
+def put_norm_in() -> None:
+    """Megatron's norm without Apex refuses sequence parallelism; real MindSpeed replaces it."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    from distributed.parallel_model import Norm
+
+    WrappedTorchNorm.__new__ = lambda cls, *args, **kwargs: Norm(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def parallel(case: Case) -> Iterator[None]:
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=case.tensor,
+        expert_model_parallel_size=case.expert,
+        expert_tensor_parallel_size=case.expert_tensor,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def examine(case: Case) -> dict[str, Any]:
+    import npu_replay
+
+    found: dict[str, Any] = {}
+    if case.refused:
+        return refused(case)
+    try:
+        trainer, plain = Trainer(case, recompute=case.recompute), Trainer(case, recompute=False)
+        plain.model.load_state_dict(trainer.model.state_dict(), strict=False)
+        untouched = trainer.run()
+        found["moe_layer"] = parts(trainer.model)
+        found["agrees_without_recompute"] = distance(untouched, plain.run())
+    except Exception as error:
+        return found | {"broken": described(error)}
+    try:
+        with npu_replay.record(trainer.model) as recording, Witness(trainer.model) as first:
+            recorded = trainer.run()
+    except npu_replay.ReplayError as error:
+        return found | referred(case, trainer, untouched) | {"refused": str(error)}
+    found |= referred(case, trainer, untouched)
+    routes = recording.routes
+    found["record"] = distance(recorded, untouched)
+    found["recorded_is_shown"] = first.differing(routes, case.drops)
+    found["calls"] = first.calls
+    found["layers"] = list(routes[0].layers)
+    with npu_replay.replay(trainer.model, routes):
+        found["replay"] = distance(trainer.run(), untouched)
+    with perturbed(trainer.model), Witness(trainer.model) as live:
+        trainer.run()
+    found["live_differs"] = live.differing(routes, case.drops)
+    with perturbed(trainer.model), Witness(trainer.model) as again, npu_replay.replay(trainer.model, routes):
+        trainer.run()
+    found["replayed_differs"] = again.differing(routes, case.drops)
+    found["replayed_calls"] = again.calls
+    foreign = random_routes(routes)
+    with npu_replay.replay(plain.model, foreign):
+        expected = plain.run()
+    with npu_replay.replay(trainer.model, foreign), Witness(trainer.model) as strange:
+        found["foreign"] = distance(trainer.run(), expected)
+    found["foreign_differs"] = strange.differing(foreign, case.drops)
+    found["foreign_moves"] = distance(expected, untouched)
+    return found
+
+
+def parts(model: Any) -> list[str]:
+    """What the last layer's MoE is made of: a feature that was not turned on would show here."""
+    mlp = model.decoder.layers[-1].mlp
+    from megatron.core.transformer.moe import moe_utils, router
+
+    functions = [
+        moe_utils.permute,
+        getattr(router, "topk_softmax_with_capacity", None),
+        type(mlp.router).routing,
+    ]
+    types = [type(part) for part in (mlp, mlp.experts, mlp.token_dispatcher)]
+    return [f"{part.__module__}.{part.__qualname__}" for part in (*types, *functions) if part is not None]
+
+
+def refused(case: Case) -> dict[str, Any]:
+    """What npu_replay says to a model of this case before it has run."""
+    import npu_replay
+
+    model = Trainer(case, recompute=case.recompute).model
+    try:
+        with npu_replay.record(model):
+            pass
+    except npu_replay.ReplayError as error:
+        return {"moe_layer": parts(model), "refused": str(error)}
+    return {"moe_layer": parts(model), "raised": "nothing: record() takes this model"}
+
+
+def referred(case: Case, trainer: Trainer, untouched: Run) -> dict[str, Any]:
+    """How far the untouched run is from that of the same weights without the feature."""
+    if not case.reference:
+        return {}
+    defaults = known_arguments() | DEFAULTS
+    turned_off = {name: defaults[name] for name in case.reference}
+    turn_on(arguments(case) | turned_off)
+    plain = replace(case, args=case.args | turned_off, schedule="plain", reference=())
+    reference = Trainer(plain, recompute=False)
+    reference.model.load_state_dict(trainer.model.state_dict(), strict=False)
+    expected = reference.run()
+    turn_on(arguments(case))
+    apart = [
+        name
+        for name, ours, theirs in zip(trainer.names, untouched[1], expected[1], strict=True)
+        if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-6)
+    ]
+    return {"agrees_with_reference": distance(untouched, expected), "apart_from_reference": apart}
+
+
+class Trainer:
+    """A model, its micro-batches, and one step over them."""
+
+    def __init__(self, case: Case, *, recompute: bool) -> None:
+        from npu_replay.demo import megatron_model
+
+        self.case = case
+        torch.manual_seed(7)
+        sizes = {"expert_model_parallel_size": case.expert, "num_layers": LAYERS}
+        if case.schedule == "overlap":
+            sizes["deallocate_pipeline_outputs"] = (
+                True  # as Megatron's own arguments have it; the schedule wants it
+            )
+        changes = {
+            key: case.args[key] for key in ("moe_grouped_gemm", "sequence_parallel") if key in case.args
+        }
+        self.config = megatron_model.config(
+            **sizes | changes | case.config | dispatcher(case) | (FULL if recompute else {})
+        )
+        self.model = megatron_model.model(self.config)
+        # Without balanced_moe's copies of busy experts, which hand their gradients on to the originals.
+        lasting = {name: p for name, p in self.model.named_parameters() if "hot_experts" not in name}
+        self.names, self.parameters = list(lasting), list(lasting.values())
+        generator = torch.Generator().manual_seed(3 + dist.get_rank() // case.tensor)
+        tokens = torch.randint(0, VOCAB, (MICRO_BATCHES, BATCH, LENGTH), generator=generator)
+        self.batches = list(tokens)
+
+    def run(self) -> Run:
+        """Losses of the micro-batches, and the gradients after all of them."""
+        self.model.zero_grad()
+        for parameter in self.parameters:
+            parameter.main_grad = torch.zeros_like(parameter)  # Megatron's buffer, which MindSpeed adds to
+        losses = self._plain() if self.case.schedule == "plain" else self._overlapped()
+        return losses, [_gradient(parameter) for parameter in self.parameters]
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        from npu_replay.demo import megatron_model
+
+        return self.model(input_ids=tokens, labels=tokens.roll(-1, 1), **megatron_model.causal(tokens)).mean()
+
+    def _plain(self) -> list[float]:
+        losses = [self.loss(tokens) for tokens in self.batches]
+        (sum(losses) / len(losses)).backward()
+        return [loss.item() for loss in losses]
+
+    def _overlapped(self) -> list[float]:
+        """MindSpeed's schedule: the forward of a micro-batch in between the backward of the one before."""
+        from megatron.core.pipeline_parallel import schedules
+
+        def step(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+            loss = self.loss(next(batches))
+            # Cloned: the schedule divides what it is given in place.
+            return loss, lambda output: (output.clone(), output.detach().clone())
+
+        losses = schedules.get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(self.batches),
+            model=self.model,
+            num_microbatches=MICRO_BATCHES,
+            seq_length=LENGTH,
+            micro_batch_size=BATCH,
+        )
+        return [loss.item() for loss in losses]
+
+
+def _gradient(parameter: Any) -> torch.Tensor:
+    return parameter.main_grad if parameter.grad is None else parameter.main_grad + parameter.grad
+
+
+def dispatcher(case: Case) -> dict[str, Any]:
+    names = ("moe_token_dispatcher_type", "moe_expert_capacity_factor", "tensor_model_parallel_size")
+    return {name: case.args[name] for name in names if name in case.args}
+
+
+class Witness:
+    """What every router's output shows, in forwards and in recomputes.
+
+    A router's call is known by its input: in a recompute it is that of the forward, to the last bit.
+    """
+
+    def __init__(self, model: Any) -> None:
+        from npu_replay.routers import find
+
+        self._routers = find([model])[0]
+        self._numbers: dict[int, dict[bytes, int]] = {router.label: {} for router in self._routers}
+        self._shown: list[tuple[int, int, torch.Tensor, torch.Tensor]] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Witness:
+        for router in self._routers:
+            self._handles.append(router.module.register_forward_hook(self._note(router.label)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _note(self, label: int) -> Callable[..., None]:
+        def after(module: Any, args: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]) -> None:
+            known = self._numbers[label]
+            number = known.setdefault(args[0].detach().clone().numpy().tobytes(), len(known))
+            self._shown.append((label, number, output[0].detach() != 0, output[1].bool().clone()))
+
+        return after
+
+    @property
+    def calls(self) -> list[int]:
+        """How often the routers ran for each micro-batch, of all layers."""
+        counts: dict[tuple[int, int], int] = {}
+        for label, number, *_ in self._shown:
+            counts[label, number] = counts.get((label, number), 0) + 1
+        return [counts[key] for key in sorted(counts)]
+
+    def differing(self, routes: list[Any], drops: bool) -> int:
+        """Rows, in all calls, that show other experts than these routes."""
+        total = 0
+        for label, number, weighed, routed in self._shown:
+            if number >= len(routes):
+                return -1  # a recompute whose input is not that of any forward
+            ids = routes[number].ids[:, routes[number].layers.index(label)].long()
+            chosen = torch.zeros_like(routed).scatter(1, ids, True)
+            differs = weighed & ~chosen if drops else routed != chosen
+            total += int(differs.any(dim=1).sum())
+        return total
+
+
+@contextlib.contextmanager
+def perturbed(model: Any) -> Iterator[None]:
+    """Other router weights for the length of the block."""
+    from npu_replay.routers import find
+
+    weights = [router.module.weight for router in find([model])[0]]
+    kept = [weight.detach().clone() for weight in weights]
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for weight in weights:
+            weight.add_(torch.randn(weight.shape, generator=generator))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, original in zip(weights, kept, strict=True):
+                weight.copy_(original)
+
+
+def random_routes(like: list[Any]) -> list[Any]:
+    """Routes that no router of this model would choose, others for each micro-batch."""
+    from npu_replay import RoutedExperts
+
+    generator = torch.Generator().manual_seed(5)
+    return [
+        RoutedExperts(
+            ids=torch.rand(*r.ids.shape[:2], r.num_experts, generator=generator).topk(r.topk).indices,
+            layers=r.layers,
+            num_experts=r.num_experts,
+        )
+        for r in like
+    ]
+
+
+def distance(run: Run, other: Run) -> float:
+    """The largest difference of a loss, or of a gradient relative to the largest; 0 is to the last bit."""
+    apart = max(float((a - b).abs().max()) for a, b in zip(run[1], other[1], strict=True))
+    largest = max(float(grad.abs().max()) for grad in other[1])
+    return max(apart / largest, *(abs(a - b) for a, b in zip(run[0], other[0], strict=True)))
+
+
+def described(error: Exception) -> str:
+    import traceback
+
+    frames = traceback.extract_tb(error.__traceback__)
+    where = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames[-4:]))
+    return f"{type(error).__name__}: {error} ({where})"
+
+
+if __name__ == "__main__":
+    answer(main(read_task()))

@@ -1,0 +1,525 @@
+"""What MindSpeed does, found out: test_fidelity.py asks the stand-in and the real one.
+
+Scenario "first": MindSpeed before Megatron. Scenario "late", on two ranks: Megatron first, and flags on the
+command line that MindSpeed doesn't know. npu_replay is not imported: it must not have a hand in this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import inspect
+import pickle
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from processes import answer, read_task, triton_at_import
+
+SMALL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+FLAG = {"enable_routing_replay": True}
+MOE = {"moe_grouped_gemm": True, "moe_permutation_async_comm": True, "num_experts": 8, "moe_router_topk": 2}
+MOE |= {"tensor_model_parallel_size": 1, "expert_model_parallel_size": 2, "moe_expert_capacity_factor": None}
+FEATURES: dict[str, dict[str, Any]] = {
+    "moe_alltoall_overlap_comm": {"moe_token_dispatcher_type": "alltoall"},
+    "moe_alltoall_overlap_comm seq": {"moe_token_dispatcher_type": "alltoall_seq"},
+    "moe_allgather_overlap_comm": {"moe_token_dispatcher_type": "allgather"},
+    "moe_alltoall_mc2": {"moe_token_dispatcher_type": "alltoall"},
+    "moe_tp_extend_ep": {"moe_token_dispatcher_type": "alltoall_seq"},
+    "moe_fb_overlap": {"moe_token_dispatcher_type": "alltoall"},
+    "balanced_moe_experts": {"moe_token_dispatcher_type": "alltoall"},
+    "fix_router": {"moe_token_dispatcher_type": "alltoall"},
+}
+ALL_OFF = {feature.split()[0]: False for feature in FEATURES}
+ALL_OFF |= {"moe_grouped_gemm": False, "moe_permutation_async_comm": False}
+
+
+def outcome(ask: Callable[[], Any]) -> Any:
+    """What `ask` returns, or its error by name."""
+    try:
+        return ask()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+# MindSpeed first
+
+
+def first() -> dict[str, Any]:
+    found: dict[str, Any] = {"activation": activation()}
+    return found | {
+        "restores_methods": restores_methods(),
+        "imports": imports(),
+        "torch": torch_side_effects(),
+        "manager": manager(),
+        "config": config(),
+        "subclass": subclass(),
+        "arguments": arguments(),
+        "third_party": third_party(),
+        "features": features(),
+        "signatures": signatures(),
+    }
+
+
+def activation() -> dict[str, Any]:
+    """Suppressed at first, then done by hand, once."""
+    from mindspeed.deprecate import NoExecuteFunction
+
+    compile_before = torch.compile
+    with NoExecuteFunction():
+        from mindspeed import features_manager, megatron_adaptor
+    from mindspeed.patch_utils import MindSpeedPatchesManager as Manager
+
+    found: dict[str, Any] = {
+        "suppressed": not Manager.patches_info and torch.compile is compile_before,
+        "no_features": len(megatron_adaptor.MindSpeedFeaturesManager.FEATURES_LIST),
+        "transfer_first": "torch_npu.contrib.transfer_to_npu" in sys.modules,
+    }
+    features_manager.set_default_features_list()
+    megatron_adaptor.patch_features()
+    found["patched"] = torch.compile is not compile_before
+    patched = torch.compile
+    before = {name: len(patch.wrappers) for name, patch in Manager.patches_info.items()}
+    megatron_adaptor.patch_features()
+    found["once"] = torch.compile is patched and before == {
+        n: len(p.wrappers) for n, p in Manager.patches_info.items()
+    }
+    return found
+
+
+def restores_methods() -> bool:
+    """Is this one of the newer branches, whose removal of a patch knows classes?"""
+    with contextlib.suppress(ModuleNotFoundError):
+        from mindspeed.branch import BRANCH
+
+        return BRANCH.restores_methods
+    from mindspeed import patch_utils
+
+    return "isclass" in inspect.getsource(patch_utils)
+
+
+def imports() -> dict[str, Any]:
+    from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer.moe import moe_utils
+
+    return {"HAVE_TE": moe_utils.HAVE_TE, "accumulation": layers._grad_accum_fusion_available}
+
+
+def torch_side_effects() -> dict[str, Any]:
+    def named(one: int, two: int = 2) -> int:
+        return one + two
+
+    grid = torch.arange(6).reshape(2, 3).t()
+    view = grid.view(6)
+    view[0] = 100
+    compiled = {
+        kind: make(named) for kind, make in (("compile", torch.compile), ("script", torch.jit.script))
+    }
+    return {
+        "signature": {kind: str(inspect.signature(one)) for kind, one in compiled.items()},
+        "name": {kind: one.__name__ for kind, one in compiled.items()},
+        "runs": [one(1) for one in compiled.values()],
+        "with_arguments": torch.compile(dynamic=True)(named)(1),
+        "view_aliases": bool(grid.flatten()[0] == 100 or grid[0, 0] == 100),
+    }
+
+
+def manager() -> dict[str, Any]:
+    """MindSpeedPatchesManager on modules of our own."""
+    from mindspeed.patch_utils import MindSpeedPatchesManager as Manager
+
+    def original() -> str:
+        return "o"
+
+    def plain() -> str:
+        return "r"
+
+    def one_wrapper(fn: Callable[[], str]) -> Callable[[], str]:
+        return lambda: f"1({fn()})"
+
+    def two_decorator(fn: Callable[[], str]) -> Callable[[], str]:
+        return lambda: f"2({fn()})"
+
+    def third_party(fn: Callable[[], str]) -> Callable[[], str]:
+        return lambda: f"ours({fn()})"
+
+    names = ("toy_owner", "toy_alias", "toy_mindspeed_alias", "toy_stock")
+    owner, alias, inside, stock = (types.ModuleType(name) for name in names)
+    sys.modules.update(zip(names, (owner, alias, inside, stock), strict=True))
+    for module in (owner, alias, inside):
+        module.work = original
+    path, found = "toy_owner.work", {}
+
+    Manager.register_patch(path, one_wrapper)
+    found["not_yet"] = owner.work()
+    found["is_applied_before"] = Manager.patches_info[path].is_applied
+    Manager.apply_patches()
+    patch = Manager.patches_info[path]
+    found["is_applied_after"] = patch.is_applied
+    found["wrapped"] = [module.work() for module in (owner, alias, inside)]
+    Manager.register_patch(path, two_decorator)
+    Manager.register_patch(path, two_decorator)
+    found["is_applied_anew"] = patch.is_applied
+    Manager.apply_patches()
+    found["stacked"] = owner.work()
+    Manager.register_patch(path, plain)
+    Manager.apply_patches()
+    found["replaced"] = owner.work()
+    found["second_replace"] = outcome(lambda: Manager.register_patch(path, original))
+    Manager.register_patch(path, original, force_patch=True)
+    Manager.remove_wrappers(path, "one_wrapper")
+    Manager.apply_patches()
+    found["forced"] = owner.work()
+    found["orig_kept"] = patch.orig_func is original
+
+    # somebody wraps over it, and an alias keeps what MindSpeed set
+    owner.work = third_party(owner.work)
+    patch.remove_patch()
+    patch.remove_wrappers()
+    found["removed"] = [module.work() for module in (owner, alias, inside)]
+    found["forgotten"] = [len(patch.wrappers), patch.patch_func is None, path in Manager.patches_info]
+    Manager.register_patch(path, one_wrapper)
+    Manager.apply_patches()
+    found["reapplied"] = owner.work()
+    patch.remove_patch()
+    patch.remove_wrappers()
+    Manager.apply_patches()
+    found["off"] = owner.work()
+
+    # one alias of three is wrapped first: the others are passed by
+    owner.other = alias.other = stock.other = original
+    alias.other = third_party(original)
+    Manager.register_patch("toy_alias.other", one_wrapper)
+    Manager.apply_patches()
+    found["alias_hazard"] = [module.other() for module in (alias, owner, stock)]
+
+    Manager.register_patch("toy_dummy.inner.work", create_dummy=True)
+    Manager.apply_patches()
+    found["dummy"] = outcome(sys.modules["toy_dummy.inner"].work)
+    for name in (path, "toy_alias.other", "toy_dummy.inner.work"):
+        del Manager.patches_info[name]
+    return found
+
+
+def config() -> dict[str, Any]:
+    """Facts 1, 2, 5 and the table of operations on a config that carries the flag."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+    from mindspeed.megatron_adaptor import repatch
+
+    one = TransformerConfig(**SMALL, **FLAG)
+    own = {field.name for field in dataclasses.fields(TransformerConfig)}
+    extra = [field for field in dataclasses.fields(one) if field.name not in own]
+    missing = dataclasses.MISSING
+    found: dict[str, Any] = {
+        "unknown": one.enable_routing_replay,
+        "unknown_mla": MLATransformerConfig(**SMALL, **FLAG).enable_routing_replay,
+        "absent": hasattr(TransformerConfig(**SMALL), "enable_routing_replay"),
+        "class_is_own": type(one) is TransformerConfig,
+        "isinstance": isinstance(one, TransformerConfig),
+        "class_name": f"{type(one).__module__}.{type(one).__qualname__}",
+        "class_per_instance": type(one) is type(TransformerConfig(**SMALL)),
+        "extra_fields": len(extra) > 0,
+        "extra_in_init": any(field.init for field in extra),
+        "extra_defaults": any(
+            field.default is not missing or field.default_factory is not missing for field in extra
+        ),
+        "copy": copy.copy(one).enable_routing_replay,
+        "deepcopy": copy.deepcopy(one).enable_routing_replay,
+        "asdict": outcome(lambda: dataclasses.asdict(one)["enable_routing_replay"]),
+        "asdict_extras": set(dataclasses.asdict(one)) >= {field.name for field in extra},
+        "replace": outcome(lambda: dataclasses.replace(one, num_layers=3).num_layers),
+        "type": outcome(lambda: type(one)(**SMALL).num_layers),
+        "type_with_flag": outcome(lambda: type(one)(**SMALL, **FLAG).num_layers),
+        "rebuilt": hasattr(
+            TransformerConfig(**{name: getattr(one, name) for name in own}), "enable_routing_replay"
+        ),
+        "pickle": outcome(lambda: len(pickle.dumps(one))),
+    }
+    TransformerConfig.enable_routing_replay = False
+    found["class_attribute_drops"] = TransformerConfig(**SMALL, **FLAG).enable_routing_replay
+    repatch(FLAG)
+    found["class_attribute_drops_repatch"] = TransformerConfig(**SMALL).enable_routing_replay
+    del TransformerConfig.enable_routing_replay
+    found["repatch_reaches_all"] = [
+        TransformerConfig(**SMALL).enable_routing_replay,
+        MLATransformerConfig(**SMALL).enable_routing_replay,
+    ]
+    repatch({"enable_routing_replay": False, "moe_router_topk": 4})
+    found["filled"] = TransformerConfig(**SMALL).moe_router_topk
+    found["explicit_wins"] = TransformerConfig(**SMALL, moe_router_topk=3).moe_router_topk
+    repatch({"moe_router_topk": 2})
+    found["signature_written"] = signature_written(TransformerConfig)
+    repatch({})
+    found["signature_mended"] = TransformerConfig(**SMALL, **FLAG).enable_routing_replay
+    return found
+
+
+def signature_written(cls: Any) -> Any:
+    """The flag is added to the signature of __init__, as verl does."""
+    init = cls.__init__
+    signature = inspect.signature(init)
+    flag = inspect.Parameter("enable_routing_replay", inspect.Parameter.KEYWORD_ONLY, default=False)
+    init.__signature__ = signature.replace(parameters=[*signature.parameters.values(), flag])
+    return outcome(lambda: cls(**SMALL, **FLAG).enable_routing_replay)
+
+
+def subclass() -> dict[str, Any]:
+    """A user's own dataclass over TransformerConfig, defined after MindSpeed."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from mindspeed.patch_utils import MindSpeedPatchesManager as Manager
+
+    @dataclasses.dataclass
+    class Provider(TransformerConfig):
+        enable_routing_replay: bool = False
+
+    Provider.__qualname__ = "Provider"
+    globals()["Provider"] = Provider
+
+    def made() -> Any:
+        return Provider(**SMALL, **FLAG)
+
+    return {
+        "registered": f"{TransformerConfig.__module__}.TransformerConfig.__init_subclass__"
+        in Manager.patches_info,
+        "made": outcome(lambda: made().enable_routing_replay),
+        "own_class": outcome(lambda: type(made()) is Provider),
+        "replaced": outcome(lambda: dataclasses.replace(made(), num_layers=3).enable_routing_replay),
+        "pickled": outcome(lambda: pickle.loads(pickle.dumps(made())).enable_routing_replay),
+        "unknown": outcome(lambda: Provider(**SMALL, no_such_flag=1).no_such_flag),
+    }
+
+
+def arguments() -> dict[str, Any]:
+    """Where arguments come from, and the checks that a config goes through."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.training import global_vars
+    from mindspeed.args_utils import get_full_args, get_mindspeed_args
+    from mindspeed.megatron_adaptor import repatch
+
+    repatch({"toy": 1})
+    found: dict[str, Any] = {
+        "own": get_full_args() is get_mindspeed_args(),
+        "kept": get_mindspeed_args().toy,
+        "level": get_mindspeed_args().optimization_level,
+        "defaults_fresh": hasattr(get_mindspeed_args(get_defaults=True), "toy"),
+        "checked": outcome(lambda: TransformerConfig(**SMALL, moe_fb_overlap=True).num_layers),
+    }
+    theirs = copy.copy(get_mindspeed_args())
+    theirs.toy = 2
+    global_vars.set_args(theirs)
+    found["training"] = [get_full_args() is theirs, TransformerConfig(**SMALL).toy]
+    repatch({"toy": 3})
+    found["repatch_training"] = [theirs.toy, get_mindspeed_args().toy]
+    global_vars.set_args(None)
+    found["back"] = get_full_args() is get_mindspeed_args()
+    return found
+
+
+def third_party() -> dict[str, Any]:
+    """Facts 3 and 4: wraps that came after MindSpeed, through a repatch; by name, is it still there?"""
+    from megatron.core.transformer import transformer_config
+    from megatron.core.transformer.moe import router
+    from mindspeed.megatron_adaptor import repatch
+    from mindspeed.patch_utils import MindSpeedPatchesManager as Manager
+
+    places = [
+        (transformer_config.TransformerConfig, "__init__"),
+        (transformer_config.TransformerConfig, "__post_init__"),
+        (transformer_config.MLATransformerConfig, "__init__"),
+        (router.TopKRouter, "__init__"),
+        (router.TopKRouter, "routing"),
+        (router.TopKRouter, "forward"),
+    ]
+    found = {}
+    before = [vars(cls)[name] for cls, name in places]
+    for cls, name in places:
+        setattr(cls, name, wrapped(vars(cls)[name]))
+    ours = [vars(cls)[name] for cls, name in places]
+    Manager.remove_patches()
+    found["after_removal"] = {
+        f"{cls.__name__}.{name}": vars(cls)[name] is one
+        for (cls, name), one in zip(places, ours, strict=True)
+    }
+    repatch({})
+    found["after_repatch"] = {
+        f"{cls.__name__}.{name}": vars(cls)[name] is one
+        for (cls, name), one in zip(places, ours, strict=True)
+    }
+    for (cls, name), one in list(zip(places, before, strict=True))[3:]:
+        setattr(cls, name, one)
+    # Without a wrap over it: does removal put a method back?
+    Manager.remove_patches()
+    patch = Manager.patches_info[f"{transformer_config.__name__}.TransformerConfig.__init__"]
+    found["method_restored"] = transformer_config.TransformerConfig.__init__ is patch.orig_func
+    repatch({})
+    # Once a feature has been on, its place is registered for good.
+    turn_on("moe_tp_extend_ep")
+    turn_off()
+    stock = router.TopKRouter.routing
+    router.TopKRouter.routing = wrapped(stock)
+    repatch({})
+    found["once_registered"] = router.TopKRouter.routing is stock
+    return found
+
+
+def wrapped(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    return ours
+
+
+def features() -> dict[str, Any]:
+    """What each feature replaces; None where this branch hasn't it. In the end: is anything left?"""
+    from mindspeed.args_utils import get_mindspeed_args
+
+    stock = in_place()
+    known = vars(get_mindspeed_args(get_defaults=True))
+    found: dict[str, Any] = {}
+    for feature in FEATURES:
+        missing = feature.split()[0] not in known
+        found[feature] = None if missing else outcome(lambda feature=feature: replaced_by(feature, stock))
+    turn_off()
+    found["left"] = sorted(name for name, one in in_place().items() if one is not stock[name])
+    return found
+
+
+def in_place() -> dict[str, Any]:
+    """What stands now where features put something else."""
+    from megatron.core.models.gpt import moe_module_specs
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.transformer import transformer_block
+    from megatron.core.transformer.moe import moe_layer, moe_utils, router
+
+    return {
+        "layer": moe_layer.MoELayer,
+        "routing": router.TopKRouter.routing,
+        "block": transformer_block.TransformerBlock.__init__,
+        "spec": moe_module_specs.get_moe_module_spec,
+        "schedule": schedules.get_forward_backward_func,
+        "topk": getattr(moe_utils, "topk_softmax_with_capacity", None),
+        "router": router.TopKRouter,
+        "router_init": router.TopKRouter.__init__,
+        "router_forward": router.TopKRouter.forward,
+    }
+
+
+def replaced_by(feature: str, stock: dict[str, Any]) -> dict[str, Any]:
+    from megatron.core.transformer.moe import moe_layer
+
+    turn_on(feature)
+    now = in_place()
+    changed = [name for name, one in now.items() if one is not stock[name] and name != "layer"]
+    return {
+        "layer": now["layer"].__name__,
+        "is_base": issubclass(now["layer"], moe_layer.BaseMoELayer),
+        "is_stock": issubclass(now["layer"], stock["layer"]),
+        "changed": sorted(changed),
+        "routing": now["routing"].__name__,
+    }
+
+
+def turn_on(feature: str) -> None:
+    """This feature, and no other."""
+    from mindspeed.megatron_adaptor import repatch
+
+    needed = {"moe_fb_overlap": True} if feature == "balanced_moe_experts" else {}
+    repatch(ALL_OFF | MOE | needed | {feature.split()[0]: True} | FEATURES[feature])
+
+
+def turn_off() -> None:
+    """No feature, and none of the arguments that they needed."""
+    from mindspeed.args_utils import get_mindspeed_args
+    from mindspeed.megatron_adaptor import repatch
+
+    repatch(ALL_OFF)
+    for name in ("moe_token_dispatcher_type", *set(MOE) - set(ALL_OFF)):
+        if hasattr(get_mindspeed_args(), name):
+            delattr(get_mindspeed_args(), name)
+
+
+def signatures() -> dict[str, Any]:
+    """The names that npu_replay and its tests go by inside moe_fb_overlap."""
+    from mindspeed.core.transformer.moe.moe_feature.fb_overlap import transformer_block, transformer_layer
+    from mindspeed.core.transformer.moe.moe_feature.fb_overlap.modules.utils import LayerGraph
+    from mindspeed.core.transformer.moe.moe_feature.fb_overlap.overlap_funcs import fwd
+
+    def names(fn: Callable[..., Any]) -> list[str]:
+        # Newer branches hand on input_ids, for hash layers; `_` is what Megatron 0.16 passes to the stand-in.
+        return [name for name in inspect.signature(fn).parameters if name not in ("input_ids", "_")]
+
+    graph = LayerGraph.__new__(LayerGraph)
+    graph.record_layer_inputs(1, 2, 3)
+    return {
+        "layer": names(transformer_layer.transformer_layer_forward_backward_overlaping),
+        "forward": names(transformer_layer.transformer_layer_forward),
+        "backward": names(transformer_layer.transformer_layer_backward),
+        "forward_moe": names(fwd.transformer_layer_forward_moe),
+        "block": names(transformer_block.transformer_block_forward_backward_overlaping),
+        "layer_inputs": list(graph.layer_inputs),
+        "unpacked": inspect.getsource(transformer_layer).count("*bwd_layer_graph.layer_inputs")
+        + inspect.getsource(transformer_layer).count("*layer_graph.layer_inputs"),
+    }
+
+
+# Megatron first, flags on the command line, two ranks
+
+
+def late(task: dict[str, Any]) -> dict[str, Any]:
+    sys.argv = ["pretrain.py", "--a-flag", "--a-list", "1", "2", "--a-value=3", "-q"]
+    from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    calls: list[str] = []
+    own_init = TransformerConfig.__init__
+
+    def survivor(self: Any, *args: Any, **kwargs: Any) -> None:
+        calls.append("survivor")
+        own_init(self, *args, **kwargs)
+
+    survivor.__wrapped__ = own_init  # type: ignore[attr-defined]
+    TransformerConfig.__init__ = survivor
+    without = outcome(lambda: TransformerConfig(**SMALL, no_such_flag=1).num_layers)
+    calls.clear()
+    with triton_at_import():
+        from mindspeed import megatron_adaptor
+    from mindspeed.args_utils import get_mindspeed_args
+
+    args = get_mindspeed_args()
+    found: dict[str, Any] = {
+        "without_mindspeed": without,
+        "HAVE_TE": moe_utils.HAVE_TE,
+        "accumulation": layers._grad_accum_fusion_available,
+        "args": [args.a_flag, args.a_list, args.a_value, vars(args).get("", "")],
+        "poisoned": outcome(lambda: TransformerConfig(**SMALL).num_layers),
+    }
+    del vars(args)[""]
+    for _ in range(2):
+        megatron_adaptor.repatch({})
+    TransformerConfig(**SMALL)
+    found["survivor"] = calls
+    store = f"file://{task['store']}"
+    dist.init_process_group("gloo", init_method=store, rank=task["rank"], world_size=task["world"])
+    sums = {}
+    for kind in (torch.float64, torch.float32, torch.int64):
+        one = torch.ones(1, dtype=kind)
+        dist.all_reduce(one)
+        sums[str(kind).split(".")[-1]] = one.item()
+    dist.destroy_process_group()
+    return found | {"all_reduce": sums}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    given = read_task()
+    if given["scenario"] == "first":
+        with triton_at_import():
+            found = first()
+    else:
+        found = late(given)
+    answer(found)

@@ -1,0 +1,8 @@
+"""What of Megatron-LM's megatron.training a library meets; megatron-core's wheel has no such package.
+
+`megatron` is a namespace package: this folder and the wheel's are one to Python.
+"""
+
+from megatron.training.global_vars import get_args, get_timers
+
+__all__ = ["get_args", "get_timers"]

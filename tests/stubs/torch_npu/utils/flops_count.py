@@ -1,0 +1,4 @@
+"""A name that MindSpeed imports."""
+
+
+class FlopsCounter: ...
