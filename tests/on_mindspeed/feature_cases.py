@@ -91,7 +91,7 @@ CASES: dict[str, Case] = {
         reference=("moe_token_dispatcher_type",),
     ),
     "capacity": Case(
-        shows="mindspeed.core.transformer.moe.moe_utils.topk_softmax_with_capacity",
+        shows="moe_utils.topk_softmax_with_capacity",  # Megatron's up to 2.3.0, MindSpeed's after
         flag="fix_router",
         args={"moe_expert_capacity_factor": 0.75},
         drops=True,
