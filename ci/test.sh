@@ -9,12 +9,12 @@ tests_started=$SECONDS
 export OMP_NUM_THREADS=1 # two workers share the cores
 status=0
 
-# loadgroup: tests that share something costly, such as one wheel, run in one worker.
+# loadfile: the tests of a file share something costly, such as one wheel or one job, and run in one worker.
 run_pytest() {
     local release=$1 rc=0
     shift
     echo "== pytest with megatron-core $release"
-    with_megatron "$release" python -m pytest -n 2 --dist loadgroup -rs "$@" || rc=$?
+    with_megatron "$release" python -m pytest -n 2 --dist loadfile -rs "$@" || rc=$?
     # 5: nothing selected. An argument may pick tests of which none needs Megatron.
     if [[ $rc == 5 && $release == 0.16.1 && $# -gt 2 ]]; then rc=0; fi
     if [[ $rc != 0 ]]; then status=1; fi

@@ -25,7 +25,6 @@ LAUNCHES = 4
 pytestmark = [
     pytest.mark.megatron,
     pytest.mark.distributed,
-    pytest.mark.xdist_group("parallel"),
     pytest.mark.timeout(900),  # the first test of a size waits for all cases of that size
 ]
 

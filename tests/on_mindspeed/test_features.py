@@ -19,7 +19,6 @@ pytestmark = [
     pytest.mark.megatron,
     pytest.mark.slow,
     pytest.mark.timeout(700),
-    pytest.mark.xdist_group("features of MindSpeed"),  # cases with as many processes share them
 ]
 
 WORKER = Path(__file__).with_name("feature_worker.py")

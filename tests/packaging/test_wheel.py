@@ -25,7 +25,7 @@ LENT = [
 FRAMEWORKS = ("megatron", "transformers", "mindspeed", "torch_npu", "vllm", "sglang", "verl")
 
 # One worker runs them all: the wheel and the environments are made once.
-pytestmark = [pytest.mark.packaging, pytest.mark.xdist_group("packaging")]
+pytestmark = pytest.mark.packaging
 
 
 def run(*command: str | Path, cwd: Path) -> str:
