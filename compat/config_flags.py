@@ -12,17 +12,17 @@ What acts on the flags is not decided here.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import logging
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from npu_replay.compat import import_hook
 from npu_replay.compat.patching import Patch, Patches
+from npu_replay.errors import ReplayError
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,12 @@ FLAGS = (*REPLAY, "moe_router_fusion")
 
 _WHAT = "routing replay's flags on TransformerConfig"
 _WHY = "takes the flags, and keeps them on the instance"
+_TOKEN = "npu_replay_flags"
+"""On an init_method that a config made: the flags, for copies; a copied config has a copied init_method."""
 _makers: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 """The config that made an init_method in its own `__post_init__`: whoever is given it was made from that."""
+
+Flags: TypeAlias = "dict[str, bool]"
 
 
 def install() -> None:
@@ -44,69 +48,114 @@ def install() -> None:
 
 
 def _wrap(module: Any) -> None:
-    for name in CLASSES:
-        cls = getattr(module, name, None)
-        if cls is None or any(patch.owner is cls for patch in _patches):
-            continue
-        under = _mindspeeds(cls)
-        if under is None:
-            _patches.set(cls, "__init__", _config_init(cls.__init__), _WHY)
-        else:
-            ours = _config_init(under.orig_func)
-            _patches.add(Patch(cls, "__init__", _WHY, under.orig_func, ours))
-            _put_below(under, ours)
+    try:
+        for name in CLASSES:
+            cls = getattr(module, name, None)
+            if cls is not None and not any(patch.owner is cls for patch in _patches):
+                _wrap_class(cls)
+    except Exception:
+        _patches.undo()  # all or nothing
+        raise
 
 
-def _config_init(init: Callable[..., None]) -> Callable[..., None]:
+def _wrap_class(cls: Any) -> None:
+    under = _mindspeeds(cls)
+    if under is None:
+        _patches.set(cls, "__init__", _config_init(cls.__init__), _WHY)
+        return
+    ours = _config_init(under.orig_func)
+    if not _put_below(under, ours):
+        # Somebody's wrapper lies over MindSpeed's: ours goes over that, until a repatch() takes both away.
+        _patches.set(cls, "__init__", _config_init(cls.__init__), _WHY)
+    _patches.add(Patch(cls, "__init__", _WHY, ours.__wrapped__, ours))
+
+
+def _config_init(init: Callable[..., None]) -> Any:
     """`init`, with the flags that it doesn't know."""
     known = set(inspect.signature(init).parameters)
 
     @functools.wraps(init)
     def config_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not list(_patches):
+            return init(self, *args, **kwargs)  # uninstalled, and somebody still calls it
         given = {name: kwargs.pop(name) for name in FLAGS if name in kwargs and name not in known}
+        # What MindSpeed has set before it calls what lies below its wrapper.
+        given = {name: vars(self)[name] for name in FLAGS if name in vars(self)} | given
+        rebuilt = known - {"self"} <= kwargs.keys()
         init(self, *args, **kwargs)
         _mend_replace(type(self))
-        _keep(self, given, kwargs.get("init_method"))
+        if rebuilt:
+            carried = {name: kwargs[name] for name in FLAGS if name in kwargs}
+            given |= _lost(kwargs["init_method"], given, carried)
+        _keep(self, given)
+        return None
 
     return config_init
 
 
-def _keep(config: Any, given: dict[str, Any], init_method: object) -> None:
-    """Give the instance every flag; those that mean the same get the same value."""
-    if init_method is None:
-        _makers[config.init_method] = weakref.ref(config)
-    elif (maker := _maker(init_method)) is not None:
-        _take_over(config, maker, given)
-    for name in FLAGS:
-        setattr(config, name, given.get(name, getattr(config, name, False)))
-    if any(getattr(config, name) for name in REPLAY):
-        for name in REPLAY:
-            setattr(config, name, True)
+def _keep(config: Any, given: Flags) -> None:
+    """Give the instance every flag; those that mean the same get the same value.
+
+    Args:
+        config: just built.
+        given: flags that were passed beside the config's own fields, so by hand.
+    """
+    flags = {name: bool(getattr(config, name, False)) for name in FLAGS} | given
+    replay = _agreed({name: given[name] for name in REPLAY if name in given}, config)
+    if replay is None:
+        replay = any(flags[name] for name in REPLAY)
+    _set(config, flags | dict.fromkeys(REPLAY, replay))
+    _remember(config)
 
 
-def _maker(init_method: Any) -> Any:
-    try:
-        made_by = _makers.get(init_method)
-    except TypeError:  # a caller's own, which can't be hashed or referred to
-        return None
-    return None if made_by is None else made_by()
-
-
-def _take_over(config: Any, maker: Any, given: dict[str, Any]) -> None:
-    """A config that was rebuilt from the fields of another, whose own init_method it was given."""
-    lost = {
-        name: getattr(maker, name)
-        for name in FLAGS
-        if name not in given and name not in vars(config) and getattr(maker, name, False)
-    }
-    for name, value in lost.items():
-        setattr(config, name, value)
-    if lost:
-        logger.info(
-            "[npu_replay] a %s was made from the fields of another, without %s; taken over from there",
-            type(config).__name__,
-            ", ".join(f"{name}={value}" for name, value in lost.items()),
+def _agreed(given: Flags, config: Any) -> bool | None:
+    """What the two names of one flag were given as; None if neither was."""
+    if len(set(given.values())) > 1:
+        raise ReplayError(
+            "two names of one flag were given different values",
+            where=type(config).__name__,
+            expected=f"{' or '.join(REPLAY)}, or both alike",
+            got=given,
         )
+    return next(iter(given.values()), None)
+
+
+def _set(config: Any, flags: Flags) -> None:
+    for name, value in flags.items():
+        if not hasattr(inspect.getattr_static(type(config), name, None), "__set__"):  # a subclass' property
+            setattr(config, name, value)
+
+
+def _remember(config: Any) -> None:
+    """Note who made an init_method of its own, as Megatron's configs do: partials and closures."""
+    made: Any = getattr(config, "init_method", None)
+    own = isinstance(made, functools.partial) or "<locals>" in getattr(made, "__qualname__", "")
+    if own and made not in _makers:
+        _makers[made] = weakref.ref(config)
+        setattr(made, _TOKEN, {name: getattr(config, name, False) for name in FLAGS})
+
+
+def _lost(made: Any, given: Flags, carried: Flags) -> Flags:
+    """The flags of the config that a new one was rebuilt from, field by field, if nothing was said of them.
+
+    Args:
+        made: the new one's init_method. That of a config which made its own tells which it is.
+        given: flags that were passed by hand.
+        carried: flags that are fields of this release's configs, so they came along.
+    """
+    built: Flags = getattr(made, _TOKEN, {})
+    maker = _makers[made]() if built and made in _makers else None
+    now = {name: bool(getattr(maker, name, value)) for name, value in built.items()}
+    said = given.keys() | {name for name, value in carried.items() if value != now.get(name, value)}
+    changed = [now[name] for name in REPLAY if name in now and now[name] != built[name]]
+    if changed:  # one name of the two was set since
+        now |= dict.fromkeys(REPLAY, changed[0])
+    if said & set(REPLAY):
+        said |= set(REPLAY)
+    taken: Flags = {name: value for name, value in now.items() if (value or changed) and name not in said}
+    if any(taken.values()):
+        logger.info("[npu_replay] a config was made from another's fields; taken over: %s", taken)
+    return taken
 
 
 def _mend_replace(cls: type) -> None:
@@ -115,9 +164,9 @@ def _mend_replace(cls: type) -> None:
     Such a class is a dataclass of its base's name that no module holds. Its own `__init__` was made without
     MindSpeed's arguments, so `dataclasses.replace` and `type(config)(...)` fail in it.
     """
-    own = vars(cls)
-    made = "__dataclass_fields__" in own and "__init__" in own and cls.__name__ == cls.__mro__[1].__name__
-    if made and not _is_held(cls) and dataclasses.is_dataclass(cls.__mro__[1]):
+    own, base = vars(cls), cls.__mro__[1]
+    made = "__dataclass_fields__" in own and "__init__" in own and cls.__name__ == base.__name__
+    if made and not _is_held(cls) and any(_mindspeeds(kind) is not None for kind in cls.__mro__[1:]):
         del cls.__init__  # type: ignore[misc]
 
 
@@ -139,14 +188,22 @@ def _mindspeeds(cls: type) -> Any:
     return None if patch is None or patch.orig_func is None else patch
 
 
-def _put_below(under: Any, function: Callable[..., None]) -> None:
+def _put_below(under: Any, function: Callable[..., None]) -> bool:
+    """Have MindSpeed take `function` for the original. Does it hold at once?
+
+    Applying MindSpeed's patch anew would throw away a wrapper that somebody has put over it since; then it
+    holds from the next repatch() on, which does the same.
+    """
+    uncovered = vars(under.orig_module).get("__init__") is under.final_patch_func
     under.orig_func = function
-    under.is_applied = False
-    under.apply_patch()
+    if uncovered:
+        under.is_applied = False
+        under.apply_patch()
+    return uncovered
 
 
 def _take_from_mindspeed(patch: Patch) -> bool:
-    """Undo a patch of ours that MindSpeed keeps for the original."""
+    """Undo a patch of ours that MindSpeed keeps for the original; what it still calls does nothing more."""
     under = _mindspeeds(patch.owner)
     if under is None or under.orig_func is not patch.replacement:
         return False

@@ -12,6 +12,7 @@ import importlib.machinery
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -58,11 +59,14 @@ def disabled() -> bool:
 
 
 def refuse_failures() -> None:
-    """Refuse to go on without a shim that failed, unless NPU_REPLAY_STRICT=0.
+    """Run what still waits for a module that is there, and refuse to go on without a shim that failed.
+
+    NPU_REPLAY_STRICT=0 goes on.
 
     Raises:
         ReplayError: says what failed, and how.
     """
+    run_waiting()
     if not _failures or os.environ.get("NPU_REPLAY_STRICT") == "0":
         return
     raise ReplayError(
@@ -81,35 +85,72 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _waiting:
+        if fullname not in _waiting or fullname in _finding.names:
             return None
-        for finder in sys.meta_path:
-            if finder is self or not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    _tell_when_executed(spec.loader, fullname)
-                return spec
+        _finding.names.add(fullname)  # another finder may ask all finders in turn, this one too
+        try:
+            for finder in sys.meta_path:
+                if finder is self or not hasattr(finder, "find_spec"):
+                    continue
+                spec = finder.find_spec(fullname, path, target)
+                if spec is not None:
+                    if spec.loader is not None and hasattr(spec.loader, "exec_module"):
+                        spec.loader = _Loader(spec.loader, fullname)
+                    return spec
+        finally:
+            _finding.names.discard(fullname)
         return None
 
 
 _finder = _Finder()
 
 
-def _tell_when_executed(loader: Any, module: str) -> None:
-    execute = loader.exec_module
+class _Loader(importlib.abc.Loader):
+    """Another loader, for one import: it gives itself back to the module's spec and then tells."""
 
-    def exec_module(imported: ModuleType) -> None:
-        del loader.exec_module  # the loader may be asked for other modules
-        execute(imported)
-        for name, shim in _waiting.pop(module, {}).items():
-            _run(imported, name, shim)
+    def __init__(self, loader: Any, module: str) -> None:
+        self._loader = loader
+        self._module = module
 
-    loader.exec_module = exec_module
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        create = getattr(self._loader, "create_module", None)
+        module: ModuleType | None = None if create is None else create(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        spec = module.__spec__
+        if spec is not None:
+            spec.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        if sys.modules.get(self._module) is module:
+            run_waiting(self._module)
+
+
+class _Finding(threading.local):
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+
+_finding = _Finding()
+
+
+def run_waiting(module: str | None = None) -> None:
+    """Run what waits for a module that is imported: also one that a finder before ours found."""
+    for name in [module] if module else list(_waiting):
+        imported = sys.modules.get(name)
+        if imported is not None and (name == module or not _is_loading(imported)):
+            for what, shim in _waiting.pop(name, {}).items():
+                _run(imported, what, shim)
 
 
 def _run(imported: ModuleType, name: str, shim: Shim) -> None:
+    if disabled():
+        return
     try:
         shim(imported)
     except Exception as error:  # noqa: BLE001  somebody else's module may be anything, and its import goes on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from npu_replay.routers import Router, RouterKind
 from npu_replay.seam import least_positive
 
 _ROUTER_MODULE = "megatron.core.transformer.moe.router"
+_METHODS = ("forward", "routing")
 _TOP_K_FUNCTIONS = ("topk_softmax_with_capacity", "topk_routing_with_score_function")
 _GRAPH_FLAGS = ("enable_cuda_graph", "external_cuda_graph")
 
@@ -45,6 +47,8 @@ class MegatronRouters(RouterKind):
                 expected="a TopKRouter or a subclass",
                 got=f"another subclass of Router ({type(module).__module__})",
             )
+        import_hook.refuse_failures()
+        mindspeed.refuse_half_import()
         if mindspeed_llm.looks_up(module):
             return None  # a hash layer: the token alone decides, in every pass alike
         config: Any = module.config
@@ -75,22 +79,32 @@ class MegatronRouters(RouterKind):
         """Mark what MindSpeed's moe_fb_overlap runs again."""
         return mindspeed_overlap.mark(chunk, routers, marks)
 
-    def functions(self) -> dict[str, object]:
-        """What a router's call goes through, whoever has replaced it."""
+    def functions(self, routers: Sequence[Router]) -> dict[str, object]:
+        """What these routers' calls go through, whoever has replaced it: of their classes, of their own."""
         product: Any = sys.modules.get(_ROUTER_MODULE)
         if product is None:
             return {}
-        routing = {f"TopKRouter.{name}": getattr(product.TopKRouter, name) for name in ("forward", "routing")}
-        return routing | {name: vars(product)[name] for name in _TOP_K_FUNCTIONS if name in vars(product)}
+        ours = [router for router in routers if isinstance(router.module, product.TopKRouter)]
+        found = {
+            # Not by getattr: some people's wrappers bind anew at each access.
+            f"{kind.__name__}.{name}": inspect.getattr_static(kind, name, None)
+            for kind in {product.TopKRouter, *(type(router.module) for router in ours)}
+            for name in _METHODS
+        }
+        found |= {
+            f"{router.path}.{name}": vars(router.module)[name]
+            for router in ours
+            for name in _METHODS
+            if name in vars(router.module)
+        }
+        return found | {name: vars(product)[name] for name in _TOP_K_FUNCTIONS if name in vars(product)}
 
     def accepts_none(self, chunks: Sequence[nn.Module]) -> bool:
         """A stage of an MoE model's pipeline whose layers are all dense, by its config."""
         return megatron_layout.is_dense_stage(chunks)
 
     def check_chunks(self, chunks: Sequence[nn.Module]) -> None:
-        """Refuse some of a rank's virtual stages in the place of all, a failed shim, and half a MindSpeed."""
-        import_hook.refuse_failures()
-        mindspeed.refuse_half_import()
+        """Refuse some of a rank's virtual stages in the place of all of them."""
         megatron_layout.check_chunks(chunks)
 
 

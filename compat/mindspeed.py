@@ -110,6 +110,6 @@ def _patches() -> dict[str, Any]:
 def _arguments() -> Any:
     """MindSpeed's arguments, once it has read them: Megatron's own where those are set."""
     product: Any = sys.modules.get("mindspeed.args_utils")
-    if product is None or _ADAPTOR not in sys.modules:
+    if product is None or not {_ADAPTOR, "mindspeed_llm"} & sys.modules.keys():
         return None
     return product.get_full_args()

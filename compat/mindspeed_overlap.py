@@ -47,14 +47,9 @@ def mark(chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[Remo
     Raises:
         RouterError: moe_fb_overlap recomputes, but not in layers of the kind that is known.
     """
-    handles: list[RemovableHandle] = []
-    for router in routers:
-        layer = _overlapped_layer(chunk, router)
-        if layer is not None:
-            before, after = _hooks(layer, router, marks)
-            handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(layer.register_forward_hook(after))
-        elif _recomputes_by_itself(router.module):
+    layers = [(router, _overlapped_layer(chunk, router)) for router in routers]
+    for router, layer in layers:
+        if layer is None and _recomputes_by_itself(router.module):
             raise RouterError(
                 "moe_fb_overlap recomputes in a place that npu_replay doesn't know",
                 where=router.path,
@@ -63,6 +58,12 @@ def mark(chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[Remo
                 cause="a branch of MindSpeed that is built otherwise, or moe_fb_overlap set after the model "
                 "was built; turn activation recompute or moe_fb_overlap off",
             )
+    handles: list[RemovableHandle] = []
+    for router, layer in layers:
+        if layer is not None:
+            before, after = _hooks(layer, router, marks)
+            handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(layer.register_forward_hook(after))
     return handles
 
 

@@ -51,6 +51,14 @@ class Observation:
             raise ReplayError("this observe block was entered before", expected="a new one", got="a used one")
         found = find(self._chunks)
         self._routers = [router for routers in found for router in routers]
+        try:
+            self._attach(found)
+        except BaseException:
+            self._detach()
+            raise
+        return self
+
+    def _attach(self, found: list[list[Router]]) -> None:
         for chunk, routers in enumerate(found):
             module = self._chunks[chunk]
             self._handles.append(module.register_forward_pre_hook(self._begins(chunk)))
@@ -59,13 +67,15 @@ class Observation:
             self._handles.append(module.register_forward_hook(self._ends(chunk), always_call=True))
             self._marks.append(Marks(functools.partial(self._timeline.number, chunk)))
             self._handles.extend(mark(module, routers, self._marks[chunk]))
-        return self
+
+    def _detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self._detach()
         try:
             if kind is None:
                 self._shown = [self._micro_batch(number) for number in range(self._checked_count())]

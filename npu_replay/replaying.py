@@ -108,6 +108,9 @@ class Replay(Session):
                 "or an extra forward (a reference pass, an evaluation) runs inside the block",
             )
 
+    def _is_checked(self, number: int) -> bool:
+        return super()._is_checked(number) or number == len(self._routes) - 1
+
     def _live(self, router: Router, forward: Forward, rows: int, device: torch.device) -> seam.Choose:
         self._check_forward(forward)
         routes = self._routes[forward.number]

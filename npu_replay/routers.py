@@ -84,8 +84,8 @@ class RouterKind:
         """Why a router that calls this function reaches no top-k, in words for an error; empty if it may."""
         return ""
 
-    def functions(self) -> dict[str, object]:
-        """The product's functions that route, by name: nobody may replace them inside a block."""
+    def functions(self, routers: Sequence[Router]) -> dict[str, object]:
+        """The functions that route in these, by name: nobody may replace them inside a block."""
         return {}
 
     def mark(self, chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> Iterable[RemovableHandle]:
@@ -128,9 +128,9 @@ def explained(called: Iterable[str]) -> str:
     return next(filter(None, said), "")
 
 
-def functions() -> dict[str, object]:
-    """The functions that route, of every product that is here."""
-    return {name: function for kind in _kinds.values() for name, function in kind.functions().items()}
+def functions(found: Sequence[Router]) -> dict[str, object]:
+    """The functions that route in these routers, of every product that is here."""
+    return {name: function for kind in _kinds.values() for name, function in kind.functions(found).items()}
 
 
 def mark(chunk: nn.Module, found: Sequence[Router], marks: Marks) -> list[RemovableHandle]:

@@ -121,6 +121,14 @@ class Session:
             )
         return ids
 
+    def _is_checked(self, number: int) -> bool:
+        """Is the effect checked in this micro-batch: 0, 1, 2, 4, 8, ...?
+
+        In the first the routes may be what the router would have chosen anyway, so that having no effect
+        shows nothing; an optimizer that steps inside the block changes that.
+        """
+        return number & (number - 1) == 0
+
     def _forget(self, key: Key) -> None:
         """The forward of this call raised: drop what was kept."""
         self._kept.pop(key, None)
@@ -151,7 +159,7 @@ class Session:
         self._check_nesting()
         self._check_model()
         stance = compiled.eager(self._chunks, self._routers)
-        self._functions = routers.functions()
+        self._functions = routers.functions(self._all_routers())
         self._state = "open"
         self._timeline = Timeline(len(self._chunks))
         try:
@@ -268,7 +276,7 @@ class Session:
             forward = self._timeline.live(chunk)
             self._check_first_call(router, forward)
             forward.called.add(router.label)
-            verify = _is_checked(forward.number)
+            verify = self._is_checked(forward.number)
             key = router.label, forward.number
             checkpoint = self._marks[chunk].take_foreseen(router.module)
             if checkpoint is None:
@@ -368,7 +376,8 @@ class Session:
             cause="the model's forward() or an inner module was called directly, past the __call__ of the "
             "module that was passed (Megatron's overlap_moe_expert_parallel_comm does)"
             if bypassed
-            else "a model that runs its layers several times in one forward, one sequence after another",
+            else "a model that runs its layers several times in one forward, one sequence after another; or "
+            "a graph of before this block that MindSpeed's moe_fb_overlap runs again in it",
         )
 
     def _check_effect(self, chunk: int, forward: Forward) -> None:
@@ -405,13 +414,14 @@ class Session:
 
     def _check_functions(self, where: str) -> None:
         """Is the code that routes the same as when the block was entered?"""
-        for name, function in routers.functions().items():
-            if function is not self._functions.get(name, function):
+        before, now = self._functions, routers.functions(self._all_routers())
+        for name in before | now:
+            if now.get(name) is not before.get(name):
                 raise RouterError(
                     "the code that routes was replaced inside an open block",
                     where=f"{where}, {name}",
-                    expected=described(self._functions[name]),
-                    got=described(function),
+                    expected=described(before[name]) if name in before else "that of its class",
+                    got=described(now[name]) if name in now else "that of its class",
                     cause="MindSpeed's repatch(), or another library's patch, in the middle of a block; do "
                     "it before the block or after it",
                 )
@@ -464,21 +474,13 @@ _PAST_CALL = (
     "this forward skipped"
 )
 _NO_TOPK = (
-    "a fused router kernel, a selection without torch.topk (a hash, a kernel), or a compiled function around "
-    "the model (torch.compile: pass the compiled module itself, and compile before the block)"
+    "a fused router kernel, a selection without torch.topk (a hash, a kernel; or somebody has replaced "
+    "torch.topk inside the block), or a compiled function around the model (torch.compile: pass the compiled "
+    "module itself, and compile before the block)"
 )
 _CHANGED = (
     "code after the top-k that changes the ids (a forced load balance), or an output that npu_replay misreads"
 )
-
-
-def _is_checked(number: int) -> bool:
-    """Is the effect checked in this micro-batch: 0, 1, 2, 4, 8, ...?
-
-    In the first the routes may be what the router would have chosen anyway, so that having no effect shows
-    nothing; an optimizer that steps inside the block changes that.
-    """
-    return number & (number - 1) == 0
 
 
 def narrowed(ids: torch.Tensor, router: Router) -> torch.Tensor:

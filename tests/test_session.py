@@ -238,7 +238,7 @@ def ignoring(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, tor
     return by_sorting(router, scores)
 
 
-@pytest.mark.parametrize(("before_the_step", "noticed"), [(1, 1), (2, 2), (3, 4), (5, 8)])
+@pytest.mark.parametrize(("before_the_step", "noticed"), [(1, 1), (2, 2), (3, 4), (5, 6)])
 def test_a_router_that_ignores_its_routes_shows_after_the_optimizer_stepped(
     before_the_step: int, noticed: int
 ) -> None:
@@ -247,8 +247,8 @@ def test_a_router_that_ignores_its_routes_shows_after_the_optimizer_stepped(
     routes = record(model)
     ran = 0
     message = says(f"micro-batch {noticed}, layer 1", "doesn't show the chosen experts")
-    with pytest.raises(NoEffect, match=message), npu_replay.replay(model, routes * 9):
-        for ran in range(9):
+    with pytest.raises(NoEffect, match=message), npu_replay.replay(model, routes * 7):
+        for ran in range(7):  # the last is always checked
             if ran == before_the_step:
                 with torch.no_grad():
                     model.layers[1].router.weight.neg_()

@@ -8,14 +8,19 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import pickle
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from npu_replay.compat import config_flags
 from npu_replay.compat.config_flags import FLAGS, REPLAY
+from npu_replay.compat.patching import Patches
+from npu_replay.errors import ReplayError
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
@@ -61,7 +66,9 @@ MADE_FROM = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "replace": lambda config: dataclasses.replace(config, num_layers=3),
-    "its own class": lambda config: type(config)(**SIZES, init_method=config.init_method),
+    "a copy of a copy": lambda config: dataclasses.replace(copy.deepcopy(config)),
+    "a pickle": lambda config: dataclasses.replace(pickle.loads(pickle.dumps(config))),
+    "its own class": lambda config: type(config)(**SIZES, enable_routing_replay=True),
     "its fields": lambda config: type(config)(
         **{field.name: getattr(config, field.name) for field in dataclasses.fields(type(config))}
     ),
@@ -84,17 +91,81 @@ def test_a_flag_set_after_construction_is_taken_along(config_class: type) -> Non
     assert dataclasses.replace(config).enable_routing_replay is True
 
 
-def test_a_flag_that_is_given_is_not_overruled(config_class: type) -> None:
-    config = config_class(**SIZES, moe_router_fusion=True)
-    made = config_class(**SIZES, init_method=config.init_method, moe_router_fusion=False)
-    assert made.moe_router_fusion is False
+@pytest.mark.parametrize("flag", REPLAY)
+def test_a_flag_that_is_turned_off_in_a_copy_is_off(config_class: type, flag: str) -> None:
+    config = config_class(**SIZES, enable_routing_replay=True)
+    made = dataclasses.replace(config, **{flag: False})
+    assert [getattr(made, name) for name in REPLAY] == [False, False]
 
 
-def test_configs_of_one_users_own_init_method_know_nothing_of_each_other(config_class: type) -> None:
+@pytest.mark.parametrize("names", [REPLAY, REPLAY[:1], REPLAY[1:]], ids=["both", *REPLAY])
+def test_a_flag_that_was_turned_off_since_is_not_taken_over(config_class: type, names: tuple[str]) -> None:
+    config = config_class(**SIZES, enable_routing_replay=True)
+    for name in names:
+        setattr(config, name, False)
+    assert dataclasses.replace(config).enable_routing_replay is False
+
+
+@pytest.mark.megatron
+def test_one_flag_given_by_its_two_names_has_to_be_one_value(config_class: type) -> None:
+    if REPLAY[1] in {field.name for field in dataclasses.fields(config_class)}:
+        # There replace() passes the field by itself, so what a person said wins.
+        config = config_class(**SIZES, enable_routing_replay=True, moe_enable_routing_replay=False)
+        assert config.moe_enable_routing_replay is True
+        return
+    with pytest.raises(ReplayError, match=r"two names of one flag.*or both alike, got"):
+        config_class(**SIZES, enable_routing_replay=True, moe_enable_routing_replay=False)
+
+
+def test_another_config_with_the_same_init_method_is_no_copy(config_class: type) -> None:
     def own(weight: object) -> None: ...
 
     config_class(**SIZES, init_method=own, enable_routing_replay=True)
     assert config_class(**SIZES, init_method=own).enable_routing_replay is False
+    config = config_class(**SIZES, enable_routing_replay=True)
+    assert config_class(**SIZES, init_method=config.init_method).enable_routing_replay is False
+
+
+@pytest.mark.parametrize(
+    "made", [None, [], torch.nn.init.xavier_uniform_], ids=["none", "unhashable", "shared"]
+)
+def test_a_subclass_that_finishes_itself_otherwise_is_built_as_ever(config_class: type, made: Any) -> None:
+    class Deferred(config_class):  # type: ignore[valid-type, misc]
+        def __post_init__(self) -> None:
+            self.init_method = made
+
+    if not hasattr(config_class, "moe_router_fusion"):  # a field of Megatron's can't be a property
+        Deferred.moe_router_fusion = property(lambda self: False)
+
+    for _ in range(2):
+        deferred = Deferred(**SIZES, enable_routing_replay=True)
+        assert deferred.enable_routing_replay is True
+        assert deferred.init_method is made
+    assert dataclasses.replace(deferred, enable_routing_replay=False).enable_routing_replay is False
+
+
+def test_a_class_of_ones_own_that_no_module_holds_keeps_its_init(config_class: type) -> None:
+    def init(self: Any, *args: Any, extra: int, **kwargs: Any) -> None:
+        config_class.__init__(self, *args, **kwargs)
+        self.extra = extra
+
+    own = dataclasses.dataclass(init=False)(type(config_class.__name__, (config_class,), {"__init__": init}))
+    for _ in range(2):
+        assert own(**SIZES, extra=3, enable_routing_replay=True).extra == 3
+
+
+def test_a_shim_that_fails_in_the_second_class_leaves_the_first_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, config_class: type
+) -> None:
+    first, second = type("TransformerConfig", (), {}), type("MLATransformerConfig", (), {"__init__": 7})
+    before = dict(vars(first))
+    patches = Patches("a test", beneath=lambda patch: False)
+    monkeypatch.setattr(config_flags, "_patches", patches)
+    module = SimpleNamespace(TransformerConfig=first, MLATransformerConfig=second)
+    with pytest.raises(TypeError):
+        config_flags._wrap(module)
+    assert dict(vars(first)) == before
+    assert not list(patches)
 
 
 def test_a_subclass_with_a_field_of_its_own_keeps_it(config_class: type) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
+import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -55,8 +58,48 @@ def test_a_shim_runs_once_however_often_it_is_asked_for() -> None:
         import_hook.when_imported(NAME, "doubles", double)
     module = importlib.import_module(NAME)
     assert module.value == 2
-    assert "exec_module" not in vars(module.__spec__.loader)  # type: ignore[union-attr]
     assert importlib.reload(module).value == 1
+
+
+def test_another_finder_that_asks_all_finders_is_no_endless_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Asking:
+        def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+            found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+            return next((spec for spec in found if spec is not None), None)
+
+    import_hook.when_imported(NAME, "doubles", double)
+    monkeypatch.setattr(sys, "meta_path", [Asking(), *sys.meta_path])
+    assert importlib.import_module(NAME).value == 2
+
+
+def test_finding_a_module_without_importing_it_leaves_its_loader_as_it_is() -> None:
+    import_hook.when_imported(NAME, "doubles", double)
+    spec = importlib.util.find_spec(NAME)
+    assert spec is not None
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)  # type: ignore[union-attr]
+    assert copy.value == 1, "a private copy is nobody's"
+    module = importlib.import_module(NAME)
+    assert module.value == 2
+    pickle.dumps(module.__spec__)
+    assert type(module.__loader__).__name__ == "SourceFileLoader"
+
+
+def test_a_module_that_another_finder_found_is_changed_before_the_first_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import_hook.when_imported(NAME, "doubles", double)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path[1:], sys.meta_path[0]])
+    module = importlib.import_module(NAME)
+    assert module.value == 1
+    import_hook.refuse_failures()
+    assert module.value == 2
+
+
+def test_disable_that_is_set_before_the_import_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    import_hook.when_imported(NAME, "doubles", double)
+    monkeypatch.setenv("NPU_REPLAY_DISABLE", "1")
+    assert importlib.import_module(NAME).value == 1
 
 
 def test_asked_for_by_the_module_itself_it_waits_for_its_end(product: Path) -> None:

@@ -16,6 +16,7 @@ from megatron_cases import Trainer, build, hooks_left, perturbed, routers, same
 from npu_replay.compat.mindspeed import capability
 from npu_replay.compat.probe import Capability, Product
 from npu_replay.errors import RouterError
+from npu_replay.routers import functions
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
@@ -79,12 +80,6 @@ def test_a_half_imported_mindspeed_is_refused(
     check_usable(trainer)
 
 
-def replaced_functions() -> list[str]:
-    from npu_replay.routers import functions
-
-    return list(functions())
-
-
 @pytest.mark.parametrize("when", ["between two micro-batches", "after the last"])
 @pytest.mark.parametrize("which", ["TopKRouter.routing", "TopKRouter.forward", "topk"])
 def test_routing_code_that_is_replaced_inside_a_block_is_named(
@@ -94,7 +89,7 @@ def test_routing_code_that_is_replaced_inside_a_block_is_named(
     from megatron.core.transformer.moe import router as product
 
     trainer = build({})
-    names = [name for name in replaced_functions() if name.startswith(which)]
+    names = [name for name in functions(routers(trainer.model)) if name.startswith(which)]
     assert len(names) == 1, names
     owner, name = (product.TopKRouter, which.split(".")[1]) if "." in which else (product, names[0])
     original = getattr(owner, name)
@@ -115,6 +110,58 @@ def test_routing_code_that_is_replaced_inside_a_block_is_named(
         patched.setattr(owner, name, somebodys)
         if when == "between two micro-batches":
             trainer.loss(trainer.batches[1])
+    check_usable(trainer)
+
+
+@pytest.mark.parametrize("owner", ["the instance", "a subclass"])
+def test_routing_code_of_one_router_that_is_replaced_inside_a_block_is_named(owner: str) -> None:
+    trainer = build({})
+    router = routers(trainer.model)[2].module
+    if owner == "a subclass":
+        router.__class__ = type("OwnRouter", (type(router),), {})
+    original = router.routing
+
+    def somebodys(*args: Any, **kwargs: Any) -> Any:
+        return original(*args[-1:], **kwargs)
+
+    name = r"decoder\.layers\.2\.mlp\.router" if owner == "the instance" else "OwnRouter"
+    message = rf"micro-batch 1, {name}\.routing: the code that routes was replaced.*got .*somebodys"
+    with pytest.raises(RouterError, match=message), npu_replay.record(trainer.model):
+        trainer.loss(trainer.batches[0])
+        (router if owner == "the instance" else type(router)).routing = somebodys
+        trainer.loss(trainer.batches[1])
+    if owner == "the instance":
+        del router.routing
+    else:
+        router.__class__ = type(router).__mro__[1]
+    check_usable(trainer)
+
+
+class Anew:
+    """A wrapper as tracing tools put it there: bound anew at each access."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        return functools.partial(self.function, instance)
+
+
+def test_a_wrapper_that_binds_anew_at_each_access_is_no_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.moe import router as product
+
+    monkeypatch.setattr(product.TopKRouter, "routing", Anew(product.TopKRouter.routing))
+    check_usable(build({}))
+
+
+def test_observe_that_is_refused_leaves_no_hook() -> None:
+    trainer = build({}, "full")
+    trainer.model.config.moe_fb_overlap = True
+    for block in (npu_replay.observe, npu_replay.record):
+        with pytest.raises(RouterError, match="recomputes in a place that npu_replay doesn't know"):
+            block(trainer.model).__enter__()
+        assert hooks_left(trainer.model) == 0
+    trainer.model.config.moe_fb_overlap = False
     check_usable(trainer)
 
 
