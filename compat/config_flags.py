@@ -18,6 +18,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, TypeAlias
 
 from npu_replay.compat import import_hook
@@ -129,8 +130,8 @@ def _set(config: Any, flags: Flags) -> None:
 def _remember(config: Any) -> None:
     """Note who made an init_method of its own, as Megatron's configs do: partials and closures."""
     made: Any = getattr(config, "init_method", None)
-    own = isinstance(made, functools.partial) or "<locals>" in getattr(made, "__qualname__", "")
-    if own and made not in _makers:
+    closure = isinstance(made, FunctionType) and "<locals>" in made.__qualname__
+    if (closure or isinstance(made, functools.partial)) and made not in _makers:
         _makers[made] = weakref.ref(config)
         setattr(made, _TOKEN, {name: getattr(config, name, False) for name in FLAGS})
 

@@ -126,9 +126,17 @@ def test_another_config_with_the_same_init_method_is_no_copy(config_class: type)
     assert config_class(**SIZES, init_method=config.init_method).enable_routing_replay is False
 
 
-@pytest.mark.parametrize(
-    "made", [None, [], torch.nn.init.xavier_uniform_], ids=["none", "unhashable", "shared"]
-)
+def bound_method() -> Any:
+    class Initialiser:
+        def method(self, weight: object) -> None: ...
+
+    return Initialiser().method
+
+
+OTHERS = {"none": None, "unhashable": [], "shared": torch.nn.init.xavier_uniform_, "bound": bound_method()}
+
+
+@pytest.mark.parametrize("made", OTHERS.values(), ids=OTHERS)
 def test_a_subclass_that_finishes_itself_otherwise_is_built_as_ever(config_class: type, made: Any) -> None:
     class Deferred(config_class):  # type: ignore[valid-type, misc]
         def __post_init__(self) -> None:
