@@ -67,7 +67,7 @@ class Jobs:
         return found
 
 
-def launch(processes: int, folder: Path, cases: Sequence[str], timeout: float = 200) -> tuple[int, str]:
+def launch(processes: int, folder: Path, cases: Sequence[str], timeout: float = 400) -> tuple[int, str]:
     """Start a job on a port of its own; return its exit code and the end of what it printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={processes}", str(WORKER), str(folder), *cases]
