@@ -21,7 +21,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeAlias
 
-from npu_replay.compat import import_hook
+from npu_replay.compat import import_hook, mindspeed
 from npu_replay.compat.patching import Patch, Patches
 from npu_replay.errors import ReplayError
 
@@ -181,11 +181,7 @@ def _is_held(cls: type) -> bool:
 
 def _mindspeeds(cls: type) -> Any:
     """MindSpeed's patch of the `__init__` of `cls`, once it is in place: it keeps what lies below it."""
-    product: Any = sys.modules.get("mindspeed.patch_utils")
-    if product is None:
-        return None
-    patches: dict[str, Any] = product.MindSpeedPatchesManager.patches_info
-    patch = patches.get(f"{cls.__module__}.{cls.__qualname__}.__init__")
+    patch = mindspeed.patches().get(f"{cls.__module__}.{cls.__qualname__}.__init__")
     return None if patch is None or patch.orig_func is None else patch
 
 

@@ -4,7 +4,7 @@ Its other features call Megatron's TopKRouter as it is, and need nothing here. N
 and nothing is imported: what it does is read off the model's config, to which it copies all its arguments,
 and off the arguments themselves, since its patches hold for every model of the process.
 
-Probes: `capability`. Offers: `refuse_features`, `refuse_half_import`. Nothing to undo.
+Probes: `capability`. Offers: `patches`, `refuse_features`, `refuse_half_import`. Nothing to undo.
 """
 
 from __future__ import annotations
@@ -87,22 +87,23 @@ def refuse_half_import() -> None:
     Raises:
         RouterError: says how many patches are in place.
     """
-    patches = _patches()
-    applied = [name for name, patch in patches.items() if patch.is_applied]
-    if not applied or len(applied) == len(patches) or _ADAPTOR in sys.modules:
+    known = patches()
+    applied = [name for name, patch in known.items() if patch.is_applied]
+    if not applied or len(applied) == len(known) or _ADAPTOR in sys.modules:
         return
-    missing = next(name for name in patches if name not in applied)
+    missing = next(name for name in known if name not in applied)
     raise RouterError(
         "MindSpeed is half imported",
         where=f"import {_ADAPTOR}",
-        expected=f"all {len(patches)} of its patches in place",
+        expected=f"all {len(known)} of its patches in place",
         got=f"{len(applied)}, without {missing}",
         cause="its import raised, and somebody caught it; «python -c 'import mindspeed.megatron_adaptor'» "
         "shows it (a Megatron of another release than this MindSpeed's, a torch_npu that doesn't load)",
     )
 
 
-def _patches() -> dict[str, Any]:
+def patches() -> dict[str, Any]:
+    """MindSpeed's patches by the full name of what they change; none where it isn't imported."""
     product: Any = sys.modules.get("mindspeed.patch_utils")
     return {} if product is None else product.MindSpeedPatchesManager.patches_info
 
