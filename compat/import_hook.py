@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -24,15 +25,19 @@ logger = logging.getLogger(__name__)
 Shim = Callable[[Any], None]
 """Changes a module that was just imported; leaves it as it was if it raises."""
 
+During = Callable[[], AbstractContextManager[None]]
+
 _waiting: dict[str, dict[str, Shim]] = {}
+_during: dict[str, During] = {}
 _failures: dict[str, str] = {}
 
 
-def when_imported(module: str, name: str, shim: Shim) -> None:
+def when_imported(module: str, name: str, shim: Shim, during: During = nullcontext) -> None:
     """Call `shim(module)` when `module` is imported, or now if it is. `name` says in messages what it does.
 
     With NPU_REPLAY_DISABLE=1 nothing is done. A shim that raises is logged as an ERROR; the import goes on,
-    and the first block that the shim was meant for is refused (`refuse_failures`).
+    and the first block that the shim was meant for is refused (`refuse_failures`). `during` is entered while
+    the module's code runs, if that is still to come.
     """
     if disabled():
         return
@@ -41,6 +46,7 @@ def when_imported(module: str, name: str, shim: Shim) -> None:
         _run(imported, name, shim)
         return
     _waiting.setdefault(module, {})[name] = shim
+    _during[module] = during
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
 
@@ -48,6 +54,7 @@ def when_imported(module: str, name: str, shim: Shim) -> None:
 def forget() -> None:
     """Wait for no import any more, and forget what failed."""
     _waiting.clear()
+    _during.clear()
     _failures.clear()
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
@@ -126,7 +133,8 @@ class _Loader(importlib.abc.Loader):
         spec = module.__spec__
         if spec is not None:
             spec.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
+        with _during.pop(self._module, nullcontext)():
+            self._loader.exec_module(module)
         if sys.modules.get(self._module) is module:
             run_waiting(self._module)
 

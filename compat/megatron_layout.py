@@ -131,7 +131,7 @@ def _decoder_layers_in(chunks: Sequence[nn.Module]) -> set[int]:
 
 def _config_in(chunks: Sequence[nn.Module]) -> Any:
     """The first Megatron config of the chunks or of what they wrap; None without one."""
-    configs = (getattr(module, "config", None) for chunk in chunks for module in _unwrapped(chunk))
+    configs = (getattr(module, "config", None) for chunk in chunks for module in unwrapped(chunk))
     return next((one for one in configs if hasattr(one, "pipeline_model_parallel_size")), None)
 
 
@@ -140,7 +140,7 @@ def _counts(table: Any) -> list[list[int]]:
     return [[sum(kind.name == "decoder" for kind in stage) for stage in rank] for rank in table.layout]
 
 
-def _unwrapped(module: Any) -> Iterator[Any]:
+def unwrapped(module: Any) -> Iterator[Any]:
     """A module and what it wraps (DDP, Float16Module), outermost first."""
     while isinstance(module, nn.Module):
         yield module

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
 
 import torch
 
@@ -12,10 +11,8 @@ from npu_replay.errors import MicroBatchError, RouterError, micro_batch
 from npu_replay.routed_experts import RoutedExperts
 from npu_replay.routers import Model, Router
 from npu_replay.session import Session, narrowed
+from npu_replay.staging import Packet, Staged, to_device
 from npu_replay.timeline import Forward
-
-Staged: TypeAlias = "tuple[dict[int, torch.Tensor], torch.Tensor | None]"
-"""One micro-batch on the device: narrow ids [rows, topk] by layer, and the rows without a route, if any."""
 
 
 def replay(model: Model, routes: Sequence[RoutedExperts], *, live_mismatch: bool = False) -> Replay:
@@ -37,83 +34,78 @@ def replay(model: Model, routes: Sequence[RoutedExperts], *, live_mismatch: bool
     return Replay(model, routes, live_mismatch=live_mismatch)
 
 
-class Replay(Session):
-    """Makes every router choose what `routes` says.
+class Replaying(Session):
+    """What all replays share: answering a router's top-k out of packets of routes.
 
     Args:
         model: see Session.
-        routes: one RoutedExperts a micro-batch, in forward order; rows as the routers have them. Columns
-            are picked by layer label, others are ignored. A row without a route takes the router's own
-            choice.
         live_mismatch: also count where the router would have chosen otherwise. Costs its top-k.
     """
 
     name = "replay"
     foreign = True
 
-    def __init__(self, model: Model, routes: Sequence[RoutedExperts], *, live_mismatch: bool = False) -> None:
+    def __init__(self, model: Model, *, live_mismatch: bool = False) -> None:
         super().__init__(model)
-        self._routes = checked_routes(routes)
-        self._missing = [_rows_without_route(one) for one in self._routes]
-        self._staged: dict[int, Staged] = {}
         self._live_mismatch = live_mismatch
         self._differing: torch.Tensor | int = 0
         self._compared = 0
+        self._chunk_of: dict[int, int] = {}
+
+    def _packet(self, chunk: int, number: int) -> Packet:
+        """The routes of a chunk's micro-batch, which has some."""
+        raise NotImplementedError
+
+    def _stage(self, chunk: int, number: int, device: torch.device) -> Staged:
+        """The same on the device."""
+        raise NotImplementedError
 
     def metrics(self) -> dict[str, float]:
-        """Micro-batches, rows, rows without a route, seconds; live_mismatch where it was asked for."""
-        done = self._routes[: max(self._timeline.ended, default=0)]
-        figures = super().metrics() | {
-            "rows": sum(len(routes) for routes in done),
-            "rows_without_route": sum(int((~routes.recorded).sum()) for routes in done),
-        }
-        if self._compared:
-            figures["live_mismatch"] = float(self._differing) / self._compared
+        """Micro-batches, routers, seconds; live_mismatch where it was asked for."""
+        figures = super().metrics()
+        counted = self.counts()
+        if counted["compared"]:
+            figures["live_mismatch"] = counted["differing"] / counted["compared"]
         return figures
 
+    def counts(self) -> dict[str, int]:
+        """Also token-layers compared with the live router, and how many of them differed."""
+        return super().counts() | {"differing": int(self._differing), "compared": self._compared}
+
     def _check_model(self) -> None:
-        for number, routes in enumerate(self._routes):
-            for router in self._all_routers():
-                where = micro_batch(number, router.label)
-                if router.label not in routes.layers:
+        self._chunk_of = {
+            router.label: chunk for chunk, routers in enumerate(self._routers) for router in routers
+        }
+
+    def _check_layers(self, number: int, routes: RoutedExperts, routers: Sequence[Router]) -> None:
+        """Refuse routes that these routers can't be given."""
+        for router in routers:
+            where = micro_batch(number, router.label)
+            if router.label not in routes.layers:
+                raise RouterError(
+                    "this decoder layer of the model is missing from the routes",
+                    where=where,
+                    expected=f"layers {[router.label for router in routers]}",
+                    got=list(routes.layers),
+                    cause="routes of another pipeline stage, or counted over the MoE layers only where "
+                    "the model has dense layers too",
+                )
+            for what, ours, theirs in (
+                ("top-k", router.topk, routes.topk),
+                ("number of experts", router.num_experts, routes.num_experts),
+            ):
+                if ours != theirs:
                     raise RouterError(
-                        "this decoder layer of the model is missing from the routes",
+                        f"the routes have another {what} than the model",
                         where=where,
-                        expected=f"layers {[router.label for router in self._all_routers()]}",
-                        got=list(routes.layers),
-                        cause="routes of another pipeline stage, or counted over the MoE layers only where "
-                        "the model has dense layers too",
+                        expected=ours,
+                        got=theirs,
+                        cause="rollout engine and trainer run different models or configs",
                     )
-                for what, ours, theirs in (
-                    ("top-k", router.topk, routes.topk),
-                    ("number of experts", router.num_experts, routes.num_experts),
-                ):
-                    if ours != theirs:
-                        raise RouterError(
-                            f"the routes have another {what} than the model",
-                            where=where,
-                            expected=ours,
-                            got=theirs,
-                            cause="rollout engine and trainer run different models or configs",
-                        )
-
-    def _check_forward(self, forward: Forward) -> None:
-        if forward.number >= len(self._routes):
-            raise MicroBatchError(
-                "there are more micro-batches than routes",
-                where=micro_batch(forward.number),
-                expected=f"{len(self._routes)} forwards in this block",
-                got=f"a forward number {forward.number + 1}",
-                cause="the update cuts the batch into other micro-batches than the routes were laid out for, "
-                "or an extra forward (a reference pass, an evaluation) runs inside the block",
-            )
-
-    def _is_checked(self, number: int) -> bool:
-        return super()._is_checked(number) or number == len(self._routes) - 1
 
     def _live(self, router: Router, forward: Forward, rows: int, device: torch.device) -> seam.Choose:
         self._check_forward(forward)
-        routes = self._routes[forward.number]
+        routes = self._packet(forward.chunk, forward.number).routes
         if len(routes) != rows:
             raise MicroBatchError(
                 "the routes have another number of tokens than the router",
@@ -123,7 +115,7 @@ class Replay(Session):
                 cause="padding, packing, sequence or context parallelism that the routes were not laid out "
                 "for (TokenLayout does that)",
             )
-        layers, missing = self._stage(forward.number, device)
+        layers, missing = self._stage(forward.chunk, forward.number, device)
         ids = layers[router.label]
         key = router.label, forward.number
 
@@ -141,38 +133,11 @@ class Replay(Session):
 
         return choose
 
-    def _stage(self, number: int, device: torch.device) -> Staged:
-        """One micro-batch on the device; its copy began with the micro-batch before it."""
-        if number not in self._staged:
-            self._staged[number] = self._sent(number, device)
-        ahead = number + 1
-        if ahead < len(self._routes) and ahead not in self._staged:
-            self._staged[ahead] = self._sent(ahead, device)
-        return self._staged[number]
-
-    def _sent(self, number: int, device: torch.device) -> Staged:
-        """Send the layers of this model to the device, narrow, without waiting for them."""
-        labels = sorted(router.label for router in self._all_routers())
-        ids = _to(device, self._routes[number].only(labels).ids)
-        missing = self._missing[number]
-        return dict(zip(labels, ids.unbind(1), strict=True)), None if missing is None else _to(
-            device, missing
-        )
-
-    def _end(self, chunk: int, output: object) -> None:
-        super()._end(chunk, output)
-        done = min(self._timeline.ended)
-        for number in [n for n in self._staged if n < done]:
-            del self._staged[number]  # what a recompute needs is kept by itself
-
     def _again(self, router: Router, number: int, device: torch.device) -> torch.Tensor:
-        if (router.label, number) in self._kept or self._missing[number] is not None:
+        packet = self._packet(self._chunk_of[router.label], number)
+        if (router.label, number) in self._kept or packet.missing is not None:
             return super()._again(router, number, device)
-        return _to(device, self._routes[number].layer_ids(router.label))
-
-    def _clear(self) -> None:
-        super()._clear()
-        self._staged.clear()
+        return to_device(packet.routes.layer_ids(router.label), device)
 
     def _count_differing(
         self, theirs: torch.Tensor, ours: torch.Tensor, routes: RoutedExperts, missing: torch.Tensor | None
@@ -183,34 +148,80 @@ class Replay(Session):
         self._differing += differ.sum()
         self._compared += int(routes.recorded.sum())
 
+
+class Replay(Replaying):
+    """Makes every router choose what `routes` says.
+
+    Args:
+        model: see Session.
+        routes: one RoutedExperts a micro-batch, in forward order; rows as the routers have them. Columns
+            are picked by layer label, others are ignored. A row without a route takes the router's own
+            choice.
+        live_mismatch: also count where the router would have chosen otherwise. Costs its top-k.
+    """
+
+    def __init__(self, model: Model, routes: Sequence[RoutedExperts], *, live_mismatch: bool = False) -> None:
+        super().__init__(model, live_mismatch=live_mismatch)
+        self._packets = [Packet(one) for one in checked_routes(routes)]
+
+    def metrics(self) -> dict[str, float]:
+        """Micro-batches, rows, rows without a route, seconds; live_mismatch where it was asked for."""
+        done = [packet.routes for packet in self._packets[: max(self._timeline.ended, default=0)]]
+        return super().metrics() | {
+            "rows": sum(len(routes) for routes in done),
+            "rows_without_route": sum(int((~routes.recorded).sum()) for routes in done),
+        }
+
+    def _packet(self, chunk: int, number: int) -> Packet:
+        return self._packets[number]
+
+    def _stage(self, chunk: int, number: int, device: torch.device) -> Staged:
+        """The copy of a micro-batch begins with the micro-batch before it."""
+        labels = sorted(self._chunk_of)
+        here, *_ = [packet.staged(labels, device) for packet in self._packets[number : number + 2]]
+        return here
+
+    def _check_model(self) -> None:
+        super()._check_model()
+        for number, packet in enumerate(self._packets):
+            self._check_layers(number, packet.routes, self._all_routers())
+
+    def _check_forward(self, forward: Forward) -> None:
+        if forward.number >= len(self._packets):
+            raise MicroBatchError(
+                "there are more micro-batches than routes",
+                where=micro_batch(forward.number),
+                expected=f"{len(self._packets)} forwards in this block",
+                got=f"a forward number {forward.number + 1}",
+                cause="the update cuts the batch into other micro-batches than the routes were laid out for, "
+                "or an extra forward (a reference pass, an evaluation) runs inside the block",
+            )
+
+    def _is_checked(self, number: int) -> bool:
+        return super()._is_checked(number) or number == len(self._packets) - 1
+
+    def _end(self, chunk: int, output: object) -> None:
+        super()._end(chunk, output)
+        for packet in self._packets[: min(self._timeline.ended)]:
+            packet.unstage()
+
+    def _clear(self) -> None:
+        super()._clear()
+        for packet in self._packets:
+            packet.unstage()
+
     def _check_complete(self) -> None:
         super()._check_complete()
         done = self._timeline.ended[0]
-        if done < len(self._routes):
+        if done < len(self._packets):
             raise MicroBatchError(
                 "there were fewer micro-batches than routes",
                 where=micro_batch(done),
-                expected=f"{len(self._routes)} forwards in this block",
+                expected=f"{len(self._packets)} forwards in this block",
                 got=done,
                 cause="a schedule that was cut short, a forward that raised and was skipped (what came after "
                 "it then had the routes before its own), or routes of more than this rank's micro-batches",
             )
-
-
-def _to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the device that the host doesn't wait for, which only pinned memory allows."""
-    if device.type == "cpu":
-        return tensor
-    try:
-        pinned = tensor.contiguous().pin_memory()
-    except (RuntimeError, NotImplementedError):  # a device without such memory, or no more of it
-        return tensor.to(device)
-    return pinned.to(device, non_blocking=True)
-
-
-def _rows_without_route(routes: RoutedExperts) -> torch.Tensor | None:
-    missing = (~routes.recorded).nonzero()[:, 0]
-    return missing if len(missing) else None
 
 
 def checked_routes(routes: Sequence[RoutedExperts]) -> list[RoutedExperts]:

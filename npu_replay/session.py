@@ -95,6 +95,8 @@ class Session:
         self._marks: list[Marks] = []
         self._functions: dict[str, object] = {}
         self._seconds = 0.0
+        self._dropped: torch.Tensor | int = 0
+        self._chosen = 0
         self._count = 0
         self._state = "new"
 
@@ -184,12 +186,24 @@ class Session:
             self._clear()
 
     def metrics(self) -> dict[str, float]:
-        """Plain numbers for any tracker."""
-        return {
+        """Plain numbers for any tracker: micro-batches, routers, seconds spent here.
+
+        Where tokens over an expert's capacity are dropped also capacity_dropped, the share of chosen experts
+        that lost their token, in the micro-batches whose outputs are checked (0, 1, 2, 4, 8, ...).
+        """
+        figures = {
             "micro_batches": max(self._timeline.ended, default=0),
             "routers": self._count,
             "seconds": self._seconds,
         }
+        counted = self.counts()
+        if counted["chosen"]:
+            figures["capacity_dropped"] = counted["dropped"] / counted["chosen"]
+        return figures
+
+    def counts(self) -> dict[str, int]:
+        """The whole numbers behind `metrics`, which ranks can add up. Waits for the device."""
+        return {"dropped": int(self._dropped), "chosen": self._chosen}
 
     def _check_nesting(self) -> None:
         for router in self._all_routers():
@@ -266,7 +280,8 @@ class Session:
 
     # The routers' hooks
 
-    def _arm(self, router: Router, chunk: int, hidden: torch.Tensor) -> _Running:
+    def _arm(self, router: Router, chunk: int, hidden: torch.Tensor) -> _Running | None:
+        """The beginning of a router's call; None leaves it alone."""
         rows = hidden.numel() // hidden.shape[-1] * router.gathers
         verify = False
         again = self._recompute_of(router, chunk)
@@ -332,6 +347,16 @@ class Session:
             self._unreached[key] = call.seen
         elif call.suspect is not None:
             self._flags[key] = _effect(router, call, call.ids, call.suspect, output)
+            if router.drops:
+                self._count_dropped(router, call.ids, output)
+
+    def _count_dropped(self, router: Router, ids: torch.Tensor, output: object) -> None:
+        """Count the chosen experts that the output doesn't show: over their capacity."""
+        with torch.no_grad():
+            shown = router.shows(output)
+            if len(shown) == len(ids):
+                self._dropped += (~shown.gather(1, ids)).sum()
+                self._chosen += ids.numel()
 
     def _recompute(self, router: Router, number: int, rows: int, device: torch.device) -> seam.Choose:
         ids = self._again(router, number, device)
@@ -513,13 +538,15 @@ def _router_hooks(
         if module is not router.module:
             return _detach(module, router.module, before, after)
         started = time.perf_counter()
-        session._calls.stack.append(session._arm(router, chunk, _first_tensor(args, kwargs)))
+        running = session._arm(router, chunk, _first_tensor(args, kwargs))
+        if running is not None:
+            session._calls.stack.append(running)
         session._seconds += time.perf_counter() - started
 
     def after(module: nn.Module, args: tuple[Any, ...], output: object) -> object:
         stack = session._calls.stack
         if not stack or stack[-1].module is not module:
-            return None  # the pre-hook raised, or this is a copy of the router
+            return None  # the pre-hook raised or left it alone, or this is a copy of the router
         started = time.perf_counter()
         mended = session._disarm(router, chunk, stack.pop(), output)
         session._seconds += time.perf_counter() - started

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 import npu_replay
-from npu_replay import RoutedExperts, recompute, replaying, routers
+from npu_replay import RoutedExperts, recompute, routers, staging
 from npu_replay.errors import MicroBatchError, NoEffect, RecomputeError, ReplayError, RouterError
 from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, hooks, run, same, tokens
 
@@ -782,13 +782,13 @@ def test_routes_go_to_the_device_once_narrow_and_one_micro_batch_ahead(
         for _ in range(3)
     ]
     sent: list[torch.Tensor] = []
-    native = replaying._to
+    native = staging.to_device
 
-    def to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         sent.append(tensor)
-        return native(device, tensor)
+        return native(tensor, device)
 
-    monkeypatch.setattr(replaying, "_to", to)
+    monkeypatch.setattr(staging, "to_device", to_device)
     counts = []
     with npu_replay.replay(model, whole):
         for seed in range(3):

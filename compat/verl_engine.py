@@ -1,0 +1,223 @@
+"""One pass of a verl engine: its model is known, its ranks leave together, and its figures are told.
+
+`forward_backward_batch` of an engine (0.7.1 on) or of a worker's actor (0.7) runs one schedule. It is
+wrapped: what verl's actions open meanwhile is on that engine's chunks, and closed before an optimizer steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import nn
+
+from npu_replay.agreement import agreed
+from npu_replay.announcing import announce
+from npu_replay.compat import probe
+from npu_replay.compat.verl_switch import switch
+from npu_replay.errors import MicroBatchError, ReplayError
+from npu_replay.feeding import Feed, Tap
+
+CEILING = 0.01
+"""The share of samples up to which bad routes are counted rather than an error."""
+PREFIX = "npu_replay/"
+
+_COUNTED = (
+    *("rows", "routed", "samples", "bad_samples"),
+    *("dropped", "chosen", "differing", "compared", "replayed"),
+)
+
+
+@dataclass
+class _Engine:
+    """What is kept of an engine between its passes."""
+
+    updates: int = 0
+    announced: bool = False
+
+
+_engines: WeakKeyDictionary[Any, _Engine] = WeakKeyDictionary()
+
+
+def wrapped(
+    original: Callable[..., Any], chunks_of: Callable[[Any], Any], mode_of: Callable[[Any], str]
+) -> Any:
+    """`forward_backward_batch`, as a pass of a job.
+
+    Args:
+        original: verl's.
+        chunks_of: the model chunks of the engine or actor that it is called on.
+        mode_of: its mode, "R2", "R3" or "disabled".
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def forward_backward_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if mode_of(self) == "disabled":
+            return original(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        job = Pass(
+            list(chunks_of(self)),
+            mode_of(self),
+            _engines.setdefault(self, _Engine()),
+            trains=not given.arguments.get("forward_only", False),
+        )
+        with switch.running(job):
+            output = original(self, *args, **kwargs)
+        if job.trains:
+            _add_metrics(output, job.metrics)
+        return output
+
+    return forward_backward_batch
+
+
+@dataclass
+class Pass:
+    """One schedule of an engine.
+
+    Attributes:
+        chunks: of the model.
+        mode: "R2" or "R3".
+        engine: what is kept of it.
+        trains: does it run backward?
+        metrics: plain numbers, when it is settled.
+    """
+
+    chunks: list[nn.Module]
+    mode: str
+    engine: _Engine
+    trains: bool
+    metrics: dict[str, float] = field(default_factory=dict)
+    _counted: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def r3(self) -> bool:
+        """Do the routes come from a rollout engine?"""
+        return self.mode == "R3"
+
+    @property
+    def tolerant(self) -> bool:
+        """Not in the first step: what is wrong there is wrong in all."""
+        return self.engine.updates > 0
+
+    def compares(self) -> bool:
+        """On every n-th update, since it costs the live router's top-k."""
+        every = int(os.environ.get("NPU_REPLAY_METRICS_EVERY", "10"))
+        return self.trains and every > 0 and self.engine.updates % every == 0
+
+    def count(self, **figures: int) -> None:
+        """Add to the figures of this pass."""
+        for name, value in figures.items():
+            self._counted[name] = self._counted.get(name, 0) + value
+
+    def settle(self, session: Feed | Tap | None, error: ReplayError | None) -> None:
+        """Agree with the other ranks, say once that it is on, and keep the figures.
+
+        Raises:
+            ReplayError: an error of any rank, or too many samples with bad routes.
+        """
+        if session is None and error is None:
+            return
+        sums = agreed(error, self._figures(session))
+        self._check_ceiling(sums)
+        if isinstance(session, Feed):
+            self.metrics = _metrics(sums)
+            if not self.engine.announced:
+                self.engine.announced = True
+                _announce(self.mode, sums, self.chunks)
+        if self.trains:
+            self.engine.updates += 1
+
+    def _figures(self, session: Feed | Tap | None) -> dict[str, int]:
+        figures = dict.fromkeys(_COUNTED, 0) | self._counted
+        own = session.metrics() if session is not None else {}
+        if session is not None:
+            figures |= session.counts()
+        return figures | {
+            "ranks": 1,
+            "routers": int(own.get("routers", 0)),
+            "microseconds": int(own.get("seconds", 0) * 1e6),
+        }
+
+    def _check_ceiling(self, sums: dict[str, int]) -> None:
+        if sums["bad_samples"] > CEILING * sums["samples"]:
+            raise MicroBatchError(
+                f"{sums['bad_samples']} of {sums['samples']} samples have routes that can't be used",
+                where="all ranks",
+                expected=f"at most {CEILING:.0%} of them",
+                got=f"{sums['bad_samples'] / sums['samples']:.1%}",
+                cause="a fault of the rollout engine, not of single samples; the warnings above say which "
+                "sample lacks what",
+            )
+
+
+def _metrics(sums: dict[str, int]) -> dict[str, float]:
+    figures = {
+        "rows_without_route": 1 - sums["routed"] / max(sums["rows"], 1),
+        "bad_samples": float(sums["bad_samples"]),
+        "seconds": sums["microseconds"] / 1e6 / sums["ranks"],
+    }
+    if sums["compared"]:
+        figures["live_mismatch"] = sums["differing"] / sums["compared"]
+    if sums["chosen"]:
+        figures["capacity_dropped"] = sums["dropped"] / sums["chosen"]
+    return {PREFIX + name: value for name, value in figures.items()}
+
+
+def _add_metrics(output: Any, metrics: dict[str, float]) -> None:
+    """Into verl's own, where this rank has some: {"metrics": {name: [values]}}, or 0.7's by micro-batch."""
+    if not metrics or not isinstance(output, dict):
+        return
+    if isinstance(output.get("metrics"), dict):
+        output["metrics"].update({name: [value] for name, value in metrics.items()})
+    elif output.get("output") and isinstance(output["output"], list):
+        first = output["output"][0]
+        first = first[0] if isinstance(first, list | tuple) else first
+        if isinstance(first, dict):
+            first.update(metrics)
+
+
+def _announce(mode: str, sums: dict[str, int], chunks: list[nn.Module]) -> None:
+    """The one line that says that it is on."""
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    stages = _pipeline_stages()
+    routers, replayed = (sums[name] * stages // sums["ranks"] for name in ("routers", "replayed"))
+    routed = sums["routed"] / max(sums["rows"], 1)
+    ranks = "1 rank" if sums["ranks"] == 1 else f"{sums['ranks']} ranks agree"
+    announce(
+        f"{mode}: {routers} routers, {replayed} replayed, {_percent(routed)} of rows had a route, {ranks} "
+        f"({', '.join(('seam', *_versions()))})"
+    )
+
+
+def _percent(share: float) -> str:
+    """Never 100% of what is less."""
+    return "100%" if share == 1 else f"{min(share * 100, 99.99):.2f}%"
+
+
+def _pipeline_stages() -> int:
+    state: Any = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return 1
+    return int(state.get_pipeline_model_parallel_world_size())
+
+
+def _versions() -> list[str]:
+    """«Megatron 0.12.1», and MindSpeed's where it is imported."""
+    names = {"megatron-core": "Megatron"}
+    if "mindspeed" in sys.modules:
+        names["mindspeed"] = "MindSpeed"
+    return [
+        f"{names[product.name]} {product.version or '?'}"
+        for product in probe.products()
+        if product.name in names and product.found
+    ]

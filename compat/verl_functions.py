@@ -1,0 +1,394 @@
+"""The functions of verl's router_replay_utils that a job calls, over TokenLayout, ParallelLayout and collect.
+
+Same names, arguments and results as verl's; those that a release lacks are not added to it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from npu_replay import collecting
+from npu_replay.compat import megatron_layout, verl_routes
+from npu_replay.compat.verl_router_replay import RouterReplay
+from npu_replay.compat.verl_switch import BACKWARD, RECORD, REPLAY, switch
+from npu_replay.errors import MicroBatchError, ReplayError
+from npu_replay.feeding import Feed, Tap
+from npu_replay.parallel_layout import ParallelLayout
+from npu_replay.routed_experts import RoutedExperts
+from npu_replay.routers import find
+
+UTILS = "verl.utils.megatron.router_replay_utils"
+
+
+# Layers
+
+
+def get_num_layers_to_build(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
+    """Decoder layers of a pipeline stage."""
+    return len(_stage(config, vp_stage, pp_rank))
+
+
+def is_moe_layer(tf_config: Any, layer_idx: int) -> bool:
+    """Is this decoder layer, 0-based, a MoE layer?"""
+    return layer_idx in megatron_layout.decoder_layers(tf_config).moe
+
+
+def get_moe_num_layers_to_build(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
+    """MoE layers of a pipeline stage."""
+    moe = megatron_layout.decoder_layers(config).moe
+    return sum(layer in moe for layer in _stage(config, vp_stage, pp_rank))
+
+
+def get_current_rank_layer_info(tf_config: Any, vp_rank: int | None = None) -> dict[str, int]:
+    """The decoder layers of a stage of this rank: start, end, count."""
+    layers = _stage(tf_config, vp_rank, None)
+    start = layers[0] if layers else 0
+    return {"start": start, "end": start + len(layers), "count": len(layers)}
+
+
+def _stage(config: Any, vp_stage: int | None, pp_rank: int | None) -> tuple[int, ...]:
+    """The 0-based decoder layers of a stage. Its rank is this one's where it isn't given."""
+    if pp_rank is None:
+        from megatron.core import parallel_state
+
+        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    stages = config.virtual_pipeline_model_parallel_size or 1
+    decoder = megatron_layout.decoder_layers(config)
+    return decoder.stage(config.pipeline_model_parallel_size, stages, int(pp_rank), vp_stage or 0)
+
+
+# Record
+
+
+def merge_router_topk_indices(
+    attention_mask: torch.Tensor | None,
+    input_ids: torch.Tensor,
+    mini_layer_topk_idx_list: list[torch.Tensor],
+    tf_config: Any,
+    vp_rank: int | None = None,
+    local_cp_size: int | None = None,
+    model: Any = None,
+) -> None:
+    """Append what a chunk's routers chose in its last forward, for the whole sequences of the micro-batch.
+
+    Shaped [batch, sequence, layers of the chunk, topk], or jagged. Every rank of the chunk's tensor and
+    context parallel group has to call it.
+    """
+    dtype, as_bytes = verl_routes.wire_dtype(tf_config, sys.modules[UTILS])
+    tap, chunk = switch.tapping(model, tf_config, vp_rank)
+    if tap._routers[chunk]:
+        whole = _whole_sequences(tap, chunk, input_ids, attention_mask, tf_config, local_cp_size)
+        merged = verl_routes.to_verl(whole, input_ids, attention_mask, dtype)
+    else:
+        merged = verl_routes.without_layers(input_ids, attention_mask, int(tf_config.moe_router_topk), dtype)
+    mini_layer_topk_idx_list.append(_bytes(merged) if as_bytes else merged)
+
+
+def _whole_sequences(
+    tap: Tap,
+    chunk: int,
+    tokens: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    config: Any,
+    local_cp_size: int | None,
+) -> list[RoutedExperts]:
+    """What a chunk just recorded, from all ranks that share its rows; blank where an error waits."""
+    layout: Any = None
+    routes: Any = None
+    try:
+        layout = verl_routes.layout_of(tokens, attention_mask, config, sys.modules[UTILS], local_cp_size)
+        routes = tap.take(chunk)
+    except ReplayError as error:
+        switch.defer(error)  # the others of the group hear of it in collect
+    try:
+        # The ranks of a stage run their micro-batches together; only a checkpoint or a slow step parts them.
+        return collecting.collect([routes], [layout], _row_groups(local_cp_size), patience=600.0) or []
+    except ReplayError as error:
+        switch.defer(error)
+    labels = [router.label for router in tap._routers[chunk]]
+    lengths = verl_routes.lengths_of(tokens, attention_mask)
+    return [verl_routes.blank(size, labels, config) for size in lengths]
+
+
+def _row_groups(local_cp_size: int | None) -> list[Any]:
+    """The groups over which the rows of one stage are spread."""
+    if not dist.is_initialized():
+        return []
+    from megatron.core import parallel_state
+
+    if local_cp_size is None:
+        return [parallel_state.get_tensor_and_context_parallel_group()]
+    dynamic = parallel_state.get_dynamic_data_context_parallel_groups(group_size=local_cp_size)
+    return [parallel_state.get_tensor_model_parallel_group(), dynamic]
+
+
+def reorder_and_merge_vpp_layers(
+    micro_batch_tensor_list: list[torch.Tensor],
+    num_microbatches: int,
+    vpp_size: int,
+    microbatch_group_size_per_vp_stage: int,
+) -> torch.Tensor:
+    """What was merged after each forward of an interleaved schedule, in the order of micro-batches.
+
+    Shaped [all samples, sequence, layers of all chunks, topk], or jagged.
+    """
+    from megatron.core.pipeline_parallel.schedules import get_schedule_table
+
+    table = get_schedule_table(num_microbatches, vpp_size, microbatch_group_size_per_vp_stage)
+    if len(micro_batch_tensor_list) != len(table):
+        raise MicroBatchError(
+            "the recorded forwards don't match the interleaved schedule",
+            expected=f"{len(table)}: {num_microbatches} micro-batches of {vpp_size} chunks",
+            got=len(micro_batch_tensor_list),
+            cause="a chunk whose forwards weren't recorded, or a schedule with another group size",
+        )
+    of_chunk: list[list[torch.Tensor]] = [[] for _ in range(vpp_size)]
+    for (_, chunk), one in zip(table, micro_batch_tensor_list, strict=True):
+        of_chunk[chunk].extend(one.unbind())
+    samples = [torch.cat(parts, dim=1) for parts in zip(*of_chunk, strict=True)]
+    if micro_batch_tensor_list[0].is_nested:
+        return torch.nested.as_nested_tensor(samples, layout=torch.jagged)
+    return torch.stack(samples)
+
+
+def merge_nested_router_maps(router_maps: list[torch.Tensor]) -> torch.Tensor:
+    """The samples of several jagged tensors in one."""
+    samples = [sample for one in router_maps for sample in one.unbind()]
+    return torch.nested.as_nested_tensor(samples, layout=torch.jagged)
+
+
+def pp_gather(local_layers_router_map: torch.Tensor, tf_config: Any) -> torch.Tensor:
+    """All MoE layers of the model, in order, from those of each pipeline stage; on the CPU.
+
+    Every rank of the pipeline has to call it, one without MoE layers too. An error on one is raised on all.
+    """
+    dtype, as_bytes = verl_routes.wire_dtype(tf_config, sys.modules[UTILS])
+    local = local_layers_router_map.detach().cpu()
+    if int(tf_config.pipeline_model_parallel_size) <= 1:
+        return _ids(local, dtype) if as_bytes else local
+    samples = [sample.numpy() for sample in local.unbind()]
+    labels, problem = _local_labels(tf_config, samples)
+    group = _pipeline_group()
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, (labels, samples, problem), group)
+    for rank, (_, _, theirs) in enumerate(told):
+        if theirs is not None:
+            raise MicroBatchError(theirs, where=f"pipeline rank {rank}")
+    order = np.argsort([label for stage, _, _ in told for label in stage], kind="stable")
+    whole = [
+        torch.from_numpy(np.concatenate(parts, axis=1)[:, order])
+        for parts in zip(*(theirs for _, theirs, _ in told), strict=True)
+    ]
+    gathered = (
+        torch.nested.as_nested_tensor(whole, layout=torch.jagged) if local.is_nested else torch.stack(whole)
+    )
+    return _ids(gathered, dtype) if as_bytes else gathered
+
+
+def _local_labels(config: Any, samples: list[Any]) -> tuple[list[int], str | None]:
+    """The decoder layers of this rank's columns, chunk by chunk; and what is wrong with them."""
+    parallel = ParallelLayout.from_megatron(config)
+    moe = set(parallel.moe_layers)
+    labels = [layer for chunk in parallel.chunk_layers for layer in chunk if layer in moe]
+    columns = samples[0].shape[1] if samples else len(labels)
+    if columns == len(labels):
+        return labels, None
+    return labels, f"{columns} recorded layers for the {len(labels)} MoE layers of this stage"
+
+
+def _pipeline_group() -> Any:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_pipeline_model_parallel_group()
+
+
+def _bytes(ids: torch.Tensor) -> torch.Tensor:
+    """Ids as bytes, the last dimension as much longer."""
+    if not ids.is_nested:
+        return ids.contiguous().view(torch.uint8)
+    each = [one.contiguous().view(torch.uint8) for one in ids.unbind()]
+    return torch.nested.as_nested_tensor(each, layout=torch.jagged)
+
+
+def _ids(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The inverse."""
+    if not data.is_nested:
+        return data.contiguous().view(dtype)
+    each = [one.contiguous().view(dtype) for one in data.unbind()]
+    return torch.nested.as_nested_tensor(each, layout=torch.jagged)
+
+
+# Replay
+
+
+def set_router_replay_data(
+    layers_topk_idx: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    tf_config: Any,
+    vp_rank: int | None = None,
+    replay_mask: torch.Tensor | None = None,
+    local_cp_size: int | None = None,
+    model: Any = None,
+) -> None:
+    """Give a chunk the routes of its next forward, from those of whole sequences.
+
+    Args:
+        layers_topk_idx: [batch, sequence, layers, topk], or jagged; all decoder layers, or the MoE layers.
+        attention_mask: [batch, sequence], of a padded batch.
+        tf_config: the model's TransformerConfig.
+        vp_rank: the virtual stage, where the model isn't given.
+        replay_mask: jagged, the rows to replay; the others take the router's own choice.
+        local_cp_size: ranks that share this micro-batch under dynamic context parallelism.
+        model: the chunk.
+
+    Raises:
+        ReplayError: no routes, or routes that don't fit. While an engine's schedule runs it waits for its
+            end.
+    """
+    feed, chunk = switch.feeding(model, tf_config, vp_rank)
+    if not feed.labels(chunk):
+        return
+    try:
+        if layers_topk_idx is None:
+            raise MicroBatchError(
+                "this micro-batch has no routes",
+                expected="routed_experts in the batch",
+                got="None",
+                cause="R2: the old log-probs weren't computed by the actor in this step (bypass mode); R3: "
+                "the rollout didn't hand its routes on (enable_rollout_routing_replay=False)",
+            )
+        _feed(feed, chunk, layers_topk_idx, attention_mask, tf_config, replay_mask, local_cp_size)
+    except ReplayError as error:
+        switch.defer(error)
+
+
+def _feed(
+    feed: Feed,
+    chunk: int,
+    routes: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    config: Any,
+    mask: torch.Tensor | None,
+    local_cp_size: int | None,
+) -> None:
+    labels = feed.labels(chunk)
+    layout = verl_routes.layout_of(routes, attention_mask, config, sys.modules[UTILS], local_cp_size)
+    from_rollout = mask is not None if switch.job is None else switch.job.r3
+    found = verl_routes.sequences_of(
+        routes,
+        attention_mask,
+        config,
+        mask=mask,
+        # A row of one expert a layer may well be all zeros in a record.
+        zeros_are_none=from_rollout or int(config.moe_router_topk) > 1,
+    )
+    bad = verl_routes.problems(found, layout, labels)
+    if bad and not (switch.job is not None and switch.job.tolerant):
+        raise next(iter(bad.values()))
+    if len(bad) == len(found):
+        here = verl_routes.blank(len(layout.rows), labels, config)
+    else:
+        here = verl_routes.laid_out(found, layout, labels)
+    feed.feed(chunk, here)
+    if switch.job is not None and chunk == feed.first_chunk:
+        switch.job.count(
+            rows=int((layout.rows >= 0).sum()),
+            routed=int(here.recorded.sum()),
+            samples=len(found),
+            bad_samples=len(bad),
+        )
+
+
+def build_r3_replay_mask(input_ids: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """The rows of each sequence to replay, bool, jagged: all but the last, which the engine never saw.
+
+    None of a sequence without a response. Rows without a route among them are told by their zeros.
+    """
+    lengths = verl_routes.offsets(input_ids).diff().tolist()
+    if response_mask.is_nested:
+        responses = [int(one.sum()) for one in response_mask.unbind()]
+    else:
+        responses = response_mask.sum(dim=-1).tolist()
+    each = [
+        (torch.arange(length) < length - 1) & bool(response)
+        for length, response in zip(lengths, responses, strict=True)
+    ]
+    return torch.nested.nested_tensor_from_jagged(
+        torch.cat(each).to(input_ids.device), verl_routes.offsets(input_ids)
+    )
+
+
+def align_r3_router_replay_data(layers_topk_idx: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+    """One row of routes for each token: zeros for a last token that has none."""
+    lengths = [int(size) for size in verl_routes.offsets(input_ids).diff().tolist()]
+    parts = list(layers_topk_idx.unbind())
+    if len(parts) != len(lengths):
+        raise MicroBatchError(
+            "another number of route sequences than samples", expected=len(lengths), got=len(parts)
+        )
+    aligned = []
+    for number, (routes, length) in enumerate(zip(parts, lengths, strict=True)):
+        if len(routes) not in (length, length - 1):
+            raise MicroBatchError(
+                "the routes have another number of tokens than the sample",
+                where=f"sample {number} of the micro-batch",
+                expected=f"{length} (or {length - 1}: the last token has no route)",
+                got=len(routes),
+                cause="a response that was cut after the rollout, or routes of another sequence",
+            )
+        aligned.append(torch.cat([routes, routes.new_zeros(length - len(routes), *routes.shape[1:])]))
+    return torch.nested.as_nested_tensor(aligned, layout=torch.jagged)
+
+
+# Questions
+
+
+def iter_model_routers(model: Any) -> Iterator[tuple[int, RouterReplay]]:
+    """(layer_number, RouterReplay) of each router of a model's decoder, 1-based, ascending."""
+    chunks = list(model) if isinstance(model, list | tuple) else [model]
+    for routers in find(chunks):
+        for router in routers:
+            yield router.label + 1, RouterReplay.of(router.module)
+
+
+def set_model_router_replay_action(model: Any, router_replay_action: Any) -> None:
+    """Set the action."""
+    switch.set(router_replay_action.value)
+
+
+class RouterReplayHelper:
+    """What a forward step asks."""
+
+    @staticmethod
+    def get_micro_batch_router_list(tf_config: Any, vp_rank: int | None = None) -> list[RouterReplay]:
+        """The RouterReplays of a chunk's routers, ascending; none while no action is on."""
+        if not switch.action:
+            return []
+        session: Any
+        session, chunk = (
+            switch.tapping(None, tf_config, vp_rank)
+            if switch.is_(RECORD)
+            else switch.feeding(None, tf_config, vp_rank)
+        )
+        return [RouterReplay.of(router.module) for router in session._routers[chunk]]
+
+    @staticmethod
+    def is_r2_record_action(tf_config: Any, vp_rank: int | None = None, model: Any = None) -> bool:
+        """Is a record on? Also on a stage of dense layers, whose ranks have to join what gathers."""
+        return switch.is_(RECORD)
+
+    @staticmethod
+    def is_replay_forward_action(tf_config: Any, vp_rank: int | None = None, model: Any = None) -> bool:
+        """Is a replay on, and a forward next?"""
+        return switch.is_(REPLAY)
+
+    @staticmethod
+    def is_replay_backward_action(tf_config: Any, vp_rank: int | None = None, model: Any = None) -> bool:
+        """Is a replay on, and a backward next?"""
+        return switch.is_(BACKWARD)

@@ -1,0 +1,276 @@
+"""verl's own functions, unmodified, on the Megatron-core that is on the path: record, replay, backward."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import npu_replay
+from megatron_cases import RECOMPUTE, VARIANTS, perturbed, routers
+from npu_replay import RoutedExperts
+from npu_replay.demo import megatron_model
+from npu_replay.errors import InvalidRoutes, ReplayError
+from verl_loop import Verl
+
+pytestmark = [pytest.mark.megatron]
+
+LENGTHS = ((7, 12, 3), (5,), (9, 2))
+VOCAB = 64
+CASES = (
+    "softmax_after_topk",
+    "softmax_before_topk",
+    "sigmoid_bias_scaling",
+    "groups_softmax",
+    "groups_sigmoid_bias",
+    "aux_loss",
+    "seq_aux_loss",
+    "capacity_probs",
+    "capacity_padded",
+    "dense_first",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lent() -> Iterator[None]:
+    with npu_replay.compat.cpu.lend():
+        megatron_model.start()
+        yield
+
+
+@pytest.fixture(scope="module")
+def verl() -> Verl:
+    found = Verl()
+    found.patch.apply_router_replay_patch()
+    return found
+
+
+def batches(seed: int = 3) -> list[list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [[torch.randint(0, VOCAB, (size,), generator=generator) for size in sizes] for sizes in LENGTHS]
+
+
+class Job:
+    """A model that asks for replay, and its forward over packed sequences."""
+
+    def __init__(self, variant: str, recompute: str | None, seed: int = 7, **changes: Any) -> None:
+        torch.manual_seed(seed)
+        values = VARIANTS[variant] | RECOMPUTE.get(recompute or "", {}) | changes
+        self.config = megatron_model.config(enable_routing_replay=True, **values)
+        self.model = megatron_model.model(self.config)
+        for router in routers(self.model):
+            if (bias := getattr(router.module, "expert_bias", None)) is not None:
+                bias.copy_(torch.randn(bias.shape) * 0.1)
+
+    def forward(self, sequences: list[torch.Tensor]) -> torch.Tensor:
+        tokens = torch.cat(sequences)[None]
+        inputs = megatron_model.causal(tokens)
+        return self.model(input_ids=tokens, labels=tokens.roll(-1, 1), **inputs).mean()
+
+    def grads(self) -> list[torch.Tensor | None]:
+        return [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
+
+    def labels(self) -> list[int]:
+        return [router.label for router in routers(self.model)]
+
+
+def backward_sum(losses: list[torch.Tensor]) -> None:
+    torch.stack(losses).sum().backward()
+
+
+def backward_reversed(losses: list[torch.Tensor]) -> None:
+    for loss in reversed(losses):
+        loss.backward()
+
+
+def core_routes(job: Job, batch: list[list[torch.Tensor]]) -> list[RoutedExperts]:
+    with torch.no_grad(), npu_replay.record(job.model) as recording:
+        for sequences in batch:
+            job.forward(sequences)
+    return recording.routes
+
+
+def core_replay(job: Job, batch: list[list[torch.Tensor]], routes: list[RoutedExperts], backward: Any) -> Any:
+    job.model.zero_grad()
+    with npu_replay.replay(job.model, routes):
+        losses = [job.forward(sequences) for sequences in batch]
+        backward(losses)
+    return losses, job.grads()
+
+
+def packed(routes: torch.Tensor, verl: Verl) -> torch.Tensor:
+    """[all tokens, layers, topk] of what verl carries."""
+    if routes.is_nested:
+        return torch.cat(list(routes.unbind()))
+    samples = [sequence for sequences in batches() for sequence in sequences]
+    groups, rows, at = batches(), [], 0
+    for sequences in groups:
+        _, mask = verl.batch(sequences)
+        assert mask is not None
+        rows += [routes[at + row][mask[row].bool()] for row in range(len(sequences))]
+        at += len(sequences)
+    assert len(rows) == len(samples)
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("variant", CASES)
+def test_record_replay_and_backward_through_verls_functions(
+    verl: Verl, variant: str, recompute: str | None
+) -> None:
+    """Ids, losses and gradients equal npu_replay's own blocks, with other router weights in the replay."""
+    job, batch = Job(variant, recompute), batches()
+    own = core_routes(job, batch)
+    routes = verl.record(batch, job.forward, job.config, job.model)
+    assert torch.equal(packed(routes, verl).long(), torch.cat([one.ids for one in own]).long())
+    with perturbed(job.model):
+        for backward in (backward_sum, backward_reversed):
+            wanted, grads = core_replay(job, batch, own, backward)
+            job.model.zero_grad()
+            losses = verl.replayed(batch, routes, job.forward, job.config, job.model, backward=backward)
+            assert [loss.item() for loss in losses] == [loss.item() for loss in wanted]
+            assert all(
+                a is b or (a is not None and b is not None and torch.equal(a, b))
+                for a, b in zip(job.grads(), grads, strict=True)
+            )
+        live = core_routes(job, batch)
+    assert any(not torch.equal(a.ids, b.ids) for a, b in zip(live, own, strict=True)), "nothing to replay"
+    assert not npu_replay.report().open_sessions
+
+
+def test_no_warning_says_that_an_npu_has_no_replay(run_child: Any) -> None:
+    run_child("quiet_worker.py")
+
+
+def test_ids_above_255_survive_the_way_through_verl(verl: Verl) -> None:
+    """T19: 0.7 and 0.8 narrow to uint8 in the engine itself."""
+    job, batch = (
+        Job("softmax_after_topk", None, num_moe_experts=300, moe_router_topk=4, num_layers=2),
+        batches(),
+    )
+    own = core_routes(job, batch)
+    routes = verl.record(batch, job.forward, job.config, job.model)
+    ids = torch.cat([one.ids for one in own]).long()
+    assert int(ids.max()) > 255
+    assert torch.equal(packed(routes, verl).long(), ids)
+
+
+def test_routes_of_all_layers_find_their_routers(verl: Verl) -> None:
+    """T2, T3: an engine reports dense layers too; they are dropped by label."""
+    job, batch = Job("dense_first", None), batches()
+    own = core_routes(job, batch)
+    routes = verl.record(batch, job.forward, job.config, job.model)
+    whole = _with_dense_column(routes)
+    with perturbed(job.model):
+        wanted, _ = core_replay(job, batch, own, backward_sum)
+        losses = verl.replayed(batch, whole, job.forward, job.config, job.model, backward=backward_sum)
+    assert [loss.item() for loss in losses] == [loss.item() for loss in wanted]
+
+
+def _with_dense_column(routes: torch.Tensor) -> torch.Tensor:
+    def widened(one: torch.Tensor) -> torch.Tensor:
+        return torch.cat([torch.zeros_like(one[..., :1, :]), one], dim=-2)
+
+    if routes.is_nested:
+        return torch.nested.as_nested_tensor([widened(one) for one in routes.unbind()], layout=torch.jagged)
+    return widened(routes)
+
+
+def test_rows_of_zeros_take_the_routers_own_choice(verl: Verl) -> None:
+    """T1, T42: a row that the engine never saw is zeros, and would be expert 0 twice."""
+    job, batch = Job("softmax_after_topk", None), batches()
+    own = core_routes(job, batch)
+    routes = verl.record(batch, job.forward, job.config, job.model)
+    each = list(routes.unbind())
+    gone = [one.clone() for one in each]
+    mask = verl.batch(batch[0])[1]
+    last = -1 if mask is None else int(mask[0].nonzero()[-1])
+    gone[0][last - 1 if mask is not None else -2 :] = 0  # the last two tokens of the first sample
+    cut = torch.nested.as_nested_tensor(gone, layout=torch.jagged) if routes.is_nested else torch.stack(gone)
+    partly = list(own)
+    recorded = torch.ones(len(own[0]), dtype=torch.bool)
+    recorded[[LENGTHS[0][0] - 2, LENGTHS[0][0] - 1]] = False
+    partly[0] = RoutedExperts(
+        ids=own[0].ids, layers=own[0].layers, num_experts=own[0].num_experts, recorded=recorded
+    )
+    with perturbed(job.model):
+        wanted, grads = core_replay(job, batch, partly, backward_sum)
+        job.model.zero_grad()
+        losses = verl.replayed(batch, cut, job.forward, job.config, job.model, backward=backward_sum)
+        assert [loss.item() for loss in losses] == [loss.item() for loss in wanted]
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(job.grads(), grads, strict=True)
+            if a is not None and b is not None
+        )
+
+
+@pytest.mark.parametrize("bad", ["range", "twice", "layers", "length"])
+def test_routes_that_do_not_fit_are_refused_by_name(verl: Verl, bad: str) -> None:
+    job, batch = Job("softmax_after_topk", None), batches()
+    routes = verl.record(batch, job.forward, job.config, job.model)
+    each = [one.clone().to(torch.int16) for one in routes.unbind()]
+    inside = 2 if routes.is_nested else 4
+    if bad == "range":
+        each[1][inside, 1] = torch.tensor([900, 1])
+    elif bad == "twice":
+        each[1][inside, 1] = torch.tensor([3, 3])
+    elif bad == "layers":
+        each = [one[:, :3] for one in each]
+    elif routes.is_nested:
+        each[1] = each[1][:-3]
+    else:
+        each = [one[:, :, :1] for one in each]
+    wrong = (
+        torch.nested.as_nested_tensor(each, layout=torch.jagged) if routes.is_nested else torch.stack(each)
+    )
+    words = {"range": "out of range", "twice": "expert twice", "layers": "number of layers"}.get(
+        bad, "another"
+    )
+    with pytest.raises(ReplayError, match=words) as raised:
+        verl.replayed(batch, wrong, job.forward, job.config, job.model, backward=backward_sum)
+    if bad in ("range", "twice"):
+        assert isinstance(raised.value, InvalidRoutes)
+        assert "sample 1 of the micro-batch, layer 1" in str(raised.value)
+    npu_replay.compat.verl_switch.switch._abandon()
+    npu_replay.compat.verl_switch.switch.clear()
+
+
+def test_a_thrown_away_model_is_not_replayed_instead(verl: Verl) -> None:
+    """T18: the model is built twice, and the first one's routers are registered first."""
+    orphan = Job("softmax_after_topk", None, seed=1)
+    del orphan
+    job, batch = Job("softmax_after_topk", None), batches()
+    own = core_routes(job, batch)
+    routes = verl.record(batch, job.forward, job.config, job.model)
+    assert torch.equal(packed(routes, verl).long(), torch.cat([one.ids for one in own]).long())
+    assert len(verl.patch.RouterReplay.router_instances) == 4
+
+
+def test_a_reference_model_beside_it_is_left_alone(verl: Verl) -> None:
+    """T26: two models with the flag; the action means the one that runs."""
+    reference = Job("softmax_after_topk", None, seed=1)
+    job, batch = Job("softmax_after_topk", None), batches()
+    before = [reference.forward(sequences).item() for sequences in batch]
+    routes = verl.record(batch, job.forward, job.config, job.model)
+    with perturbed(job.model):
+        verl.replayed(batch, routes, job.forward, job.config, job.model, backward=backward_sum)
+    assert [reference.forward(sequences).item() for sequences in batch] == before
+
+
+def test_a_second_apply_keeps_the_first_engine(verl: Verl) -> None:
+    """NeMo #3687: clearing the registry for another model emptied the live one."""
+    job, batch = Job("softmax_after_topk", None), batches()
+    own = core_routes(job, batch)
+    verl.patch.apply_router_replay_patch()
+    routes = verl.record(batch, job.forward, job.config, job.model)
+    assert torch.equal(packed(routes, verl).long(), torch.cat([one.ids for one in own]).long())
+
+
+def test_importing_verl_warns_of_nothing() -> None:
+    with warnings.catch_warnings(record=True) as said:
+        Verl()
+    assert not [one for one in said if "router replay" in str(one.message)]

@@ -1,0 +1,130 @@
+"""verl's forward step and schedule, through the functions that a job of each release calls, on a small model.
+
+What verl's engine does around a forward is followed: set the targets, run, merge or turn to backward.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+PATCH = "verl.utils.megatron.router_replay_patch"
+UTILS = "verl.utils.megatron.router_replay_utils"
+
+
+class Verl:
+    """The functions of the verl that is on the path, called with the arguments that this release knows."""
+
+    def __init__(self) -> None:
+        self.patch: Any = importlib.import_module(PATCH)
+        self.utils: Any = importlib.import_module(UTILS)
+        self.replay: Any = self.patch.RouterReplay
+        self.actions: Any = self.patch.RouterReplayAction
+        self.jagged = any(
+            hasattr(self.utils, name) for name in ("preprocess_thd_engine", "preprocess_thd_no_padding")
+        )
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        function = getattr(self.utils, name)
+        known = inspect.signature(function).parameters
+        return function(*args, **{key: value for key, value in kwargs.items() if key in known})
+
+    def batch(self, sequences: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A micro-batch as verl has it: jagged, or padded on both sides with a mask."""
+        if self.jagged:
+            return torch.nested.as_nested_tensor(list(sequences), layout=torch.jagged), None
+        return padded(sequences)
+
+    def record(
+        self,
+        batches: Sequence[Sequence[torch.Tensor]],
+        forward: Callable[[Sequence[torch.Tensor]], Any],
+        config: Any,
+        model: nn.Module,
+    ) -> torch.Tensor:
+        """R2's pass over the old log-probs: the routes of all samples."""
+        maps: list[torch.Tensor] = []
+        self.replay.set_global_router_replay_action(self.actions.RECORD)
+        with torch.no_grad():
+            for sequences in batches:
+                forward(sequences)
+                assert self.utils.RouterReplayHelper.is_r2_record_action(config, 0)
+                tokens, mask = self.batch(sequences)
+                self.call("merge_router_topk_indices", mask, tokens, maps, config, 0, model=model)
+        routes = self.call("pp_gather", self.joined(maps), config)
+        self.replay.clear_global_indices()
+        self.replay.clear_global_router_replay_action()
+        return routes
+
+    def joined(self, maps: Sequence[torch.Tensor]) -> torch.Tensor:
+        """As the engine of this release joins its micro-batches, narrowing included."""
+        if hasattr(self.utils, "merge_nested_router_maps"):
+            return self.utils.merge_nested_router_maps(list(maps))
+        if maps[0].is_nested:
+            samples = [sample for one in maps for sample in one.unbind()]
+            return torch.nested.as_nested_tensor(samples, layout=torch.jagged).to(torch.uint8)
+        return torch.cat(list(maps), dim=0).to(torch.uint8)
+
+    def replayed(
+        self,
+        batches: Sequence[Sequence[torch.Tensor]],
+        routes: torch.Tensor,
+        forward: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+        config: Any,
+        model: nn.Module,
+        *,
+        backward: Callable[[list[torch.Tensor]], None],
+        masks: Sequence[torch.Tensor | None] | None = None,
+    ) -> list[torch.Tensor]:
+        """The update: losses of all micro-batches, with their backward."""
+        losses: list[torch.Tensor] = []
+        samples = iter(list(routes.unbind()))
+        self.replay.set_global_router_replay_action(self.actions.REPLAY_FORWARD)
+        for number, sequences in enumerate(batches):
+            mine = [next(samples) for _ in sequences]
+            helper = self.utils.RouterReplayHelper
+            if helper.is_replay_backward_action(config, 0):
+                self.turn(config, model, self.actions.REPLAY_FORWARD)
+            assert helper.is_replay_forward_action(config, 0)
+            _, attention_mask = self.batch(sequences)
+            here = (
+                torch.nested.as_nested_tensor(mine, layout=torch.jagged) if self.jagged else torch.stack(mine)
+            )
+            self.call(
+                "set_router_replay_data",
+                here,
+                attention_mask,
+                config,
+                0,
+                replay_mask=None if masks is None else masks[number],
+                model=model,
+            )
+            losses.append(forward(sequences))
+            self.turn(config, model, self.actions.REPLAY_BACKWARD)
+        backward(losses)
+        self.replay.clear_global_router_replay_action()
+        self.replay.clear_global_indices()
+        return losses
+
+    def turn(self, config: Any, model: nn.Module, action: Any) -> None:
+        if hasattr(self.utils, "set_model_router_replay_action"):
+            self.utils.set_model_router_replay_action(model, action)
+            return
+        for router in self.utils.RouterReplayHelper.get_micro_batch_router_list(config, 0):
+            router.set_router_replay_action(action)
+
+
+def padded(sequences: Sequence[torch.Tensor], left: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """[batch, length] with padding on both sides, as a prompt and a response leave it, and the mask."""
+    width = left + 26
+    tokens = torch.zeros(len(sequences), width, dtype=torch.int64)
+    mask = torch.zeros(len(sequences), width, dtype=torch.int64)
+    for row, one in enumerate(sequences):
+        start = left - row % 3
+        tokens[row, start : start + len(one)], mask[row, start : start + len(one)] = one, 1
+    return tokens, mask
