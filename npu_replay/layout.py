@@ -238,12 +238,15 @@ class TokenLayout:
         if bad:
             bad_samples.warn(bad, len(batch))
         if good:
-            return RoutedExperts.concat(list(good.values()), wanted).take(self._rows_in(good))
-        like = next(iter(real.values()))  # a bad one still tells top-k and experts
-        labels = like.layers if wanted is None else wanted
-        return RoutedExperts.unrecorded(
-            len(self.rows), layers=labels, topk=like.topk, num_experts=like.num_experts
-        )
+            gathered = RoutedExperts.concat(list(good.values()), wanted).take(self._rows_in(good))
+        else:
+            like = next(iter(real.values()))  # a bad one still tells top-k and experts
+            labels = like.layers if wanted is None else wanted
+            gathered = RoutedExperts.unrecorded(
+                len(self.rows), layers=labels, topk=like.topk, num_experts=like.num_experts
+            )
+        object.__setattr__(gathered, "bad_samples", len(bad))
+        return gathered
 
     def bad_routes(
         self, batch: Sequence[RoutedExperts | None], *, layers: Sequence[int] | None = None

@@ -165,11 +165,13 @@ class Replay(Replaying):
         self._packets = [Packet(one) for one in checked_routes(routes)]
 
     def metrics(self) -> dict[str, float]:
-        """Micro-batches, rows, rows without a route, seconds; live_mismatch where it was asked for."""
+        """Micro-batches, rows, rows without a route, samples with bad routes, seconds; live_mismatch where it
+        was asked for; capacity_dropped where tokens are dropped."""
         done = [packet.routes for packet in self._packets[: max(self._timeline.ended, default=0)]]
         return super().metrics() | {
             "rows": sum(len(routes) for routes in done),
             "rows_without_route": sum(int((~routes.recorded).sum()) for routes in done),
+            "bad_samples": sum(routes.bad_samples for routes in done),
         }
 
     def _packet(self, chunk: int, number: int) -> Packet:

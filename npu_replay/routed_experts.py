@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -56,6 +56,9 @@ class RoutedExperts:
     recorded: torch.Tensor
     fingerprint: int | None
     weight_version: int | str | None
+
+    bad_samples: ClassVar[int] = 0
+    """Sequences in it whose routes couldn't be used; `TokenLayout.gather` says so of what it returns."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 import npu_replay
-from npu_replay import RoutedExperts, recompute, routers, staging
+from npu_replay import RoutedExperts, TokenLayout, recompute, routers, staging
 from npu_replay.errors import MicroBatchError, NoEffect, RecomputeError, ReplayError, RouterError
 from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, hooks, run, same, tokens
 
@@ -528,6 +528,17 @@ def test_metrics_are_plain_numbers() -> None:
         "rows_without_route": 0,
     }
     assert 0 < metrics["seconds"] < 10
+
+
+def test_samples_with_bad_routes_are_counted() -> None:
+    model = ToyModel()
+    whole = record(model, 0)[0]
+    layout = TokenLayout.packed([ROWS - 4, 4])
+    batch = [whole.take(range(ROWS - 4)), None]
+    with npu_replay.replay(model, [layout.gather(batch, on_bad_route="native", ceiling=1)]) as session:
+        model(tokens(0))
+    assert session.metrics()["bad_samples"] == 1
+    assert session.metrics()["rows_without_route"] == 4
 
 
 # What reaches past the model's __call__

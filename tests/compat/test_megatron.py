@@ -141,6 +141,38 @@ def test_with_capacity_every_nonzero_probability_is_a_replayed_expert(variant: s
         assert int(used.sum()) < ROWS * 2, "this capacity should drop something"
 
 
+def test_experts_that_lost_their_token_over_capacity_are_counted() -> None:
+    """As the routers' own outputs show them, in the micro-batches 0, 1 and 2, which are checked."""
+    trainer = build(VARIANTS["capacity_probs"])
+    probs: dict[int, list[torch.Tensor]] = {}
+    handles = [
+        router.module.register_forward_hook(
+            lambda module, args, output, layer=router.label: probs.setdefault(layer, []).append(output[0])
+        )
+        for router in routers(trainer.model)
+    ]
+    routes = recorded(trainer)
+    probs.clear()
+    with npu_replay.replay(trainer.model, routes) as session:
+        for tokens in trainer.batches:
+            trainer.loss(tokens)
+    for handle in handles:
+        handle.remove()
+    chosen = [
+        one[number].detach().cpu().gather(1, routes[number].layer_ids(layer).long())
+        for layer, one in probs.items()
+        for number in range(3)
+    ]
+    lost = sum(int((one == 0).sum()) for one in chosen)
+    assert lost
+    assert session.counts() == session.counts() | {
+        "dropped": lost,
+        "chosen": sum(one.numel() for one in chosen),
+    }
+    assert session.metrics()["capacity_dropped"] == lost / sum(one.numel() for one in chosen)
+    assert "capacity_dropped" not in npu_replay.record(trainer.model).metrics()
+
+
 def test_rows_without_a_route_take_the_routers_own_choice_also_in_the_recompute() -> None:
     """T1, T24b, T27, T41: never a made-up expert 0, and the recompute takes what the forward took."""
     plain, checkpointed = build({}), build({}, "full")

@@ -1,0 +1,66 @@
+"""Figures and errors of all ranks, over real gloo processes. Run as a script it is one of three."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from distributed import processes
+
+PROCESSES = 3
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    folder = tmp_path_factory.mktemp("agreement")
+    found: dict[str, list[str]] = {}
+    for lines in processes.run(__file__, folder, PROCESSES):
+        for line in lines:
+            case, _, result = line.partition(" = ")
+            found.setdefault(case, []).append(result)
+    return found
+
+
+def test_figures_are_added_up(results: dict[str, list[str]]) -> None:
+    assert results["sums"] == ["{'ranks': 3, 'rows': 60000000003}"] * PROCESSES
+
+
+def test_the_lowest_rank_with_an_error_has_the_whole_message(results: dict[str, list[str]]) -> None:
+    assert results["errors"] == [
+        "[npu_replay] rank 1 stopped, and so does this one: layer 4: it broke",
+        "[npu_replay] layer 4: it broke. Expected sense, got none. Usual cause: bad luck on 1",
+        "[npu_replay] rank 1 stopped, and so does this one: layer 4: it broke (and this rank: it broke)",
+    ]
+
+
+def test_they_go_on_together_afterwards(results: dict[str, list[str]]) -> None:
+    assert results["again"] == ["{'ranks': 3}"] * PROCESSES
+
+
+def _run_as_one_process() -> None:
+    import torch.distributed as dist
+
+    from npu_replay.agreement import agreed
+    from npu_replay.errors import ReplayError
+
+    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=PROCESSES)
+    lines = [f"sums = {agreed(None, {'ranks': 1, 'rows': 20_000_000_000 + rank})}"]
+    error = ReplayError(
+        "it broke", where="layer 4", expected="sense", got="none", cause=f"bad luck on {rank}"
+    )
+    try:
+        agreed(None if rank == 0 else error, {"ranks": 1})
+    except ReplayError as raised:
+        lines.append(f"errors = {raised}")
+    lines.append(f"again = {agreed(None, {'ranks': 1})}")
+    (folder / f"results-{rank}").write_text("\n".join(lines))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _run_as_one_process()

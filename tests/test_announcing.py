@@ -1,0 +1,47 @@
+"""The line that an operator has to see."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from npu_replay.announcing import announce
+
+
+@pytest.fixture(autouse=True)
+def logger_as_it_was() -> Iterator[logging.Logger]:
+    logger = logging.getLogger("npu_replay.job")
+    handlers, level = list(logger.handlers), logger.level
+    logger.handlers.clear()
+    yield logger
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+
+
+def test_it_is_seen_once_in_a_process_that_set_up_no_logging() -> None:
+    code = "from npu_replay.announcing import announce; announce('one'); announce('two')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines() == ["[npu_replay] one", "[npu_replay] two"]
+    assert done.stdout == ""
+
+
+def test_it_is_seen_where_warnings_alone_are_shown() -> None:
+    code = (
+        "import logging; logging.basicConfig(level=logging.WARNING, format='%(name)s %(message)s'); "
+        "from npu_replay.announcing import announce; announce('one')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines() == ["npu_replay.job [npu_replay] one"]
+
+
+def test_it_goes_the_users_way_where_logging_is_set_up(
+    caplog: pytest.LogCaptureFixture, logger_as_it_was: logging.Logger
+) -> None:
+    with caplog.at_level(logging.INFO):
+        announce("one")
+    assert [record.getMessage() for record in caplog.records] == ["[npu_replay] one"]
+    assert not logger_as_it_was.handlers

@@ -1,0 +1,158 @@
+"""Record and replay one micro-batch at a time, and errors that wait for the end of the block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import npu_replay
+from npu_replay import RoutedExperts, routers
+from npu_replay.deferring import DeferringFeed, DeferringTap
+from npu_replay.errors import MicroBatchError, NoEffect, ReplayError, RouterError
+from npu_replay.feeding import Feed, Tap
+from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, hooks, run, same, tokens
+
+
+@pytest.fixture(autouse=True)
+def toy_routers() -> Iterator[None]:
+    routers.register("toys", ToyRouters())
+    yield
+    routers.unregister("toys")
+
+
+def recorded(model: ToyModel, *seeds: int) -> list[RoutedExperts]:
+    with npu_replay.record(model) as recording, torch.no_grad():
+        for seed in seeds:
+            model(tokens(seed))
+    return recording.routes
+
+
+def foreign(seed: int, layers: tuple[int, ...] = (0, 1), rows: int = ROWS) -> RoutedExperts:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(rows, len(layers), EXPERTS, generator=generator).topk(TOPK).indices
+    return RoutedExperts(ids=ids, layers=layers, num_experts=EXPERTS)
+
+
+@pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
+def test_a_feed_does_what_a_replay_of_all_routes_does(recompute: str | None) -> None:
+    """With one backward over the sum of the losses, where a queue would replay the wrong micro-batch."""
+    model, routes = ToyModel(recompute=recompute), [foreign(seed) for seed in range(3)]
+    with npu_replay.replay(model, routes):
+        wanted = run(model, 0, 1, 2)
+    model.zero_grad()
+    with Feed(model) as session:
+        losses = []
+        for seed, one in enumerate(routes):
+            session.feed(0, one)
+            losses.append(model(tokens(seed).requires_grad_()).square().mean())
+        loss = sum(losses)
+        loss.backward()
+    got = loss.item(), [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    assert same(wanted, got)
+    assert session.metrics()["rows"] == 3 * ROWS
+    assert session.counts()["replayed"] == 2
+    assert hooks(model) == 0
+
+
+def test_what_was_tapped_is_what_was_recorded() -> None:
+    model = ToyModel()
+    wanted = recorded(model, 0, 1, 2)
+    tapped = []
+    with Tap(model) as session, torch.no_grad():
+        for seed in range(3):
+            model(tokens(seed))
+            tapped.append(session.take(0))
+            assert {number for _, number in session._ids} == {seed}, "what was taken is let go"
+    assert tapped == wanted
+
+
+def test_a_tap_keeps_what_a_recompute_may_want() -> None:
+    model = ToyModel(recompute="non-reentrant")
+    wanted = run(model, 0, 1)
+    with Tap(model) as session:
+        model.zero_grad()
+        losses = []
+        for seed in (0, 1):
+            losses.append(model(tokens(seed).requires_grad_()).square().mean())
+            session.take(0)
+        loss = sum(losses)
+        loss.backward()
+    assert same(wanted, (loss.item(), [p.grad.clone() for p in model.parameters()]))
+
+
+def test_a_forward_without_routes_is_refused() -> None:
+    model = ToyModel()
+    with (
+        pytest.raises(MicroBatchError, match="micro-batch 1, chunk 0: no routes were given"),
+        Feed(model) as session,
+    ):
+        session.feed(0, foreign(0))
+        model(tokens(0))
+        model(tokens(1))
+
+
+def test_routes_without_a_forward_are_refused() -> None:
+    model = ToyModel()
+    with pytest.raises(MicroBatchError, match="a forward that never came"), Feed(model) as session:
+        session.feed(0, foreign(0))
+        model(tokens(0))
+        session.feed(0, foreign(1))
+
+
+def test_routes_that_lack_a_layer_are_refused_at_once() -> None:
+    with Feed(ToyModel()) as session:
+        with pytest.raises(RouterError, match="missing from the routes"):
+            session.feed(0, foreign(0, layers=(0,)))
+        session.feed(0, foreign(0))
+        session._chunks[0](tokens(0))
+
+
+def test_nothing_can_be_taken_before_a_forward() -> None:
+    model = ToyModel()
+    with Tap(model) as session:
+        with pytest.raises(MicroBatchError, match="nothing was recorded yet"):
+            session.take(0)
+        model(tokens(0))
+
+
+def test_a_deferred_error_waits_and_the_forward_goes_on_with_the_routers_own_choices() -> None:
+    """A rank that raises inside a schedule leaves the others in a collective until its timeout."""
+    model = ToyModel()
+    live = model(tokens(1))
+    with (
+        pytest.raises(
+            MicroBatchError, match="micro-batch 1, layer 0: the routes have another number"
+        ) as raised,
+        DeferringFeed(model) as session,
+    ):
+        session.feed(0, foreign(0))
+        model(tokens(0))
+        session.feed(0, foreign(1, rows=ROWS - 1))
+        assert torch.equal(model(tokens(1)), live)
+        assert session.failed is not None
+        session.feed(0, foreign(2))
+        model(tokens(2))
+    assert raised.value is session.failed
+    assert hooks(model) == 0
+
+
+@pytest.mark.parametrize("kind", [DeferringFeed, DeferringTap])
+def test_a_router_without_an_effect_is_deferred_too(kind: type) -> None:
+    def other(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, ids = torch.topk(scores, router.topk, dim=-1)
+        return values, (ids + 1) % EXPERTS
+
+    model = ToyModel(ToyRouter(), ToyRouter(select=other))
+    with pytest.raises(NoEffect, match="layer 1"), kind(model) as session:
+        if kind is DeferringFeed:
+            session.feed(0, foreign(0))
+        model(tokens(0))
+        assert isinstance(session.failed, NoEffect)
+
+
+def test_a_foreign_exception_is_not_hidden_by_a_deferred_error() -> None:
+    with pytest.raises(ZeroDivisionError), DeferringFeed(ToyModel()) as session:
+        session.defer(ReplayError("waits"))
+        raise ZeroDivisionError
