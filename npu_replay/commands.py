@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import typer.core
 
+from npu_replay import smoke_options
 from npu_replay.errors import ReplayError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _DEBUG = "npu_replay.debug"
+_HELP = smoke_options.HELP
 
 
 class _Commands(typer.core.TyperGroup):
@@ -151,3 +153,40 @@ def bench(
     from npu_replay.bench import main
 
     main(device=device.value, pairs=pairs, out=out, force=force)
+
+
+@app.command(help=smoke_options.ABOUT)
+def smoke(
+    tp: Annotated[int, typer.Option(help=_HELP["tp"])] = 1,
+    pp: Annotated[int, typer.Option(help=_HELP["pp"])] = 1,
+    ep: Annotated[int, typer.Option(help=_HELP["ep"])] = 1,
+    cp: Annotated[int, typer.Option(help=_HELP["cp"])] = 1,
+    vp: Annotated[int, typer.Option(help=_HELP["vp"])] = 1,
+    etp: Annotated[int, typer.Option(help=_HELP["etp"])] = 1,
+    recompute: Annotated[bool, typer.Option("--recompute", help=_HELP["recompute"])] = False,
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help=_HELP["sequence_parallel"])
+    ] = False,
+    device: DeviceOption = Device.auto,
+    json: Annotated[Path | None, typer.Option(dir_okay=False, metavar="FILE", help=_HELP["json"])] = None,
+    force: ForceOption = False,
+    patience: Annotated[float, typer.Option(help=_HELP["patience"])] = smoke_options.Options.patience,
+    debug: DebugOption = False,
+) -> None:
+    from npu_replay.smoke import main
+
+    options = smoke_options.Options(
+        tp=tp,
+        pp=pp,
+        ep=ep,
+        cp=cp,
+        vp=vp,
+        etp=etp,
+        recompute=recompute,
+        sequence_parallel=sequence_parallel,
+        device=device.value,
+        json=json,
+        force=force,
+        patience=patience,
+    )
+    raise typer.Exit(main(options))

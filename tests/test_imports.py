@@ -37,6 +37,13 @@ FACE = {
     "doctor",
     "plots",
     "reporting",
+    "smoke",
+    "smoke_checks",
+    "smoke_job",
+    "smoke_model",
+    "smoke_options",
+    "smoke_report",
+    "smoke_witness",
 }
 CORE = sorted(path for path in PACKAGE.glob("*.py") if path.stem not in FACE)
 

@@ -1,0 +1,230 @@
+"""One process of a smoke job in which something is broken on purpose, one break after the other.
+
+smoke_broken.py FOLDER OPTIONS ...
+
+Rank 0 leaves what each run reported in FOLDER/NAME.json. In the last run a rank hangs, and ends the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import npu_replay
+from npu_replay import ReplayError, RoutedExperts, TokenLayout, seam, smoke, smoke_checks, smoke_model
+from npu_replay.compat import patching
+from npu_replay.recording import Recording
+from npu_replay.smoke_job import Job
+from npu_replay.smoke_model import ROUTINGS, Split
+from npu_replay.smoke_options import Options, parse
+from npu_replay.timeline import Timeline
+
+Break = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def groups_fail() -> Any:
+    return mock.patch.object(Split, "initialise", side_effect=RuntimeError("no such group"))
+
+
+def int64_isnt_summed() -> Any:
+    """As MindSpeed does with float64: a copy is summed, and never written back."""
+    reduce = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return reduce(tensor.clone() if tensor.dtype == torch.int64 else tensor, *args, **kwargs)
+
+    return mock.patch.object(dist, "all_reduce", all_reduce)
+
+
+def model_diverges() -> Any:
+    return mock.patch.object(smoke_model.Norm, "forward", lambda self, hidden: hidden * float("nan"))
+
+
+def record_shifts_rows() -> Any:
+    routes = Recording.routes.fget
+
+    def shifted(self: Recording) -> list[RoutedExperts]:
+        return [one.take(torch.arange(len(one)).roll(1)) for one in routes(self)]
+
+    return mock.patch.object(Recording, "routes", property(shifted))
+
+
+def record_changes_choice() -> Any:
+    live = Recording._live
+
+    def changed(self: Recording, router: Any, *args: Any) -> seam.Choose:
+        choose = live(self, router, *args)
+        return lambda own: choose(lambda *rows: router.num_experts - 1 - own(*rows))
+
+    return mock.patch.object(Recording, "_live", changed)
+
+
+def layout_shifts_rows() -> Any:
+    padded = TokenLayout.padded
+
+    def shifted(*args: Any, **kwargs: Any) -> TokenLayout:
+        right = padded(*args, **kwargs)
+        return TokenLayout(right.rows.roll(1), right.lengths, right.fingerprints, right.parallel)
+
+    return mock.patch.object(TokenLayout, "padded", shifted)
+
+
+def nothing_is_perturbed() -> Any:
+    return mock.patch.object(smoke_checks, "perturbed", contextlib.nullcontext)
+
+
+def replay_does_nothing() -> Any:
+    def replay(model: Any, routes: Any) -> Any:
+        session = mock.MagicMock()
+        session.metrics.return_value = {"rows_without_route": _holes(routes)}
+        return contextlib.nullcontext(session)
+
+    return mock.patch.object(npu_replay, "replay", replay)
+
+
+def one_rank_raises() -> Any:
+    """In the middle of the schedule, where the other rank waits for this one."""
+    examine = smoke_checks.Replay.examine
+
+    def failing(self: Any, trial: Any) -> Any:
+        if trial.job.rank == 1:
+            router = smoke_model.routers_of(trial.chunks)[-1]
+            router.module.register_forward_pre_hook(_raise)
+        return examine(self, trial)
+
+    return mock.patch.object(smoke_checks.Replay, "examine", failing)
+
+
+def _raise(*_: object) -> None:
+    raise ReplayError("made to fail", where="micro-batch 0, layer 3")
+
+
+def recompute_takes_the_next() -> Any:
+    recomputed = Timeline.recomputed
+
+    def other(self: Timeline, *args: Any) -> int:
+        return (recomputed(self, *args) + 1) % 3
+
+    return mock.patch.object(Timeline, "recomputed", other)
+
+
+def scores_lose_their_gradient() -> Any:
+    answer = seam.Call.answer
+
+    def detached(*args: Any, **kwargs: Any) -> Any:
+        values, ids = answer(*args, **kwargs)
+        return torch.return_types.topk((values.detach(), ids))
+
+    return mock.patch.object(seam.Call, "answer", detached)
+
+
+def missing_rows_get_expert_0() -> Any:
+    """T1, T42: a row without a route is given made-up experts."""
+    replay = npu_replay.replay
+
+    def filled(model: Any, routes: Sequence[RoutedExperts]) -> Any:
+        session = replay(model, [_filled(one) for one in routes])
+        session.metrics = lambda: {"rows_without_route": _holes(routes)}
+        return session
+
+    return mock.patch.object(npu_replay, "replay", filled)
+
+
+def _filled(routes: RoutedExperts) -> RoutedExperts:
+    made_up = torch.arange(routes.topk).expand(routes.ids.shape)
+    ids = torch.where(routes.recorded[:, None, None], routes.ids.long(), made_up)
+    return RoutedExperts(ids=ids, layers=routes.layers, num_experts=routes.num_experts)
+
+
+def _holes(routes: Sequence[RoutedExperts]) -> int:
+    return sum(int((~one.recorded).sum()) for one in routes)
+
+
+def bytes_lose_holes() -> Any:
+    from_bytes = RoutedExperts.from_bytes
+    return mock.patch.object(RoutedExperts, "from_bytes", lambda data: _filled(from_bytes(data)))
+
+
+@contextlib.contextmanager
+def a_patch_stays() -> Iterator[None]:
+    patches = patching.Patches("a test")
+    patches.set(torch, "left_by_npu_replay", 1, "to be found")
+    try:
+        with mock.patch.object(patching, "undo_all", return_value=[]):
+            yield
+    finally:
+        patches.undo()
+
+
+BREAKS: tuple[Break, ...] = (
+    groups_fail,
+    int64_isnt_summed,
+    model_diverges,
+    record_shifts_rows,
+    record_changes_choice,
+    layout_shifts_rows,
+    nothing_is_perturbed,
+    replay_does_nothing,
+    one_rank_raises,
+    recompute_takes_the_next,
+    scores_lose_their_gradient,
+    missing_rows_get_expert_0,
+    bytes_lose_holes,
+    a_patch_stays,
+)
+
+RECOMPUTED = (replay_does_nothing, one_rank_raises, recompute_takes_the_next)
+"""Those in which recompute is tried too; elsewhere it would only take time."""
+
+
+def main(folder: Path, options: Options) -> int:
+    warnings.simplefilter("ignore")  # Megatron's
+    job = Job(options.split, options.device, options.patience)  # one for all runs: starting it takes seconds
+    store, code = job.store, 0
+    for broken in BREAKS:
+        job.store = dist.PrefixStore(broken.__name__, store)
+        asked = replace(options, recompute=broken in RECOMPUTED)
+        report = smoke.Report(smoke._asked(asked), asked.split, job.world)
+        run = smoke.Smoke(asked, report, smoke._Voice(job.rank == 0), ROUTINGS[:1])
+        with broken(), mock.patch.object(smoke, "Job", return_value=job):
+            run.run()
+        code = run.end()
+        if job.rank == 0:
+            found = json.loads(report.to_json()) | {"code": code}
+            (folder / f"{broken.__name__}.json").write_text(json.dumps(found))
+    hang(job, folder, options)
+    return code
+
+
+def hang(job: Job, folder: Path, options: Options) -> None:
+    """A rank that never comes back: the job has to end all the same, with its report."""
+    asked = replace(options, recompute=False, json=folder / "one_rank_hangs.json")
+    job.store = dist.PrefixStore("hang", job.store)
+    run = smoke.Smoke(
+        asked, smoke.Report({}, asked.split, job.world), smoke._Voice(job.rank == 0), ROUTINGS[:1]
+    )
+    examine = smoke_checks.Replay.examine
+
+    def hanging(self: Any, trial: Any) -> Any:
+        if trial.job.rank == 1:
+            time.sleep(1000)
+        return examine(self, trial)
+
+    smoke_checks.Replay.examine = hanging  # type: ignore[method-assign]
+    with mock.patch.object(smoke, "Job", return_value=job):
+        run.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), parse(sys.argv[2:])))

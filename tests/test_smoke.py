@@ -1,0 +1,157 @@
+"""npu-replay smoke without any process group: its options, its exit codes for bad ones, and its report."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from npu_replay import smoke, smoke_job
+from npu_replay.commands import app
+from npu_replay.smoke_job import Verdict, first_to_fail
+from npu_replay.smoke_model import Split
+from npu_replay.smoke_options import HELP, Options, parse
+from npu_replay.smoke_report import FAIL, PASS, SKIP, Report, Result
+
+
+@pytest.mark.parametrize(
+    ("sizes", "multiple"),
+    [
+        ({"tp": 2, "pp": 2, "ep": 2}, 4),  # experts aren't cut: their two ranks are the tensor-parallel ones
+        ({"tp": 2, "etp": 2, "ep": 2}, 4),
+        ({"tp": 2, "cp": 2, "pp": 3, "ep": 8}, 24),
+        ({"ep": 3, "cp": 2}, 6),
+    ],
+)
+def test_a_split_knows_which_number_of_processes_it_wants(sizes: dict[str, int], multiple: int) -> None:
+    assert Split(**sizes).multiple == multiple
+
+
+@pytest.mark.parametrize(
+    "sizes", [{}, {"tp": 3, "ep": 3}, {"pp": 3, "vp": 2}, {"ep": 64}, {"tp": 8, "cp": 4}]
+)
+def test_the_model_fits_its_split(sizes: dict[str, int]) -> None:
+    split = Split(**sizes)
+    assert split.experts % split.ep == split.experts % 4 == 0
+    assert split.experts >= 8
+    assert split.layers % (split.pp * split.vp) == 0
+    assert split.layers // (split.pp * split.vp) >= 2  # the first is dense, and no stage is without a router
+    assert split.micro_batches % split.pp == 0
+    assert split.vocabulary % split.tp == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--tp", "2", "--pp", "2"],
+            "need a multiple of 4 processes, and there are 3: torchrun --nproc-per-node 4",
+        ),
+        (["--ep", "0"], "--ep 0: a size is at least 1"),
+        (["--vp", "2"], "--vp needs a pipeline"),
+        (["--sequence-parallel"], "--sequence-parallel needs --tp 2 or more"),
+        (["--patience", "0"], "--patience is a number of seconds above 0"),
+        (["--json", __file__], "is there already and is not overwritten; --force does"),
+    ],
+)
+def test_what_cant_be_run_exits_2_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
+    assert smoke.main(parse(arguments)) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_only_rank_0_says_what_cant_be_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "2")
+    assert smoke.main(Options(tp=2)) == 2
+    assert capsys.readouterr() == ("", "")
+
+
+def test_both_command_lines_take_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With typer and, in a container that is left as it is, without."""
+    seen: list[Options] = []
+    monkeypatch.setattr(smoke, "main", lambda options: seen.append(options) or 0)
+    arguments = [item for name in ("tp", "pp", "ep", "cp", "vp", "etp") for item in (f"--{name}", "3")]
+    arguments += ["--recompute", "--sequence-parallel", "--device", "npu", "--json", "x", "--force"]
+    arguments += ["--patience", "7"]
+    for given in ([], arguments):
+        result = CliRunner().invoke(app, ["smoke", *given])
+        assert result.exit_code == 0, result.output
+        assert seen.pop() == parse(given)
+    assert parse([]) == Options()
+
+
+def test_every_option_has_its_help() -> None:
+    command: Any = typer.main.get_command(app)
+    options = {one.name: one.help for one in command.commands["smoke"].params if one.name != "debug"}
+    assert options.keys() == HELP.keys() == Options.__dataclass_fields__.keys()
+    assert all(options.values())
+
+
+def test_it_runs_where_typer_and_rich_are_missing() -> None:
+    code = (
+        'import sys; sys.modules["typer"] = sys.modules["rich"] = None; import npu_replay.cli as c; c.main()'
+    )
+    arguments = ["smoke", "--tp", "2"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "need a multiple of 2 processes, and there is 1" in done.stderr
+
+
+def test_a_start_that_fails_is_a_result_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(smoke_job, "import_mindspeed", lambda: 1 / 0)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    file = tmp_path / "smoke.json"
+    assert smoke.main(Options(device="cpu", json=file)) == 1
+    assert "FAIL  start         ZeroDivisionError: division by zero" in capsys.readouterr().out
+    found = json.loads(file.read_text())
+    assert [(one["feature"], one["result"]) for one in found["results"]] == [("start", FAIL)]
+
+
+def test_the_rank_that_failed_first_is_heard() -> None:
+    waited = Verdict("timed out after 60 s", at=160.0)
+    failed = [Verdict("made to fail", at=100.4), Verdict("made to fail", at=100.0)]
+    assert first_to_fail([waited, Verdict(), *failed], patience=60.0) == 2
+    assert first_to_fail([Verdict(), Verdict()], patience=60.0) is None
+
+
+def test_lines_name_what_fails_and_what_was_not_tried() -> None:
+    report = Report({}, Split(), 1)
+    report.results = [
+        Result("replay", "softmax", PASS, "all right"),
+        Result("replay", "groups", SKIP, "this Megatron has none"),
+        Result("bytes", "softmax", FAIL, "others\n came back", rank=3),
+        Result("bytes", "groups", PASS, "the same"),
+    ]
+    assert report.lines("replay") == (
+        "PASS  replay        softmax: all right; groups not tried: this Megatron has none"
+    )
+    assert report.lines("bytes") == "FAIL  bytes         softmax: rank 3: others came back"
+    assert not report.passed
+    assert report.verdict().startswith("FAIL: bytes, after")
+
+
+def test_nothing_tried_is_no_pass() -> None:
+    assert not Report({}, Split(), 1).passed

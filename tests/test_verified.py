@@ -1,0 +1,110 @@
+"""The table of user-verified runs: what a report has to hold, and that docs/matrix.md shows all of them."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from npu_replay.smoke import _asked
+from npu_replay.smoke_model import Split
+from npu_replay.smoke_options import Options
+from npu_replay.smoke_report import FAIL, PASS, SKIP, Report, Result
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def verified() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("ci_verified", ROOT / "ci" / "verified.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def written(*results: Result) -> dict[str, Any]:
+    """What the command writes."""
+    options = Options(tp=2, ep=2, recompute=True)
+    report = Report(_asked(options), Split(tp=2, ep=2), 4, torch.device("cpu"), list(results))
+    found: dict[str, Any] = json.loads(report.to_json())
+    return found
+
+
+GOOD = (Result("replay", "softmax", PASS, "seen", None, 0.5), Result("recompute", "", SKIP, "not asked for"))
+
+
+def test_the_page_shows_the_reports_that_are_here(verified: ModuleType) -> None:
+    page = verified.PAGE.read_text(encoding="utf-8")
+    assert page == verified.rewritten(page, verified.table()), "run python ci/verified.py --write"
+    assert list(verified.FOLDER.glob("*.json"))
+
+
+def test_what_the_command_writes_is_a_report(verified: ModuleType) -> None:
+    assert verified.problems(written(*GOOD)) == []
+    failed = Result("bytes", "groups", FAIL, "others", 3, 0.1, ["a.py:1 f"])
+    assert verified.problems(written(*GOOD, failed)) == []
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda found: found.update(schema=2), "schema 2"),
+        (lambda found: found.update(host="node17"), "host missing or not known"),
+        (lambda found: found.pop("machine"), "machine missing or not known"),
+        (lambda found: found["versions"].update(torch=2.9), "versions, torch is float"),
+        (lambda found: found["options"].update(tp=True), "options, tp is bool"),
+        (lambda found: found["results"][0].update(result="OK"), "result 0 is 'OK'"),
+        (lambda found: found["results"][0].update(result="FAIL"), "passed doesn't agree"),
+        (lambda found: found["results"].clear(), "passed doesn't agree"),
+    ],
+)
+def test_what_is_no_report_is_refused(
+    verified: ModuleType, spoil: Callable[[dict[str, Any]], object], said: str
+) -> None:
+    found = copy.deepcopy(written(*GOOD))
+    spoil(found)
+    assert said in "; ".join(verified.problems(found))
+
+
+def test_a_row_says_what_failed_and_on_what(verified: ModuleType) -> None:
+    found = written(*GOOD, Result("bytes", "groups", FAIL, "others", 3))
+    found["machine"] |= {"device": "npu", "name": "Ascend910B3", "cann": "8.5.0"}
+    found["versions"] |= {"torch": "2.9.0", "torch_npu": "2.9.0", "mindspeed": "0.12.1 (674226a1)"}
+    line = verified.row(found, "someone")
+    assert "| Ascend910B3, " in line
+    assert "| 8.5.0 | 2.9.0 (2.9.0), " in line
+    assert "| 0.12.1 (674226a1) | 4, tp 2, ep 2, recompute | not bytes |" in line
+    assert line.endswith("| [someone](verified/someone.json) |")
+
+
+def test_a_cell_cant_break_the_table(verified: ModuleType) -> None:
+    found = written(*GOOD)
+    found["machine"]["name"] = "a | b\n| c"
+    assert verified.row(found, "x").count("|") == len(verified.TITLES) + 1
+
+
+def test_accelerators_come_first(verified: ModuleType, tmp_path: Path) -> None:
+    for name, device in (("a", "cpu"), ("b", "npu")):
+        found = written(*GOOD)
+        found["machine"]["device"] = device
+        (tmp_path / f"{name}.json").write_text(json.dumps(found))
+    lines = verified.table(tmp_path).splitlines()
+    assert [line.rpartition("(verified/")[2][0] for line in lines[2:]] == ["b", "a"]
+
+
+def test_the_script_names_a_file_that_is_no_report(
+    verified: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "half.json"
+    file.write_text("{")
+    assert verified.main([str(file)]) == 1
+    assert "half.json" in capsys.readouterr().err
