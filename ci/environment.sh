@@ -1,9 +1,10 @@
-# Sourced by the scripts beside it and by .ci/run: gets Python, its packages and both Megatron releases ready.
+# Sourced by the scripts beside it and by .ci/run: gets Python, its packages and both Megatron releases ready;
+# fetch_megatron and fetch_verl get further releases.
 #
 # No environment active: makes .venv in the repository and installs the versions of ci/constraints.txt.
 # An environment is active (VIRTUAL_ENV or CONDA_PREFIX): installs nothing into it, and says what it lacks.
-# Afterwards `python` and `npu-replay` are the environment's, megatron/RELEASE under $work holds each release,
-# and $setup_seconds says how long that took.
+# Afterwards `python` and `npu-replay` are the environment's, megatron/RELEASE and verl/RELEASE under $work hold
+# each release, and $setup_seconds says how long that took.
 #
 # shellcheck shell=bash
 
@@ -57,9 +58,11 @@ make_environment() {
     echo "$stamp" >"$repository/.venv/stamp"
 }
 
+# Arguments: the extras that have to be there; none: those of the tests and the demo.
 check_environment() {
     local missing
-    missing=$(python "$repository/ci/missing.py") || fail "python, with pip, has to work in the active environment"
+    missing=$(python "$repository/ci/missing.py" "$@") ||
+        fail "python, with pip, has to work in the active environment"
     if [[ -z $missing ]]; then return; fi
     echo "The active environment (${VIRTUAL_ENV:-$CONDA_PREFIX}) lacks, and is left as it is:" >&2
     sed 's/^/    /' <<<"$missing" >&2
@@ -105,7 +108,37 @@ fetch_megatron() {
     rmdir "$partial"
 }
 
-if [[ -n ${VIRTUAL_ENV:-} || -n ${CONDA_PREFIX:-} ]]; then
+environment_is_active() { [[ -n ${VIRTUAL_ENV:-} || -n ${CONDA_PREFIX:-} ]]; }
+
+# What verl imports (some 200 MB): only its tests need it, so nobody gets it with the demo.
+get_verl_packages() {
+    if environment_is_active; then
+        check_environment verl-tests
+    elif [[ -n $(python "$repository/ci/missing.py" verl-tests) ]]; then
+        python -m pip install -qq --constraint "$repository/ci/constraints.txt" \
+            --no-build-isolation --editable "$repository[verl-tests]" ||
+            fail "could not install what verl imports"
+    fi
+}
+
+# Its own requirements are left out: they are many, some want older versions, and what it imports is in the
+# verl-tests extra.
+fetch_verl() {
+    local release=$1 folder=$work/verl/$1 partial
+    get_verl_packages
+    if [[ -d $folder ]]; then return; fi
+    echo "Fetching verl $release ..."
+    mkdir -p "$work/verl"
+    partial=$(mktemp -d "$work/verl/.partial.XXXXXX")
+    if ! python -m pip install -qq --no-deps --target "$partial/it" "verl==$release"; then
+        rm -rf "$partial"
+        fail "could not fetch verl $release for $(python -V)"
+    fi
+    mv "$partial/it" "$folder"
+    rmdir "$partial"
+}
+
+if environment_is_active; then
     check_environment
 else
     make_environment
@@ -118,6 +151,13 @@ with_megatron() {
     local release=$1
     shift
     PYTHONPATH=$work/megatron/$release${PYTHONPATH:+:$PYTHONPATH} "$@"
+}
+
+# with_verl MEGATRON_RELEASE VERL_RELEASE COMMAND ...
+with_verl() {
+    local megatron=$1 release=$2
+    shift 2
+    PYTHONPATH=$work/verl/$release${PYTHONPATH:+:$PYTHONPATH} with_megatron "$megatron" "$@"
 }
 
 setup_seconds=$((SECONDS - setup_started))

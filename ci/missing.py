@@ -1,7 +1,8 @@
 """Print what an active environment lacks to run the tests and the demo: one requirement a line.
 
-The requirements are those of pyproject.toml. It has to work where nothing but pip is installed, so the two
-parsers that it needs are pip's own copies. It imports none of the packages it asks about.
+The requirements are those of pyproject.toml; arguments name other extras than `demo` and `dev`. It has to
+work where nothing but pip is installed, so the two parsers that it needs are pip's own copies. It imports
+none of the packages it asks about.
 """
 
 import sys
@@ -51,7 +52,7 @@ def is_installed(project_name: str) -> bool:
 
 def main() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    needed = requirements(project, ["demo", "dev"])
+    needed = requirements(project, sys.argv[1:] or ["demo", "dev"])
     for line in sorted({str(requirement) for requirement in needed if not is_there(requirement)}):
         print(line)
     if not is_installed(project["name"]):

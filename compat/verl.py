@@ -142,9 +142,24 @@ def _replace_functions(module: Any) -> None:
 
 
 def _wrap_engine(module: Any) -> None:
-    _wrap_pass(
-        module.MegatronEngine, lambda self: self.module, lambda self: self.engine_config.router_replay.mode
-    )
+    cls = module.MegatronEngine
+    if hasattr(module, "apply_router_replay_patch"):  # 0.7.0's engine has no router replay
+        _wrap_pass(cls, lambda self: self.module, lambda self: self.engine_config.router_replay.mode)
+    if hasattr(cls, "disable_adapter"):
+        _wrap_disable_adapter(cls)
+
+
+def _wrap_disable_adapter(cls: Any) -> None:
+    """A LoRA actor without its adapter is the reference; verl asks it for log-probs with replay on."""
+    original = cls.disable_adapter
+
+    @functools.wraps(original)
+    @contextmanager
+    def disable_adapter(self: Any) -> Iterator[Any]:
+        with switch.off(), original(self) as given:
+            yield given
+
+    _patches.set(cls, "disable_adapter", disable_adapter, "a reference pass is never replayed")
 
 
 def _wrap_actor(module: Any) -> None:

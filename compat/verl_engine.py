@@ -64,6 +64,9 @@ def wrapped(
             return original(self, *args, **kwargs)
         given = signature.bind(self, *args, **kwargs)
         given.apply_defaults()
+        if switch.is_off:
+            _ask_for_none(given.arguments["data"])
+            return original(self, *args, **kwargs)
         job = Pass(
             list(chunks_of(self)),
             mode_of(self),
@@ -77,6 +80,14 @@ def wrapped(
         return output
 
     return forward_backward_batch
+
+
+def _ask_for_none(data: Any) -> None:
+    """An engine reads in its batch whether it records or replays; a worker's actor asks the switch."""
+    flags: Any = sys.modules.get("verl.utils.tensordict_utils")
+    batches: Any = sys.modules.get("tensordict")  # an actor's DataProto is none
+    if flags is not None and batches is not None and isinstance(data, batches.TensorDictBase):
+        flags.assign_non_tensor(data, enable_routing_replay=False)
 
 
 @dataclass

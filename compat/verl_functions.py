@@ -288,6 +288,8 @@ def _feed(
         # A row of one expert a layer may well be all zeros in a record.
         zeros_are_none=from_rollout or int(config.moe_router_topk) > 1,
     )
+    for number, error in getattr(routes, _BAD, {}).items():
+        found[number] = error
     bad = verl_routes.problems(found, layout, labels)
     if bad and not (switch.job is not None and switch.job.tolerant):
         raise next(iter(bad.values()))
@@ -332,18 +334,28 @@ def align_r3_router_replay_data(layers_topk_idx: torch.Tensor, input_ids: torch.
         raise MicroBatchError(
             "another number of route sequences than samples", expected=len(lengths), got=len(parts)
         )
-    aligned = []
+    aligned, bad = [], {}
     for number, (routes, length) in enumerate(zip(parts, lengths, strict=True)):
         if len(routes) not in (length, length - 1):
-            raise MicroBatchError(
+            bad[number] = MicroBatchError(
                 "the routes have another number of tokens than the sample",
                 where=f"sample {number} of the micro-batch",
                 expected=f"{length} (or {length - 1}: the last token has no route)",
                 got=len(routes),
                 cause="a response that was cut after the rollout, or routes of another sequence",
             )
+            routes = routes[:0]
         aligned.append(torch.cat([routes, routes.new_zeros(length - len(routes), *routes.shape[1:])]))
-    return torch.nested.as_nested_tensor(aligned, layout=torch.jagged)
+    if bad and switch.job is None:
+        raise next(iter(bad.values()))
+    whole = torch.nested.as_nested_tensor(aligned, layout=torch.jagged)
+    # In a schedule the other ranks wait for this one: it is set_router_replay_data that says what is wrong.
+    setattr(whole, _BAD, bad)
+    return whole
+
+
+_BAD = "npu_replay_bad_samples"
+"""Under this name aligned routes carry the errors of samples that couldn't be aligned, by number."""
 
 
 # Questions

@@ -115,6 +115,11 @@ class Switch:
 
     # Questions
 
+    @property
+    def is_off(self) -> bool:
+        """Has no action an effect?"""
+        return self._off > 0
+
     def is_(self, action: str) -> bool:
         """Is this the action?"""
         return not self._off and self.action == action

@@ -114,9 +114,10 @@ def report() -> Report:
 
 
 def uninstall() -> None:
-    """Undo everything that npu_replay has changed in other modules. Asking again does nothing.
+    """Undo everything that npu_replay has changed in other modules of this process. Twice is as good as once.
 
-    What somebody else has replaced since is left to them, with one WARNING that names it. Router kinds stay
+    Each process of a job has to be told: npu_replay keeps no connection between them. What somebody else has
+    replaced since is left to them, with one WARNING that names it. Router kinds stay
     registered: they are npu_replay's own, and change nobody's module.
 
     Raises:

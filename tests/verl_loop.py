@@ -13,8 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
+import npu_replay
+from megatron_cases import RECOMPUTE, VARIANTS, perturbed, routers
+from npu_replay import RoutedExperts
+from npu_replay.demo import megatron_model
+
 PATCH = "verl.utils.megatron.router_replay_patch"
 UTILS = "verl.utils.megatron.router_replay_utils"
+LENGTHS = ((7, 12, 3), (5,), (9, 2))
+VOCAB = 64
 
 
 class Verl:
@@ -128,3 +135,91 @@ def padded(sequences: Sequence[torch.Tensor], left: int = 3) -> tuple[torch.Tens
         start = left - row % 3
         tokens[row, start : start + len(one)], mask[row, start : start + len(one)] = one, 1
     return tokens, mask
+
+
+def batches(seed: int = 3) -> list[list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [[torch.randint(0, VOCAB, (size,), generator=generator) for size in sizes] for sizes in LENGTHS]
+
+
+class Job:
+    """A model that asks for replay, and its forward over packed sequences."""
+
+    def __init__(self, variant: str, recompute: str | None, seed: int = 7, **changes: Any) -> None:
+        torch.manual_seed(seed)
+        values = VARIANTS[variant] | RECOMPUTE.get(recompute or "", {}) | changes
+        self.config = megatron_model.config(enable_routing_replay=True, **values)
+        self.model = megatron_model.model(self.config)
+        for router in routers(self.model):
+            if (bias := getattr(router.module, "expert_bias", None)) is not None:
+                bias.copy_(torch.randn(bias.shape) * 0.1)
+
+    def forward(self, sequences: list[torch.Tensor]) -> torch.Tensor:
+        tokens = torch.cat(sequences)[None]
+        inputs = megatron_model.causal(tokens)
+        return self.model(input_ids=tokens, labels=tokens.roll(-1, 1), **inputs).mean()
+
+    def grads(self) -> list[torch.Tensor | None]:
+        return [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
+
+    def labels(self) -> list[int]:
+        return [router.label for router in routers(self.model)]
+
+
+def backward_sum(losses: list[torch.Tensor]) -> None:
+    torch.stack(losses).sum().backward()
+
+
+def backward_reversed(losses: list[torch.Tensor]) -> None:
+    for loss in reversed(losses):
+        loss.backward()
+
+
+def core_routes(job: Job, batch: list[list[torch.Tensor]]) -> list[RoutedExperts]:
+    with torch.no_grad(), npu_replay.record(job.model) as recording:
+        for sequences in batch:
+            job.forward(sequences)
+    return recording.routes
+
+
+def core_replay(job: Job, batch: list[list[torch.Tensor]], routes: list[RoutedExperts], backward: Any) -> Any:
+    job.model.zero_grad()
+    with npu_replay.replay(job.model, routes):
+        losses = [job.forward(sequences) for sequences in batch]
+        backward(losses)
+    return losses, job.grads()
+
+
+def packed(routes: torch.Tensor, verl: Verl) -> torch.Tensor:
+    """[all tokens, layers, topk] of what verl carries."""
+    if routes.is_nested:
+        return torch.cat(list(routes.unbind()))
+    samples = [sequence for sequences in batches() for sequence in sequences]
+    groups, rows, at = batches(), [], 0
+    for sequences in groups:
+        _, mask = verl.batch(sequences)
+        assert mask is not None
+        rows += [routes[at + row][mask[row].bool()] for row in range(len(sequences))]
+        at += len(sequences)
+    assert len(rows) == len(samples)
+    return torch.cat(rows)
+
+
+def compare_with_the_core(verl: Verl, job: Job, batch: list[list[torch.Tensor]]) -> None:
+    """Record, replay and backward through verl's functions, against npu_replay's own blocks, bit for bit."""
+    own = core_routes(job, batch)
+    routes = verl.record(batch, job.forward, job.config, job.model)
+    assert torch.equal(packed(routes, verl).long(), torch.cat([one.ids for one in own]).long())
+    with perturbed(job.model):
+        for backward in (backward_sum, backward_reversed):
+            wanted, grads = core_replay(job, batch, own, backward)
+            job.model.zero_grad()
+            losses = verl.replayed(batch, routes, job.forward, job.config, job.model, backward=backward)
+            assert [loss.item() for loss in losses] == [loss.item() for loss in wanted]
+            assert all(
+                a is b or (a is not None and b is not None and torch.equal(a, b))
+                for a, b in zip(job.grads(), grads, strict=True)
+            )
+        live = core_routes(job, batch)
+    assert any(not torch.equal(a.ids, b.ids) for a, b in zip(live, own, strict=True)), "nothing to replay"
+    assert not npu_replay.report().open_sessions

@@ -10,16 +10,24 @@ import pytest
 import torch
 
 import npu_replay
-from megatron_cases import RECOMPUTE, VARIANTS, perturbed, routers
+from megatron_cases import perturbed
 from npu_replay import RoutedExperts
 from npu_replay.demo import megatron_model
 from npu_replay.errors import InvalidRoutes, ReplayError
-from verl_loop import Verl
+from verl_loop import (
+    LENGTHS,
+    Job,
+    Verl,
+    backward_sum,
+    batches,
+    compare_with_the_core,
+    core_replay,
+    core_routes,
+    packed,
+)
 
 pytestmark = [pytest.mark.megatron]
 
-LENGTHS = ((7, 12, 3), (5,), (9, 2))
-VOCAB = 64
 CASES = (
     "softmax_after_topk",
     "softmax_before_topk",
@@ -48,97 +56,13 @@ def verl() -> Verl:
     return found
 
 
-def batches(seed: int = 3) -> list[list[torch.Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [[torch.randint(0, VOCAB, (size,), generator=generator) for size in sizes] for sizes in LENGTHS]
-
-
-class Job:
-    """A model that asks for replay, and its forward over packed sequences."""
-
-    def __init__(self, variant: str, recompute: str | None, seed: int = 7, **changes: Any) -> None:
-        torch.manual_seed(seed)
-        values = VARIANTS[variant] | RECOMPUTE.get(recompute or "", {}) | changes
-        self.config = megatron_model.config(enable_routing_replay=True, **values)
-        self.model = megatron_model.model(self.config)
-        for router in routers(self.model):
-            if (bias := getattr(router.module, "expert_bias", None)) is not None:
-                bias.copy_(torch.randn(bias.shape) * 0.1)
-
-    def forward(self, sequences: list[torch.Tensor]) -> torch.Tensor:
-        tokens = torch.cat(sequences)[None]
-        inputs = megatron_model.causal(tokens)
-        return self.model(input_ids=tokens, labels=tokens.roll(-1, 1), **inputs).mean()
-
-    def grads(self) -> list[torch.Tensor | None]:
-        return [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
-
-    def labels(self) -> list[int]:
-        return [router.label for router in routers(self.model)]
-
-
-def backward_sum(losses: list[torch.Tensor]) -> None:
-    torch.stack(losses).sum().backward()
-
-
-def backward_reversed(losses: list[torch.Tensor]) -> None:
-    for loss in reversed(losses):
-        loss.backward()
-
-
-def core_routes(job: Job, batch: list[list[torch.Tensor]]) -> list[RoutedExperts]:
-    with torch.no_grad(), npu_replay.record(job.model) as recording:
-        for sequences in batch:
-            job.forward(sequences)
-    return recording.routes
-
-
-def core_replay(job: Job, batch: list[list[torch.Tensor]], routes: list[RoutedExperts], backward: Any) -> Any:
-    job.model.zero_grad()
-    with npu_replay.replay(job.model, routes):
-        losses = [job.forward(sequences) for sequences in batch]
-        backward(losses)
-    return losses, job.grads()
-
-
-def packed(routes: torch.Tensor, verl: Verl) -> torch.Tensor:
-    """[all tokens, layers, topk] of what verl carries."""
-    if routes.is_nested:
-        return torch.cat(list(routes.unbind()))
-    samples = [sequence for sequences in batches() for sequence in sequences]
-    groups, rows, at = batches(), [], 0
-    for sequences in groups:
-        _, mask = verl.batch(sequences)
-        assert mask is not None
-        rows += [routes[at + row][mask[row].bool()] for row in range(len(sequences))]
-        at += len(sequences)
-    assert len(rows) == len(samples)
-    return torch.cat(rows)
-
-
 @pytest.mark.parametrize("recompute", [None, "full"])
 @pytest.mark.parametrize("variant", CASES)
 def test_record_replay_and_backward_through_verls_functions(
     verl: Verl, variant: str, recompute: str | None
 ) -> None:
     """Ids, losses and gradients equal npu_replay's own blocks, with other router weights in the replay."""
-    job, batch = Job(variant, recompute), batches()
-    own = core_routes(job, batch)
-    routes = verl.record(batch, job.forward, job.config, job.model)
-    assert torch.equal(packed(routes, verl).long(), torch.cat([one.ids for one in own]).long())
-    with perturbed(job.model):
-        for backward in (backward_sum, backward_reversed):
-            wanted, grads = core_replay(job, batch, own, backward)
-            job.model.zero_grad()
-            losses = verl.replayed(batch, routes, job.forward, job.config, job.model, backward=backward)
-            assert [loss.item() for loss in losses] == [loss.item() for loss in wanted]
-            assert all(
-                a is b or (a is not None and b is not None and torch.equal(a, b))
-                for a, b in zip(job.grads(), grads, strict=True)
-            )
-        live = core_routes(job, batch)
-    assert any(not torch.equal(a.ids, b.ids) for a, b in zip(live, own, strict=True)), "nothing to replay"
-    assert not npu_replay.report().open_sessions
+    compare_with_the_core(verl, Job(variant, recompute), batches())
 
 
 def test_no_warning_says_that_an_npu_has_no_replay(run_child: Any) -> None:

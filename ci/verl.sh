@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Runs the tests with verl, as it was released: all of them with three releases, each on one Megatron-core, and
+# verl's own functions on two more. Arguments go to pytest, each time.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source ci/environment.sh
+for release in 0.7.1 0.8.0 0.9.1; do fetch_verl $release; done
+for release in 0.13.1 0.15.3; do fetch_megatron $release; done
+
+tests_started=$SECONDS
+export OMP_NUM_THREADS=1 # two workers share the cores
+status=0
+
+run_with() {
+    local megatron=$1 verl=$2 rc=0
+    shift 2
+    echo "== pytest with verl $verl on megatron-core $megatron"
+    with_verl "$megatron" "$verl" python -m pytest -n 2 --dist loadfile -rs "$@" || rc=$?
+    if [[ $rc != 0 ]]; then status=1; fi
+}
+
+run_with 0.12.1 0.7.1 tests/on_verl "$@"
+run_with 0.16.1 0.8.0 tests/on_verl "$@"
+run_with 0.12.1 0.9.1 tests/on_verl "$@"
+run_with 0.13.1 0.9.1 tests/on_verl/test_functions.py "$@"
+run_with 0.15.3 0.8.0 tests/on_verl/test_functions.py "$@"
+
+echo "verl: tests $((SECONDS - tests_started)) s"
+exit $status

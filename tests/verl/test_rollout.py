@@ -1,0 +1,712 @@
+"""Routes on their way through verl's agent loops: kept, cut, merged and passed on, whatever the release does.
+
+On the real classes of the verl that is on the path; only the inference engine is a stand-in, which returns
+what vLLM does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import itertools
+import logging
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import npu_replay
+from npu_replay import ReplayError
+from npu_replay.compat import import_hook, verl_rollout
+
+transformers = pytest.importorskip("transformers", reason="verl imports transformers")
+pytest.importorskip("verl", reason="needs verl on the path", exc_type=ImportError)
+try:
+    from omegaconf import OmegaConf
+
+    agent_loop: Any = importlib.import_module("verl.experimental.agent_loop.agent_loop")
+    importlib.import_module("verl.experimental.agent_loop.tool_agent_loop")
+    tool_parser: Any = importlib.import_module("verl.experimental.agent_loop.tool_parser")
+    replica: Any = importlib.import_module("verl.workers.rollout.replica")
+except ImportError as missing:
+    pytest.skip(f"verl can't be imported: {missing}", allow_module_level=True)
+
+pytestmark = pytest.mark.verl
+
+LAYERS, TOPK = 3, 2
+PROMPT_LENGTH, RESPONSE_LENGTH = 12, 16
+CALL = 9
+"""A token that the scripted model calls a tool with."""
+
+
+def routes(tokens: Sequence[int], weights: int = 0, experts: int = 64) -> np.ndarray:
+    """What an engine with these weights chooses for all tokens but the last: layer 0 is dense."""
+    ids = np.zeros((len(tokens) - 1, LAYERS, TOPK), np.uint8 if experts <= 256 else np.uint16)
+    for place, token in enumerate(tokens[:-1]):
+        for layer in range(1, LAYERS):
+            first = (experts - 1 - 5 * token - 7 * place - 3 * layer - 13 * weights) % experts
+            ids[place, layer] = first, (first + 1) % experts
+    ids.flags.writeable = False  # as it comes out of Ray's store
+    return ids
+
+
+@dataclass
+class Turn:
+    """What the engine does in one turn: the tokens that it samples, and how it returns routes."""
+
+    sampled: list[int]
+    weights: int = 0
+    stop: str = "completed"
+    change: Callable[[np.ndarray], Any] = field(default=lambda rows: rows)
+    experts: int = 64
+
+
+NO_ROUTES: Callable[[np.ndarray], Any] = lambda rows: None  # noqa: E731
+
+
+class Engine:
+    """Answers one turn after the other, and remembers what it was asked."""
+
+    def __init__(self, *turns: Turn) -> None:
+        self.turns = list(turns)
+        self.prompts: list[list[int]] = []
+        self.limits: list[int | None] = []
+        self.generate = SimpleNamespace(remote=self._generate)
+
+    async def _generate(
+        self, *, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any
+    ) -> Any:
+        turn = self.turns.pop(0)
+        self.prompts.append(list(prompt_ids))
+        self.limits.append(sampling_params.get("max_tokens"))
+        rows = routes([*prompt_ids, *turn.sampled], turn.weights, turn.experts)
+        return replica.TokenOutput(
+            token_ids=turn.sampled,
+            log_probs=[-0.5] * len(turn.sampled),
+            routed_experts=turn.change(rows),
+            stop_reason=turn.stop,
+        )
+
+
+class ScriptedParser(tool_parser.ToolParser):
+    async def extract_tool_calls(self, responses_ids: list[int], tools: Any = None) -> tuple[str, list[Any]]:
+        if CALL not in responses_ids:
+            return "", []
+        return "", [tool_parser.FunctionCall(name="search", arguments="{}")]
+
+
+tool_parser.ToolParser.register("scripted")(ScriptedParser)
+
+
+def make_tokenizer() -> Any:
+    """Splits at blanks: w3 is token 3, roles and marks have tokens of their own, all else is unknown."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = ["<pad>", "<unk>", "<end>", *(f"w{n}" for n in range(3, 60)), "user", "tool", "assistant", "<go>"]
+    model = tokenizers.models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>")
+    fast = tokenizers.Tokenizer(model)
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=fast, pad_token="<pad>", unk_token="<unk>", eos_token="<end>"
+    )
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} <end> {% endfor %}"
+        "{% if add_generation_prompt %}assistant <go> {% endif %}"
+    )
+    return tokenizer
+
+
+TOKENIZER = make_tokenizer()
+PROMPT = [60, 11, 12, 2, 62, 63]
+"""user w11 w12 <end> assistant <go>"""
+MESSAGES = [{"role": "user", "content": "w11 w12"}]
+
+
+def make_config(**changed: Any) -> Any:
+    config = OmegaConf.create(
+        {
+            "actor_rollout_ref": {
+                "actor": {
+                    "router_replay": {"mode": "disabled"},
+                    "megatron": {"router_replay": {"mode": "R3"}},
+                },
+                "model": {"path": "none", "tokenizer_path": "none"},
+                "rollout": {
+                    "name": "vllm",
+                    "prompt_length": PROMPT_LENGTH,
+                    "response_length": RESPONSE_LENGTH,
+                    "enable_rollout_routing_replay": True,
+                    "full_determinism": False,
+                    "multi_turn": {
+                        "max_user_turns": None,
+                        "max_assistant_turns": None,
+                        "max_parallel_calls": 1,
+                        "max_tool_response_length": 64,
+                        "tool_response_truncate_side": "middle",
+                        "tool_config_path": None,
+                        "interaction_config_path": None,
+                        "format": "scripted",
+                        "enable": True,
+                    },
+                },
+            },
+            "data": {
+                "apply_chat_template_kwargs": {},
+                "mm_processor_kwargs": {},
+                "continuous_token": {"enable": False, "model_family": "auto"},
+            },
+            "reward_model": {"enable": False, "enable_resource_pool": False, "use_reward_loop": False},
+            "async_training": {"partial_rollout": True},
+        }
+    )
+    for key, value in changed.items():
+        OmegaConf.update(config, key.replace("__", "."), value)
+    return config
+
+
+def resuming_class() -> Any:
+    """The client that goes on after an abort, where this release has one."""
+    for name in (
+        "verl.workers.rollout.llm_server",
+        "verl.experimental.fully_async_policy.fully_async_rollouter",
+    ):
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            continue
+        if hasattr(module, "FullyAsyncLLMServerClient"):
+            return module.FullyAsyncLLMServerClient
+    return None
+
+
+def make_client(engine: Any, config: Any, kind: Any = None) -> Any:
+    async def answer(value: Any) -> Any:
+        return value
+
+    balancer = SimpleNamespace(
+        acquire_server=SimpleNamespace(remote=lambda **_: answer(("a", engine))),
+        release_server=SimpleNamespace(remote=lambda **_: None),
+        require_acquire_fields=SimpleNamespace(remote=lambda: answer([])),
+        require_release_fields=SimpleNamespace(remote=lambda: answer([])),
+    )
+    if kind is not None:
+        return kind(config, load_balancer_handle=balancer)
+    manager = getattr(agent_loop, "AsyncLLMServerManager", None)
+    if manager is None:
+        return importlib.import_module("verl.workers.rollout.llm_server").LLMServerClient(
+            config, load_balancer_handle=balancer
+        )
+    if hasattr(agent_loop, "AgentLoopWorkerBase"):
+        return manager(config, [engine])
+    balancer.acquire_server.remote = lambda **_: answer("a")
+    return manager(config, [("a", engine)], balancer)
+
+
+def worker_class() -> Any:
+    return getattr(agent_loop, "AgentLoopWorkerBase", None) or agent_loop.AgentLoopWorker
+
+
+def make_worker(engine: Any, config: Any = None, kind: Any = None, client: Any = None) -> Any:
+    """A worker of the real class; what its constructor would read from a checkpoint's folder is set here."""
+    config = make_config() if config is None else config
+    worker = object.__new__(kind or worker_class())
+    worker.config = config
+    worker.rollout_config = config.actor_rollout_ref.rollout
+    worker.llm_client = worker.server_manager = client or make_client(engine, config)
+    worker.tokenizer, worker.processor, worker.dataset_cls = TOKENIZER, None, None
+    worker.hf_model_type = None
+    worker.mm_processor_kwargs, worker.tools = {}, []
+    worker.distillation_enabled = False
+    worker.reward_loop_worker_handles = worker.reward_router_address = worker.use_reward_loop = None
+    worker.model_config = SimpleNamespace(hf_config=None)
+    return worker
+
+
+class Handed(worker_class()):
+    """Gives what its agent loop's output is when verl begins to pad it."""
+
+    async def _agent_loop_postprocess(self, output: Any, *args: Any, **kwargs: Any) -> Any:
+        return output
+
+
+async def rollout(worker: Any, loop: str = "single_turn_agent", **given: Any) -> Any:
+    trajectory = {"step": 0, "sample_index": 0, "rollout_n": 0, "validate": False}
+    return await worker._run_agent_loop(
+        {"temperature": 1.0, "logprobs": True},
+        trajectory,
+        agent_name=loop,
+        trace=False,
+        raw_prompt=[dict(message) for message in MESSAGES],
+        **given,
+    )
+
+
+def run(*turns: Turn, loop: str = "single_turn_agent", worker: Any = None, kind: Any = None) -> Any:
+    """One sample's output, padded as for the batch."""
+    worker = worker or make_worker(Engine(*turns), kind=kind)
+    return asyncio.run(rollout(worker, loop))
+
+
+def rows_of(output: Any) -> tuple[list[int], np.ndarray]:
+    """Its tokens without padding, and their rows."""
+    mask = output.attention_mask[0].bool()
+    assert not output.routed_experts[0][~mask].any(), "padding has routes"
+    return output.input_ids[0][mask].tolist(), output.routed_experts[0][mask].numpy()
+
+
+def resuming(*turns: Turn, config: Any = None) -> Any:
+    kind = resuming_class()
+    if kind is None:
+        pytest.skip("this release doesn't resume")
+    config = make_config() if config is None else config
+    engine = Engine(*turns)
+    return make_worker(engine, config, client=make_client(engine, config, kind)), engine
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    async def at_once(_: float) -> None:
+        return None
+
+    kind = resuming_class()
+    if kind is not None:
+        quick = SimpleNamespace(sleep=at_once, gather=asyncio.gather)
+        monkeypatch.setattr(sys.modules[kind.__module__], "asyncio", quick)
+    for name in ("single_turn_agent_loop", "tool_agent_loop"):
+        importlib.import_module(f"verl.experimental.agent_loop.{name}")
+    verl_rollout.install()
+    yield
+    npu_replay.uninstall()
+
+
+# One turn
+
+
+def test_one_turn_gives_each_token_its_row_and_the_last_none() -> None:
+    tokens, rows = rows_of(run(Turn([20, 21, 22])))
+    assert tokens == [*PROMPT, 20, 21, 22]
+    np.testing.assert_array_equal(rows[:-1], routes(tokens))
+    assert not rows[-1].any()
+
+
+def test_read_only_routes_reach_verl_in_memory_of_their_own() -> None:  # T10
+    handed = run(Turn([20, 21, 22]), kind=Handed).routed_experts
+    assert handed.flags.writeable
+    assert handed.flags.owndata
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        output = run(Turn([20, 21, 22]))
+    output.routed_experts += 1
+
+
+def test_routes_are_cut_with_the_response() -> None:  # T12
+    sampled = list(range(20, 20 + RESPONSE_LENGTH + 3))
+    tokens, rows = rows_of(run(Turn(sampled)))
+    assert tokens == [*PROMPT, *sampled[:RESPONSE_LENGTH]]
+    np.testing.assert_array_equal(rows, routes([*PROMPT, *sampled])[: len(tokens)])
+
+
+@pytest.mark.parametrize("loop", ["single_turn_agent", "tool_agent"])
+def test_what_a_loop_hands_out_has_a_row_a_token(loop: str) -> None:  # T12
+    output = run(Turn(list(range(20, 39))), loop=loop, kind=Handed)
+    assert len(output.routed_experts) == len(output.prompt_ids) + len(output.response_ids)
+
+
+@pytest.mark.parametrize("experts", [64, 256, 300])
+def test_ids_keep_their_value_and_a_type_that_torch_can_work_with(experts: int) -> None:  # T19
+    tokens, rows = rows_of(output := run(Turn([20, 21, 22], experts=experts)))
+    assert output.routed_experts.dtype in (torch.uint8, torch.int16)  # from 0.9.1 on int16 in any case
+    np.testing.assert_array_equal(rows[:-1], routes(tokens, experts=experts))
+    assert experts <= 256 or rows.max() > 255
+
+
+@pytest.mark.parametrize("experts", [64, 300])
+def test_ids_keep_their_value_to_the_trainers_packed_form(  # T19
+    experts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensordict import TensorDict
+
+    padding = pytest.importorskip("verl.workers.utils.padding", reason="this release packs elsewhere")
+    # What verl packs with on an NPU; elsewhere it takes flash_attn.
+    monkeypatch.setattr("verl.utils.device.is_torch_npu_available", lambda *_, **__: True)
+    outputs = [run(Turn(sampled, experts=experts)) for sampled in ([20, 21, 22], [30, 31])]
+    names = ("input_ids", "attention_mask", "response_mask", "position_ids", "routed_experts")
+    data = {name: torch.cat([getattr(one, name) for one in outputs]) for name in names}
+    try:
+        packed = padding.left_right_2_no_padding(TensorDict(data, batch_size=2))
+    except ModuleNotFoundError as missing:
+        pytest.skip(f"this release packs with {missing.name} in any case")
+    if not packed["routed_experts"].is_nested:
+        pytest.skip("this release doesn't pack routes")
+    for one, rows in zip(outputs, packed["routed_experts"].unbind(), strict=True):
+        tokens, _ = rows_of(one)
+        np.testing.assert_array_equal(rows.numpy()[:-1], routes(tokens, experts=experts))
+
+
+def test_an_id_that_no_type_of_verl_holds_is_an_error() -> None:  # T19
+    with pytest.raises(ReplayError, match="expert id of the rollout engine is too large"):
+        run(Turn([20, 21], change=lambda rows: np.full(rows.shape, 40000, np.uint16)))
+
+
+@pytest.mark.parametrize("kind", [torch.from_numpy, lambda rows: rows.astype(np.int32), np.ndarray.tolist])
+def test_routes_may_come_as_a_tensor_or_in_wide_integers(kind: Any) -> None:  # T15
+    tokens, rows = rows_of(run(Turn([20, 21, 22], change=lambda rows: kind(rows.copy()))))
+    np.testing.assert_array_equal(rows[:-1], routes(tokens))
+
+
+def test_routes_of_another_shape_are_refused() -> None:
+    with pytest.raises(ReplayError, match="can't be read"):
+        run(Turn([20, 21], change=lambda rows: rows.reshape(len(rows), -1)))
+
+
+def test_rows_that_cannot_be_placed_are_left_out_and_said(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vllm 0.21 returned the sampled tokens' rows alone: at the prompt's place they would be wrong."""
+    monkeypatch.setattr(verl_rollout, "_short", itertools.count(1))
+    with caplog.at_level(logging.WARNING):
+        first = run(Turn([20, 21, 22]))
+        worker = make_worker(Engine(Turn([20, 21, 22]), Turn([20, 21, 22], change=lambda rows: rows[6:])))
+
+        async def both() -> list[Any]:
+            return [await rollout(worker), await rollout(worker)]
+
+        _, second = asyncio.run(both())
+    assert first.routed_experts.any()
+    assert not second.routed_experts.any()
+    assert "too few routes" in caplog.text
+
+
+def test_an_engine_without_routes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ReplayError, match="returned no routes"):
+        run(Turn([20, 21], change=NO_ROUTES))
+    monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
+    assert run(Turn([20, 21], change=NO_ROUTES)).routed_experts is None
+
+
+# Several turns
+
+
+def tool_turns() -> list[Turn]:
+    return [Turn([20, 21, CALL, 2], weights=1), Turn([30, 31], weights=2)]
+
+
+def test_the_tool_loop_keeps_routes() -> None:  # T11
+    worker = make_worker(engine := Engine(*tool_turns()))
+    tokens, rows = rows_of(run(loop="tool_agent", worker=worker))
+    assert tokens == [*engine.prompts[1], 30, 31], "the turns don't hang together"
+    assert len(engine.prompts[1]) > len(PROMPT) + 4, "no tool has answered"
+    assert rows[:-1].any(axis=(1, 2)).all()
+
+
+def test_each_row_is_of_the_turn_that_first_ran_its_token() -> None:  # T14
+    worker = make_worker(Engine(*tool_turns()))
+    tokens, rows = rows_of(run(loop="tool_agent", worker=worker))
+    ran = len(PROMPT) + 4 - 1
+    np.testing.assert_array_equal(rows[:ran], routes(tokens, weights=1)[:ran])
+    np.testing.assert_array_equal(rows[ran:-1], routes(tokens, weights=2)[ran:])
+
+
+def test_the_tools_tokens_have_rows_of_the_next_turn_and_zeros_without_one() -> None:  # T42
+    answered = make_worker(engine := Engine(tool_turns()[0], Turn([], stop="aborted", change=NO_ROUTES)))
+    tokens, rows = rows_of(run(loop="tool_agent", worker=answered))
+    ran = len(PROMPT) + 4 - 1
+    assert tokens == engine.prompts[1]
+    assert len(tokens) > ran + 1, "no tool has answered"
+    np.testing.assert_array_equal(rows[:ran], routes(tokens, weights=1)[:ran])
+    assert not rows[ran:].any(), "a token that never ran has a route"
+
+
+def test_a_row_is_either_a_route_or_all_zeros() -> None:  # T42
+    worker = make_worker(Engine(*tool_turns()))
+    _, rows = rows_of(run(loop="tool_agent", worker=worker))
+    empty = ~rows.any(axis=(1, 2))
+    assert (rows[~empty][:, 1:, 0] != rows[~empty][:, 1:, 1]).all(), "the same expert twice in a route"
+    assert empty.tolist() == [False] * (len(rows) - 1) + [True]
+
+
+def test_tool_rows_are_cut_with_the_response() -> None:  # T12
+    sampled = list(range(20, 20 + RESPONSE_LENGTH + 4))
+    tokens, rows = rows_of(run(Turn(sampled), loop="tool_agent"))
+    assert tokens == [*PROMPT, *sampled[:RESPONSE_LENGTH]]
+    np.testing.assert_array_equal(rows, routes([*PROMPT, *sampled])[: len(tokens)])
+
+
+def test_a_users_own_loop_that_forgets_routes_keeps_them() -> None:  # T11
+    class Forgetful(agent_loop.AgentLoopBase):
+        async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+            output = await self.server_manager.generate(
+                request_id="1", prompt_ids=list(PROMPT), sampling_params=sampling_params
+            )
+            return agent_loop.AgentLoopOutput(
+                prompt_ids=PROMPT,
+                response_ids=list(output.token_ids),
+                response_mask=[1] * len(output.token_ids),
+                metrics={},
+            )
+
+    globals()["Forgetful"] = Forgetful
+    Forgetful.__module__, Forgetful.__qualname__ = __name__, "Forgetful"
+    sys.modules.setdefault(__name__, types.ModuleType(__name__)).__dict__["Forgetful"] = Forgetful
+    agent_loop.register("forgetful")(Forgetful)
+    tokens, rows = rows_of(run(Turn([20, 21, 22]), loop="forgetful"))
+    np.testing.assert_array_equal(rows[:-1], routes(tokens))
+
+
+def test_turns_of_another_client_are_none_of_the_samples() -> None:
+    """A judge or a teacher has routes too, of another model."""
+    config = make_config()
+    other = make_client(Engine(Turn([20, 21, 22], weights=7)), config)
+
+    class Judged(Engine):
+        async def _generate(self, **asked: Any) -> Any:
+            await other.generate("2", prompt_ids=PROMPT, sampling_params={})
+            return await super()._generate(**asked)
+
+    engine = Judged(Turn([20, 21, 22]))
+    engine.generate = SimpleNamespace(remote=engine._generate)
+    tokens, rows = rows_of(run(worker=make_worker(engine, config)))
+    np.testing.assert_array_equal(rows[:-1], routes(tokens))
+
+
+# Resumed after an abort
+
+
+def resumed(*turns: Turn) -> tuple[list[int], np.ndarray]:
+    worker, _ = resuming(*turns)
+    return rows_of(run(worker=worker))
+
+
+def test_a_resume_neither_doubles_nor_replaces_rows() -> None:  # T13, T14
+    tokens, rows = resumed(
+        Turn([20, 21, 22], weights=1, stop="aborted"),
+        Turn([23, 24], weights=2, stop="aborted"),
+        Turn([25], weights=3),
+    )
+    assert tokens == [*PROMPT, 20, 21, 22, 23, 24, 25]
+    for weights, first, last in ((1, 0, 8), (2, 8, 10), (3, 10, 11)):
+        np.testing.assert_array_equal(rows[first:last], routes(tokens, weights)[first:last])
+    assert not rows[-1].any()
+
+
+def test_a_resume_may_mix_tensors_and_arrays() -> None:  # T15
+    for kinds in ((torch.from_numpy, np.copy), (np.copy, torch.from_numpy), (np.copy, np.copy)):
+        tokens, rows = resumed(
+            Turn([20, 21], stop="aborted", change=lambda rows, kind=kinds[0]: kind(rows.copy())),
+            Turn([22], change=lambda rows, kind=kinds[1]: kind(rows.copy())),
+        )
+        np.testing.assert_array_equal(rows[:-1], routes(tokens))
+
+
+def test_an_aborted_turn_without_routes_shifts_nothing() -> None:  # T28
+    tokens, rows = resumed(
+        Turn([20, 21], weights=1, stop="aborted"),
+        Turn([22, 23, 24], weights=2, stop="aborted", change=NO_ROUTES),
+        Turn([25, 26], weights=3),
+    )
+    np.testing.assert_array_equal(rows[:7], routes(tokens, 1)[:7])
+    assert not rows[7:10].any(), "tokens that were sampled without known routes have some"
+    np.testing.assert_array_equal(rows[10:12], routes(tokens, 3)[10:12])
+    assert len(rows) == len(tokens)
+
+
+def test_a_first_turn_without_routes_leaves_its_own_rows_empty() -> None:  # T28
+    tokens, rows = resumed(Turn([20, 21], weights=1, stop="aborted", change=NO_ROUTES), Turn([22], weights=2))
+    first = len(PROMPT) - 1
+    np.testing.assert_array_equal(rows[:first], routes(tokens, 2)[:first])
+    assert not rows[first : first + 2].any(), "the rows of new weights stand for tokens of the old"
+    np.testing.assert_array_equal(rows[first + 2 : -1], routes(tokens, 2)[first + 2 :])
+
+
+def test_an_abort_before_the_first_token_changes_nothing() -> None:  # T28
+    tokens, rows = resumed(Turn([], stop="aborted", change=NO_ROUTES), Turn([20, 21], weights=2))
+    np.testing.assert_array_equal(rows[:-1], routes(tokens, 2))
+
+
+def test_a_resume_keeps_within_the_response_length() -> None:
+    worker, engine = resuming(
+        Turn(list(range(20, 26)), stop="aborted"), Turn(list(range(26, 30)), stop="aborted"), Turn([31])
+    )
+    run(worker=worker)
+    assert engine.limits == [RESPONSE_LENGTH, RESPONSE_LENGTH - 6, RESPONSE_LENGTH - 10]
+
+
+def test_a_resume_leaves_the_callers_limit_alone() -> None:
+    worker, _ = resuming(Turn([20, 21], stop="aborted"), Turn([22]))
+    params = {"max_tokens": 9}
+
+    async def call() -> None:
+        token = verl_rollout._sample.set(verl_rollout._Sample.of(worker))
+        try:
+            await worker.llm_client.generate("1", prompt_ids=PROMPT, sampling_params=params)
+        finally:
+            verl_rollout._sample.reset(token)
+
+    asyncio.run(call())
+    assert params == {"max_tokens": 9}
+
+
+def test_a_client_on_its_own_merges_too() -> None:  # T13
+    kind = resuming_class()
+    if kind is None:
+        pytest.skip("this release doesn't resume")
+    client = make_client(
+        Engine(Turn([20, 21], weights=1, stop="aborted"), Turn([22], weights=2)), make_config(), kind
+    )
+    output = asyncio.run(client.generate("1", prompt_ids=PROMPT, sampling_params={}))
+    tokens = [*PROMPT, 20, 21, 22]
+    np.testing.assert_array_equal(output.routed_experts[:7], routes(tokens, 1)[:7])
+    np.testing.assert_array_equal(output.routed_experts[7:8], routes(tokens, 2)[7:8])
+
+
+def test_a_multi_turn_sample_with_a_resume_in_each_turn() -> None:  # T13, T14
+    worker, engine = resuming(
+        Turn([20], weights=1, stop="aborted"),
+        Turn([CALL, 2], weights=2),
+        Turn([30], weights=3, stop="abort"),
+        Turn([31], weights=4),
+    )
+    tokens, rows = rows_of(run(loop="tool_agent", worker=worker))
+    assert tokens[: len(PROMPT) + 3] == [*PROMPT, 20, CALL, 2]
+    start = len(engine.prompts[2])
+    for weights, first, last in ((1, 0, 6), (2, 6, 8), (3, 8, start), (4, start, start + 1)):
+        np.testing.assert_array_equal(rows[first:last], routes(tokens, weights)[first:last])
+
+
+# The limit of a turn
+
+
+def test_a_turn_is_limited_to_the_response_length() -> None:
+    worker = make_worker(engine := Engine(Turn([20, 21])))
+    run(worker=worker)
+    assert engine.limits == [RESPONSE_LENGTH], "a short prompt is no reason for a longer response"
+
+
+def test_a_later_turn_is_limited_to_what_is_left() -> None:
+    worker = make_worker(engine := Engine(*tool_turns()))
+    run(loop="tool_agent", worker=worker)
+    assert engine.limits[1] == min(RESPONSE_LENGTH, PROMPT_LENGTH + RESPONSE_LENGTH - len(engine.prompts[1]))
+
+
+# The batch
+
+
+def batch_of(worker: Any, count: int) -> Any:
+    async def samples() -> list[Any]:
+        return [await rollout(worker) for _ in range(count)]
+
+    return worker._postprocess(asyncio.run(samples())).batch
+
+
+@pytest.mark.parametrize("without", [0, 1, 2])
+def test_a_sample_without_routes_takes_none_from_the_others(without: int) -> None:  # T28
+    turns = [Turn([20 + n, 21 + n]) for n in range(3)]
+    turns[without] = Turn([20 + without], stop="aborted", change=NO_ROUTES)
+    batch = batch_of(make_worker(Engine(*turns)), 3)
+    assert batch["routed_experts"].shape == (3, PROMPT_LENGTH + RESPONSE_LENGTH, LAYERS, TOPK)
+    for sample in range(3):
+        assert bool(batch["routed_experts"][sample].any()) == (sample != without)
+
+
+def test_a_batch_has_each_samples_rows_where_its_tokens_are() -> None:
+    batch = batch_of(make_worker(Engine(Turn([20, 21]), Turn([30, 31, 32]))), 2)
+    for sample in range(2):
+        places = batch["attention_mask"][sample].bool()
+        tokens = batch["input_ids"][sample][places].tolist()
+        rows = batch["routed_experts"][sample][places].numpy()
+        np.testing.assert_array_equal(rows[:-1], routes(tokens))
+
+
+@pytest.mark.parametrize("key", ["actor.router_replay.mode", "actor.megatron.router_replay.mode"])
+def test_r2_records_its_own_and_drops_those_of_the_rollout(key: str) -> None:  # T4
+    from verl import DataProto
+
+    config = make_config()
+    for place in ("actor.router_replay.mode", "actor.megatron.router_replay.mode"):
+        OmegaConf.update(config, f"actor_rollout_ref.{place}", "R2" if place == key else "disabled")
+    worker = make_worker(Engine(Turn([20, 21]), Turn([22, 23])), config)
+
+    async def samples() -> list[Any]:
+        return [await rollout(worker) for _ in range(2)]
+
+    batch = worker._postprocess(asyncio.run(samples()))
+    assert "routed_experts" not in set(batch.batch.keys())
+    recorded = torch.full((2, PROMPT_LENGTH + RESPONSE_LENGTH, LAYERS, TOPK), 5, dtype=torch.uint8)
+    batch = batch.union(DataProto.from_dict({"routed_experts": recorded}))
+    assert torch.equal(batch.batch["routed_experts"], recorded)
+
+
+def test_r3_keeps_those_of_the_rollout() -> None:  # T4
+    config = make_config(actor_rollout_ref__actor__router_replay__mode="R2")
+    assert run(worker=make_worker(Engine(Turn([20, 21])), config)).routed_experts.any()
+
+
+def test_the_transfer_queues_form_has_a_row_a_token() -> None:  # T12
+    """verl's trainer on TransferQueue takes `as_dict` of the output, in a worker that overrides this."""
+    if not hasattr(agent_loop.AgentLoopOutput, "as_dict"):
+        pytest.skip("this release has no TransferQueue trainer")
+
+    class Queued(worker_class()):
+        async def _agent_loop_postprocess(self, output: Any, *args: Any, **kwargs: Any) -> Any:
+            return output.as_dict()
+
+    worker = make_worker(Engine(Turn([20, 21, 22])), kind=Queued)
+    fields = run(worker=worker)
+    tokens = torch.cat([fields["prompts"], fields["responses"]]).tolist()
+    assert len(fields["routed_experts"]) == len(tokens)
+    np.testing.assert_array_equal(fields["routed_experts"][:-1].numpy(), routes(tokens))
+    assert not fields["routed_experts"][-1].any()
+
+
+# Leaving no trace
+
+
+def wrapped() -> dict[tuple[Any, str], Any]:
+    kind = worker_class()
+    methods = {(kind, name): vars(kind)[name] for name in ("_run_agent_loop", "_postprocess")}
+    for module, names in verl_rollout.CLIENTS.items():
+        for name in names:
+            client = getattr(sys.modules.get(module), name, None)
+            if client is not None and "generate" in vars(client):
+                methods[client, "generate"] = vars(client)["generate"]
+    return methods
+
+
+def test_it_is_reported_installed_once_and_undone() -> None:
+    during = wrapped()
+    verl_rollout.install()
+    assert wrapped() == during, "wrapped twice"
+    worker = make_worker(Engine(Turn([20, 21])))
+    run(worker=worker)
+    assert "routes from verl's rollout" in str(npu_replay.report())
+    npu_replay.uninstall()
+    assert not set(wrapped().values()) & set(during.values())
+    assert "_agent_loop_postprocess" not in vars(worker)
+    verl_rollout.install()
+    assert all(function.__wrapped__ is not during[key] for key, function in wrapped().items())
+
+
+def test_a_job_without_routes_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(actor_rollout_ref__rollout__enable_rollout_routing_replay=False)
+    worker = make_worker(engine := Engine(Turn([20, 21], change=NO_ROUTES)), config)
+    assert run(worker=worker).routed_experts is None
+    assert engine.limits == [None]
+    assert "_agent_loop_postprocess" not in vars(worker)
+
+
+def test_an_unknown_release_is_said_and_refused(caplog: pytest.LogCaptureFixture) -> None:
+    npu_replay.uninstall()
+    strange = types.ModuleType(verl_rollout.AGENT_LOOP)
+    import_hook.forget()
+    with caplog.at_level(logging.ERROR), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, verl_rollout.AGENT_LOOP, strange)
+        verl_rollout.install()
+    assert "agent loop worker isn't there" in caplog.text
+    with pytest.raises(ReplayError, match="agent loop worker isn't there"):
+        import_hook.refuse_failures()

@@ -1,0 +1,52 @@
+"""verl's own configs, composed by Hydra as its trainer composes them, with lines of a user's."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+import verl
+
+CONFIGS = Path(verl.__path__[0]) / "trainer" / "config"
+HAS_LEGACY = (Path(verl.__path__[0]) / "workers" / "megatron_workers.py").is_file()
+"""0.7.x"""
+
+FLAG = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+OLD = "actor_rollout_ref.actor.router_replay.mode"
+NEW = "actor_rollout_ref.actor.megatron.router_replay.mode"
+UNPADDED = {
+    "actor_rollout_ref.model.use_remove_padding": True,
+    "actor_rollout_ref.actor.megatron.use_remove_padding": True,
+}
+
+
+@functools.cache
+def composed(name: str = "ppo_megatron_trainer") -> DictConfig:
+    """A trainer's config as it is without any line of a user's."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(config_dir=str(CONFIGS), version_base=None):
+        return compose(config_name=name)
+
+
+def job(lines: dict[str, Any] | None = None, *, trainer: str = "ppo_megatron_trainer") -> DictConfig:
+    """The same with a rollout engine, packed sequences and `lines`."""
+    config = composed(trainer).copy()
+    with open_dict(config):
+        for name, value in {"actor_rollout_ref.rollout.name": "vllm", **UNPADDED, **(lines or {})}.items():
+            OmegaConf.update(config, name, value, force_add=True)
+    return config
+
+
+def engine_workers_replay() -> bool:
+    """Not in 0.7.0."""
+    return "router_replay" in composed().actor_rollout_ref.actor.megatron
+
+
+def read_and_ignored(legacy: bool) -> tuple[str, str]:
+    """The key of the mode that these workers read, and the one that they don't."""
+    return (OLD, NEW) if legacy else (NEW, OLD)
