@@ -163,9 +163,21 @@ def _wrap_disable_adapter(cls: Any) -> None:
 
 
 def _wrap_actor(module: Any) -> None:
-    _wrap_pass(
-        module.MegatronPPOActor, lambda self: self.actor_module, lambda self: self.config.router_replay.mode
-    )
+    cls = module.MegatronPPOActor
+    _wrap_pass(cls, lambda self: self.actor_module, lambda self: self.config.router_replay.mode)
+    _wrap_expecting(cls, "update_policy")
+
+
+def _wrap_expecting(cls: Any, name: str) -> None:
+    """0.7's workers set the action before the pass; which chunks it means is known in it."""
+    original = getattr(cls, name)
+
+    @functools.wraps(original)
+    def expecting(*args: Any, **kwargs: Any) -> Any:
+        with switch.expecting():
+            return original(*args, **kwargs)
+
+    _patches.set(cls, name, expecting, "the action waits for the pass")
 
 
 def _wrap_pass(cls: Any, chunks_of: Callable[[Any], Any], mode_of: Callable[[Any], str]) -> None:
@@ -196,6 +208,7 @@ def _wrap_workers(module: Any) -> None:
         return output
 
     _patches.set(cls, "compute_ref_log_prob", compute_ref_log_prob, "a reference pass is never replayed")
+    _wrap_expecting(cls, "compute_log_prob")
 
 
 def apply_router_replay_patch() -> None:

@@ -129,6 +129,14 @@ class Pass:
         for name, value in figures.items():
             self._counted[name] = self._counted.get(name, 0) + value
 
+    def begin(self, error: ReplayError | None) -> None:
+        """Before the schedule, in which a rank that isn't there would be waited for.
+
+        Raises:
+            ReplayError: any rank can't record or replay.
+        """
+        agreed(error, {})
+
     def settle(self, session: Feed | Tap | None, error: ReplayError | None) -> None:
         """Agree with the other ranks, say once that it is on, and keep the figures.
 

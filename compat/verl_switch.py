@@ -46,6 +46,9 @@ class Job(Protocol):
     def count(self, **figures: int) -> None:
         """Add to the figures of this pass."""
 
+    def begin(self, error: ReplayError | None) -> None:
+        """Before the schedule: agree with the other ranks that all could open it."""
+
     def settle(self, session: Feed | Tap | None, error: ReplayError | None) -> None:
         """The pass is over: agree with the other ranks."""
 
@@ -59,6 +62,7 @@ class Switch:
         self._sessions: list[Feed | Tap] = []
         self._targets: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._off = 0
+        self._expected = 0
 
     # Actions
 
@@ -70,7 +74,8 @@ class Switch:
         if action == BACKWARD or (self._sessions and _same_pass(before, action)):
             return
         self._abandon_or_close()
-        self._open()
+        if self.job is not None or not self._expected:
+            self._open()
 
     def clear(self) -> None:
         """No action any more. Without an engine this closes what is open, and checks that it was complete."""
@@ -93,6 +98,15 @@ class Switch:
             self._off -= 1
 
     @contextmanager
+    def expecting(self) -> Iterator[None]:
+        """An engine's schedule runs in here: an action that is set before it waits for it."""
+        self._expected += 1
+        try:
+            yield
+        finally:
+            self._expected -= 1
+
+    @contextmanager
     def running(self, job: Job) -> Iterator[None]:
         """An engine's schedule runs; what is opened meanwhile is its, and closed when it ends."""
         self._abandon()
@@ -102,7 +116,8 @@ class Switch:
                 self._open()
             yield
         except ReplayError as error:
-            job.settle(self._sessions[0] if self._sessions else None, error)
+            if not error.shared:
+                job.settle(self._sessions[0] if self._sessions else None, error)
             raise
         else:
             job.settle(*self._ended())
@@ -171,8 +186,7 @@ class Switch:
     def _open(self) -> None:
         record = self.action == RECORD
         if self.job is not None:
-            kind: Any = DeferringTap(self.job.chunks) if record else self._deferring_feed(self.job)
-            self._sessions.append(kind.__enter__())
+            self.job.begin(self._opened(self.job, record))
             return
         models = live_models.models()
         if not models:
@@ -189,8 +203,18 @@ class Switch:
             self._abandon()
             raise
 
-    def _deferring_feed(self, job: Job) -> Feed:
-        return DeferringFeed(job.chunks, live_mismatch=job.compares())
+    def _opened(self, job: Job, record: bool) -> ReplayError | None:
+        """Open an engine's session; or say why it can't be."""
+        try:
+            kind: Any = (
+                DeferringTap(job.chunks)
+                if record
+                else DeferringFeed(job.chunks, live_mismatch=job.compares())
+            )
+            self._sessions.append(kind.__enter__())
+        except ReplayError as error:
+            return error
+        return None
 
     def _abandon_or_close(self) -> None:
         """verl turns to replay first and then, in a record, on to that: what saw no forward goes."""

@@ -18,6 +18,8 @@ from npu_replay.errors import ReplayError
 class StoppedByRank(ReplayError):
     """Another rank has an error, so this one stops too."""
 
+    shared = True
+
     def __init__(self, rank: int, problem: str, own: ReplayError | None) -> None:
         also = "" if own is None else f" (and this rank: {own.problem})"
         super().__init__(f"rank {rank} stopped, and so does this one: {problem}{also}")
@@ -57,5 +59,6 @@ def _leave(error: ReplayError | None, device: torch.device) -> None:
     heard = [None if error is None else f"{error.where}: {error.problem}" if error.where else error.problem]
     dist.broadcast_object_list(heard, src=lowest, device=device)
     if error is not None and dist.get_rank() == lowest:
+        error.shared = True
         raise error
     raise StoppedByRank(lowest, str(heard[0]), error)

@@ -13,6 +13,9 @@ class ReplayError(RuntimeError):
     usually causes it. Parts that don't apply are left out.
     """
 
+    shared = False
+    """Do all ranks of the job know of it, and leave with it or with one line about it?"""
+
     def __init__(
         self,
         problem: str,

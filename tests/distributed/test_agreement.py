@@ -48,7 +48,8 @@ def _run_as_one_process() -> None:
     from npu_replay.errors import ReplayError
 
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=PROCESSES)
+    store = dist.FileStore(f"{folder}/store", PROCESSES)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES)
     lines = [f"sums = {agreed(None, {'ranks': 1, 'rows': 20_000_000_000 + rank})}"]
     error = ReplayError(
         "it broke", where="layer 4", expected="sense", got="none", cause=f"bad luck on {rank}"
@@ -59,6 +60,8 @@ def _run_as_one_process() -> None:
         lines.append(f"errors = {raised}")
     lines.append(f"again = {agreed(None, {'ranks': 1})}")
     (folder / f"results-{rank}").write_text("\n".join(lines))
+    store.set(f"done {rank}", "")
+    store.wait([f"done {other}" for other in range(PROCESSES)])  # who leaves early cuts the others off
     dist.destroy_process_group()
 
 

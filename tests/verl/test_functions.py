@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -190,6 +191,28 @@ def test_a_second_apply_keeps_the_first_engine(verl: Verl) -> None:
     job, batch = Job("softmax_after_topk", None), batches()
     own = core_routes(job, batch)
     verl.patch.apply_router_replay_patch()
+    routes = verl.record(batch, job.forward, job.config, job.model)
+    assert torch.equal(packed(routes, verl).long(), torch.cat([one.ids for one in own]).long())
+
+
+@pytest.mark.parametrize("extra", [(), (None,)])
+def test_packing_may_return_two_things_or_three(
+    verl: Verl, monkeypatch: pytest.MonkeyPatch, extra: tuple[None, ...]
+) -> None:
+    """T9: it became three, and unpacking two of them failed in every record."""
+    job, batch = Job("softmax_after_topk", None), batches()
+    names = ("preprocess_thd_engine", "preprocess_thd_no_padding", "preprocess_packed_seqs")
+    for name in names:
+        if not hasattr(verl.utils, name):
+            continue
+        native = getattr(verl.utils, name)
+
+        @functools.wraps(native)
+        def pack(*args: Any, native: Any = native, **kwargs: Any) -> tuple[Any, ...]:
+            return native(*args, **kwargs)[0], None, *extra
+
+        monkeypatch.setattr(verl.utils, name, pack)
+    own = core_routes(job, batch)
     routes = verl.record(batch, job.forward, job.config, job.model)
     assert torch.equal(packed(routes, verl).long(), torch.cat([one.ids for one in own]).long())
 
