@@ -259,7 +259,7 @@ class Switch:
         if len(sessions) > 1:
             sessions = [one for one in sessions if megatron_layout.config_of(one._chunks) is config]
         if len(sessions) == 1:
-            return sessions[0], _stage(len(sessions[0]._chunks), stage)
+            return sessions[0], _stage(sessions[0]._chunks, stage)
         raise MicroBatchError(
             f"no {name} is on for this model" if not sessions else f"several models are in a {name}",
             expected="verl's action before the forward, on one model",
@@ -284,14 +284,19 @@ def _layers_of(chunk: nn.Module) -> list[nn.Module]:
     return list(megatron_layout.unwrapped(chunk))
 
 
-def _stage(chunks: int, told: int | None) -> int:
-    """The virtual stage: Megatron-core 0.12 doesn't write it on its models, but its schedules say it."""
-    if chunks == 1:
+def _stage(chunks: Sequence[nn.Module], told: int | None) -> int:
+    """The virtual stage that is meant.
+
+    verl reads it off the model and takes 0 where it isn't written there. Megatron-core 0.12's schedules say
+    it to the parallel state instead, and newer ones don't.
+    """
+    if len(chunks) == 1:
         return 0
+    if all(any(hasattr(one, "vp_stage") for one in _layers_of(chunk)) for chunk in chunks):
+        return told or 0
     from megatron.core import parallel_state
 
-    running = parallel_state.get_virtual_pipeline_model_parallel_rank()
-    return int(running if running is not None else told or 0)
+    return int(parallel_state.get_virtual_pipeline_model_parallel_rank() or 0)
 
 
 def _together(
