@@ -64,6 +64,7 @@ _NEEDED = {
 }
 
 _patches = Patches(_WHAT)
+_given_up: list[Exception] = []
 _originals: dict[str, tuple[Any, Any]] = {}
 """What was replaced: verl's and ours, by name."""
 
@@ -72,6 +73,7 @@ def install() -> None:
     """Take verl's router replay over, now or when it is imported."""
     if import_hook.disabled():
         return
+    _given_up.clear()
     for module, shim in (
         (PATCH, _replace_patch),
         (UTILS, _replace_functions),
@@ -94,9 +96,6 @@ def _all_or_nothing(shim: Callable[[Any], None], module: Any) -> None:
     except Exception as error:
         _give_up(error)
         raise
-
-
-_given_up: list[Exception] = []
 
 
 def _give_up(error: Exception) -> None:

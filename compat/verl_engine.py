@@ -24,14 +24,13 @@ from npu_replay.compat import probe
 from npu_replay.compat.verl_switch import switch
 from npu_replay.errors import MicroBatchError, ReplayError
 from npu_replay.feeding import Feed, Tap
+from npu_replay.roll_call import all_here
 
-CEILING = 0.01
-"""The share of samples up to which bad routes are counted rather than an error."""
 PREFIX = "npu_replay/"
 
 _COUNTED = (
     *("rows", "routed", "samples", "bad_samples"),
-    *("dropped", "chosen", "differing", "compared", "replayed"),
+    *("dropped", "chosen", "differing", "compared", "replayed", "microseconds"),
 )
 
 
@@ -41,6 +40,8 @@ class _Engine:
 
     updates: int = 0
     announced: bool = False
+    met: bool = False
+    """Have its ranks met before a first pass?"""
 
 
 _engines: WeakKeyDictionary[Any, _Engine] = WeakKeyDictionary()
@@ -82,6 +83,25 @@ def wrapped(
     return forward_backward_batch
 
 
+def forsake() -> None:
+    """npu_replay is being uninstalled: engines that were built with it can't replay by verl's own means.
+
+    Their routers lack what verl's patch hangs on them, and they would go on without a replay, unnoticed.
+    """
+    for engine in list(_engines):
+        engine.forward_backward_batch = _refuses
+    _engines.clear()
+
+
+def _refuses(*args: Any, **kwargs: Any) -> Any:
+    raise ReplayError(
+        "npu_replay was uninstalled after this engine had replayed with it",
+        expected="uninstall() before the engine is built, or NPU_REPLAY_DISABLE=1 from the start",
+        got="uninstall() in the middle of a job",
+        cause="start the workers anew to go on without npu_replay",
+    )
+
+
 def _ask_for_none(data: Any) -> None:
     """An engine reads in its batch whether it records or replays; a worker's actor asks the switch."""
     flags: Any = sys.modules.get("verl.utils.tensordict_utils")
@@ -121,7 +141,7 @@ class Pass:
 
     def compares(self) -> bool:
         """On every n-th update, since it costs the live router's top-k."""
-        every = int(os.environ.get("NPU_REPLAY_METRICS_EVERY", "10"))
+        every = int(_setting("NPU_REPLAY_METRICS_EVERY", 10))
         return self.trains and every > 0 and self.engine.updates % every == 0
 
     def count(self, **figures: int) -> None:
@@ -135,6 +155,9 @@ class Pass:
         Raises:
             ReplayError: any rank can't record or replay.
         """
+        if not self.engine.met:
+            all_here()
+            self.engine.met = True
         agreed(error, {})
 
     def settle(self, session: Feed | Tap | None, error: ReplayError | None) -> None:
@@ -146,7 +169,9 @@ class Pass:
         if session is None and error is None:
             return
         sums = agreed(error, self._figures(session))
-        self._check_ceiling(sums)
+        problem = self._above_ceiling(sums)
+        if problem is not None:  # on every rank; the first has the whole message
+            agreed(problem if not dist.is_initialized() or dist.get_rank() == 0 else None, {})
         if isinstance(session, Feed):
             self.metrics = _metrics(sums)
             if not self.engine.announced:
@@ -163,19 +188,30 @@ class Pass:
         return figures | {
             "ranks": 1,
             "routers": int(own.get("routers", 0)),
-            "microseconds": int(own.get("seconds", 0) * 1e6),
+            "microseconds": figures["microseconds"] + int(own.get("seconds", 0) * 1e6),
         }
 
-    def _check_ceiling(self, sums: dict[str, int]) -> None:
-        if sums["bad_samples"] > CEILING * sums["samples"]:
-            raise MicroBatchError(
-                f"{sums['bad_samples']} of {sums['samples']} samples have routes that can't be used",
-                where="all ranks",
-                expected=f"at most {CEILING:.0%} of them",
-                got=f"{sums['bad_samples'] / sums['samples']:.1%}",
-                cause="a fault of the rollout engine, not of single samples; the warnings above say which "
-                "sample lacks what",
-            )
+    def _above_ceiling(self, sums: dict[str, int]) -> ReplayError | None:
+        ceiling = _setting("NPU_REPLAY_BAD_SAMPLES", 0.01)
+        if sums["bad_samples"] <= max(1, ceiling * sums["samples"]):
+            return None  # one sample is no share
+        return MicroBatchError(
+            f"{sums['bad_samples']} of {sums['samples']} samples have routes that can't be used",
+            where="all ranks",
+            expected=f"one, or at most {ceiling:.0%} of them (NPU_REPLAY_BAD_SAMPLES={ceiling:g})",
+            got=f"{sums['bad_samples'] / sums['samples']:.1%}",
+            cause="a fault of the rollout engine, not of single samples; warnings of the ranks say what each "
+            "lacks",
+        )
+
+
+def _setting(name: str, default: float) -> float:
+    """A number that the user has set in the environment."""
+    told = os.environ.get(name, "")
+    try:
+        return float(told) if told.strip() else default
+    except ValueError as error:
+        raise ReplayError(f"{name} must be a number", expected=f"{default:g}, for one", got=told) from error
 
 
 def _metrics(sums: dict[str, int]) -> dict[str, float]:

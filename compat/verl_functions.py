@@ -5,7 +5,10 @@ Same names, arguments and results as verl's; those that a release lacks are not 
 
 from __future__ import annotations
 
+import functools
+import logging
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +26,24 @@ from npu_replay.parallel_layout import ParallelLayout
 from npu_replay.routed_experts import RoutedExperts
 from npu_replay.routers import find
 
+logger = logging.getLogger(__name__)
+
 UTILS = "verl.utils.megatron.router_replay_utils"
+
+
+def _timed(function: Any) -> Any:
+    """Count the seconds of a function into the pass that runs."""
+
+    @functools.wraps(function)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if switch.job is not None:
+                switch.job.count(microseconds=int((time.perf_counter() - started) * 1e6))
+
+    return timed
 
 
 # Layers
@@ -66,6 +86,7 @@ def _stage(config: Any, vp_stage: int | None, pp_rank: int | None) -> tuple[int,
 # Record
 
 
+@_timed
 def merge_router_topk_indices(
     attention_mask: torch.Tensor | None,
     input_ids: torch.Tensor,
@@ -163,6 +184,7 @@ def merge_nested_router_maps(router_maps: list[torch.Tensor]) -> torch.Tensor:
     return torch.nested.as_nested_tensor(samples, layout=torch.jagged)
 
 
+@_timed
 def pp_gather(local_layers_router_map: torch.Tensor, tf_config: Any) -> torch.Tensor:
     """All MoE layers of the model, in order, from those of each pipeline stage; on the CPU.
 
@@ -227,6 +249,7 @@ def _ids(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 # Replay
 
 
+@_timed
 def set_router_replay_data(
     layers_topk_idx: torch.Tensor | None,
     attention_mask: torch.Tensor | None,
@@ -290,21 +313,20 @@ def _feed(
     )
     for number, error in getattr(routes, _BAD, {}).items():
         found[number] = error
-    bad = verl_routes.problems(found, layout, labels)
+    unwanted = verl_routes.unwanted(mask)
+    problems = verl_routes.problems(found, layout, labels)
+    bad = {number: error for number, error in problems.items() if number not in unwanted}
     if bad and not (switch.job is not None and switch.job.tolerant):
         raise next(iter(bad.values()))
-    if len(bad) == len(found):
-        here = verl_routes.blank(len(layout.rows), labels, config)
-    else:
-        here = verl_routes.laid_out(found, layout, labels)
+    for number, error in bad.items():
+        logger.warning("[npu_replay] sample %d takes the routers' own choice: %s", number, error)
+    good = {number: one for number, one in enumerate(found) if number not in problems}
+    here = verl_routes.laid_out(good, layout, labels, config)
     feed.feed(chunk, here)
     if switch.job is not None and chunk == feed.first_chunk:
-        switch.job.count(
-            rows=int((layout.rows >= 0).sum()),
-            routed=int(here.recorded.sum()),
-            samples=len(found),
-            bad_samples=len(bad),
-        )
+        switch.job.count(rows=int((layout.rows >= 0).sum()), routed=int(here.recorded.sum()))
+        if verl_routes.speaks_for_samples(layout.parallel):
+            switch.job.count(samples=len(found), bad_samples=len(bad))
 
 
 def build_r3_replay_mask(input_ids: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
@@ -331,9 +353,12 @@ def align_r3_router_replay_data(layers_topk_idx: torch.Tensor, input_ids: torch.
     lengths = [int(size) for size in verl_routes.offsets(input_ids).diff().tolist()]
     parts = list(layers_topk_idx.unbind())
     if len(parts) != len(lengths):
-        raise MicroBatchError(
-            "another number of route sequences than samples", expected=len(lengths), got=len(parts)
+        switch.defer(
+            MicroBatchError(
+                "another number of route sequences than samples", expected=len(lengths), got=len(parts)
+            )
         )
+        parts = [parts[0][:0]] * len(lengths)
     aligned, bad = [], {}
     for number, (routes, length) in enumerate(zip(parts, lengths, strict=True)):
         if len(routes) not in (length, length - 1):

@@ -8,7 +8,7 @@ preprocessing, by pushing token numbers through it: packing, alignment, context 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -132,6 +132,13 @@ def sequences_of(
     Raises:
         MicroBatchError: columns that are neither, or another number of masks than sequences.
     """
+    if routes.dim() != 4:
+        raise MicroBatchError(
+            "the routes have another shape than verl's",
+            expected="[batch, tokens, layers, topk]",
+            got=f"{routes.dim()} dimensions",
+            cause="a rollout engine or an agent loop that hands on flat routes",
+        )
     decoder = megatron_layout.decoder_layers(config)
     columns = _columns(int(routes.shape[-2]), decoder)
     routes = routes.detach().cpu()
@@ -194,13 +201,35 @@ def _sequence(
 
 
 def laid_out(
-    found: Sequence[RoutedExperts | ReplayError], layout: TokenLayout, labels: Sequence[int]
+    good: Mapping[int, Any], layout: TokenLayout, labels: Sequence[int], config: Any
 ) -> RoutedExperts:
-    """The routes in this rank's rows; where a sequence's can't be used the routers choose themselves."""
-    if any(isinstance(one, RoutedExperts) for one in found):
-        usable = [one if isinstance(one, RoutedExperts) else None for one in found]
-        return layout.gather(usable, layers=labels, on_bad_route="native", ceiling=1.0)
-    raise next(one for one in found if isinstance(one, ReplayError))
+    """The routes of these sequences in this rank's rows; those of all others take the routers' own choice."""
+    if not good:
+        return blank(len(layout.rows), labels, config)
+    return RoutedExperts.concat(list(good.values()), labels).take(layout._rows_in(dict(good)))
+
+
+def unwanted(mask: torch.Tensor | None) -> set[int]:
+    """Sequences of which no row is to be replayed: verl has rejected them, or they have no response."""
+    if mask is None:
+        return set()
+    return {number for number, one in enumerate(mask.unbind()) if not bool(one.any())}
+
+
+def speaks_for_samples(parallel: ParallelLayout | None) -> bool:
+    """Is this the rank of its replica that counts samples: the first of the first stage with MoE layers?"""
+    if parallel is None or parallel.decoder is None:
+        return True
+    moe = set(parallel.decoder.moe)
+    first = next(
+        rank
+        for rank in range(parallel.pp)
+        if any(
+            moe & set(parallel.decoder.stage(parallel.pp, parallel.vp, rank, stage))
+            for stage in range(parallel.vp)
+        )
+    )
+    return (parallel.tp_rank, parallel.cp_rank, parallel.pp_rank) == (0, 0, first)
 
 
 def blank(rows: int, labels: Sequence[int], config: Any) -> RoutedExperts:

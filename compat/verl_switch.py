@@ -7,7 +7,7 @@ where verl's functions are called without one, all live models with the flag are
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -20,6 +20,8 @@ from npu_replay.deferring import DeferringFeed, DeferringTap
 from npu_replay.errors import MicroBatchError, ReplayError, RouterError
 from npu_replay.feeding import Feed, Tap
 from npu_replay.routed_experts import RoutedExperts
+
+logger = logging.getLogger(__name__)
 
 RECORD, REPLAY, BACKWARD = "record", "replay_forward", "replay_backward"
 """The values of verl's RouterReplayAction, and of Megatron's."""
@@ -103,6 +105,9 @@ class Switch:
         self._expected += 1
         try:
             yield
+        except BaseException:
+            self.action = ""
+            raise
         finally:
             self._expected -= 1
 
@@ -116,17 +121,23 @@ class Switch:
                 self._open()
             yield
         except ReplayError as error:
+            self.action = ""
             if not error.shared:
+                logger.error("%s", error)  # before a collective that others may never come to
                 job.settle(self._sessions[0] if self._sessions else None, error)
             raise
+        except BaseException:
+            self.action = ""
+            raise
         else:
-            job.settle(*self._ended())
+            session, problem = self._ended()
+            if problem is not None:
+                self.action = ""
+            job.settle(session, problem)
         finally:
             self._abandon()
             self.job = outer
             self._targets.clear()
-            if outer is None and _failing():
-                self.action = ""
 
     # Questions
 
@@ -273,10 +284,6 @@ switch = Switch()
 
 def _same_pass(before: str, action: str) -> bool:
     return before == action or {before, action} == {REPLAY, BACKWARD}
-
-
-def _failing() -> bool:
-    return sys.exc_info()[0] is not None
 
 
 def _layers_of(chunk: nn.Module) -> list[nn.Module]:

@@ -21,7 +21,7 @@ class StoppedByRank(ReplayError):
     shared = True
 
     def __init__(self, rank: int, problem: str, own: ReplayError | None) -> None:
-        also = "" if own is None else f" (and this rank: {own.problem})"
+        also = "" if own is None else f" (and this rank: {own.line})"
         super().__init__(f"rank {rank} stopped, and so does this one: {problem}{also}")
 
 
@@ -56,7 +56,7 @@ def _leave(error: ReplayError | None, device: torch.device) -> None:
     first = torch.tensor([dist.get_world_size() if error is None else dist.get_rank()], device=device)
     dist.all_reduce(first, dist.ReduceOp.MIN)
     lowest = int(first)
-    heard = [None if error is None else f"{error.where}: {error.problem}" if error.where else error.problem]
+    heard = [None if error is None else error.line]
     dist.broadcast_object_list(heard, src=lowest, device=device)
     if error is not None and dist.get_rank() == lowest:
         error.shared = True

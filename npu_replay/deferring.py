@@ -7,12 +7,16 @@ and raises when the schedule is over: before an optimizer steps, and where the r
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from npu_replay.errors import ReplayError
 from npu_replay.feeding import Feed, Tap
 from npu_replay.routers import Router
 from npu_replay.session import Session, _Running
+
+logger = logging.getLogger(__name__)
 
 
 class Deferring(Session):
@@ -24,6 +28,8 @@ class Deferring(Session):
         """Raise this when the block is left, if nothing else went wrong before."""
         if self.failed is None:
             self.failed = error
+            # At once: what else goes wrong before the block is left would hide it.
+            logger.error("[npu_replay] %s; the pass goes on, and stops at its end", error.line)
 
     def _begin(self, chunk: int) -> None:
         try:

@@ -37,6 +37,11 @@ class ReplayError(RuntimeError):
             message += f". Usual cause: {cause}"
         super().__init__(f"[npu_replay] {message}")
 
+    @property
+    def line(self) -> str:
+        """Where and what, for those who see the whole message elsewhere."""
+        return f"{self.where}: {self.problem}" if self.where else self.problem
+
 
 class InvalidRoutes(ReplayError):
     """The routes themselves are wrong: shape, range, a duplicate, a constant layer."""

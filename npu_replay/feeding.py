@@ -71,20 +71,17 @@ class Feed(Replaying):
         return choose
 
     def _packet(self, chunk: int, number: int) -> Packet:
-        return self._packets[chunk, number]
+        packet = self._packets.get((chunk, number))
+        if packet is None:
+            raise _no_routes(chunk, number)
+        return packet
 
     def _stage(self, chunk: int, number: int, device: torch.device) -> Staged:
-        return self._packets[chunk, number].staged(self.labels(chunk), device)
+        return self._packet(chunk, number).staged(self.labels(chunk), device)
 
     def _check_forward(self, forward: Forward) -> None:
-        if self._routers[forward.chunk] and (forward.chunk, forward.number) not in self._packets:
-            raise MicroBatchError(
-                "no routes were given for this forward",
-                where=f"{micro_batch(forward.number)}, chunk {forward.chunk}",
-                expected="the routes of each forward before it",
-                got="none",
-                cause="an extra forward (a reference pass, an evaluation) while a replay is on",
-            )
+        if self._routers[forward.chunk]:
+            self._packet(forward.chunk, forward.number)
 
     def _end(self, chunk: int, output: object) -> None:
         number = self._timeline.ended[chunk]
@@ -110,6 +107,16 @@ class Feed(Replaying):
     def _clear(self) -> None:
         super()._clear()
         self._packets.clear()
+
+
+def _no_routes(chunk: int, number: int) -> MicroBatchError:
+    return MicroBatchError(
+        "no routes were given for this forward",
+        where=f"{micro_batch(number)}, chunk {chunk}",
+        expected="the routes of each forward before it",
+        got="none",
+        cause="an extra forward (a reference pass, an evaluation) while a replay is on",
+    )
 
 
 class Tap(Recording):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from npu_replay import recompute, routers, session
-from npu_replay.compat import cuda, import_hook, mindspeed, patching, probe, torch_npu
+from npu_replay.compat import cuda, import_hook, mindspeed, patching, probe, torch_npu, verl_engine
 from npu_replay.compat.probe import Capability, Product
 from npu_replay.errors import ReplayError
 
@@ -133,6 +133,7 @@ def uninstall() -> None:
         )
     import_hook.forget()
     left = patching.undo_all()
+    verl_engine.forsake()
     if left:
         logger.warning(
             "[npu_replay] uninstall() left these alone, since somebody else has replaced them: %s",

@@ -138,6 +138,15 @@ def test_a_deferred_error_waits_and_the_forward_goes_on_with_the_routers_own_cho
     assert hooks(model) == 0
 
 
+@pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
+def test_after_a_deferred_error_a_recompute_goes_on_too(recompute: str) -> None:
+    """It would die of its own error otherwise, in the middle of backward."""
+    model = ToyModel(recompute=recompute)
+    wanted = run(model, 0)
+    with pytest.raises(MicroBatchError, match="no routes were given"), DeferringFeed(model):
+        assert same(wanted, run(model, 0))
+
+
 @pytest.mark.parametrize("kind", [DeferringFeed, DeferringTap])
 def test_a_router_without_an_effect_is_deferred_too(kind: type) -> None:
     def other(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from distributed import processes
 
 PROCESSES = 3
+BROKE = "layer 4: it broke"
 
 pytestmark = pytest.mark.distributed
 
@@ -33,8 +35,18 @@ def test_the_lowest_rank_with_an_error_has_the_whole_message(results: dict[str, 
     assert results["errors"] == [
         "[npu_replay] rank 1 stopped, and so does this one: layer 4: it broke",
         "[npu_replay] layer 4: it broke. Expected sense, got none. Usual cause: bad luck on 1",
-        "[npu_replay] rank 1 stopped, and so does this one: layer 4: it broke (and this rank: it broke)",
+        f"[npu_replay] rank 1 stopped, and so does this one: {BROKE} (and this rank: {BROKE})",
     ]
+
+
+def test_a_rank_that_is_not_here_is_named(results: dict[str, list[str]]) -> None:
+    """A node without npu_replay, or with it turned off there alone, would be a hang."""
+    assert results["all here"] == ["True"] * PROCESSES
+    told = results["absent"]
+    assert told[2] == "None", "the last rank doesn't ask"
+    for rank in (0, 1):
+        assert f"rank {rank}: not all ranks take part in the replay" in told[rank]
+        assert "nothing from ranks [2]" in told[rank]
 
 
 def test_they_go_on_together_afterwards(results: dict[str, list[str]]) -> None:
@@ -46,6 +58,7 @@ def _run_as_one_process() -> None:
 
     from npu_replay.agreement import agreed
     from npu_replay.errors import ReplayError
+    from npu_replay.roll_call import all_here
 
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
     store = dist.FileStore(f"{folder}/store", PROCESSES)
@@ -59,10 +72,19 @@ def _run_as_one_process() -> None:
     except ReplayError as raised:
         lines.append(f"errors = {raised}")
     lines.append(f"again = {agreed(None, {'ranks': 1})}")
+    all_here(patience=60)
+    lines.append("all here = True")
+    absent = None
+    if rank != PROCESSES - 1:
+        try:
+            all_here(patience=2)
+        except ReplayError as raised:
+            absent = raised
+    lines.append(f"absent = {absent}")
     (folder / f"results-{rank}").write_text("\n".join(lines))
     store.set(f"done {rank}", "")
     store.wait([f"done {other}" for other in range(PROCESSES)])  # who leaves early cuts the others off
-    dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may end the interpreter's own end with an abort, now and then
 
 
 if __name__ == "__main__":

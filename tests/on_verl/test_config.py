@@ -10,9 +10,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import verl
 from omegaconf import DictConfig, OmegaConf
 
-import verl
 from npu_replay.compat import import_hook, patching, probe, verl_config
 from npu_replay.compat.patching import Patches
 from npu_replay.errors import ReplayError

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 import verl
+
 from verl_configs import HAS_LEGACY, NEW, OLD, engine_workers_replay
 
 OURS = "npu_replay.compat.verl_router_replay"

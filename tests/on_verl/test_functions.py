@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -193,6 +194,34 @@ def test_a_second_apply_keeps_the_first_engine(verl: Verl) -> None:
     verl.patch.apply_router_replay_patch()
     routes = verl.record(batch, job.forward, job.config, job.model)
     assert torch.equal(packed(routes, verl).long(), torch.cat([one.ids for one in own]).long())
+
+
+def test_a_rejected_sample_takes_the_routers_own_choice(verl: Verl) -> None:
+    """verl 0.9 replays no row of a sample whose response it has rejected; that is no bad sample."""
+    known = inspect.signature(verl.utils.set_router_replay_data).parameters
+    if "replay_mask" not in known:
+        pytest.skip("this verl masks no rows")
+    job, batch = Job("softmax_after_topk", None), batches()
+    own = core_routes(job, batch)
+    routes = verl.record(batch, job.forward, job.config, job.model)
+    masks = []
+    for number, sequences in enumerate(batch):
+        wanted = torch.tensor([bool(number or row != 1) for row in range(len(sequences))])
+        tokens, _ = verl.batch(sequences)
+        masks.append(verl.utils.build_r3_replay_mask(tokens, wanted[:, None]))
+    recorded = [torch.cat(list(mask.unbind())) for mask in masks]
+    partly = [
+        RoutedExperts(ids=one.ids, layers=one.layers, num_experts=one.num_experts, recorded=keep)
+        for one, keep in zip(own, recorded, strict=True)
+    ]
+    assert not recorded[0][7:19].any()
+    assert recorded[0][:6].all()
+    with perturbed(job.model):
+        wanted_losses, _ = core_replay(job, batch, partly, backward_sum)
+        losses = verl.replayed(
+            batch, routes, job.forward, job.config, job.model, backward=backward_sum, masks=masks
+        )
+    assert [loss.item() for loss in losses] == [loss.item() for loss in wanted_losses]
 
 
 @pytest.mark.parametrize("extra", [(), (None,)])

@@ -1,0 +1,523 @@
+"""verl's own Megatron engine and workers on a small model.
+
+What a bridge, Transformer Engine or a device would have given is made here; the rest is verl's as released.
+
+Each rank has its own samples where it is another data-parallel rank, and the same ones otherwise.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import verl
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from torch import nn
+from verl import DataProto
+from verl.utils import tensordict_utils as tu
+
+import transformers_4
+from distributed import parallel_model
+from distributed.parallel_model import EXPERTS, TOPK, Split, share
+from npu_replay.compat import megatron_layout
+
+RELEASE: str = verl.__version__
+VOCAB, PROMPT, RESPONSE = 64, 6, 12
+LENGTHS = ((3, 6), (2, 9), (5, 6), (4, 5), (6, 5), (3, 8), (1, 10), (4, 7))
+"""Tokens of the prompt and of the response of each sample; two neighbours have no more rows than others."""
+EVERY = (1, 1, 1, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiny:
+    """What a job's config says of its model, its cut and its passes."""
+
+    split: Split = field(default_factory=Split)
+    moe: tuple[int, ...] = EVERY
+    mode: str = "R2"
+    micro: int = 2
+    most: int = 0
+    """Tokens of a micro-batch, where its size is dynamic."""
+    changes: dict[str, Any] = field(default_factory=dict)
+    forward_only: bool = False
+    sharded: bool = False
+    """Weights in one buffer, which verl can offload; Megatron's optimizer for them wants CUDA by name."""
+    value: bool = False
+    lora: bool = False
+
+
+def start(split: Split) -> Split:
+    """Megatron's parallel state anew, as an engine of verl makes it; the split with this rank's places."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.destroy_model_parallel()
+    # Which 0.12 forgets to forget.
+    parallel_state._EMBEDDING_GLOBAL_RANKS = parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=split.tp,
+        pipeline_model_parallel_size=split.pp,
+        virtual_pipeline_model_parallel_size=split.vp if split.vp > 1 else None,
+        use_sharp=False,
+        context_parallel_size=split.cp,
+        expert_model_parallel_size=split.ep,
+        expert_tensor_parallel_size=split.etp,
+        nccl_communicator_config_path=None,
+        distributed_timeout_minutes=1,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    ranks = {
+        "tp": parallel_state.get_tensor_model_parallel_rank(),
+        "cp": parallel_state.get_context_parallel_rank(),
+        "pp": parallel_state.get_pipeline_model_parallel_rank(),
+        "ep": parallel_state.get_expert_model_parallel_rank(),
+        "etp": parallel_state.get_expert_tensor_parallel_rank(),
+        "dp": parallel_state.get_data_parallel_rank(),
+    }
+    return replace(split, ranks=ranks)
+
+
+# The model
+
+
+def transformer_config(tiny: Tiny) -> Any:
+    """As a bridge makes it, and verl overrides it."""
+    config = tiny.split.config(moe_layer_freq=list(tiny.moe), **tiny.changes)
+    config.calculate_per_token_loss = False
+    config.variable_seq_lengths = True
+    if tiny.mode != "disabled":
+        name = "moe_enable_routing_replay" if hasattr(config, "moe_enable_routing_replay") else ""
+        setattr(config, name or "enable_routing_replay", True)
+    return config
+
+
+def chunks_of(tiny: Tiny, config: Any, *, wrapped: bool) -> list[nn.Module]:
+    """This rank's chunks, through verl's own get_model; copies of a weight are equal on all ranks."""
+    from verl.utils import megatron_utils
+
+    def provider(pre_process: bool, post_process: bool, vp_stage: int | None = None, **_: Any) -> nn.Module:
+        chunk = parallel_model._chunk(config, vp_stage, pre_process=pre_process, post_process=post_process)
+        if tiny.value and post_process:
+            chunk.output_layer = _ValueHead(config)
+        return chunk
+
+    more = {"transformer_config": config} if _takes(megatron_utils.get_model, "transformer_config") else {}
+    chunks = list(megatron_utils.get_model(provider, wrap_with_ddp=False, **more))
+    fill(chunks)
+    return (
+        [_data_parallel(tiny, config, chunk, number) for number, chunk in enumerate(chunks)]
+        if wrapped
+        else chunks
+    )
+
+
+def _data_parallel(tiny: Tiny, config: Any, chunk: nn.Module, number: int) -> nn.Module:
+    """As a bridge wraps a chunk; verl 0.9's own way of it wants a newer Megatron-core."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=tiny.sharded, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+    )
+    found: nn.Module = DistributedDataParallel(
+        config=config, module=chunk, disable_bucketing=number > 0, ddp_config=settings
+    )
+    return found
+
+
+class _ValueHead(nn.Linear):
+    """One number a token, as verl's critic has it."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config.hidden_size, 1, bias=False)
+
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> Any:
+        return super().forward(hidden), None
+
+
+def _takes(function: Any, name: str) -> bool:
+    return name in inspect.signature(function).parameters
+
+
+def fill(chunks: Sequence[nn.Module]) -> None:
+    """Weights that make each choice of an expert count; equal where ranks hold copies."""
+    with torch.no_grad():
+        for number, chunk in enumerate(chunks):
+            for name, weight in chunk.named_parameters():
+                name = name.replace("module.", "")
+                generator = torch.Generator().manual_seed(zlib.crc32(f"{number} {name}".encode()))
+                noise = torch.randn(weight.shape, generator=generator)
+                weight.copy_(1 + 0.1 * noise if weight.dim() == 1 else 0.15 * noise)
+
+
+@contextmanager
+def other_routers(*models: Sequence[nn.Module]) -> Iterator[None]:
+    """Routers that choose otherwise, for the length of the block."""
+    weights = [
+        (name, weight)
+        for chunks in models
+        for chunk in chunks
+        for name, weight in chunk.named_parameters()
+        if "router.weight" in name
+    ]
+    kept = [weight.detach().clone() for _, weight in weights]
+    with torch.no_grad():
+        for name, weight in weights:
+            seed = zlib.crc32(name.replace("module.", "").encode())
+            weight += 0.5 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+    yield
+    with torch.no_grad():
+        for (_, weight), original in zip(weights, kept, strict=True):
+            weight.copy_(original)
+
+
+def gradients(chunks: Sequence[nn.Module]) -> list[torch.Tensor]:
+    """What the optimizer would be given: Megatron's main gradients."""
+    return [weight.main_grad.clone() for chunk in chunks for weight in chunk.parameters()]
+
+
+# verl's configs and engines
+
+
+class Model(SimpleNamespace):
+    """As much of verl's HFModelConfig as an engine reads."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self, name, default)
+
+    def get_processor(self) -> Any:
+        return None
+
+
+def model_config(tiny: Tiny) -> Model:
+    hf = SimpleNamespace(
+        architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", tie_word_embeddings=False
+    )
+    hf.save_pretrained = lambda *_, **__: None
+    return Model(
+        tiny=tiny,
+        model_type="value_model" if tiny.value else "language_model",
+        hf_config=hf,
+        architectures=hf.architectures,
+        share_embeddings_and_output_weights=False,
+        local_path="nowhere",
+        mtp=SimpleNamespace(enable=False, enable_train=False),
+        tokenizer=SimpleNamespace(pad_token_id=0),
+        use_remove_padding=True,
+        use_fused_kernels=False,
+        lora=SimpleNamespace(get=lambda name, default=None: default),
+    )
+
+
+def engine_config(tiny: Tiny) -> Any:
+    from verl.workers.config import McoreEngineConfig
+    from verl.workers.config.engine import EngineRouterReplayConfig
+
+    return McoreEngineConfig(
+        tensor_model_parallel_size=tiny.split.tp,
+        pipeline_model_parallel_size=tiny.split.pp,
+        virtual_pipeline_model_parallel_size=tiny.split.vp if tiny.split.vp > 1 else None,
+        context_parallel_size=tiny.split.cp,
+        expert_model_parallel_size=tiny.split.ep,
+        expert_tensor_parallel_size=tiny.split.etp,
+        sequence_parallel=tiny.split.tp > 1,
+        use_distributed_optimizer=False,
+        use_dist_checkpointing=True,  # of weights too, without a bridge
+        forward_only=tiny.forward_only,
+        use_dynamic_bsz=tiny.most > 0,
+        max_token_len_per_gpu=tiny.most,
+        infer_max_token_len_per_gpu=tiny.most,
+        micro_batch_size_per_gpu=tiny.micro,
+        infer_micro_batch_size_per_gpu=tiny.micro,
+        router_replay=EngineRouterReplayConfig(mode=tiny.mode),
+    )
+
+
+class Adapter:
+    """A stand-in of LoRA: a shift of the routers, which is off inside `disable_adapter`."""
+
+    def __init__(self) -> None:
+        self.off = 0
+
+    @contextmanager
+    def disable_adapter(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
+        self.off += 1
+        with other_routers(chunks):
+            yield
+
+
+def _small(base: type) -> type:
+    """verl's engine, but for what needs a bridge."""
+
+    class Small(base):  # type: ignore[misc]
+        def optimizer_step(self) -> Any:
+            self.gradients.append(gradients(self.module))
+            return super().optimizer_step()
+
+        def _build_tf_config(self) -> None:
+            self.gradients: list[list[torch.Tensor]] = []
+            self.is_value_model = self.model_config.tiny.value
+            self.share_embeddings_and_output_weights = False
+            self.param_dtype = self.dtype = torch.float32
+            self.bridge = self.provider = None
+            self.vanilla_bridge = False
+            self.peft_cls = Adapter() if self.model_config.tiny.lora else None
+            self.tf_config = transformer_config(self.model_config.tiny)
+
+        def _build_megatron_module(self) -> list[nn.Module]:
+            wrapped = not self.engine_config.forward_only
+            return chunks_of(self.model_config.tiny, self.tf_config, wrapped=wrapped)
+
+    return Small
+
+
+def register() -> None:
+    """Small engines in the place of verl's, for what it takes this machine's device for."""
+    from verl.utils.device import get_device_name
+    from verl.workers.engine import EngineRegistry
+    from verl.workers.engine.megatron import transformer_impl as impl
+
+    kinds = {
+        "language_model": impl.MegatronEngineWithLMHead,
+        "value_model": impl.MegatronEngineWithValueHead,
+    }
+    for name, base in kinds.items():
+        EngineRegistry._engines[name]["megatron"][get_device_name()] = _small(base)
+
+
+def optimizer_config() -> Any:
+    """Adam, in float32."""
+    from verl.workers.config import McoreOptimizerConfig
+
+    return McoreOptimizerConfig(
+        optimizer="adam",
+        lr=1e-3,
+        clip_grad=0.0,  # Megatron clips on CUDA alone
+        weight_decay=0.0,
+        total_training_steps=10,
+        lr_warmup_steps=0,
+        override_optimizer_config={
+            "bf16": False,
+            "params_dtype": torch.float32,
+        },  # 0.7 and 0.8 know bf16 alone
+    )
+
+
+def training_worker(tiny: Tiny) -> Any:
+    """verl's TrainingWorker with its engine, as ActorRolloutRefWorker makes it."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import TrainingWorkerConfig
+    from verl.workers.engine_workers import TrainingWorker
+
+    config = TrainingWorkerConfig(
+        model_type="value_model" if tiny.value else "language_model",
+        model_config=model_config(tiny),
+        engine_config=engine_config(tiny),
+        optimizer_config=None if tiny.forward_only else optimizer_config(),
+        checkpoint_config=CheckpointConfig(
+            save_contents=["model", "extra"], load_contents=["model", "extra"]
+        ),
+    )
+    worker = TrainingWorker(config=config)
+    worker.flops_counter = SimpleNamespace(estimate_flops=lambda *_, **__: (1.0, 1.0))
+    worker.reset()
+    return worker
+
+
+def actor_worker(tiny: Tiny) -> Any:
+    """verl's ActorRolloutRefWorker with an actor, for its compute_log_prob and update_actor."""
+    from verl.workers.config import McoreActorConfig
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+    from verl.workers.utils.losses import ppo_loss
+
+    config = {
+        "actor": {"strategy": "megatron", "megatron": {"router_replay": {"mode": tiny.mode}}},
+        "rollout": {"name": "vllm", "enable_rollout_routing_replay": tiny.mode == "R3"},
+    }
+    worker = ActorRolloutRefWorker(config=OmegaConf.create(config), role="actor")
+    worker.actor = training_worker(tiny)
+    loss = McoreActorConfig(
+        rollout_n=1,
+        ppo_mini_batch_size=len(LENGTHS),
+        ppo_micro_batch_size_per_gpu=tiny.micro,
+        use_torch_compile=False,
+    )
+    worker.set_loss_fn(partial(ppo_loss, config=loss))
+    return worker
+
+
+# Data
+
+
+def samples() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The prompt and the response of all samples, int64."""
+    generator = torch.Generator().manual_seed(5)
+    return [
+        (
+            torch.randint(1, VOCAB, (prompt,), generator=generator),
+            torch.randint(1, VOCAB, (response,), generator=generator),
+        )
+        for prompt, response in LENGTHS
+    ]
+
+
+def mine(split: Split) -> list[int]:
+    """The samples of this data-parallel rank."""
+    share_of = len(LENGTHS) // split.dp
+    first = split.ranks["dp"] * share_of
+    return list(range(first, first + share_of))
+
+
+def batch(split: Split, routes: Sequence[torch.Tensor] | None = None) -> DataProto:
+    """This rank's samples as the trainer has them: prompts padded on the left, responses on the right.
+
+    Args:
+        split: the job's cut.
+        routes: of each of this rank's samples, [tokens, layers, topk].
+    """
+    numbers = mine(split)
+    rows, width = len(numbers), PROMPT + RESPONSE
+    tensors = {
+        "input_ids": torch.zeros(rows, width, dtype=torch.int64),
+        "attention_mask": torch.zeros(rows, width, dtype=torch.int64),
+        "prompts": torch.zeros(rows, PROMPT, dtype=torch.int64),
+        "responses": torch.zeros(rows, RESPONSE, dtype=torch.int64),
+        "response_mask": torch.zeros(rows, RESPONSE, dtype=torch.int64),
+        "advantages": torch.zeros(rows, RESPONSE),
+    }
+    if routes is not None:
+        shape = rows, width, *routes[0].shape[1:]
+        tensors["routed_experts"] = torch.zeros(*shape, dtype=routes[0].dtype)
+    for row, number in enumerate(numbers):
+        prompt, response = samples()[number]
+        first, last = PROMPT - len(prompt), PROMPT + len(response)
+        tensors["input_ids"][row, first:last] = torch.cat([prompt, response])
+        tensors["attention_mask"][row, first:last] = 1
+        tensors["prompts"][row, first:] = prompt
+        tensors["responses"][row, : len(response)] = response
+        tensors["response_mask"][row, : len(response)] = 1
+        tensors["advantages"][row, : len(response)] = 1.0 - 0.5 * (number % 4)
+        if routes is not None:
+            tensors["routed_experts"][row, first:last] = routes[row]
+    tensors["position_ids"] = (tensors["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    return DataProto.from_single_dict(tensors, meta_info={"temperature": 1.0})
+
+
+def without_padding(data: DataProto, **more: Any) -> TensorDict:
+    """As the trainer hands a batch to its workers, by verl's own functions."""
+    from verl.workers.utils.padding import left_right_2_no_padding
+
+    found = left_right_2_no_padding(data.to_tensordict())
+    tu.assign_non_tensor(found, **more)
+    return found
+
+
+def as_responses(values: torch.Tensor, data: DataProto) -> torch.Tensor:
+    """Log-probs of whole sequences as the trainer keeps them, [samples, RESPONSE], float32."""
+    from verl.workers.utils.padding import no_padding_2_padding
+
+    return no_padding_2_padding(values, log_prob_batch(data)).float()
+
+
+def log_prob_batch(data: DataProto) -> TensorDict:
+    return without_padding(data, calculate_entropy=True, compute_loss=False)
+
+
+def update_batch(data: DataProto, tiny: Tiny, **more: Any) -> TensorDict:
+    size = len(LENGTHS)
+    settings = {"global_batch_size": size, "mini_batch_size": size, "epochs": 1, "seed": 1} | more
+    return without_padding(
+        data,
+        calculate_entropy=False,
+        dataloader_kwargs={"shuffle": False},
+        compute_loss=True,
+        **settings,
+    )
+
+
+# Where a token sits
+
+
+def rows(numbers: Sequence[int], split: Split) -> list[tuple[int, int] | None]:
+    """The token (sample, position) in each row of this rank's routers for one packed micro-batch."""
+    align = split.tp * split.cp * (2 if split.cp > 1 else 1)
+    found: list[tuple[int, int] | None] = []
+    for number in numbers:
+        length = sum(LENGTHS[number])
+        padded = -(-length // align) * align
+        here = share(padded, split.cp, split.ranks["cp"])
+        found += [(number, position) if position < length else None for position in here]
+    part = len(found) // split.tp
+    return found[split.ranks["tp"] * part : (split.ranks["tp"] + 1) * part]
+
+
+def rollout_routes(tiny: Tiny) -> list[torch.Tensor]:
+    """What a rollout engine hands over of this rank's samples: ids of all decoder layers, dense ones too.
+
+    The last token has none, and neither have two in the middle of each longer response, which a tool wrote.
+    """
+    found = []
+    for number in mine(tiny.split):
+        length = sum(LENGTHS[number])
+        generator = torch.Generator().manual_seed(100 + number)
+        ids = torch.rand(length, len(tiny.moe), EXPERTS, generator=generator).topk(TOPK).indices
+        ids[-1] = 0
+        if LENGTHS[number][1] > 6:
+            ids[LENGTHS[number][0] + 2 : LENGTHS[number][0] + 4] = 0
+        found.append(ids.to(torch.uint8))
+    return found
+
+
+def router_layers(chunks: Sequence[nn.Module]) -> dict[int, nn.Module]:
+    """The routers of a rank, by decoder layer."""
+    bare = [list(megatron_layout.unwrapped(chunk))[-1] for chunk in chunks]
+    return parallel_model.routers(bare)
+
+
+def lend_attention_utils() -> None:
+    """verl's NPU functions for packing, which are plain torch, where flash-attn isn't installed."""
+    utils = importlib.import_module("verl.utils.attention_utils")
+    plain = importlib.import_module("verl.utils.npu_flash_attn_utils")
+    names = ("index_first_axis", "pad_input", "rearrange", "unpad_input")
+    found = tuple(getattr(plain, name) for name in names)
+    utils._get_attention_functions = lambda: found
+
+
+def lend_memory_figures() -> None:
+    """verl logs how much memory a device has; 0.9 takes a machine without one for one with CUDA."""
+    torch.cuda.mem_get_info = lambda *_: (0, 0)  # type: ignore[assignment]
+    for name in (
+        *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
+        *("empty_cache", "reset_peak_memory_stats"),
+    ):
+        for device in (torch.cuda, torch.cpu):
+            setattr(device, name, lambda *_: 0)
+
+
+def lend_pinned_memory() -> None:
+    """verl before 0.9 offloads to memory that only a machine with a device can pin."""
+    torch.Tensor.pin_memory = lambda self, *_: self.clone()  # type: ignore[method-assign]
+
+
+def lend_numpy_1_names() -> None:
+    """Megatron-core before 0.16 saves checkpoints with a function that numpy 2 has renamed."""
+    if not hasattr(np, "product"):
+        np.product = np.prod
+
+
+def prepare() -> None:
+    """Lend what this machine lacks, and put the small engines in their place."""
+    lend_numpy_1_names()
+    lend_pinned_memory()
+    transformers_4.lend()
+    lend_attention_utils()
+    lend_memory_figures()
+    register()

@@ -1,0 +1,146 @@
+"""verl's own Megatron engine, workers and losses in a job of two processes: engine_cases.py says what runs.
+
+torchrun starts engine_worker.py with all cases; what each rank noted is what is asserted here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+WORKER = HERE / "engine_worker.py"
+LAUNCHES = 4
+"""A case that fails takes its launch down; so often are the rest started again."""
+
+SPLITS = (
+    "dp2",
+    "pp2",
+    "pp2 and a stage of dense layers",  # T43
+    "pp2, two virtual stages and a dense chunk",  # T3
+    "tp2 with sequence parallel",
+    "cp2",
+    "full recompute",
+    "ep2",
+)
+CASES = (
+    *(f"{mode}: {split}" for split in SPLITS for mode in ("R2", "R3")),
+    "R2: dynamic micro-batches",
+    "two mini-batches and two epochs",
+    "reference and critic",  # T26
+    "the actor without its adapter",
+    "a second engine",
+    "offloaded in between",
+    "a checkpoint in between",
+    "switched off",
+    "a rollout's routes under R2",  # T4
+    "routes are missing",  # T20
+    "bad samples after the first step",
+    "one rank has bad routes in the first step",
+    "one rank has routes of another length",  # T12
+)
+
+ACTOR = (
+    *(
+        f"0.7's actor, {mode}: {split}"
+        for split in (
+            "dp2",
+            "pp2",
+            "pp2 and a stage of dense layers",
+            "tp2 with sequence parallel",
+            "cp2",
+        )
+        for mode in ("R2", "R3")
+    ),
+    "0.7's actor, R2: pp2, two virtual stages and a dense chunk",
+    "0.7's actor, R2: dynamic micro-batches",
+    "0.7's actor, R2: full recompute",
+    "0.7's actor without its adapter",
+)
+RELEASE = version("verl")
+
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),  # the first test waits for all cases
+]
+
+Notes = dict[str, list[dict[str, Any]]]
+
+
+def _here(cases: tuple[str, ...]) -> list[str]:
+    """Those that this release of verl has the code for."""
+    if cases is CASES:  # 0.7.0's engine has no router replay
+        return [] if RELEASE.startswith("0.7.0") else list(cases)
+    if not RELEASE.startswith("0.7."):
+        return []
+    # 0.7.0's worker has no LoRA.
+    return [case for case in cases if not (RELEASE.startswith("0.7.0") and case.endswith("adapter"))]
+
+
+@pytest.fixture(scope="module")
+def notes(tmp_path_factory: pytest.TempPathFactory) -> Notes:
+    """What both ranks noted of each case."""
+    found: Notes = {}
+    left = _here(CASES) + _here(ACTOR)
+    for launch in range(LAUNCHES):
+        folder = tmp_path_factory.mktemp(f"launch-{launch}")
+        output = _launch(folder, left)
+        for file in sorted(folder.glob("rank-*.jsonl")):
+            for line in file.read_text().splitlines():
+                note = json.loads(line)
+                found.setdefault(note["case"], []).append(note)
+        for case in left:
+            if len(found.get(case, [])) != 2 or any(note["problem"] for note in found[case]):
+                found.setdefault(case, []).append({"problem": f"the job ended:\n{output}"})
+                left = left[left.index(case) + 1 :]
+                break
+        else:
+            break
+        if not left:
+            break
+    return found
+
+
+def _launch(folder: Path, cases: list[str], timeout: float = 400) -> str:
+    """Start a job on a port of its own; return the end of what it printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    process = subprocess.Popen(
+        [*command, str(WORKER), str(folder), *cases],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output = process.communicate(timeout=timeout)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output = process.communicate()[0] + f"\nkilled after {timeout:.0f} s"
+    return output[-3000:]
+
+
+@pytest.mark.parametrize("case", _here(CASES))
+def test_verls_own_engine(notes: Notes, case: str) -> None:
+    _check(notes, case)
+
+
+@pytest.mark.parametrize("case", _here(ACTOR))
+def test_the_workers_own_actor(notes: Notes, case: str) -> None:
+    _check(notes, case)
+
+
+def _check(notes: Notes, case: str) -> None:
+    problems = [note["problem"] for note in notes.get(case, [{"problem": "not run"}]) if note["problem"]]
+    assert not problems, "\n\n".join(problems)
