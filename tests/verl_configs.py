@@ -6,11 +6,10 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import verl
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf, open_dict
-
-import verl
 
 CONFIGS = Path(verl.__path__[0]) / "trainer" / "config"
 HAS_LEGACY = (Path(verl.__path__[0]) / "workers" / "megatron_workers.py").is_file()
