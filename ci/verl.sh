@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests with verl, as it was released: all of them with three releases, each on one Megatron-core, and
-# verl's own functions on two more. Arguments go to pytest, each time.
+# Runs the tests with verl, as it was released: all of them with two releases, each on one Megatron-core, all but
+# its ways in with a third, and verl's own functions on two more Megatron-cores. Arguments go to pytest, each time.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source ci/environment.sh
@@ -20,7 +20,7 @@ run_with() {
 }
 
 run_with 0.12.1 0.7.1 tests/on_verl "$@"
-run_with 0.16.1 0.8.0 tests/on_verl "$@"
+run_with 0.16.1 0.8.0 tests/on_verl --ignore tests/on_verl/test_ways_in.py --ignore tests/on_verl/test_install.py "$@"
 run_with 0.12.1 0.9.1 tests/on_verl "$@"
 run_with 0.13.1 0.9.1 tests/on_verl/test_functions.py "$@"
 run_with 0.15.3 0.8.0 tests/on_verl/test_functions.py "$@"
