@@ -30,7 +30,7 @@ PREFIX = "npu_replay/"
 
 _COUNTED = (
     *("rows", "routed", "samples", "bad_samples"),
-    *("dropped", "chosen", "differing", "compared", "replayed", "microseconds"),
+    *("dropped", "chosen", "differing", "compared", "replayed", "routers", "microseconds"),
 )
 
 
@@ -176,20 +176,14 @@ class Pass:
             self.metrics = _metrics(sums)
             if not self.engine.announced:
                 self.engine.announced = True
-                _announce(self.mode, sums, self.chunks)
+                _announce(self.mode, sums)
         if self.trains:
             self.engine.updates += 1
 
     def _figures(self, session: Feed | Tap | None) -> dict[str, int]:
-        figures = dict.fromkeys(_COUNTED, 0) | self._counted
-        own = session.metrics() if session is not None else {}
         if session is not None:
-            figures |= session.counts()
-        return figures | {
-            "ranks": 1,
-            "routers": int(own.get("routers", 0)),
-            "microseconds": figures["microseconds"] + int(own.get("seconds", 0) * 1e6),
-        }
+            self.count(**session.counts())
+        return dict.fromkeys(_COUNTED, 0) | self._counted | {"ranks": 1}
 
     def _above_ceiling(self, sums: dict[str, int]) -> ReplayError | None:
         ceiling = _setting("NPU_REPLAY_BAD_SAMPLES", 0.01)
@@ -240,7 +234,7 @@ def _add_metrics(output: Any, metrics: dict[str, float]) -> None:
             first.update(metrics)
 
 
-def _announce(mode: str, sums: dict[str, int], chunks: list[nn.Module]) -> None:
+def _announce(mode: str, sums: dict[str, int]) -> None:
     """The one line that says that it is on."""
     if dist.is_initialized() and dist.get_rank() != 0:
         return

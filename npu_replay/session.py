@@ -203,7 +203,12 @@ class Session:
 
     def counts(self) -> dict[str, int]:
         """The whole numbers behind `metrics`, which ranks can add up. Waits for the device."""
-        return {"dropped": int(self._dropped), "chosen": self._chosen}
+        return {
+            "routers": self._count,
+            "microseconds": int(self._seconds * 1e6),
+            "dropped": int(self._dropped),
+            "chosen": self._chosen,
+        }
 
     def _check_nesting(self) -> None:
         for router in self._all_routers():

@@ -8,6 +8,16 @@ import sys
 from pathlib import Path
 
 
+def by_case(script: str, folder: Path, count: int) -> dict[str, list[str]]:
+    """What each process found, by case, from the lines «case = result» of their files."""
+    found: dict[str, list[str]] = {}
+    for lines in run(script, folder, count):
+        for line in lines:
+            case, _, result = line.partition(" = ")
+            found.setdefault(case, []).append(result)
+    return found
+
+
 def run(script: str, folder: Path, count: int, timeout: float = 200) -> list[list[str]]:
     """Start `script FOLDER RANK` for each rank; return the lines of its file, if all ended well."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])

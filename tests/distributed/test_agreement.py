@@ -18,13 +18,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    folder = tmp_path_factory.mktemp("agreement")
-    found: dict[str, list[str]] = {}
-    for lines in processes.run(__file__, folder, PROCESSES):
-        for line in lines:
-            case, _, result = line.partition(" = ")
-            found.setdefault(case, []).append(result)
-    return found
+    return processes.by_case(__file__, tmp_path_factory.mktemp("agreement"), PROCESSES)
 
 
 def test_figures_are_added_up(results: dict[str, list[str]]) -> None:

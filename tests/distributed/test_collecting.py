@@ -30,13 +30,7 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """What each process found, by case."""
-    folder = tmp_path_factory.mktemp("collecting")
-    found: dict[str, list[str]] = {}
-    for lines in processes.run(__file__, folder, PROCESSES):
-        for line in lines:
-            case, _, result = line.partition(" = ")
-            found.setdefault(case, []).append(result)
-    return found
+    return processes.by_case(__file__, tmp_path_factory.mktemp("collecting"), PROCESSES)
 
 
 def test_rows_and_layers_of_all_ranks_become_whole_sequences(results: dict[str, list[str]]) -> None:

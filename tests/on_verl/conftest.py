@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+import transformers_4
+
 HERE = Path(__file__).parent
 NEEDED = ("verl", "ray", "tensordict", "hydra")
 
@@ -58,16 +60,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def transformers_4_names() -> Iterator[None]:
     """verl 0.7.0 imports a class that transformers 5 has renamed, and uses it for vision models alone."""
-    import transformers
-
-    # On the module's class: more than one transformers comes and goes in a process that imports verl.
-    kind = type(transformers)
-    lent = not hasattr(transformers, "AutoModelForVision2Seq")
-    if lent:
-        kind.AutoModelForVision2Seq = property(lambda module: module.AutoModelForImageTextToText)
+    lent = transformers_4.lend()
     yield
     if lent:
-        del kind.AutoModelForVision2Seq
+        transformers_4.take_back()
 
 
 class Child:
