@@ -23,7 +23,7 @@ def all_here(patience: float = PATIENCE) -> None:
     """Wait until every rank of the job has asked as often as this one.
 
     Raises:
-        ReplayError: some haven't within so many seconds; says which.
+        ReplayError: some haven't within so many seconds; says which. Or nobody can be asked any more.
     """
     global _calls
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -31,10 +31,18 @@ def all_here(patience: float = PATIENCE) -> None:
     _calls += 1
     store: Any = dist.distributed_c10d._get_default_store()
     names = [f"npu_replay/{_calls}/{rank}" for rank in range(dist.get_world_size())]
-    store.set(names[dist.get_rank()], "here")
     try:
+        store.set(names[dist.get_rank()], "here")
         store.wait(names, timedelta(seconds=patience))
-    except RuntimeError as gone:
+    except dist.DistNetworkError as closed:
+        raise ReplayError(
+            "not all ranks take part in the replay",
+            where=f"rank {dist.get_rank()}",
+            expected="the store that the ranks met in",
+            got=f"it no longer answers ({closed})",
+            cause="the process that keeps it has ended, which is rank 0 or its launcher: see its log",
+        ) from closed
+    except RuntimeError as late:
         absent = [rank for rank, name in enumerate(names) if not store.check([name])]
         raise ReplayError(
             "not all ranks take part in the replay",
@@ -43,4 +51,4 @@ def all_here(patience: float = PATIENCE) -> None:
             got=f"nothing from ranks {absent[:16]}{' and more' if len(absent) > 16 else ''}",
             cause="npu_replay isn't installed on a node, or NPU_REPLAY_DISABLE=1 is set there alone; or a "
             "rank that failed before (see its log)",
-        ) from gone
+        ) from late

@@ -173,7 +173,7 @@ ROUTINGS = (
 
 
 class Norm(nn.Module):
-    """RMSNorm that may be used with sequence parallelism."""
+    """RMSNorm that may be used with sequence parallelism; Megatron's own without Apex refuses it."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
@@ -213,11 +213,11 @@ class Attention(nn.Module):
 
 def _of_all_ranks(mine: torch.Tensor, heads: int) -> torch.Tensor:
     """Keys or values of all context-parallel ranks, one for each head of the queries."""
-    gathered: torch.Tensor = _Gather.apply(mine)  # type: ignore[no-untyped-call]
+    gathered: torch.Tensor = Gather.apply(mine)  # type: ignore[no-untyped-call]
     return gathered.repeat_interleave(heads // mine.shape[2], 2)
 
 
-class _Gather(torch.autograd.Function):
+class Gather(torch.autograd.Function):
     """All context-parallel ranks' rows, one rank after the other."""
 
     @staticmethod

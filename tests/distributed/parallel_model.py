@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from npu_replay.demo import megatron_model
+from npu_replay.smoke_model import Gather, Norm
 
 VOCAB, LAYERS, EXPERTS, TOPK = 64, 4, 8, 2
 EVERY = (1, 1, 1, 1)
@@ -105,19 +106,6 @@ class Split:
 # The model
 
 
-class Norm(nn.Module):
-    """RMSNorm that may be used with sequence parallelism; Megatron's own without Apex refuses it."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.eps = eps
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden * (hidden.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
-
-
 class Attention(nn.Module):
     """Causal attention over padded or packed rows; each context-parallel rank gathers all keys and values."""
 
@@ -144,32 +132,13 @@ class Attention(nn.Module):
         first = rows * parallel_state.get_context_parallel_rank()
         places = _places(rows * ranks, ranks, packed_seq_params)
         key, value = (
-            _Gather.apply(one).repeat_interleave(query.shape[2] // one.shape[2], 2) for one in (key, value)
+            Gather.apply(one).repeat_interleave(query.shape[2] // one.shape[2], 2) for one in (key, value)
         )
         scores = torch.einsum("qbnc,kbnc->bnqk", query, key) * self.scale
         mine = places[first : first + rows, None]
         seen = (mine[..., 0] == places[:, 0]) & (mine[..., 1] >= places[:, 1])
         chances = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         return torch.einsum("bnqk,kbnc->qbnc", chances, value).flatten(2)
-
-
-class _Gather(torch.autograd.Function):
-    """All context-parallel ranks' rows, one rank after the other."""
-
-    @staticmethod
-    def forward(ctx: Any, mine: torch.Tensor) -> torch.Tensor:
-        from megatron.core import parallel_state
-
-        ctx.group = parallel_state.get_context_parallel_group()
-        everyones = [torch.empty_like(mine) for _ in range(ctx.group.size())]
-        dist.all_gather(everyones, mine.contiguous(), group=ctx.group)
-        return torch.cat(everyones)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        total = gradient.contiguous()
-        dist.all_reduce(total, group=ctx.group)
-        return total.chunk(ctx.group.size())[ctx.group.rank()]
 
 
 def _places(rows: int, ranks: int, packed: Any) -> torch.Tensor:

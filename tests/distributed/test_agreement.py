@@ -43,6 +43,25 @@ def test_a_rank_that_is_not_here_is_named(results: dict[str, list[str]]) -> None
         assert "nothing from ranks [2]" in told[rank]
 
 
+def test_a_store_that_has_gone_is_said_to_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever keeps it has failed before; the others would show a torch.distributed.DistNetworkError."""
+    import torch.distributed as dist
+
+    from npu_replay import roll_call
+    from npu_replay.errors import ReplayError
+
+    class Closed:
+        def set(self, key: str, value: str) -> None:
+            raise dist.DistNetworkError("Broken pipe")
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", Closed)
+    with pytest.raises(ReplayError, match=r"rank 1: .*it no longer answers \(Broken pipe\).*rank 0"):
+        roll_call.all_here()
+
+
 def test_they_go_on_together_afterwards(results: dict[str, list[str]]) -> None:
     assert results["again"] == ["{'ranks': 3}"] * PROCESSES
 
