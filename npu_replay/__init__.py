@@ -23,6 +23,7 @@ from npu_replay.recording import record
 from npu_replay.replaying import replay
 from npu_replay.reporting import report, uninstall
 from npu_replay.routed_experts import RoutedExperts
+from npu_replay.routed_model import RoutedModel
 from npu_replay.routers import register
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ __all__ = [
     "ParallelLayout",
     "ReplayError",
     "RoutedExperts",
+    "RoutedModel",
     "TokenLayout",
     "collect",
     "compare",

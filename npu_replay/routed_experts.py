@@ -12,7 +12,7 @@ from typing import ClassVar, TypeAlias
 import numpy as np
 import torch
 
-from npu_replay import route_bytes, route_file
+from npu_replay import id_checks, route_bytes, route_file
 from npu_replay.errors import InvalidRoutes
 
 IdArray: TypeAlias = "torch.Tensor | np.ndarray"
@@ -114,6 +114,23 @@ class RoutedExperts:
         """Build one around an array that nobody else will write to, with every check and no copy."""
         routes = cls.__new__(cls)
         routes._fill(ids, layers, num_experts, recorded, fingerprint, weight_version, copy=False)
+        return routes
+
+    @classmethod
+    def _checked(
+        cls,
+        *,
+        ids: torch.Tensor,
+        layers: tuple[int, ...],
+        num_experts: int,
+        recorded: torch.Tensor,
+        fingerprint: int | None,
+        weight_version: int | str | None,
+    ) -> RoutedExperts:
+        """Build one of narrow ids that were checked just now, zeros in rows without a route."""
+        routes = cls.__new__(cls)
+        _checked_sizes(num_experts, topk=ids.shape[2])
+        routes._set(ids, layers, num_experts, recorded, fingerprint, _checked_version(weight_version))
         return routes
 
     @property
@@ -291,17 +308,18 @@ class RoutedExperts:
 
         For routes from outside: it is how rollout engines fail in silence (all zeros, a stale buffer).
         """
-        ids = self.ids[self.recorded]
+        rows = self.ids.numpy()
+        ids = rows if bool(self.recorded.all()) else rows[self.recorded.numpy()]
         if len(ids) < CONSTANT_ROWS:
             return self
-        constant = (ids == ids[:1]).all(dim=2).all(dim=0)
-        if bool(constant.any()):
-            column = int(constant.nonzero()[0])
+        constant = id_checks.constant_columns(ids)
+        if len(constant):
+            column = int(constant[0])
             raise InvalidRoutes(
                 f"all {len(ids)} recorded rows are the same",
                 where=f"layer {self.layers[column]}",
                 expected="routes that depend on the token",
-                got=f"{ids[0, column].tolist()} in every row ({int(constant.sum())} such layers)",
+                got=f"{ids[0, column].tolist()} in every row ({len(constant)} such layers)",
                 cause="the rollout engine didn't capture this layer (its buffer was never bound, or the "
                 "layer is dense and its column must be dropped by label)",
             )
@@ -463,20 +481,12 @@ def _check_range(ids: torch.Tensor, layers: tuple[int, ...], num_experts: int, r
 
 
 def _check_duplicates(ids: torch.Tensor, layers: tuple[int, ...], rows: torch.Tensor) -> None:
-    twice = torch.zeros(ids.shape[:2], dtype=torch.bool)
-    if ids.shape[2] <= 16:  # pairs of columns beat a sort up to here
-        for a in range(ids.shape[2]):
-            for b in range(a):
-                twice |= ids[..., a] == ids[..., b]
-    else:
-        ordered = ids.sort(dim=2).values
-        twice = (ordered[..., 1:] == ordered[..., :-1]).any(dim=2)
-    twice &= rows[:, None]
-    if not bool(twice.any()):
+    twice = id_checks.named_twice(ids.numpy(), rows.numpy())
+    if not len(twice):
         return
-    row, column = twice.nonzero()[0].tolist()
+    row, column = twice[0]
     raise InvalidRoutes(
-        f"{int(twice.sum())} token-layers name an expert twice, the first in row {row}",
+        f"{len(twice)} token-layers name an expert twice, the first in row {row}",
         where=f"layer {layers[column]}",
         expected=f"{ids.shape[2]} different experts a token",
         got=ids[row, column].tolist(),

@@ -1,0 +1,308 @@
+"""The door: what a rollout engine hands over is checked here, and leaves as RoutedExperts or as an error.
+
+The commonest failure is an array that looks right and isn't: zeros, a layer that was never captured, rows of
+another request. Nothing in it says so, so each way in which engines fail is looked for, and the error names
+the likeliest fault of that engine and release.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from npu_replay import id_checks
+from npu_replay.errors import InvalidRoutes
+from npu_replay.fingerprint import fingerprint
+from npu_replay.id_checks import Array
+from npu_replay.routed_experts import CONSTANT_ROWS, RoutedExperts, narrow_dtype
+from npu_replay.routed_model import RoutedModel
+
+Missing = Literal["error", "native"]
+
+_SURE_BITS = 96
+"""So much choice a row must hold before two tokens with the same one are called a fault: by chance it happens
+once in 2**96 pairs."""
+
+
+class Symptom(str, Enum):
+    """What is seen to be wrong with an engine's routes."""
+
+    MISSING = "missing"
+    UNREADABLE = "unreadable"
+    SHAPE = "shape"
+    COLUMNS = "columns"
+    TOPK = "topk"
+    TOO_FEW_ROWS = "too few rows"
+    TOO_MANY_ROWS = "too many rows"
+    RANGE = "range"
+    ZEROS = "zeros"
+    ZERO_ROWS = "zero rows"
+    CONSTANT_LAYER = "constant layer"
+    DUPLICATES = "duplicates"
+    DENSE_COLUMN = "dense column"
+    STALE_ROWS = "stale rows"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One known fault of an engine.
+
+    Attributes:
+        symptom: how it shows.
+        since: the first release that has it; empty: all.
+        until: the first that hasn't; empty: none that is known.
+        cause: for the user: what it is, what to do.
+    """
+
+    symptom: Symptom
+    since: str = ""
+    until: str = ""
+    cause: str
+
+    def in_release(self, version: str) -> bool:
+        """Has that release this fault? Unknown releases may have any."""
+        if not version:
+            return True
+        at = release(version)
+        return (not self.since or at >= release(self.since)) and (not self.until or at < release(self.until))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Whose data it is, for messages.
+
+    Attributes:
+        engine: «vLLM».
+        version: its release, where known.
+        sample: «request 17, completion 2».
+        field: where in the engine's answer: «choices[0].routed_experts».
+        faults: what is known to be wrong with the engine; the first that fits is named.
+    """
+
+    engine: str
+    version: str = ""
+    sample: str = ""
+    field: str = ""
+    faults: tuple[Fault, ...] = ()
+
+    def error(
+        self, symptom: Symptom, problem: str, *, expected: object = None, got: object = None, where: str = ""
+    ) -> InvalidRoutes:
+        """An error about this data, with the likeliest known cause."""
+        engine = f"{self.engine} {self.version}".rstrip()
+        parts = (engine, self.sample, self.field, where)
+        return InvalidRoutes(
+            problem,
+            where=", ".join(part for part in parts if part),
+            expected=expected,
+            got=got,
+            cause=self._cause(symptom),
+        )
+
+    def _cause(self, symptom: Symptom) -> str:
+        fitting = [
+            fault for fault in self.faults if fault.symptom is symptom and fault.in_release(self.version)
+        ]
+        if self.version and fitting:
+            return fitting[0].cause
+        return "; or ".join(fault.cause for fault in fitting[:2])
+
+
+def release(version: str) -> tuple[int, ...]:
+    """«0.5.12.post1» as (0, 5, 12), «0.24.0rc1» as (0, 24, 0): for comparing; zeros where nothing is said."""
+    numbers = [int(number[:9]) for number in re.findall(r"\d+", version.split("rc")[0])[:3]]
+    return tuple(numbers + [0] * (3 - len(numbers)))
+
+
+def admit(
+    rows: Any,
+    *,
+    model: RoutedModel,
+    tokens: Sequence[int] | Array | torch.Tensor,
+    source: Source,
+    start: int = 0,
+    ended: bool = True,
+    surplus: int = 0,
+    missing: Missing = "error",
+    weight_version: int | str | None = None,
+) -> RoutedExperts:
+    """Check an engine's array and make it the routes of its sequence.
+
+    Args:
+        rows: [n, columns, topk], any integer dtype, read-only or not: row i is the token at start + i. The
+            columns are all decoder layers, of which the dense are dropped by label, or the MoE layers only.
+        model: which layers route, and over how many experts.
+        tokens: [tokens], ids of prompt and output. The last has no row: the engine never ran it.
+        source: for messages.
+        start: the first row's token; those before have no route.
+        ended: the engine ended the request by itself. One that was aborted may have fewer rows.
+        surplus: so many rows more may be there, and are cut off: of tokens that a stop string took back.
+        missing: "native" leaves rows that are zero in all layers without a route; else they are an error.
+        weight_version: which weights chose, if known.
+
+    Returns:
+        One row a token, with the fingerprint of `tokens`.
+
+    Raises:
+        InvalidRoutes: what is wrong, where, and the likeliest fault of the engine.
+    """
+    ids = np.asarray(tokens, dtype=np.int64).reshape(-1)
+    rows = _in_columns(_in_rows(rows, len(ids), start, ended, surplus, source), model, source)
+    _check_range(rows, model, source)
+    blank = _blank_rows(rows, model, missing, source)
+    room = np.zeros((len(ids), len(model.layers), model.topk), _numpy_dtype(model))
+    there = room[start : start + len(rows)]
+    np.copyto(there, rows, casting="unsafe")
+    recorded = np.zeros(len(ids), bool)
+    recorded[start : start + len(rows)] = True
+    recorded[start + blank] = False
+    _check_rows(there, recorded[start : start + len(rows)], ids[start:], model, source, start)
+    return RoutedExperts._checked(
+        ids=torch.from_numpy(room),
+        layers=model.layers,
+        num_experts=model.num_experts,
+        recorded=torch.from_numpy(recorded),
+        fingerprint=fingerprint(ids),
+        weight_version=weight_version,
+    )
+
+
+def _numpy_dtype(model: RoutedModel) -> Any:
+    return np.uint8 if narrow_dtype(model.num_experts) is torch.uint8 else np.int16
+
+
+def _in_rows(rows: Any, tokens: int, start: int, ended: bool, surplus: int, source: Source) -> Array:
+    """As many rows as the engine has run tokens, or fewer where it was stopped."""
+    if not isinstance(rows, np.ndarray) or rows.ndim != 3 or rows.dtype.kind not in "iu":
+        raise source.error(
+            Symptom.SHAPE,
+            "this isn't an array of expert ids",
+            expected="integers, [tokens, layers, topk]",
+            got=f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, np.ndarray) else type(rows).__name__,
+        )
+    if not 0 <= start <= tokens:
+        raise source.error(
+            Symptom.SHAPE, "the first row's token isn't in the sequence", expected=f"0 to {tokens}", got=start
+        )
+    ran = max(0, tokens - 1 - start)
+    if len(rows) < ran and ended:
+        raise source.error(
+            Symptom.TOO_FEW_ROWS,
+            "the engine has rows for fewer tokens than it ran",
+            expected=f"{ran} rows ({tokens} tokens from {start} on; the last has none)",
+            got=len(rows),
+        )
+    if len(rows) > ran + surplus:
+        raise source.error(
+            Symptom.TOO_MANY_ROWS,
+            "the engine has rows for more tokens than the sequence has",
+            expected=f"{ran} rows ({tokens} tokens from {start} on; the last has none)",
+            got=len(rows),
+        )
+    return rows[:ran]
+
+
+def _in_columns(rows: Array, model: RoutedModel, source: Source) -> Array:
+    """The columns of the MoE layers."""
+    columns, topk = rows.shape[1:]
+    if topk != model.topk:
+        raise source.error(
+            Symptom.TOPK, "the engine's top-k isn't the model's", expected=f"{model.topk} ids", got=topk
+        )
+    if columns == len(model.layers):
+        return rows
+    if columns != model.num_layers:
+        raise source.error(
+            Symptom.COLUMNS,
+            "the engine's columns are neither all decoder layers nor the MoE layers",
+            expected=f"{model.num_layers}, or {len(model.layers)}",
+            got=columns,
+        )
+    dense = rows[:, list(model.dense)]
+    if dense.any():
+        row, column, _ = np.argwhere(dense)[0]
+        raise source.error(
+            Symptom.DENSE_COLUMN,
+            "a dense layer has experts",
+            where=f"layer {model.dense[column]}",
+            expected="zeros in the columns of dense layers",
+            got=f"{dense[row, column].tolist()} in row {row}",
+        )
+    first, last = model.layers[0], model.layers[-1]
+    if last - first == len(model.layers) - 1:
+        return rows[:, first : last + 1]
+    return rows[:, list(model.layers)]
+
+
+def _check_range(rows: Array, model: RoutedModel, source: Source) -> None:
+    if not rows.size or (rows.min() >= 0 and rows.max() < model.num_experts):
+        return
+    row, column, slot = np.argwhere((rows < 0) | (rows >= model.num_experts))[0]
+    raise source.error(
+        Symptom.RANGE,
+        f"an id is out of range, the first in row {row}",
+        where=f"layer {model.layers[column]}",
+        expected=f"0 to {model.num_experts - 1}",
+        got=int(rows[row, column, slot]),
+    )
+
+
+def _blank_rows(rows: Array, model: RoutedModel, missing: Missing, source: Source) -> Array:
+    """The rows that were never written. With a top-k of 1 they can't be told from expert 0."""
+    if model.topk == 1:
+        return np.empty(0, np.int64)
+    blank = id_checks.blank_rows(rows)
+    if len(blank) and missing == "error":
+        every = len(blank) == len(rows)
+        raise source.error(
+            Symptom.ZEROS if every else Symptom.ZERO_ROWS,
+            f"all {len(rows)} rows are zeros"
+            if every
+            else f"{len(blank)} of {len(rows)} rows are zeros in all layers",
+            expected=f"{model.topk} different experts a token",
+            got="nothing that was captured" if every else f"none from row {blank[0]} to {blank[-1]}",
+        )
+    return blank
+
+
+def _check_rows(
+    rows: Array, recorded: Array, tokens: Array, model: RoutedModel, source: Source, start: int
+) -> None:
+    twice = id_checks.named_twice(rows, recorded)
+    known = rows if recorded.all() else rows[recorded]
+    constant = id_checks.constant_columns(known)
+    if len(known) >= CONSTANT_ROWS and len(constant):
+        raise source.error(
+            Symptom.CONSTANT_LAYER,
+            f"all {len(known)} rows are the same ({len(constant)} such layers)",
+            where=f"layer {model.layers[constant[0]]}",
+            expected="routes that depend on the token",
+            got=known[0, constant[0]].tolist(),
+        )
+    if len(twice):
+        row, column = twice[0]
+        raise source.error(
+            Symptom.DUPLICATES,
+            f"{len(twice)} token-layers name an expert twice, the first in row {start + row}",
+            where=f"layer {model.layers[column]}",
+            expected=f"{model.topk} different experts",
+            got=rows[row, column].tolist(),
+        )
+    if len(model.layers) * math.log2(math.comb(model.num_experts, model.topk)) < _SURE_BITS:
+        return
+    at = np.arange(len(rows)) if len(known) == len(rows) else np.flatnonzero(recorded)
+    stale = at[id_checks.repeated_rows(known, tokens[at])]
+    if len(stale):
+        raise source.error(
+            Symptom.STALE_ROWS,
+            f"{len(stale)} rows are another token's in all layers, the first is row {start + stale[0]}",
+            expected="routes that depend on the token",
+            got=f"a copy, for token {int(tokens[stale[0]])}",
+        )

@@ -1,0 +1,117 @@
+"""What can be wrong with an array of expert ids, looked for in blocks that stay in the processor's cache."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+_BLOCK = 1 << 17  # ids; the fastest of 2**14 to 2**20, for ids of one byte and of two
+
+
+def named_twice(ids: Array, recorded: Array) -> Array:
+    """The token-layers that name an expert twice.
+
+    Args:
+        ids: [tokens, layers, topk].
+        recorded: [tokens] bool; other rows aren't looked at.
+
+    Returns:
+        [n, 2] int64, the row and the column of each, in order.
+    """
+    tokens, layers, topk = ids.shape
+    if ids.size == 0 or topk == 1:
+        return np.empty((0, 2), np.int64)
+    found = [np.empty((0, 2), np.int64)]
+    step = max(1, _BLOCK // (layers * topk))
+    for first in range(0, tokens, step):
+        block = ids[first : first + step]
+        if _any_twice(np.ascontiguousarray(block)):
+            rows = np.flatnonzero(recorded[first : first + step])
+            ordered = np.sort(block[rows], axis=2)
+            at = np.argwhere((ordered[..., 1:] == ordered[..., :-1]).any(axis=2))
+            found.append(np.stack([first + rows[at[:, 0]], at[:, 1]], axis=1))
+    return np.concatenate(found)
+
+
+def _any_twice(block: Array) -> bool:
+    """Does any token-layer name an expert twice? The flat ids are held against themselves, shifted by 1 to
+    topk - 1 places: that compares the ids of neighbours too, which a mask takes out again."""
+    topk = block.shape[-1]
+    flat = block.reshape(-1)
+    equal = np.empty(len(flat), bool)
+    for shift, same_row in enumerate(_masks(topk, len(flat)), start=1):
+        there = equal[: len(flat) - shift]
+        np.equal(flat[shift:], flat[:-shift], out=there)
+        np.logical_and(there, same_row, out=there)
+        if there.any():
+            return True
+    return False
+
+
+@functools.lru_cache(maxsize=8)
+def _masks(topk: int, length: int) -> list[Array]:
+    """For each shift: is a flat id's token-layer that of the one `shift` places on, too? Most blocks of a job
+    have one length, so they are kept."""
+    place = np.arange(length) % topk
+    return [place[: length - shift] < topk - shift for shift in range(1, topk)]
+
+
+def constant_columns(ids: Array) -> Array:
+    """The columns in which all rows are the same, [n] int64.
+
+    Args:
+        ids: [tokens, layers, topk].
+    """
+    if ids.size == 0:
+        return np.empty(0, np.int64)
+    suspects = np.flatnonzero((ids[0] == ids[-1]).all(axis=1))
+    for block in _blocks(ids):
+        if not len(suspects):
+            break
+        suspects = suspects[(block[:, suspects] == ids[0, suspects]).all(axis=(0, 2))]
+    return suspects
+
+
+def blank_rows(ids: Array) -> Array:
+    """The rows that are zero throughout, [n] int64.
+
+    Args:
+        ids: [tokens, layers, topk].
+    """
+    if ids.size == 0:
+        return np.empty(0, np.int64)
+    suspects = np.flatnonzero(~ids[:, 0].any(axis=1))
+    return suspects[~ids[suspects].any(axis=(1, 2))]
+
+
+def repeated_rows(ids: Array, tokens: Array) -> Array:
+    """The rows that are those of an earlier token throughout, although it is another token, [n] int64.
+
+    Args:
+        ids: [tokens, layers, topk].
+        tokens: [tokens], integers.
+    """
+    if len(ids) < 2 or ids.size == 0:
+        return np.empty(0, np.int64)
+    flat = np.ascontiguousarray(ids).reshape(len(ids), -1)
+    # A number that equal rows share, of a few columns: the rest is only read where it is the same.
+    columns = np.unique(np.linspace(0, flat.shape[1] - 1, num=16, dtype=np.int64))
+    weights = np.random.default_rng(0).integers(1, 2**62, len(columns), dtype=np.uint64)
+    keys = (flat[:, columns].astype(np.uint64) * weights).sum(axis=1, dtype=np.uint64)
+    order = np.argsort(keys, kind="stable")
+    same_key = keys[order[1:]] == keys[order[:-1]]
+    earlier, later = order[:-1][same_key], order[1:][same_key]
+    apart = tokens[earlier] != tokens[later]
+    earlier, later = earlier[apart], later[apart]
+    return np.sort(later[(flat[later] == flat[earlier]).all(axis=1)])
+
+
+def _blocks(ids: Array) -> Iterator[Array]:
+    step = max(1, _BLOCK // ids[0].size)
+    for first in range(0, len(ids), step):
+        yield ids[first : first + step]
