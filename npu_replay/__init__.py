@@ -22,6 +22,8 @@ from npu_replay.pinning import pin_recompute
 from npu_replay.recording import record
 from npu_replay.replaying import replay
 from npu_replay.reporting import report, uninstall
+from npu_replay.rollout import Rollout, Turn
+from npu_replay.route_store import RouteStore
 from npu_replay.routed_experts import RoutedExperts
 from npu_replay.routed_model import RoutedModel
 from npu_replay.routers import register
@@ -32,9 +34,12 @@ __all__ = [
     "DecoderLayers",
     "ParallelLayout",
     "ReplayError",
+    "Rollout",
+    "RouteStore",
     "RoutedExperts",
     "RoutedModel",
     "TokenLayout",
+    "Turn",
     "collect",
     "compare",
     "compat",

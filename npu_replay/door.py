@@ -216,15 +216,26 @@ def _in_columns(rows: Array, model: RoutedModel, source: Source) -> Array:
         raise source.error(
             Symptom.TOPK, "the engine's top-k isn't the model's", expected=f"{model.topk} ids", got=topk
         )
-    if columns == len(model.layers):
-        return rows
-    if columns != model.num_layers:
+    if columns == model.num_layers:
+        _check_dense(rows, model, source)
+        labels = tuple(range(columns))
+    elif columns == len(model.sparse):
+        labels = model.sparse
+    else:
         raise source.error(
             Symptom.COLUMNS,
             "the engine's columns are neither all decoder layers nor the MoE layers",
-            expected=f"{model.num_layers}, or {len(model.layers)}",
+            expected=f"{model.num_layers}, or {len(model.sparse)}",
             got=columns,
         )
+    wanted = [labels.index(layer) for layer in model.layers]
+    if wanted[-1] - wanted[0] == len(wanted) - 1:
+        return rows[:, wanted[0] : wanted[-1] + 1]  # neighbours aren't copied
+    return rows[:, wanted]
+
+
+def _check_dense(rows: Array, model: RoutedModel, source: Source) -> None:
+    """The columns of dense layers are zeros, or the labels have shifted."""
     dense = rows[:, list(model.dense)]
     if dense.any():
         row, column, _ = np.argwhere(dense)[0]
@@ -235,10 +246,6 @@ def _in_columns(rows: Array, model: RoutedModel, source: Source) -> Array:
             expected="zeros in the columns of dense layers",
             got=f"{dense[row, column].tolist()} in row {row}",
         )
-    first, last = model.layers[0], model.layers[-1]
-    if last - first == len(model.layers) - 1:
-        return rows[:, first : last + 1]
-    return rows[:, list(model.layers)]
 
 
 def _check_range(rows: Array, model: RoutedModel, source: Source) -> None:

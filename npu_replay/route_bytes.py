@@ -62,14 +62,19 @@ def _written(described: dict[str, Any]) -> bytes:
     return json.dumps(described, sort_keys=True).encode()
 
 
-def dump(routes: RoutedExperts) -> bytes:
-    """Serialize; see the module's docstring for the layout."""
+def pieces(routes: RoutedExperts) -> tuple[bytes, memoryview, bytes]:
+    """Header, ids and recorded bits; the ids share memory with the routes. See the module for the layout."""
     described = header(routes)
     ids = routes.ids.contiguous().numpy().data.cast("B") if routes.ids.numel() else memoryview(b"")
-    recorded = np.packbits(routes.recorded.numpy()).tobytes()
+    recorded = packed(routes.recorded)
     described["digest"] = digest(described, ids, recorded)
     text = _written(described)
-    return b"".join((MAGIC, struct.pack("<I", len(text)), text, ids, recorded))
+    return b"".join((MAGIC, struct.pack("<I", len(text)), text)), ids, recorded
+
+
+def packed(recorded: torch.Tensor) -> bytes:
+    """One bit a token."""
+    return np.packbits(recorded.numpy()).tobytes()
 
 
 def parse(data: bytes | bytearray | memoryview) -> dict[str, Any]:
@@ -119,7 +124,7 @@ def parse(data: bytes | bytearray | memoryview) -> dict[str, Any]:
         )
     ids = np.frombuffer(body[:size], dtype=dtype).reshape(shape)
     recorded = np.unpackbits(np.frombuffer(body[size:], dtype=np.uint8), count=shape[0]).astype(bool)
-    return arguments(described, _shared_tensor(ids), torch.from_numpy(recorded))
+    return arguments(described, shared_tensor(ids), torch.from_numpy(recorded))
 
 
 def arguments(described: dict[str, Any], ids: torch.Tensor, recorded: torch.Tensor) -> dict[str, Any]:
@@ -134,7 +139,8 @@ def arguments(described: dict[str, Any], ids: torch.Tensor, recorded: torch.Tens
     }
 
 
-def _shared_tensor(ids: np.ndarray) -> torch.Tensor:
+def shared_tensor(ids: np.ndarray) -> torch.Tensor:
+    """A tensor on numpy's memory, which may be read-only."""
     if ids.flags.writeable:
         return torch.from_numpy(ids)
     # RoutedExperts never writes to its ids, so read-only memory (bytes) can be shared too; torch only

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from npu_replay import route_bytes
 from npu_replay.errors import RouteFileError
@@ -20,7 +19,9 @@ FORMAT = "npu_replay.routes.1"
 
 def save(routes: RoutedExperts, path: str | os.PathLike[str], *, overwrite: bool) -> None:
     """Write `routes` to `path`, whole or not at all."""
-    serialize = _safetensors("save")
+    require_safetensors()
+    from safetensors.torch import save as serialize
+
     described = route_bytes.header(routes)
     recorded = routes.recorded.numpy().tobytes()
     described["digest"] = route_bytes.digest(described, routes.ids.numpy().tobytes(), recorded)
@@ -31,7 +32,7 @@ def save(routes: RoutedExperts, path: str | os.PathLike[str], *, overwrite: bool
 
 def parse(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the arguments of RoutedExperts from the file at `path`."""
-    _safetensors("save")  # says how to install it
+    require_safetensors()
     from safetensors import SafetensorError, safe_open
 
     where = str(path)
@@ -109,13 +110,13 @@ def _umask() -> int:
     return mask
 
 
-def _safetensors(name: str) -> Callable[..., bytes]:
+def require_safetensors() -> None:
+    """Raises RouteFileError, with what to do, where safetensors isn't installed."""
     try:
-        import safetensors.torch
+        import safetensors.torch  # noqa: F401
     except ImportError as error:
         raise RouteFileError(
             "files of routes need the package safetensors",
             cause="the core is installed without its extras: pip install 'npu-replay[files]', or use "
             "to_bytes() and from_bytes(), which need nothing",
         ) from error
-    return cast("Callable[..., bytes]", getattr(safetensors.torch, name))

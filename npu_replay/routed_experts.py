@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -89,7 +89,7 @@ class RoutedExperts:
         num_experts = _checked_sizes(num_experts, topk=wide.shape[2])
         _check_range(wide, labels, num_experts, rows)
         narrow = wide.to(narrow_dtype(num_experts))
-        if not bool(rows.all()):
+        if bool(narrow[~rows].any()):
             narrow = narrow.masked_fill(~rows[:, None, None], 0)
         _check_duplicates(narrow, labels, rows)
         if copy and narrow.data_ptr() == wide.data_ptr():
@@ -327,7 +327,18 @@ class RoutedExperts:
 
     def to_bytes(self) -> bytes:
         """Return a byte string that says everything about itself, for the wire."""
-        return route_bytes.dump(self)
+        return b"".join(self.to_buffers())
+
+    def to_buffers(self) -> tuple[bytes, memoryview, bytes]:
+        """Return `to_bytes` in three pieces, the ids not copied: for `writelines` of a file or a socket."""
+        return route_bytes.pieces(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # numpy's arrays go out of band where the pickler can do that (protocol 5): Ray copies the ids neither
+        # when it stores them nor when it reads them.
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        arrays = {name: values[name].contiguous().numpy() for name in ("ids", "recorded")}
+        return _unpickled, (values | arrays, self.bad_samples)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> RoutedExperts:
@@ -356,6 +367,15 @@ class RoutedExperts:
             InvalidRoutes: the routes in it are wrong.
         """
         return cls._adopt(**route_file.parse(path)).check_not_constant()
+
+
+def _unpickled(values: dict[str, Any], bad_samples: int) -> RoutedExperts:
+    arrays = {name: route_bytes.shared_tensor(values[name]) for name in ("ids", "recorded")}
+    routes = RoutedExperts.__new__(RoutedExperts)
+    routes._set(*(values | arrays).values())
+    if bad_samples:
+        object.__setattr__(routes, "bad_samples", bad_samples)
+    return routes
 
 
 def without_layers() -> RoutedExperts:

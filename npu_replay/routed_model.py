@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import operator
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,6 +34,27 @@ _TOPK = (
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
 
+_KINDS: dict[str, tuple[str, ...]] = {
+    "mlp_layer_types": ("sparse", "moe", "hash_moe"),
+    "layers_block_type": ("moe",),  # Nemotron-H
+    "hybrid_override_pattern": ("E",),  # Nemotron-H's own config.json
+}
+"""Lists of what each layer is, and the words in them for a layer with experts."""
+_FIRST = (
+    "first_k_dense_replace",
+    "moe_first_k_dense_replace",
+    "num_dense_layers",
+    "moe_layer_start_index",  # Ernie 4.5
+    "dense_mlp_idx",  # Inkling
+)
+_STEP = (
+    "decoder_sparse_step",  # Qwen
+    "interleave_moe_layer_step",  # Llama 4
+    "moe_layer_interval",  # Ernie 4.5
+    "moe_layer_frequency",  # Arctic
+)
+_BY_HAND = "give RoutedModel(layers=..., num_layers=..., num_experts=..., topk=...)"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedModel:
@@ -45,6 +65,8 @@ class RoutedModel:
         num_layers: decoder layers in all, dense ones included.
         num_experts: routed experts of a layer.
         topk: experts a token in a layer.
+        hashed: the decoder layers that look their experts up by token id (DeepSeek-V4): an engine reports
+            them, every pass chooses the same, and nothing is replayed there.
 
     Raises:
         ReplayError: the numbers don't go together.
@@ -54,20 +76,24 @@ class RoutedModel:
     num_layers: int
     num_experts: int
     topk: int
+    hashed: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         layers = tuple(self.layers)
         object.__setattr__(self, "layers", layers)
+        object.__setattr__(self, "hashed", tuple(self.hashed))
+        every = [*layers, *self.hashed]
         if (
             not layers
-            or list(layers) != sorted(set(layers))
-            or not 0 <= layers[0] <= layers[-1] < self.num_layers
+            or list(layers) != sorted(layers)
+            or len(set(every)) != len(every)
+            or not 0 <= min(every) <= max(every) < self.num_layers
         ):
             raise ReplayError(
                 "these can't be the MoE layers of a model",
                 where="RoutedModel",
                 expected=f"ascending 0-based decoder layers below {self.num_layers}, one at least",
-                got=layers,
+                got=(f"{layers}, hashed {self.hashed}" if self.hashed else layers),
                 cause="a model without experts, or 1-based numbers (Megatron's layer_number)",
             )
         if not 1 <= self.topk <= self.num_experts:
@@ -80,8 +106,14 @@ class RoutedModel:
 
     @property
     def dense(self) -> tuple[int, ...]:
-        """The decoder layers without a router."""
-        return tuple(layer for layer in range(self.num_layers) if layer not in set(self.layers))
+        """The decoder layers without experts."""
+        sparse = {*self.layers, *self.hashed}
+        return tuple(layer for layer in range(self.num_layers) if layer not in sparse)
+
+    @property
+    def sparse(self) -> tuple[int, ...]:
+        """The decoder layers with experts, `layers` and `hashed`, ascending."""
+        return tuple(sorted((*self.layers, *self.hashed)))
 
     @classmethod
     def of(cls, model: Any) -> RoutedModel:
@@ -102,11 +134,15 @@ class RoutedModel:
         """
         found = _Keys.of(config)
         num_layers = found.number(_LAYERS, "the number of decoder layers")
+        _refuse_zero_experts(found)
+        sparse = _sparse_layers(found, num_layers)
+        hashed = tuple(layer for layer in sparse if _is_hashed(found, layer))
         return cls(
-            layers=tuple(layer for layer in range(num_layers) if _is_routed(found, layer, num_layers)),
+            layers=tuple(layer for layer in sparse if layer not in hashed),
             num_layers=num_layers,
             num_experts=found.number(_EXPERTS, "the number of routed experts"),
             topk=found.number(_TOPK, "the experts a token"),
+            hashed=hashed,
         )
 
 
@@ -135,7 +171,7 @@ class _Keys:
     def _of_file(cls, path: Path) -> _Keys:
         file = path / "config.json" if path.is_dir() else path
         try:
-            config = json.loads(file.read_text())
+            config = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ReplayError(
                 "the model's config can't be read",
@@ -158,61 +194,101 @@ class _Keys:
         return getattr(self.config, key, None)
 
     def number(self, keys: tuple[str, ...], what: str) -> int:
+        """The first of these keys that has a number above 0."""
         for key in keys:
             value = self[key]
-            if isinstance(value, (list, tuple)) and value and len(set(value)) == 1:
+            if isinstance(value, (list, tuple)) and value and all(one == value[0] for one in value):
                 value = value[0]  # the same in each layer
-            try:
-                number = operator.index(value)
-            except TypeError:
-                continue
-            if number > 0:
-                return number
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
         raise ReplayError(
             f"the model's config doesn't say {what}",
             where=self.name,
             expected=f"one of {', '.join(keys)}, above 0",
             got=", ".join(f"{key}={self[key]!r}" for key in keys if self[key] is not None) or "none of them",
-            cause="a model without experts, or a family with other keys: give "
-            "RoutedModel(layers=..., num_layers=..., num_experts=..., topk=...)",
+            cause=f"a model without experts, or a family with other keys: {_BY_HAND}",
+        )
+
+    def whole(self, key: str) -> int | None:
+        """A whole number, or None if it isn't there."""
+        value = self[key]
+        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+            return value
+        raise self.unknown(key)
+
+    def numbers(self, key: str) -> set[int]:
+        """Whole numbers, in a list or in a text with commas."""
+        value = self[key]
+        try:
+            return {int(one) for one in (value.split(",") if isinstance(value, str) else value)}
+        except (TypeError, ValueError) as error:
+            raise self.unknown(key) from error
+
+    def unknown(self, key: str) -> ReplayError:
+        """A key that says which layers have experts, in a way that isn't known here."""
+        return ReplayError(
+            f"the model's config says in an unknown way which layers have experts: {key}",
+            where=self.name,
+            expected="what transformers writes",
+            got=repr(self[key])[:200],
+            cause=f"a model family that npu_replay doesn't know yet: {_BY_HAND}",
         )
 
 
-def _is_routed(config: _Keys, layer: int, num_layers: int) -> bool:
-    """Has this decoder layer a router? Families say it in different keys; with none of them, all have one."""
-    kinds = config["mlp_layer_types"]
-    if isinstance(kinds, (list, tuple)) and len(kinds) == num_layers:
-        return bool(kinds[layer] != "dense")
-    named = config["moe_layers"]  # Llama 4
-    if isinstance(named, (list, tuple)):
-        return layer in named
-    listed = config["moe_layers_enum"]  # Step 3
-    if isinstance(listed, str):
-        return str(layer) in [number.strip() for number in listed.split(",")]
-    start, end = config["moe_layer_start_index"], config["moe_layer_end_index"]  # Ernie 4.5
-    if isinstance(start, int):
-        last = num_layers - 1 if not isinstance(end, int) or end < 0 else end
-        return start <= layer <= last and (layer + 1) % (config["moe_layer_interval"] or 1) == 0
-    first_dense = _first_dense(config)
+def _refuse_zero_experts(config: _Keys) -> None:
+    """LongCat: ids above those of the routed experts, and two layers counted as one."""
+    if config.whole("zero_expert_num"):
+        raise ReplayError(
+            "a model with zero experts can't be read from its config",
+            where=config.name,
+            expected="routed experts only",
+            got=f"zero_expert_num={config['zero_expert_num']}",
+            cause=f"a family that counts layers and experts in its own way: {_BY_HAND}",
+        )
+
+
+def _sparse_layers(config: _Keys, num_layers: int) -> list[int]:
+    """The decoder layers with experts: a list of the config's says it, or else rules, of which all hold."""
+    if config["is_moe"] is False or config["enable_moe_block"] is False:  # Doge, Gemma 4
+        return []
+    for key, sparse in _KINDS.items():
+        kinds = config[key]
+        if kinds is None or (key == "layers_block_type" and not {"moe", "mlp"} & set(kinds)):
+            continue  # layers_block_type says elsewhere what attention a layer has (Jamba, Granite)
+        if not isinstance(kinds, (list, tuple, str)) or len(kinds) < num_layers:
+            raise config.unknown(key)
+        if key == "mlp_layer_types" and not {*kinds} <= {"dense", *sparse}:
+            raise config.unknown(key)
+        return [layer for layer in range(num_layers) if kinds[layer] in sparse]
+    for key in ("moe_layers", "moe_layers_enum"):  # Llama 4, Step 3
+        if config[key] is not None:
+            named = config.numbers(key)
+            return [layer for layer in range(num_layers) if layer in named]
+    return [layer for layer in range(num_layers) if _by_rules(config, layer)]
+
+
+def _by_rules(config: _Keys, layer: int) -> bool:
+    """Has this decoder layer experts? A family writes some of these keys; with none of them, all have."""
     frequency = config["moe_layer_freq"]
     if isinstance(frequency, (list, tuple)):
-        return layer < len(frequency) and bool(frequency[layer]) and layer >= first_dense
-    if isinstance(config["expert_layer_period"], int):  # Jamba
-        return layer % config["expert_layer_period"] == (config["expert_layer_offset"] or 0)
-    if layer in (config["mlp_only_layers"] or ()):  # Qwen
-        return False
-    step = config["decoder_sparse_step"]
-    if isinstance(step, int) and step > 0:
-        return (layer + 1) % step == 0
+        if layer >= len(frequency):
+            raise config.unknown("moe_layer_freq")
+        if not frequency[layer]:
+            return False
+    else:
+        every, offset = config.whole("expert_layer_period"), config.whole("expert_layer_offset")  # Jamba
+        if layer % (config.whole("moe_layer_freq") or 1) or layer % (every or 1) != (offset or 0):
+            return False
+    last = config.whole("moe_layer_end_index")
     return (
-        layer >= first_dense
-        and layer % (frequency if isinstance(frequency, int) and frequency > 0 else 1) == 0
+        all(layer >= (config.whole(key) or 0) for key in _FIRST)
+        and (last is None or last < 0 or layer <= last)
+        and all((layer + 1) % (config.whole(key) or 1) == 0 for key in _STEP)
+        and layer not in (config["mlp_only_layers"] or ())
     )
 
 
-def _first_dense(config: _Keys) -> int:
-    """How many layers come before the first MoE layer."""
-    for key in ("first_k_dense_replace", "num_dense_layers", "moe_first_k_dense_replace"):
-        if isinstance(config[key], int):
-            return int(config[key])
-    return 0
+def _is_hashed(config: _Keys, layer: int) -> bool:
+    """Does this layer look its experts up by token id? (DeepSeek-V4)"""
+    kinds = config["mlp_layer_types"]
+    return kinds[layer] == "hash_moe" if kinds is not None else layer < (config.whole("num_hash_layers") or 0)

@@ -84,7 +84,7 @@ def test_the_core_imports_no_compat_and_no_face(source: Path) -> None:
 @pytest.mark.parametrize("source", CORE, ids=lambda path: path.stem)
 def test_the_core_needs_torch_and_numpy_alone(source: Path) -> None:
     allowed = sys.stdlib_module_names | {"torch", "numpy", "npu_replay"}
-    if source.stem == "route_file":
+    if source.stem in ("route_file", "route_store"):
         allowed |= {"safetensors"}  # on use, with an error that says how to get it
     assert {name.partition(".")[0] for name in imported(source)} <= allowed
 

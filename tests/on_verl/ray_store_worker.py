@@ -1,0 +1,54 @@
+"""One process puts routes into Ray's object store, another reads them twice; prints what it found as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import ray
+
+import npu_replay
+
+
+def made() -> npu_replay.RoutedExperts:
+    """8 MB of routes, the same in each process."""
+    generator = np.random.default_rng(0)
+    some = np.argsort(generator.random((1024, 128)), axis=1)[:, :8]
+    ids = some[generator.integers(0, 1024, (20_000, 48))]
+    recorded = np.arange(20_000) < 19_999
+    return npu_replay.RoutedExperts(
+        ids=ids,
+        layers=tuple(range(48)),
+        num_experts=128,
+        recorded=recorded,
+        fingerprint=7,
+        weight_version="step 3",
+    )
+
+
+@ray.remote
+def read(boxed: list[Any]) -> dict[str, bool]:
+    first, second = ray.get(boxed[0]), ray.get(boxed[0])
+    memory = np.frombuffer(first.to_buffers()[1], np.uint8)
+    some = first.take([0, 5, -1])
+    return {
+        "equal": first == made() and second == made(),
+        "shared": first.ids.data_ptr() == second.ids.data_ptr() == memory.ctypes.data,
+        "writeable": bool(getattr(ray.get(boxed[1]).flags, "writeable", True)),
+        "replayed": bool((some.ids[1] == made().ids[5]).all()) and not bool(some.recorded[2]),
+    }
+
+
+def main() -> None:
+    ray.init(num_cpus=1, include_dashboard=False, _node_ip_address="127.0.0.1")
+    routes = ray.put(made())
+    plain = ray.put(made().ids.numpy())  # what Ray does with an array: it is lent, read-only
+    answer = ray.get(read.remote([routes, plain]))
+    ray.shutdown()
+    print(flush=True)
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""A sample that grows turn by turn, over an engine whose row is a known function of the token, its place and
+the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from npu_replay import ReplayError, Rollout, RoutedExperts, RoutedModel, Turn, fingerprint
+
+MODEL = RoutedModel(layers=(1, 2, 3), num_layers=4, num_experts=300, topk=4)
+
+
+def row(token: int, place: int, version: int) -> np.ndarray[Any, Any]:
+    generator = np.random.default_rng([token, place, version])
+    return np.stack([generator.permutation(300)[:4] for _ in MODEL.layers])
+
+
+def routes_of(tokens: list[int], version: int = 1, rows: int | None = None) -> RoutedExperts:
+    """What an engine shows of this sequence: nothing of the last token; only `rows` if it was stopped."""
+    ran = len(tokens) - 1 if rows is None else rows
+    ids = np.zeros((len(tokens), 3, 4), np.int64)
+    for place in range(ran):
+        ids[place] = row(tokens[place], place, version)
+    return RoutedExperts(
+        ids=ids,
+        layers=MODEL.layers,
+        num_experts=300,
+        recorded=np.arange(len(tokens)) < ran,
+        fingerprint=fingerprint(tokens),
+        weight_version=version,
+    )
+
+
+def turn(prompt: list[int], sampled: list[int], version: int = 1, **settings: Any) -> Turn:
+    return Turn(prompt=prompt, sampled=sampled, routes=routes_of(prompt + sampled, version), **settings)
+
+
+def check(rollout: Rollout, tokens: list[int], versions: list[int | None]) -> None:
+    """Each row is that of its token, place and weights, or there is none."""
+    routes = rollout.routes
+    assert rollout.tokens.tolist() == tokens
+    assert rollout.weight_versions == versions
+    assert routes.recorded.tolist() == [version is not None for version in versions]
+    assert routes.fingerprint == fingerprint(tokens)
+    for place, version in enumerate(versions):
+        wanted = np.zeros((3, 4)) if version is None else row(tokens[place], place, version)
+        assert np.array_equal(routes.ids[place].numpy(), wanted), place
+
+
+def test_one_turn_has_no_row_for_the_last_token() -> None:
+    rollout = Rollout(MODEL)
+    rollout.extend(turn([5, 6], [7, 8]))
+    check(rollout, [5, 6, 7, 8], [1, 1, 1, None])
+    assert rollout.prompt_length == 2
+    assert rollout.routes.weight_version == 1
+
+
+def test_the_next_turn_fills_the_last_row_and_the_tools_rows() -> None:
+    """The dummy last row of a turn must not stay (NeMo-RL#3485)."""
+    rollout = Rollout(MODEL)
+    rollout.extend(turn([5, 6], [7, 8]))
+    rollout.append([20, 21])
+    check(rollout, [5, 6, 7, 8, 20, 21], [1, 1, 1, None, None, None])
+    rollout.extend(turn([5, 6, 7, 8, 20, 21], [9]))
+    check(rollout, [5, 6, 7, 8, 20, 21, 9], [1] * 6 + [None])
+
+
+def test_a_tools_tokens_may_come_with_the_next_prompt() -> None:
+    rollout = Rollout(MODEL)
+    rollout.extend(turn([5, 6], [7, 8]))
+    rollout.extend(turn([5, 6, 7, 8, 20, 21], [9]))
+    check(rollout, [5, 6, 7, 8, 20, 21, 9], [1] * 6 + [None])
+
+
+def test_a_resume_after_an_abort_doubles_nothing_t13() -> None:
+    rollout = Rollout(MODEL)
+    rollout.extend(turn([5, 6], [7, 8, 9], aborted=True))
+    rollout.extend(turn([5, 6, 7, 8, 9], [10, 11]))
+    check(rollout, [5, 6, 7, 8, 9, 10, 11], [1] * 6 + [None])
+    assert rollout.prompt_length == 2
+
+
+def test_rows_of_the_old_weights_stay_t14() -> None:
+    """A resume prefills everything with new weights; what the old ones sampled from is theirs."""
+    rollout = Rollout(MODEL)
+    rollout.extend(turn([5, 6], [7, 8], version=1, aborted=True))
+    rollout.extend(turn([5, 6, 7, 8], [9, 10], version=2))
+    check(rollout, [5, 6, 7, 8, 9, 10], [1, 1, 1, 2, 2, None])
+    assert rollout.routes.weight_version is None
+
+
+def test_the_callers_word_takes_the_rows_of_the_new_weights_t14() -> None:
+    rollout = Rollout(MODEL)
+    rollout.extend(turn([5, 6], [7, 8], version=1, aborted=True))
+    rollout.extend(turn([5, 6, 7, 8], [9, 10], version=2), keep="latest")
+    check(rollout, [5, 6, 7, 8, 9, 10], [2] * 5 + [None])
+
+
+def test_an_aborted_turn_without_routes_stays_without_t28() -> None:
+    """Nobody knows how the tokens 7 and 8 were sampled, and a later prefill doesn't tell."""
+    rollout = Rollout(MODEL)
+    rollout.extend(Turn(prompt=[5, 6], sampled=[7, 8], aborted=True))
+    rollout.extend(turn([5, 6, 7, 8], [9, 10], version=2))
+    check(rollout, [5, 6, 7, 8, 9, 10], [2, None, None, 2, 2, None])
+
+
+def test_a_retracted_request_is_taken_by_the_rows_it_was_sampled_from_t29() -> None:
+    """An engine that runs a request again after an update of the weights has the new ones' rows for old
+    tokens; the rows of the turn before are kept."""
+    rollout = Rollout(MODEL)
+    rollout.extend(turn([5, 6], [7, 8, 9], version=1, aborted=True))
+    rollout.extend(turn([5, 6, 7, 8, 9], [10], version=2))
+    assert rollout.weight_versions == [1, 1, 1, 1, 2, None]
+
+
+def test_routes_of_new_tokens_alone_are_refused_t30() -> None:
+    """A multi-turn prefix that was left out would shift all rows."""
+    rollout = Rollout(MODEL)
+    rollout.extend(turn([5, 6], [7, 8]))
+    with pytest.raises(ReplayError, match=r"turn 2: the routes have another number of tokens"):
+        rollout.extend(Turn(prompt=[5, 6, 7, 8, 20], sampled=[9], routes=routes_of([20, 9])))
+
+
+def test_deltas_fill_the_rows_that_are_open() -> None:
+    """routed_experts_prompt_start: the engine leaves out what earlier turns have."""
+    rollout = Rollout(MODEL)
+    rollout.extend(turn([5, 6], [7, 8]))
+    whole = [5, 6, 7, 8, 20, 9]
+    delta = routes_of(whole).take([-1, -1, -1, 3, 4, 5])
+    rollout.extend(Turn(prompt=whole[:-1], sampled=[9], routes=delta))
+    check(rollout, whole, [1, 1, 1, 1, 1, None])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "at"), [([5, 6, 7, 9], 3), ([5, 60, 7, 8], 1), ([5, 6, 7], 3)], ids=["end", "prompt", "short"]
+)
+def test_text_that_was_tokenised_again_is_caught(prompt: list[int], at: int) -> None:
+    rollout = Rollout(MODEL)
+    rollout.extend(turn([5, 6], [7, 8]))
+    with pytest.raises(ReplayError, match=rf"they part at token {at}\b.*tokenised again"):
+        rollout.extend(turn(prompt, [1] if at < 3 else []))
+    check(rollout, [5, 6, 7, 8], [1, 1, 1, None])
+
+
+def test_routes_of_other_tokens_are_refused() -> None:
+    rollout = Rollout(MODEL)
+    with pytest.raises(ReplayError, match="belong to other tokens"):
+        rollout.extend(Turn(prompt=[5, 6], sampled=[7], routes=routes_of([5, 6, 8])))
+    assert len(rollout) == 0
+    assert rollout.turns == 0
+
+
+def test_a_turn_without_routes_is_an_error_unless_it_was_aborted() -> None:
+    with pytest.raises(ReplayError, match=r"turn 1 has no routes.*capture"):
+        Rollout(MODEL).extend(Turn(prompt=[5, 6], sampled=[7]))
+    rollout = Rollout(MODEL, missing="native")
+    rollout.extend(Turn(prompt=[5, 6], sampled=[7]))
+    check(rollout, [5, 6, 7], [None] * 3)
+
+
+def test_routes_of_another_model_are_refused() -> None:
+    other = RoutedModel(layers=(0, 1, 2), num_layers=4, num_experts=300, topk=4)
+    with pytest.raises(ReplayError, match="another model"):
+        Rollout(other).extend(turn([5, 6], [7]))
+
+
+def test_cut_to_a_response_length_t12() -> None:
+    rollout = Rollout(MODEL)
+    rollout.extend(turn([5, 6], [7, 8, 9, 10]))
+    rollout.truncate(rollout.prompt_length + 2)
+    check(rollout, [5, 6, 7, 8], [1, 1, 1, 1])
+    rollout.truncate(100)
+    check(rollout, [5, 6, 7, 8], [1, 1, 1, 1])
+    rollout.extend(turn([5, 6, 7, 8], [30]))
+    check(rollout, [5, 6, 7, 8, 30], [1] * 4 + [None])
+    with pytest.raises(ReplayError, match="bad length"):
+        rollout.truncate(-1)
+
+
+def test_samples_merge_into_one() -> None:
+    """Frameworks that make a sample of each turn; the versions of rows come along."""
+    first, second, third = Rollout(MODEL), Rollout(MODEL), Rollout(MODEL)
+    first.extend(turn([5, 6], [7], version=1))
+    second.extend(turn([5, 6, 7, 20], [8], version=2))
+    third.extend(turn([5, 6, 7, 20, 8], [9], version=3))
+    merged = Rollout.merge([first, second, third])
+    check(merged, [5, 6, 7, 20, 8, 9], [1, 1, 2, 2, 3, None])
+    assert (merged.prompt_length, merged.turns) == (2, 3)
+    with pytest.raises(ReplayError, match="part at token"):
+        Rollout.merge([second, first])
+    with pytest.raises(ReplayError, match="can't be merged"):
+        Rollout.merge([])
+
+
+def test_read_only_and_torch_tokens_t10_t15() -> None:
+    prompt = np.array([5, 6])
+    prompt.flags.writeable = False
+    rollout = Rollout(MODEL)
+    rollout.extend(Turn(prompt=prompt, sampled=torch.tensor([7, 8]), routes=routes_of([5, 6, 7, 8])))
+    check(rollout, [5, 6, 7, 8], [1, 1, 1, None])
+    with pytest.raises(ReplayError, match="aren't token ids"):
+        rollout.append(["twenty"])  # type: ignore[list-item]
+
+
+def test_what_was_given_out_stays_as_it_was() -> None:
+    rollout = Rollout(MODEL)
+    rollout.extend(turn([5, 6], [7, 8], version=1))
+    routes, tokens = rollout.routes, rollout.tokens
+    before = routes.ids.clone()
+    rollout.extend(turn([5, 6, 7, 8], [9], version=2), keep="latest")
+    assert torch.equal(routes.ids, before)
+    assert len(tokens) == 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_conversation_keeps_each_row_of_its_time(data: st.DataObject) -> None:
+    """Turns, tools, aborts with and without routes, changing weights: against a table kept by hand."""
+    rollout, tokens, versions = Rollout(MODEL), [3, 4], [None, None]
+    settled = [False, False]
+    rollout.append(tokens)
+    for version in range(1, data.draw(st.integers(2, 6))):
+        tool = data.draw(st.lists(st.integers(0, 99), max_size=3))
+        sampled = data.draw(st.lists(st.integers(0, 99), min_size=1, max_size=4))
+        lost = data.draw(st.booleans())
+        latest = data.draw(st.booleans())
+        prompt = tokens + tool
+        tokens = prompt + sampled
+        versions += [None] * (len(tokens) - len(versions))
+        settled += [False] * (len(tokens) - len(settled))
+        routes = None if lost else routes_of(tokens, version)
+        rollout.extend(
+            Turn(prompt=prompt, sampled=sampled, routes=routes, aborted=lost), "latest" if latest else "first"
+        )
+        for place in range(len(tokens) - 1):
+            if not lost and (latest or (versions[place] is None and not settled[place])):
+                versions[place] = version
+            settled[place] |= place >= len(prompt) - 1
+    check(rollout, tokens, versions)
