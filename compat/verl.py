@@ -143,7 +143,7 @@ def _replace_functions(module: Any) -> None:
 def _wrap_engine(module: Any) -> None:
     cls = module.MegatronEngine
     if hasattr(module, "apply_router_replay_patch"):  # 0.7.0's engine has no router replay
-        _wrap_pass(cls, lambda self: self.module, lambda self: self.engine_config.router_replay.mode)
+        _wrap_pass(cls, lambda self: self.module, lambda self: self.engine_config.router_replay)
     if hasattr(cls, "disable_adapter"):
         _wrap_disable_adapter(cls)
 
@@ -163,7 +163,7 @@ def _wrap_disable_adapter(cls: Any) -> None:
 
 def _wrap_actor(module: Any) -> None:
     cls = module.MegatronPPOActor
-    _wrap_pass(cls, lambda self: self.actor_module, lambda self: self.config.router_replay.mode)
+    _wrap_pass(cls, lambda self: self.actor_module, lambda self: self.config.router_replay)
     _wrap_expecting(cls, "update_policy")
 
 
@@ -179,7 +179,7 @@ def _wrap_expecting(cls: Any, name: str) -> None:
     _patches.set(cls, name, expecting, "the action waits for the pass")
 
 
-def _wrap_pass(cls: Any, chunks_of: Callable[[Any], Any], mode_of: Callable[[Any], str]) -> None:
+def _wrap_pass(cls: Any, chunks_of: Callable[[Any], Any], settings_of: Callable[[Any], Any]) -> None:
     name = "forward_backward_batch"
     original = getattr(cls, name, None)
     if original is None:
@@ -187,7 +187,7 @@ def _wrap_pass(cls: Any, chunks_of: Callable[[Any], Any], mode_of: Callable[[Any
     _patches.set(
         cls,
         name,
-        verl_engine.wrapped(original, chunks_of, mode_of),
+        verl_engine.wrapped(original, chunks_of, settings_of),
         "one pass: ranks leave together, figures",
     )
 

@@ -102,6 +102,7 @@ def _problems(config: Any, legacy: bool | None) -> Iterator[ReplayError]:
         where = _dotted(key)
         yield from _routes_of_the_rollout(config, mode, where)
         yield from _bypassed_record(config, mode, where)
+        yield from _files(config, key, mode, where)
         if key[0] != "veomni":
             yield from _layout(config, key, mode, where)
 
@@ -137,7 +138,8 @@ def _routes_of_the_rollout(config: Any, mode: str, where: str) -> Iterator[Repla
     """R3 needs the rollout's routes, and R2 must not get them."""
     flag = f"{_ROOT}.rollout.{_FLAG}"
     sent = bool(_at(config, "rollout", _FLAG))
-    if mode == "R3" and not sent:
+    from_files = any(_at(config, "actor", *key, "replay_file") for key in ((_MODE,), ("megatron", _MODE)))
+    if mode == "R3" and not sent and not from_files:
         yield ReplayError(
             f"{where}=R3 needs the rollout's routes, and the rollout isn't asked for them",
             where="verl's config",
@@ -193,6 +195,28 @@ def _bypassed_record(config: Any, mode: str, where: str) -> Iterator[ReplayError
             expected="algorithm.rollout_correction.bypass_mode=False",
             got="True",
             cause="R2 together with the rollout's own log-probs. Use R3, or switch bypass mode off",
+        )
+
+
+def _files(config: Any, key: tuple[str, ...], mode: str, where: str) -> Iterator[ReplayError]:
+    """Folders of routes: npu_replay reads and writes them in the engine workers."""
+    given = {name: _at(config, "actor", *key, name) for name in ("record_file", "replay_file")}
+    here = where.removesuffix(".mode")
+    if key == (_MODE,) and any(given.values()):
+        yield ReplayError(
+            "these workers don't write or read routes",
+            where="verl's config",
+            expected=f"no {here}.record_file and {here}.replay_file, or engine workers",
+            got=given,
+            cause="0.7's legacy workers; trainer.use_legacy_worker_impl=disable takes the others",
+        )
+    elif given["replay_file"] and mode != "R3":
+        yield ReplayError(
+            f"{where}={mode} records anew, and {here}.replay_file asks for a replay",
+            where="verl's config",
+            expected=f"{where}=R3",
+            got=mode,
+            cause=f"set {where}=R3 to replay the file's routes, or take replay_file out",
         )
 
 

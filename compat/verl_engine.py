@@ -21,6 +21,7 @@ from torch import nn
 from npu_replay.agreement import agreed
 from npu_replay.announcing import announce
 from npu_replay.compat import probe
+from npu_replay.compat.verl_files import Files
 from npu_replay.compat.verl_switch import switch
 from npu_replay.errors import MicroBatchError, ReplayError
 from npu_replay.feeding import Feed, Tap
@@ -38,6 +39,7 @@ _COUNTED = (
 class _Engine:
     """What is kept of an engine between its passes."""
 
+    files: Files | None = None
     updates: int = 0
     announced: bool = False
     met: bool = False
@@ -48,34 +50,43 @@ _engines: WeakKeyDictionary[Any, _Engine] = WeakKeyDictionary()
 
 
 def wrapped(
-    original: Callable[..., Any], chunks_of: Callable[[Any], Any], mode_of: Callable[[Any], str]
+    original: Callable[..., Any], chunks_of: Callable[[Any], Any], settings_of: Callable[[Any], Any]
 ) -> Any:
     """`forward_backward_batch`, as a pass of a job.
 
     Args:
         original: verl's.
         chunks_of: the model chunks of the engine or actor that it is called on.
-        mode_of: its mode, "R2", "R3" or "disabled".
+        settings_of: its router_replay settings: mode ("R2", "R3" or "disabled"), record_file, replay_file.
     """
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def forward_backward_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if mode_of(self) == "disabled":
+        settings = settings_of(self)
+        if settings.mode == "disabled":
             return original(self, *args, **kwargs)
         given = signature.bind(self, *args, **kwargs)
         given.apply_defaults()
         if switch.is_off:
             _ask_for_none(given.arguments["data"])
             return original(self, *args, **kwargs)
+        if (engine := _engines.get(self)) is None:
+            engine = _engines[self] = _Engine(Files.of(settings))
         job = Pass(
             list(chunks_of(self)),
-            mode_of(self),
-            _engines.setdefault(self, _Engine()),
+            settings.mode,
+            engine,
             trains=not given.arguments.get("forward_only", False),
         )
+        data = given.arguments["data"]
+        files = engine.files if _asks_for_one(data) else None
+        if files is not None:
+            job.unread = _problem_of(files.give, data)
         with switch.running(job):
             output = original(self, *args, **kwargs)
+            if files is not None and self.is_mp_src_rank_with_outputs():
+                files.keep(data, output, self.tf_config, settings.mode)
         if job.trains:
             _add_metrics(output, job.metrics)
         return output
@@ -104,10 +115,29 @@ def _refuses(*args: Any, **kwargs: Any) -> Any:
 
 def _ask_for_none(data: Any) -> None:
     """An engine reads in its batch whether it records or replays; a worker's actor asks the switch."""
+    if (flags := _flags_of(data)) is not None:
+        flags.assign_non_tensor(data, enable_routing_replay=False)
+
+
+def _asks_for_one(data: Any) -> bool:
+    flags = _flags_of(data)
+    return flags is not None and bool(flags.get_non_tensor_data(data, "enable_routing_replay", False))
+
+
+def _flags_of(data: Any) -> Any:
+    """verl's functions for what isn't a tensor in a batch; None for a batch that has no such."""
     flags: Any = sys.modules.get("verl.utils.tensordict_utils")
     batches: Any = sys.modules.get("tensordict")  # an actor's DataProto is none
-    if flags is not None and batches is not None and isinstance(data, batches.TensorDictBase):
-        flags.assign_non_tensor(data, enable_routing_replay=False)
+    known = flags is not None and batches is not None and isinstance(data, batches.TensorDictBase)
+    return flags if known else None
+
+
+def _problem_of(function: Callable[[Any], None], data: Any) -> ReplayError | None:
+    try:
+        function(data)
+    except ReplayError as error:
+        return error
+    return None
 
 
 @dataclass
@@ -120,6 +150,7 @@ class Pass:
         engine: what is kept of it.
         trains: does it run backward?
         metrics: plain numbers, when it is settled.
+        unread: why this rank has no routes from files, if it should have some.
     """
 
     chunks: list[nn.Module]
@@ -127,6 +158,7 @@ class Pass:
     engine: _Engine
     trains: bool
     metrics: dict[str, float] = field(default_factory=dict)
+    unread: ReplayError | None = None
     _counted: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -158,7 +190,7 @@ class Pass:
         if not self.engine.met:
             all_here()
             self.engine.met = True
-        agreed(error, {})
+        agreed(error or self.unread, {})
 
     def settle(self, session: Feed | Tap | None, error: ReplayError | None) -> None:
         """Agree with the other ranks, say once that it is on, and keep the figures.

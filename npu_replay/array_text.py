@@ -5,9 +5,11 @@ No pickle is ever loaded: an .npy of objects is refused by its header.
 
 from __future__ import annotations
 
+import base64
 import binascii
 import io
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from npu_replay.door import Source, Symptom
 from npu_replay.id_checks import Array
 
 _HEADER = 4096  # bytes; an array of integers needs some 128
+_LONGEST = 1 << 24  # of a side; numpy can't take all sizes where another side is 0
 
 
 def from_base64(text: str | bytes, *, source: Source, most: int) -> bytes:
@@ -37,7 +40,9 @@ def from_base64(text: str | bytes, *, source: Source, most: int) -> bytes:
             got=f"some {size}",
         )
     try:
-        return binascii.a2b_base64(text, strict_mode=True)
+        if sys.version_info < (3, 11):
+            return base64.b64decode(text, validate=True)
+        return binascii.a2b_base64(text, strict_mode=True)  # makes no copy of the text first
     except ValueError as error:
         raise source.error(
             Symptom.UNREADABLE, "this isn't base64", expected="base64 without line ends", got=error
@@ -45,12 +50,20 @@ def from_base64(text: str | bytes, *, source: Source, most: int) -> bytes:
 
 
 def from_npy(data: bytes | memoryview, *, source: Source, most: int) -> Array:
-    """Read an .npy of integers, at most `most` bytes of them; the array shares memory with `data`.
+    """Read an .npy of integers, [tokens, layers, topk], at most `most` bytes of them.
+
+    Returns:
+        An array that shares memory with `data`.
 
     Raises:
         InvalidRoutes: another format, of objects, larger, or not as long as its header says.
     """
-    view = memoryview(data)
+    try:
+        view = memoryview(data).cast("B")
+    except TypeError as error:
+        raise source.error(
+            Symptom.UNREADABLE, "this isn't an .npy array", expected="bytes", got=type(data).__name__
+        ) from error
     head = io.BytesIO(view[:_HEADER])
     shape, by_column, dtype = _header(head, source)
     size = math.prod(shape) * dtype.itemsize
@@ -81,13 +94,20 @@ def _header(head: io.BytesIO, source: Source) -> tuple[tuple[int, ...], bool, np
             shape, by_column, dtype = np.lib.format.read_array_header_2_0(head, max_header_size=_HEADER)
         else:
             raise ValueError(f"version {version}")
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError, OverflowError) as error:
+    except Exception as error:  # numpy reads it as Python, and lets through whatever that raises
         raise source.error(
             Symptom.UNREADABLE, "this isn't an .npy array", expected="its header", got=str(error)[:200]
         ) from error
-    if dtype.kind not in "iu" or any(length < 0 for length in shape):
+    if dtype.kind not in "iu":
         raise source.error(
-            Symptom.UNREADABLE, "this isn't an array of integers", expected="integers", got=f"{dtype} {shape}"
+            Symptom.UNREADABLE, "this isn't an array of integers", expected="integers", got=dtype
+        )
+    if len(shape) != 3 or not all(type(length) is int and 0 <= length < _LONGEST for length in shape):
+        raise source.error(
+            Symptom.SHAPE,
+            "this isn't an array of expert ids",
+            expected=f"[tokens, layers, topk], each below {_LONGEST}",
+            got=str(shape)[:200],
         )
     return shape, by_column, dtype
 

@@ -16,10 +16,12 @@ class EngineArguments:
         arguments: by the name of the Python argument (`enable_return_routed_experts`): those planned,
             and those that the capture needs.
         limits: what this release can't do, or does wrong, one sentence each.
+        environment: variables that the engine's processes need beside them.
     """
 
     arguments: Mapping[str, Any]
     limits: tuple[str, ...] = field(default=())
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def command_line(self) -> list[str]:
         """The same as options of the engine's server: `["--enable-return-routed-experts", ...]`."""

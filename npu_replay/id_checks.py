@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -70,9 +69,11 @@ def constant_columns(ids: Array) -> Array:
     if ids.size == 0:
         return np.empty(0, np.int64)
     suspects = np.flatnonzero((ids[0] == ids[-1]).all(axis=1))
-    for block in _blocks(ids):
+    step = max(1, _BLOCK // ids[0].size)
+    for first in range(0, len(ids), step):
         if not len(suspects):
             break
+        block = ids[first : first + step]
         suspects = suspects[(block[:, suspects] == ids[0, suspects]).all(axis=(0, 2))]
     return suspects
 
@@ -98,20 +99,19 @@ def repeated_rows(ids: Array, tokens: Array) -> Array:
     """
     if len(ids) < 2 or ids.size == 0:
         return np.empty(0, np.int64)
-    flat = np.ascontiguousarray(ids).reshape(len(ids), -1)
+    flat = ids.reshape(len(ids), -1)
     # A number that equal rows share, of a few columns: the rest is only read where it is the same.
     columns = np.unique(np.linspace(0, flat.shape[1] - 1, num=16, dtype=np.int64))
     weights = np.random.default_rng(0).integers(1, 2**62, len(columns), dtype=np.uint64)
-    keys = (flat[:, columns].astype(np.uint64) * weights).sum(axis=1, dtype=np.uint64)
+    keys = np.empty(len(flat), np.uint32)
+    step = max(1, _BLOCK // flat.shape[1])
+    for first in range(0, len(flat), step):
+        block = flat[first : first + step, columns].astype(np.uint64)
+        keys[first : first + step] = (block @ weights) >> np.uint64(32)
     order = np.argsort(keys, kind="stable")
-    same_key = keys[order[1:]] == keys[order[:-1]]
+    keys = keys[order]
+    same_key = keys[1:] == keys[:-1]
     earlier, later = order[:-1][same_key], order[1:][same_key]
     apart = tokens[earlier] != tokens[later]
     earlier, later = earlier[apart], later[apart]
     return np.sort(later[(flat[later] == flat[earlier]).all(axis=1)])
-
-
-def _blocks(ids: Array) -> Iterator[Array]:
-    step = max(1, _BLOCK // ids[0].size)
-    for first in range(0, len(ids), step):
-        yield ids[first : first + step]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ class Engine:
 
     def __init__(self, mode: str = "R2") -> None:
         self.module = [ToyModel()]
-        self.mode = mode
+        self.settings = SimpleNamespace(mode=mode)
 
     def forward_backward_batch(self, data: Any, forward_only: bool = False) -> Any:
         data(self.module[0])
@@ -38,7 +39,7 @@ class Engine:
 
 
 Engine.forward_backward_batch = verl_engine.wrapped(  # type: ignore[method-assign]
-    Engine.forward_backward_batch, lambda self: self.module, lambda self: self.mode
+    Engine.forward_backward_batch, lambda self: self.module, lambda self: self.settings
 )
 
 

@@ -49,6 +49,7 @@ class Tiny:
     most: int = 0
     """Tokens of a micro-batch, where its size is dynamic."""
     changes: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
     forward_only: bool = False
     sharded: bool = False
     """Weights in one buffer, which verl can offload; Megatron's optimizer for them wants CUDA by name."""
@@ -237,7 +238,7 @@ def engine_config(tiny: Tiny) -> Any:
         infer_max_token_len_per_gpu=tiny.most,
         micro_batch_size_per_gpu=tiny.micro,
         infer_micro_batch_size_per_gpu=tiny.micro,
-        router_replay=EngineRouterReplayConfig(mode=tiny.mode),
+        router_replay=EngineRouterReplayConfig(mode=tiny.mode, **tiny.files),
     )
 
 

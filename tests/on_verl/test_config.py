@@ -127,6 +127,23 @@ def test_t20_r2_with_bypassed_log_probs_is_refused_in_a_worker_too(legacy: bool)
 
 
 @WORKERS
+def test_files_of_routes_are_refused_where_nothing_reads_them(legacy: bool) -> None:
+    """verl itself has these keys in every release, and reads them in none."""
+    key, _ = read_and_ignored(legacy)
+    record, replay = (key.replace(".mode", name) for name in (".record_file", ".replay_file"))
+    recording, replaying = {key: "R2", record: "/routes"}, {key: "R3", replay: "/routes"}
+    if legacy:
+        for lines in (recording, replaying):
+            with pytest.raises(ReplayError, match=r"these workers don't write or read routes.*use_legacy"):
+                verl_config.check_actor(with_workers(job(lines), legacy))
+        return
+    for lines in (recording, replaying):
+        verl_config.check_actor(with_workers(job(lines), legacy))
+    with pytest.raises(ReplayError, match=r"R2 records anew, and .*replay_file asks for a replay"):
+        verl_config.check_actor(with_workers(job({key: "R2", replay: "/routes"}), legacy))
+
+
+@WORKERS
 def test_padded_sequences_are_refused(legacy: bool) -> None:
     key, _ = read_and_ignored(legacy)
     name = next(name for name in UNPADDED if ("megatron" in name) == legacy)

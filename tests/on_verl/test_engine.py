@@ -42,6 +42,7 @@ CASES = (
     "a second engine",
     "offloaded in between",
     "a checkpoint in between",
+    "routes in files",
     "switched off",
     "a rollout's routes under R2",  # T4
     "routes are missing",  # T20
