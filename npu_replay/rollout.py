@@ -35,12 +35,15 @@ class Turn:
         sampled: [m], those that it returned.
         routes: of both, n + m tokens or one less, as `from_vllm` and `from_sglang` return them.
         aborted: it was stopped from outside, and may have no routes.
+        weight_versions: of the rows of all n + m tokens, where weights changed within the turn; else all have
+            that of `routes`.
     """
 
     prompt: Tokens
     sampled: Tokens
     routes: RoutedExperts | None = None
     aborted: bool = False
+    weight_versions: Sequence[Version] | None = None
 
 
 @dataclass
@@ -249,8 +252,23 @@ class Rollout:
         there = len(routes)
         rows.ids[:there] = routes.ids.numpy()
         rows.recorded[:there] = routes.recorded.numpy()
-        rows.versions[: len(whole)][rows.recorded] = routes.weight_version
+        versions = np.full(len(whole), routes.weight_version, object)
+        if turn.weight_versions is not None:
+            versions = self._given_versions(turn.weight_versions, len(whole))
+        rows.versions[rows.recorded] = versions[rows.recorded]
         return rows
+
+    def _given_versions(self, given: Sequence[Version], tokens: int) -> Array:
+        if len(given) != tokens:
+            raise MicroBatchError(
+                "another number of weight versions than tokens",
+                where=f"Rollout, turn {self.turns + 1}",
+                expected=f"{tokens}, one a token of prompt and sampled tokens",
+                got=len(given),
+            )
+        versions = np.empty(tokens, object)
+        versions[:] = list(given)
+        return versions
 
     def _check_routes(self, routes: RoutedExperts, whole: Array) -> None:
         where = f"Rollout, turn {self.turns + 1}"

@@ -3,6 +3,7 @@ the weights."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,17 @@ def test_the_callers_word_takes_the_rows_of_the_new_weights_t14() -> None:
     rollout.extend(turn([5, 6], [7, 8], version=1, aborted=True))
     rollout.extend(turn([5, 6, 7, 8], [9, 10], version=2), keep="latest")
     check(rollout, [5, 6, 7, 8, 9, 10], [2] * 5 + [None])
+
+
+def test_weights_that_changed_within_a_turn() -> None:
+    """An engine whose weights were exchanged while it sampled says which tokens are whose."""
+    rollout = Rollout(MODEL)
+    whole = turn([5, 6], [7, 8, 9])
+    rollout.extend(replace(whole, weight_versions=["a", "a", "a", "b", "b"]))
+    assert rollout.weight_versions == ["a", "a", "a", "b", None]
+    assert rollout.routes.weight_version is None
+    with pytest.raises(ReplayError, match=r"number of weight versions.*Expected 5"):
+        Rollout(MODEL).extend(replace(whole, weight_versions=["a"]))
 
 
 def test_an_aborted_turn_without_routes_stays_without_t28() -> None:
