@@ -13,14 +13,14 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import re
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from npu_replay.compat import import_hook, patching, probe
+from npu_replay.compat import import_hook, patching, probe, vllm_ascend
 from npu_replay.compat.patching import Patches
+from npu_replay.door import release
 from npu_replay.errors import ReplayError
 
 logger = logging.getLogger(__name__)
@@ -40,12 +40,31 @@ _OWN_REPLAY = ("megatron", "veomni")
 _WHAT = "the check of verl's config"
 _WHY = "refuses a config that replay would be off with in silence, or wrong"
 
-_WITHOUT_ROUTES = {
-    "vllm": lambda release: release < (0, 14) or (0, 15) <= release < (0, 16) or (0, 21) <= release < (0, 22),
-    "vllm-ascend": lambda release: release < (0, 15),
-    "sglang": lambda release: release < (0, 5, 7),
-}
-"""0.15 of vllm gives zeros alone, and 0.21 splits what verl takes for one; the others don't know routes."""
+
+def _unusable_vllm(version: str) -> ReplayError | None:
+    """0.15 gives zeros alone, 0.21 splits what verl takes for one, and before 0.14 there are none."""
+    if release(version) >= (0, 14) and release(version)[:2] not in ((0, 15), (0, 21)):
+        return None
+    return ReplayError(
+        "no routes",
+        expected="vllm 0.14, 0.16 to 0.20, or 0.22 and later",
+        got=f"vllm {version}",
+        cause="R3 on an image whose engine can't",
+    )
+
+
+def _unusable_sglang(version: str) -> ReplayError | None:
+    if release(version) >= (0, 5, 7):
+        return None
+    return ReplayError(
+        "no routes",
+        expected="sglang 0.5.7 and later",
+        got=f"sglang {version}",
+        cause="R3 on an image whose engine can't",
+    )
+
+
+_UNUSABLE = {"vllm": _unusable_vllm, "sglang": _unusable_sglang}
 
 
 def install() -> None:
@@ -156,11 +175,12 @@ def _routes_of_the_rollout(config: Any, mode: str, where: str) -> Iterator[Repla
             cause=f"R3 is meant: set {where}=R3. Or R2 is: set {flag}=False",
         )
     if mode == "R3" and sent:
-        yield from _engine_without_routes(str(_at(config, "rollout", "name")))
+        yield from _engine_without_routes(config)
 
 
-def _engine_without_routes(name: str) -> Iterator[ReplayError]:
+def _engine_without_routes(config: Any) -> Iterator[ReplayError]:
     """A rollout engine, or a release of it, that has no routes to give."""
+    name = str(_at(config, "rollout", "name"))
     asks = _asks_for_routes(name)
     if asks is False:
         yield ReplayError(
@@ -173,16 +193,35 @@ def _engine_without_routes(name: str) -> Iterator[ReplayError]:
         return
     for product in probe.products():
         serves = product.name == name or (name == "vllm" and product.name == "vllm-ascend")
-        release = _release(product.version)
-        if serves and product.found and release and _WITHOUT_ROUTES[product.name](release):
-            yield ReplayError(
-                f"{product.name} {product.version} gives no routes that verl can use",
-                where="verl's config",
-                expected="vllm 0.14, 0.16 to 0.20, or 0.22 and later; vllm-ascend 0.15 and later; "
-                "sglang 0.5.7 and later",
-                got=f"{product.name} {product.version} in {product.where}",
-                cause="R3 on an image whose engine can't. Use R2, or a newer engine",
-            )
+        if serves and product.found and product.version:
+            yield from _release_without_routes(config, product)
+
+
+def _release_without_routes(config: Any, product: probe.Product) -> Iterator[ReplayError]:
+    if product.name == "vllm-ascend":
+        problem = vllm_ascend.refusal(product.version, _rollout_setting(config))
+    else:
+        problem = _UNUSABLE[product.name](product.version)
+    if problem is not None:
+        yield ReplayError(
+            f"{product.name} {product.version} gives no routes that verl can use",
+            where="verl's config",
+            expected=problem.expected,
+            got=f"{problem.got} ({product.where})",
+            cause=f"{problem.cause}. R2 needs no routes of the engine",
+        )
+
+
+def _rollout_setting(config: Any) -> vllm_ascend.Setting:
+    """What decides whether vllm-ascend's routes are right, as far as verl's config says it."""
+    rollout = functools.partial(_at, config, "rollout")
+    return vllm_ascend.Setting(
+        model=_at(config, "model", "path"),
+        quantization=rollout("quantization"),
+        data_parallel=rollout("data_parallel_size") or 1,
+        tensor_parallel=rollout("tensor_model_parallel_size") or 1,
+        expert_parallel=(rollout("expert_parallel_size") or 1) > 1,
+    )
 
 
 def _bypassed_record(config: Any, mode: str, where: str) -> Iterator[ReplayError]:
@@ -315,10 +354,6 @@ def _asks_for_routes(name: str) -> bool | None:
 
 def _engines_that_are_asked() -> list[str]:
     return sorted(name for name, asked in _rollouts().items() if asked)
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
 # ---- where it is asked

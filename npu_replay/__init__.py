@@ -11,6 +11,8 @@ Importing this imports no framework.
 from npu_replay import torch_loading  # isort: skip # noqa: F401  first: it keeps torch without torch_npu
 from npu_replay import compat
 from npu_replay.collecting import collect
+from npu_replay.compat.sglang import from_sglang
+from npu_replay.compat.vllm import from_vllm
 from npu_replay.decoder_layers import DecoderLayers
 from npu_replay.errors import ReplayError
 from npu_replay.fingerprint import fingerprint
@@ -44,6 +46,8 @@ __all__ = [
     "compare",
     "compat",
     "fingerprint",
+    "from_sglang",
+    "from_vllm",
     "observe",
     "pin_recompute",
     "record",
@@ -59,3 +63,4 @@ compat.config_flags.install()
 compat.verl.install()
 compat.verl_rollout.install()
 compat.verl_config.install()
+compat.sglang.install()

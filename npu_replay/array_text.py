@@ -40,6 +40,8 @@ def from_base64(text: str | bytes, *, source: Source, most: int) -> bytes:
             got=f"some {size}",
         )
     try:
+        if len(text) % 4:
+            raise ValueError(f"{len(text)} characters, not a multiple of 4")
         if sys.version_info < (3, 11):
             return base64.b64decode(text, validate=True)
         return binascii.a2b_base64(text, strict_mode=True)  # makes no copy of the text first

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import npu_replay
-from npu_replay import RoutedExperts, bench_gather, seam, session
+from npu_replay import RoutedExperts, bench_decode, bench_gather, seam, session
 from npu_replay.demo import megatron_model
 from npu_replay.devices import megatron_on, one_thread, pick
 from npu_replay.errors import ReplayError
@@ -63,7 +63,7 @@ class Row:
 
     Attributes:
         what: "router" (its forward), "other top-k" (one that is no routing), "gather" (routes into a rank's
-            rows) or "step" (forward and backward of a whole model).
+            rows), "decode" (an engine's answer into routes) or "step" (forward and backward of a model).
         microseconds: median time of one call.
         ratio: median of the rounds' ratios to the first way, with its quartiles.
         over: median difference to the first way in microseconds.
@@ -99,6 +99,8 @@ def main(*, device: str, pairs: int, out: Path | None, force: bool) -> list[Row]
     console.print(_heading(about), soft_wrap=True)
     console.print(_table(rows))
     console.print(bench_gather.sizes(), soft_wrap=True)
+    decoded = {row.way: row.microseconds for row in rows if row.what == "decode"}
+    console.print(bench_decode.sizes(decoded), soft_wrap=True)
     if out is not None:
         result = {"about": about, "rows": [asdict(row) for row in rows]}
         write_whole(out, json.dumps(result, indent=1).encode(), overwrite=force)
@@ -116,6 +118,8 @@ def measure(device: torch.device, pairs: int, tell: Callable[[str], None]) -> It
     yield from _others_rows(device, pairs)
     tell("gather")
     yield from _gather_rows(pairs)
+    tell("decode")
+    yield from _decode_rows(max(5, pairs // 5))
     for tokens in TOKENS:
         tell(f"whole step, {tokens} tokens")
         yield from _step_rows(tokens, device, max(3, pairs // 10))
@@ -236,6 +240,11 @@ def _others_rows(device: torch.device, rounds: int) -> Iterator[Row]:
 def _gather_rows(rounds: int) -> Iterator[Row]:
     ways = [Way(name, run) for name, run in bench_gather.ways().items()]
     yield from _rows("gather", bench_gather.tokens(), ways, rounds, 1, per=1, device=torch.device("cpu"))
+
+
+def _decode_rows(rounds: int) -> Iterator[Row]:
+    ways = [Way(name, run) for name, run in bench_decode.ways().items()]
+    yield from _rows("decode", bench_decode.TOKENS, ways, rounds, 1, per=1, device=torch.device("cpu"))
 
 
 def _step_rows(tokens: int, device: torch.device, rounds: int) -> Iterator[Row]:

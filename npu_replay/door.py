@@ -27,8 +27,8 @@ from npu_replay.routed_model import RoutedModel
 Missing = Literal["error", "native"]
 
 _SURE_BITS = 96
-"""So much choice a row must hold before two tokens with the same one are called a fault: by chance it happens
-once in 2**96 pairs."""
+"""So much choice there must be before tokens that choose alike are called a fault: by chance they do once in
+2**96 times."""
 
 
 class Symptom(str, Enum):
@@ -144,7 +144,8 @@ def admit(
         start: the first row's token; those before have no route.
         ended: the engine ended the request by itself. One that was aborted may have fewer rows.
         surplus: so many rows more may be there, and are cut off: of tokens that a stop string took back.
-        missing: "native" leaves rows that are zero in all layers without a route; else they are an error.
+        missing: "native" leaves rows that are zero in all layers without a route; else they are an error. So
+            are zeros throughout, always.
         weight_version: which weights chose, if known.
 
     Returns:
@@ -153,10 +154,14 @@ def admit(
     Raises:
         InvalidRoutes: what is wrong, where, and the likeliest fault of the engine.
     """
-    ids = np.asarray(tokens, dtype=np.int64).reshape(-1)
-    rows = _in_columns(_in_rows(rows, len(ids), start, ended, surplus, source), model, source)
-    _check_range(rows, model, source)
-    blank = _blank_rows(rows, model, missing, source)
+    if missing not in ("error", "native"):
+        raise InvalidRoutes(
+            "unknown way with missing rows", where="missing", expected="error, native", got=missing
+        )
+    ids = _token_ids(tokens, source)
+    rows = _in_columns(_in_rows(rows, len(ids), start, ended, surplus, source), model, source, start)
+    _check_range(rows, model, source, start)
+    blank = _blank_rows(rows, model, missing, source, start)
     room = np.zeros((len(ids), len(model.layers), model.topk), _numpy_dtype(model))
     there = room[start : start + len(rows)]
     np.copyto(there, rows, casting="unsafe")
@@ -171,6 +176,19 @@ def admit(
         recorded=torch.from_numpy(recorded),
         fingerprint=fingerprint(ids),
         weight_version=weight_version,
+    )
+
+
+def _token_ids(tokens: Any, source: Source) -> Array:
+    """[tokens] int64."""
+    try:
+        ids = np.asarray(tokens.detach().cpu() if isinstance(tokens, torch.Tensor) else tokens)
+        if ids.ndim == 1 and (ids.dtype.kind in "iu" or ids.size == 0):
+            return ids.astype(np.int64)
+    except (ValueError, TypeError, OverflowError):
+        pass  # ragged, or of things that aren't numbers
+    raise source.error(
+        Symptom.UNREADABLE, "these aren't token ids", expected="integers, [tokens]", got=repr(tokens)[:80]
     )
 
 
@@ -209,7 +227,7 @@ def _in_rows(rows: Any, tokens: int, start: int, ended: bool, surplus: int, sour
     return rows[:ran]
 
 
-def _in_columns(rows: Array, model: RoutedModel, source: Source) -> Array:
+def _in_columns(rows: Array, model: RoutedModel, source: Source, start: int) -> Array:
     """The columns of the MoE layers."""
     columns, topk = rows.shape[1:]
     if topk != model.topk:
@@ -217,7 +235,7 @@ def _in_columns(rows: Array, model: RoutedModel, source: Source) -> Array:
             Symptom.TOPK, "the engine's top-k isn't the model's", expected=f"{model.topk} ids", got=topk
         )
     if columns == model.num_layers:
-        _check_dense(rows, model, source)
+        _check_dense(rows, model, source, start)
         labels = tuple(range(columns))
     elif columns == len(model.sparse):
         labels = model.sparse
@@ -234,7 +252,7 @@ def _in_columns(rows: Array, model: RoutedModel, source: Source) -> Array:
     return rows[:, wanted]
 
 
-def _check_dense(rows: Array, model: RoutedModel, source: Source) -> None:
+def _check_dense(rows: Array, model: RoutedModel, source: Source, start: int) -> None:
     """The columns of dense layers are zeros, or the labels have shifted."""
     dense = rows[:, list(model.dense)]
     if dense.any():
@@ -244,37 +262,41 @@ def _check_dense(rows: Array, model: RoutedModel, source: Source) -> None:
             "a dense layer has experts",
             where=f"layer {model.dense[column]}",
             expected="zeros in the columns of dense layers",
-            got=f"{dense[row, column].tolist()} in row {row}",
+            got=f"{dense[row, column].tolist()} in row {start + row}",
         )
 
 
-def _check_range(rows: Array, model: RoutedModel, source: Source) -> None:
+def _check_range(rows: Array, model: RoutedModel, source: Source, start: int) -> None:
     if not rows.size or (rows.min() >= 0 and rows.max() < model.num_experts):
         return
     row, column, slot = np.argwhere((rows < 0) | (rows >= model.num_experts))[0]
     raise source.error(
         Symptom.RANGE,
-        f"an id is out of range, the first in row {row}",
+        f"an id is out of range, the first in row {start + row}",
         where=f"layer {model.layers[column]}",
         expected=f"0 to {model.num_experts - 1}",
         got=int(rows[row, column, slot]),
     )
 
 
-def _blank_rows(rows: Array, model: RoutedModel, missing: Missing, source: Source) -> Array:
+def _blank_rows(rows: Array, model: RoutedModel, missing: Missing, source: Source, start: int) -> Array:
     """The rows that were never written. With a top-k of 1 they can't be told from expert 0."""
     if model.topk == 1:
         return np.empty(0, np.int64)
     blank = id_checks.blank_rows(rows)
-    if len(blank) and missing == "error":
-        every = len(blank) == len(rows)
+    if len(blank) and len(blank) == len(rows):
         raise source.error(
-            Symptom.ZEROS if every else Symptom.ZERO_ROWS,
-            f"all {len(rows)} rows are zeros"
-            if every
-            else f"{len(blank)} of {len(rows)} rows are zeros in all layers",
+            Symptom.ZEROS,
+            f"all {len(rows)} rows are zeros",
             expected=f"{model.topk} different experts a token",
-            got="nothing that was captured" if every else f"none from row {blank[0]} to {blank[-1]}",
+            got="nothing that was captured",
+        )
+    if len(blank) and missing == "error":
+        raise source.error(
+            Symptom.ZERO_ROWS,
+            f"{len(blank)} of {len(rows)} rows are zeros in all layers",
+            expected=f"{model.topk} different experts a token",
+            got=f"the first is row {start + blank[0]}, the last {start + blank[-1]}",
         )
     return blank
 
@@ -285,7 +307,7 @@ def _check_rows(
     twice = id_checks.named_twice(rows, recorded)
     known = rows if recorded.all() else rows[recorded]
     constant = id_checks.constant_columns(known)
-    if len(known) >= CONSTANT_ROWS and len(constant):
+    if len(known) >= CONSTANT_ROWS and len(constant) and _tell_apart(tokens[: len(rows)][recorded], model):
         raise source.error(
             Symptom.CONSTANT_LAYER,
             f"all {len(known)} rows are the same ({len(constant)} such layers)",
@@ -302,10 +324,13 @@ def _check_rows(
             expected=f"{model.topk} different experts",
             got=rows[row, column].tolist(),
         )
-    if len(model.layers) * math.log2(math.comb(model.num_experts, model.topk)) < _SURE_BITS:
+    if len(model.layers) * _bits(model) < _SURE_BITS:
         return
-    at = np.arange(len(rows)) if len(known) == len(rows) else np.flatnonzero(recorded)
-    stale = at[id_checks.repeated_rows(known, tokens[at])]
+    if len(known) == len(rows):
+        stale = id_checks.repeated_rows(rows, tokens)
+    else:
+        at = np.flatnonzero(recorded)
+        stale = at[id_checks.repeated_rows(known, tokens[at])]
     if len(stale):
         raise source.error(
             Symptom.STALE_ROWS,
@@ -313,3 +338,14 @@ def _check_rows(
             expected="routes that depend on the token",
             got=f"a copy, for token {int(tokens[stale[0]])}",
         )
+
+
+def _tell_apart(tokens: Array, model: RoutedModel) -> bool:
+    """Are there so many different tokens that they can't all choose alike? A model that says one thing for
+    thousands of tokens may send them all to the same experts."""
+    return (len(np.unique(tokens)) - 1) * _bits(model) >= _SURE_BITS
+
+
+def _bits(model: RoutedModel) -> float:
+    """How much choice a token has in a layer."""
+    return math.log2(math.comb(model.num_experts, model.topk))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from npu_replay.errors import ReplayError
 
 
 @dataclass(frozen=True)
@@ -17,22 +20,46 @@ class EngineArguments:
             and those that the capture needs.
         limits: what this release can't do, or does wrong, one sentence each.
         environment: variables that the engine's processes need beside them.
+        negates: does its server know `--no-...`? Else what is False is what it does anyway.
     """
 
     arguments: Mapping[str, Any]
     limits: tuple[str, ...] = field(default=())
     environment: Mapping[str, str] = field(default_factory=dict)
+    negates: bool = True
 
     def command_line(self) -> list[str]:
-        """The same as options of the engine's server: `["--enable-return-routed-experts", ...]`."""
-        options: list[str] = []
-        for name, value in self.arguments.items():
-            dashed = name.replace("_", "-")
-            if value is True:
-                options.append(f"--{dashed}")
-            elif value is False:
-                options.append(f"--no-{dashed}")
-            elif value is not None:
-                text = json.dumps(value) if isinstance(value, (dict, list)) else str(value)
-                options += [f"--{dashed}", text]
-        return options
+        """The same as options of the engine's server: `["--enable-return-routed-experts", ...]`. What is None
+        is left out.
+
+        Raises:
+            ReplayError: an argument can't be written as text.
+        """
+        return [word for name, value in self.arguments.items() for word in self._option(name, value)]
+
+    def _option(self, name: str, value: Any) -> list[str]:
+        dashed = name.replace("_", "-")
+        if value is None or (value is False and not self.negates):
+            return []
+        if isinstance(value, bool):
+            return [f"--{dashed}" if value else f"--no-{dashed}"]
+        if isinstance(value, (list, tuple)):
+            return [f"--{dashed}", *(_text(name, one) for one in value)] if value else []
+        return [f"--{dashed}", _text(name, value)]
+
+
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, (str, int, float, os.PathLike)):
+        return str(value)
+    try:
+        if isinstance(value, Mapping):
+            return json.dumps(dict(value))
+    except (TypeError, ValueError):
+        pass  # something in it
+    raise ReplayError(
+        "this argument can't be given on a command line",
+        where=name,
+        expected="text, a number, a list of them, or a dict that can be JSON",
+        got=type(value).__name__,
+        cause="an object of the engine's own: start it in Python, with `arguments`",
+    )

@@ -43,21 +43,20 @@ def _any_twice(block: Array) -> bool:
     topk = block.shape[-1]
     flat = block.reshape(-1)
     equal = np.empty(len(flat), bool)
-    for shift, same_row in enumerate(_masks(topk, len(flat)), start=1):
+    for shift, same_row in enumerate(_masks(topk, max(_BLOCK, len(flat))), start=1):
         there = equal[: len(flat) - shift]
         np.equal(flat[shift:], flat[:-shift], out=there)
-        np.logical_and(there, same_row, out=there)
+        np.logical_and(there, same_row[: len(there)], out=there)
         if there.any():
             return True
     return False
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=4)
 def _masks(topk: int, length: int) -> list[Array]:
-    """For each shift: is a flat id's token-layer that of the one `shift` places on, too? Most blocks of a job
-    have one length, so they are kept."""
-    place = np.arange(length) % topk
-    return [place[: length - shift] < topk - shift for shift in range(1, topk)]
+    """For each shift: is a flat id's token-layer that of the one `shift` places on, too?"""
+    place = np.resize(np.arange(topk, dtype=np.uint16), length)
+    return [place < topk - shift for shift in range(1, topk)]
 
 
 def constant_columns(ids: Array) -> Array:
@@ -91,7 +90,8 @@ def blank_rows(ids: Array) -> Array:
 
 
 def repeated_rows(ids: Array, tokens: Array) -> Array:
-    """The rows that are those of an earlier token throughout, although it is another token, [n] int64.
+    """The rows that are the same as an earlier one throughout, the nearest of which is another token's,
+    [n] int64.
 
     Args:
         ids: [tokens, layers, topk].
@@ -99,19 +99,29 @@ def repeated_rows(ids: Array, tokens: Array) -> Array:
     """
     if len(ids) < 2 or ids.size == 0:
         return np.empty(0, np.int64)
-    flat = ids.reshape(len(ids), -1)
-    # A number that equal rows share, of a few columns: the rest is only read where it is the same.
-    columns = np.unique(np.linspace(0, flat.shape[1] - 1, num=16, dtype=np.int64))
-    weights = np.random.default_rng(0).integers(1, 2**62, len(columns), dtype=np.uint64)
-    keys = np.empty(len(flat), np.uint32)
-    step = max(1, _BLOCK // flat.shape[1])
-    for first in range(0, len(flat), step):
-        block = flat[first : first + step, columns].astype(np.uint64)
-        keys[first : first + step] = (block @ weights) >> np.uint64(32)
-    order = np.argsort(keys, kind="stable")
-    keys = keys[order]
-    same_key = keys[1:] == keys[:-1]
-    earlier, later = order[:-1][same_key], order[1:][same_key]
+    flat = np.ascontiguousarray(ids).reshape(len(ids), -1).view(np.uint8)
+    earlier, later = _alike(flat)
     apart = tokens[earlier] != tokens[later]
     earlier, later = earlier[apart], later[apart]
     return np.sort(later[(flat[later] == flat[earlier]).all(axis=1)])
+
+
+def _alike(flat: Array) -> tuple[Array, Array]:
+    """Pairs of rows of bytes that may be equal, the earlier and the later of each: a number that equal rows
+    share is the upper half of what is sorted, the row is the lower. Few arrays here are as long as the
+    tokens: an engine's arrays are large, and this comes on top of them."""
+    word = next(size for size in (8, 4, 2, 1) if flat.shape[1] % size == 0)
+    words = flat.view(f"u{word}")
+    weights = np.random.default_rng(0).integers(0, 2**63, words.shape[1], dtype=np.uint64) * 2 + 1
+    upper, half = np.uint64(0xFFFF_FFFF_0000_0000), np.uint64(0xFFFF_FFFF)
+    keys = np.arange(len(flat), dtype=np.uint64)
+    step = max(1, _BLOCK // flat.shape[1])
+    for first in range(0, len(flat), step):
+        keys[first : first + step] |= (words[first : first + step] @ weights) & upper
+    keys.sort()
+    found = [np.empty(0, np.int64)]
+    for first in range(0, len(keys) - 1, step):
+        some = keys[first : first + step + 1]
+        found.append(first + np.flatnonzero((some[1:] ^ some[:-1]) <= half))
+    at = np.concatenate(found)
+    return (keys[at] & half).astype(np.int64), (keys[at + 1] & half).astype(np.int64)

@@ -9,7 +9,18 @@ from dataclasses import dataclass
 import torch
 
 from npu_replay import recompute, routers, session
-from npu_replay.compat import cuda, import_hook, mindspeed, patching, probe, torch_npu, verl_engine
+from npu_replay.compat import (
+    cuda,
+    import_hook,
+    mindspeed,
+    patching,
+    probe,
+    sglang,
+    torch_npu,
+    verl_engine,
+    vllm,
+    vllm_ascend,
+)
 from npu_replay.compat.probe import Capability, Product
 from npu_replay.errors import ReplayError
 
@@ -104,6 +115,8 @@ def report() -> Report:
         capabilities=(
             *probe.capabilities(products),
             mindspeed.capability(*(by_name[name] for name in ("mindspeed", "megatron-core"))),
+            vllm.capability(by_name["vllm"], by_name["vllm-ascend"]),
+            vllm_ascend.capability(by_name["vllm-ascend"]),
             _recompute(facts),
             *_devices(facts, products),
         ),
@@ -132,6 +145,7 @@ def uninstall() -> None:
             cause="it was called from the training step; call it after the block has ended",
         )
     import_hook.forget()
+    sglang.uninstall()
     left = patching.undo_all()
     verl_engine.forsake()
     if left:

@@ -53,6 +53,13 @@ _STEP = (
     "moe_layer_interval",  # Ernie 4.5
     "moe_layer_frequency",  # Arctic
 )
+_RULES = (
+    *_FIRST,
+    *_STEP,
+    "expert_layer_period",  # Jamba
+    "mlp_only_layers",  # Qwen
+    "enable_moe_block",  # Gemma 4
+)
 _BY_HAND = "give RoutedModel(layers=..., num_layers=..., num_experts=..., topk=...)"
 
 
@@ -133,7 +140,9 @@ class RoutedModel:
             ReplayError: a key is missing that no other stands for; names those that were looked for.
         """
         found = _Keys.of(config)
-        num_layers = found.number(_LAYERS, "the number of decoder layers")
+        blocks = found["layers_block_type"]  # a saved Nemotron-H has no other number
+        counted = isinstance(blocks, (list, tuple)) and found["num_hidden_layers"] is None
+        num_layers = len(blocks) if counted else found.number(_LAYERS, "the number of decoder layers")
         _refuse_zero_experts(found)
         sparse = _sparse_layers(found, num_layers)
         hashed = tuple(layer for layer in sparse if _is_hashed(found, layer))
@@ -172,7 +181,7 @@ class _Keys:
         file = path / "config.json" if path.is_dir() else path
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ReplayError(
                 "the model's config can't be read",
                 where=str(file),
@@ -217,12 +226,24 @@ class _Keys:
         raise self.unknown(key)
 
     def numbers(self, key: str) -> set[int]:
-        """Whole numbers, in a list or in a text with commas."""
+        """Whole numbers, in a list or in a text with commas; none if it isn't there."""
         value = self[key]
+        if value is None:
+            return set()
         try:
             return {int(one) for one in (value.split(",") if isinstance(value, str) else value)}
         except (TypeError, ValueError) as error:
             raise self.unknown(key) from error
+
+    def kinds(self, key: str, num_layers: int) -> list[str]:
+        """Words or letters, one a layer and perhaps more; none if it isn't there."""
+        value = self[key]
+        if value is None:
+            return []
+        listed = isinstance(value, (list, tuple, str)) and all(isinstance(one, str) for one in value)
+        if not listed or len(value) < num_layers:
+            raise self.unknown(key)
+        return list(value)
 
     def unknown(self, key: str) -> ReplayError:
         """A key that says which layers have experts, in a way that isn't known here."""
@@ -251,20 +272,36 @@ def _sparse_layers(config: _Keys, num_layers: int) -> list[int]:
     """The decoder layers with experts: a list of the config's says it, or else rules, of which all hold."""
     if config["is_moe"] is False or config["enable_moe_block"] is False:  # Doge, Gemma 4
         return []
-    for key, sparse in _KINDS.items():
-        kinds = config[key]
-        if kinds is None or (key == "layers_block_type" and not {"moe", "mlp"} & set(kinds)):
-            continue  # layers_block_type says elsewhere what attention a layer has (Jamba, Granite)
-        if not isinstance(kinds, (list, tuple, str)) or len(kinds) < num_layers:
+    for key, words in _KINDS.items():
+        kinds = config.kinds(key, num_layers)
+        if key == "layers_block_type" and not {"moe", "mlp"} & set(kinds):
+            continue  # elsewhere it says what attention each layer has (Jamba, Granite)
+        if key == "mlp_layer_types" and set(kinds) - {"dense", *words}:
             raise config.unknown(key)
-        if key == "mlp_layer_types" and not {*kinds} <= {"dense", *sparse}:
-            raise config.unknown(key)
-        return [layer for layer in range(num_layers) if kinds[layer] in sparse]
+        if kinds:
+            return [layer for layer in range(num_layers) if kinds[layer] in words]
     for key in ("moe_layers", "moe_layers_enum"):  # Llama 4, Step 3
+        named = config.numbers(key)
         if config[key] is not None:
-            named = config.numbers(key)
             return [layer for layer in range(num_layers) if layer in named]
+    if all(config[key] is None for key in _RULES) and not isinstance(config["moe_layer_freq"], (list, tuple)):
+        _refuse_two_widths(config)
     return [layer for layer in range(num_layers) if _by_rules(config, layer)]
+
+
+def _refuse_two_widths(config: _Keys) -> None:
+    """Dense layers and sparse ones, and which is which is only in the family's class in transformers."""
+    dense, sparse = config["intermediate_size"], config["moe_intermediate_size"]
+    if None in (dense, sparse) or dense in (sparse if isinstance(sparse, (list, tuple)) else (sparse,)):
+        return
+    raise ReplayError(
+        "the model's config has dense layers, and doesn't say which they are",
+        where=config.name,
+        expected=f"one of {', '.join((*_KINDS, *_RULES))}",
+        got=f"intermediate_size={dense}, moe_intermediate_size={sparse} and none of them",
+        cause="a config.json that leaves it to the family's class: give transformers' config of the model "
+        f"(AutoConfig.from_pretrained), or {_BY_HAND}",
+    )
 
 
 def _by_rules(config: _Keys, layer: int) -> bool:
@@ -284,11 +321,11 @@ def _by_rules(config: _Keys, layer: int) -> bool:
         all(layer >= (config.whole(key) or 0) for key in _FIRST)
         and (last is None or last < 0 or layer <= last)
         and all((layer + 1) % (config.whole(key) or 1) == 0 for key in _STEP)
-        and layer not in (config["mlp_only_layers"] or ())
+        and layer not in config.numbers("mlp_only_layers")
     )
 
 
 def _is_hashed(config: _Keys, layer: int) -> bool:
     """Does this layer look its experts up by token id? (DeepSeek-V4)"""
-    kinds = config["mlp_layer_types"]
-    return kinds[layer] == "hash_moe" if kinds is not None else layer < (config.whole("num_hash_layers") or 0)
+    kinds = config.kinds("mlp_layer_types", layer)
+    return kinds[layer] == "hash_moe" if kinds else layer < (config.whole("num_hash_layers") or 0)

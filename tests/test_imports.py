@@ -33,6 +33,7 @@ FACE = {
     "__init__",
     "__main__",
     "bench",
+    "bench_decode",
     "bench_gather",
     "cli",
     "commands",

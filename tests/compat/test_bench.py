@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import npu_replay
-from npu_replay import bench, bench_gather, seam, session
+from npu_replay import bench, bench_decode, bench_gather, seam, session
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
@@ -21,7 +21,10 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
     monkeypatch.setattr(bench, "TOKENS", (16,))
     monkeypatch.setattr(bench, "ROUTER", bench.ROUTER | {"hidden_size": 32})
     monkeypatch.setattr(bench_gather, "SEQUENCES", 3)
+    monkeypatch.setattr(bench_decode, "TOKENS", 200)
+    monkeypatch.setattr(bench_decode, "PROMPT", 50)
     bench_gather._rollout.cache_clear()
+    bench_decode._sample.cache_clear()
     monkeypatch.setattr(bench, "STEP", bench.STEP | {"hidden_size": 32})
     natives = torch.topk, torch.Tensor.topk, session._ways
     out = tmp_path / "bench.json"
@@ -30,12 +33,19 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
     native = ["Megatron's own"] if bench._has_native_replay() else []
     ways = {
         what: [row.way for row in rows if row.what == what]
-        for what in ("router", "other top-k", "gather", "step")
+        for what in ("router", "other top-k", "gather", "decode", "step")
     }
     assert ways == {
         "router": ["live", "record", "replay", "record by Watch", "replay by Watch", *native],
         "other top-k": ["live", "in a block"],
         "gather": ["take, all 48", "take, cut to 12", "gather 12 of 48"],
+        "decode": [
+            "plain copy",
+            "vLLM, array of uint8",
+            "vLLM, base64 of .npy",
+            "SGLang, base64 of int32",
+            "base64 alone",
+        ],
         "step": ["live", "record", "replay", *native],
     }
     assert all(row.ratio == 1 and row.over == 0 for row in rows if row.way == "live")
@@ -45,9 +55,11 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
     assert "record by Watch" in printed
     assert "3 sequences" in printed
     assert "385.0 a token" in printed
+    assert "memory beside the answer" in printed
     assert json.loads(out.read_text())["rows"][0]["way"] == "live"
     with pytest.raises(npu_replay.ReplayError, match=r"not overwritten.*--force"):
         bench.main(device="auto", pairs=2, out=out, force=False)
     assert (torch.topk, torch.Tensor.topk, session._ways) == natives
     assert seam.guard._open == 0
     bench_gather._rollout.cache_clear()
+    bench_decode._sample.cache_clear()

@@ -198,6 +198,10 @@ def test_a_rollout_of_the_users_own_is_let_through(legacy: bool) -> None:
         ("vllm", "0.23.0", True),
         ("vllm-ascend", "0.13.0", False),
         ("vllm-ascend", "0.18.0rc1", True),
+        ("vllm-ascend", "0.23.0.post1", True),
+        ("vllm-ascend", "0.24.0rc1", False),
+        ("vllm-ascend", "0.26.0rc1", False),
+        ("vllm-ascend", "0.29.0rc1", True),
         ("sglang", "0.5.6", False),
     ],
 )
@@ -215,6 +219,20 @@ def test_r3_with_a_release_of_the_engine_that_gives_no_routes_is_refused(
         return
     with pytest.raises(ReplayError, match=f"{engine} {version.replace('+', '.')} gives no routes"):
         verl_config.check_actor(actor)
+
+
+@WORKERS
+def test_a_quantized_rollout_on_ascend_is_refused_where_it_gives_zeros(
+    legacy: bool, no_engine_installed: list[probe.Product]
+) -> None:
+    """vllm-ascend before 0.27 captures unquantized experts alone, and says nothing of the others."""
+    key, _ = read_and_ignored(legacy)
+    lines = {key: "R3", FLAG: True, "actor_rollout_ref.rollout.quantization": "ascend"}
+    no_engine_installed.append(probe.Product("vllm-ascend", True, "0.23.0", "/somewhere"))
+    with pytest.raises(ReplayError, match=r"vllm-ascend 0\.23\.0 gives no routes.*got quantization='ascend'"):
+        verl_config.check_actor(with_workers(job(lines), legacy))
+    no_engine_installed[-1] = probe.Product("vllm-ascend", True, "0.29.0rc1", "/somewhere")
+    verl_config.check_actor(with_workers(job(lines), legacy))
 
 
 @WORKERS

@@ -1,0 +1,434 @@
+"""SGLang, release by release: what is wrong with the routes it returns, how it is told to return them, and
+which plans it can't do that with.
+
+Read off the released sources, 0.5.7 to 0.5.23; an issue's number is named where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from npu_replay.door import Fault, Symptom, release
+from npu_replay.engine_arguments import EngineArguments
+from npu_replay.errors import ReplayError
+
+FIRST = "0.5.7"
+HONOURS_START = "0.5.12"
+"""The first release that leaves out the rows before `routed_experts_start_len`."""
+STOPS_EXACTLY = "0.5.13"
+"""The first release with no rows for tokens that it sampled after the end and took back."""
+SAYS_SPANS = "0.5.19"
+"""The first release that says which weights sampled which tokens."""
+
+_ASK = (
+    "each request must carry return_routed_experts=True, and the server enable_return_routed_experts=True (a "
+    "gateway in between may drop the request's, sglang#20696)"
+)
+_KERNELS = (
+    "a MoE runner that routes inside its kernel (moe_runner_backend flashinfer_trtllm, flashinfer_mxfp4 or "
+    "triton_kernel; «auto» takes one on some devices): name another, such as triton"
+)
+_EPLB = "EPLB was on, and these are ids of places, not of experts"
+_OTHER_IDS = "another model than the engine's, or a build that marks padded rows with -1 (sglang#36404)"
+_MIXED = (
+    "the batch held requests with and without return_routed_experts, and this one was given another's routes "
+    "(sglang#26423, fixed in 0.5.13): let all requests of a server carry it"
+)
+
+FAULTS = (
+    Fault(symptom=Symptom.MISSING, until=FIRST, cause="SGLang returns routes from 0.5.7 on"),
+    Fault(symptom=Symptom.MISSING, cause=_ASK),
+    Fault(
+        symptom=Symptom.TOO_FEW_ROWS,
+        until=STOPS_EXACTLY,
+        cause=f"{_MIXED}; or the token ids aren't the engine's own",
+    ),
+    Fault(
+        symptom=Symptom.TOO_FEW_ROWS,
+        cause="the request carried a routed_experts_start_len that from_sglang wasn't told as start_len, or "
+        "the token ids aren't the engine's own (text that was tokenised again, tokens of several turns)",
+    ),
+    Fault(
+        symptom=Symptom.TOO_MANY_ROWS,
+        until=STOPS_EXACTLY,
+        cause=f"{_MIXED}; or the token ids aren't the engine's own",
+    ),
+    Fault(
+        symptom=Symptom.TOO_MANY_ROWS,
+        cause="the token ids aren't the engine's own; or, before 0.5.13, speculative decoding ran past the "
+        "end of the request, which is cut off if from_sglang is told the engine's version",
+    ),
+    Fault(
+        symptom=Symptom.COLUMNS,
+        cause="another model than the engine's, or its config read without the dense layers: SGLang sends "
+        "a column for each decoder layer",
+    ),
+    Fault(
+        symptom=Symptom.RANGE,
+        until="0.5.10",
+        cause=f"{_EPLB} (fixed in 0.5.10 on CUDA, in 0.5.23 on an NPU); or {_OTHER_IDS}",
+    ),
+    Fault(
+        symptom=Symptom.RANGE,
+        until="0.5.23",
+        cause=f"on an NPU, {_EPLB} (fixed in 0.5.23); or {_OTHER_IDS}",
+    ),
+    Fault(symptom=Symptom.RANGE, cause=_OTHER_IDS),
+    Fault(
+        symptom=Symptom.ZEROS,
+        until="0.5.9",
+        cause="on an NPU SGLang 0.5.7 and 0.5.8 capture nothing, fixed in 0.5.9; on CUDA: " + _KERNELS,
+    ),
+    Fault(symptom=Symptom.ZEROS, cause=_KERNELS),
+    Fault(
+        symptom=Symptom.ZERO_ROWS,
+        until="0.5.12",
+        cause="DeepEP, whose rows are gathered from 0.5.12 on; or NGRAM or DFLASH speculation, whose output "
+        "is never captured (sglang#37949); or a decode node, which hasn't the rows of the prompt",
+    ),
+    Fault(
+        symptom=Symptom.ZERO_ROWS,
+        until="0.5.18",
+        cause="NGRAM or DFLASH speculation, whose output is never captured (sglang#37949, DFLASH fixed in "
+        "0.5.18); or a decode node, which hasn't the rows of the prompt",
+    ),
+    Fault(
+        symptom=Symptom.ZERO_ROWS,
+        cause="NGRAM or DSPARK speculation, whose output is never captured (sglang#37949); or a decode node, "
+        "which hasn't the rows of the prompt",
+    ),
+    Fault(
+        symptom=Symptom.CONSTANT_LAYER,
+        cause="pipeline parallelism (layers of other stages are never captured), or layers that route by a "
+        "table of tokens and aren't captured: name those as RoutedModel.hashed",
+    ),
+    Fault(
+        symptom=Symptom.DUPLICATES,
+        cause="layers that were never captured and are zeros: pipeline parallelism, or a MoE runner that "
+        "routes inside its kernel",
+    ),
+    Fault(
+        symptom=Symptom.DENSE_COLUMN,
+        until="0.5.15",
+        cause="the MoE layer of a draft model (MTP, EAGLE) wrote over layer 0 of the model (sglang#26980, "
+        "fixed in 0.5.15); or another model than the engine's, whose dense layers are others",
+    ),
+    Fault(symptom=Symptom.DENSE_COLUMN, cause="another model than the engine's: its dense layers are others"),
+    Fault(
+        symptom=Symptom.STALE_ROWS,
+        until="0.5.10",
+        cause="a tier of cache beyond the device (HiCache, sglang#26975, not fixed): what comes back from it "
+        "brings the routes of whoever had the place before",
+    ),
+    Fault(
+        symptom=Symptom.STALE_ROWS,
+        cause="padded rows at the edge of a chunk of the prefill, which hold a row of an earlier pass "
+        "(sglang#36404); or a tier of cache beyond the device (HiCache, sglang#26975, not fixed)",
+    ),
+)
+"""What is known to be wrong with SGLang's routes; of several that fit, the likeliest first."""
+
+
+def engine_arguments(
+    version: str, *, planned: Mapping[str, Any] | None = None, device: Literal["cuda", "npu"] = "cuda"
+) -> EngineArguments:
+    """What makes this release of SGLang return routes, and what it can't do then.
+
+    Args:
+        version: of the engine, «0.5.12.post1».
+        planned: the other arguments of the server, as ServerArgs or the command line names them.
+        device: what it runs on.
+
+    Returns:
+        `planned` with what turns the routes on; each request must ask for them too: `request_arguments`.
+
+    Raises:
+        ReplayError: a release without routes, or a plan under which they would be wrong or missing.
+    """
+    plan = {name.lstrip("-").replace("-", "_"): value for name, value in (planned or {}).items()}
+    device = "npu" if plan.get("device") == "npu" else device
+    _refuse_release(version, device)
+    for clash in _CLASHES:
+        if clash.applies(version, device) and clash.planned(plan):
+            raise ReplayError(
+                f"routes would be wrong or missing: {clash.why}",
+                where=f"SGLang {version}",
+                expected=clash.expected,
+                got=", ".join(f"{key}={plan[key]!r}" for key in clash.keys if plan.get(key) is not None),
+            )
+    limits = tuple(limit.words for limit in _LIMITS if limit.applies(version, device))
+    return EngineArguments({**plan, "enable_return_routed_experts": True}, limits, negates=False)
+
+
+def request_arguments(version: str, *, start_len: int = 0) -> dict[str, Any]:
+    """What each request to this release must carry, beside its prompt.
+
+    Args:
+        version: of the engine.
+        start_len: the rows before it aren't wanted, at most the prompt's tokens; a release before 0.5.12
+            sends them anyway, and from_sglang leaves them out.
+
+    Raises:
+        ReplayError: a release without routes, or a negative start.
+    """
+    _refuse_release(version, "cuda")
+    if start_len < 0:
+        raise ReplayError("routes can't start before the prompt", expected="0 or more", got=start_len)
+    honoured = start_len > 0 and release(version) >= release(HONOURS_START)
+    return {"return_routed_experts": True, **({"routed_experts_start_len": start_len} if honoured else {})}
+
+
+def _refuse_release(version: str, device: str) -> None:
+    where = f"SGLang {version}"
+    if not any(release(version)):
+        raise ReplayError("this is no release of SGLang", expected="a version such as 0.5.23", got=version)
+    if release(version) < release(FIRST):
+        raise ReplayError(
+            "this release can't return routes", where=where, expected="0.5.7 or later", got=version
+        )
+    if device == "npu" and release(version) < release("0.5.9"):
+        raise ReplayError(
+            "this release returns zeros on an NPU", where=where, expected="0.5.9 or later", got=version
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Span:
+    """The releases and the device that something is true of."""
+
+    since: str = ""
+    until: str = ""
+    device: str = ""
+
+    def applies(self, version: str, device: str) -> bool:
+        at = release(version)
+        return (
+            (not self.since or at >= release(self.since))
+            and (not self.until or at < release(self.until))
+            and self.device in ("", device)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Limit(_Span):
+    """What a release can't do, in words."""
+
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Clash(_Span):
+    """A plan under which the routes would be wrong or missing."""
+
+    keys: tuple[str, ...]
+    planned: Callable[[Mapping[str, Any]], bool]
+    why: str
+    expected: str
+
+
+def _above_one(*keys: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda plan: any(_number(plan.get(key)) > 1 for key in keys)
+
+
+def _on(*keys: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda plan: any(plan.get(key) for key in keys)
+
+
+def _is(key: str, *values: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda plan: str(plan.get(key)).lower() in values
+
+
+def _number(value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        return 0
+
+
+def _moves_experts(plan: Mapping[str, Any]) -> bool:
+    return bool(
+        plan.get("enable_eplb")
+        or plan.get("ep_dispatch_algorithm")
+        or _number(plan.get("ep_num_redundant_experts")) > 0
+        or plan.get("init_expert_location") not in (None, "trivial")
+    )
+
+
+def _more_requests_than_a_chunk(plan: Mapping[str, Any]) -> bool:
+    chunk = _number(plan.get("chunked_prefill_size"))
+    return bool(
+        plan.get("enable_dp_attention")
+        and _number(plan.get("dp_size", plan.get("data_parallel_size"))) > 1
+        and 0 < chunk < _number(plan.get("max_running_requests"))
+    )
+
+
+_EPLB_KEYS = ("enable_eplb", "ep_dispatch_algorithm", "ep_num_redundant_experts", "init_expert_location")
+
+_CLASHES = (
+    _Clash(
+        keys=("pp_size", "pipeline_parallel_size"),
+        planned=_above_one("pp_size", "pipeline_parallel_size"),
+        why="only the layers of one pipeline stage would be captured",
+        expected="pp_size=1",
+    ),
+    _Clash(
+        keys=("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv"),
+        planned=_on("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv"),
+        why="tokens that come back from a cache beyond the device bring another sequence's routes "
+        "(sglang#26975, not fixed)",
+        expected="the radix cache of the device only",
+    ),
+    _Clash(
+        keys=("disaggregation_mode",),
+        planned=_is("disaggregation_mode", "prefill", "decode"),
+        why="the node that decodes hasn't the rows of the prompt",
+        expected="prefill and decode in one server",
+    ),
+    _Clash(
+        keys=("speculative_algorithm",),
+        planned=_is("speculative_algorithm", "ngram"),
+        why="NGRAM speculation captures nothing of the output (sglang#37949, not fixed)",
+        expected="no speculation, or EAGLE with speculative_eagle_topk=1",
+    ),
+    _Clash(
+        keys=("speculative_algorithm",),
+        planned=_is("speculative_algorithm", "dspark"),
+        why="DSPARK speculation captures nothing of the output",
+        expected="no speculation, or EAGLE with speculative_eagle_topk=1",
+    ),
+    _Clash(
+        until="0.5.18",
+        keys=("speculative_algorithm",),
+        planned=_is("speculative_algorithm", "dflash"),
+        why="DFLASH speculation captures nothing of the output before 0.5.18",
+        expected="no speculation, or 0.5.18 or later",
+    ),
+    _Clash(
+        keys=("speculative_eagle_topk",),
+        planned=lambda plan: (
+            bool(plan.get("speculative_algorithm")) and _number(plan.get("speculative_eagle_topk")) > 1
+        ),
+        why="with a tree of drafts the rows of the output are permuted (sglang#37949, not fixed)",
+        expected="speculative_eagle_topk=1",
+    ),
+    _Clash(
+        until="0.5.15",
+        keys=("speculative_algorithm",),
+        planned=_is("speculative_algorithm", "eagle", "nextn", "mtp", "frozen_kv_mtp"),
+        why="the MoE layer of the draft writes over layer 0 of the model (sglang#26980, fixed in 0.5.15)",
+        expected="no speculation, or 0.5.15 or later",
+    ),
+    _Clash(
+        until="0.5.10",
+        device="cuda",
+        keys=_EPLB_KEYS,
+        planned=_moves_experts,
+        why="under EPLB this release returns ids of places, not of experts (fixed in 0.5.10)",
+        expected="no EPLB, or 0.5.10 or later",
+    ),
+    _Clash(
+        until="0.5.23",
+        device="npu",
+        keys=_EPLB_KEYS,
+        planned=_moves_experts,
+        why="under EPLB this release returns ids of places on an NPU, and where there are as many places as "
+        "experts that can't be seen (fixed in 0.5.23)",
+        expected="no EPLB, or 0.5.23 or later",
+    ),
+    _Clash(
+        until="0.5.12",
+        keys=("moe_a2a_backend", "enable_deepep_moe"),
+        planned=lambda plan: (
+            bool(plan.get("enable_deepep_moe")) or plan.get("moe_a2a_backend") not in (None, "none")
+        ),
+        why="each rank captures its own share of the tokens, and they aren't gathered (fixed in 0.5.12)",
+        expected="moe_a2a_backend='none', or 0.5.12 or later",
+    ),
+    _Clash(
+        keys=("moe_runner_backend",),
+        planned=_is("moe_runner_backend", "triton_kernel", "flashinfer_trtllm", "flashinfer_mxfp4"),
+        why="this MoE runner routes inside its kernel, where nothing is captured",
+        expected="a runner that is given its experts: triton, deep_gemm, cutlass, flashinfer_trtllm_routed",
+    ),
+    _Clash(
+        keys=("chunked_prefill_size",),
+        planned=lambda plan: _number(plan.get("chunked_prefill_size")) < 0,
+        why="without chunks a long prompt overflows the capture's buffer, and the server dies (sglang#26860)",
+        expected="a chunked_prefill_size above 0",
+    ),
+    _Clash(
+        until=STOPS_EXACTLY,
+        keys=("enable_dp_attention", "dp_size", "max_running_requests", "chunked_prefill_size"),
+        planned=_more_requests_than_a_chunk,
+        why="under DP attention the capture's buffer is too small for so many requests (sglang#26123, fixed "
+        "in 0.5.13)",
+        expected="max_running_requests of chunked_prefill_size at most",
+    ),
+)
+
+_LIMITS = (
+    _Limit(words=_ASK),
+    _Limit(
+        until=STOPS_EXACTLY,
+        words="all requests of the server must ask for routes: beside one that doesn't, others are given "
+        "each other's or the server dies (sglang#26423, fixed in 0.5.13)",
+    ),
+    _Limit(
+        until="0.5.9", words="routes come from /generate only: the OpenAI endpoints have them from 0.5.9 on"
+    ),
+    _Limit(
+        since="0.5.9",
+        words="the OpenAI endpoints give the routes of the first choice only (ask for n=1), and don't say "
+        "that a request was retracted",
+    ),
+    _Limit(
+        until="0.5.10",
+        words="under skip_tokenizer_init routes are a tensor, which the HTTP server can't send: call the "
+        "engine in-process",
+    ),
+    _Limit(until="0.5.11", words="the scheduler waits for the routes of each step, which slows it down"),
+    _Limit(
+        until=HONOURS_START,
+        words="routed_experts_start_len is ignored: all rows come (from_sglang leaves out those before it)",
+    ),
+    _Limit(
+        until="0.5.15",
+        words="a draft model for speculation must have no MoE layers (sglang#26980, fixed in 0.5.15)",
+    ),
+    _Limit(
+        words="speculative decoding with many requests may overflow the capture's buffer: keep "
+        "max_running_requests * speculative_num_draft_tokens within chunked_prefill_size (sglang#38717)"
+    ),
+    _Limit(
+        since=HONOURS_START,
+        words="of the all-to-all back ends, tokens are gathered for deepep only: look at the first routes of "
+        "any other",
+    ),
+    _Limit(words="moe_runner_backend='auto' may take one that routes inside its kernel: name it"),
+    _Limit(words="the model's config must say num_experts_per_tok and num_hidden_layers by these names"),
+    _Limit(words="layers that route by a table of tokens (DeepSeek-V4's hash layers) aren't captured"),
+    _Limit(
+        words="a hit in the prefix cache returns the rows that older weights made: flush the cache at each "
+        "weight update (flush_cache=True)"
+    ),
+    _Limit(
+        until=SAYS_SPANS,
+        words="a request that is retracted is computed again, with the weights of then: its rows may not be "
+        "those that sampled its tokens, and this release doesn't say so (0.5.19 does)",
+    ),
+    _Limit(
+        since=SAYS_SPANS,
+        words="a request that is retracted over a weight update is computed again: its rows aren't those "
+        "that sampled its tokens, and from_sglang refuses them",
+    ),
+    _Limit(since=SAYS_SPANS, words="beam search with routes is rejected by the engine"),
+    _Limit(words="with max_new_tokens=0 the last token of the prompt has no row (sglang#20964)"),
+    _Limit(
+        since="0.5.10",
+        words="padded rows at the edge of a prefill chunk may hold an old row (sglang#36404): checked when "
+        "routes come in",
+    ),
+)

@@ -1,0 +1,413 @@
+"""vLLM: its outputs as RoutedExperts, and the arguments with which it makes them.
+
+Five layouts are in use, told apart by what is there and not by the release:
+
+    0.14, 0.16 to 0.20  [tokens - 1, layers, topk], int32, in-process alone
+    0.21                the prompt's rows apart from the completion's, MoE layers only, int16; lists over HTTP
+    0.22 to 0.33        [tokens - 1 - start, layers, topk], uint8 up to 256 experts and uint16 above;
+                        base64 of .npy over HTTP
+
+The last token that was sampled never has a row: the engine hasn't run it. Releases only choose the words of
+an error. Nothing of vLLM is imported or changed.
+
+    vllm_completions  what it hands out, taken apart
+    vllm_releases     what can be wrong with it, by release
+    vllm_arguments    what it is started with, and what a release can't do
+    vllm_ascend       the same on Ascend, by the plugin's release
+
+Probes: `capability`. Offers: `from_vllm`, `engine_arguments`. Nothing to undo.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from npu_replay import array_text
+from npu_replay.compat import vllm_ascend as ascend
+from npu_replay.compat import vllm_releases as releases
+from npu_replay.compat.vllm_arguments import capability, engine_arguments
+from npu_replay.compat.vllm_completions import Completion, completions
+from npu_replay.door import Missing, Source, Symptom, admit, release
+from npu_replay.errors import ReplayError, whole_number
+from npu_replay.id_checks import Array
+from npu_replay.routed_experts import RoutedExperts
+from npu_replay.routed_model import RoutedModel
+
+__all__ = ["capability", "engine_arguments", "from_vllm"]
+
+_SURPLUS = 64
+"""So many tokens at most are taken back by a stop string and one step of speculative decoding."""
+
+_WIDEST = 4  # bytes an id: int32
+_HEADER = 4096  # bytes of an .npy before its ids, at most
+
+
+def from_vllm(
+    output: Any,
+    model: Any,
+    *,
+    prompt_token_ids: Any = None,
+    output_token_ids: Any = None,
+    start: int = 0,
+    version: str | None = None,
+    vllm_ascend: str | None = None,
+    weight_version: int | str | None = None,
+    missing: Missing = "error",
+) -> list[RoutedExperts]:
+    """The checked routes of one request, one RoutedExperts for each of its completions.
+
+    Args:
+        output: a RequestOutput; or an answer of /v1/completions, /v1/chat/completions or
+            /inference/v1/generate, as a dict, as JSON (str or bytes) or as OpenAI's client gives it.
+        model: a RoutedModel, or a Hugging Face config: its path or its folder's, its contents, an object.
+        prompt_token_ids: [prompt], where the output hasn't got them; or one such list a completion.
+        output_token_ids: the sampled ids, one list a completion, where the output hasn't got them (ask for
+            them with return_token_ids), or where tokens were taken off its end.
+        start: the routed_experts_prompt_start that the request was sent with.
+        version: vLLM's release, for the words of errors. Where neither this nor the next is given, what is
+            installed is asked, for a RequestOutput.
+        vllm_ascend: the same of vllm-ascend.
+        weight_version: which weights sampled. Where it isn't given and vLLM says one for all tokens, that.
+        missing: "native" leaves rows that are zero in all layers without a route, and so a completion whose
+            routes vLLM is known to drop; else they are an error.
+
+    Returns:
+        Each of len(prompt) + len(sampled) rows, with the fingerprint of both. The last row has no route, nor
+        have those before `start`, nor any that an aborted request doesn't have.
+
+    Raises:
+        InvalidRoutes: names the request, the field, and the likeliest fault of that release.
+        ReplayError: the model's config doesn't say what has to be known.
+    """
+    known = RoutedModel.of(model)
+    found = completions(output)
+    start = whole_number(start, "start", where="from_vllm")
+    asked = _Asked(start, missing, weight_version, *_releases(found[0], version, vllm_ascend))
+    prompts = _one_each(prompt_token_ids, len(found), "prompt_token_ids")
+    outputs = _one_each(output_token_ids, len(found), "output_token_ids")
+    tokens = [
+        _tokens(one, prompt, sampled, asked.source(one))
+        for one, prompt, sampled in zip(found, prompts, outputs, strict=True)
+    ]
+    _refuse_shared_prompt_rows(found, tokens, asked)
+    return [_routes(one, at, known, asked) for one, at in zip(found, tokens, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the caller of `from_vllm` said, for all completions."""
+
+    start: int
+    missing: Missing
+    weight_version: int | str | None
+    version: str
+    vllm_ascend: str
+
+    def source(self, one: Completion, field: str = "") -> Source:
+        faults = releases.faults(http=one.http, stop_string=one.stop_string)
+        if self.vllm_ascend:
+            faults = (*ascend.faults(self.vllm_ascend), *faults)
+        return Source(
+            engine="vLLM",
+            version=self.version,
+            sample=one.sample,
+            field=field or f"{one.place}.routed_experts",
+            faults=faults,
+        )
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The ids of one completion, [prompt] and [sampled], and how many the caller took off its end."""
+
+    prompt: Array
+    sampled: Array
+    taken_off: int = 0
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.sampled)
+
+
+def _releases(first: Completion, version: str | None, vllm_ascend: str | None) -> tuple[str, str]:
+    """Those that were said; where neither was, those that are installed, if the output is of this process."""
+    if first.http or version is not None or vllm_ascend is not None:
+        return version or "", vllm_ascend or ""
+    return _installed("vllm"), _installed("vllm-ascend")
+
+
+def _installed(product: str) -> str:
+    try:
+        return importlib.metadata.version(product) or ""
+    except Exception:  # noqa: BLE001 - not installed as a distribution, or its metadata is damaged
+        return ""
+
+
+# ---- token ids
+
+
+def _one_each(given: Any, count: int, name: str) -> list[Any]:
+    """What the caller gave for each completion: the same list for all, or one list each."""
+    if given is None:
+        return [None] * count
+    nested = _axes(given) == 2 or (
+        isinstance(given, (list, tuple)) and len(given) > 0 and _axes(given[0]) > 0
+    )
+    if not nested and (name == "prompt_token_ids" or count == 1):
+        return [given] * count
+    if not nested or len(given) != count:
+        raise ReplayError(
+            f"{name} doesn't fit the completions",
+            where="from_vllm",
+            expected=f"{count} lists of token ids",
+            got=f"{len(given)} lists" if nested else "one list",
+        )
+    return list(given)
+
+
+def _axes(value: Any) -> int:
+    """Of an array; a list has one, whatever is in it."""
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        return value.ndim
+    return int(isinstance(value, (list, tuple)))
+
+
+def _tokens(one: Completion, prompt: Any, sampled: Any, source: Source) -> _Tokens:
+    return _Tokens(
+        _prompt(one, prompt, replace(source, field="prompt_token_ids")),
+        *_sampled(one, sampled, replace(source, field=f"{one.place}.token_ids")),
+    )
+
+
+def _prompt(one: Completion, given: Any, source: Source) -> Array:
+    if given is None and one.prompt is None:
+        raise source.error(
+            Symptom.SHAPE,
+            "the answer hasn't got the prompt's token ids",
+            expected="return_token_ids=true in the request, or prompt_token_ids= here",
+            got="neither",
+        )
+    if given is None or one.prompt is None:
+        return _ids(one.prompt if given is None else given, source)
+    ids = _ids(given, source)
+    if not np.array_equal(ids, _ids(one.prompt, source)):
+        raise source.error(
+            Symptom.SHAPE,
+            "the prompt's token ids given here aren't those that the engine ran",
+            expected=f"{len(one.prompt)} ids, as in the output",
+            got=f"{len(ids)} others",
+        )
+    return ids
+
+
+def _sampled(one: Completion, given: Any, source: Source) -> tuple[Array, int]:
+    """The sampled ids, and how many of the engine's own come after them."""
+    if given is None and one.sampled is None:
+        raise source.error(
+            Symptom.SHAPE,
+            "the answer hasn't got the sampled token ids",
+            expected="return_token_ids=true in the request, or output_token_ids= here",
+            got="neither",
+        )
+    if given is None or one.sampled is None:
+        return _ids(one.sampled if given is None else given, source), 0
+    ids, engines = _ids(given, source), _ids(one.sampled, source)
+    if np.array_equal(ids, engines[: len(ids)]):
+        return ids, len(engines) - len(ids)
+    if len(engines) and np.array_equal(ids[-len(engines) :], engines):
+        return ids, 0  # a stream, whose last output has the last ids alone
+    raise source.error(
+        Symptom.SHAPE,
+        "the sampled token ids given here aren't those that the engine sampled",
+        expected=f"{len(engines)} ids, as in the output, or fewer off their end",
+        got=f"{len(ids)} others",
+    )
+
+
+def _ids(value: Any, source: Source) -> Array:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().numpy()
+    try:
+        ids = np.asarray(value if isinstance(value, np.ndarray) else list(value))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise source.error(
+            Symptom.SHAPE,
+            "these aren't token ids",
+            expected="a flat list of integers",
+            got=type(value).__name__,
+        ) from error
+    integers = ids.ndim == 1 and (ids.dtype.kind in "iu" or ids.size == 0)
+    if not integers or (ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < 2**63):
+        raise source.error(
+            Symptom.SHAPE,
+            "these aren't token ids",
+            expected="a flat list of integers from 0 on",
+            got=f"{ids.dtype}, shape {list(ids.shape)}"
+            + (f", {ids.min()} to {ids.max()}" if integers else ""),
+        )
+    return ids.astype(np.int64)
+
+
+# ---- rows
+
+
+def _routes(one: Completion, tokens: _Tokens, model: RoutedModel, asked: _Asked) -> RoutedExperts:
+    source = asked.source(one)
+    surplus = tokens.taken_off + (_SURPLUS if one.stop_string else 0)
+    ended = one.ended
+    if ended and _lacks_rows(one, tokens):
+        if not (
+            asked.missing == "native" and one.stop_string and releases.drops_at_stop_string(asked.version)
+        ):
+            raise _no_rows(one, source)
+        ended = False
+    rows = _rows(one, tokens, surplus, model, asked)
+    if _never_captured(rows, model, asked):
+        raise source.error(
+            Symptom.ZEROS,
+            f"all {len(rows)} rows are zeros",
+            expected="ids of experts",
+            got="nothing that was captured",
+        )
+    return admit(
+        rows,
+        model=model,
+        tokens=np.concatenate([tokens.prompt, tokens.sampled]),
+        source=source,
+        start=asked.start,
+        ended=ended,
+        surplus=surplus + (1 if one.prompt_rows is not None else 0),
+        missing=asked.missing,
+        weight_version=asked.weight_version if asked.weight_version is not None else _weights(one),
+    )
+
+
+def _never_captured(rows: Array, model: RoutedModel, asked: _Asked) -> bool:
+    """Zeros throughout, which no caller can mean: missing="native" is for rows that are lost now and then. In
+    0.15 they are wrong with a top-k of 1, too."""
+    suspect = asked.missing == "native" and model.topk > 1
+    return bool(suspect or release(asked.version)[:2] == (0, 15)) and len(rows) > 0 and not rows.any()
+
+
+def _lacks_rows(one: Completion, tokens: _Tokens) -> bool:
+    """Are there none, though the engine ran tokens whose rows they would be?"""
+    if one.rows is not None:
+        return False
+    return one.prompt_rows is None or len(tokens.sampled) > 1
+
+
+def _no_rows(one: Completion, source: Source) -> Exception:
+    if one.finish_reason is None and not one.http:
+        return source.error(
+            Symptom.SHAPE,
+            "the request isn't finished, and routes come with its last output",
+            expected="the output whose finish_reason is set",
+            got="finish_reason None",
+        )
+    return source.error(
+        Symptom.MISSING,
+        "the completion has no routes",
+        expected="an array of expert ids",
+        got=f"None, finished by «{one.finish_reason}»",
+    )
+
+
+def _rows(one: Completion, tokens: _Tokens, surplus: int, model: RoutedModel, asked: _Asked) -> Array:
+    """All rows of the completion as one array, [rows, layers, topk], of whichever dtype they came in."""
+    source = asked.source(one)
+    if one.prompt_rows is None:
+        if one.rows is None:
+            return np.zeros((0, model.num_layers, model.topk), np.uint8)
+        return _array(one.rows, len(tokens) + surplus, model, source)
+    if asked.start:
+        raise source.error(
+            Symptom.SHAPE, "this release gives all rows of the prompt", expected="start=0", got=asked.start
+        )
+    apart = asked.source(one, "prompt_routed_experts")
+    parts = [_array(one.prompt_rows, len(tokens.prompt), model, apart)]
+    if one.rows is not None:
+        if len(parts[0]) != len(tokens.prompt):
+            raise apart.error(
+                Symptom.SHAPE,
+                "the prompt has another number of rows than tokens",
+                expected=len(tokens.prompt),
+                got=len(parts[0]),
+            )
+        parts.append(_array(one.rows, len(tokens.sampled) + surplus, model, source))
+    return _filled_columns(_joined(parts, source), model)
+
+
+def _array(value: Any, most: int, model: RoutedModel, source: Source) -> Array:
+    """`value` as an array, of at most `most` rows where its size could be anything."""
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+            raise source.error(
+                Symptom.SHAPE, "this isn't an array of expert ids", expected="integers", got=value.dtype
+            )
+        value = value.detach().cpu().numpy()
+    if isinstance(value, np.ndarray):
+        return _three_axes(value, source)
+    if isinstance(value, (str, bytes, bytearray)):
+        room = most * model.num_layers * model.topk * _WIDEST
+        text = value if isinstance(value, str) else bytes(value)
+        data = array_text.from_base64(text, source=source, most=room + _HEADER)
+        return _three_axes(array_text.from_npy(data, source=source, most=room), source)
+    return array_text.from_lists(value, source=source, most=(most, model.num_layers, model.topk))
+
+
+def _three_axes(rows: Array, source: Source) -> Array:
+    if rows.ndim == 3 and rows.dtype.kind in "iu":
+        return rows
+    raise source.error(
+        Symptom.SHAPE,
+        "this isn't an array of expert ids",
+        expected="integers, [tokens, layers, topk]",
+        got=f"{rows.dtype} {list(rows.shape)}",
+    )
+
+
+def _joined(parts: list[Array], source: Source) -> Array:
+    filled = [part for part in parts if len(part)]
+    if len({part.shape[1:] for part in filled}) > 1:
+        raise source.error(
+            Symptom.SHAPE,
+            "the rows of the prompt and of the completion have other shapes",
+            expected=f"[..., {', '.join(map(str, parts[0].shape[1:]))}]",
+            got=list(parts[1].shape),
+        )
+    return np.concatenate(filled) if filled else parts[0]
+
+
+def _filled_columns(rows: Array, model: RoutedModel) -> Array:
+    """0.21.0 gives MoE layers the first columns, one after the other, and may have empty ones after them: it
+    overlooks first_k_dense_replace when it counts. vllm-ascend 0.21.0rc1 fills the same columns by label."""
+    used = len(model.sparse)
+    return rows if rows[:, used:].any() else rows[:, :used]
+
+
+def _weights(one: Completion) -> str | None:
+    """The engine's own weight version, where it names one for all tokens."""
+    spans = one.weight_versions if isinstance(one.weight_versions, (list, tuple)) else ()
+    named = [
+        span.get("version") if isinstance(span, Mapping) else getattr(span, "version", None) for span in spans
+    ]
+    if not named or not all(isinstance(version, str) for version in named):
+        return None
+    return str(named[0]) if len(set(named)) == 1 else None
+
+
+def _refuse_shared_prompt_rows(found: list[Completion], tokens: list[_Tokens], asked: _Asked) -> None:
+    """0.21.0 answers several prompts at once with the rows of the first alone."""
+    for one, at in zip(found, tokens, strict=True):
+        if one.prompt_rows is not None and not np.array_equal(at.prompt, tokens[0].prompt):
+            raise asked.source(one, "prompt_routed_experts").error(
+                Symptom.TOO_FEW_ROWS,
+                "the answer is to several prompts, and has the rows of the first alone",
+                expected="one prompt a request",
+                got="another prompt than the first completion's",
+            )

@@ -1,0 +1,310 @@
+"""vllm-ascend: which release hands out which routes, release by release, as its source has it.
+
+    from          up to         captured              ids      place
+                  0.14.0rc1     nothing
+    0.15.0rc1     0.19.1rc1     unquantized           logical  AscendUnquantizedFusedMoEMethod.apply
+    0.20.2rc1     0.20.2rc1     unquantized           logical  the same, without the capturer's singleton
+    0.21.0rc1     0.23.0.post1  unquantized           logical  the same; tokens that are split over ranks too
+    0.24.0rc1     0.26.0rc1     nothing: all zeros             the same, behind a config that is never set
+    0.27.1rc1     0.29.0rc1     all                   logical  the routers, by vLLM's own binder
+    0.30.0rc1     0.30.0rc2     all                   logical  the same, by Model Runner V2 alone
+
+All of it was read in the released source, and none of it was run. Nothing of it is imported or changed. Where
+`npu_replay` makes a release capture that doesn't by itself, it will be done here: `refusal` then says so.
+
+Probes: `capability`. Offers: `Setting`, `check`, `refusal`, `limits`, `needs_v2`, `needs_sync`,
+`faults`. Nothing to undo.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from npu_replay.compat import model_config
+from npu_replay.compat.probe import Capability, Product
+from npu_replay.door import Fault, Symptom, release
+from npu_replay.errors import ReplayError
+
+CAPABILITY = "routes of vllm-ascend"
+NEWEST = "0.30.0rc2"
+"""The newest release whose source was read; what comes later is taken for its like."""
+
+Soc = Literal["A2", "A3", "A5", "310P"]
+"""Generations of the processor: Atlas 800T A2 (910B), Atlas 800 A3 (910C), 950, and Atlas inference cards."""
+
+Captures = Literal["nothing", "zeros", "unquantized", "all"]
+"""zeros: the switch is taken, and every id is 0."""
+
+_WORKING = "vllm-ascend 0.23.0 captures unquantized models, 0.27.1rc1 and later all"
+_SPLIT_FROM_EP = {"A2": 16, "A3": 2, "A5": 2}
+"""From how many expert-parallel ranks on tokens may be split over tensor-parallel ranks before routing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What the releases from one on capture, up to the next row of the table.
+
+    Attributes:
+        since: the first of them.
+        captures: what of a model's layers is captured.
+        splits: are tokens that data or sequence parallelism split put together right?
+        hybrids: are models with linear attention read by the right KV cache group: by no model runner, by the
+            second alone, or by all?
+        runner: the model runner without which there are none; empty if any will do.
+    """
+
+    since: str
+    captures: Captures
+    splits: bool = False
+    hybrids: Literal["never", "V2", "always"] = "never"
+    runner: str = ""
+
+
+TABLE = (
+    Row(since="0.0.0", captures="nothing"),
+    Row(since="0.15.0", captures="unquantized"),
+    Row(since="0.20.2", captures="unquantized"),
+    Row(since="0.21.0", captures="unquantized", splits=True),
+    Row(since="0.24.0", captures="zeros", splits=True),
+    Row(since="0.27.1", captures="all", splits=True),
+    Row(since="0.28.0", captures="all", splits=True, hybrids="V2"),
+    Row(since="0.30.0", captures="all", splits=True, hybrids="always", runner="V2"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a rollout is planned with, as far as it is known.
+
+    Attributes:
+        model: a RoutedModel, or a Hugging Face config: its path or its folder's, its contents, an object.
+        quantization: vLLM's argument of that name. A model's own folder or config may say so too.
+        data_parallel, tensor_parallel: ranks.
+        expert_parallel: is it on?
+        soc: the processor's generation.
+        async_scheduling: is it on? None: as vLLM likes.
+    """
+
+    model: Any = None
+    quantization: str | None = None
+    data_parallel: int = 1
+    tensor_parallel: int = 1
+    expert_parallel: bool = False
+    soc: Soc | None = None
+    async_scheduling: bool | None = None
+
+    @property
+    def quantized(self) -> str:
+        """How the experts are quantized, in words; empty if they aren't, as far as is known."""
+        if self.quantization:
+            return f"quantization={self.quantization!r}"
+        said = model_config.quantization(self.model)
+        return f"a model with {said}" if said else ""
+
+    @property
+    def hybrid(self) -> bool:
+        """Has the model linear attention in some layers, as far as is known?"""
+        return model_config.is_hybrid(self.model)
+
+    @property
+    def ranks_of_experts(self) -> int:
+        """Over how many ranks experts are spread."""
+        return self.data_parallel * self.tensor_parallel if self.expert_parallel else 1
+
+
+def row_of(version: str) -> Row:
+    """The row of the table that a release is in."""
+    return [known for known in TABLE if release(version) >= release(known.since)][-1]
+
+
+def check(version: str, setting: Setting = Setting()) -> None:
+    """Refuse a release that will give zeros, or nothing, with this model and these settings.
+
+    Raises:
+        ReplayError: what is missing, and what to do instead.
+    """
+    problem = refusal(version, setting)
+    if problem is not None:
+        raise problem
+
+
+def refusal(version: str, setting: Setting) -> ReplayError | None:
+    """What `check` raises; None where routes are right, as far as the source tells."""
+    known = row_of(version)
+    if known.captures == "nothing":
+        return _refused(
+            version, "knows no routes", "0.15.0rc1 or later", version, f"an old release: {_WORKING}"
+        )
+    if known.captures == "zeros":
+        return _refused(
+            version,
+            "gives zeros for every id",
+            "0.23.0.post1 and earlier, or 0.27.1rc1 and later",
+            version,
+            "it asks for vLLM's config while the model runs, when none is set, and skips the capture "
+            f"(vllm-ascend#16314). {_WORKING}",
+        )
+    if known.captures == "unquantized" and setting.quantized:
+        return _refused(
+            version,
+            "captures no quantized experts: every id would be 0",
+            "an unquantized model, or vllm-ascend 0.27.1rc1 and later",
+            setting.quantized,
+            "each way of quantizing chooses experts by itself there, past the capture",
+        )
+    if known.captures == "unquantized" and setting.soc == "310P":
+        return _refused(
+            version,
+            "captures nothing on 310P: every id would be 0",
+            "vllm-ascend 0.27.1rc1 and later",
+            "soc='310P'",
+            "its MoE layers are others there, which choose experts past the capture",
+        )
+    if setting.async_scheduling and needs_sync(version):
+        return _refused(
+            version,
+            "hands out rows of the next step under asynchronous scheduling",
+            "async_scheduling=False, or vllm-ascend 0.23.0 and later",
+            "async_scheduling=True",
+            "rows are read from a buffer that the next step fills again (vllm-ascend#10727)",
+        )
+    if known.hybrids == "never" and setting.hybrid:
+        return _refused(
+            version,
+            "reads the rows of a model with linear attention from the wrong KV cache group",
+            "vllm-ascend 0.28.0rc1 and later, with VLLM_USE_V2_MODEL_RUNNER=1",
+            "a hybrid model",
+            "its model runner keeps the slots of group 0 alone (vllm-ascend#8651, #9016)",
+        )
+    if not known.splits and setting.data_parallel > 1:
+        return _refused(
+            version,
+            "captures the wrong rows under data parallelism",
+            "data_parallel_size=1, or vllm-ascend 0.21.0rc1 and later",
+            f"data_parallel_size={setting.data_parallel}",
+            "tokens of several ranks are put together before they are routed (vllm-ascend#9728)",
+        )
+    if setting.soc is not None and _splits_tokens(setting):
+        return _refused(
+            version,
+            f"captures one token in {setting.tensor_parallel} on {setting.soc}: the other rows would be "
+            "zeros",
+            "data_parallel_size above 1, or expert parallelism off",
+            f"tensor_parallel_size={setting.tensor_parallel} with expert parallelism and no data parallelism",
+            "tokens are split over the tensor-parallel ranks before they are routed, and without data "
+            "parallelism the capture takes each rank's part for the whole",
+        )
+    return None
+
+
+def limits(version: str, setting: Setting = Setting()) -> tuple[str, ...]:
+    """What holds of that release, one sentence each, where `check` can't know whether it matters."""
+    known, found = row_of(version), []
+    if release(version) > release(NEWEST):
+        found.append(
+            f"vllm-ascend {version} is newer than {NEWEST}, the newest that was looked at: taken for its like"
+        )
+    if _is_of_main(version):
+        found.append(
+            f"vllm-ascend {version} is no release: builds of its main branch between 1 and 12 August 2026 "
+            "give physical ids"
+        )
+    if known.captures == "unquantized":
+        found.append(f"vllm-ascend {version} captures unquantized experts alone")
+    if needs_v2(version, setting):
+        found.append(
+            f"vllm-ascend {version} gives these routes with Model Runner V2 alone: "
+            "VLLM_USE_V2_MODEL_RUNNER=1 has to be in the engine's environment"
+        )
+    if setting.soc is None and _splits_tokens(setting):
+        found.append(
+            f"vllm-ascend {version} loses rows with expert parallelism over tensor_parallel_size="
+            f"{setting.tensor_parallel} and no data parallelism, on A3, A5, and A2 from 16 ranks on (say "
+            "soc= to have it checked)"
+        )
+    return tuple(found)
+
+
+def needs_v2(version: str, setting: Setting = Setting()) -> bool:
+    """Are there routes, or right ones, with VLLM_USE_V2_MODEL_RUNNER=1 alone?"""
+    known = row_of(version)
+    return known.runner == "V2" or (known.hybrids == "V2" and setting.hybrid)
+
+
+def needs_sync(version: str) -> bool:
+    """Are rows right with async_scheduling=False alone?"""
+    return release(version) < release("0.23.0")
+
+
+def faults(version: str) -> tuple[Fault, ...]:
+    """What can be wrong with routes of that release, for the door's messages."""
+    known, name = row_of(version), f"vllm-ascend {version}"
+    found = []
+    if known.captures == "zeros":
+        found.append(_fault(Symptom.ZEROS, f"{name} skips the capture (vllm-ascend#16314). {_WORKING}"))
+    if known.captures == "unquantized":
+        found.append(
+            _fault(
+                Symptom.ZEROS,
+                f"{name} captures no quantized experts. Take an unquantized model, or 0.27.1rc1 and later",
+            )
+        )
+    if _is_of_main(version):
+        found.append(
+            _fault(
+                Symptom.RANGE,
+                f"{name} gives physical ids, if it was built of the main branch between 1 and 12 August 2026 "
+                "(vllm-ascend#13268; mended by #13882)",
+            )
+        )
+    group = f"{name} reads a hybrid model's rows from KV cache group 0, which may be another than attention's"
+    split = (
+        f"{name} captures one tensor-parallel rank's tokens with expert parallelism and no data parallelism"
+    )
+    found.append(_fault(Symptom.ZERO_ROWS, split if known.hybrids == "always" else f"{split}; or {group}"))
+    return tuple(found)
+
+
+def capability(product: Product) -> Capability:
+    """Routes of vllm-ascend's rollouts, as far as its release tells.
+
+    Args:
+        product: what is found of vllm-ascend.
+    """
+    if not product.usable:
+        state: Literal["broken", "missing"] = "broken" if product.problem else "missing"
+        return Capability(CAPABILITY, state, product.problem or "vllm-ascend is not installed")
+    if not product.version:
+        return Capability(CAPABILITY, "works", "but its release isn't known, and some give zeros")
+    problem = refusal(product.version, Setting())
+    if problem is not None:
+        return Capability(CAPABILITY, "broken", f"{problem.problem}", f"{problem.cause}")
+    notes = limits(product.version) or ("the experts of every layer are captured",)
+    return Capability(CAPABILITY, "works", "; ".join(notes))
+
+
+def _is_of_main(version: str) -> bool:
+    return "dev" in version
+
+
+def _splits_tokens(setting: Setting) -> bool:
+    """Are tokens split over tensor-parallel ranks before they are routed, and not put together again?"""
+    least = _SPLIT_FROM_EP.get(setting.soc, 2) if setting.soc is not None else 2
+    return (
+        setting.expert_parallel
+        and setting.data_parallel == 1
+        and setting.tensor_parallel > 1
+        and setting.soc != "310P"
+        and setting.ranks_of_experts >= least
+    )
+
+
+def _refused(version: str, problem: str, expected: str, got: str, cause: str) -> ReplayError:
+    return ReplayError(
+        f"vllm-ascend {version} {problem}", where="rollout", expected=expected, got=got, cause=cause
+    )
+
+
+def _fault(symptom: Symptom, cause: str) -> Fault:
+    return Fault(symptom=symptom, cause=cause)

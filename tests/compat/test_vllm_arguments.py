@@ -1,0 +1,414 @@
+"""compat.vllm_arguments: what turns routes on in each release, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from npu_replay.compat.probe import Product
+from npu_replay.compat.vllm import capability, engine_arguments
+from npu_replay.compat.vllm_arguments import CLASHES, LIMITS
+from npu_replay.compat.vllm_releases import NEWEST
+from npu_replay.errors import ReplayError
+from npu_replay.routed_model import RoutedModel
+
+SWITCH = "enable_return_routed_experts"
+SHARED_MEMORY = ("0.14.0", "0.14.1", "0.16.0", "0.17.0", "0.18.0", "0.19.1", "0.20.2")
+MANAGER = ("0.22.0", "0.23.0", "0.24.0", "0.26.0", "0.27.0", "0.28.0", "0.30.0")
+AUX_OUTPUT = ("0.31.0", "0.32.0", "0.33.0")
+EVERY = (*SHARED_MEMORY, "0.21.0", *MANAGER, *AUX_OUTPUT)
+
+QWEN3 = {"num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8}
+QWEN3_NEXT = {**QWEN3, "layer_types": ["linear_attention", "full_attention"] * 24}
+GEMMA4 = {"num_hidden_layers": 30, "num_experts": 128, "top_k_experts": 8, "enable_moe_block": True}
+DENSE = {"num_hidden_layers": 28, "hidden_size": 1024}
+
+
+def refused(*words: str) -> Any:
+    return pytest.raises(ReplayError, match="(?s)" + ".*".join(map(re.escape, words)))
+
+
+# ---- what turns it on
+
+
+@pytest.mark.parametrize(
+    ("version", "added"),
+    [
+        *(pytest.param(version, {"async_scheduling": False}, id=version) for version in SHARED_MEMORY),
+        pytest.param("0.21.0", {"async_scheduling": False, "enable_prefix_caching": False}, id="0.21.0"),
+        *(pytest.param(version, {}, id=version) for version in MANAGER),
+        *(pytest.param(version, {"enable_prefix_caching": True}, id=version) for version in AUX_OUTPUT),
+    ],
+)
+def test_each_release_gets_what_turns_routes_on(version: str, added: dict[str, Any]) -> None:
+    found = engine_arguments(version, planned={"tensor_parallel_size": 4, "seed": 7})
+    assert found.arguments == {"tensor_parallel_size": 4, "seed": 7, SWITCH: True, **added}
+    assert f"--{SWITCH.replace('_', '-')}" in found.command_line()
+    assert found.environment == ({"VLLM_USE_V2_MODEL_RUNNER": "1"} if version in AUX_OUTPUT else {})
+
+
+def test_what_is_planned_stays_and_dashes_are_underscores() -> None:
+    planned = {"async-scheduling": False, "enable_prefix_caching": None, "max-model-len": 4096}
+    found = engine_arguments("0.21.0", planned=planned)
+    assert found.arguments == {
+        "async_scheduling": False,
+        "enable_prefix_caching": False,
+        "max_model_len": 4096,
+        SWITCH: True,
+    }
+    assert engine_arguments("0.22.0").arguments == {SWITCH: True}
+
+
+@pytest.mark.parametrize("version", ["0.13.0", "0.12.0", "0.9.2", "0.1.dev1+g1234567", "latest"])
+def test_a_release_without_routes_is_refused(version: str) -> None:
+    with refused(f"vLLM {version} has no routes", "0.16.0 and later", f"got {version}"):
+        engine_arguments(version)
+
+
+@pytest.mark.parametrize("version", ["0.15.0", "0.15.1"])
+def test_t32_0_15_is_refused_with_the_reason(version: str) -> None:
+    with refused(f"vLLM {version} gives zeros for every id", "0.16.0 and later", "never binds", "vllm#33013"):
+        engine_arguments(version)
+
+
+def test_0_15_0_on_vllm_ascend_0_15_0rc1_captures() -> None:
+    assert engine_arguments("0.15.0", vllm_ascend="0.15.0rc1").arguments[SWITCH] is True
+
+
+@pytest.mark.parametrize("version", ["0.34.0", "0.40.1", "1.0.0"])
+def test_a_newer_release_is_taken_for_its_like_and_says_so(version: str) -> None:
+    found = engine_arguments(version)
+    assert found.arguments == engine_arguments(NEWEST).arguments
+    assert found.limits[0].startswith(f"vLLM {version} is newer than {NEWEST}")
+    assert not engine_arguments(NEWEST).limits[0].startswith("vLLM")
+
+
+# ---- what is refused, by argument
+
+
+def connector(name: str) -> dict[str, str]:
+    return {"kv_connector": name, "kv_role": "kv_both"}
+
+
+def nested(name: str) -> dict[str, Any]:
+    inner = {"connectors": [connector("OffloadingConnector"), connector(name)]}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": inner}
+
+
+MTP = {"method": "deepseek_mtp", "num_speculative_tokens": 1}
+
+REFUSED = {
+    "pp": (EVERY, {"pipeline_parallel_size": 2}, "no release captures over pipeline stages"),
+    "pp-of-a-command-line": (("0.33.0",), {"pipeline_parallel_size": "2"}, "pipeline stages"),
+    "dcp": (EVERY, {"decode_context_parallel_size": 2}, "no release captures under context parallelism"),
+    "pcp": (EVERY, {"prefill_context_parallel_size": 2}, "no release captures under context parallelism"),
+    "pooling": (EVERY, {"runner": "pooling"}, '"generate"'),
+    "off": (EVERY, {SWITCH: False}, "True, or nothing"),
+    "t32-eplb": (("0.14.0", "0.14.1"), {"enable_eplb": True}, "vLLM 0.16.0 or later"),
+    "dp": (("0.14.0", "0.14.1"), {"data_parallel_size": 2}, "vLLM 0.16.0 or later"),
+    "dp-ep": (
+        ("0.16.0", "0.17.0", "0.18.0", "0.19.1"),
+        {"data_parallel_size": 2, "enable_expert_parallel": True},
+        "vLLM 0.20.0 or later",
+    ),
+    "nodes": (SHARED_MEMORY, {"nnodes": 2}, "vLLM 0.22.0 or later"),
+    "connector": (
+        (*SHARED_MEMORY, "0.21.0", *MANAGER),
+        {"kv_transfer_config": connector("OffloadingConnector")},
+        "vLLM 0.31.0 or later",
+    ),
+    "offload": ((*SHARED_MEMORY, "0.21.0", *MANAGER), {"kv_offloading_size": 8.0}, "vLLM 0.31.0 or later"),
+    "async": (("0.21.0",), {"async_scheduling": True}, "vLLM 0.22.0 or later"),
+    "prefix-cache": (("0.21.0",), {"enable_prefix_caching": True}, "vLLM 0.22.0 or later"),
+    "no-prefix-cache": (AUX_OUTPUT, {"enable_prefix_caching": False}, "vLLM 0.22.0 to 0.30.0"),
+    "mtp": ((*SHARED_MEMORY, *MANAGER[:3]), {"speculative_config": MTP}, "vLLM 0.26.0 or later"),
+    "mtp-json": (("0.23.0",), {"speculative_config": json.dumps(MTP)}, "vLLM 0.26.0 or later"),
+    "adaptive": (
+        AUX_OUTPUT,
+        {"speculative_config": {"method": "eagle3", "enable_adaptive_verification": True}},
+        "enable_adaptive_verification=False",
+    ),
+    "monolithic": (("0.20.2", "0.26.0"), {"moe_backend": "flashinfer-trtllm"}, "vLLM 0.27.0 or later"),
+    **{
+        f"{name}-{form.__name__}": (AUX_OUTPUT, {"kv_transfer_config": form(name)}, "connectors that offload")
+        for name in ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MoRIIOConnector")
+        for form in (connector, nested)
+    },
+    "Mooncake": (AUX_OUTPUT, {"kv_transfer_config": json.dumps(nested("MooncakeConnector"))}, "Mooncake"),
+}
+
+
+@pytest.mark.parametrize(
+    ("version", "planned", "remedy"),
+    [
+        pytest.param(version, planned, remedy, id=f"{version}-{name}")
+        for name, (versions, planned, remedy) in REFUSED.items()
+        for version in versions
+    ],
+)
+def test_an_argument_that_the_release_cant_is_refused_by_name(
+    version: str, planned: dict[str, Any], remedy: str
+) -> None:
+    argument = next(iter(planned))
+    with refused(f"rollout: vLLM {version} gives no routes, or wrong ones", argument, remedy):
+        engine_arguments(version, planned=planned)
+
+
+ALLOWED = {
+    "one-of-each": (
+        EVERY,
+        {
+            "pipeline_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            "data_parallel_size": 1,
+            "nnodes": 1,
+            "enable_eplb": False,
+            "kv_transfer_config": None,
+            "speculative_config": None,
+            "runner": "generate",
+        },
+    ),
+    "eplb": (("0.16.0", "0.33.0"), {"enable_eplb": True}),
+    "dp": (("0.16.0", "0.20.2", "0.33.0"), {"data_parallel_size": 2}),
+    "dp-ep": (("0.20.0", "0.33.0"), {"data_parallel_size": 2, "enable_expert_parallel": True}),
+    "nodes": (("0.21.0", "0.22.0"), {"nnodes": 2}),
+    "connector": (AUX_OUTPUT, {"kv_transfer_config": connector("OffloadingConnector")}),
+    "multi-connector": (AUX_OUTPUT, {"kv_transfer_config": nested("LMCacheConnectorV1")}),
+    "mooncake-store": (AUX_OUTPUT, {"kv_transfer_config": connector("MooncakeStoreConnector")}),
+    "offload": (AUX_OUTPUT, {"kv_offloading_size": 8.0}),
+    "async": (("0.20.2", "0.22.0", "0.33.0"), {"async_scheduling": True}),
+    "prefix-cache": (("0.20.2", "0.22.0", "0.33.0"), {"enable_prefix_caching": True}),
+    "no-prefix-cache": (("0.20.2", "0.21.0", "0.30.0"), {"enable_prefix_caching": False}),
+    "mtp": (("0.21.0", "0.26.0", "0.33.0"), {"speculative_config": MTP}),
+    "ngram": (("0.20.2", "0.23.0"), {"speculative_config": {"method": "ngram"}}),
+    "monolithic": (("0.27.0", "0.33.0"), {"moe_backend": "flashinfer_trtllm"}),
+    "triton": (("0.20.2",), {"moe_backend": "triton"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("version", "planned"),
+    [
+        pytest.param(version, planned, id=f"{version}-{name}")
+        for name, (versions, planned) in ALLOWED.items()
+        for version in versions
+    ],
+)
+def test_an_argument_that_the_release_can_is_passed_on(version: str, planned: dict[str, Any]) -> None:
+    found = engine_arguments(version, planned=planned).arguments
+    assert {name: found[name] for name in planned if planned[name] is not None} == {
+        name: value for name, value in planned.items() if value is not None
+    }
+
+
+def test_vllms_own_config_objects_are_read_too() -> None:
+    config = SimpleNamespace(kv_connector="NixlConnector", kv_connector_extra_config={})
+    with refused("kv_transfer_config", "connectors that offload"):
+        engine_arguments("0.33.0", planned={"kv_transfer_config": config})
+    for other in ("no json", "[]", 3, {1, 2}, [1]):
+        engine_arguments("0.33.0", planned={"kv_transfer_config": other})
+
+
+# ---- models
+
+
+@pytest.mark.parametrize("version", EVERY)
+def test_a_model_without_experts_is_refused(version: str) -> None:
+    with refused(f"vLLM {version} gives no routes of this model", "routed experts", "vllm#42593"):
+        engine_arguments(version, model=DENSE)
+    engine_arguments(version, model=QWEN3)
+
+
+@pytest.mark.parametrize("version", SHARED_MEMORY)
+def test_t23_hybrid_models_are_refused_before_0_21_0(version: str) -> None:
+    with refused(f"vLLM {version} reads the rows", "linear attention", "0.22.0 or later", "vllm#37118"):
+        engine_arguments(version, model=QWEN3_NEXT)
+
+
+@pytest.mark.parametrize("version", ["0.21.0", *MANAGER, *AUX_OUTPUT])
+def test_t23_hybrid_models_pass_later(version: str) -> None:
+    engine_arguments(version, model=QWEN3_NEXT)
+
+
+@pytest.mark.parametrize("version", [*SHARED_MEMORY, "0.21.0"])
+def test_a_family_whose_top_k_has_another_key_is_refused_before_0_22_0(version: str) -> None:
+    with refused(f"vLLM {version} doesn't find this model's top-k", "0.22.0 or later", "top_k_experts"):
+        engine_arguments(version, model=GEMMA4)
+    engine_arguments("0.22.0", model=GEMMA4)
+
+
+def test_a_model_may_be_given_in_many_forms(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    with refused("gives no routes of this model"):
+        engine_arguments("0.33.0", model=tmp_path)
+    with refused("gives no routes of this model"):
+        engine_arguments("0.33.0", planned={"model": str(tmp_path)})
+    with refused("linear attention"):
+        engine_arguments("0.20.2", model=SimpleNamespace(**QWEN3_NEXT))
+    with refused("linear attention"):
+        engine_arguments("0.20.2", model=SimpleNamespace(to_dict=lambda: QWEN3_NEXT, **QWEN3_NEXT))
+    engine_arguments("0.20.2", model=RoutedModel(layers=(0,), num_layers=1, num_experts=4, topk=2))
+    engine_arguments("0.33.0", planned={"model": "Qwen/Qwen3-30B-A3B"})  # of a hub, so it isn't asked
+
+
+# ---- limits
+
+
+LIMITED = [
+    ("0.14.0", "no routes over HTTP"),
+    ("0.20.2", "a stop string ends has no routes"),
+    ("0.20.2", "an aborted request has no routes"),
+    ("0.20.2", "/dev/shm"),
+    ("0.20.2", "async_scheduling=False is passed"),
+    ("0.21.0", "preempted requests"),
+    ("0.21.0", "a stop string ends has no routes"),
+    ("0.26.0", "monolithic MoE kernels"),
+    ("0.27.0", "leave VLLM_USE_V2_MODEL_RUNNER unset"),
+    ("0.30.0", "RequestOutputKind.FINAL_ONLY"),
+    ("0.22.0", "reset it when weights change"),
+    ("0.16.0", "CUDA devices alone"),
+    ("0.20.2", "AssertionError"),
+    ("0.21.0", "sequence parallelism"),
+    ("0.20.2", "RequestOutputKind.FINAL_ONLY"),
+    ("0.30.0", "in host memory"),
+    ("0.30.0", "routed_experts_prompt_start"),
+    ("0.33.0", "BlockObjectStoreError"),
+    ("0.33.0", "reset it when weights change"),
+]
+
+
+@pytest.mark.parametrize(("version", "words"), LIMITED)
+def test_what_a_release_cant_do_is_said(version: str, words: str) -> None:
+    assert any(words in limit for limit in engine_arguments(version).limits)
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        ("0.17.0", "CUDA devices alone"),
+        ("0.21.0", "over HTTP"),
+        ("0.31.0", "in host memory"),
+        ("0.31.0", "routed_experts_prompt_start"),
+        ("0.22.0", "a stop string"),
+        ("0.22.0", "an aborted request"),
+        ("0.22.0", "preempted requests"),
+        ("0.27.0", "monolithic"),
+        ("0.28.0", "MODEL_RUNNER unset"),
+        ("0.31.0", "FINAL_ONLY"),
+        ("0.30.0", "BlockObjectStoreError"),
+    ],
+)
+def test_what_a_release_has_mended_isnt_said(version: str, words: str) -> None:
+    assert not any(words in limit for limit in engine_arguments(version).limits)
+
+
+def test_every_limit_and_every_clash_is_of_some_release() -> None:
+    for row in (*LIMITS, *CLASHES):
+        assert any(row.in_release(version) for version in EVERY), row
+
+
+@pytest.mark.parametrize(
+    ("version", "config", "said"),
+    [
+        ("0.20.2", {"method": "eagle", "model": "x"}, True),
+        ("0.23.0", {"model": "a draft"}, True),
+        ("0.23.0", {"method": "ngram"}, False),
+        ("0.26.0", {"method": "eagle", "model": "x"}, False),
+        ("0.21.0", {"method": "eagle", "model": "x"}, False),
+    ],
+)
+def test_a_draft_that_may_have_experts_is_a_limit_before_0_26_0(
+    version: str, config: dict[str, str], said: bool
+) -> None:
+    found = engine_arguments(version, planned={"speculative_config": config}).limits
+    assert any("overwrites layer 0" in limit for limit in found) == said
+
+
+# ---- on Ascend
+
+
+def test_on_ascend_the_plugins_release_is_checked() -> None:
+    with refused("vllm-ascend 0.26.0rc1 gives zeros for every id"):
+        engine_arguments("0.26.0", vllm_ascend="0.26.0rc1")
+    with refused("vllm-ascend 0.23.0 captures no quantized experts"):
+        engine_arguments("0.23.0", vllm_ascend="0.23.0", planned={"quantization": "ascend"})
+    with refused("vllm-ascend 0.23.0 captures no quantized experts"):
+        engine_arguments("0.23.0", vllm_ascend="0.23.0", quantization="ascend")
+    with refused("vllm-ascend 0.23.0", "linear attention"):
+        engine_arguments("0.23.0", vllm_ascend="0.23.0", model=QWEN3_NEXT)
+    with refused("vllm-ascend 0.20.2rc1", "data parallelism", "data_parallel_size=2"):
+        engine_arguments("0.20.2", vllm_ascend="0.20.2rc1", planned={"data_parallel_size": 2})
+    spread = {"tensor_parallel_size": 8, "enable_expert_parallel": True}
+    with refused("vllm-ascend 0.23.0 captures one token in 8 on A3"):
+        engine_arguments("0.23.0", vllm_ascend="0.23.0", planned=spread, soc="A3")
+    found = engine_arguments("0.23.0", vllm_ascend="0.23.0", planned=spread)
+    assert any("say soc=" in limit for limit in found.limits)
+    assert not any("FlashInfer" in limit for limit in found.limits)
+
+
+@pytest.mark.parametrize(
+    ("version", "vllm_ascend", "model", "needed"),
+    [
+        ("0.30.0", "0.30.0rc2", QWEN3, True),
+        ("0.29.0", "0.29.0rc1", QWEN3, False),
+        ("0.29.0", "0.29.0rc1", QWEN3_NEXT, True),
+    ],
+)
+def test_on_ascend_the_second_model_runner_is_in_the_environment(
+    version: str, vllm_ascend: str, model: dict[str, Any], needed: bool
+) -> None:
+    found = engine_arguments(version, vllm_ascend=vllm_ascend, model=model)
+    assert (found.environment.get("VLLM_USE_V2_MODEL_RUNNER") == "1") == needed
+
+
+@pytest.mark.parametrize(("version", "vllm_ascend"), [("0.22.1", "0.22.1rc1"), ("0.20.2", "0.20.2rc1")])
+def test_on_ascend_asynchronous_scheduling_is_off_before_0_23_0(version: str, vllm_ascend: str) -> None:
+    assert engine_arguments(version, vllm_ascend=vllm_ascend).arguments["async_scheduling"] is False
+    with refused(f"vllm-ascend {vllm_ascend}", "async_scheduling=False"):
+        engine_arguments(version, vllm_ascend=vllm_ascend, planned={"async_scheduling": True})
+    assert "async_scheduling" not in engine_arguments("0.23.0", vllm_ascend="0.23.0").arguments
+
+
+def test_on_ascend_0_31_0_has_no_counterpart_yet() -> None:
+    with refused("vllm-ascend 0.30.0rc2 has no part in", "vLLM 0.31.0", "AuxOutput"):
+        engine_arguments("0.31.0", vllm_ascend="0.30.0rc2")
+    assert any("newer" in limit for limit in engine_arguments("0.31.0", vllm_ascend="0.31.0rc1").limits)
+
+
+def test_a_plugin_of_another_release_is_a_limit() -> None:
+    found = engine_arguments("0.22.0", vllm_ascend="0.23.0").limits
+    assert "vllm-ascend 0.23.0 is made for vLLM 0.23" in found
+    assert not any(
+        "is made for" in limit for limit in engine_arguments("0.23.0", vllm_ascend="0.23.0.post1").limits
+    )
+
+
+# ---- doctor
+
+
+@pytest.mark.parametrize(
+    ("product", "state", "words"),
+    [
+        (Product("vllm", found=False), "missing", "not installed"),
+        (Product("vllm", found=True, problem="half installed"), "broken", "half installed"),
+        (Product("vllm", found=True), "works", "isn't known"),
+        (Product("vllm", found=True, version="0.13.0"), "broken", "has no routes"),
+        (Product("vllm", found=True, version="0.15.1"), "broken", "zeros"),
+        (Product("vllm", found=True, version="0.23.0"), "works", SWITCH),
+    ],
+    ids=lambda value: value.version if isinstance(value, Product) else None,
+)
+def test_doctor_is_told(product: Product, state: str, words: str) -> None:
+    found = capability(product)
+    assert found.state == state
+    assert words in found.why
+
+
+def test_doctor_is_told_of_a_plugin_that_captures_by_itself() -> None:
+    plugin = Product("vllm-ascend", found=True, version="0.15.0rc1")
+    assert capability(Product("vllm", found=True, version="0.15.0"), plugin).state == "works"

@@ -1,0 +1,209 @@
+"""compat.vllm_ascend: which release and which setting gives zeros, refused before a rollout is paid for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npu_replay.compat import vllm_ascend
+from npu_replay.compat.probe import Product
+from npu_replay.compat.vllm_ascend import Setting, capability, check, limits, needs_v2
+from npu_replay.door import Symptom
+from npu_replay.errors import ReplayError
+
+NONE = ("0.11.0", "0.12.0rc1", "0.13.0", "0.14.0rc1")
+UNQUANTIZED = (
+    *("0.15.0rc1", "0.16.0rc1", "0.17.0rc1", "0.18.0rc1", "0.18.0", "0.19.1rc1", "0.20.2rc1"),
+    *("0.21.0rc1", "0.22.1rc1", "0.23.0rc1", "0.23.0", "0.23.0.post1"),
+)
+ONE_RANK = UNQUANTIZED[:7]
+"""Those before #9728, which put split tokens together wrongly."""
+ZEROS = ("0.24.0rc1", "0.25.1rc1", "0.26.0rc1")
+ALL = ("0.27.1rc1", "0.28.0rc1", "0.29.0rc1", "0.30.0rc1", "0.30.0rc2")
+
+QWEN3 = {"num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8}
+QWEN3_NEXT = {**QWEN3, "layer_types": ["linear_attention", "full_attention"] * 24}
+QWEN3_5 = {"text_config": {**QWEN3, "full_attention_interval": 4}}
+NEMOTRON_H = {**QWEN3, "hybrid_override_pattern": "MEM*E"}
+JAMBA = {**QWEN3, "attn_layer_period": 8}
+HYBRIDS = {"qwen3-next": QWEN3_NEXT, "qwen3.5": QWEN3_5, "nemotron-h": NEMOTRON_H, "jamba": JAMBA}
+
+
+def refused(words: str) -> Any:
+    return pytest.raises(ReplayError, match=words)
+
+
+@pytest.mark.parametrize("version", NONE)
+def test_a_release_without_routes_is_refused(version: str) -> None:
+    with refused(rf"vllm-ascend {version} knows no routes.*Expected 0\.15\.0rc1 or later"):
+        check(version)
+
+
+@pytest.mark.parametrize("version", ZEROS)
+def test_t32_a_release_that_gives_zeros_is_refused_for_every_model(version: str) -> None:
+    with refused(rf"vllm-ascend {version} gives zeros for every id.*27\.1rc1.*vllm-ascend#16314"):
+        check(version, Setting(model=QWEN3))
+
+
+@pytest.mark.parametrize("version", [*UNQUANTIZED, *ALL])
+def test_an_unquantized_model_without_linear_attention_passes(version: str) -> None:
+    check(version)
+    check(version, Setting(model=QWEN3))
+    check(version, Setting(model=QWEN3, tensor_parallel=8))
+
+
+@pytest.mark.parametrize("version", UNQUANTIZED)
+@pytest.mark.parametrize("quantization", ["ascend", "compressed-tensors", "fp8"])
+def test_quantized_experts_are_refused_before_0_27_1rc1(version: str, quantization: str) -> None:
+    with refused(rf"{version} captures no quantized experts.*Expected an unquantized model.*{quantization}"):
+        check(version, Setting(model=QWEN3, quantization=quantization))
+
+
+@pytest.mark.parametrize("version", ALL)
+def test_310p_passes_from_0_27_1rc1_on(version: str) -> None:
+    """It never splits tokens, either."""
+    check(version, Setting(tensor_parallel=4, expert_parallel=True, soc="310P"))
+
+
+@pytest.mark.parametrize("version", ALL)
+def test_quantized_experts_pass_from_0_27_1rc1_on(version: str) -> None:
+    check(version, Setting(model=QWEN3, quantization="ascend"))
+
+
+def test_a_models_own_folder_says_that_it_is_quantized(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    check("0.23.0", Setting(model=tmp_path))
+    (tmp_path / "quant_model_description.json").write_text("{}")
+    with refused("captures no quantized experts.*quant_model_description.json"):
+        check("0.23.0", Setting(model=str(tmp_path)))
+    with refused("captures no quantized experts.*quantization_config"):
+        check("0.23.0", Setting(model={**QWEN3, "quantization_config": {"quant_method": "fp8"}}))
+
+
+@pytest.mark.parametrize("version", [*UNQUANTIZED, "0.27.1rc1"])
+@pytest.mark.parametrize("model", HYBRIDS.values(), ids=HYBRIDS.keys())
+def test_t23_hybrid_models_are_refused_before_0_28_0rc1(version: str, model: dict[str, Any]) -> None:
+    with refused(rf"{version} reads the rows of a model with linear attention.*0\.28\.0rc1"):
+        check(version, Setting(model=model))
+
+
+@pytest.mark.parametrize("version", ALL[1:])
+@pytest.mark.parametrize("model", HYBRIDS.values(), ids=HYBRIDS.keys())
+def test_t23_hybrid_models_need_the_second_model_runner_later(version: str, model: dict[str, Any]) -> None:
+    setting = Setting(model=model)
+    check(version, setting)
+    assert needs_v2(version, setting)
+    assert any("VLLM_USE_V2_MODEL_RUNNER=1" in limit for limit in limits(version, setting))
+
+
+@pytest.mark.parametrize("version", ONE_RANK)
+def test_data_parallelism_is_refused_before_0_21_0rc1(version: str) -> None:
+    with refused(rf"{version} captures the wrong rows under data parallelism.*0\.21\.0rc1.*#9728"):
+        check(version, Setting(data_parallel=2))
+
+
+@pytest.mark.parametrize("version", [*UNQUANTIZED[7:], *ALL])
+def test_data_parallelism_passes_from_0_21_0rc1_on(version: str) -> None:
+    check(version, Setting(data_parallel=2, tensor_parallel=4, expert_parallel=True, soc="A3"))
+
+
+@pytest.mark.parametrize(
+    ("soc", "tensor_parallel", "splits"),
+    [("A3", 2, True), ("A3", 16, True), ("A5", 4, True), ("A2", 8, False), ("A2", 16, True)],
+)
+@pytest.mark.parametrize("version", [*UNQUANTIZED, *ALL])
+def test_tokens_split_over_tensor_parallel_ranks_are_refused(
+    version: str, soc: Any, tensor_parallel: int, splits: bool
+) -> None:
+    setting = Setting(tensor_parallel=tensor_parallel, expert_parallel=True, soc=soc)
+    if splits:
+        with refused(rf"captures one token in {tensor_parallel} on {soc}.*data_parallel_size above 1"):
+            check(version, setting)
+    else:
+        check(version, setting)
+    check(version, Setting(tensor_parallel=tensor_parallel, soc=soc))  # experts aren't spread
+
+
+def test_where_the_processor_isnt_said_the_split_is_a_limit() -> None:
+    setting = Setting(tensor_parallel=4, expert_parallel=True)
+    check("0.23.0", setting)
+    assert any("say soc= to have it checked" in limit for limit in limits("0.23.0", setting))
+    assert not any("soc=" in limit for limit in limits("0.23.0", Setting(tensor_parallel=4)))
+
+
+@pytest.mark.parametrize("version", UNQUANTIZED)
+def test_310p_is_refused_before_0_27_1rc1(version: str) -> None:
+    with refused(rf"{version} captures nothing on 310P.*0\.27\.1rc1"):
+        check(version, Setting(soc="310P"))
+
+
+@pytest.mark.parametrize("version", [*UNQUANTIZED, *ALL])
+def test_asynchronous_scheduling_is_refused_before_0_23_0(version: str) -> None:
+    asynchronous = Setting(async_scheduling=True)
+    if vllm_ascend.needs_sync(version):
+        with refused(rf"{version} hands out rows of the next step.*async_scheduling=False.*#10727"):
+            check(version, asynchronous)
+    else:
+        check(version, asynchronous)
+    assert vllm_ascend.needs_sync(version) == (version in UNQUANTIZED[:9])
+    check(version, Setting(async_scheduling=False))
+
+
+def test_a_build_of_main_may_give_physical_ids() -> None:
+    assert any("physical ids" in limit for limit in limits("0.27.1.dev12+g0f3a"))
+    assert vllm_ascend.faults("0.27.1.dev12+g0f3a")[0].symptom is Symptom.RANGE
+    assert not any(fault.symptom is Symptom.RANGE for fault in vllm_ascend.faults("0.27.1rc1"))
+
+
+@pytest.mark.parametrize("version", ["0.30.0rc1", "0.30.0rc2"])
+def test_0_30_0_needs_the_second_model_runner(version: str) -> None:
+    assert needs_v2(version)
+    assert not needs_v2("0.29.0rc1")
+    assert any("VLLM_USE_V2_MODEL_RUNNER=1" in limit for limit in limits(version))
+
+
+def test_a_newer_release_is_taken_for_its_like_and_says_so() -> None:
+    check("0.35.0", Setting(model=QWEN3_NEXT, quantization="ascend"))
+    assert "newer than 0.30.0rc2" in limits("0.35.0")[0]
+    assert not any("newer" in limit for limit in limits("0.30.0rc2"))
+
+
+@pytest.mark.parametrize(
+    ("version", "symptom", "words"),
+    [
+        ("0.23.0", Symptom.ZEROS, "captures no quantized experts"),
+        ("0.26.0rc1", Symptom.ZEROS, "skips the capture"),
+        ("0.23.0", Symptom.ZERO_ROWS, "KV cache group 0"),
+        ("0.30.0rc2", Symptom.ZERO_ROWS, "one tensor-parallel rank's tokens"),
+    ],
+)
+def test_its_faults_are_named_with_its_release(version: str, symptom: Symptom, words: str) -> None:
+    causes = [fault.cause for fault in vllm_ascend.faults(version) if fault.symptom is symptom]
+    assert f"vllm-ascend {version}" in causes[0]
+    assert words in causes[0]
+
+
+@pytest.mark.parametrize(
+    ("product", "state", "words"),
+    [
+        (Product("vllm-ascend", found=False), "missing", "not installed"),
+        (Product("vllm-ascend", found=True, problem="half installed: x"), "broken", "half installed"),
+        (Product("vllm-ascend", found=True), "works", "release isn't known"),
+        (Product("vllm-ascend", found=True, version="0.13.0"), "broken", "knows no routes"),
+        (Product("vllm-ascend", found=True, version="0.18.0"), "works", "unquantized experts alone"),
+        (Product("vllm-ascend", found=True, version="0.23.0.post1"), "works", "unquantized experts alone"),
+        (Product("vllm-ascend", found=True, version="0.26.0rc1"), "broken", "zeros for every id"),
+        (Product("vllm-ascend", found=True, version="0.29.0rc1"), "works", "every layer"),
+        (Product("vllm-ascend", found=True, version="0.30.0rc2"), "works", "VLLM_USE_V2_MODEL_RUNNER=1"),
+        (Product("vllm-ascend", found=True, version="0.40.0"), "works", "newer than 0.30.0rc2"),
+    ],
+    ids=lambda value: value.version if isinstance(value, Product) else None,
+)
+def test_doctor_is_told(product: Product, state: str, words: str) -> None:
+    found = capability(product)
+    assert found.state == state
+    assert words in found.why
+    assert (found.state == "broken" and bool(product.version)) == bool(found.remedy)

@@ -1,0 +1,377 @@
+"""Arrays of somebody else's: sizes are checked before memory is taken, and no pickle is ever run."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import struct
+import tracemalloc
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from npu_replay.array_text import from_base64, from_lists, from_npy
+from npu_replay.door import Fault, Source, Symptom
+from npu_replay.errors import InvalidRoutes
+
+SOURCE = Source(
+    engine="Engine",
+    version="1.2",
+    sample="request 3",
+    field="rows",
+    faults=(Fault(symptom=Symptom.UNREADABLE, cause="an old encoder"),),
+)
+MOST = 1 << 20
+SHAPE_MOST = (100, 10, 8)
+
+
+def npy(array: Any, version: tuple[int, int] | None = None) -> bytes:
+    file = io.BytesIO()
+    np.lib.format.write_array(file, np.asanyarray(array), version=version)
+    return file.getvalue()
+
+
+def raw(header: str | bytes, body: bytes = b"", version: int = 1) -> bytes:
+    """An .npy with any header."""
+    text = header.encode() if isinstance(header, str) else header
+    length = struct.pack("<H" if version == 1 else "<I", len(text))
+    return b"\x93NUMPY" + bytes([version, 0]) + length + text + body
+
+
+def claims(shape: str, descr: str = "'|u1'") -> str:
+    return f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}\n"
+
+
+def refused(read: Callable[[], Any], symptom: Symptom = Symptom.UNREADABLE) -> InvalidRoutes:
+    """The error, which says whose data it is."""
+    with pytest.raises(InvalidRoutes) as caught:
+        read()
+    assert str(caught.value).startswith("[npu_replay] Engine 1.2, request 3, rows: ")
+    assert (caught.value.cause == "an old encoder") == (symptom is Symptom.UNREADABLE)
+    assert len(str(caught.value)) < 800
+    return caught.value
+
+
+@pytest.fixture
+def memory() -> Iterator[Callable[[], int]]:
+    """The most bytes that were held since the test began."""
+    tracemalloc.start()
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    yield lambda: tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+
+
+# .npy
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0)], ids=str)
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("dtype", ["u1", "u2", "i2", "i4", "i8", "u8", ">i4", ">u2", "i1"])
+def test_an_npy_of_integers_is_read(dtype: str, order: Any, version: tuple[int, int]) -> None:
+    array = np.arange(60).reshape(5, 3, 4).astype(dtype, order=order)
+    found = from_npy(npy(array, version), source=SOURCE, most=MOST)
+    assert found.dtype == array.dtype
+    assert np.array_equal(found, array)
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_an_npy_is_not_copied(kind: Callable[[bytes], Any], memory: Callable[[], int]) -> None:
+    array = np.zeros((1000, 10, 8), np.uint8)
+    data = kind(npy(array))
+    before = memory()
+    found = from_npy(data, source=SOURCE, most=array.nbytes)
+    assert memory() - before < 20_000
+    assert np.shares_memory(found, np.frombuffer(data, np.uint8))
+
+
+def test_an_npy_of_no_rows_is_read() -> None:
+    found = from_npy(npy(np.zeros((0, 3, 2), np.int16)), source=SOURCE, most=0)
+    assert found.shape == (0, 3, 2)
+
+
+def test_the_header_says_how_large_it_is_before_memory_is_taken(memory: Callable[[], int]) -> None:
+    data = raw(claims(f"({2**23}, 61, 8)", "'<i8'"), b"abc")
+    before = memory()
+    error = refused(lambda: from_npy(data, source=SOURCE, most=MOST), Symptom.TOO_MANY_ROWS)
+    assert memory() - before < 100_000
+    assert error.expected == f"at most {MOST} bytes"
+    array = np.zeros((4, 3, 2), np.uint8)
+    assert len(from_npy(npy(array), source=SOURCE, most=24)) == 4
+    refused(lambda: from_npy(npy(array), source=SOURCE, most=23), Symptom.TOO_MANY_ROWS)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        f"({2**40}, 61, 8)",
+        f"({2**62}, 0, 8)",
+        f"(0, {2**70}, 8)",
+        "(-1, 3, 2)",
+        "(True, 1, 1)",
+        "()",
+        "(1,)",
+        "(1, 1)",
+        "(1, 1, 1, 1)",
+        "(" + "1, " * 65 + ")",
+    ],
+    ids=lambda shape: shape[:20],
+)
+def test_a_shape_that_is_no_array_of_ids_is_refused(shape: str, memory: Callable[[], int]) -> None:
+    before = memory()
+    error = refused(lambda: from_npy(raw(claims(shape), b"\x01"), source=SOURCE, most=MOST), Symptom.SHAPE)
+    assert memory() - before < 100_000
+    assert error.problem == "this isn't an array of expert ids"
+
+
+@pytest.mark.parametrize("change", [-1, 1, -24, 10_000])
+def test_an_npy_that_was_cut_or_lengthened_is_refused(change: int) -> None:
+    data = npy(np.ones((4, 3, 2), np.uint8))
+    cut = data[:change] if change < 0 else data + bytes(change)
+    error = refused(lambda: from_npy(cut, source=SOURCE, most=MOST))
+    assert (error.expected, error.got) == ("24 bytes", 24 + change)
+
+
+class _Touch:
+    """A pickle that makes a file when it is loaded."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.file),)
+
+
+def test_a_pickle_in_an_npy_is_never_loaded(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    array = np.empty((1, 1, 1), dtype=object)
+    array[0, 0, 0] = _Touch(made)
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=True)
+    error = refused(lambda: from_npy(file.getvalue(), source=SOURCE, most=MOST))
+    assert error.got == np.dtype(object)
+    assert not made.exists()
+    np.load(io.BytesIO(file.getvalue()), allow_pickle=True)
+    assert made.exists()  # it would have worked
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8", "?", "U3", "S3", "c8", "M8[s]", "i4,i4"])
+def test_an_npy_of_something_else_is_refused(dtype: str) -> None:
+    error = refused(lambda: from_npy(npy(np.zeros((2, 1, 1), dtype)), source=SOURCE, most=MOST))
+    assert error.expected == "integers"
+
+
+GOOD = claims("(1, 1, 1)")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x93NUMPY",
+        b"\x93NUMPY\x01",
+        b"\x93NUMPY\x01\x00",
+        b"\x93NUMPY\x01\x00\xff",
+        b"\x93NUMPZ\x01\x00" + raw(GOOD, b"\x01")[8:],
+        b"PK\x03\x04" + bytes(60),  # an .npz
+        b"\x80\x04K\x01.",  # a pickle
+        b"null",
+        raw(GOOD, b"\x01", 3),
+        raw(GOOD, b"\x01", 9),
+        raw("", b"\x01"),
+        raw("{", b"\x01"),
+        raw("(((", b"\x01"),
+        raw("'''", b"\x01"),
+        raw("[" * 3000, b"\x01"),
+        raw("-" * 3000 + "1", b"\x01"),
+        raw("\\", b"\x01"),
+        raw(b"\xff\xfe\x00", b"\x01"),
+        raw("__import__('os').mkdir('/tmp/never')", b"\x01"),
+        raw("{}", b"\x01"),
+        raw("{1: 2, 'a': 3}", b"\x01"),
+        raw(claims("(1, 1, 1)", "('<i4',)"), b"\x01"),
+        raw(claims("(1, 1, 1)", "[]"), b"\x01"),
+        raw(claims("(1, 1, 1)", "None"), b"\x01"),
+        raw(claims("(1, 1, 1)", "'|u3'"), b"\x01"),
+        raw(claims("[1, 1, 1]"), b"\x01"),
+        raw(claims("(1, 1, 'a')"), b"\x01"),
+        raw(claims("(1, 1, 1.0)"), b"\x01"),
+        raw(claims("(" + "9" * 5000 + ", 1, 1)"), b"\x01"),
+        raw(claims("(" + "9" * 3000 + ", 1, 1)")[:-3], b"\x01"),
+        raw(GOOD + " " * 5000, b"\x01"),
+        b"\x93NUMPY\x02\x00" + struct.pack("<I", 2**32 - 1) + GOOD.encode(),
+        raw("  x\n y", b"\x01"),
+        raw(GOOD.replace("False", "7"), b"\x01"),
+    ],
+    ids=lambda data: repr(data[:40]),
+)
+@pytest.mark.filterwarnings("error")
+def test_a_header_that_is_none_is_refused(data: bytes) -> None:
+    refused(lambda: from_npy(data, source=SOURCE, most=MOST))
+
+
+@pytest.mark.parametrize("data", [None, "text", 3, [1], np.float64(1.0)], ids=repr)
+def test_what_is_no_bytes_is_refused_as_an_npy(data: Any) -> None:
+    refused(lambda: from_npy(data, source=SOURCE, most=MOST))
+
+
+# base64
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 5, 6, 1000, 1001, 1002])
+@pytest.mark.parametrize("kind", [str, bytes])
+def test_base64_is_decoded(kind: Callable[..., Any], size: int) -> None:
+    data = os.urandom(size)
+    text = base64.b64encode(data)
+    given = text.decode() if kind is str else text
+    assert from_base64(given, source=SOURCE, most=size) == data
+
+
+def test_base64_of_more_than_the_sequence_can_have_is_not_decoded(memory: Callable[[], int]) -> None:
+    text = base64.b64encode(bytes(3_000_000)).decode()
+    before = memory()
+    error = refused(lambda: from_base64(text, source=SOURCE, most=1_000_000), Symptom.TOO_MANY_ROWS)
+    assert memory() - before < 20_000
+    assert error.got == "some 3000000"
+    refused(lambda: from_base64(text[:8], source=SOURCE, most=2), Symptom.TOO_MANY_ROWS)
+
+
+def test_base64_takes_no_more_memory_than_it_decodes_to(memory: Callable[[], int]) -> None:
+    text = base64.b64encode(bytes(3_000_000)).decode()
+    before = memory()
+    from_base64(text, source=SOURCE, most=3_000_000)
+    assert memory() - before < 3_100_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "AAAA\n",
+        "AA\nAA",
+        "AAAA\r\nAAAA",
+        " AAAA",
+        "AAA",
+        "AA",
+        "A",
+        "=",
+        "====",
+        "AA=A",
+        "AA==AAAA",
+        "AAAA=",
+        "AAAA==",
+        "AAA==",
+        "AA===",
+        "AA-_",  # of web addresses
+        "AA\x00A",
+        "AÄAA",
+        "AAAA\udc80AAA",
+        "data:application/octet-stream;base64,AAAA",
+        b"AA\xffA",
+        b"AA AA",
+    ],
+    ids=repr,
+)
+def test_what_is_no_base64_is_refused(text: Any) -> None:
+    error = refused(lambda: from_base64(text, source=SOURCE, most=MOST))
+    assert error.problem == "this isn't base64"
+
+
+@pytest.mark.parametrize("text", [None, 3, [65], bytearray(b"AAAA"), {"data": "AAAA"}], ids=repr)
+def test_what_is_no_text_is_refused_as_base64(text: Any) -> None:
+    assert refused(lambda: from_base64(text, source=SOURCE, most=MOST)).got == type(text).__name__
+
+
+# Nested lists
+
+
+def test_lists_of_integers_are_read() -> None:
+    array = np.arange(24).reshape(4, 3, 2)
+    found = from_lists(array.tolist(), source=SOURCE, most=(4, 3, 2))
+    assert found.dtype == np.int64
+    assert np.array_equal(found, array)
+    large = [[[2**63 - 1, -(2**63)]]]
+    assert from_lists(large, source=SOURCE, most=(1, 1, 2)).tolist() == large
+
+
+def test_a_list_without_rows_is_read() -> None:
+    assert from_lists([], source=SOURCE, most=SHAPE_MOST).shape == (0, 0, 0)
+
+
+@pytest.mark.parametrize("most", [(3, 3, 2), (4, 2, 2), (4, 3, 1), (0, 0, 0)], ids=str)
+def test_lists_that_are_longer_than_they_may_be_are_refused(most: tuple[int, int, int]) -> None:
+    error = refused(lambda: from_lists(np.zeros((4, 3, 2), int).tolist(), source=SOURCE, most=most))
+    assert str(list(most)) in str(error.expected)
+
+
+def nested(depth: int) -> list[Any]:
+    deep: list[Any] = []
+    for _ in range(depth):
+        deep = [deep]
+    return deep
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        "AAAA",
+        3,
+        {"data": [[[1]]]},
+        ((((1,),),),),
+        [1],
+        [[1]],
+        [[[]]],
+        [[]],
+        [[[[1]]]],
+        [[[1.0]]],
+        [[[True]]],
+        [[["1"]]],
+        [[[None]]],
+        [[[float("nan")]]],
+        [[[2**63]]],
+        [[[-(2**63) - 1]]],
+        [[[10**400]]],
+        [[[1, 2]], [[1]]],
+        [[[1], [2]], [[1]]],
+        [[[1]], []],
+        [[[1]], None],
+        [[[1]], [None]],
+        [[[1]], "a"],
+        [[[1]], ["a"]],
+        [[[np.int64(1)]]],
+        [np.ones((1, 1), int)],
+        [{}],
+        nested(100_000),
+        [[nested(5000)]],
+    ],
+    ids=lambda value: repr(value)[:30] if not isinstance(value, list) or value != value else str(type(value)),
+)
+def test_what_is_no_array_in_lists_is_refused(value: Any) -> None:
+    refused(lambda: from_lists(value, source=SOURCE, most=SHAPE_MOST))
+
+
+def test_a_list_that_holds_itself_is_refused() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    refused(lambda: from_lists(loop, source=SOURCE, most=SHAPE_MOST))
+
+
+def test_lists_are_told_too_long_before_memory_is_taken(memory: Callable[[], int]) -> None:
+    row = [[1] * 8] * 10
+    value = [row] * 1_000_000
+    before = memory()
+    refused(lambda: from_lists(value, source=SOURCE, most=SHAPE_MOST))
+    assert memory() - before < 20_000
+
+
+def test_nothing_warns_about_data_that_is_right() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        from_npy(npy(np.ones((1, 1, 1), np.uint8)), source=SOURCE, most=MOST)
+        from_base64("AAAA", source=SOURCE, most=MOST)
+        from_lists([[[1]]], source=SOURCE, most=SHAPE_MOST)

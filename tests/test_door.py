@@ -1,0 +1,573 @@
+"""The door: what an engine hands over becomes routes, or an error that says what is wrong, where and why."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from npu_replay import RoutedExperts, fingerprint
+from npu_replay.door import Fault, Source, Symptom, admit, release
+from npu_replay.errors import InvalidRoutes
+from npu_replay.id_checks import Array
+from npu_replay.routed_model import RoutedModel
+
+DTYPES = ["u1", "u2", "i2", "i4", "i8", "u8", ">i4", ">u2"]
+
+# A dense layer before and one between; a row holds 40 bits a layer, so rows can be told from each other.
+MODEL = RoutedModel(layers=(1, 2, 4, 5), num_layers=6, num_experts=128, topk=8)
+TOKENS = 150
+FAULTS = tuple(
+    Fault(symptom=symptom, since=since, until=until, cause=f"{symptom.value} as in {since}")
+    for since, until in (("0.2.0", "0.4.0"), ("0.4.0", ""))
+    for symptom in Symptom
+)
+
+
+def chosen(rows: int, columns: int, model: RoutedModel = MODEL, seed: int = 0) -> Array:
+    """Random ids, no expert twice; [rows, columns, topk] int64."""
+    scores = np.random.default_rng(seed).random((rows, columns, model.num_experts))
+    return np.argsort(scores, axis=2)[..., : model.topk]
+
+
+def whole(rows: Array, model: RoutedModel = MODEL) -> Array:
+    """With the columns of all decoder layers, zeros where they are dense."""
+    wide = np.zeros((len(rows), model.num_layers, rows.shape[2]), rows.dtype)
+    wide[:, list(model.layers)] = rows
+    return wide
+
+
+def words(count: int = TOKENS) -> Array:
+    return np.random.default_rng(count).permutation(1000)[:count]
+
+
+def source(version: str = "0.3.1") -> Source:
+    return Source(
+        engine="Engine",
+        version=version,
+        sample="request 17, completion 2",
+        field="choices[0].rows",
+        faults=FAULTS,
+    )
+
+
+def taken(rows: Any, **changes: Any) -> RoutedExperts:
+    arguments: dict[str, Any] = {"model": MODEL, "tokens": words(), "source": source()}
+    return admit(rows, **(arguments | changes))
+
+
+# What is right comes through
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", ["all layers", "MoE layers"])
+def test_any_dtype_and_both_sets_of_columns_come_through_t19(columns: str, dtype: str) -> None:
+    rows = chosen(TOKENS - 1, 4)
+    routes = taken((whole(rows) if columns == "all layers" else rows).astype(dtype))
+    assert torch.equal(routes.ids[:-1].long(), torch.from_numpy(rows))
+    assert routes.layers == (1, 2, 4, 5)
+    assert routes.ids.dtype == torch.uint8
+    assert routes.recorded.tolist() == [True] * (TOKENS - 1) + [False]
+    assert not routes.ids[-1].any()
+    assert routes.fingerprint == fingerprint(words())
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(256, torch.uint8), (257, torch.int16), (700, torch.int16)])
+def test_ids_above_a_byte_keep_their_value_t19(experts: int, dtype: torch.dtype) -> None:
+    model = RoutedModel(layers=(0, 1, 2), num_layers=3, num_experts=experts, topk=8)
+    rows = chosen(TOKENS - 1, 3, model)
+    rows[0, 0] = np.arange(experts - 8, experts)
+    routes = taken(rows.astype(np.uint16), model=model)
+    assert routes.ids.dtype == dtype
+    assert routes.ids[0, 0].tolist() == list(range(experts - 8, experts))
+
+
+def test_an_id_above_a_byte_is_never_folded_into_it_t19() -> None:
+    rows = chosen(TOKENS - 1, 4)
+    rows[3, 1, 0] = 256 + 5
+    with pytest.raises(InvalidRoutes, match=r"row 3.*got 261"):
+        taken(rows)
+
+
+def test_the_last_token_has_no_row_and_nothing_is_made_up_for_it() -> None:
+    routes = taken(chosen(TOKENS - 1, 4))
+    assert len(routes) == TOKENS
+    assert not routes.recorded[-1]
+
+
+@pytest.mark.parametrize("start", [0, 1, 60, TOKENS - 1, TOKENS])
+def test_tokens_before_the_start_have_no_route(start: int) -> None:
+    rows = chosen(max(0, TOKENS - 1 - start), 4)
+    routes = taken(rows, start=start)
+    there = np.arange(start, start + len(rows))
+    assert torch.equal(routes.ids[there].long(), torch.from_numpy(rows))
+    assert routes.recorded.nonzero()[:, 0].tolist() == there.tolist()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 77, TOKENS - 1])
+def test_an_aborted_request_has_as_many_rows_as_it_ran_t28(rows: int) -> None:
+    routes = taken(chosen(rows, 4), ended=False)
+    assert routes.recorded.tolist() == [True] * rows + [False] * (TOKENS - rows)
+
+
+def test_rows_of_tokens_that_a_stop_string_took_back_are_cut_off() -> None:
+    rows = chosen(TOKENS + 3, 4)
+    routes = taken(rows, surplus=4)
+    assert torch.equal(routes.ids[:-1].long(), torch.from_numpy(rows[: TOKENS - 1]))
+    with pytest.raises(InvalidRoutes, match="more tokens"):
+        taken(rows, surplus=3)
+
+
+def test_rows_that_were_never_written_have_no_route_where_that_is_asked_for_t42() -> None:
+    rows = whole(chosen(TOKENS - 1, 4))
+    rows[[0, 5, 99]] = 0
+    routes = taken(rows, missing="native")
+    assert (~routes.recorded).nonzero()[:, 0].tolist() == [0, 5, 99, TOKENS - 1]
+    with pytest.raises(InvalidRoutes, match=r"all \d+ rows are zeros"):
+        taken(np.zeros_like(rows), missing="native")
+    with pytest.raises(InvalidRoutes, match=r"unknown way.*got skip"):
+        taken(rows, missing="skip")
+
+
+def test_a_row_of_zeros_is_expert_0_where_there_is_one_expert_a_token() -> None:
+    model = RoutedModel(layers=(0, 1), num_layers=2, num_experts=16, topk=1)
+    rows = np.random.default_rng(0).integers(0, 16, (TOKENS - 1, 2, 1))
+    rows[7] = 0
+    routes = taken(rows, model=model)
+    assert routes.recorded[:-1].all()
+
+
+def test_layers_that_look_experts_up_by_token_are_left_out_t22() -> None:
+    """An engine reports ids for them (vLLM) or zeros (SGLang); columns go by label, not by their order."""
+    model = RoutedModel(layers=(2, 4), num_layers=5, num_experts=128, topk=8, hashed=(1, 3))
+    rows = chosen(TOKENS - 1, 4)  # of the layers 1 to 4
+    wide = np.zeros((TOKENS - 1, 5, 8), np.uint8)
+    wide[:, 1:] = rows
+    routes = taken(wide, model=model)
+    assert routes.layers == (2, 4)
+    assert torch.equal(routes.ids[:-1].long(), torch.from_numpy(rows[:, [1, 3]]))
+    assert taken(rows, model=model) == routes
+    wide[:, [1, 3]] = 0
+    assert taken(wide, model=model) == routes
+    wide[9, 0, 2] = 1
+    with pytest.raises(InvalidRoutes, match="layer 0: a dense layer has experts"):
+        taken(wide, model=model)
+    with pytest.raises(InvalidRoutes, match="Expected 5, or 4, got 2"):
+        taken(rows[:, [1, 3]], model=model)
+
+
+def test_read_only_rows_are_taken_and_stay_as_they_are_t10() -> None:
+    given_ = chosen(TOKENS - 1, 4).astype(np.uint8)
+    data = given_.tobytes()
+    rows = np.frombuffer(data, np.uint8).reshape(given_.shape)
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            routes = taken(rows)
+    finally:
+        torch.set_warn_always(False)
+    routes.ids[0] = 99
+    assert rows.tobytes() == data
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i4"])
+def test_what_the_engine_does_to_its_array_later_does_not_show_n9(dtype: str) -> None:
+    rows = chosen(TOKENS - 1, 4).astype(dtype)
+    routes = taken(rows)
+    before = routes.ids.clone()
+    rows[:] = 7
+    assert torch.equal(routes.ids, before)
+
+
+@pytest.mark.parametrize("kind", ["list", "tensor", "numpy", "int32", "read-only"])
+def test_token_ids_of_any_kind_are_taken(kind: str) -> None:
+    read_only = words()
+    read_only.flags.writeable = False
+    tokens: Any = {
+        "list": words().tolist(),
+        "tensor": torch.from_numpy(words()),
+        "numpy": words(),
+        "int32": words().astype(np.int32),
+        "read-only": read_only,
+    }[kind]
+    assert taken(chosen(TOKENS - 1, 4), tokens=tokens).fingerprint == fingerprint(words())
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_sequence_of_no_token_or_of_one_has_no_rows(count: int) -> None:
+    routes = taken(np.zeros((0, 4, 8), np.uint8), tokens=words(count))
+    assert (len(routes), int(routes.recorded.sum())) == (count, 0)
+
+
+def test_the_weight_version_is_kept() -> None:
+    assert taken(chosen(TOKENS - 1, 4), weight_version="step 3").weight_version == "step 3"
+    assert taken(chosen(TOKENS - 1, 4)).weight_version is None
+
+
+# Rightly alike: these aren't faults
+
+
+def test_one_token_said_thousands_of_times_may_choose_alike_each_time() -> None:
+    rows, tokens = chosen(5000, 4), words(1000)[:1000]
+    tokens = np.concatenate([tokens[:40], np.full(4961, tokens[40])])
+    rows[40:] = rows[40]
+    assert taken(rows, tokens=tokens).recorded[:-1].all()
+    alone = taken(rows[40:], tokens=tokens, start=40)  # all rows that there are, are the same
+    assert int(alone.recorded.sum()) == 4960
+
+
+def test_two_tokens_in_turn_may_choose_alike_in_a_layer() -> None:
+    rows, tokens = chosen(2, 4), np.tile([5, 9], 300)
+    rows[1, 2] = rows[0, 2]
+    assert taken(np.tile(rows, (300, 1, 1))[:-1], tokens=tokens).recorded[:-1].all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_tiny_model_whose_rows_meet_by_chance_comes_through(seed: int) -> None:
+    """2 layers of 4 experts, top-2: 36 different rows in all."""
+    model = RoutedModel(layers=(0, 1), num_layers=2, num_experts=4, topk=2)
+    rows = chosen(400, 2, model, seed)
+    assert taken(rows, model=model, tokens=words(401)).recorded[:-1].all()
+
+
+def test_a_model_that_uses_every_expert_chooses_alike_always() -> None:
+    model = RoutedModel(layers=(0, 1), num_layers=2, num_experts=2, topk=2)
+    rows = np.broadcast_to(np.array([0, 1], np.uint8), (TOKENS - 1, 2, 2))
+    assert taken(rows, model=model).recorded[:-1].all()
+
+
+def test_fewer_rows_than_64_are_not_called_constant() -> None:
+    rows = chosen(64, 4)
+    rows[:, 2] = rows[0, 2]
+    assert taken(rows[:63], tokens=words(64)).recorded[:-1].all()
+    with pytest.raises(InvalidRoutes, match="all 64 rows are the same"):
+        taken(rows, tokens=words(65))
+
+
+# Each way of being wrong, and what is said of it
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """Rows that are wrong in one way, and what the error has to say."""
+
+    symptom: Symptom
+    says: str
+    rows: Callable[[Array], Any]
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+def changed(at: Any, value: Any) -> Callable[[Array], Array]:
+    def change(rows: Array) -> Array:
+        rows[at] = value
+        return rows
+
+    return change
+
+
+def copied(later: int, earlier: int) -> Callable[[Array], Array]:
+    return lambda rows: changed(later, rows[earlier])(rows)
+
+
+def swapped(*order: int) -> Callable[[Array], Array]:
+    return lambda rows: rows[:, list(order)]
+
+
+# The rows are [149, 6, 8]: dense layers 0 and 3 are zeros.
+WRONG: dict[str, Wrong] = {
+    "fractions": Wrong(Symptom.SHAPE, r"got float64 \[149, 6, 8\]", lambda rows: rows.astype(float)),
+    "bools": Wrong(Symptom.SHAPE, r"got bool \[149, 6, 8\]", lambda rows: rows > 0),
+    "objects": Wrong(Symptom.SHAPE, r"got object \[149, 6, 8\]", lambda rows: rows.astype(object)),
+    "flat": Wrong(Symptom.SHAPE, r"got int64 \[149, 48\]", lambda rows: rows.reshape(149, 48)),
+    "a list": Wrong(Symptom.SHAPE, "got list", lambda rows: rows.tolist()),
+    "nothing": Wrong(Symptom.SHAPE, "got NoneType", lambda rows: None),
+    "a start after the end": Wrong(Symptom.SHAPE, "0 to 150, got 151", lambda rows: rows[:0], {"start": 151}),
+    "a start before 0": Wrong(Symptom.SHAPE, "0 to 150, got -1", lambda rows: rows, {"start": -1}),
+    "a row missing": Wrong(
+        Symptom.TOO_FEW_ROWS, r"Expected 149 rows \(150 tokens from 0 on.*got 148", lambda rows: rows[:-1]
+    ),
+    "no rows": Wrong(Symptom.TOO_FEW_ROWS, "got 0", lambda rows: rows[:0]),
+    "a row for the last token": Wrong(
+        Symptom.TOO_MANY_ROWS, r"Expected 149 rows .*got 150", lambda rows: np.concatenate([rows, rows[:1]])
+    ),
+    "the prompt's rows too": Wrong(
+        Symptom.TOO_MANY_ROWS,
+        r"Expected 109 rows \(150 tokens from 40 on.*got 149",
+        lambda rows: rows,
+        {"start": 40},
+    ),
+    "too many of an aborted": Wrong(
+        Symptom.TOO_MANY_ROWS,
+        "got 298",
+        lambda rows: np.concatenate([rows, rows]),
+        {"ended": False},
+    ),
+    "another top-k": Wrong(Symptom.TOPK, "Expected 8 ids, got 6", lambda rows: rows[..., :6]),
+    "layers missing": Wrong(Symptom.COLUMNS, "Expected 6, or 4, got 5", lambda rows: rows[:, :5]),
+    "shared experts appended": Wrong(
+        Symptom.TOPK, "got 9", lambda rows: np.concatenate([rows, rows[..., :1]], axis=2)
+    ),
+    "columns shifted": Wrong(
+        Symptom.DENSE_COLUMN,
+        r"layer 0: a dense layer has experts.*got \[\d+.*\] in row 0",
+        swapped(1, 2, 3, 4, 5, 0),
+    ),
+    "an id in a dense layer": Wrong(
+        Symptom.DENSE_COLUMN,
+        r"layer 3: .*got \[0, 0, 7, 0, 0, 0, 0, 0\] in row 77",
+        changed((77, 3, 2), 7),
+    ),
+    "an id too high": Wrong(
+        Symptom.RANGE,
+        "layer 4: an id is out of range, the first in row 66.*0 to 127, got 128",
+        changed((66, 4, 7), 128),
+    ),
+    "an id below 0": Wrong(Symptom.RANGE, "layer 5: .*row 148.*got -1", changed((148, 5, 0), -1)),
+    "physical ids": Wrong(Symptom.RANGE, "0 to 127", lambda rows: np.where(rows > 0, rows + 30, 0)),
+    "all zeros": Wrong(Symptom.ZEROS, "all 149 rows are zeros.*got nothing", lambda rows: rows * 0),
+    "a row of zeros": Wrong(
+        Symptom.ZERO_ROWS, "1 of 149 rows are zeros in all layers.*the first is row 31", changed(31, 0)
+    ),
+    "a cached prefix of zeros": Wrong(
+        Symptom.ZERO_ROWS,
+        "48 of 149 rows .*the first is row 0, the last 47",
+        changed(slice(48), 0),
+    ),
+    "a layer never captured": Wrong(
+        Symptom.CONSTANT_LAYER,
+        r"layer 4: all 149 rows are the same \(1 such layers\).*got \[0, 0, 0, 0, 0, 0, 0, 0\]",
+        changed((slice(None), 4), 0),
+    ),
+    "two layers of one row": Wrong(
+        Symptom.CONSTANT_LAYER,
+        r"layer 2: .*\(2 such layers\).*got \[3, 4, 5, 6, 7, 8, 9, 10\]",
+        changed((slice(None), [2, 5]), np.arange(3, 11)),
+    ),
+    "an expert twice": Wrong(
+        Symptom.DUPLICATES,
+        "layer 5: 1 token-layers name an expert twice, the first in row 100",
+        lambda rows: changed((100, 5, 7), rows[100, 5, 0])(rows),
+    ),
+    "a layer of zeros in one row": Wrong(
+        Symptom.DUPLICATES,
+        r"layer 2: 3 token-layers .*row 8.*got \[0, 0, 0, 0, 0, 0, 0, 0\]",
+        changed(([8, 9, 10], 2), 0),
+    ),
+    "a row repeated at a chunk's end": Wrong(
+        Symptom.STALE_ROWS,
+        f"1 rows are another token's in all layers, the first is row 64.*for token {words()[64]}",
+        copied(64, 63),
+    ),
+    "a row from long before": Wrong(Symptom.STALE_ROWS, "the first is row 140", copied(140, 2)),
+    "rows of another request": Wrong(
+        Symptom.STALE_ROWS, "49 rows are", lambda rows: changed(slice(100, 149), rows[:49])(rows)
+    ),
+    "tokens that are fractions": Wrong(
+        Symptom.UNREADABLE, "token ids", lambda rows: rows, {"tokens": words() * 1.0}
+    ),
+    "tokens that are text": Wrong(
+        Symptom.UNREADABLE, "token ids", lambda rows: rows, {"tokens": [str(word) for word in words()]}
+    ),
+    "ragged tokens": Wrong(Symptom.UNREADABLE, "token ids", lambda rows: rows, {"tokens": [[1], [2, 3]]}),
+    "tokens in rows": Wrong(Symptom.UNREADABLE, "token ids", lambda rows: rows, {"tokens": words()[None]}),
+    "no tokens": Wrong(Symptom.UNREADABLE, "token ids.*got None", lambda rows: rows, {"tokens": None}),
+}
+
+
+def refused(case: str, **changes: Any) -> InvalidRoutes:
+    wrong = WRONG[case]
+    with pytest.raises(InvalidRoutes) as caught:
+        taken(wrong.rows(whole(chosen(TOKENS - 1, 4))), **(wrong.changes | changes))
+    return caught.value
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_the_error_names_engine_sample_field_and_place_t1_t31_t32(case: str) -> None:
+    error = refused(case)
+    message = str(error)
+    assert message.startswith("[npu_replay] Engine 0.3.1, request 17, completion 2, choices[0].rows")
+    assert re.search(WRONG[case].says, message), message
+    assert message.count("Expected ") == 1
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_the_error_names_the_fault_of_that_release_and_no_other(case: str) -> None:
+    value = WRONG[case].symptom.value
+    assert refused(case).cause == f"{value} as in 0.2.0"
+    for version, cause in {
+        "0.1.9": "",
+        "0.2.0rc1": f"{value} as in 0.2.0",
+        "0.3.99": f"{value} as in 0.2.0",
+        "0.4.0": f"{value} as in 0.4.0",
+        "1.0": f"{value} as in 0.4.0",
+        "": f"{value} as in 0.2.0; or {value} as in 0.4.0",
+    }.items():
+        error = refused(case, source=source(version))
+        assert error.cause == cause
+        assert ("Usual cause" in str(error)) == bool(cause)
+
+
+@pytest.mark.parametrize("case", ["an id too high", "an expert twice", "a row repeated at a chunk's end"])
+def test_rows_are_counted_from_the_start_of_the_sequence(case: str) -> None:
+    row = {"an id too high": 66, "an expert twice": 100, "a row repeated at a chunk's end": 64}[case]
+    rows = WRONG[case].rows(whole(chosen(TOKENS - 1, 4)))[30:]
+    with pytest.raises(InvalidRoutes, match=f"row {row}"):
+        taken(rows, start=30)
+
+
+def test_zeros_and_dense_columns_are_counted_from_the_start_of_the_sequence() -> None:
+    rows = whole(chosen(100, 4))
+    rows[3] = 0
+    with pytest.raises(InvalidRoutes, match="the first is row 53, the last 53"):
+        taken(rows, start=49 + 1, tokens=words(151))
+    rows = whole(chosen(100, 4))
+    rows[3, 0, 0] = 1
+    with pytest.raises(InvalidRoutes, match="in row 53"):
+        taken(rows, start=50, tokens=words(151))
+
+
+def test_a_stale_row_is_found_beside_rows_without_a_route_t31() -> None:
+    rows, tokens = chosen(TOKENS - 1, 4), words()
+    rows[[3, 20, 90]] = 0
+    tokens[100:120], rows[100:120] = tokens[99], rows[99]  # one token, said again and again
+    assert int(taken(rows, tokens=tokens, missing="native").recorded.sum()) == TOKENS - 1 - 3
+    rows[60] = rows[59]
+    with pytest.raises(InvalidRoutes, match=f"1 rows are .* row 70.*for token {tokens[60]}"):
+        taken(rows, tokens=np.concatenate([np.arange(2000, 2010), tokens]), start=10, missing="native")
+
+
+def test_a_source_of_which_little_is_known_says_what_it_can() -> None:
+    with pytest.raises(InvalidRoutes) as caught:
+        taken(np.zeros((TOKENS - 1, 6, 8), np.uint8), source=Source(engine="Engine"))
+    assert str(caught.value).startswith("[npu_replay] Engine: all 149 rows are zeros")
+    assert caught.value.cause == ""
+
+
+@pytest.mark.parametrize(
+    ("version", "numbers"),
+    [
+        ("0.5.12.post1", (0, 5, 12)),
+        ("0.24.0rc1", (0, 24, 0)),
+        ("0.24rc1", (0, 24, 0)),
+        ("0.23", (0, 23, 0)),
+        ("v0.16.0", (0, 16, 0)),
+        ("0.33.0+cu128", (0, 33, 0)),
+        ("1", (1, 0, 0)),
+        ("unknown", (0, 0, 0)),
+        ("", (0, 0, 0)),
+        ("9" * 5000, (999_999_999, 0, 0)),
+    ],
+)
+def test_releases_are_compared_by_number(version: str, numbers: tuple[int, int, int]) -> None:
+    assert release(version) == numbers
+
+
+# Against a slow truth
+
+
+@st.composite
+def rollouts(draw: st.DrawFn) -> tuple[RoutedModel, Array, Array, dict[str, Any], int]:
+    """A model, the tokens, good rows of its MoE layers, how they are handed over, and a seed."""
+    layers = draw(st.lists(st.integers(0, 7), min_size=1, max_size=6, unique=True).map(sorted))
+    topk = draw(st.integers(1, 16))
+    experts = draw(st.sampled_from([topk + 1, topk + 40, 300]))
+    model = RoutedModel(
+        layers=tuple(layers), num_layers=draw(st.integers(layers[-1] + 1, 9)), num_experts=experts, topk=topk
+    )
+    tokens = np.random.default_rng(draw(st.integers(0, 2**32))).integers(0, 2**31, draw(st.integers(1, 90)))
+    start = draw(st.integers(0, len(tokens) - 1))
+    ran = len(tokens) - 1 - start
+    ended, surplus = draw(st.booleans()), draw(st.sampled_from([0, 0, 3]))
+    count = draw(st.integers(0, surplus)) + ran if ended else draw(st.integers(0, ran))
+    seed = draw(st.integers(0, 2**32))
+    rows = chosen(count, len(layers), model, seed)
+    return model, tokens, rows, {"start": start, "ended": ended, "surplus": surplus}, seed
+
+
+@settings(max_examples=200, deadline=None)
+@given(rollout=rollouts(), columns=st.booleans(), dtype=st.sampled_from(DTYPES[1:]), data=st.data())
+def test_good_rows_come_through_as_they_are_and_their_own_checks_take_them(
+    rollout: tuple[RoutedModel, Array, Array, dict[str, Any], int],
+    columns: bool,
+    dtype: str,
+    data: st.DataObject,
+) -> None:
+    model, tokens, rows, how, seed = rollout
+    blank = data.draw(st.sets(st.integers(0, max(0, len(rows) - 1)), max_size=3)) if model.topk > 1 else set()
+    ran = len(tokens) - 1 - how["start"]  # the rest is surplus
+    blank = {row for row in blank if row < len(rows)}
+    assume(not blank.issuperset(range(min(ran, len(rows)))) or not blank)
+    rows[list(blank)] = 0
+    given_ = (whole(rows, model) if columns else rows).astype(dtype)
+    given_ = np.asfortranarray(given_) if seed % 2 else given_
+    routes = admit(given_, model=model, tokens=tokens, source=source(), missing="native", **how)
+    nothing = np.zeros((len(model.layers), model.topk)).tolist()
+    for token in range(len(tokens)):
+        row = token - how["start"]
+        there = 0 <= row < len(rows) and row not in blank and token < len(tokens) - 1
+        assert bool(routes.recorded[token]) == there
+        assert routes.ids[token].tolist() == (rows[row].tolist() if there else nothing)
+    again = RoutedExperts(
+        ids=routes.ids,
+        layers=model.layers,
+        num_experts=model.num_experts,
+        recorded=routes.recorded,
+        fingerprint=fingerprint(tokens),
+    )
+    assert again == routes
+    assert again.ids.dtype == routes.ids.dtype
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rollout=rollouts(),
+    columns=st.booleans(),
+    kind=st.sampled_from(["twice", "high", "low", "zeros", "dense"]),
+    data=st.data(),
+)
+def test_one_wrong_id_anywhere_is_found_at_its_place(
+    rollout: tuple[RoutedModel, Array, Array, dict[str, Any], int],
+    columns: bool,
+    kind: str,
+    data: st.DataObject,
+) -> None:
+    model, tokens, rows, how, _ = rollout
+    seen = rows[: len(tokens) - 1 - how["start"]]  # the rest is surplus
+    if (
+        not len(seen)
+        or (kind in ("twice", "zeros") and model.topk == 1)
+        or (kind == "dense" and not model.dense)
+    ):
+        return
+    row = data.draw(st.integers(0, len(seen) - 1))
+    column = data.draw(st.integers(0, len(model.layers) - 1))
+    slot = data.draw(st.integers(0, model.topk - 1))
+    wide = whole(rows, model)
+    layer = model.layers[column]
+    if kind == "twice":
+        wide[row, layer, slot] = wide[row, layer, (slot + 1) % model.topk]
+    elif kind == "zeros":
+        wide[row] = 0
+    elif kind == "dense":
+        layer = model.dense[column % len(model.dense)]
+        wide[row, layer, slot] = 1
+    else:
+        wide[row, layer, slot] = model.num_experts if kind == "high" else -1
+    given_ = wide if columns or kind == "dense" else wide[:, list(model.layers)]
+    with pytest.raises(InvalidRoutes) as caught:
+        admit(given_, model=model, tokens=tokens, source=source(), **how)
+    message = str(caught.value)
+    if kind == "zeros":
+        assert "zeros" in message
+    else:
+        assert f"layer {layer}:" in message
+        assert f"row {how['start'] + row}" in message

@@ -1,0 +1,205 @@
+"""What is found wrong in an array of expert ids, against slow loops that can't be mistaken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from npu_replay import id_checks
+from npu_replay.id_checks import Array
+
+DTYPES = ["u1", "u2", "i2", "i4", "i8", ">i4"]
+LAYOUTS = ["plain", "read-only", "by column", "every second column", "last row first", "of a wider array"]
+BLOCKS = [1, 7, 64, 1 << 17]
+
+
+@pytest.fixture(params=BLOCKS, ids="blocks of {}".format)
+def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(id_checks, "_BLOCK", request.param)
+    return int(request.param)
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> Array:
+    """Few experts, so that ids meet, in any dtype and any way to lie in memory; [tokens, layers, topk]."""
+    tokens, layers = draw(st.integers(0, 40)), draw(st.integers(1, 4))
+    width = draw(st.integers(1, 16))
+    experts = draw(st.sampled_from([2, width + 1, 2 * width, 200]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    ids = rng.integers(0, experts, (tokens, layers, width))
+    if draw(st.booleans()):
+        ids = np.argsort(rng.random((tokens, layers, max(width, experts))), axis=2)[..., :width]
+    for _ in range(draw(st.integers(0, 3)) if tokens else 0):
+        ids[rng.integers(tokens)] = 0
+    for _ in range(draw(st.integers(0, 3)) if tokens else 0):
+        ids[rng.integers(tokens)] = ids[rng.integers(tokens)]
+    if draw(st.integers(0, 3)) == 0 and tokens:
+        ids[:, rng.integers(layers)] = ids[0, 0]
+    return laid_out(ids.astype(draw(st.sampled_from(DTYPES))), draw(st.sampled_from(LAYOUTS)))
+
+
+def laid_out(ids: Array, layout: str) -> Array:
+    """The same ids, differently in memory."""
+    if layout == "read-only":
+        ids.flags.writeable = False
+    elif layout == "by column":
+        ids = np.asfortranarray(ids)
+    elif layout == "every second column":
+        ids = np.repeat(ids, 2, axis=1)[:, ::2]
+    elif layout == "last row first":
+        ids = np.ascontiguousarray(ids[::-1])[::-1]
+    elif layout == "of a wider array":
+        ids = np.pad(ids, ((1, 1), (2, 1), (0, 3)))[1:-1, 2:-1, : ids.shape[2]]
+    return ids
+
+
+def slow_twice(ids: Array, recorded: Array) -> Iterator[tuple[int, int]]:
+    for row in range(ids.shape[0]):
+        for column in range(ids.shape[1]):
+            chosen = ids[row, column].tolist()
+            if recorded[row] and len(set(chosen)) < len(chosen):
+                yield row, column
+
+
+def slow_repeated(ids: Array, tokens: list[int]) -> Iterator[int]:
+    """The nearest row before that is the same: is it another token's?"""
+    last: dict[bytes, int] = {}
+    for row, token in enumerate(tokens):
+        key = ids[row].tobytes()
+        if last.get(key, token) != token:
+            yield row
+        last[key] = token
+
+
+@settings(max_examples=150, deadline=None)
+@given(ids=arrays(), seed=st.integers(0, 2**32), hidden=st.sampled_from([0.0, 0.3, 1.0]))
+def test_experts_named_twice_are_found_and_only_in_recorded_rows_t1(
+    ids: Array, seed: int, hidden: float
+) -> None:
+    recorded = np.random.default_rng(seed).random(len(ids)) >= hidden
+    before = ids.copy()
+    for size in BLOCKS:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(id_checks, "_BLOCK", size)
+            found = id_checks.named_twice(ids, recorded)
+        assert found.dtype == np.int64
+        assert found.shape[1:] == (2,)
+        assert [tuple(at) for at in found.tolist()] == list(slow_twice(ids, recorded))
+    assert np.array_equal(ids, before)
+
+
+@settings(max_examples=150, deadline=None)
+@given(ids=arrays())
+def test_constant_columns_and_blank_rows_are_found_t32_t42(ids: Array) -> None:
+    columns = [
+        column
+        for column in range(ids.shape[1])
+        if len(ids) and all((ids[row, column] == ids[0, column]).all() for row in range(len(ids)))
+    ]
+    for size in BLOCKS:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(id_checks, "_BLOCK", size)
+            assert id_checks.constant_columns(ids).tolist() == columns
+    blank = [row for row in range(len(ids)) if not any(ids[row].ravel().tolist())]
+    assert id_checks.blank_rows(ids).tolist() == blank
+
+
+@settings(max_examples=150, deadline=None)
+@given(ids=arrays(), words=st.integers(1, 9), seed=st.integers(0, 2**32))
+def test_rows_of_another_token_are_found_t31(ids: Array, words: int, seed: int) -> None:
+    tokens = np.random.default_rng(seed).integers(0, words, len(ids))
+    for size in BLOCKS:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(id_checks, "_BLOCK", size)
+            assert id_checks.repeated_rows(ids, tokens).tolist() == list(slow_repeated(ids, tokens.tolist()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), rows=st.integers(2, 40), copies=st.integers(0, 6), data=st.data())
+def test_rows_of_another_token_are_found_in_wide_rows_t31(
+    seed: int, rows: int, copies: int, data: st.DataObject
+) -> None:
+    rng = np.random.default_rng(seed)
+    ids = np.argsort(rng.random((rows, 12, 32)), axis=2)[..., :8].astype(data.draw(st.sampled_from(DTYPES)))
+    for _ in range(copies):
+        ids[rng.integers(rows)] = ids[rng.integers(rows)]
+    laid = laid_out(ids, data.draw(st.sampled_from(LAYOUTS)))
+    tokens = rng.integers(0, 5, rows)
+    assert id_checks.repeated_rows(laid, tokens).tolist() == list(slow_repeated(ids, tokens.tolist()))
+
+
+@pytest.mark.parametrize("place", range(0, 27 * 6, 7))
+def test_rows_that_differ_in_one_id_are_not_taken_for_each_other_t31(place: int) -> None:
+    ids = np.zeros((201, 27 * 6), np.uint8)
+    ids[:200, place] = np.arange(200)
+    ids[200] = ids[20]
+    assert id_checks.repeated_rows(ids.reshape(201, 27, 6), np.arange(201)).tolist() == [200]
+
+
+def test_rows_that_share_a_number_are_compared_id_by_id_t31() -> None:
+    """So many rows that several pairs share the 32 bits by which they are looked for."""
+    rows = np.random.default_rng(0).integers(0, 256, (400_000, 1, 8), np.uint8)
+    assert len(np.unique(rows.view(np.uint64))) == len(rows)
+    flat = rows.reshape(len(rows), 8)
+    assert len(id_checks._alike(flat)[0]) > 3
+    assert id_checks.repeated_rows(rows, np.arange(len(rows))).tolist() == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("topk", [2, 3, 5, 8, 16])
+def test_a_fault_at_the_edge_of_a_block_is_found_t1_t32(topk: int, dtype: str) -> None:
+    layers = 3
+    step = (1 << 17) // (layers * topk)
+    tokens = 2 * step + 3
+    rows = np.tile(np.arange(topk), (tokens, layers, 1))
+    rows += (np.arange(tokens) % 50)[:, None, None]
+    recorded = np.ones(tokens, bool)
+    clean = rows.astype(dtype)
+    assert len(id_checks.named_twice(clean, recorded)) == 0
+    for row in (0, step - 1, step, 2 * step - 1, 2 * step, tokens - 1):
+        for column in (0, layers - 1):
+            broken = clean.copy()
+            broken[row, column, -1] = broken[row, column, 0]
+            assert id_checks.named_twice(broken, recorded).tolist() == [[row, column]]
+    constant = clean.copy()
+    constant[:, 1] = clean[0, 1]
+    assert id_checks.constant_columns(constant).tolist() == [1]
+    for row in (1, step - 1, step, tokens - 2):
+        broken = constant.copy()
+        broken[row, 1, topk - 1] += 1
+        assert id_checks.constant_columns(broken).tolist() == []
+
+
+def test_neighbouring_token_layers_may_share_an_expert_t1(block: int) -> None:
+    """The ids of one token-layer end where those of the next begin."""
+    ids = np.array([[[0, 1], [1, 2]], [[2, 3], [3, 0]], [[0, 1], [1, 0]]], np.uint8)
+    assert id_checks.named_twice(ids, np.ones(3, bool)).tolist() == []
+
+
+def test_experts_at_the_two_ends_of_a_wide_top_k_are_compared_t1(block: int) -> None:
+    ids = np.arange(2 * 2 * 16, dtype=np.int16).reshape(2, 2, 16)
+    ids[1, 0, 15] = ids[1, 0, 0]
+    assert id_checks.named_twice(ids, np.ones(2, bool)).tolist() == [[1, 0]]
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 2), (3, 0, 2), (0, 0, 0), (3, 2, 0)], ids=str)
+def test_an_array_without_ids_has_no_fault(shape: tuple[int, int, int]) -> None:
+    ids = np.zeros(shape, np.uint8)
+    assert len(id_checks.named_twice(ids, np.ones(shape[0], bool))) == 0
+    assert len(id_checks.constant_columns(ids)) == 0
+    assert len(id_checks.blank_rows(ids)) == 0
+    assert len(id_checks.repeated_rows(ids, np.arange(shape[0]))) == 0
+
+
+def test_a_read_only_array_stays_as_it_was_t10() -> None:
+    data = np.random.default_rng(0).integers(0, 9, (50, 3, 4), np.uint8).tobytes()
+    ids = np.frombuffer(data, np.uint8).reshape(50, 3, 4)
+    id_checks.named_twice(ids, np.ones(50, bool))
+    id_checks.constant_columns(ids)
+    id_checks.blank_rows(ids)
+    id_checks.repeated_rows(ids, np.arange(50))
+    assert ids.tobytes() == data

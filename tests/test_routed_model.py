@@ -1,0 +1,532 @@
+"""RoutedModel: what a config says of a model's routers, against the routers that the built model has."""
+
+from __future__ import annotations
+
+import copy
+import json
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from npu_replay import ReplayError, routers
+from npu_replay.routed_model import RoutedModel
+
+transformers.logging.set_verbosity_error()
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+ONE_GROUP = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1}
+
+# Each way in which a family of transformers says which layers have experts, and which have them then.
+FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 8}, (0, 1, 2, 3)),
+    "qwen3_moe, a layer without": ("qwen3_moe", {"num_experts": 8, "mlp_only_layers": [1]}, (0, 2, 3)),
+    "qwen3_moe, every second": ("qwen3_moe", {"num_experts": 8, "decoder_sparse_step": 2}, (1, 3)),
+    "qwen2_moe, both": (
+        "qwen2_moe",
+        {"num_experts": 8, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+        (1,),
+    ),
+    "deepseek_v3": ("deepseek_v3", LATENT | ONE_GROUP | {"first_k_dense_replace": 2}, (2, 3)),
+    "glm4_moe": ("glm4_moe", ONE_GROUP | {"first_k_dense_replace": 1}, (1, 2, 3)),
+    "exaone_moe": (
+        "exaone_moe",
+        {"num_experts": 8, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
+        (1, 3),
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 8}, (0, 1, 2, 3)),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 8}, (0, 1, 2, 3)),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {
+            "moe_num_experts": 8,
+            "moe_k": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 2,
+            "moe_layer_interval": 1,
+        },
+        (1, 2),
+    ),
+    "ernie4_5_moe, every second": (
+        "ernie4_5_moe",
+        {
+            "moe_num_experts": 8,
+            "moe_k": 2,
+            "moe_layer_start_index": 0,
+            "moe_layer_end_index": -1,
+            "moe_layer_interval": 2,
+        },
+        (1, 3),
+    ),
+    "llama4, by a step": (
+        "llama4_text",
+        {"num_local_experts": 8, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 48},
+        (1, 3),
+    ),
+    "llama4, by a list": (
+        "llama4_text",
+        {"num_local_experts": 8, "moe_layers": [0, 2], "intermediate_size_mlp": 48},
+        (0, 2),
+    ),
+    "jamba": (
+        "jamba",
+        {"num_experts": 8, "expert_layer_period": 3, "expert_layer_offset": 1, "use_mamba_kernels": False},
+        (1,),
+    ),
+    "afmoe": ("afmoe", {"num_experts": 8, "num_dense_layers": 2}, (2, 3)),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "n_routed_experts": 8,
+            "n_group": 1,
+            "topk_group": 1,
+            "layers_block_type": ["mamba", "moe", "attention", "moe"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "ssm_state_size": 16,
+        },
+        (1, 3),
+    ),
+}
+
+
+def build(family: str) -> PreTrainedModel:
+    model_type, special, _ = FAMILIES[family]
+    torch.manual_seed(0)
+    narrow = {} if model_type in ("mixtral", "gpt_oss") else {"moe_intermediate_size": 16}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(SIZES | narrow | special)))
+
+
+def saved_config(model: PreTrainedModel, folder: Path) -> Path:
+    model.config.save_pretrained(folder)
+    return folder / "config.json"
+
+
+# The truth: a built model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_says_what_the_built_model_has(family: str, tmp_path: Path) -> None:
+    model = build(family)
+    found = routers.find([model])[0]
+    truth = RoutedModel(
+        layers=tuple(router.label for router in found), num_layers=4, num_experts=8, topk=found[0].topk
+    )
+    assert {(router.num_experts, router.topk) for router in found} == {(8, truth.topk)}
+    assert truth.layers == FAMILIES[family][2]
+    file = saved_config(model, tmp_path)
+    for given in (model, model.config, model.config.to_dict(), file, str(file), tmp_path, str(tmp_path)):
+        assert RoutedModel.from_config(given) == truth
+        assert RoutedModel.of(given) == truth
+
+
+def test_a_language_model_inside_another_is_found() -> None:
+    config = AutoConfig.for_model("qwen3_vl_moe")
+    text = RoutedModel.from_config(config.text_config)
+    assert text.num_experts == config.text_config.num_experts
+    assert RoutedModel.from_config(config) == text
+    assert RoutedModel.from_config(config.to_dict()) == text
+    omni = AutoConfig.for_model("qwen3_omni_moe")
+    assert RoutedModel.from_config(omni) == RoutedModel.from_config(omni.thinker_config.text_config)
+
+
+def test_a_model_with_experts_of_its_own_is_read_before_one_inside_it() -> None:
+    config = QWEN3_30B | {"text_config": {"num_hidden_layers": 12, "hidden_size": 64}}
+    assert RoutedModel.from_config(config) == RoutedModel.from_config(QWEN3_30B)
+
+
+def test_layers_that_look_experts_up_by_token_have_no_route() -> None:
+    config = AutoConfig.for_model("deepseek_v4", num_hidden_layers=5, num_hash_layers=2)
+    model = RoutedModel.from_config(config)
+    assert (model.hashed, model.layers) == ((0, 1), (2, 3, 4))
+    assert (model.sparse, model.dense) == ((0, 1, 2, 3, 4), ())
+    hub = {**DEEPSEEK_V3, "first_k_dense_replace": 0, "num_hash_layers": 3}
+    assert RoutedModel.from_config(hub).hashed == (0, 1, 2)
+
+
+# config.json as it is on the hub
+
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_nextn_predict_layers": 1,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+}
+KIMI_K2 = DEEPSEEK_V3 | {"first_k_dense_replace": 1, "n_routed_experts": 384, "n_group": 1, "topk_group": 1}
+QWEN3_30B = {
+    "num_hidden_layers": 48,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+}
+LLAMA4_MAVERICK = {
+    "model_type": "llama4",
+    "text_config": {
+        "num_hidden_layers": 48,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+    },
+    "vision_config": {"num_hidden_layers": 34},
+}
+NEMOTRON_PATTERN = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+
+HUB: dict[str, tuple[dict[str, Any], tuple[int, ...], int, int, int]] = {
+    # config.json, MoE layers, decoder layers, experts, top-k
+    "DeepSeek-V3": (DEEPSEEK_V3, tuple(range(3, 61)), 61, 256, 8),
+    "Kimi-K2": (KIMI_K2, tuple(range(1, 61)), 61, 384, 8),
+    "Kimi-K2.5": ({"text_config": KIMI_K2, "vision_config": {}}, tuple(range(1, 61)), 61, 384, 8),
+    "Qwen3-30B-A3B": (QWEN3_30B, tuple(range(48)), 48, 128, 8),
+    "Qwen3-Next-80B-A3B": (
+        QWEN3_30B | {"num_experts": 512, "num_experts_per_tok": 10, "full_attention_interval": 4},
+        tuple(range(48)),
+        48,
+        512,
+        10,
+    ),
+    "Qwen3.5-35B-A3B": (
+        {
+            "text_config": {
+                "num_hidden_layers": 40,
+                "num_experts": 256,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 512,
+                "shared_expert_intermediate_size": 512,
+            },
+            "vision_config": {"depth": 27},
+        },
+        tuple(range(40)),
+        40,
+        256,
+        8,
+    ),
+    "GLM-4.5": (
+        {
+            "num_hidden_layers": 92,
+            "first_k_dense_replace": 3,
+            "n_routed_experts": 160,
+            "num_experts_per_tok": 8,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+        },
+        tuple(range(3, 92)),
+        92,
+        160,
+        8,
+    ),
+    "Llama-4-Maverick": (LLAMA4_MAVERICK, tuple(range(1, 48, 2)), 48, 128, 1),
+    "ERNIE-4.5-21B-A3B": (
+        {
+            "num_hidden_layers": 28,
+            "moe_num_experts": 64,
+            "moe_k": 6,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 27,
+            "moe_layer_interval": 1,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+        },
+        tuple(range(1, 28)),
+        28,
+        64,
+        6,
+    ),
+    "MiniMax-M2": (
+        {
+            "num_hidden_layers": 62,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+            "intermediate_size": 1536,
+        },
+        tuple(range(62)),
+        62,
+        256,
+        8,
+    ),
+    "gpt-oss-20b": (
+        {
+            "num_hidden_layers": 24,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "experts_per_token": 4,
+            "intermediate_size": 2880,
+        },
+        tuple(range(24)),
+        24,
+        32,
+        4,
+    ),
+    "Mixtral-8x7B": (
+        {
+            "num_hidden_layers": 32,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 14336,
+        },
+        tuple(range(32)),
+        32,
+        8,
+        2,
+    ),
+    "Step-3": (
+        {
+            "text_config": {
+                "num_hidden_layers": 6,
+                "moe_num_experts": 48,
+                "moe_top_k": 3,
+                "moe_layers_enum": "4, 5",
+                "intermediate_size": 18432,
+                "moe_intermediate_size": 5120,
+            }
+        },
+        (4, 5),
+        6,
+        48,
+        3,
+    ),
+    "MiMo-V2-Flash": (
+        {
+            "num_hidden_layers": 4,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_layer_freq": [0, 1, 1, 1],
+            "intermediate_size": 16384,
+            "moe_intermediate_size": 2048,
+        },
+        (1, 2, 3),
+        4,
+        256,
+        8,
+    ),
+    "Hunyuan-A13B": (
+        {
+            "num_hidden_layers": 32,
+            "num_experts": 64,
+            "moe_topk": [8] * 32,
+            "intermediate_size": 3072,
+            "moe_intermediate_size": [3072] * 32,
+        },
+        tuple(range(32)),
+        32,
+        64,
+        8,
+    ),
+    "Nemotron-3-Nano": (
+        {
+            "num_hidden_layers": 52,
+            "hybrid_override_pattern": NEMOTRON_PATTERN,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 6,
+            "intermediate_size": 1856,
+            "moe_intermediate_size": 1856,
+        },
+        tuple(layer for layer, kind in enumerate(NEMOTRON_PATTERN) if kind == "E"),
+        52,
+        128,
+        6,
+    ),
+    "Jamba-1.5": (
+        {
+            "num_hidden_layers": 32,
+            "num_experts": 16,
+            "num_experts_per_tok": 2,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "attn_layer_period": 8,
+            "attn_layer_offset": 4,
+            "intermediate_size": 14336,
+        },
+        tuple(range(1, 32, 2)),
+        32,
+        16,
+        2,
+    ),
+    "Granite-4-H": (
+        {
+            "num_hidden_layers": 3,
+            "num_local_experts": 64,
+            "num_experts_per_tok": 6,
+            "layers_block_type": ["mamba", "mamba", "attention"],
+            "intermediate_size": 512,
+        },
+        (0, 1, 2),
+        3,
+        64,
+        6,
+    ),
+    "a Megatron config": (
+        {"num_layers": 4, "num_moe_experts": 8, "moe_router_topk": 2, "moe_layer_freq": [0, 1, 1, 1]},
+        (1, 2, 3),
+        4,
+        8,
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_a_config_as_it_is_on_the_hub(name: str, tmp_path: Path) -> None:
+    config, layers, num_layers, experts, topk = HUB[name]
+    wanted = RoutedModel(layers=layers, num_layers=num_layers, num_experts=experts, topk=topk)
+    before = copy.deepcopy(config)
+    assert RoutedModel.from_config(config) == wanted
+    assert config == before
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert RoutedModel.from_config(tmp_path) == wanted
+    if "text_config" not in config:
+        assert RoutedModel.from_config(types.SimpleNamespace(**config)) == wanted
+        assert RoutedModel.from_config(types.SimpleNamespace(config=config)) == wanted
+
+
+def test_dense_layers_are_those_without_experts() -> None:
+    assert RoutedModel.from_config(DEEPSEEK_V3).dense == (0, 1, 2)
+    assert RoutedModel.from_config(QWEN3_30B).dense == ()
+
+
+def test_of_leaves_a_routed_model_as_it_is() -> None:
+    model = RoutedModel(layers=(1,), num_layers=2, num_experts=4, topk=2)
+    assert RoutedModel.of(model) is model
+
+
+# A config that can't be read ends in an error, never in a wrong answer
+
+
+UNREADABLE: dict[str, tuple[Any, str]] = {
+    "nothing": ({}, "number of decoder layers"),
+    "None": (None, "number of decoder layers"),
+    "a number": (7, "number of decoder layers"),
+    "a list": ([DEEPSEEK_V3], "number of decoder layers"),
+    "a dense model": ({"num_hidden_layers": 4, "num_attention_heads": 2}, "number of routed experts"),
+    "no experts": (QWEN3_30B | {"num_experts": 0}, "number of routed experts"),
+    "experts in words": (QWEN3_30B | {"num_experts": "128"}, "number of routed experts"),
+    "experts that are true": (QWEN3_30B | {"num_experts": True}, "number of routed experts"),
+    "a fraction of an expert": (QWEN3_30B | {"num_experts": 128.0}, "number of routed experts"),
+    "other experts in each layer": (QWEN3_30B | {"num_experts": [64, 128]}, "number of routed experts"),
+    "lists in lists": (QWEN3_30B | {"num_experts": [[64], [64]]}, "number of routed experts"),
+    "no top-k": ({**QWEN3_30B, "num_experts_per_tok": None}, "experts a token"),
+    "negative layers": (QWEN3_30B | {"num_hidden_layers": -1}, "number of decoder layers"),
+    "a top-k above the experts": (QWEN3_30B | {"num_experts_per_tok": 129}, "bad top-k"),
+    "dense throughout": (DEEPSEEK_V3 | {"first_k_dense_replace": 61}, "can't be the MoE layers"),
+    "a switch that is off": (QWEN3_30B | {"enable_moe_block": False}, "can't be the MoE layers"),
+    "Doge without experts": (QWEN3_30B | {"is_moe": False}, "can't be the MoE layers"),
+    "zero experts (LongCat)": (DEEPSEEK_V3 | {"zero_expert_num": 256}, "zero experts"),
+    "dense layers, but which?": (
+        {key: value for key, value in DEEPSEEK_V3.items() if key != "first_k_dense_replace"},
+        "doesn't say which",
+    ),
+    "too short a list": (
+        QWEN3_30B | {"mlp_layer_types": ["sparse"] * 47},
+        "unknown way which layers have experts: mlp_layer_types",
+    ),
+    "an unknown kind of layer": (
+        QWEN3_30B | {"mlp_layer_types": ["sparser"] * 48},
+        "unknown way which layers have experts: mlp_layer_types",
+    ),
+    "kinds that are no list": (QWEN3_30B | {"mlp_layer_types": 3}, "mlp_layer_types"),
+    "kinds that can't be compared": (QWEN3_30B | {"mlp_layer_types": [["sparse"]] * 48}, "mlp_layer_types"),
+    "blocks that are no list": (QWEN3_30B | {"layers_block_type": 3}, "layers_block_type"),
+    "a frequency too short": (QWEN3_30B | {"moe_layer_freq": [1] * 47}, "moe_layer_freq"),
+    "a frequency to be evaluated (Megatron's)": (
+        QWEN3_30B | {"moe_layer_freq": "([0]*1+[1]*47)"},
+        "moe_layer_freq",
+    ),
+    "two starts (ERNIE-4.5-VL)": (
+        QWEN3_30B | {"moe_layer_start_index": [1, 1], "moe_layer_end_index": [29, 28]},
+        "unknown way which layers have experts: moe_layer_",
+    ),
+    "a list of layers in words": (QWEN3_30B | {"moe_layers_enum": "one,two"}, "moe_layers_enum"),
+    "layers that are a number": (QWEN3_30B | {"moe_layers": 3}, "moe_layers"),
+    "layers without that are a number": (QWEN3_30B | {"mlp_only_layers": 3}, "mlp_only_layers"),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_a_config_that_cannot_be_read_is_refused(case: str) -> None:
+    config, said = UNREADABLE[case]
+    with pytest.raises(ReplayError, match=said):
+        RoutedModel.from_config(config)
+
+
+def test_the_error_names_the_keys_that_were_looked_for_and_the_way_out() -> None:
+    with pytest.raises(ReplayError) as caught:
+        RoutedModel.from_config(QWEN3_30B | {"num_experts": "128"})
+    message = str(caught.value)
+    assert all(key in message for key in ("num_experts", "n_routed_experts", "num_local_experts"))
+    assert "num_experts='128'" in message
+    assert "RoutedModel(layers=..." in message
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "3", "[" * 100_000, '{"a": 1}\x00'], ids=lambda text: text[:4]
+)
+def test_a_file_that_is_no_config_is_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    with pytest.raises(ReplayError, match=r"config\.json"):
+        RoutedModel.from_config(file)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ReplayError, match="can't be read"):
+        RoutedModel.from_config(tmp_path)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ReplayError, match="nowhere"):
+        RoutedModel.from_config(tmp_path / "nowhere")
+    with pytest.raises(ReplayError, match=r"config\.json"):
+        RoutedModel.from_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("layers", "hashed"),
+    [((), ()), ((1, 0), ()), ((0, 0), ()), ((1, 4), ()), ((-1, 0), ()), ((0, 1), (1,)), ((0,), (4,))],
+    ids=str,
+)
+def test_layers_that_no_model_has_are_refused(layers: tuple[int, ...], hashed: tuple[int, ...]) -> None:
+    with pytest.raises(ReplayError, match="can't be the MoE layers"):
+        RoutedModel(layers=layers, num_layers=4, num_experts=8, topk=2, hashed=hashed)
+
+
+@pytest.mark.parametrize("topk", [0, -1, 9])
+def test_a_top_k_that_no_model_has_is_refused(topk: int) -> None:
+    with pytest.raises(ReplayError, match="bad top-k"):
+        RoutedModel(layers=(0,), num_layers=4, num_experts=8, topk=topk)
