@@ -1,10 +1,10 @@
 # Sourced by the scripts beside it and by .ci/run: gets Python, its packages and both Megatron releases ready;
-# fetch_megatron and fetch_verl get further releases.
+# fetch_megatron, fetch_verl and fetch_engine get further releases.
 #
 # No environment active: makes .venv in the repository and installs the versions of ci/constraints.txt.
 # An environment is active (VIRTUAL_ENV or CONDA_PREFIX): installs nothing into it, and says what it lacks.
-# Afterwards `python` and `npu-replay` are the environment's, megatron/RELEASE and verl/RELEASE under $work hold
-# each release, and $setup_seconds says how long that took.
+# Afterwards `python` and `npu-replay` are the environment's, megatron/RELEASE, verl/RELEASE and so on under $work
+# hold each release, and $setup_seconds says how long that took.
 #
 # shellcheck shell=bash
 
@@ -110,14 +110,15 @@ fetch_megatron() {
 
 environment_is_active() { [[ -n ${VIRTUAL_ENV:-} || -n ${CONDA_PREFIX:-} ]]; }
 
-# What verl imports (some 200 MB): only its tests need it, so nobody gets it with the demo.
-get_verl_packages() {
+# What a product imports, by the name of its extra: only its tests need it, so nobody gets it with the demo.
+get_packages() {
+    local extra=$1
     if environment_is_active; then
-        check_environment verl-tests
-    elif [[ -n $(python "$repository/ci/missing.py" verl-tests) ]]; then
+        check_environment "$extra"
+    elif [[ -n $(python "$repository/ci/missing.py" "$extra") ]]; then
         python -m pip install -qq --constraint "$repository/ci/constraints.txt" \
-            --no-build-isolation --editable "$repository[verl-tests]" ||
-            fail "could not install what verl imports"
+            --no-build-isolation --editable "$repository[$extra]" ||
+            fail "could not install the $extra extra"
     fi
 }
 
@@ -125,7 +126,7 @@ get_verl_packages() {
 # verl-tests extra.
 fetch_verl() {
     local release=$1 folder=$work/verl/$1 partial
-    get_verl_packages
+    get_packages verl-tests
     if [[ -d $folder ]]; then return; fi
     echo "Fetching verl $release ..."
     mkdir -p "$work/verl"
@@ -133,6 +134,27 @@ fetch_verl() {
     if ! python -m pip install -qq --no-deps --target "$partial/it" "verl==$release"; then
         rm -rf "$partial"
         fail "could not fetch verl $release for $(python -V)"
+    fi
+    mv "$partial/it" "$folder"
+    rmdir "$partial"
+}
+
+# fetch_engine vllm|sglang RELEASE: its Python code alone, as released and unpacked, nothing built or installed.
+fetch_engine() {
+    local engine=$1 release=$2 folder=$work/$1/$2 partial
+    get_packages engine-tests
+    if [[ -d $folder ]]; then return; fi
+    echo "Fetching $engine $release ..."
+    mkdir -p "$work/$engine"
+    partial=$(mktemp -d "$work/$engine/.partial.XXXXXX")
+    if ! python "$repository/ci/releases.py" "$engine==$release" "$partial/it"; then
+        rm -rf "$partial"
+        fail "could not fetch $engine $release for $(python -V)"
+    fi
+    if [[ $engine == vllm ]]; then
+        # vLLM's servers import it, and its own requirements are a GB of compilers.
+        python -m pip install -qq --no-deps --constraint "$repository/ci/constraints.txt" \
+            --target "$partial/it" xgrammar apache-tvm-ffi || fail "could not fetch xgrammar, which vLLM imports"
     fi
     mv "$partial/it" "$folder"
     rmdir "$partial"
@@ -158,6 +180,13 @@ with_verl() {
     local megatron=$1 release=$2
     shift 2
     PYTHONPATH=$work/verl/$release${PYTHONPATH:+:$PYTHONPATH} with_megatron "$megatron" "$@"
+}
+
+# with_engines VLLM_RELEASE SGLANG_RELEASE COMMAND ...
+with_engines() {
+    local vllm=$1 sglang=$2
+    shift 2
+    PYTHONPATH=$work/vllm/$vllm:$work/sglang/$sglang${PYTHONPATH:+:$PYTHONPATH} "$@"
 }
 
 setup_seconds=$((SECONDS - setup_started))

@@ -14,8 +14,9 @@ run_pytest() {
     local release=$1 rc=0
     shift
     echo "== pytest with megatron-core $release"
-    # ci/verl.sh runs those with verl.
-    with_megatron "$release" python -m pytest -n 2 --dist loadfile -rs --ignore tests/on_verl "$@" || rc=$?
+    # ci/verl.sh runs those with verl, ci/engines.sh those with vLLM and SGLang.
+    with_megatron "$release" python -m pytest -n 2 --dist loadfile -rs \
+        --ignore tests/on_verl --ignore tests/on_engines "$@" || rc=$?
     # 5: nothing selected. An argument may pick tests of which none needs Megatron.
     if [[ $rc == 5 && $release == 0.16.1 && $# -gt 2 ]]; then rc=0; fi
     if [[ $rc != 0 ]]; then status=1; fi

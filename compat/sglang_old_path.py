@@ -12,10 +12,12 @@ import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from npu_replay.compat import import_hook
+from npu_replay.compat.patching import Patch, Patches
 
 OLD = "sglang.srt.layers.moe.routed_experts_capturer"
 NEW = "sglang.srt.state_capturer.routed_experts"
@@ -31,12 +33,25 @@ def uninstall() -> None:
     """Take the old name away again, and the module that was made for it."""
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
-    module = sys.modules.get(OLD)
-    if module is not None and getattr(module.__spec__, "loader", None) is _finder:
-        del sys.modules[OLD]
-        parent = sys.modules.get(OLD.rpartition(".")[0])
-        if getattr(parent, "routed_experts_capturer", None) is module:
-            delattr(parent, "routed_experts_capturer")
+    _patches.undo()
+
+
+@dataclass(frozen=True, eq=False)
+class _Alias(Patch):
+    """The module under its old name, of which `replacement` is what was made."""
+
+    @property
+    def where(self) -> str:
+        return OLD
+
+    def undo(self) -> bool:
+        if sys.modules.get(OLD) is self.replacement:
+            del sys.modules[OLD]
+        package, _, name = OLD.rpartition(".")
+        parent = sys.modules.get(package)
+        if getattr(parent, name, None) is self.replacement:
+            delattr(parent, name)
+        return True
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -53,9 +68,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         names = vars(importlib.import_module(NEW))
         vars(module).update({name: value for name, value in names.items() if not name.startswith("__")})
+        _patches.add(_Alias(sys, "modules", f"the old name of {NEW}, which verl imports", None, module))
 
 
 _finder = _Finder()
+_patches = Patches("SGLang's routes in verl")
 
 
 def _is_there(module: str) -> bool:

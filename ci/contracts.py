@@ -1,0 +1,213 @@
+"""Does a released engine still have what npu_replay leans on? Its source is parsed, not imported.
+
+    python ci/contracts.py                  # the releases that CI checks
+    python ci/contracts.py vllm==0.34.0     # one release; a new one is held to what the newest had to keep
+    python ci/contracts.py --all            # every release that pip finds, from the first that is known
+    python ci/contracts.py --all --write    # ... and rewrite the tables in docs/contracts.md
+
+What is leaned on stands in ci/contracts.toml. A contract that is broken is one line that says where.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pip._vendor.packaging.version import Version
+from releases import Index, Release
+from source_stubs import differences
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    from pip._vendor import tomli as tomllib
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parent / "docs" / "contracts.md"
+START, END = "<!-- tables: written by ci/contracts.py -->", "<!-- end of tables -->"
+
+KEPT, NOT_YET, BROKEN = "yes", "–", "BROKEN"
+
+
+@dataclass(frozen=True)
+class Clause:
+    """What one file of the releases from `since` on, and before `until`, has to hold."""
+
+    contract: str
+    file: str
+    code: str
+    since: Version
+    until: Version | None = None
+    elsewhere: bool = False
+    """Other releases may hold it too."""
+
+    def covers(self, version: Version) -> bool:
+        return self.since <= version and (self.until is None or version < self.until)
+
+    def range(self) -> str:
+        return f"from {self.since} on" if self.until is None else f"from {self.since} to before {self.until}"
+
+    def broken(self, release: Release) -> list[str]:
+        """One line for each thing that isn't there."""
+        source = release.read(self.file)
+        if source is None:
+            return [f"no such file{_moved(self.file, release)}"]
+        return differences(self.code, source)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine's contracts."""
+
+    package: str
+    says: Mapping[str, str]
+    """What each contract is about, by its name."""
+    clauses: Sequence[Clause]
+    first: Version
+    """The first release that `--all` looks at."""
+    ci: Sequence[Version]
+    """Those that CI looks at."""
+
+    def check(self, version: Version, release: Release) -> tuple[dict[str, str], list[str]]:
+        """What came of each contract, and a line for each break."""
+        outcome, lines = {}, []
+        for contract in self.says:
+            broken = list(self._broken(contract, version, release))
+            covered = any(clause.covers(version) for clause in self.clauses if clause.contract == contract)
+            outcome[contract] = BROKEN if broken else KEPT if covered else NOT_YET
+            lines += [f"{self.package} {version}: {line}" for line in broken]
+        return outcome, lines
+
+    def _broken(self, contract: str, version: Version, release: Release) -> Iterator[str]:
+        clauses = [clause for clause in self.clauses if clause.contract == contract]
+        covering = [clause for clause in clauses if clause.covers(version)]
+        for clause in covering:
+            yield from (f"{clause.file}: {line}" for line in clause.broken(release))
+        for clause in clauses:
+            # What is there before its time changes what a payload means just as well.
+            if clause not in covering and not clause.elsewhere and not clause.broken(release):
+                yield f"{clause.file}: holds «{contract}» as releases {clause.range()} do, and shouldn't"
+
+
+def engines(text: str) -> dict[str, Engine]:
+    """What a contracts.toml says."""
+    found = {}
+    for package, table in tomllib.loads(text).items():
+        clauses = [
+            Clause(
+                contract,
+                clause["file"],
+                clause["code"],
+                Version(clause["since"]),
+                Version(clause["until"]) if "until" in clause else None,
+                clause.get("elsewhere", False),
+            )
+            for contract, part in table["contract"].items()
+            for clause in part["clause"]
+        ]
+        says = {contract: part["says"] for contract, part in table["contract"].items()}
+        found[package] = Engine(
+            package, says, clauses, Version(table["first"]), [Version(one) for one in table["ci"]]
+        )
+    return found
+
+
+def rewrite(
+    outcomes: Iterable[tuple[Engine, Mapping[Version, Mapping[str, str]]]], page: Path = PAGE
+) -> None:
+    """Put the tables into the page."""
+    head, rest = page.read_text(encoding="utf-8").split(START)
+    _, tail = rest.split(END)
+    tables = [table(engine, outcome) for engine, outcome in outcomes]
+    page.write_text(head + START + "\n\n" + "\n\n".join(tables) + "\n\n" + END + tail, encoding="utf-8")
+
+
+def table(engine: Engine, outcomes: Mapping[Version, Mapping[str, str]]) -> str:
+    """One engine's part of the page: releases that came out alike share a line."""
+    columns = list(engine.says)
+    lines = [f"## {engine.package}", ""]
+    lines += [f"- **{contract}**: {says}" for contract, says in engine.says.items()]
+    lines += ["", "| release | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for versions, outcome in _alike(outcomes):
+        name = str(versions[0]) if len(versions) == 1 else f"{versions[0]} … {versions[-1]} ({len(versions)})"
+        lines.append(f"| {name} | " + " | ".join(outcome[column] for column in columns) + " |")
+    return "\n".join(lines)
+
+
+def _alike(
+    outcomes: Mapping[Version, Mapping[str, str]],
+) -> Iterator[tuple[list[Version], Mapping[str, str]]]:
+    versions: list[Version] = []
+    for version in sorted(outcomes):
+        if versions and outcomes[version] != outcomes[versions[-1]]:
+            yield versions, outcomes[versions[-1]]
+            versions = []
+        versions.append(version)
+    if versions:
+        yield versions, outcomes[versions[-1]]
+
+
+def _moved(file: str, release: Release) -> str:
+    """Where a file that isn't there may have gone: to the only other one of its name."""
+    paths = release.paths()
+    for ending in ("/".join(file.split("/")[-2:]), file.split("/")[-1]):
+        found = [path for path in paths if path == ending or path.endswith("/" + ending)]
+        if len(found) == 1:
+            return f"; moved to {found[0]}?"
+    return ""
+
+
+def _asked(
+    names: Sequence[str], everything: bool, known: Mapping[str, Engine], index: Index
+) -> Iterator[tuple[Engine, Version]]:
+    if names:
+        for name in names:
+            package, _, version = name.partition("==")
+            if package not in known or not version:
+                raise SystemExit(f"{name}: give a release as PACKAGE==VERSION, of {', '.join(known)}")
+            yield known[package], Version(version)
+        return
+    for engine in known.values():
+        there = [version for version in index.versions(engine.package) if version >= engine.first]
+        for version in there if everything else engine.ci:
+            yield engine, version
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Return 1 if a contract is broken."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("release", nargs="*", help="such as vllm==0.34.0; none: those that CI checks")
+    parser.add_argument("--all", action="store_true", help="every release that pip finds")
+    parser.add_argument("--write", action="store_true", help="with --all: rewrite docs/contracts.md")
+    options = parser.parse_args(arguments)
+    if options.write and not options.all:
+        parser.error("--write needs --all: the tables show every release")
+    known = engines((HERE / "contracts.toml").read_text(encoding="utf-8"))
+    outcomes: dict[str, dict[Version, dict[str, str]]] = {package: {} for package in known}
+    wrong = 0
+    with Index() as index:
+        for engine, version in _asked(options.release, options.all, known, index):
+            with index.open(engine.package, version) as release:
+                outcome, lines = engine.check(version, release)
+            outcomes[engine.package][version] = outcome
+            wrong += len(lines)
+            kept = sum(one == KEPT for one in outcome.values())
+            absent = sum(one == NOT_YET for one in outcome.values())
+            print(f"{engine.package} {version}: {kept} kept, {absent} absent as expected", flush=True)
+            for line in lines:
+                print(line, flush=True)
+    if options.write:
+        rewrite((known[package], outcome) for package, outcome in outcomes.items())
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except LookupError as error:
+        sys.exit(f"ci/contracts.py: {error}")

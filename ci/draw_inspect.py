@@ -1,0 +1,85 @@
+"""Draws docs/images/inspect.png: `npu-replay inspect` on an answer in which four things are wrong at once.
+
+The routes are those of a small model of transformers, over a prompt of 300 tokens and 100 more; they are put
+into an answer as vLLM's server gives it, and damaged in four of the ways that engines do it.
+
+    python ci/draw_inspect.py FOLDER [PICTURE]    # answer.json and config.json are written into FOLDER
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import npu_replay
+from npu_replay.demo.rollout import qwen3_moe
+
+PICTURE = Path(__file__).parent.parent / "docs" / "images" / "inspect.png"
+PROMPT, TOKENS, LAYERS = 300, 400, 12
+
+
+def main(folder: Path, picture: Path = PICTURE) -> int:
+    """Writes the answer, its config and the picture, prints what inspect says; returns its exit status."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = qwen3_moe(
+        0,
+        torch.device("cpu"),
+        num_hidden_layers=LAYERS,
+        mlp_only_layers=[0],
+        num_experts=64,
+        max_position_embeddings=TOKENS,
+    )
+    model.config.save_pretrained(folder)
+    tokens = torch.randint(0, model.config.vocab_size, (TOKENS,))
+    rows = routed(model, tokens)
+    damage(rows)
+    (folder / "answer.json").write_text(json.dumps(answer(tokens.tolist(), rows)))
+    command = "inspect answer.json --config config.json --engine-version 0.23.0 --force --out"
+    return subprocess.run(
+        [sys.executable, "-m", "npu_replay", *command.split(), str(picture)], cwd=folder, check=False
+    ).returncode
+
+
+def routed(model: Any, tokens: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A row for each token but the last, [tokens - 1, decoder layers, top-k]."""
+    with torch.inference_mode(), npu_replay.record(model) as recording:
+        model(tokens[None])
+    (routes,) = recording.routes
+    rows = np.zeros((len(tokens) - 1, LAYERS, routes.topk), np.uint8)
+    rows[:, list(routes.layers)] = routes.ids.numpy()[:-1]
+    return rows
+
+
+def damage(rows: np.ndarray[Any, Any]) -> None:
+    """What engines do: lose a cached prefix, bring another request's rows, overwrite a layer, repeat one."""
+    rows[:64] = 0
+    rows[192:224] = rows[128:160]
+    rows[256:, 7] = rows[256, 7]
+    rows[300:330, 4, 3] = rows[300:330, 4, 0]
+
+
+def answer(tokens: list[int], rows: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """An answer of /v1/completions, with return_token_ids."""
+    buffer = io.BytesIO()
+    np.save(buffer, rows)
+    choice = {
+        "index": 0,
+        "finish_reason": "length",
+        "stop_reason": None,
+        "prompt_token_ids": tokens[:PROMPT],
+        "token_ids": tokens[PROMPT:],
+        "routed_experts": base64.b64encode(buffer.getvalue()).decode(),
+    }
+    return {"id": "cmpl-17", "object": "text_completion", "choices": [choice]}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(*map(Path, sys.argv[1:])))

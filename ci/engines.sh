@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Runs the tests with vLLM's and SGLang's own classes, as they were released, one release of each way to hand out
+# rows; then holds a few releases of both and of vllm-ascend to their contracts (docs/contracts.md). Arguments go to
+# pytest, each time.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source ci/environment.sh
+for release in 0.20.2 0.21.0 0.27.1 0.33.0; do fetch_engine vllm $release; done
+for release in 0.5.7 0.5.10 0.5.12 0.5.23; do fetch_engine sglang $release; done
+
+tests_started=$SECONDS
+export OMP_NUM_THREADS=1
+status=0
+
+run_with() {
+    local vllm=$1 sglang=$2 rc=0
+    shift 2
+    echo "== pytest with vLLM $vllm and SGLang $sglang"
+    with_engines "$vllm" "$sglang" python -m pytest -q -rs tests/on_engines "$@" || rc=$?
+    if [[ $rc != 0 ]]; then status=1; fi
+}
+
+run_with 0.20.2 0.5.7 "$@"
+run_with 0.21.0 0.5.10 "$@"
+run_with 0.27.1 0.5.12 "$@"
+run_with 0.33.0 0.5.23 "$@"
+
+echo "== contracts"
+python ci/contracts.py || status=1
+
+echo "engines: tests and contracts $((SECONDS - tests_started)) s"
+exit $status

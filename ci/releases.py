@@ -1,0 +1,180 @@
+"""The source files of a released package, one by one, without installing or building it.
+
+    python ci/releases.py vllm==0.33.0 FOLDER    # unpack its Python files there
+
+pip finds the release and fetches it, so its own settings (index, certificates, proxy) hold. Of a wheel only
+the parts that are asked for are fetched: vLLM's has 300 MB, a dozen of its files a few hundred KB. A release
+without a wheel for this interpreter is read from its source archive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import tarfile
+import tempfile
+import zipfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from pip._internal.commands.download import DownloadCommand
+from pip._internal.models.link import Link
+from pip._internal.network.lazy_wheel import HTTPRangeRequestUnsupported, LazyZipOverHTTP
+from pip._internal.network.utils import HEADERS
+from pip._vendor.packaging.version import Version
+
+# What is unpacked: code, and the metadata that says which release it is.
+CODE = (".py", "/METADATA", "/PKG-INFO")
+
+
+class Release(ABC):
+    """The files of one release, by their path from the package's root, e.g. «vllm/outputs.py»."""
+
+    @abstractmethod
+    def paths(self) -> list[str]:
+        """All that it has."""
+
+    @abstractmethod
+    def read(self, path: str) -> str | None:
+        """A file's text; None where there is no such file."""
+
+
+class Folder(Release):
+    """A release that lies on disk, unpacked."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def paths(self) -> list[str]:
+        return [
+            file.relative_to(self._folder).as_posix() for file in self._folder.rglob("*") if file.is_file()
+        ]
+
+    def read(self, path: str) -> str | None:
+        file = self._folder / path
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+
+
+class Wheel(Release):
+    """A wheel, of which only the files that are asked for are fetched."""
+
+    def __init__(self, archive: zipfile.ZipFile) -> None:
+        self._archive = archive
+        self._names = set(archive.namelist())
+
+    def paths(self) -> list[str]:
+        return sorted(self._names)
+
+    def read(self, path: str) -> str | None:
+        return self._archive.read(path).decode("utf-8") if path in self._names else None
+
+
+class Index:
+    """What pip finds of a package. Use it in a `with`: pip keeps its session for that long."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._command = DownloadCommand("download", "")
+        self._options, _ = self._command.parse_args([])
+        self._found: dict[str, dict[Version, list[Link]]] = {}
+
+    def __enter__(self) -> Index:
+        logging.getLogger("pip").setLevel(logging.ERROR)  # that one of several indexes lacks it is no news
+        self._stack.enter_context(self._command.main_context())
+        self._session = self._command._build_session(self._options)
+        self._finder = self._command._build_package_finder(
+            self._options, self._session, ignore_requires_python=True
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def versions(self, package: str) -> list[Version]:
+        """Every release that there is, oldest first, release candidates too."""
+        return sorted(self._links(package))
+
+    @contextlib.contextmanager
+    def open(self, package: str, version: Version) -> Iterator[Release]:
+        """The files of a release, to read a few of."""
+        wheel, source = self._archives(package, version)
+        with contextlib.ExitStack() as stack:
+            if wheel is not None:
+                with contextlib.suppress(HTTPRangeRequestUnsupported):
+                    remote = stack.enter_context(LazyZipOverHTTP(wheel.url_without_fragment, self._session))
+                    yield Wheel(stack.enter_context(zipfile.ZipFile(remote)))
+                    return
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            self._unpack(wheel or source, folder)
+            yield Folder(folder)
+
+    def unpack(self, package: str, version: Version, folder: Path) -> None:
+        """Put all code of a release into a folder."""
+        wheel, source = self._archives(package, version)
+        self._unpack(source or wheel, folder)
+
+    def _links(self, package: str) -> dict[Version, list[Link]]:
+        if package not in self._found:
+            self._found[package] = {}
+            for candidate in self._finder.find_all_candidates(package):
+                self._found[package].setdefault(Version(str(candidate.version)), []).append(candidate.link)
+        return self._found[package]
+
+    def _archives(self, package: str, version: Version) -> tuple[Link | None, Link | None]:
+        """Its wheel for this interpreter, and its source archive."""
+        links = self._links(package).get(version, [])
+        if not links:
+            raise LookupError(f"{package} {version}: pip finds no such release for this interpreter")
+        return (
+            next((link for link in reversed(links) if link.is_wheel), None),
+            next((link for link in links if not link.is_wheel), None),
+        )
+
+    def _unpack(self, link: Link, folder: Path) -> None:
+        with tempfile.TemporaryFile() as file:
+            with self._session.get(link.url_without_fragment, headers=HEADERS, stream=True) as answer:
+                answer.raise_for_status()
+                for chunk in answer.iter_content(1 << 20):
+                    file.write(chunk)
+            file.seek(0)
+            for path, content in _wheel_code(file) if link.is_wheel else _source_code(file):
+                target = folder / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(content)
+
+
+def _wheel_code(file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
+    with zipfile.ZipFile(file) as archive:
+        for name in archive.namelist():
+            if name.endswith(CODE):
+                yield _inside(name), archive.read(name)
+
+
+def _source_code(file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
+    with tarfile.open(fileobj=file) as archive:
+        for member in archive:
+            if member.isfile() and member.name.endswith(CODE):
+                content = archive.extractfile(member)
+                assert content is not None
+                yield _inside(member.name.partition("/")[2]), content.read()
+
+
+def _inside(path: str) -> str:
+    """The path, if it stays where it is put."""
+    if path.startswith("/") or ".." in path.split("/"):
+        raise ValueError(f"an archive holds {path!r}, which leads out of its folder")
+    return path
+
+
+def main(release: str, folder: str) -> int:
+    package, _, version = release.partition("==")
+    with Index() as index:
+        index.unpack(package, Version(version), Path(folder))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

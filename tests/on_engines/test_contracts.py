@@ -1,0 +1,88 @@
+"""ci/contracts.py on a real release: what it keeps, and that a change to its source is seen."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+CI = Path(__file__).parents[2] / "ci"
+MINE = {
+    "vllm": [
+        ("vllm/outputs.py", "routed_experts: np.ndarray", "expert_ids: np.ndarray", "rows"),
+        ("vllm/engine/arg_utils.py", "--enable-return-routed-experts", "--return-routed-experts", "switch"),
+    ],
+    "sglang": [
+        (
+            "sglang/srt/managers/tokenizer_manager.py",
+            'meta_info["routed_experts"]',
+            'meta_info["re"]',
+            "meta_info",
+        ),
+        (
+            "sglang/srt/managers/io_struct.py",
+            "return_routed_experts: bool",
+            "return_experts: bool",
+            "request",
+        ),
+    ],
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore:Setuptools is replacing distutils")  # pip does that
+CHANGES = [(engine, *change) for engine, changes in MINE.items() for change in changes]
+
+
+@pytest.fixture(scope="module")
+def check() -> Iterator[Callable[..., tuple[dict[str, str], list[str]]]]:
+    """Hold the engine on the path to its contracts, some files with other text."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(CI))
+        contracts = importlib.import_module("contracts")
+        releases = importlib.import_module("releases")
+        known = contracts.engines((CI / "contracts.toml").read_text(encoding="utf-8"))
+
+        def check(engine: str, **changed: str) -> Any:
+            there = _release(releases, _root(engine), changed)
+            return known[engine].check(contracts.Version(importlib.metadata.version(engine)), there)
+
+        yield check
+
+
+def _root(engine: str) -> Path:
+    spec = find_spec(engine)
+    if spec is None or spec.origin is None:
+        pytest.skip(f"{engine} isn't on the path")
+    return Path(spec.origin).parents[1]
+
+
+def _release(releases: ModuleType, root: Path, changed: dict[str, str]) -> Any:
+    class Changed(releases.Folder):  # type: ignore[name-defined,misc]
+        def read(self, path: str) -> str | None:
+            return changed.get(path, super().read(path))
+
+    return Changed(root)
+
+
+@pytest.mark.parametrize("engine", list(MINE))
+def test_the_release_keeps_its_contracts(check: Any, engine: str) -> None:
+    outcome, lines = check(engine)
+    assert lines == []
+    assert "yes" in outcome.values()
+
+
+@pytest.mark.parametrize(("engine", "file", "before", "after", "contract"), CHANGES)
+def test_a_change_to_its_source_breaks_that_contract(
+    check: Any, engine: str, file: str, before: str, after: str, contract: str
+) -> None:
+    source = (_root(engine) / file).read_text(encoding="utf-8")
+    assert before in source
+    outcome, lines = check(engine, **{file: source.replace(before, after)})
+    assert outcome[contract] == "BROKEN"
+    assert lines
+    assert all(f": {file}: " in line for line in lines)

@@ -1,0 +1,205 @@
+"""vLLM's own way from a finished step to the caller: its wire, its output processor, its HTTP answers.
+
+What the scheduler hands over is made here; all that comes after it is vLLM's, unmodified.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import vllm
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from npu_replay.door import release
+from npu_replay.routed_model import RoutedModel
+from vllm_outputs import Sampled, engine_rows
+
+VERSION: str = vllm.__version__
+AT = release(VERSION)
+
+_REASONS = {"length": FinishReason.LENGTH, "stop": FinishReason.STOP}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the scheduler has of one request after one step."""
+
+    tokens: list[int]
+    rows: Any
+    finish_reason: str | None
+
+
+def steps(model: RoutedModel, one: Sampled, start: int = 0) -> Iterator[Step]:
+    """A token a step. From 0.22 on the first has the prompt's rows and each other one row; before, the last
+    step has all."""
+    rows = engine_rows(VERSION, model, one, start)
+    for number, token in enumerate(one.output):
+        last = number == len(one.output) - 1
+        if AT < (0, 22):
+            part = rows if last else None
+        elif number == 0:
+            part = rows[: len(one.prompt) - start]
+        else:
+            part = rows[len(one.prompt) - start + number - 1 :][:1]
+        yield Step([token], part, one.finish_reason if last else None)
+
+
+class Frontend:
+    """One request of `n` completions, as AsyncLLM drives it."""
+
+    def __init__(
+        self,
+        prompt: list[int],
+        *,
+        n: int = 1,
+        tokenizer: Any = None,
+        kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY,
+        **sampling: Any,
+    ) -> None:
+        self._processor = OutputProcessor(tokenizer, log_stats=False)
+        self.queue = RequestOutputCollector(kind, "17")
+        params = SamplingParams(n=n, max_tokens=1000, output_kind=kind, **sampling)
+        request = EngineCoreRequest(
+            request_id="17",
+            prompt_token_ids=prompt,
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+            external_req_id="17",
+            **_if_known(EngineCoreRequest, eos_token_id=None),
+        )
+        self._ids = ["17"]
+        if n == 1:
+            self._processor.add_request(request, None, None, 0, self.queue)
+            return
+        parent = ParentRequest(request)
+        self._ids = []
+        for index in range(n):
+            request_id, child_params = parent.get_child_info(index)
+            child = copy(request)
+            child.request_id, child.sampling_params = request_id, child_params
+            self._processor.add_request(child, None, parent, index, self.queue)
+            self._ids.append(request_id)
+
+    def step(self, step: Step, completion: int = 0, weight_version: str | None = None) -> None:
+        """One step of one completion, over the wire between vLLM's processes."""
+        sent = EngineCoreOutputs(
+            outputs=[
+                EngineCoreOutput(
+                    request_id=self._ids[completion],
+                    new_token_ids=step.tokens,
+                    finish_reason=_REASONS.get(step.finish_reason or ""),
+                    routed_experts=step.rows,
+                )
+            ]
+        )
+        received = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(sent))
+        extra = {} if weight_version is None else {"weight_version": weight_version}
+        self._processor.process_outputs(received.outputs, **extra)
+
+    def abort(self) -> None:
+        self._processor.abort_requests(["17"], internal=False)
+
+    def output(self) -> RequestOutput:
+        """What the caller of `generate` is given."""
+        found = self.queue.get_nowait()
+        assert isinstance(found, RequestOutput)
+        return found
+
+
+def generate(
+    model: RoutedModel, completions: Sequence[Sampled], start: int = 0, **said: Any
+) -> RequestOutput:
+    """The output of one request, finished."""
+    if start:
+        said["routed_experts_prompt_start"] = start
+    frontend = Frontend(completions[0].prompt, n=len(completions), **said)
+    for index, one in enumerate(completions):
+        for step in steps(model, one, start):
+            frontend.step(step, index)
+    return frontend.output()
+
+
+def completion_answer(output: RequestOutput, n: int = 1) -> str:
+    """The JSON of /v1/completions with return_token_ids, by the server's own method."""
+    from vllm.entrypoints.openai.completion import serving
+
+    server = object.__new__(serving.OpenAIServingCompletion)  # its __init__ wants an engine
+    server.enable_prompt_tokens_details = False
+    server.enable_per_request_metrics = False
+    server.system_fingerprint = None
+    request = serving.CompletionRequest(
+        prompt=output.prompt_token_ids, max_tokens=1000, n=n, return_token_ids=True
+    )
+    answer = server.request_output_to_completion_response(
+        [output], request, "cmpl-17", 0, "model", None, serving.RequestResponseMetadata(request_id="17")
+    )
+    return answer.model_dump_json()
+
+
+def chat_answer(output: RequestOutput) -> str:
+    """The JSON of /v1/chat/completions, by its own models."""
+    from vllm.entrypoints.openai.chat_completion import protocol
+
+    # The same lines encode the rows in both servers.
+    encoded = json.loads(completion_answer(output, len(output.outputs)))
+    choices = [
+        protocol.ChatCompletionResponseChoice(
+            index=one.index,
+            message=protocol.ChatMessage(role="assistant", content=one.text),
+            finish_reason=one.finish_reason,
+            stop_reason=one.stop_reason,
+            token_ids=list(one.token_ids),
+            routed_experts=there["routed_experts"],
+        )
+        for one, there in zip(output.outputs, encoded["choices"], strict=True)
+    ]
+    apart = {name: encoded[name] for name in ("prompt_routed_experts",) if name in encoded}
+    return protocol.ChatCompletionResponse(
+        model="model",
+        choices=choices,
+        usage=protocol.UsageInfo(),
+        prompt_token_ids=output.prompt_token_ids,
+        **apart,
+    ).model_dump_json()
+
+
+def token_answer(output: RequestOutput) -> str:
+    """The JSON of /inference/v1/generate, by its own models."""
+    place = "serve.disagg" if AT < (0, 25) else "scale_out.token_in_token_out"
+    protocol = importlib.import_module(f"vllm.entrypoints.{place}.protocol")
+    modes = AT >= (0, 32)  # one class for each kind of output
+    choice = protocol.GenerateTokensChoice if modes else protocol.GenerateResponseChoice
+    answer = protocol.GenerateTokensResponse if modes else protocol.GenerateResponse
+    encoded = json.loads(completion_answer(output, len(output.outputs)))
+    choices = [
+        choice(
+            index=one.index,
+            finish_reason=one.finish_reason,
+            token_ids=list(one.token_ids),
+            routed_experts=there["routed_experts"],
+        )
+        for one, there in zip(output.outputs, encoded["choices"], strict=True)
+    ]
+    text: str = answer(choices=choices, request_id="17").model_dump_json()
+    return text
+
+
+def _if_known(kind: Any, **said: Any) -> dict[str, Any]:
+    known = inspect.signature(kind).parameters
+    return {name: value for name, value in said.items() if name in known}

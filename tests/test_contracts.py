@@ -1,0 +1,236 @@
+"""ci/contracts.py: every way in which a release can break a contract is one line, on made-up sources.
+
+The real releases are checked by the script itself, in CI a few (ci/engines.sh), by hand all.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+CI = Path(__file__).parents[1] / "ci"
+
+CONTRACTS = '''
+[engine]
+first = "0.13.0"
+ci = ["0.14.0"]
+
+[engine.contract.rows]
+says = "the rows of a completion"
+[[engine.contract.rows.clause]]
+since = "0.14.0"
+file = "engine/outputs.py"
+code = """
+class CompletionOutput:
+    token_ids: ...
+    routed_experts: np.ndarray | None = None
+"""
+
+[engine.contract."prompt rows"]
+says = "the prompt's rows apart"
+[[engine.contract."prompt rows".clause]]
+since = "0.21.0"
+until = "0.22.0"
+file = "engine/outputs.py"
+code = """
+class RequestOutput:
+    prompt_routed_experts: ...
+"""
+
+[engine.contract.encoding]
+says = "base64 of .npy"
+[[engine.contract.encoding.clause]]
+since = "0.14.0"
+until = "0.28.0"
+file = "engine/serving.py"
+code = "np.save(buf, output.routed_experts)"
+[[engine.contract.encoding.clause]]
+since = "0.28.0"
+file = "engine/utils.py"
+code = """
+def numpy2base64(array):
+    np.save(..., array, allow_pickle=False)
+"""
+'''
+
+OUTPUTS = """
+class CompletionOutput:
+    token_ids: list[int]
+    routed_experts: np.ndarray | None = None
+"""
+SERVING = "def full(output):\n    np.save(buf, output.routed_experts)\n"
+UTILS = (
+    "def numpy2base64(array, order='C'):\n    with io.BytesIO() as b:\n"
+    "        np.save(b, array, allow_pickle=False)\n"
+)
+OLD = {"engine/outputs.py": OUTPUTS, "engine/serving.py": SERVING}
+NEW = {"engine/outputs.py": OUTPUTS, "engine/utils.py": UTILS}
+
+
+@pytest.fixture(scope="module")
+def contracts() -> Iterator[ModuleType]:
+    """ci/contracts.py, which imports its neighbours by name."""
+    pytest.importorskip("pip", reason="the script finds releases with pip")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(CI))
+        yield importlib.import_module("contracts")
+
+
+@pytest.fixture(scope="module")
+def differences(contracts: ModuleType) -> Callable[[str, str], list[str]]:
+    found: Callable[[str, str], list[str]] = contracts.differences
+    return found
+
+
+@pytest.fixture
+def check(contracts: ModuleType, tmp_path: Path) -> Callable[..., tuple[dict[str, str], list[str]]]:
+    """What comes of the engine's contracts, in a release of these files."""
+    engine = contracts.engines(CONTRACTS)["engine"]
+
+    def check(version: str, files: Mapping[str, str]) -> Any:
+        for path, source in files.items():
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_text(source, encoding="utf-8")
+        return engine.check(contracts.Version(version), sys.modules["releases"].Folder(tmp_path))
+
+    return check
+
+
+# ---- what a stub says
+
+
+@pytest.mark.parametrize(
+    ("stub", "source", "line"),
+    [
+        ("class A: ...", "class B: ...", "no class A"),
+        ("class A(Base): ...", "class A(Other): ...", "A is no Base"),
+        ("class A:\n  x: int", "class A:\n  y: int", "A has no field x"),
+        ("class A:\n  x: int", "class A:\n  x: str", "A.x is of type `str`, not `int`"),
+        ("class A:\n  x: int = 0", "class A:\n  x: int = 1", "A.x is `1` by default, not `0`"),
+        ("class A:\n  x: int = 0", "class A:\n  x: int", "A.x is nothing by default, not `0`"),
+        ("class A:\n  def f(self): ...", "class A: ...", "A has no method f"),
+        ("def f(a): ...", "def g(a): ...", "no function f"),
+        ("def f(a): ...", "def f(b=0): ...", "f has no argument a"),
+        ("def f(a): ...", "def f(a, b): ...", "f wants an argument b"),
+        ("def f(a=0): ...", "def f(a=1): ...", "f has a `1` by default, not `0`"),
+        ("def f(a, b): ...", "def f(b, a): ...", "f has its arguments in another order: b, a"),
+        ("def f():\n  g(1)", "def f():\n  g(2)", "f has no `g(1)`"),
+        ("def f():\n  g(...)", "def f():\n  h(1)", "f has no `g(...)`"),
+        ("def f():\n  g(..., k=1)", "def f():\n  g(0, k=2)", "f has no `g(..., k=1)`"),
+        (
+            "def f():\n  a(...)\n  b(...)",
+            "def f():\n  b()\n  a()",
+            "f has `b(...)` before `a(...)`, not after it",
+        ),
+        ("from m import a", "from m import b", "it doesn't import a from m"),
+        ("a.b", "a.c", "the module has no `a.b`"),
+        ("x: ...", "y = 1", "no name x"),
+    ],
+)
+def test_what_is_not_there_is_said_in_one_line(
+    differences: Callable[[str, str], list[str]], stub: str, source: str, line: str
+) -> None:
+    assert differences(stub, source) == [line]
+
+
+@pytest.mark.parametrize(
+    ("stub", "source"),
+    [
+        ("class A:\n  x: ...", "class A:\n  def __init__(self):\n    self.x = 1"),
+        ("class A:\n  x: ...", "class Base:\n  x: int = 0\nclass A(Base): ..."),
+        ("class A:\n  x: ... = 0", "if True:\n  class A:\n    x: int = 0"),
+        ("def f(a): ...", "async def f(a, b=1, *, c=2): ..."),
+        ("def f(a, **_): ...", "def f(self, a, b): ..."),
+        ("def f(): ...", "@overload\ndef f(a): ...\ndef f(): ..."),
+        ("def f():\n  x = g(...)", "def f():\n  if 1:\n    x = g(1, two=2)"),
+        ("def f():\n  a(...)\n  b(...)", "def f():\n  a()\n  b()\n  a()"),
+        ("def f():\n  ...((n, k), ..., dtype=d)", "def f():\n  self.x = zeros((n, k), dtype=d, device=0)"),
+        ("from m import a", "def f():\n  from m import b, a as c"),
+    ],
+)
+def test_what_is_there_in_another_guise_is_found(
+    differences: Callable[[str, str], list[str]], stub: str, source: str
+) -> None:
+    assert differences(stub, source) == []
+
+
+def test_a_source_of_another_python_is_a_line_too(differences: Callable[[str, str], list[str]]) -> None:
+    assert "can't parse it" in differences("x: ...", "def f(:")[0]
+
+
+# ---- what a release is held to
+
+
+def test_releases_that_keep_their_contracts(check: Any) -> None:
+    assert check("0.20.0", OLD) == ({"rows": "yes", "prompt rows": "–", "encoding": "yes"}, [])
+
+
+def test_a_release_of_tomorrow_is_held_to_the_newest_range(check: Any) -> None:
+    assert check("0.34.0", NEW) == ({"rows": "yes", "prompt rows": "–", "encoding": "yes"}, [])
+
+
+def test_a_field_that_is_gone(check: Any) -> None:
+    gone = NEW | {"engine/outputs.py": OUTPUTS.replace("routed_experts", "expert_ids")}
+    outcome, lines = check("0.34.0", gone)
+    assert lines == ["engine 0.34.0: engine/outputs.py: CompletionOutput has no field routed_experts"]
+    assert outcome["rows"] == "BROKEN"
+
+
+def test_a_file_that_moved(check: Any) -> None:
+    _, lines = check("0.34.0", {"engine/outputs.py": OUTPUTS, "engine/coding/utils.py": UTILS})
+    assert lines == ["engine 0.34.0: engine/utils.py: no such file; moved to engine/coding/utils.py?"]
+
+
+def test_what_should_have_gone_and_has_not(check: Any) -> None:
+    back = OUTPUTS + "class RequestOutput:\n    prompt_routed_experts: list\n"
+    outcome, lines = check("0.34.0", NEW | {"engine/outputs.py": back})
+    assert [line.partition(" do, ")[0] for line in lines] == [
+        "engine 0.34.0: engine/outputs.py: holds «prompt rows» as releases from 0.21.0 to before 0.22.0"
+    ]
+    assert outcome["prompt rows"] == "BROKEN"
+
+
+def test_a_release_candidate_comes_before_its_release(check: Any) -> None:
+    assert check("0.28.0rc1", OLD)[1] == []
+    assert [line.partition(" do, ")[0] for line in check("0.28.0", NEW)[1]] == [
+        "engine 0.28.0: engine/serving.py: holds «encoding» as releases from 0.14.0 to before 0.28.0"
+    ]
+
+
+# ---- the page
+
+
+def test_the_page_shows_every_contract_and_joins_releases_that_are_alike(
+    contracts: ModuleType, tmp_path: Path
+) -> None:
+    engine = contracts.engines(CONTRACTS)["engine"]
+    page = tmp_path / "page.md"
+    page.write_text(f"head\n{contracts.START}\nold\n{contracts.END}\ntail\n", encoding="utf-8")
+    same = {"rows": "yes", "prompt rows": "–", "encoding": "yes"}
+    outcomes = {contracts.Version(v): same for v in ("0.15.0", "0.14.0")}
+    outcomes[contracts.Version("0.16.0")] = same | {"rows": "BROKEN"}
+    contracts.rewrite([(engine, outcomes)], page)
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("head\n")
+    assert text.endswith("tail\n")
+    assert "| 0.14.0 … 0.15.0 (2) | yes | – | yes |" in text
+    assert "| 0.16.0 | BROKEN | – | yes |" in text
+    assert "- **rows**: the rows of a completion" in text
+    assert "old" not in text
+
+
+def test_the_page_in_docs_is_of_these_contracts(contracts: ModuleType) -> None:
+    """Somebody who edits a contract runs the script over all releases."""
+    page = contracts.PAGE.read_text(encoding="utf-8")
+    for engine in contracts.engines((CI / "contracts.toml").read_text(encoding="utf-8")).values():
+        for contract, says in engine.says.items():
+            assert f"- **{contract}**: {says}" in page
+        for version in engine.ci:
+            assert version >= engine.first
+    assert "BROKEN |" not in page
