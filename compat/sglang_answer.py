@@ -211,7 +211,8 @@ def _finish(reason: Any) -> str:
 
 def _weights(found: Mapping[Any, Any]) -> str | None:
     version = found.get("weight_version")
-    return None if version in (None, "default") else str(version)[:_SHORT]
+    known = isinstance(version, (str, int)) and version != "default"
+    return str(version)[:_SHORT] if known else None
 
 
 def _spans(found: Mapping[Any, Any], source: Source) -> tuple[WeightSpan, ...]:

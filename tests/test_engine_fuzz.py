@@ -1,0 +1,330 @@
+"""No answer of an engine makes a decoder crash, hang, or return routes that its own checks refuse."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import copy
+import json
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays_of
+
+import sglang_outputs
+import vllm_outputs
+from npu_replay import RoutedExperts, array_text, fingerprint
+from npu_replay.compat.sglang import from_sglang
+from npu_replay.compat.vllm import from_vllm
+from npu_replay.door import Source, admit
+from npu_replay.errors import InvalidRoutes, ReplayError
+from npu_replay.routed_model import RoutedModel
+
+pytestmark = pytest.mark.timeout(120)
+
+MODEL = RoutedModel(layers=(1, 2), num_layers=3, num_experts=12, topk=2)
+SOURCE = Source(engine="Engine")
+QUIET = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+VLLM = ("0.14.0", "0.15.1", "0.20.2", "0.21.0", "0.22.0", "0.30.0", "0.33.0")
+
+# Junk, from anywhere
+
+NUMBERS = st.sampled_from(
+    [0, 1, -1, 7, 255, 256, 2**31, 2**63, -(2**63) - 1, 10**30, 0.5, float("nan"), True]
+)
+TEXTS = st.sampled_from(["", "A", "AAAA", "AAA=", "null", "abort", "stop", "length", "0.5.12", "é", "\udc80"])
+LEAVES = st.none() | NUMBERS | TEXTS | st.text(max_size=8) | st.binary(max_size=12)
+JUNK = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+        | st.tuples(inner)
+    ),
+    max_leaves=8,
+)
+DTYPES = st.sampled_from(
+    ["u1", "i1", "u2", "i2", ">i4", "i4", "i8", "u8", "f4", "?", "O", "U2", "c8", "M8[s]"]
+)
+
+
+def arrays() -> st.SearchStrategy[Any]:
+    shapes = arrays_of.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=6)
+    return st.builds(
+        lambda dtype, shape, seed: np.random.default_rng(seed).integers(0, 12, shape).astype(dtype),
+        st.sampled_from(["u1", "i1", "u2", ">i4", "i8", "u8", "f4", "?", "O", "U2", "c8", "M8[s]"]),
+        shapes,
+        st.integers(0, 99),
+    )
+
+
+@st.composite
+def broken_bytes(draw: st.DrawFn, good: bytes) -> bytes:
+    """Good bytes with some flipped, cut off, doubled, or put in."""
+    data = bytearray(good)
+    for _ in range(draw(st.integers(0, 3))):
+        at = draw(st.integers(0, max(0, len(data) - 1)))
+        end = at + draw(st.integers(0, 9))
+        kind = draw(st.sampled_from(["flip", "cut", "drop", "double", "insert"]))
+        if kind == "flip" and data:
+            data[at] ^= 1 << draw(st.integers(0, 7))
+        elif kind == "cut":
+            del data[at:]
+        elif kind == "drop":
+            del data[at:end]
+        elif kind == "double":
+            data[at:at] = data[at:end]
+        else:
+            data[at:at] = draw(st.binary(max_size=9))
+    return bytes(data)
+
+
+@st.composite
+def broken_text(draw: st.DrawFn, good: str) -> str | bytes:
+    """Base64 whose text was broken, or what it stands for."""
+    if draw(st.booleans()):
+        data = draw(broken_bytes(base64.b64decode(good)))
+        text = base64.b64encode(data)
+    else:
+        text = draw(broken_bytes(good.encode()))
+    return text if draw(st.integers(0, 3)) == 0 else text.decode("latin-1")
+
+
+@st.composite
+def broken(draw: st.DrawFn, good: Any) -> Any:
+    """An answer, dicts and lists in one another, that is wrong in some places."""
+    answer = copy.deepcopy(good)
+    for _ in range(draw(st.integers(1, 3))):
+        answer = _broken_once(draw, answer)
+    return answer
+
+
+def _broken_once(draw: st.DrawFn, value: Any) -> Any:
+    if isinstance(value, dict) and value and draw(st.integers(0, 9)):
+        key = draw(st.sampled_from(sorted(value, key=str)))
+        value[key] = _broken_once(draw, value[key])
+        return value
+    if isinstance(value, list) and value and draw(st.integers(0, 5)):
+        at = draw(st.integers(0, len(value) - 1))
+        value[at] = _broken_once(draw, value[at])
+        return value
+    if isinstance(value, list) and draw(st.booleans()):
+        return draw(st.sampled_from([value[:-1], value + value[:1], value[::-1], [value], tuple(value)]))
+    if isinstance(value, dict) and value and draw(st.booleans()):
+        value.pop(draw(st.sampled_from(sorted(value, key=str))))
+        return value
+    if isinstance(value, str) and len(value) > 20 and draw(st.integers(0, 3)):
+        return draw(broken_text(value))
+    if isinstance(value, int) and draw(st.booleans()):
+        return value + draw(st.sampled_from([-1, 1, 12, 1000]))
+    return draw(JUNK | arrays())
+
+
+# What has to hold
+
+
+def survives(decode: Callable[[], list[RoutedExperts] | RoutedExperts]) -> list[RoutedExperts]:
+    """What it returned, or nothing where it refused; anything else is a crash."""
+    said = ""
+    try:
+        found = decode()
+    except ReplayError as error:
+        found, said = [], str(error)
+    assert len(said) < 4000
+    return found if isinstance(found, list) else [found]
+
+
+def stands(routes: RoutedExperts, tokens: Any = None, model: RoutedModel = MODEL) -> None:
+    """These are routes that all checks take: its own, and those of the door."""
+    again = RoutedExperts(
+        ids=routes.ids,
+        layers=routes.layers,
+        num_experts=routes.num_experts,
+        recorded=routes.recorded,
+        fingerprint=routes.fingerprint,
+        weight_version=routes.weight_version,
+    )
+    assert again == routes
+    assert (routes.layers, routes.topk, routes.num_experts) == (model.layers, model.topk, model.num_experts)
+    assert RoutedExperts.from_bytes(routes.to_bytes()) == routes
+    assert not len(routes) or not bool(routes.recorded[-1])
+    if tokens is not None:
+        assert routes.fingerprint == fingerprint(tokens)
+        assert len(routes) == len(tokens)
+        rows = routes.ids.numpy()[: max(0, len(routes) - 1)]
+        seen = admit(rows, model=model, tokens=tokens, source=SOURCE, missing="native")
+        assert bool((seen.recorded == routes.recorded).all())
+
+
+# The core's
+
+
+@QUIET
+@given(
+    rows=arrays() | JUNK,
+    tokens=st.lists(st.integers(0, 9), max_size=6) | arrays() | JUNK,
+    start=st.integers(-1, 6),
+    ended=st.booleans(),
+    surplus=st.sampled_from([0, 2]),
+    missing=st.sampled_from(["error", "native"]),
+)
+def test_the_door_takes_or_refuses(
+    rows: Any, tokens: Any, start: int, ended: bool, surplus: int, missing: Any
+) -> None:
+    how = {"start": start, "ended": ended, "surplus": surplus, "missing": missing}
+    for routes in survives(lambda: admit(rows, model=MODEL, tokens=tokens, source=SOURCE, **how)):
+        stands(routes, tokens)
+
+
+@QUIET
+@given(
+    seed=st.integers(0, 2**32), flips=st.integers(0, 3), data=st.data(), dtype=st.sampled_from(["u1", "i4"])
+)
+def test_the_door_takes_or_refuses_what_is_nearly_right(
+    seed: int, flips: int, data: st.DataObject, dtype: str
+) -> None:
+    count = data.draw(st.integers(1, 80))
+    one = vllm_outputs.sampled(MODEL, prompt=count, output=1, seed=seed)
+    rows = vllm_outputs.engine_rows("0.22.0", MODEL, one).astype(dtype)
+    for _ in range(flips):
+        at = tuple(data.draw(st.integers(0, side - 1)) for side in rows.shape)
+        if dtype == "i4" and data.draw(st.booleans()):
+            rows[at] = data.draw(st.sampled_from([-1, -256, 256, 2**31 - 1]))
+        else:
+            rows[at] ^= 1 << data.draw(st.integers(0, 6))
+    for routes in survives(lambda: admit(rows, model=MODEL, tokens=one.tokens, source=SOURCE)):
+        stands(routes, one.tokens)
+        assert np.array_equal(routes.ids.numpy()[:-1], rows[:, 1:])
+
+
+@QUIET
+@given(data=st.data(), most=st.sampled_from([0, 10, 24, 1000, 10**18]), order=st.sampled_from("CF"))
+def test_a_broken_npy_is_read_or_refused(data: st.DataObject, most: int, order: Any) -> None:
+    array = np.arange(24).reshape(4, 3, 2).astype(data.draw(DTYPES), order=order)
+    good = base64.b64decode(vllm_outputs.npy(array))
+    bad = data.draw(broken_bytes(good) | st.binary(max_size=60).map(lambda tail: good[:10] + tail))
+    try:
+        found = array_text.from_npy(bad, source=SOURCE, most=most)
+    except InvalidRoutes:
+        return
+    assert found.ndim == 3
+    assert found.dtype.kind in "iu"
+    assert found.nbytes <= most
+    assert found.nbytes <= len(bad)
+
+
+@QUIET
+@given(data=st.data(), most=st.sampled_from([0, 3, 30, 10**18]))
+def test_broken_base64_is_decoded_or_refused(data: st.DataObject, most: int) -> None:
+    good = base64.b64encode(bytes(range(30))).decode()
+    text = data.draw(broken_text(good) | TEXTS | st.text(max_size=12) | JUNK)
+    try:
+        found = array_text.from_base64(text, source=SOURCE, most=most)
+    except InvalidRoutes:
+        return
+    assert len(found) <= most + 3
+    assert base64.b64decode(text) == found
+
+
+@QUIET
+@given(value=broken(np.arange(24).reshape(4, 3, 2).tolist()) | JUNK)
+def test_broken_lists_are_read_or_refused(value: Any) -> None:
+    try:
+        found = array_text.from_lists(value, source=SOURCE, most=(5, 3, 2))
+    except InvalidRoutes:
+        return
+    assert found.dtype == np.int64
+    assert found.tolist() == (value if value else [])
+
+
+# The engines'
+
+
+def as_object(answer: Any) -> Any:
+    """A dict as an object with attributes, as OpenAI's client and vLLM give them."""
+    if isinstance(answer, dict):
+        return types.SimpleNamespace(**{str(key): value for key, value in answer.items()})
+    return answer
+
+
+@QUIET
+@given(data=st.data(), version=st.sampled_from(VLLM), seed=st.integers(0, 9), how=st.booleans())
+def test_a_broken_answer_of_vllm_is_taken_or_refused(
+    data: st.DataObject, version: str, seed: int, how: bool
+) -> None:
+    one = vllm_outputs.sampled(MODEL, prompt=5, output=4, seed=seed)
+    start = data.draw(st.sampled_from([0, 0, 3]))
+    endpoint = data.draw(st.sampled_from(["completions", "chat", "generate"]))
+    good = vllm_outputs.answer(
+        version, MODEL, one, one, endpoint=endpoint, start=start if version > "0.21" else 0
+    )
+    bad = data.draw(broken(good))
+    if data.draw(st.booleans()):
+        with contextlib.suppress(TypeError, ValueError):
+            bad = json.dumps(bad).encode()[: data.draw(st.sampled_from([None, None, 50, -1]))]
+    given_ = {
+        "prompt_token_ids": data.draw(st.none() | st.just(one.prompt) | JUNK),
+        "output_token_ids": data.draw(st.none() | st.just([one.output] * 2) | JUNK),
+        "start": start,
+        "version": version if how else None,
+        "missing": data.draw(st.sampled_from(["error", "native"])),
+    }
+    for routes in survives(lambda: from_vllm(bad, MODEL, **given_)):
+        stands(routes)
+
+
+@QUIET
+@given(data=st.data(), version=st.sampled_from(VLLM), seed=st.integers(0, 9))
+def test_a_broken_output_of_vllm_is_taken_or_refused(data: st.DataObject, version: str, seed: int) -> None:
+    one = vllm_outputs.sampled(MODEL, prompt=5, output=4, seed=seed)
+    request = vllm_outputs.request_output(version, MODEL, one)
+    good = {**vars(request), "outputs": [dict(vars(output)) for output in request.outputs]}
+    bad = data.draw(broken(good))
+    if isinstance(bad, dict) and isinstance(bad.get("outputs"), list):
+        bad["outputs"] = [as_object(output) for output in bad["outputs"]]
+    for routes in survives(lambda: from_vllm(as_object(bad), MODEL, version=version)):
+        stands(routes)
+
+
+@QUIET
+@given(data=st.data(), version=st.sampled_from(sglang_outputs.RELEASES), how=st.booleans())
+def test_a_broken_answer_of_sglang_is_taken_or_refused(data: st.DataObject, version: str, how: bool) -> None:
+    tokens = np.random.default_rng(1).permutation(500)[:9].tolist()
+    request = sglang_outputs.Request(
+        version=version,
+        prompt=tokens[:5],
+        output=tokens[5:],
+        rows=sglang_outputs.true_rows(MODEL, 8),
+        asked_from=data.draw(st.sampled_from([0, 0, 3])),
+        finish=data.draw(st.sampled_from(["stop", "length", "abort"])),
+        retractions=data.draw(st.sampled_from([0, 0, 1])),
+    )
+    good = data.draw(
+        st.sampled_from(
+            [
+                request.meta_info(),
+                request.generate(),
+                request.generate(skip_tokenizer_init=True),
+                request.openai(),
+                request.openai(token_ids=True, meta_info=True),
+            ]
+        )
+    )
+    bad = data.draw(broken(good))
+    if data.draw(st.booleans()):
+        with contextlib.suppress(TypeError, ValueError):
+            bad = json.dumps(bad)[: data.draw(st.sampled_from([None, None, 50, -1]))]
+    given_ = {
+        "prompt_token_ids": data.draw(st.just(request.prompt) | st.none() | JUNK),
+        "output_ids": data.draw(st.just(request.output) | st.none() | JUNK),
+        "start_len": request.asked_from,
+        "version": version if how else None,
+        "missing": data.draw(st.sampled_from(["error", "native"])),
+    }
+    for routes in survives(lambda: from_sglang(bad, MODEL, **given_)):
+        stands(routes)
