@@ -155,6 +155,77 @@ def bench(
     main(device=device.value, pairs=pairs, out=out, force=force)
 
 
+class RolloutEngine(str, Enum):
+    """Whose answer it is."""
+
+    auto = "auto"
+    vllm = "vllm"
+    sglang = "sglang"
+
+
+@app.command()
+def inspect(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", help="A file of routes, a folder of them, an .npy array, or an engine's answer."
+        ),
+    ],
+    config: Annotated[Path | None, typer.Option(help="The model's config.json, or its folder.")] = None,
+    engine: Annotated[
+        RolloutEngine, typer.Option(help="Which engine made it; auto finds out, for an answer.")
+    ] = RolloutEngine.auto,
+    engine_version: Annotated[
+        str, typer.Option(metavar="V", help="The engine's release, such as 0.23.0: for likelier causes.")
+    ] = "",
+    prompt_ids: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="JSON of the prompt's token ids, or a list of such.")
+    ] = None,
+    output_ids: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="The same of the sampled ids.")
+    ] = None,
+    start: Annotated[int, typer.Option(min=0, help="Which token the first row is of.")] = 0,
+    sample: Annotated[
+        str | None, typer.Option(metavar="KEY", help="One sample of a folder, one completion of an answer.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(dir_okay=False, help="PNG file for the picture.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program.")] = False,
+    force: ForceOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Say what a file or an engine's answer holds, and whether its routes are right (else exits 1)."""
+    from npu_replay.inspecting import inspect as look
+
+    if out is not None and out.exists() and not force:
+        raise ReplayError(
+            "the file is there already and is not overwritten",
+            where=str(out),
+            cause="an earlier run; pass --force to replace it, or another --out",
+        )
+    found = look(
+        path,
+        config=config,
+        engine=None if engine is RolloutEngine.auto else engine.value,
+        version=engine_version,
+        prompt_ids=prompt_ids,
+        output_ids=output_ids,
+        start=start,
+        sample=sample,
+    )
+    if as_json:
+        typer.echo(found.to_json())
+    else:
+        from npu_replay.inspect_report import render
+
+        _console().print(render(found))
+    if out is not None:
+        from npu_replay import plots
+        from npu_replay.route_file import write_whole
+
+        write_whole(out, plots.routes(found), overwrite=force)
+    raise typer.Exit(0 if found.good else 1)
+
+
 @app.command(help=smoke_options.ABOUT)
 def smoke(
     tp: Annotated[int, typer.Option(help=_HELP["tp"])] = 1,

@@ -86,8 +86,11 @@ class RouteStore(Mapping[str, RoutedExperts]):
                 cause="a damaged disk, or a shard of an earlier job beside an index of a later one",
             )
         arguments = route_bytes.arguments(described, ids, recorded)
-        # As they were written: what came from an engine was checked at the door, and a record may be constant.
+        # As written: what came from an engine was checked at the door, and a record may be constant.
         return RoutedExperts._adopt(**arguments)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._samples
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._samples)
