@@ -74,7 +74,7 @@ class RouteStore(Mapping[str, RoutedExperts]):
         shard = self.folder / described.pop("shard")
         ids, recorded = self._read(shard, key)
         found = described.pop("digest", None)
-        bits = route_bytes.packed(recorded)
+        bits = recorded.numpy().tobytes()
         there = (*ids.shape, str(ids.dtype).removeprefix("torch."))
         said = (*route_bytes.shape_of(described), described["dtype"])
         if there != said or route_bytes.digest(described, ids.contiguous().numpy().data, bits) != found:
@@ -225,7 +225,7 @@ def key_of(mark: int) -> str:
 
 def _described(routes: RoutedExperts) -> dict[str, Any]:
     described = route_bytes.header(routes)
-    bits = route_bytes.packed(routes.recorded)
+    bits = routes.recorded.numpy().tobytes()
     return described | {"digest": route_bytes.digest(described, routes.ids.contiguous().numpy().data, bits)}
 
 
