@@ -23,9 +23,9 @@ import torch
 
 from npu_replay.compat.sglang_answer import Answer, read, token_ids
 from npu_replay.compat.sglang_old_path import install, uninstall
-from npu_replay.compat.sglang_releases import engine_arguments, request_arguments
+from npu_replay.compat.sglang_releases import engine_arguments, is_release, request_arguments
 from npu_replay.compat.sglang_rows import TAKEN_BACK, Plan, rows_of
-from npu_replay.door import Missing, Symptom, admit, release
+from npu_replay.door import Missing, Symptom, admit
 from npu_replay.errors import InvalidRoutes
 from npu_replay.id_checks import Array
 from npu_replay.routed_experts import RoutedExperts
@@ -63,7 +63,8 @@ def from_sglang(
             given they are taken from the answer, if it repeats them.
         start_len: the request's routed_experts_start_len; rows before it have no route.
         version: of the engine, «0.5.12». Without it a fault is named by guess, and what releases before
-            0.5.13 ran past the end of a request is an error.
+            0.5.13 ran past the end of a request is an error; with it too, where the answer doesn't count the
+            drafts (an OpenAI endpoint's doesn't).
         weight_version: which weights sampled; else the answer's own, if the server was told one.
         missing: "native" leaves rows without a route where the engine has none that fits the log-probs.
 
@@ -72,12 +73,12 @@ def from_sglang(
 
     Raises:
         InvalidRoutes: what is wrong with the answer, and which fault of SGLang's does that.
-        ReplayError: `model` says too little.
+        ReplayError: `model` says too little, or `version` is no text.
     """
     known = RoutedModel.of(model)
-    answer = read(meta_info, version if version and any(release(version)) else "")
+    answer = read(meta_info, version if version is not None and is_release(version) else "")
     tokens = _tokens(answer, prompt_token_ids, output_ids)
-    plan = Plan.of(answer, len(tokens.ids), tokens.trimmed, start_len)
+    plan = Plan.of(answer, len(tokens.ids), tokens.sampled, tokens.trimmed, start_len)
     routes = admit(
         rows_of(answer, known, plan),
         model=known,
@@ -93,10 +94,12 @@ def from_sglang(
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The sequence: its ids, how many are the prompt's, and how many more the engine sampled."""
+    """The sequence: its ids, how many are the prompt's; how many the engine sampled, and how many of those
+    the caller took off the end."""
 
     ids: Array
     prompt: int
+    sampled: int
     trimmed: int
 
 
@@ -115,7 +118,7 @@ def _tokens(answer: Answer, prompt: Tokens | None, output: Tokens | None) -> _To
             f"the answer doesn't repeat the tokens: give {name}", where=str(source.sample or "SGLang")
         )
     ids, sampled = given[0], given[1]
-    if answer.prompt_tokens not in (None, len(ids)):
+    if answer.prompt_tokens is not None and len(ids) - answer.prompt_tokens not in (0, answer.unbilled):
         raise _other_tokens(answer, "prompt_token_ids", answer.prompt_tokens, len(ids))
     ran = len(sampled) if answer.completion_tokens is None else answer.completion_tokens
     whole = answer.output_ids if answer.output_ids is not None and len(answer.output_ids) == ran else None
@@ -124,7 +127,7 @@ def _tokens(answer: Answer, prompt: Tokens | None, output: Tokens | None) -> _To
     trimmed = ran - len(sampled)
     if not 0 <= trimmed <= TAKEN_BACK or (trimmed and whole is None and answer.finish not in _STOPPED):
         raise _other_tokens(answer, "output_ids", ran, len(sampled))
-    return _Tokens(np.concatenate([ids, sampled]), len(ids), trimmed)
+    return _Tokens(np.concatenate([ids, sampled]), len(ids), ran, trimmed)
 
 
 def _other_tokens(answer: Answer, name: str, expected: object, got: object) -> InvalidRoutes:
@@ -137,8 +140,8 @@ def _other_tokens(answer: Answer, name: str, expected: object, got: object) -> I
         expected=expected,
         got=got,
         cause="text that was tokenised again (take output_ids from the answer, and cut the result with "
-        "Rollout.truncate), one chunk of a stream, another sample's tokens, or pictures in the prompt that "
-        "the engine turned into tokens",
+        "Rollout.truncate), a prompt without the BOS that the engine adds to text, one chunk of a stream, "
+        "another sample's tokens, or pictures in the prompt that the engine turned into tokens",
     )
 
 

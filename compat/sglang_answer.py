@@ -16,6 +16,13 @@ from npu_replay.id_checks import Array
 
 _FORMS = "meta_info, or the whole answer of /generate or of an OpenAI endpoint"
 _OUTPUT = ("output_ids", "token_ids", "response_token_ids")  # by endpoint
+_DRAFTS = (  # verifications, drafts accepted and drafts proposed: by their names until 0.5.10, 0.5.11, later
+    ("spec_verify_ct",),
+    ("spec_accept_token_num", "spec_accepted_drafts", "spec_num_correct_drafts"),
+    ("spec_draft_token_num", "spec_proposed_drafts", "spec_num_proposed_drafts"),
+)
+_KIMI_STUB = 3
+"""0.5.17 and later leave so many tokens of a Kimi-K3 chat's prompt out of its usage."""
 _SHORT = 80  # characters of somebody else's text in a message
 
 
@@ -37,6 +44,9 @@ class Answer:
         payload: the routes, in whatever form.
         prompt_ids, output_ids: [n] int64, where the answer repeats them.
         prompt_tokens, completion_tokens: how many the engine counted.
+        unbilled: so many tokens of the prompt may be missing in `prompt_tokens`.
+        drafted_past: so many tokens were drafted and accepted behind the end, by the engine's counts of
+            speculation; they may have been run.
         finish: «stop», «length», «abort»; empty for a request that isn't finished.
         weight_version: the weights at the end; None also for SGLang's own «default», which says nothing.
         weight_spans: the weights that sampled each part of the output, in SGLang 0.5.19 and later.
@@ -49,6 +59,8 @@ class Answer:
     output_ids: Array | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    unbilled: int = 0
+    drafted_past: int = 0
     finish: str = ""
     weight_version: str | None = None
     weight_spans: tuple[WeightSpan, ...] = ()
@@ -96,17 +108,33 @@ def _parsed(text: str | bytes | bytearray, source: Source) -> Any:
 
 def _of_meta_info(info: Mapping[Any, Any], source: Source) -> Answer:
     source = _about(source, info.get("id"), "meta_info.routed_experts")
-    retractions = "num_retractions" if "num_retractions" in info else "total_retractions"  # until 0.5.11
+    key = "num_retractions" if "num_retractions" in info else "total_retractions"  # until 0.5.11
+    retractions = _count(info, key, source) or 0
     return Answer(
         source=source,
         payload=info.get("routed_experts"),
         prompt_tokens=_count(info, "prompt_tokens", source),
         completion_tokens=_count(info, "completion_tokens", source),
+        drafted_past=0 if retractions else _drafted_past(info, source),  # a retraction runs tokens again
         finish=_finish(info.get("finish_reason")),
         weight_version=_weights(info),
         weight_spans=_spans(info, source),
-        retractions=_count(info, retractions, source) or 0,
+        retractions=retractions,
     )
+
+
+def _drafted_past(info: Mapping[Any, Any], source: Source) -> int:
+    """What speculation sampled, less what counts: the prefill's token, one a verification, and the drafts
+    that were accepted. The last verification accepts what lies behind the end, too."""
+    rounds, accepted, proposed = (
+        next((found for key in keys if (found := _count(info, key, source)) is not None), None)
+        for keys in _DRAFTS
+    )
+    counted = _count(info, "completion_tokens", source)
+    if not rounds or accepted is None or proposed is None or counted is None:
+        return 0
+    past = 1 + rounds + accepted - counted
+    return past if 0 < past <= proposed // rounds else 0
 
 
 def _of_openai(found: Mapping[Any, Any], source: Source) -> Answer:
@@ -133,12 +161,13 @@ def _of_openai(found: Mapping[Any, Any], source: Source) -> Answer:
         if payload is not None:
             answer = replace(answer, payload=payload, source=replace(answer.source, field=source.field))
     else:
-        said = _mapping(found, "metadata", source)
+        said, usage = _mapping(found, "metadata", source), _mapping(found, "usage", source)
         answer = Answer(
             source=source,
             payload=payload,
-            # usage.prompt_tokens is what is billed, and not always what was run
-            completion_tokens=_count(_mapping(found, "usage", source), "completion_tokens", source),
+            prompt_tokens=_count(usage, "prompt_tokens", source) or None,  # 0: it never ran
+            completion_tokens=_count(usage, "completion_tokens", source),
+            unbilled=0 if str(found.get("object")) == "text_completion" else _KIMI_STUB,
             finish=_finish(choice.get("finish_reason")),
             weight_version=_weights(said),
             weight_spans=_spans(said, source),
@@ -220,14 +249,18 @@ def _spans(found: Mapping[Any, Any], source: Source) -> tuple[WeightSpan, ...]:
     if spans is None:
         return ()
     try:
-        return tuple(
+        found_spans = tuple(
             WeightSpan(str(span["version"])[:_SHORT], int(span["start"]), int(span["end"])) for span in spans
         )
-    except (TypeError, KeyError, ValueError, OverflowError) as error:
+        at = [edge for span in found_spans for edge in (span.start, span.end)]
+        if at == sorted(at) and all(edge >= 0 for edge in at):
+            return found_spans
+        raise ValueError("spans that overlap, or lie in no order")
+    except (TypeError, LookupError, ValueError, OverflowError) as error:
         raise source.error(
             Symptom.UNREADABLE,
-            "weight_versions isn't a list of spans",
-            expected="dicts of version, start and end",
+            "weight_versions isn't a list of spans, one after the other",
+            expected="dicts of version, start and end, from 0 on",
             got=str(spans)[:_SHORT],
         ) from error
 

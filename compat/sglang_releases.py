@@ -6,6 +6,7 @@ Read off the released sources, 0.5.7 to 0.5.23; an issue's number is named where
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -36,6 +37,7 @@ _MIXED = (
     "the batch held requests with and without return_routed_experts, and this one was given another's routes "
     "(sglang#26423, fixed in 0.5.13): let all requests of a server carry it"
 )
+_UNTOLD_START = "the request carried a routed_experts_start_len that from_sglang wasn't told as start_len"
 
 FAULTS = (
     Fault(symptom=Symptom.MISSING, until=FIRST, cause="SGLang returns routes from 0.5.7 on"),
@@ -43,22 +45,25 @@ FAULTS = (
     Fault(
         symptom=Symptom.TOO_FEW_ROWS,
         until=STOPS_EXACTLY,
-        cause=f"{_MIXED}; or the token ids aren't the engine's own",
+        cause=f"{_MIXED}; or, in 0.5.12, {_UNTOLD_START}; or the token ids aren't the engine's own",
     ),
     Fault(
         symptom=Symptom.TOO_FEW_ROWS,
-        cause="the request carried a routed_experts_start_len that from_sglang wasn't told as start_len, or "
-        "the token ids aren't the engine's own (text that was tokenised again, tokens of several turns)",
+        cause=f"{_UNTOLD_START}; or the token ids aren't the engine's own (text that was tokenised "
+        "again, tokens of several turns)",
     ),
     Fault(
         symptom=Symptom.TOO_MANY_ROWS,
         until=STOPS_EXACTLY,
-        cause=f"{_MIXED}; or the token ids aren't the engine's own",
+        cause=f"{_MIXED}; or the token ids aren't the engine's own; or speculative decoding ran past the end "
+        "of the request, and the answer doesn't say by how much: the meta_info of /generate does, unless the "
+        "request was retracted",
     ),
     Fault(
         symptom=Symptom.TOO_MANY_ROWS,
         cause="the token ids aren't the engine's own; or, before 0.5.13, speculative decoding ran past the "
-        "end of the request, which is cut off if from_sglang is told the engine's version",
+        "end of the request, which is cut off from an answer of /generate if from_sglang is told the version "
+        "of the engine",
     ),
     Fault(
         symptom=Symptom.COLUMNS,
@@ -142,12 +147,13 @@ def engine_arguments(
         device: what it runs on.
 
     Returns:
-        `planned` with what turns the routes on; each request must ask for them too: `request_arguments`.
+        `planned`, under the names that ServerArgs has, with what turns the routes on, and with one draft a
+        step where EAGLE would choose by itself. Each request must ask for them too: `request_arguments`.
 
     Raises:
         ReplayError: a release without routes, or a plan under which they would be wrong or missing.
     """
-    plan = {name.lstrip("-").replace("-", "_"): value for name, value in (planned or {}).items()}
+    plan = _named_as_in_python(planned or {}, version)
     device = "npu" if plan.get("device") == "npu" else device
     _refuse_release(version, device)
     for clash in _CLASHES:
@@ -159,7 +165,8 @@ def engine_arguments(
                 got=", ".join(f"{key}={plan[key]!r}" for key in clash.keys if plan.get(key) is not None),
             )
     limits = tuple(limit.words for limit in _LIMITS if limit.applies(version, device))
-    return EngineArguments({**plan, "enable_return_routed_experts": True}, limits, negates=False)
+    turned_on = {**plan, **_one_draft_a_step(plan), "enable_return_routed_experts": True}
+    return EngineArguments(turned_on, limits, negates=False)
 
 
 def request_arguments(version: str, *, start_len: int = 0) -> dict[str, Any]:
@@ -180,10 +187,77 @@ def request_arguments(version: str, *, start_len: int = 0) -> dict[str, Any]:
     return {"return_routed_experts": True, **({"routed_experts_start_len": start_len} if honoured else {})}
 
 
+def is_release(version: str) -> bool:
+    """Does it tell a release? «nightly» doesn't, nor does the «0.1.dev…» of a build without tags.
+
+    Raises:
+        ReplayError: it is no text.
+    """
+    return any(release(version)) and re.match(r"v?\d+\.\d+\.\d", version) is not None
+
+
+_OTHER_NAMES = {
+    **dict.fromkeys(("tp", "tensor_parallel_size"), "tp_size"),
+    **dict.fromkeys(("pp", "pipeline_parallel_size"), "pp_size"),
+    **dict.fromkeys(("dp", "data_parallel_size"), "dp_size"),
+    **dict.fromkeys(("ep", "expert_parallel_size"), "ep_size"),
+}
+"""How its command line names an argument too: by an alias, or as the start of its name."""
+_FLAGS = {"true": True, "1": True, "false": False, "0": False, "": False}
+
+
+def _named_as_in_python(planned: Mapping[str, Any], version: str) -> dict[str, Any]:
+    """Each argument by its one name, and each flag as a bool: "False" is a text, and would turn it on."""
+    plan: dict[str, Any] = {}
+    for given, value in planned.items():
+        dashless = given.lstrip("-").replace("-", "_")
+        name = _OTHER_NAMES.get(dashless, dashless)
+        if isinstance(value, str) and name.startswith(("enable_", "disable_")):
+            if value.lower() not in _FLAGS:
+                raise ReplayError(
+                    "this argument is on or off",
+                    where=f"SGLang {version}, {given}",
+                    expected="a bool",
+                    got=value,
+                )
+            value = _FLAGS[value.lower()]
+        if name in plan and plan[name] != value:
+            raise ReplayError(
+                "an argument is planned twice",
+                where=f"SGLang {version}, {name}",
+                expected="one value",
+                got=f"{plan[name]}, {value}",
+            )
+        plan[name] = value
+    return plan
+
+
+def _one_draft_a_step(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """What keeps EAGLE from a tree of drafts, which it chooses by itself for some models (all that it doesn't
+    know, in 0.5.7; Grok, to this day). It takes the three numbers together."""
+    if str(plan.get("speculative_algorithm")).lower() not in _EAGLE:
+        return {}
+    if plan.get("speculative_adaptive"):  # its steps are its own
+        return {"speculative_eagle_topk": 1}
+    drafts, steps = plan.get("speculative_num_draft_tokens"), plan.get("speculative_num_steps")
+    if steps is None:
+        steps = _number(drafts) - 1 if _number(drafts) > 1 else 3  # SGLang's own choice for one draft a step
+    return {
+        "speculative_eagle_topk": 1,
+        "speculative_num_steps": steps,
+        "speculative_num_draft_tokens": _number(steps) + 1 if drafts is None else drafts,
+    }
+
+
 def _refuse_release(version: str, device: str) -> None:
     where = f"SGLang {version}"
-    if not any(release(version)):
-        raise ReplayError("this is no release of SGLang", expected="a version such as 0.5.23", got=version)
+    if not is_release(version):
+        raise ReplayError(
+            "this is no release of SGLang",
+            where="version",
+            expected="a version such as 0.5.23; for a build of your own, the release that it comes from",
+            got=version,
+        )
     if release(version) < release(FIRST):
         raise ReplayError(
             "this release can't return routes", where=where, expected="0.5.7 or later", got=version
@@ -260,17 +334,18 @@ def _more_requests_than_a_chunk(plan: Mapping[str, Any]) -> bool:
     chunk = _number(plan.get("chunked_prefill_size"))
     return bool(
         plan.get("enable_dp_attention")
-        and _number(plan.get("dp_size", plan.get("data_parallel_size"))) > 1
+        and _number(plan.get("dp_size")) > 1
         and 0 < chunk < _number(plan.get("max_running_requests"))
     )
 
 
+_EAGLE = ("eagle", "eagle3", "nextn")
 _EPLB_KEYS = ("enable_eplb", "ep_dispatch_algorithm", "ep_num_redundant_experts", "init_expert_location")
 
 _CLASHES = (
     _Clash(
-        keys=("pp_size", "pipeline_parallel_size"),
-        planned=_above_one("pp_size", "pipeline_parallel_size"),
+        keys=("pp_size",),
+        planned=_above_one("pp_size"),
         why="only the layers of one pipeline stage would be captured",
         expected="pp_size=1",
     ),

@@ -8,7 +8,7 @@ held against what this release sends before anything is decoded.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 import numpy as np
@@ -23,7 +23,7 @@ from npu_replay.id_checks import Array
 from npu_replay.routed_model import RoutedModel
 
 TAKEN_BACK = 64
-"""So many tokens at most may lie behind those that count: a stop string's, or a draft's that ran past it."""
+"""So many of the engine's tokens at most may the caller have taken off the end: a stop string's."""
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,21 @@ class Plan:
         wanted: of the sequence, from `start` on.
         ran: that the engine has, from `start` on: for tokens too that were trimmed from the sequence.
         start: rows before it are left out, or not, as `honours` says: None where the release isn't known.
-        spare: so many more may lie behind the end.
-        aborted: fewer may be there, or none.
+        past: exactly so many more lie behind the end, or none.
+        aborted: there may be none at all.
     """
 
     wanted: int
     ran: int
     start: int
     honours: bool | None
-    spare: int
+    past: int
     aborted: bool
 
     @classmethod
-    def of(cls, answer: Answer, tokens: int, trimmed: int, start: int) -> Plan:
-        """What this answer may hold of `tokens` tokens, of which `trimmed` more were sampled."""
+    def of(cls, answer: Answer, tokens: int, sampled: int, trimmed: int, start: int) -> Plan:
+        """What this answer may hold of `tokens` tokens: the engine sampled `sampled`, of which `trimmed`
+        aren't among them."""
         version = answer.source.version
         if type(start) is not int or not 0 <= start <= tokens:
             raise answer.source.error(
@@ -57,13 +58,14 @@ class Plan:
                 got=start,
             )
         whole = max(0, tokens - 1)
+        aborted = answer.finish == "abort"
         return cls(
             wanted=max(0, whole - start),
             ran=max(0, whole + trimmed - start),
             start=min(start, whole + trimmed),
             honours=release(version) >= release(HONOURS_START) if version else None,
-            spare=TAKEN_BACK if version and release(version) < release(STOPS_EXACTLY) else 0,
-            aborted=answer.finish == "abort",
+            past=_past_the_end(answer, sampled, aborted),
+            aborted=aborted,
         )
 
     @property
@@ -79,17 +81,28 @@ class Plan:
     @property
     def most(self) -> int:
         """As many as any release may send."""
-        return self.start + self.ran + self.spare
+        return self.start + self.ran + self.past
 
-    def superfluous(self, count: int) -> int | None:
-        """How many of the first rows weren't asked for; None if no release sends so many rows."""
-        if self.honours is not False and self.ran <= count <= self.ran + self.spare:
-            return 0
-        if self.start + self.ran <= count <= self.most:
-            return self.start
-        if self.aborted and count < self.ran and (self.start == 0 or self.honours is not None or count == 0):
-            return self.start if self.honours is False else 0
-        return None
+    def readings(self, count: int) -> set[int]:
+        """How many of the first of so many rows weren't asked for: one number, none where no release sends so
+        many, or two where it can't be told."""
+        whole = self.start + self.ran
+        found = {self.start for past in (0, self.past) if count == whole + past}
+        if self.honours is not False:
+            found |= {0 for past in (0, self.past) if count == self.ran + past}
+        return found or ({0} if self.aborted and count == 0 else set())
+
+
+def _past_the_end(answer: Answer, sampled: int, aborted: bool) -> int:
+    """How many rows more a release before 0.5.13 has than it counts tokens.
+
+    It has one for each token that it ran, and two kinds are in no count: the drafts that were accepted
+    together with the end, and the token that a prefill samples though none was asked for.
+    """
+    version = answer.source.version
+    if not version or release(version) >= release(STOPS_EXACTLY):
+        return 0
+    return 1 if sampled == 0 and not aborted else answer.drafted_past
 
 
 def rows_of(answer: Answer, model: RoutedModel, plan: Plan) -> Array:
@@ -102,10 +115,11 @@ def rows_of(answer: Answer, model: RoutedModel, plan: Plan) -> Array:
     if ids.ndim != 3:
         _check_count(ids.size, answer, model, plan)
         ids = ids.reshape(-1, model.num_layers, model.topk)
-    first = plan.superfluous(len(ids))
-    if first is None:
+    first = plan.readings(len(ids))
+    if len(first) != 1:
         raise _wrong_rows(len(ids), answer, plan)
-    return ids[first : first + plan.wanted]
+    (first_wanted,) = first
+    return ids[first_wanted : first_wanted + plan.wanted]
 
 
 def _ids(answer: Answer, model: RoutedModel, plan: Plan) -> Array:
@@ -157,7 +171,7 @@ def _check_count(count: int, answer: Answer, model: RoutedModel, plan: Plan) -> 
     """Refuse so many ids, naming the model that has as many for these tokens, if there is one."""
     row = model.num_layers * model.topk
     rows, rest = divmod(count, row)
-    if not rest and plan.superfluous(rows) is not None:
+    if not rest and plan.readings(rows):
         return
     other = _that_fits(count, model, plan)
     if not rest and not other:
@@ -171,6 +185,14 @@ def _check_count(count: int, answer: Answer, model: RoutedModel, plan: Plan) -> 
 
 
 def _wrong_rows(rows: int, answer: Answer, plan: Plan) -> InvalidRoutes:
+    if plan.readings(rows):
+        return replace(answer.source, faults=()).error(
+            Symptom.TOO_MANY_ROWS,
+            "so many rows may begin at the first token or at start_len",
+            expected=f"{plan.ran} from token {plan.start} on, or {plan.start + plan.ran} from the first on",
+            got=f"{rows}: the whole sequence's, or those asked for and {plan.past} that drafts ran past its "
+            "end (ask without a start, or with another)",
+        )
     return answer.source.error(
         Symptom.TOO_FEW_ROWS if rows < plan.due else Symptom.TOO_MANY_ROWS,
         "the engine has rows for other tokens than these",

@@ -86,7 +86,9 @@ def wrapped(
         with switch.running(job):
             output = original(self, *args, **kwargs)
             if files is not None and self.is_mp_src_rank_with_outputs():
-                files.keep(data, output, self.tf_config, settings.mode)
+                unwritten = _problem_of(files.keep, data, output, self.tf_config, settings.mode)
+                if unwritten is not None:
+                    raise unwritten
         if job.trains:
             _add_metrics(output, job.metrics)
         return output
@@ -132,11 +134,16 @@ def _flags_of(data: Any) -> Any:
     return flags if known else None
 
 
-def _problem_of(function: Callable[[Any], None], data: Any) -> ReplayError | None:
+def _problem_of(function: Callable[..., None], *arguments: Any) -> ReplayError | None:
+    """Why it failed: the other ranks wait to hear of it, whatever it is."""
     try:
-        function(data)
+        function(*arguments)
     except ReplayError as error:
         return error
+    except Exception as error:  # noqa: BLE001  it is raised when all ranks can leave
+        unknown = ReplayError("routes in files failed", got=repr(error), expected="to read or write them")
+        unknown.__cause__ = error
+        return unknown
     return None
 
 

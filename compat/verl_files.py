@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from npu_replay.compat import verl_routes
-from npu_replay.errors import ReplayError
+from npu_replay.errors import MicroBatchError, ReplayError
 from npu_replay.fingerprint import fingerprint
 from npu_replay.route_store import RouteStore, RouteWriter, key_of
 from npu_replay.routed_experts import RoutedExperts, narrow_dtype
@@ -64,6 +64,8 @@ class Files:
         if self._store is None:
             self._store = RouteStore(self.replay)
         found = [self._store.of(tokens) for tokens in _samples(data)]
+        if not found:
+            return
         dtype = narrow_dtype(found[0].num_experts)
         data[ROUTES] = verl_routes.to_verl(found, data[TOKENS], None, dtype).to(data[TOKENS].device)
 
@@ -81,22 +83,37 @@ class Files:
         zeros_are_none = mode == "R3" or int(config.moe_router_topk) > 1
         found = verl_routes.sequences_of(routes, None, config, zeros_are_none=zeros_are_none)
         for tokens, one in zip(_samples(data), found, strict=True):
-            if isinstance(one, ReplayError):
-                logger.warning("[npu_replay] routes that can't be used are not written: %s", one)
-                continue
             mark = fingerprint(tokens)
-            if mark not in self._written:
-                self._written.add(mark)
-                self._writer.add(_of_whole(one, len(tokens), mark), key_of(mark))
+            if mark in self._written:
+                continue
+            try:
+                if isinstance(one, ReplayError):
+                    raise one
+                whole = _of_whole(one, len(tokens), mark)
+            except ReplayError as error:
+                logger.warning("[npu_replay] routes that can't be used are not written: %s", error)
+                continue
+            self._written.add(mark)
+            self._writer.add(whole, key_of(mark))
         self._writer.flush()
 
 
 def _of_whole(routes: RoutedExperts, tokens: int, mark: int) -> RoutedExperts:
-    """One row a token: the rollout engine has none for the last."""
-    if len(routes) < tokens:
+    """One row a token: the rollout engine has none for the last.
+
+    Raises:
+        MicroBatchError: more or fewer rows: nobody knows whose they are.
+    """
+    if len(routes) == tokens - 1:
         rows = torch.arange(tokens)
-        rows[len(routes) :] = -1
+        rows[-1] = -1
         routes = routes.take(rows)
+    if len(routes) != tokens:
+        raise MicroBatchError(
+            "the routes have another number of tokens than the sample",
+            expected=f"{tokens} (or {tokens - 1}: the last token has no route)",
+            got=len(routes),
+        )
     return routes.sequence(0, tokens, fingerprint=mark)
 
 

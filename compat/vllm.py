@@ -41,8 +41,8 @@ from npu_replay.routed_model import RoutedModel
 
 __all__ = ["capability", "engine_arguments", "from_vllm"]
 
-_SURPLUS = 64
-"""So many tokens at most are taken back by a stop string and one step of speculative decoding."""
+_SPARE = 1024
+"""So many rows too many are read, for an error that counts them and says what is usual."""
 
 _WIDEST = 4  # bytes an id: int32
 _HEADER = 4096  # bytes of an .npy before its ids, at most
@@ -68,18 +68,20 @@ def from_vllm(
         model: a RoutedModel, or a Hugging Face config: its path or its folder's, its contents, an object.
         prompt_token_ids: [prompt], where the output hasn't got them; or one such list a completion.
         output_token_ids: the sampled ids, one list a completion, where the output hasn't got them (ask for
-            them with return_token_ids), or where tokens were taken off its end.
+            them with return_token_ids), or where tokens were taken off its end. How many were, the output's
+            own ids tell, or the `usage` of an answer that has one choice.
         start: the routed_experts_prompt_start that the request was sent with.
         version: vLLM's release, for the words of errors. Where neither this nor the next is given, what is
-            installed is asked, for a RequestOutput.
+            installed is asked, for a RequestOutput. One that tells no release («nightly») stands for any.
         vllm_ascend: the same of vllm-ascend.
         weight_version: which weights sampled. Where it isn't given and vLLM says one for all tokens, that.
-        missing: "native" leaves rows that are zero in all layers without a route, and so a completion whose
-            routes vLLM is known to drop; else they are an error.
+        missing: "native" leaves rows that are zero in all layers, or another token's, without a route, and so
+            a completion whose routes vLLM is known to drop; else they are an error.
 
     Returns:
-        Each of len(prompt) + len(sampled) rows, with the fingerprint of both. The last row has no route, nor
-        have those before `start`, nor any that an aborted request doesn't have.
+        Each of len(prompt) + len(sampled) rows, with the fingerprint of both, in the order of the engine's
+        own numbers. The last row has no route, nor have those before `start`, nor has any where an aborted
+        request has no rows.
 
     Raises:
         InvalidRoutes: names the request, the field, and the likeliest fault of that release.
@@ -109,13 +111,18 @@ class _Asked:
     version: str
     vllm_ascend: str
 
+    @property
+    def release(self) -> str:
+        """Empty where the version doesn't tell it."""
+        return self.version if releases.tells_release(self.version) else ""
+
     def source(self, one: Completion, field: str = "") -> Source:
         faults = releases.faults(http=one.http, stop_string=one.stop_string)
         if self.vllm_ascend:
             faults = (*ascend.faults(self.vllm_ascend), *faults)
         return Source(
-            engine="vLLM",
-            version=self.version,
+            engine="vLLM" if self.release else f"vLLM {self.version}".rstrip(),
+            version=self.release,
             sample=one.sample,
             field=field or f"{one.place}.routed_experts",
             faults=faults,
@@ -128,14 +135,21 @@ class _Tokens:
 
     prompt: Array
     sampled: Array
-    taken_off: int = 0
+    taken_off: int
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.sampled)
 
+    @property
+    def generated_rows(self) -> int:
+        """How many rows the engine has after the prompt's: the last token that it sampled has none."""
+        return max(0, len(self.sampled) + self.taken_off - 1)
+
 
 def _releases(first: Completion, version: str | None, vllm_ascend: str | None) -> tuple[str, str]:
     """Those that were said; where neither was, those that are installed, if the output is of this process."""
+    for said in (version, vllm_ascend):
+        release(said or "")  # or an error, for what is no text
     if first.http or version is not None or vllm_ascend is not None:
         return version or "", vllm_ascend or ""
     return _installed("vllm"), _installed("vllm-ascend")
@@ -192,10 +206,10 @@ def _prompt(one: Completion, given: Any, source: Source) -> Array:
             expected="return_token_ids=true in the request, or prompt_token_ids= here",
             got="neither",
         )
-    if given is None or one.prompt is None:
-        return _ids(one.prompt if given is None else given, source)
-    ids = _ids(given, source)
-    if not np.array_equal(ids, _ids(one.prompt, source)):
+    ids = _ids(one.prompt if given is None else given, source)
+    if one.prompt is None and one.prompt_count not in (None, len(ids)):
+        raise _counted(f"the prompt's token ids given here are {len(ids)}", one.prompt_count, source)
+    if given is not None and one.prompt is not None and not np.array_equal(ids, _ids(one.prompt, source)):
         raise source.error(
             Symptom.SHAPE,
             "the prompt's token ids given here aren't those that the engine ran",
@@ -214,9 +228,12 @@ def _sampled(one: Completion, given: Any, source: Source) -> tuple[Array, int]:
             expected="return_token_ids=true in the request, or output_token_ids= here",
             got="neither",
         )
-    if given is None or one.sampled is None:
-        return _ids(one.sampled if given is None else given, source), 0
-    ids, engines = _ids(given, source), _ids(one.sampled, source)
+    ids = _ids(one.sampled if given is None else given, source)
+    if given is None:
+        return ids, 0
+    if one.sampled is None:
+        return ids, _taken_off(ids, one.sampled_count, source)
+    engines = _ids(one.sampled, source)
     if np.array_equal(ids, engines[: len(ids)]):
         return ids, len(engines) - len(ids)
     if len(engines) and np.array_equal(ids[-len(engines) :], engines):
@@ -226,6 +243,24 @@ def _sampled(one: Completion, given: Any, source: Source) -> tuple[Array, int]:
         "the sampled token ids given here aren't those that the engine sampled",
         expected=f"{len(engines)} ids, as in the output, or fewer off their end",
         got=f"{len(ids)} others",
+    )
+
+
+def _taken_off(ids: Array, count: int | None, source: Source) -> int:
+    """How many more the engine sampled, where the answer counts them."""
+    more = 0 if count is None else count - len(ids)
+    if more < 0:
+        raise _counted(f"the sampled token ids given here are {len(ids)}", count, source)
+    return more
+
+
+def _counted(problem: str, count: int | None, source: Source) -> Exception:
+    return source.error(
+        Symptom.SHAPE,
+        f"{problem}, the engine ran {count}",
+        expected="the ids that it ran, not those of its text tokenised again (return_token_ids=true in the "
+        "request puts them into the answer)",
+        got=f"others than the {count} in its usage",
     )
 
 
@@ -258,15 +293,10 @@ def _ids(value: Any, source: Source) -> Array:
 
 def _routes(one: Completion, tokens: _Tokens, model: RoutedModel, asked: _Asked) -> RoutedExperts:
     source = asked.source(one)
-    surplus = tokens.taken_off + (_SURPLUS if one.stop_string else 0)
-    ended = one.ended
-    if ended and _lacks_rows(one, tokens):
-        if not (
-            asked.missing == "native" and one.stop_string and releases.drops_at_stop_string(asked.version)
-        ):
-            raise _no_rows(one, source)
-        ended = False
-    rows = _rows(one, tokens, surplus, model, asked)
+    lacking = _lacks_rows(one, tokens, asked.start)
+    if lacking and one.ended and not _are_known_to_be_dropped(one, asked):
+        raise _no_rows(one, source)
+    rows = _none(model) if lacking else _rows(one, tokens, model, asked)
     if _never_captured(rows, model, asked):
         raise source.error(
             Symptom.ZEROS,
@@ -280,8 +310,8 @@ def _routes(one: Completion, tokens: _Tokens, model: RoutedModel, asked: _Asked)
         tokens=np.concatenate([tokens.prompt, tokens.sampled]),
         source=source,
         start=asked.start,
-        ended=ended,
-        surplus=surplus + (1 if one.prompt_rows is not None else 0),
+        ended=one.ended and not lacking,
+        surplus=tokens.taken_off,
         missing=asked.missing,
         weight_version=asked.weight_version if asked.weight_version is not None else _weights(one),
     )
@@ -291,14 +321,21 @@ def _never_captured(rows: Array, model: RoutedModel, asked: _Asked) -> bool:
     """Zeros throughout, which no caller can mean: missing="native" is for rows that are lost now and then. In
     0.15 they are wrong with a top-k of 1, too."""
     suspect = asked.missing == "native" and model.topk > 1
-    return bool(suspect or release(asked.version)[:2] == (0, 15)) and len(rows) > 0 and not rows.any()
+    return bool(suspect or release(asked.release)[:2] == (0, 15)) and len(rows) > 0 and not rows.any()
 
 
-def _lacks_rows(one: Completion, tokens: _Tokens) -> bool:
-    """Are there none, though the engine ran tokens whose rows they would be?"""
+def _lacks_rows(one: Completion, tokens: _Tokens, start: int) -> bool:
+    """Are there none, though the engine ran tokens whose rows they would be? The prompt's, where they are
+    kept apart, are no routes of a completion whose own are lost."""
     if one.rows is not None:
         return False
-    return one.prompt_rows is None or len(tokens.sampled) > 1
+    if one.prompt_rows is not None:
+        return tokens.generated_rows > 0
+    return len(tokens) + tokens.taken_off - 1 > start
+
+
+def _are_known_to_be_dropped(one: Completion, asked: _Asked) -> bool:
+    return asked.missing == "native" and one.stop_string and releases.drops_at_stop_string(asked.release)
 
 
 def _no_rows(one: Completion, source: Source) -> Exception:
@@ -317,33 +354,46 @@ def _no_rows(one: Completion, source: Source) -> Exception:
     )
 
 
-def _rows(one: Completion, tokens: _Tokens, surplus: int, model: RoutedModel, asked: _Asked) -> Array:
+def _none(model: RoutedModel) -> Array:
+    return np.zeros((0, model.num_layers, model.topk), np.uint8)
+
+
+def _rows(one: Completion, tokens: _Tokens, model: RoutedModel, asked: _Asked) -> Array:
     """All rows of the completion as one array, [rows, layers, topk], of whichever dtype they came in."""
     source = asked.source(one)
     if one.prompt_rows is None:
         if one.rows is None:
-            return np.zeros((0, model.num_layers, model.topk), np.uint8)
-        return _array(one.rows, len(tokens) + surplus, model, source)
+            return _none(model)
+        return _array(one.rows, len(tokens) + tokens.taken_off, model, source)
     if asked.start:
         raise source.error(
             Symptom.SHAPE, "this release gives all rows of the prompt", expected="start=0", got=asked.start
         )
-    apart = asked.source(one, "prompt_routed_experts")
-    parts = [_array(one.prompt_rows, len(tokens.prompt), model, apart)]
+    parts = [_prompt_rows(one, tokens, model, asked.source(one, "prompt_routed_experts"))]
     if one.rows is not None:
-        if len(parts[0]) != len(tokens.prompt):
-            raise apart.error(
-                Symptom.SHAPE,
-                "the prompt has another number of rows than tokens",
-                expected=len(tokens.prompt),
-                got=len(parts[0]),
-            )
-        parts.append(_array(one.rows, len(tokens.sampled) + surplus, model, source))
+        generated = _array(one.rows, tokens.generated_rows + 1, model, source)
+        if len(generated) == tokens.generated_rows + 1:  # with MTP it keeps as many as tokens
+            generated = generated[:-1]
+        parts.append(generated)
     return _filled_columns(_joined(parts, source), model)
 
 
+def _prompt_rows(one: Completion, tokens: _Tokens, model: RoutedModel, source: Source) -> Array:
+    """The prompt's part, exact: what follows would shift. Without a sample its last token never ran."""
+    rows = _array(one.prompt_rows, len(tokens.prompt), model, source)
+    if len(rows) != len(tokens.prompt):
+        raise source.error(
+            Symptom.SHAPE,
+            "the prompt has another number of rows than tokens",
+            expected=len(tokens.prompt),
+            got=len(rows),
+        )
+    return rows if len(tokens.sampled) + tokens.taken_off else rows[:-1]
+
+
 def _array(value: Any, most: int, model: RoutedModel, source: Source) -> Array:
-    """`value` as an array, of at most `most` rows where its size could be anything."""
+    """`value` as an array, of little more than `most` rows where its size could be anything."""
+    most += _SPARE
     if isinstance(value, torch.Tensor):
         if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
             raise source.error(

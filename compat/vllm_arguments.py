@@ -8,7 +8,6 @@ Probes: `capability`. Offers: `engine_arguments`, `CLASHES`. Nothing to undo.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +15,8 @@ from typing import Any, Literal
 from npu_replay.compat import model_config
 from npu_replay.compat import vllm_ascend as ascend
 from npu_replay.compat.probe import Capability, Product
-from npu_replay.compat.vllm_releases import FIRST, NEWEST, SWITCH
+from npu_replay.compat.vllm_planned import as_mapping, count, read
+from npu_replay.compat.vllm_releases import FIRST, NEWEST, SWITCH, tells_release
 from npu_replay.door import release
 from npu_replay.engine_arguments import EngineArguments
 from npu_replay.errors import ReplayError
@@ -39,8 +39,9 @@ def engine_arguments(
 
     Args:
         version: vLLM's release, "0.23.0".
-        planned: the arguments that the rollout is planned with, by their Python names; `model` and
-            `quantization` are found there too.
+        planned: the arguments that the rollout is planned with, by their Python names or as on a command
+            line ("--enable-eplb", "no_enable_eplb": True, "-pp": "2"); `model` and `quantization` are found
+            there too.
         model: a RoutedModel, or a Hugging Face config: its path or its folder's, its contents, an object.
         quantization: how the rollout's weights are quantized, if they are.
         vllm_ascend: vllm-ascend's release, if it runs on that.
@@ -53,13 +54,13 @@ def engine_arguments(
     Raises:
         ReplayError: names the argument, the release from which it works, and what happens else.
     """
-    given = {name.replace("-", "_"): value for name, value in (planned or {}).items()}
+    given = read(planned or {})
     known = model if model is not None else given.get("model")
     setting = ascend.Setting(
         model=known if model_config.is_there(known) else None,
         quantization=quantization or given.get("quantization"),
-        data_parallel=_count(given.get("data_parallel_size")),
-        tensor_parallel=_count(given.get("tensor_parallel_size")),
+        data_parallel=count(given.get("data_parallel_size")),
+        tensor_parallel=count(given.get("tensor_parallel_size")),
         expert_parallel=bool(given.get("enable_expert_parallel")),
         soc=soc,
         async_scheduling=given.get("async_scheduling"),
@@ -92,7 +93,7 @@ def capability(product: Product, plugin: Product | None = None) -> Capability:
     if not product.usable:
         state: Literal["broken", "missing"] = "broken" if product.problem else "missing"
         return Capability(CAPABILITY, state, product.problem or "vllm is not installed")
-    if not product.version:
+    if not tells_release(product.version):
         return Capability(CAPABILITY, "works", "but its release isn't known, and some give zeros")
     try:
         _refuse_release(product.version, plugin.version if plugin is not None and plugin.usable else None)
@@ -104,9 +105,12 @@ def capability(product: Product, plugin: Product | None = None) -> Capability:
 
 
 def _refuse_release(version: str, vllm_ascend: str | None) -> None:
+    _refuse_untold("vLLM", version, "version")
+    if vllm_ascend:
+        _refuse_untold("vllm-ascend", vllm_ascend, "vllm_ascend")
     at = release(version)
     if at < release(FIRST):
-        problem, cause = f"vLLM {version} has no routes", "an old release, or a version that isn't vLLM's"
+        problem, cause = f"vLLM {version} has no routes", "an old release"
     elif (0, 15) <= at < (0, 16) and not vllm_ascend:
         problem = f"vLLM {version} gives zeros for every id"
         cause = "0.15 never binds the capture; fixed in 0.16.0 (vllm#33013)"
@@ -119,6 +123,17 @@ def _refuse_release(version: str, vllm_ascend: str | None) -> None:
         got=version,
         cause=cause,
     )
+
+
+def _refuse_untold(product: str, version: Any, parameter: str) -> None:
+    if not tells_release(version):
+        raise ReplayError(
+            "this version doesn't tell its release",
+            where=f"rollout, {product}",
+            expected=f'the release that it is nearest to: pass {parameter}="0.23.0", say',
+            got=repr(version),
+            cause="a nightly build, or one from a clone without tags",
+        )
 
 
 def _refuse_clashes(version: str, given: Mapping[str, Any]) -> None:
@@ -235,12 +250,7 @@ class Limit(Releases):
 
 
 def _several(value: Any, _: Mapping[str, Any]) -> bool:
-    return _count(value) > 1
-
-
-def _count(value: Any) -> int:
-    """A number of ranks, off a command line too; 1 where none is given."""
-    return int(value) if isinstance(value, int) or (isinstance(value, str) and value.isdecimal()) else 1
+    return count(value) > 1
 
 
 def _on(value: Any, _: Mapping[str, Any]) -> bool:
@@ -272,6 +282,12 @@ def _connectors(value: Any) -> Iterator[str]:
 
 def _drafts_by_mtp(value: Any, _: Mapping[str, Any]) -> bool:
     return "mtp" in str(as_mapping(value).get("method") or "").lower()
+
+
+def _drafts_by_dspark(value: Any, _: Mapping[str, Any]) -> bool:
+    config = as_mapping(value)
+    method, draft = (str(config.get(key) or "").lower() for key in ("method", "model"))
+    return method == "dspark" or (not method and "dspark" in draft)
 
 
 def _verifies_adaptively(value: Any, _: Mapping[str, Any]) -> bool:
@@ -416,6 +432,15 @@ CLASHES = (
     ),
     Clash(
         argument="speculative_config",
+        clashes=_drafts_by_dspark,
+        since="0.25.0",
+        until="0.28.0",
+        instead="another method, or vLLM 0.28.0 or later",
+        why="DSpark runs on Model Runner V2 alone, without a capture before 0.28.0: vLLM refuses it when it "
+        "starts",
+    ),
+    Clash(
+        argument="speculative_config",
         clashes=_verifies_adaptively,
         since="0.31.0",
         instead="enable_adaptive_verification=False",
@@ -482,7 +507,8 @@ LIMITS = (
     Limit(
         until="0.28.0",
         on_ascend=False,
-        sentence="Model Runner V2 captures nothing before 0.28.0: leave VLLM_USE_V2_MODEL_RUNNER unset",
+        sentence="Model Runner V2 captures nothing before 0.28.0: vLLM falls back to V1, or refuses to start "
+        "where VLLM_USE_V2_MODEL_RUNNER=1 asks for V2, so leave it unset",
     ),
     Limit(
         until="0.17.0",
@@ -534,9 +560,19 @@ def limits(version: str, planned: Mapping[str, Any], *, on_ascend: bool) -> tupl
         found.insert(
             0, f"vLLM {version} is newer than {NEWEST}, the newest that was looked at: taken for its like"
         )
+    if _may_need_v2(planned, release(version)):
+        found.append(
+            "a DFlash draft that mixes sliding-window and full attention needs Model Runner V2, which "
+            "captures nothing before 0.28.0: vLLM refuses it when it starts"
+        )
     if _may_draft(planned, release(version)):
         found.append("a draft model that has MoE layers of its own overwrites layer 0 before 0.26.0")
     return tuple(found)
+
+
+def _may_need_v2(planned: Mapping[str, Any], at: tuple[int, ...]) -> bool:
+    method = str(as_mapping(planned.get("speculative_config")).get("method") or "").lower()
+    return method == "dflash" and release("0.26.0") <= at < release("0.28.0")
 
 
 def _may_draft(planned: Mapping[str, Any], at: tuple[int, ...]) -> bool:
@@ -545,15 +581,3 @@ def _may_draft(planned: Mapping[str, Any], at: tuple[int, ...]) -> bool:
     without_model = ("ngram", "suffix", "medusa", "mlp_speculator")
     fixed = release("0.21.0") <= at < release("0.22.0") or at >= release("0.26.0")
     return bool(config) and not fixed and not method.startswith(without_model)
-
-
-def as_mapping(value: Any) -> Mapping[str, Any]:
-    """An argument of several keys as a mapping: given as one, as JSON, or as vLLM's own config object."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return {}
-    if isinstance(value, Mapping):
-        return {str(key).replace("-", "_"): one for key, one in value.items()}
-    return getattr(value, "__dict__", {})

@@ -5,7 +5,8 @@
     /v1/chat/...     the same, but the prompt's ids stand at the top
     /inference/v1/generate   choices[i].token_ids always; the prompt's from 0.30 on, with return_token_ids
 
-0.21.0 keeps the prompt's rows apart, once for all completions, as `prompt_routed_experts`.
+0.21.0 keeps the prompt's rows apart, once for all completions, as `prompt_routed_experts`. Answers over HTTP
+count their tokens in `usage`, over all choices.
 
 Nothing is decoded here and no id is looked at. Nothing of vLLM is imported or changed.
 
@@ -30,7 +31,8 @@ class Completion:
 
     Attributes:
         request: the engine's name for the request; empty where it has none.
-        number: its place among the request's completions.
+        number: which of the request's completions it is, as the engine counts them.
+        position: its place in the answer's list.
         http: did it come over HTTP?
         prompt: the prompt's token ids; None where the answer hasn't got them.
         sampled: those that were sampled.
@@ -39,10 +41,13 @@ class Completion:
         finish_reason: the engine's word for why it ended; None if it didn't say.
         stop_reason: the stop string that ended it, if one did.
         weight_versions: the engine's own spans of weight versions, where it gives them.
+        prompt_count, sampled_count: how many ids of each the engine ran, where an answer over HTTP says so of
+            this completion alone.
     """
 
     request: str
     number: int
+    position: int
     http: bool
     prompt: Any
     sampled: Any
@@ -51,6 +56,8 @@ class Completion:
     finish_reason: str | None
     stop_reason: str | None
     weight_versions: Any
+    prompt_count: int | None = None
+    sampled_count: int | None = None
 
     @property
     def sample(self) -> str:
@@ -64,7 +71,7 @@ class Completion:
 
     @property
     def ended(self) -> bool:
-        """Did it end by itself? One that was aborted may lack rows."""
+        """Did it end by itself? One that was aborted may have no rows."""
         return self.finish_reason not in _NOT_ENDED
 
     @property
@@ -75,7 +82,7 @@ class Completion:
 
 
 def completions(output: Any) -> list[Completion]:
-    """Take an answer of vLLM apart.
+    """Take an answer of vLLM apart, in the order of its choices' own numbers.
 
     Args:
         output: a RequestOutput, or anything with its attributes; an answer over HTTP as a dict, as JSON, or
@@ -128,10 +135,12 @@ def _of_response(answer: Mapping[str, Any]) -> list[Completion]:
             "vLLM puts routes into whole answers alone",
         )
     name = answer.get("id", answer.get("request_id"))
-    return [
+    counts = _counts(answer.get("usage")) if len(choices) == 1 else (None, None)
+    found = [
         Completion(
             request=_request(name),
             number=number,
+            position=position,
             http=True,
             prompt=_first(choice.get("prompt_token_ids"), answer.get("prompt_token_ids")),
             sampled=choice.get("token_ids"),
@@ -140,9 +149,30 @@ def _of_response(answer: Mapping[str, Any]) -> list[Completion]:
             finish_reason=_word(choice.get("finish_reason")),
             stop_reason=_word(choice.get("stop_reason")),
             weight_versions=choice.get("weight_versions"),
+            prompt_count=counts[0],
+            sampled_count=counts[1],
         )
-        for number, choice in enumerate(choices)
+        for position, (number, choice) in enumerate(zip(_numbers(choices), choices, strict=True))
     ]
+    return sorted(found, key=lambda one: one.number)
+
+
+def _numbers(choices: list[Mapping[str, Any]]) -> list[int]:
+    """The choices' own, where each has one; else as they lie."""
+    said = [choice.get("index") for choice in choices]
+    numbers = [number for number in said if type(number) is int and number >= 0]
+    return numbers if len(set(numbers)) == len(choices) else list(range(len(choices)))
+
+
+def _counts(usage: Any) -> tuple[int | None, int | None]:
+    """Of the prompt's ids and of those sampled."""
+    said = usage if isinstance(usage, Mapping) else {}
+    prompt, sampled = (_count(said.get(name)) for name in ("prompt_tokens", "completion_tokens"))
+    return prompt, sampled
+
+
+def _count(value: Any) -> int | None:
+    return value if type(value) is int and value >= 0 else None
 
 
 def _of_request_output(output: Any) -> list[Completion]:
@@ -159,6 +189,7 @@ def _of_request_output(output: Any) -> list[Completion]:
         Completion(
             request=_request(getattr(output, "request_id", None)),
             number=number,
+            position=number,
             http=False,
             prompt=getattr(output, "prompt_token_ids", None),
             sampled=getattr(one, "token_ids", None),

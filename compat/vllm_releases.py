@@ -10,10 +10,14 @@
 Read in the released source of 0.14.0, 0.15.1, 0.16.0, 0.20.2, 0.21.0, 0.22.0, 0.23.0, 0.24.0, 0.26.0, 0.27.0,
 0.28.0, 0.30.0, 0.31.0 and 0.33.0. Nothing of vLLM is imported or changed.
 
-Probes: nothing. Offers: `FAULTS`, `faults`, `drops_at_stop_string`, `FIRST`, `NEWEST`. Nothing to undo.
+Probes: nothing. Offers: `FAULTS`, `faults`, `drops_at_stop_string`, `tells_release`, `FIRST`, `NEWEST`.
+Nothing to undo.
 """
 
 from __future__ import annotations
+
+import re
+from typing import Any
 
 from npu_replay.door import Fault, Symptom
 
@@ -117,8 +121,9 @@ FAULTS = (
     Fault(
         symptom=Symptom.DENSE_COLUMN,
         until="0.26.0",
-        cause="the MoE layer of an MTP draft model calls itself layer 0 and writes there; fixed in 0.26.0 "
-        "(vllm#48622). Take the speculative method out, or another release",
+        cause="layer 0: an MTP draft model's MoE layer calls itself that and writes there; fixed in 0.26.0 "
+        "(vllm#48622), so take the speculative method out, or another release. Any other layer: the config "
+        "given here is another model's, or its layers were counted from 1",
     ),
     Fault(
         symptom=Symptom.DENSE_COLUMN,
@@ -140,21 +145,22 @@ FAULTS = (
         since="0.21.0",
         until="0.22.0",
         cause="0.21.0 keeps the prompt's rows apart, in RequestOutput.prompt_routed_experts, at the top of "
-        "an answer over HTTP: pass the whole output, not one completion",
+        "an answer over HTTP: pass the whole output, not one completion; or token ids tokenised again",
     ),
     Fault(
         symptom=Symptom.TOO_FEW_ROWS,
         since="0.22.0",
-        cause="the request was sent with routed_experts_prompt_start: pass the same here as start=",
+        cause="the request was sent with routed_experts_prompt_start: pass the same here as start=; or token "
+        "ids tokenised again, more than the engine ran",
     ),
     Fault(
         symptom=Symptom.TOO_FEW_ROWS,
-        cause="token ids of another sequence: the text was tokenized anew, or turns were put together",
+        cause="token ids of another sequence: token ids tokenised again, or turns that were put together",
     ),
     Fault(
         symptom=Symptom.TOO_MANY_ROWS,
         cause="token ids of another sequence: tokens were taken off the end (pass output_token_ids= beside "
-        "the whole output), the text was tokenized anew, or start= was passed and the request hadn't "
+        "the whole output), the text was tokenised again, or start= was passed and the request hadn't "
         "routed_experts_prompt_start (/v1 endpoints know it from 0.28.0 on)",
     ),
     Fault(
@@ -218,3 +224,9 @@ def faults(*, http: bool, stop_string: bool) -> tuple[Fault, ...]:
 def drops_at_stop_string(version: str) -> bool:
     """Does this release give no routes for a completion that a stop string ended?"""
     return _STOP_STRING.in_release(version)
+
+
+def tells_release(version: Any) -> bool:
+    """Can one say which release this is? Not of «nightly», nor of the «0.1.dev123+g1a2b3c» that a build from
+    a clone without tags calls itself."""
+    return isinstance(version, str) and re.match(r"v?\d+\.\d+(?!\d*\.dev)", version) is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -172,23 +171,20 @@ def _of_vllm(answer: Mapping[str, Any], one: Completion, version: str, known: Kn
         return Sample(name=name, problem=error)
     model = known.model
     if model is not None and tokens is not None:
-        alone = {**answer, "choices": [answer["choices"][one.number]]}
+        alone = _alone(answer, one)
         if not tokens.named:
             alone = _without_ids(alone)
 
         def decode() -> RoutedExperts:
-            try:
-                _refuse_another_prompt(answer, one, model, version)
-                return from_vllm(
-                    alone,
-                    model,
-                    prompt_token_ids=tokens.prompt,
-                    output_token_ids=tokens.output,
-                    start=known.start,
-                    version=version,
-                )[0]
-            except ReplayError as error:
-                raise _renumbered(error, one) from error
+            _refuse_another_prompt(answer, one, model, version)
+            return from_vllm(
+                alone,
+                model,
+                prompt_token_ids=tokens.prompt,
+                output_token_ids=tokens.output,
+                start=known.start,
+                version=version,
+            )[0]
 
         return _judged(name, decode, rows, known, tokens)
     if rows is None:
@@ -198,20 +194,20 @@ def _of_vllm(answer: Mapping[str, Any], one: Completion, version: str, known: Kn
     return judge_rows(rows, known, source, tokens=ids, name=name, ended=one.ended)
 
 
+def _alone(answer: Mapping[str, Any], *some: Completion) -> dict[str, Any]:
+    """The answer with some of its completions, under their own numbers. Its usage counts them all."""
+    choices = [{**answer["choices"][one.position], "index": one.number} for one in some]
+    counts = {} if len(answer["choices"]) == len(some) else {"usage": None}
+    return {**answer, "choices": choices, **counts}
+
+
 def _refuse_another_prompt(
     answer: Mapping[str, Any], one: Completion, model: RoutedModel, version: str
 ) -> None:
     """Where prompts' rows are kept apart they are the first completion's, which one alone doesn't show."""
-    first = answer["choices"][0]
-    if one.prompt_rows is not None and one.prompt != first.get("prompt_token_ids", one.prompt):
-        from_vllm({**answer, "choices": [first, answer["choices"][one.number]]}, model, version=version)
-
-
-def _renumbered(error: ReplayError, one: Completion) -> ReplayError:
-    """It was decoded alone, as the first, or beside the first."""
-    where = re.sub(r"\bcompletion \d+", f"completion {one.number}", error.where)
-    where = re.sub(r"\bchoices\[\d+\]", one.place, where)
-    return type(error)(error.problem, where=where, expected=error.expected, got=error.got, cause=error.cause)
+    first = completions(answer)[0]
+    if one.prompt_rows is not None and first.prompt not in (None, one.prompt):
+        from_vllm(_alone(answer, first, one), model, version=version)
 
 
 def _rows_of_vllm(one: Completion, source: Source) -> Array | None:

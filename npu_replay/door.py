@@ -7,6 +7,7 @@ the likeliest fault of that engine and release.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Sequence
@@ -18,13 +19,15 @@ import numpy as np
 import torch
 
 from npu_replay import id_checks
-from npu_replay.errors import InvalidRoutes
+from npu_replay.errors import InvalidRoutes, ReplayError
 from npu_replay.fingerprint import fingerprint
 from npu_replay.id_checks import Array
 from npu_replay.routed_experts import CONSTANT_ROWS, RoutedExperts, narrow_dtype
 from npu_replay.routed_model import RoutedModel
 
 Missing = Literal["error", "native"]
+
+_log = logging.getLogger(__name__)
 
 _SURE_BITS = 96
 """So much choice there must be before tokens that choose alike are called a fault: by chance they do once in
@@ -117,6 +120,10 @@ class Source:
 
 def release(version: str) -> tuple[int, ...]:
     """«0.5.12.post1» as (0, 5, 12), «0.24.0rc1» as (0, 24, 0): for comparing; zeros where nothing is said."""
+    if not isinstance(version, str):
+        raise ReplayError(
+            "a release is told as text", where="version", expected="«0.23.0»", got=repr(version)
+        )
     numbers = [int(number[:9]) for number in re.findall(r"\d+", version.split("rc")[0])[:3]]
     return tuple(numbers + [0] * (3 - len(numbers)))
 
@@ -142,10 +149,10 @@ def admit(
         tokens: [tokens], ids of prompt and output. The last has no row: the engine never ran it.
         source: for messages.
         start: the first row's token; those before have no route.
-        ended: the engine ended the request by itself. One that was aborted may have fewer rows.
-        surplus: so many rows more may be there, and are cut off: of tokens that a stop string took back.
+        ended: the engine ended the request by itself. One that was aborted may have no rows at all.
+        surplus: exactly so many tokens of the engine's were taken off the end of `tokens`; so are their rows.
         missing: "native" leaves rows that are zero in all layers without a route; else they are an error. So
-            are zeros throughout, always.
+            are zeros throughout, always. Rows that are another token's likewise.
         weight_version: which weights chose, if known.
 
     Returns:
@@ -168,7 +175,10 @@ def admit(
     recorded = np.zeros(len(ids), bool)
     recorded[start : start + len(rows)] = True
     recorded[start + blank] = False
-    _check_rows(there, recorded[start : start + len(rows)], ids[start:], model, source, start)
+    known = recorded[start : start + len(rows)]
+    _check_rows(there, known, ids[start:], model, source, start)
+    stale = _stale_rows(there, known, ids[start:], model, missing, source, start)
+    there[stale], known[stale] = 0, False
     return RoutedExperts._checked(
         ids=torch.from_numpy(room),
         layers=model.layers,
@@ -197,7 +207,8 @@ def _numpy_dtype(model: RoutedModel) -> Any:
 
 
 def _in_rows(rows: Any, tokens: int, start: int, ended: bool, surplus: int, source: Source) -> Array:
-    """As many rows as the engine has run tokens, or fewer where it was stopped."""
+    """Exactly as many rows as the engine has run tokens: one row more or less would shift them all unnoticed.
+    What was aborted may have none."""
     if not isinstance(rows, np.ndarray) or rows.ndim != 3 or rows.dtype.kind not in "iu":
         raise source.error(
             Symptom.SHAPE,
@@ -209,22 +220,17 @@ def _in_rows(rows: Any, tokens: int, start: int, ended: bool, surplus: int, sour
         raise source.error(
             Symptom.SHAPE, "the first row's token isn't in the sequence", expected=f"0 to {tokens}", got=start
         )
-    ran = max(0, tokens - 1 - start)
-    if len(rows) < ran and ended:
-        raise source.error(
-            Symptom.TOO_FEW_ROWS,
-            "the engine has rows for fewer tokens than it ran",
-            expected=f"{ran} rows ({tokens} tokens from {start} on; the last has none)",
-            got=len(rows),
-        )
-    if len(rows) > ran + surplus:
-        raise source.error(
-            Symptom.TOO_MANY_ROWS,
-            "the engine has rows for more tokens than the sequence has",
-            expected=f"{ran} rows ({tokens} tokens from {start} on; the last has none)",
-            got=len(rows),
-        )
-    return rows[:ran]
+    wanted = max(0, tokens - 1 - start + surplus)
+    if len(rows) == wanted or (len(rows) == 0 and not ended):
+        return rows[: max(0, tokens - 1 - start)]
+    few = len(rows) < wanted
+    taken_off = f", and {surplus} more that were taken off its end" if surplus else ""
+    raise source.error(
+        Symptom.TOO_FEW_ROWS if few else Symptom.TOO_MANY_ROWS,
+        f"the engine has rows for {'fewer' if few else 'more'} tokens than it ran",
+        expected=f"{wanted} rows ({tokens} tokens from {start} on{taken_off}; the last has none)",
+        got=len(rows),
+    )
 
 
 def _in_columns(rows: Array, model: RoutedModel, source: Source, start: int) -> Array:
@@ -280,8 +286,9 @@ def _check_range(rows: Array, model: RoutedModel, source: Source, start: int) ->
 
 
 def _blank_rows(rows: Array, model: RoutedModel, missing: Missing, source: Source, start: int) -> Array:
-    """The rows that were never written. With a top-k of 1 they can't be told from expert 0."""
-    if model.topk == 1:
+    """The rows that were never written. With a top-k of 1 they can't be told from expert 0, but where all of
+    many layers say so."""
+    if model.topk == 1 and len(model.layers) * _bits(model) < _SURE_BITS:
         return np.empty(0, np.int64)
     blank = id_checks.blank_rows(rows)
     if len(blank) and len(blank) == len(rows):
@@ -324,20 +331,37 @@ def _check_rows(
             expected=f"{model.topk} different experts",
             got=rows[row, column].tolist(),
         )
+
+
+def _stale_rows(
+    rows: Array,
+    recorded: Array,
+    tokens: Array,
+    model: RoutedModel,
+    missing: Missing,
+    source: Source,
+    start: int,
+) -> Array:
+    """The rows that are another token's: they were read from a buffer too late."""
     if len(model.layers) * _bits(model) < _SURE_BITS:
-        return
-    if len(known) == len(rows):
+        return np.empty(0, np.int64)
+    if recorded.all():
         stale = id_checks.repeated_rows(rows, tokens)
     else:
         at = np.flatnonzero(recorded)
-        stale = at[id_checks.repeated_rows(known, tokens[at])]
-    if len(stale):
-        raise source.error(
-            Symptom.STALE_ROWS,
-            f"{len(stale)} rows are another token's in all layers, the first is row {start + stale[0]}",
-            expected="routes that depend on the token",
-            got=f"a copy, for token {int(tokens[stale[0]])}",
-        )
+        stale = at[id_checks.repeated_rows(rows[at], tokens[at])]
+    if not len(stale):
+        return stale
+    error = source.error(
+        Symptom.STALE_ROWS,
+        f"{len(stale)} rows are another token's in all layers, the first is row {start + stale[0]}",
+        expected="routes that depend on the token",
+        got=f"a copy, for token {int(tokens[stale[0]])}",
+    )
+    if missing == "error":
+        raise error
+    _log.warning("%s. They are left without a route", error)
+    return stale
 
 
 def _tell_apart(tokens: Array, model: RoutedModel) -> bool:

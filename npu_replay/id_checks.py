@@ -9,6 +9,7 @@ import numpy as np
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
+_MOST_SHIFTS = 64  # a top-k above is sorted: each shift costs a pass, and a mask that is kept
 _BLOCK = 1 << 17  # ids; the fastest of 2**14 to 2**20, for ids of one byte and of two
 
 
@@ -29,7 +30,7 @@ def named_twice(ids: Array, recorded: Array) -> Array:
     step = max(1, _BLOCK // (layers * topk))
     for first in range(0, tokens, step):
         block = ids[first : first + step]
-        if _any_twice(np.ascontiguousarray(block)):
+        if topk > _MOST_SHIFTS or _any_twice(np.ascontiguousarray(block)):
             rows = np.flatnonzero(recorded[first : first + step])
             ordered = np.sort(block[rows], axis=2)
             at = np.argwhere((ordered[..., 1:] == ordered[..., :-1]).any(axis=2))

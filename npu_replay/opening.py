@@ -201,8 +201,8 @@ def _of_store(store: RouteStore, key: str, known: Known) -> Sample:
     try:
         return judge_routes(store[key], known, name=key, where=where)
     except ReplayError as error:
-        described = store._samples[key]
-        view = _view_of_tensors(store.folder / described["shard"], f"{key}.", described)
+        shard, described = store.described(key)
+        view = _view_of_tensors(shard, f"{key}.", described)
         problem = error if key in error.where else _at(error, where)
         return Sample(name=key, problem=problem, view=view)
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
-from npu_replay.errors import MicroBatchError, ReplayError
+from npu_replay.errors import MicroBatchError, ReplayError, whole_number
 from npu_replay.fingerprint import fingerprint
 from npu_replay.id_checks import Array
 from npu_replay.routed_experts import RoutedExperts, narrow_dtype
@@ -82,10 +82,11 @@ class _Rows:
         return _Rows(*map(np.concatenate, zip(self.arrays(), others.arrays(), strict=True)))
 
     def take(self, others: _Rows, keep: Keep) -> None:
-        """Fill in rows of the same tokens, the rows of `others` where both are known and the latest count."""
+        """Fill in rows of the same tokens. The first count, but not for a row that nobody sampled from before
+        and `others` did: what had come of it was cut off."""
         taken = others.recorded.copy()
         if keep == "first":
-            taken &= ~(self.recorded | self.settled)
+            taken &= ~self.settled & (~self.recorded | others.settled)
         self.ids[taken] = others.ids[taken]
         self.versions[taken] = others.versions[taken]
         self.recorded |= taken
@@ -107,10 +108,12 @@ class Rollout:
         model: a RoutedModel, or what `RoutedModel.from_config` takes.
         missing: "native" takes a turn without routes that wasn't aborted, whose rows then have none; else it
             is an error.
+        name: of the sample, for messages.
     """
 
     model: Any
     missing: Literal["error", "native"] = "error"
+    name: str = ""
     turns: int = field(default=0, init=False)
     """Calls of the engine so far."""
     prompt_length: int = field(default=0, init=False)
@@ -118,8 +121,19 @@ class Rollout:
 
     def __post_init__(self) -> None:
         self.model = RoutedModel.of(self.model)
+        if self.missing not in ("error", "native"):
+            raise ReplayError(
+                "unknown way with missing routes",
+                where=self._where,
+                expected="error, native",
+                got=self.missing,
+            )
         self._tokens: Array = np.empty(0, np.int64)
         self._rows = _Rows.empty(0, self.model)
+
+    @property
+    def _where(self) -> str:
+        return f"Rollout {self.name}".rstrip()
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -166,8 +180,7 @@ class Rollout:
         Raises:
             ReplayError: other tokens than those so far, routes of another sequence or model, or no routes.
         """
-        if keep not in ("first", "latest"):
-            raise ReplayError("unknown way to keep rows", where="Rollout", expected="first, latest", got=keep)
+        _check_keep(keep)
         prompt, sampled = _ids(turn.prompt), _ids(turn.sampled)
         whole = np.concatenate([prompt, sampled])
         self._check_goes_on(whole)
@@ -187,6 +200,7 @@ class Rollout:
         Raises:
             ReplayError: one doesn't begin with the tokens of the one before, or they are of different models.
         """
+        _check_keep(keep)
         if not samples or any(sample.model != samples[0].model for sample in samples):
             raise ReplayError(
                 "these samples can't be merged",
@@ -194,7 +208,7 @@ class Rollout:
                 expected="one sample at least, all of one model",
                 got=[sample.model for sample in samples],
             )
-        merged = cls(samples[0].model, samples[0].missing)
+        merged = cls(samples[0].model, samples[0].missing, samples[0].name)
         for sample in samples:
             merged._check_goes_on(sample._tokens)
             merged._merge(sample._tokens, sample._rows.first(len(sample)), keep)
@@ -203,11 +217,19 @@ class Rollout:
         return merged
 
     def truncate(self, length: int) -> None:
-        """Drop all tokens from `length` on, and their rows; a longer length changes nothing."""
+        """Drop all tokens from `length` on, and their rows; a longer length changes nothing.
+
+        The last row that is left is sampled from anew, if a turn goes on from here.
+        """
+        length = whole_number(length, "the length to truncate to", self._where)
         if length < 0:
-            raise ReplayError("bad length to truncate to", where="Rollout", expected="0 or more", got=length)
+            raise ReplayError(
+                "bad length to truncate to", where=self._where, expected="0 or more", got=length
+            )
         self._tokens = self._tokens[:length].copy()
-        self._rows = self._rows.first(length)
+        if length < len(self._rows.settled):
+            self._rows = self._rows.first(length)
+            self._rows.settled[-1:] = False
         self.prompt_length = min(self.prompt_length, length)
 
     def _merge(self, whole: Array, rows: _Rows, keep: Keep) -> None:
@@ -226,7 +248,7 @@ class Rollout:
         at = int(differ[0]) if len(differ) else length
         raise ReplayError(
             f"turn {self.turns + 1} doesn't go on from the tokens so far: they part at token {at}",
-            where="Rollout",
+            where=self._where,
             expected=f"{_around(self._tokens, at)} ({len(self)} tokens)",
             got=f"{_around(whole, at)} ({len(whole)} tokens)",
             cause="text that was decoded and tokenised again (pass token ids on), a chat template that "
@@ -241,7 +263,7 @@ class Rollout:
             if not turn.aborted and self.missing == "error":
                 raise ReplayError(
                     f"turn {self.turns + 1} has no routes",
-                    where="Rollout",
+                    where=self._where,
                     expected="routes of each turn that wasn't aborted",
                     got=None,
                     cause="an engine that was started without the capture of routes; "
@@ -262,16 +284,20 @@ class Rollout:
         if len(given) != tokens:
             raise MicroBatchError(
                 "another number of weight versions than tokens",
-                where=f"Rollout, turn {self.turns + 1}",
+                where=f"{self._where}, turn {self.turns + 1}",
                 expected=f"{tokens}, one a token of prompt and sampled tokens",
                 got=len(given),
+            )
+        if not all(version is None or isinstance(version, (int, str)) for version in given):
+            raise MicroBatchError(
+                "weight versions must be integers or strings", expected="int, str or None", got=given
             )
         versions = np.empty(tokens, object)
         versions[:] = list(given)
         return versions
 
     def _check_routes(self, routes: RoutedExperts, whole: Array) -> None:
-        where = f"Rollout, turn {self.turns + 1}"
+        where = f"{self._where}, turn {self.turns + 1}"
         wanted = (self.model.layers, self.model.topk, self.model.num_experts)
         if (routes.layers, routes.topk, routes.num_experts) != wanted:
             raise MicroBatchError(
@@ -298,15 +324,28 @@ class Rollout:
             )
 
 
+def _check_keep(keep: str) -> None:
+    if keep not in ("first", "latest"):
+        raise ReplayError("unknown way to keep rows", where="Rollout", expected="first, latest", got=keep)
+
+
 def _ids(tokens: Tokens) -> Array:
-    if isinstance(tokens, torch.Tensor):
-        tokens = tokens.detach().cpu().numpy()
-    found = np.asarray(tokens)
-    if found.size and found.dtype.kind not in "iu":
-        raise ReplayError(
-            "these aren't token ids", where="Rollout", expected="integers", got=found.dtype, cause="text"
-        )
-    return found.astype(np.int64).reshape(-1)
+    """[tokens] int64."""
+    try:
+        found = np.asarray(tokens.detach().cpu() if isinstance(tokens, torch.Tensor) else tokens)
+        if found.ndim == 1 and (found.dtype.kind in "iu" or found.size == 0):
+            ids = found.astype(np.int64)
+            if found.size == 0 or (int(ids.min()) >= 0 and int(found.max()) == int(ids.max())):
+                return ids
+    except (ValueError, TypeError, OverflowError):
+        pass  # ragged, or of things that aren't numbers
+    raise ReplayError(
+        "these aren't token ids",
+        where="Rollout",
+        expected="integers from 0 on, [tokens]",
+        got=repr(tokens)[:80],
+        cause="text, or a batch of several sequences",
+    )
 
 
 def _around(tokens: Array, at: int) -> str:

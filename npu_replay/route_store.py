@@ -1,20 +1,23 @@
-"""RouteStore: the routes of many samples in one folder: safetensors shards, and an index for each writer.
+"""RouteStore: the routes of many samples in one folder: safetensors shards, and an index for each.
 
     with RouteStore.writer(folder, name=f"rank-{rank}") as writer:
         writer.add(routes)                    # by the fingerprint of its tokens
     RouteStore(folder).of(tokens)
 
-A shard is a safetensors file with two tensors a sample, `KEY.ids` and `KEY.recorded`. NAME.index.json says of
-each sample which shard holds it, and what the wire form's header says (`route_bytes.header`, and its digest).
-A shard, and then the index anew, is written whole or not at all, so a job that dies leaves what was written.
+A shard, NAME-00000.safetensors, has two tensors a sample, `KEY.ids` and `KEY.recorded`. NAME-00000.index.json
+says of each what the wire form's header says (`route_bytes.header`), with its checksum; what is the same for
+all samples stands there once. Each of the two files is written whole or not at all, the index last, so a job
+that dies leaves what was written.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,20 +32,38 @@ from npu_replay.routed_experts import RoutedExperts
 FORMAT = "npu_replay.store.1"
 SHARD_BYTES = 1 << 28
 _INDEX = ".index.json"
+_OPEN = 64  # shards that are kept open
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Where one sample lies, and what its index says of it: of all in the shard, and of it alone."""
+
+    shard: str
+    common: dict[str, Any]
+    own: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        return str(self.own["digest"])
 
 
 class RouteStore(Mapping[str, RoutedExperts]):
     """The routes in a folder, by key. Each is read, and held against its checksum, when it is asked for.
 
+    Where two writers have routes for one key (a short answer of two ranks), the first by name counts,
+    and how many differ is logged.
+
     Raises:
-        RouteFileError: the folder holds no index, or one that can't be read; or two writers have other
-            routes for one key.
+        RouteFileError: the folder holds no index, or one that can't be read.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         route_file.require_safetensors()
-        self._samples: dict[str, dict[str, Any]] = {}
+        self._samples: dict[str, _Entry] = {}
         self._files: dict[Path, Any] = {}
         indexes = sorted(self.folder.glob(f"*{_INDEX}"))
         if not indexes:
@@ -53,8 +74,13 @@ class RouteStore(Mapping[str, RoutedExperts]):
                 got="none",
                 cause="another folder, or a job that ended before its first shard was full: close the writer",
             )
-        for index in indexes:
-            self._add(index, _read_index(index))
+        others = sum(self._add(_read_index(index)) for index in indexes)
+        if others:
+            logger.warning(
+                "[npu_replay] %s: %d samples were written twice with other routes; the first are used",
+                self.folder,
+                others,
+            )
 
     @staticmethod
     def writer(
@@ -70,8 +96,7 @@ class RouteStore(Mapping[str, RoutedExperts]):
         return RouteWriter(Path(folder), name, shard_bytes)
 
     def __getitem__(self, key: str) -> RoutedExperts:
-        described = dict(self._samples[key])
-        shard = self.folder / described.pop("shard")
+        shard, described = self.described(key)
         ids, recorded = self._read(shard, key)
         found = described.pop("digest", None)
         bits = recorded.numpy().tobytes()
@@ -98,6 +123,11 @@ class RouteStore(Mapping[str, RoutedExperts]):
     def __len__(self) -> int:
         return len(self._samples)
 
+    def described(self, key: str) -> tuple[Path, dict[str, Any]]:
+        """The shard that a sample lies in, and what its index says of it."""
+        entry = self._samples[key]
+        return self.folder / entry.shard, entry.common | entry.own
+
     def of(self, tokens: Any) -> RoutedExperts:
         """The routes of one sequence of token ids, [tokens].
 
@@ -115,23 +145,19 @@ class RouteStore(Mapping[str, RoutedExperts]):
             )
         return self[key]
 
-    def _add(self, index: Path, samples: dict[str, dict[str, Any]]) -> None:
-        for key, described in samples.items():
-            known = self._samples.setdefault(key, described)
-            if known["digest"] != described["digest"]:
-                raise RouteFileError(
-                    "two writers have other routes for one key",
-                    where=str(index),
-                    expected=f"{key} once, or the same routes",
-                    got=f"{known['shard']} and {described['shard']}",
-                    cause="two jobs wrote into one folder",
-                )
+    def _add(self, samples: dict[str, _Entry]) -> int:
+        """Add those that aren't there; how many are there with other routes."""
+        return sum(
+            self._samples.setdefault(key, entry).digest != entry.digest for key, entry in samples.items()
+        )
 
     def _read(self, shard: Path, key: str) -> tuple[torch.Tensor, torch.Tensor]:
         from safetensors import SafetensorError, safe_open
 
         try:
             if shard not in self._files:
+                while len(self._files) >= _OPEN:
+                    del self._files[next(iter(self._files))]
                 self._files[shard] = safe_open(shard, framework="pt").__enter__()  # type: ignore[no-untyped-call]
             file = self._files[shard]
             return file.get_tensor(f"{key}.ids"), file.get_tensor(f"{key}.recorded")
@@ -153,18 +179,18 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
                 "bad name of a writer", expected="a file name without folders", got=repr(name)
             )
         self.folder, self.name, self.shard_bytes = folder, name, shard_bytes
-        self._index = folder / f"{name}{_INDEX}"
-        self._samples: dict[str, dict[str, Any]] = {}
+        self._keys: set[str] = set()
         self._waiting: dict[str, RoutedExperts] = {}
+        self._bytes = 0
         self._shards = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RouteFileError(f"the folder can't be made ({error})", where=str(folder)) from error
-        if self._index.exists() or self._shard(0).exists():
+        if self._file(0, ".safetensors").exists():
             raise RouteFileError(
                 "somebody has written here under this name",
-                where=str(self._index),
+                where=str(self._file(0, ".safetensors")),
                 cause="an earlier job, or two ranks with one name: take another folder, or another name",
             )
 
@@ -183,10 +209,14 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
                     got=routes,
                 )
             key = key_of(routes.fingerprint)
-        if key in self._samples or key in self._waiting:
+        if not _is_key(key):
+            raise RouteFileError("bad key", where=str(self.folder), expected="text", got=repr(key))
+        if key in self._keys:
             raise RouteFileError("the key is taken", where=str(self.folder), expected="another key", got=key)
+        self._keys.add(key)
         self._waiting[key] = routes
-        if sum(one.ids.nbytes for one in self._waiting.values()) >= self.shard_bytes:
+        self._bytes += routes.ids.nbytes
+        if self._bytes >= self.shard_bytes:
             self.flush()
 
     def flush(self) -> None:
@@ -195,16 +225,26 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
             return
         from safetensors.torch import save
 
-        shard, tensors = self._shard(self._shards), {}
+        number, self._shards = self._shards, self._shards + 1  # one that failed is not written again
+        shard, tensors = self._file(number, ".safetensors"), {}
         for key, routes in self._waiting.items():
             tensors[f"{key}.ids"] = routes.ids.contiguous()
             tensors[f"{key}.recorded"] = routes.recorded.contiguous()
         route_file.write_whole(shard, save(tensors, {"format": FORMAT}), overwrite=False)
-        for key, routes in self._waiting.items():
-            self._samples[key] = _described(routes) | {"shard": shard.name}
-        text = json.dumps({"format": FORMAT, "samples": self._samples})
-        route_file.write_whole(self._index, text.encode(), overwrite=True)
-        self._waiting, self._shards = {}, self._shards + 1
+        described = {key: _described(routes) for key, routes in self._waiting.items()}
+        first = next(iter(described.values()))
+        common = {
+            name: value
+            for name, value in first.items()
+            if name != "digest" and all(one[name] == value for one in described.values())
+        }
+        own = {
+            key: {name: value for name, value in one.items() if name not in common}
+            for key, one in described.items()
+        }
+        index = {"format": FORMAT, "shard": shard.name, "common": common, "samples": own}
+        route_file.write_whole(self._file(number, _INDEX), json.dumps(index).encode(), overwrite=False)
+        self._waiting, self._bytes = {}, 0
 
     def __exit__(
         self,
@@ -214,8 +254,8 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
     ) -> None:
         self.flush()
 
-    def _shard(self, number: int) -> Path:
-        return self.folder / f"{self.name}-{number:05d}.safetensors"
+    def _file(self, number: int, suffix: str) -> Path:
+        return self.folder / f"{self.name}-{number:05d}{suffix}"
 
 
 def key_of(mark: int) -> str:
@@ -229,18 +269,28 @@ def _described(routes: RoutedExperts) -> dict[str, Any]:
     return described | {"digest": route_bytes.digest(described, routes.ids.contiguous().numpy().data, bits)}
 
 
-def _read_index(path: Path) -> dict[str, dict[str, Any]]:
+def _is_key(key: Any) -> bool:
+    try:
+        return isinstance(key, str) and bool(key.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def _read_index(path: Path) -> dict[str, _Entry]:
     try:
         index = json.loads(path.read_text())
         if index["format"] != FORMAT:
             raise ValueError(f"format {index['format']!r}, not {FORMAT!r}")
-        samples: dict[str, dict[str, Any]] = index["samples"]
-        for described in samples.values():
-            if Path(described["shard"]).name != described["shard"]:
-                raise ValueError(f"shard {described['shard']!r}")
+        shard, common = index["shard"], index["common"]
+        if Path(shard).name != shard:
+            raise ValueError(f"shard {shard!r}")
+        samples = {key: _Entry(shard, common, own) for key, own in index["samples"].items()}
+        for entry in samples.values():
+            described = entry.common | entry.own
             route_bytes.shape_of(described)
-            str(described["digest"]), str(described["dtype"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if not all(isinstance(described[name], str) for name in ("digest", "dtype")):
+                raise ValueError("no checksum")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RouteFileError(
             f"this index of routes can't be read ({error!r})",
             where=str(path),

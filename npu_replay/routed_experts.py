@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from npu_replay import id_checks, route_bytes, route_file
-from npu_replay.errors import InvalidRoutes
+from npu_replay.errors import InvalidRoutes, RouteFileError
 
 IdArray: TypeAlias = "torch.Tensor | np.ndarray"
 
@@ -371,8 +371,14 @@ class RoutedExperts:
 
 def _unpickled(values: dict[str, Any], bad_samples: int) -> RoutedExperts:
     arrays = {name: route_bytes.shared_tensor(values[name]) for name in ("ids", "recorded")}
-    routes = RoutedExperts.__new__(RoutedExperts)
-    routes._set(*(values | arrays).values())
+    routes, known = RoutedExperts.__new__(RoutedExperts), values | arrays
+    if known.keys() != {field.name for field in fields(RoutedExperts)}:
+        raise RouteFileError(
+            "this pickle is of another version of npu_replay",
+            expected="one version on all nodes",
+            got=list(known),
+        )
+    routes._set(*(known[field.name] for field in fields(RoutedExperts)))
     if bad_samples:
         object.__setattr__(routes, "bad_samples", bad_samples)
     return routes

@@ -187,6 +187,9 @@ class _Keys:
                 where=str(file),
                 expected="a Hugging Face config.json, or the folder that it is in",
                 got=error,
+                cause="the name of a model on a hub, which isn't looked up: download it, and give its folder"
+                if isinstance(error, FileNotFoundError)
+                else "",
             ) from error
         if not isinstance(config, dict):
             raise ReplayError(

@@ -47,6 +47,7 @@ class Request:
         retractions: how often it was put back.
         weights: (version, first output token) of each weights that sampled for it.
         captured: False for a request that was aborted before its prefill.
+        drafts: the draft tokens of each verification; 0 without speculation.
     """
 
     version: str
@@ -58,6 +59,7 @@ class Request:
     retractions: int = 0
     weights: list[tuple[str, int]] = field(default_factory=lambda: [("default", 0)])
     captured: bool = True
+    drafts: int = 0
     id: str = "3f9d"
 
     def since(self, version: str) -> bool:
@@ -88,6 +90,7 @@ class Request:
             "completion_tokens": len(self.output),
             "cached_tokens": 0,
         }
+        info |= self._speculation()
         if self.since("0.5.19"):
             info["weight_versions"] = self._spans()
         collected = self.collected()
@@ -101,6 +104,23 @@ class Request:
             info["routed_experts"] = base64.b64encode(collected.numpy().tobytes()).decode("utf-8")
         info["e2e_latency"] = 0.25
         return info
+
+    def _speculation(self) -> dict[str, Any]:
+        """What it counts: the drafts accepted behind the end, too, which `rows` has where they were kept."""
+        past = len(self.rows) - (len(self.prompt) + len(self.output) - 1)
+        after_prefill = len(self.output) + max(past, 0) - 1
+        if not self.drafts or after_prefill < 1:
+            return {}
+        rounds = -(-after_prefill // self.drafts)
+        accepted, proposed = after_prefill - rounds, rounds * (self.drafts - 1)
+        counts = {"spec_accept_rate": accepted / proposed, "spec_accept_length": len(self.output) / rounds}
+        if not self.since("0.5.11"):
+            counts |= {"spec_accept_token_num": accepted, "spec_draft_token_num": proposed}
+        elif not self.since("0.5.12"):
+            counts |= {"spec_accepted_drafts": accepted, "spec_proposed_drafts": proposed}
+        else:
+            counts |= {"spec_num_correct_drafts": accepted, "spec_num_proposed_drafts": proposed}
+        return {**counts, "spec_verify_ct": rounds}
 
     def _spans(self) -> list[dict[str, Any]]:
         ends = [first for _, first in self.weights[1:]] + [len(self.output)]

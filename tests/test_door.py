@@ -112,18 +112,27 @@ def test_tokens_before_the_start_have_no_route(start: int) -> None:
     assert routes.recorded.nonzero()[:, 0].tolist() == there.tolist()
 
 
-@pytest.mark.parametrize("rows", [0, 1, 77, TOKENS - 1])
-def test_an_aborted_request_has_as_many_rows_as_it_ran_t28(rows: int) -> None:
+@pytest.mark.parametrize("rows", [0, TOKENS - 1])
+def test_an_aborted_request_has_rows_for_all_that_it_ran_or_none_t28(rows: int) -> None:
     routes = taken(chosen(rows, 4), ended=False)
     assert routes.recorded.tolist() == [True] * rows + [False] * (TOKENS - rows)
+
+
+@pytest.mark.parametrize("ended", [True, False])
+@pytest.mark.parametrize("rows", [1, TOKENS - 2, TOKENS])
+def test_rows_that_may_have_shifted_are_refused(rows: int, ended: bool) -> None:
+    """A start that only one side knows, or a prompt with one token more, is a row more or less."""
+    with pytest.raises(InvalidRoutes, match=rf"Expected {TOKENS - 1} rows .*got {rows}"):
+        taken(chosen(rows, 4), ended=ended)
 
 
 def test_rows_of_tokens_that_a_stop_string_took_back_are_cut_off() -> None:
     rows = chosen(TOKENS + 3, 4)
     routes = taken(rows, surplus=4)
     assert torch.equal(routes.ids[:-1].long(), torch.from_numpy(rows[: TOKENS - 1]))
-    with pytest.raises(InvalidRoutes, match="more tokens"):
-        taken(rows, surplus=3)
+    for other in (3, 5, 0):
+        with pytest.raises(InvalidRoutes, match="more tokens" if other < 4 else "fewer tokens"):
+            taken(rows, surplus=other)
 
 
 def test_rows_that_were_never_written_have_no_route_where_that_is_asked_for_t42() -> None:
@@ -143,6 +152,18 @@ def test_a_row_of_zeros_is_expert_0_where_there_is_one_expert_a_token() -> None:
     rows[7] = 0
     routes = taken(rows, model=model)
     assert routes.recorded[:-1].all()
+
+
+def test_a_row_of_zeros_in_many_layers_was_never_written_whatever_the_top_k() -> None:
+    """Llama 4 has one expert a token, of 16 in 48 layers."""
+    model = RoutedModel(layers=tuple(range(48)), num_layers=48, num_experts=16, topk=1)
+    rows = np.random.default_rng(0).integers(0, 16, (TOKENS - 1, 48, 1))
+    rows[7] = 0
+    with pytest.raises(InvalidRoutes, match=r"1 of 149 rows are zeros in all layers.*row 7"):
+        taken(rows, model=model)
+    assert not taken(rows, model=model, missing="native").recorded[7]
+    with pytest.raises(InvalidRoutes, match="all 149 rows are zeros"):
+        taken(np.zeros_like(rows), model=model)
 
 
 def test_layers_that_look_experts_up_by_token_are_left_out_t22() -> None:
@@ -435,14 +456,25 @@ def test_zeros_and_dense_columns_are_counted_from_the_start_of_the_sequence() ->
         taken(rows, start=50, tokens=words(151))
 
 
+def chosen_again(rows: Array, places: list[int]) -> Array:
+    """The same with other rows in these places."""
+    rows = rows.copy()
+    rows[places] = chosen(len(places), 4, seed=77)
+    return rows
+
+
 def test_a_stale_row_is_found_beside_rows_without_a_route_t31() -> None:
     rows, tokens = chosen(TOKENS - 1, 4), words()
     rows[[3, 20, 90]] = 0
     tokens[100:120], rows[100:120] = tokens[99], rows[99]  # one token, said again and again
     assert int(taken(rows, tokens=tokens, missing="native").recorded.sum()) == TOKENS - 1 - 3
     rows[60] = rows[59]
+    later = np.concatenate([np.arange(2000, 2010), tokens])
+    routes = taken(rows, tokens=later, start=10, missing="native")
+    assert (~routes.recorded[10:]).nonzero()[:, 0].tolist() == [3, 20, 60, 90, TOKENS - 1]
+    assert not routes.ids[70].any()
     with pytest.raises(InvalidRoutes, match=f"1 rows are .* row 70.*for token {tokens[60]}"):
-        taken(rows, tokens=np.concatenate([np.arange(2000, 2010), tokens]), start=10, missing="native")
+        taken(chosen_again(rows, [3, 20, 90]), tokens=later, start=10)
 
 
 def test_a_source_of_which_little_is_known_says_what_it_can() -> None:
@@ -487,7 +519,7 @@ def rollouts(draw: st.DrawFn) -> tuple[RoutedModel, Array, Array, dict[str, Any]
     start = draw(st.integers(0, len(tokens) - 1))
     ran = len(tokens) - 1 - start
     ended, surplus = draw(st.booleans()), draw(st.sampled_from([0, 0, 3]))
-    count = draw(st.integers(0, surplus)) + ran if ended else draw(st.integers(0, ran))
+    count = ran + surplus if ended or draw(st.booleans()) else 0
     seed = draw(st.integers(0, 2**32))
     rows = chosen(count, len(layers), model, seed)
     return model, tokens, rows, {"start": start, "ended": ended, "surplus": surplus}, seed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator
 
 import numpy as np
@@ -21,6 +22,18 @@ BLOCKS = [1, 7, 64, 1 << 17]
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(id_checks, "_BLOCK", request.param)
     return int(request.param)
+
+
+def test_a_large_top_k_takes_no_memory_of_its_own() -> None:
+    """A mask for each shift would be gigabytes, for a message of kilobytes."""
+    ids = np.tile(np.arange(3000, dtype=np.int16), (2, 2, 1))
+    ids[1, 1, 2999] = 5
+    tracemalloc.start()
+    found = id_checks.named_twice(ids, np.ones(2, bool))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found.tolist() == [[1, 1]]
+    assert peak < 1_000_000
 
 
 @st.composite

@@ -296,6 +296,21 @@ def test_each_completion_is_judged_and_named_by_its_own_number(
         inspect(path, config=config, sample="4")
 
 
+def test_choices_in_another_order_are_judged_under_the_engines_numbers(
+    tmp_path: Path, config: Path, rows: Any, tokens: list[int]
+) -> None:
+    """Each alone, so the usage of both together says nothing of one."""
+    bad = rows.copy()
+    half_captured(bad)
+    answer = vllm(choice(bad, tokens, index=1), choice(rows, tokens))
+    answer["usage"]["completion_tokens"] *= 2
+    path = saved(tmp_path, answer)
+    found = inspect(path, config=config)
+    assert [bool(verdict.problem) for verdict in found.verdicts] == [False, True]
+    assert "completion 1, choices[1].routed_experts: 45 of 119 rows" in found.bad[0].problem
+    assert inspect(path, config=config, sample="0").good
+
+
 def test_an_answer_that_only_counts_its_tokens_is_checked_by_the_count(
     tmp_path: Path, config: Path, rows: Any, tokens: list[int]
 ) -> None:

@@ -169,8 +169,8 @@ def test_routes_of_other_tokens_are_refused() -> None:
 
 
 def test_a_turn_without_routes_is_an_error_unless_it_was_aborted() -> None:
-    with pytest.raises(ReplayError, match=r"turn 1 has no routes.*capture"):
-        Rollout(MODEL).extend(Turn(prompt=[5, 6], sampled=[7]))
+    with pytest.raises(ReplayError, match=r"Rollout sample 17: turn 1 has no routes.*capture"):
+        Rollout(MODEL, name="sample 17").extend(Turn(prompt=[5, 6], sampled=[7]))
     rollout = Rollout(MODEL, missing="native")
     rollout.extend(Turn(prompt=[5, 6], sampled=[7]))
     check(rollout, [5, 6, 7], [None] * 3)
@@ -193,6 +193,37 @@ def test_cut_to_a_response_length_t12() -> None:
     check(rollout, [5, 6, 7, 8, 30], [1] * 4 + [None])
     with pytest.raises(ReplayError, match="bad length"):
         rollout.truncate(-1)
+
+
+def test_a_turn_that_is_sampled_again_has_the_row_of_its_own_time() -> None:
+    """A bad tool call is cut off and sampled anew, with other weights: its first token comes from a row that
+    the old ones made."""
+    rollout = Rollout(MODEL)
+    rollout.extend(turn([5, 6], [7, 8, 9], version=1))
+    rollout.truncate(4)
+    rollout.extend(turn([5, 6, 7, 8], [30, 31], version=2))
+    check(rollout, [5, 6, 7, 8, 30, 31], [1, 1, 1, 2, 2, None])
+    rollout.truncate(5)
+    rollout.append([40])
+    rollout.extend(turn([5, 6, 7, 8, 30, 40], [41], version=3))
+    check(rollout, [5, 6, 7, 8, 30, 40, 41], [1, 1, 1, 2, 2, 3, None])
+
+
+@pytest.mark.parametrize(
+    "tokens", [[[1, 2], [3, 4]], [[1, 2], [3]], [1.5], [2**63], [-1], "text", None, 7], ids=repr
+)
+def test_what_isnt_one_sequence_of_token_ids_is_refused(tokens: Any) -> None:
+    with pytest.raises(ReplayError, match="aren't token ids"):
+        Rollout(MODEL).append(tokens)
+
+
+def test_unknown_words_are_refused() -> None:
+    with pytest.raises(ReplayError, match="unknown way with missing"):
+        Rollout(MODEL, missing="nativ")  # type: ignore[arg-type]
+    with pytest.raises(ReplayError, match="unknown way to keep"):
+        Rollout.merge([Rollout(MODEL)], keep="newest")  # type: ignore[arg-type]
+    with pytest.raises(ReplayError, match="whole number"):
+        Rollout(MODEL).truncate(2.5)  # type: ignore[arg-type]
 
 
 def test_samples_merge_into_one() -> None:

@@ -512,6 +512,8 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ReplayError, match="nowhere"):
         RoutedModel.from_config(tmp_path / "nowhere")
+    with pytest.raises(ReplayError, match=r"Qwen/Qwen3-30B-A3B.*on a hub, which isn't looked up"):
+        RoutedModel.from_config("Qwen/Qwen3-30B-A3B")
     with pytest.raises(ReplayError, match=r"config\.json"):
         RoutedModel.from_config(tmp_path)
 

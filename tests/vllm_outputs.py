@@ -144,7 +144,11 @@ def answer(
 ) -> dict[str, Any]:
     """The JSON of that release's server, as a dict; `with_ids` is return_token_ids=true in the request."""
     request = request_output(version, model, *completions, start=start)
-    found: dict[str, Any] = {"choices": [], "usage": {"prompt_tokens": len(request.prompt_token_ids)}}
+    usage = {
+        "prompt_tokens": len(request.prompt_token_ids),
+        "completion_tokens": sum(len(one.output) for one in completions),
+    }
+    found: dict[str, Any] = {"choices": [], "usage": usage}
     for one in request.outputs:
         choice = {
             "index": one.index,

@@ -380,13 +380,43 @@ def test_sglang_0_5_23_logical_on_an_npu() -> None:
 
 @pytest.mark.parametrize("version", ["0.5.7", "0.5.11", "0.5.12", "0.5.12.post1"])
 def test_rows_that_speculation_ran_past_the_end_until_sglang_0_5_12(version: str) -> None:
-    asked = request(version, past=5, finish="stop")
+    """The engine's counts of speculation say by how many, so the number of rows is known."""
+    asked = request(version, past=5, finish="stop", drafts=6)
     assert_true(decoded(asked.generate(), asked), asked)
     with pytest.raises(InvalidRoutes, match=r"rows for other tokens.*86.*before 0\.5\.13"):
         decoded(asked.generate(), asked, version=None)
-    far = request(version, past=65)
-    with pytest.raises(InvalidRoutes, match=r"rows for other tokens.*81 rows"):
-        decoded(far.generate(), far)
+    for rows in (80, 82, 85, 87):
+        with pytest.raises(InvalidRoutes, match=r"rows for other tokens.*81 rows"):
+            decoded(with_payload(asked, text_of(true_rows(MODEL, rows))), asked)
+
+
+@pytest.mark.parametrize("version", ["0.5.7", "0.5.10", "0.5.11", "0.5.12"])
+def test_speculation_that_drops_the_drafts_behind_the_end(version: str) -> None:
+    """EAGLE without overlap counts them as accepted, and has no rows for them."""
+    asked = request(version, past=5, drafts=6)
+    answer = with_payload(asked, text_of(asked.rows[:-5]))
+    assert_true(decoded(answer, asked), asked)
+
+
+BEFORE_0_5_13 = [version for version in RELEASES if release(version) < (0, 5, 13)]
+
+
+@pytest.mark.parametrize("version", BEFORE_0_5_13)
+def test_rows_past_the_end_without_a_reason_until_sglang_0_5_12(version: str) -> None:
+    """Rows that nothing accounts for may as well lie before the first one."""
+    plain = request(version, past=5, finish="stop")
+    retracted = request(version, past=5, finish="stop", drafts=6, retractions=1)
+    impossible = request(version, past=5, finish="stop", drafts=5)  # a verification adds four at most
+    for asked in (plain, retracted, impossible):
+        with pytest.raises(InvalidRoutes, match=r"rows for other tokens.*81 rows.*got 86.*speculative"):
+            decoded(asked.generate(), asked)
+
+
+@pytest.mark.parametrize("version", ["0.5.9", "0.5.12"])
+def test_an_openai_answer_doesnt_count_drafts(version: str) -> None:
+    asked = request(version, past=5, finish="stop", drafts=6)
+    with pytest.raises(InvalidRoutes, match=r"got 86.*the meta_info of /generate does"):
+        decoded(asked.openai(), asked)
 
 
 def test_rows_past_the_end_are_cut_by_sglang_0_5_13() -> None:
@@ -414,6 +444,9 @@ def test_a_prefill_alone_of_sglang(version: str) -> None:
     past = 0 if release(version) >= (0, 5, 13) else 1  # a token that is sampled and counted nowhere
     asked = request(version, output=0, past=past)
     assert_true(decoded(asked.generate(), asked), asked)
+    far = with_payload(asked, text_of(true_rows(MODEL, PROMPT - 1 + past + 1)))
+    with pytest.raises(InvalidRoutes, match=r"rows for other tokens.*Expected 11 rows"):
+        decoded(far, asked)
     assert any("max_new_tokens=0" in words for words in engine_arguments(version).limits)
 
 
@@ -423,6 +456,8 @@ def test_a_prefill_alone_of_sglang(version: str) -> None:
     [
         ({"pp_size": 2}, "one pipeline stage"),
         ({"--pipeline-parallel-size": "4"}, "one pipeline stage"),
+        ({"pp": 2}, "one pipeline stage"),
+        ({"--pp": "2"}, "one pipeline stage"),
         ({"enable_hierarchical_cache": True}, "sglang#26975"),
         ({"enable_lmcache": True}, "another sequence's routes"),
         ({"disaggregation_mode": "decode"}, "rows of the prompt"),
@@ -454,7 +489,8 @@ def test_plans_that_sglang_can_do(version: str) -> None:
         "speculative_num_steps": None,
     }
     plan = engine_arguments(version, planned=planned)
-    assert plan.arguments == {**planned, "enable_return_routed_experts": True}
+    drafts = {"speculative_num_steps": 3, "speculative_num_draft_tokens": 4}
+    assert plan.arguments == {**planned, **drafts, "enable_return_routed_experts": True}
     assert "enable_return_routed_experts" not in planned
     assert not any(option.startswith("--no-") for option in plan.command_line())  # SGLang knows none
 
@@ -517,7 +553,65 @@ def test_limits_that_end() -> None:
     assert not any("sglang#36404" in limit for limit in engine_arguments("0.5.9").limits)
 
 
-@pytest.mark.parametrize("version", ["", "main", "latest"])
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "eagle3", "EAGLE", "NEXTN"])
+def test_one_draft_a_step_where_eagle_would_choose_a_tree(algorithm: str) -> None:
+    """0.5.7 chooses four for models that it doesn't know, and every release does for Grok. SGLang takes the
+    three numbers together or not at all."""
+    version = "0.5.7" if "3" in algorithm else "0.5.23"
+    names = ("speculative_eagle_topk", "speculative_num_steps", "speculative_num_draft_tokens")
+    for planned, numbers in (
+        ({}, (1, 3, 4)),
+        ({names[0]: 1}, (1, 3, 4)),
+        ({names[1]: 5}, (1, 5, 6)),
+        ({names[1]: "5"}, (1, "5", 6)),
+        ({names[2]: 8}, (1, 7, 8)),
+        (dict(zip(names, (1, 2, 3), strict=True)), (1, 2, 3)),
+    ):
+        plan = engine_arguments(version, planned={"speculative_algorithm": algorithm, **planned})
+        assert tuple(plan.arguments[name] for name in names) == numbers
+    adaptive = {"speculative_algorithm": algorithm, "speculative_adaptive": True}
+    assert engine_arguments(version, planned=adaptive).arguments == {
+        **adaptive,
+        "speculative_eagle_topk": 1,
+        "enable_return_routed_experts": True,
+    }
+
+
+def test_no_drafts_are_planned_where_nobody_asked_for_them() -> None:
+    for algorithm in (None, "STANDALONE", "DFLASH"):
+        plan = engine_arguments("0.5.23", planned={"speculative_algorithm": algorithm})
+        assert set(plan.arguments) == {"speculative_algorithm", "enable_return_routed_experts"}
+
+
+@pytest.mark.parametrize("off", ["false", "False", "0", ""])
+def test_text_that_says_false_turns_nothing_on(off: str) -> None:
+    names = ("enable_hierarchical_cache", "enable_eplb", "enable_deepep_moe", "enable_lmcache")
+    plan = engine_arguments("0.5.9", planned={**dict.fromkeys(names, off), "disable_radix_cache": "true"})
+    assert all(plan.arguments[name] is False for name in names)
+    assert plan.command_line() == ["--disable-radix-cache", "--enable-return-routed-experts"]
+    with pytest.raises(ReplayError, match="sglang#26975"):
+        engine_arguments("0.5.9", planned={"enable_hierarchical_cache": "True"})
+    with pytest.raises(ReplayError, match=r"--enable-eplb.*on or off.*got maybe"):
+        engine_arguments("0.5.9", planned={"--enable-eplb": "maybe"})
+
+
+def test_an_argument_by_each_of_its_names() -> None:
+    planned = {"tp": 8, "--ep": 4, "--data-parallel-size": 2, "pipeline_parallel_size": 1}
+    assert engine_arguments("0.5.23", planned=planned).arguments == {
+        "tp_size": 8,
+        "ep_size": 4,
+        "dp_size": 2,
+        "pp_size": 1,
+        "enable_return_routed_experts": True,
+    }
+    assert engine_arguments("0.5.23", planned={"tp": 8, "tp_size": 8}).arguments["tp_size"] == 8
+    with pytest.raises(ReplayError, match=r"tp_size.*planned twice.*8, 4"):
+        engine_arguments("0.5.23", planned={"tp": 8, "tp_size": 4})
+
+
+@pytest.mark.parametrize(
+    "version", ["", "main", "latest", "nightly", "0.1.dev1+g1a2b3c4", "0.5", "nightly-20260101", "0.0.0"]
+)
 def test_no_release_of_sglang(version: str) -> None:
     with pytest.raises(ReplayError, match="no release"):
         engine_arguments(version)
@@ -525,9 +619,27 @@ def test_no_release_of_sglang(version: str) -> None:
         request_arguments(version)
 
 
-def test_a_version_that_is_none_reads_as_unknown() -> None:
-    asked = request("0.5.23")
-    assert_true(decoded(asked.generate(), asked, version="main"), asked)
+@pytest.mark.parametrize("version", [None, 5, (0, 5, 23)])
+def test_a_version_that_is_no_text(version: Any) -> None:
+    with pytest.raises(ReplayError, match="told as text"):
+        engine_arguments(version)
+    with pytest.raises(ReplayError, match="told as text"):
+        request_arguments(version)
+    if version is not None:
+        asked = request("0.5.23")
+        with pytest.raises(ReplayError, match="told as text"):
+            decoded(asked.generate(), asked, version=version)
+
+
+@pytest.mark.parametrize("version", ["main", "", "0.1.dev1+g1a2b3c4"])
+def test_a_version_that_is_none_reads_as_unknown(version: str) -> None:
+    asked = request("0.5.23", asked_from=7)
+    assert_true(decoded(asked.generate(), asked, version=version, start_len=7), asked, 7)
+
+
+def test_a_build_of_a_release_is_that_release() -> None:
+    for version in ("0.5.23.dev12+g1a2b3c4", "v0.5.23", "0.5.23rc1"):
+        assert request_arguments(version, start_len=3)["routed_experts_start_len"] == 3
 
 
 def test_a_stale_row_from_a_cache_beyond_the_device_of_sglang_0_5_9() -> None:
@@ -591,15 +703,19 @@ def test_T30_a_start_is_told_by_the_count_where_the_release_isnt_known(version: 
     assert_true(decoded(asked.generate(), asked, start_len=7, version=None), asked, 7)
 
 
-def test_T30_a_start_that_the_request_didnt_carry() -> None:
-    asked = request("0.5.23")
-    assert_true(decoded(asked.generate(), asked, start_len=7), asked, 7)
+@pytest.mark.parametrize("version", RELEASES)
+def test_T30_a_start_that_the_request_didnt_carry(version: str) -> None:
+    """All rows came, so those before the start are left out. None are taken for rows past the end."""
+    for start in (1, 7, PROMPT):
+        asked = request(version)
+        assert_true(decoded(asked.generate(), asked, start_len=start), asked, start)
 
 
 def test_T30_a_start_that_from_sglang_wasnt_told() -> None:
-    asked = request("0.5.23", asked_from=7)
-    with pytest.raises(InvalidRoutes, match=r"81 rows.*got 74.*wasn't told"):
-        decoded(asked.generate(), asked)
+    for version in ("0.5.12", "0.5.23"):
+        asked = request(version, asked_from=7)
+        with pytest.raises(InvalidRoutes, match=r"81 rows.*got 74.*wasn't told"):
+            decoded(asked.generate(), asked)
 
 
 def test_T30_a_release_that_isnt_the_engines() -> None:
@@ -609,10 +725,19 @@ def test_T30_a_release_that_isnt_the_engines() -> None:
 
 
 def test_T30_a_start_and_rows_past_the_end_together() -> None:
-    """Where both would fit a count, the release decides."""
     for version in ("0.5.11", "0.5.12"):
-        asked = request(version, asked_from=3, past=3, finish="stop")
-        assert_true(decoded(asked.generate(), asked, start_len=3), asked, 3)
+        for carried in (3, 0):
+            asked = request(version, asked_from=carried, past=4, finish="stop", drafts=6)
+            assert_true(decoded(asked.generate(), asked, start_len=3), asked, 3)
+
+
+def test_T30_rows_that_may_begin_at_either_are_refused() -> None:
+    """Three rows too many for those from token 3 on: they are before it, or past the end."""
+    asked = request("0.5.12", asked_from=3, past=3, finish="stop", drafts=6)
+    with pytest.raises(InvalidRoutes, match=r"first token or at start_len.*78 from token 3 on, or 81"):
+        decoded(asked.generate(), asked, start_len=3)
+    asked.version = "0.5.11"  # which sends all rows, always
+    assert_true(decoded(asked.generate(), asked, start_len=3), asked, 3)
 
 
 @pytest.mark.parametrize("version", RELEASES)
@@ -666,14 +791,16 @@ def test_an_aborted_request_of_sglang(version: str) -> None:
     assert routes.recorded.tolist() == [False] * PROMPT
 
 
-def test_an_aborted_request_with_fewer_rows_has_routes_for_those() -> None:
+@pytest.mark.parametrize("version", [*RELEASES, None])
+def test_an_aborted_request_has_all_its_rows_or_none(version: str | None) -> None:
+    """Fewer are another request's, or begin at a start that nobody told."""
     asked = request("0.5.23", finish="abort")
-    short = with_payload(asked, text_of(asked.rows[:40]))
-    routes = decoded(short, asked)
-    assert routes.recorded.tolist() == [row < 40 for row in range(82)]
-    np.testing.assert_array_equal(routes.ids[:40].numpy(), asked.rows[:40, 1:])
-    with pytest.raises(InvalidRoutes, match="rows for other tokens"):
-        decoded(short, asked, version=None, start_len=3)  # from 0, or from 3?
+    for rows in (asked.rows[10:], asked.rows[:40], asked.rows[:1]):
+        with pytest.raises(InvalidRoutes, match=r"rows for other tokens.*81 rows"):
+            decoded(with_payload(asked, text_of(rows)), asked, version=version)
+    for nothing in ("", None, []):
+        routes = decoded(with_payload(asked, nothing), asked, version=version, start_len=3)
+        assert routes.recorded.tolist() == [False] * 82
 
 
 def test_a_request_that_ended_has_all_rows_or_is_refused() -> None:
@@ -716,6 +843,40 @@ def test_text_that_was_tokenised_again_is_caught(change: Any, name: str) -> None
     asked = request("0.5.23")
     with pytest.raises(InvalidRoutes, match=rf"request 3f9d: {name} aren't the tokens.*tokenised again"):
         decoded(asked.generate(), change(asked))
+
+
+@pytest.mark.parametrize("version", WITH_SGLEXT)
+@pytest.mark.parametrize("kind", ["chat.completion", "text_completion"])
+def test_a_prompt_that_lacks_the_engines_first_token(version: str, kind: str) -> None:
+    """Its BOS: each row would be the token's before it."""
+    asked = request(version, finish="stop")
+    shorter = replace(asked, prompt=asked.prompt[1:])
+    for output in (asked.output, [*asked.output, 1], asked.output[:-1]):
+        with pytest.raises(
+            InvalidRoutes, match=r"prompt_token_ids aren't the tokens.*Expected 12, got 11.*BOS"
+        ):
+            decoded(asked.openai(kind), replace(shorter, output=output))
+    with pytest.raises(InvalidRoutes, match=r"rows for other tokens.*Expected 80 rows.*got 81"):
+        decoded({"sglext": asked.openai()["sglext"]}, shorter)
+
+
+def test_a_usage_that_leaves_the_stub_of_a_kimi_k3_chat_out() -> None:
+    """From 0.5.17 on it says three fewer than ran."""
+    asked = request("0.5.17")
+    body = asked.openai()
+    body["usage"]["prompt_tokens"] -= 3
+    assert_true(decoded(body, asked), asked)
+    with pytest.raises(InvalidRoutes, match=r"Expected 9, got 12"):
+        decoded({**body, "object": "text_completion"}, asked)
+    with pytest.raises(InvalidRoutes, match=r"rows for other tokens"):
+        decoded(asked.openai(), replace(asked, prompt=[1, 2, 3, *asked.prompt]))
+
+
+def test_a_usage_of_a_request_that_never_ran() -> None:
+    queued = request("0.5.23", output=0, finish="abort", captured=False)
+    body = queued.openai()
+    body["usage"]["prompt_tokens"] = 0
+    assert not bool(decoded(body, queued).recorded.any())
 
 
 def test_the_last_chunk_of_a_stream_holds_its_own_tokens_only() -> None:
@@ -770,6 +931,36 @@ def test_T29_routes_that_were_computed_again_arent_paired_with_old_log_probs(ver
     kept = routes.recorded.numpy()
     np.testing.assert_array_equal(routes.ids.numpy()[kept], asked.rows[kept[:-1]][:, 1:])
     assert routes.fingerprint == fingerprint([*asked.prompt, *asked.output])
+
+
+@pytest.mark.parametrize(
+    "edges",
+    [[(0, 5), (-5, 70)], [(-1, 70)], [(0, 40), (30, 70)], [(30, 70), (0, 30)], [(0, 70), (0, 70)], [(9, 8)]],
+    ids=str,
+)
+@pytest.mark.parametrize("missing", ["error", "native"])
+def test_T29_spans_of_weights_that_cant_be(edges: list[tuple[int, int]], missing: str) -> None:
+    """A start before the output, taken at its word, would leave other rows without a route than it means."""
+    asked = request("0.5.23", retractions=1)
+    info = asked.meta_info()
+    info["weight_versions"] = [
+        {"version": str(number), "start": start, "end": end} for number, (start, end) in enumerate(edges)
+    ]
+    for answer in (info, {**asked.openai(), "metadata": {"weight_versions": info["weight_versions"]}}):
+        with pytest.raises(
+            InvalidRoutes, match=r"weight_versions isn't a list of spans, one after the other"
+        ):
+            decoded(answer, asked, missing=missing)
+
+
+@pytest.mark.parametrize("edges", [[(0, 30), (30, 70)], [(0, 0), (0, 70)], [(0, 30), (31, 70)]], ids=str)
+def test_T29_spans_of_weights_one_after_the_other(edges: list[tuple[int, int]]) -> None:
+    asked = request("0.5.23")
+    info = asked.meta_info()
+    info["weight_versions"] = [
+        {"version": str(number), "start": start, "end": end} for number, (start, end) in enumerate(edges)
+    ]
+    assert_true(decoded(info, asked), asked)
 
 
 def test_T29_a_retraction_under_one_weights_is_no_fault() -> None:
@@ -850,6 +1041,24 @@ def test_T32_zeros_are_never_routes_of_sglang(version: str) -> None:
     asked = request(version)
     with pytest.raises(InvalidRoutes, match=r"all 81 rows are zeros.*Usual cause"):
         decoded(with_payload(asked, text_of(np.zeros_like(asked.rows))), asked)
+
+
+@pytest.mark.parametrize("version", ["0.5.9", "0.5.23"])
+def test_T32_zeros_of_a_top_1_model_are_called_so(version: str) -> None:
+    """Llama 4 and its like: expert 0 in all of 24 layers is no choice, and no row of another token's."""
+    model = RoutedModel(layers=tuple(range(24)), num_layers=24, num_experts=128, topk=1)
+    asked = replace(request(version), rows=true_rows(model, 81))
+
+    def read(rows: Array, **options: Any) -> RoutedExperts:
+        answer = with_payload(asked, text_of(rows))
+        return from_sglang(answer, model, prompt_token_ids=asked.prompt, version=version, **options)
+
+    with pytest.raises(InvalidRoutes, match=r"all 81 rows are zeros.*routes inside its kernel"):
+        read(np.zeros_like(asked.rows))
+    asked.rows[PROMPT:] = 0
+    with pytest.raises(InvalidRoutes, match=r"69 of 81 rows are zeros in all layers.*NGRAM"):
+        read(asked.rows)
+    assert read(asked.rows, missing="native").recorded.tolist() == [True] * PROMPT + [False] * OUTPUT
 
 
 @pytest.mark.parametrize("version", WITH_SGLEXT)
@@ -986,6 +1195,8 @@ def test_a_count_in_the_answer_cant_make_room_for_text() -> None:
         {"choices": [], "usage": []},
         {"meta_info": {"weight_versions": [{}]}},
         {"meta_info": {"weight_versions": 3}},
+        {"meta_info": {"weight_versions": [np.array(1)]}},
+        {"choices": [], "object": np.array([])},
         {"meta_info": {}, "output_ids": "abc"},
         {"meta_info": {}, "output_ids": [[1]]},
         {"meta_info": {}, "output_ids": [1.5]},

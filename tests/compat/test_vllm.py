@@ -321,8 +321,103 @@ def test_tokens_that_the_caller_took_off_the_end_take_their_rows_along() -> None
         found = only(from_vllm(form, QWEN, output_token_ids=[short.output]))
         assert found == expected(QWEN, short)
     sent = answer("0.33.0", QWEN, one, with_ids=False)
-    with refused("more tokens than the sequence has", "output_token_ids="):
+    del sent["usage"]
+    with refused("more tokens than it ran", "output_token_ids="):
         from_vllm(sent, QWEN, prompt_token_ids=one.prompt, output_token_ids=short.output)
+
+
+# ---- usage, where the answer names no tokens
+
+
+@pytest.mark.parametrize("stop_reason", [None, "</answer>"])
+@pytest.mark.parametrize("endpoint", HTTP)
+@pytest.mark.parametrize("version", ["0.21.0", "0.23.0", "0.33.0"])
+def test_usage_tells_how_many_tokens_were_taken_off(
+    version: str, endpoint: Endpoint, stop_reason: Any
+) -> None:
+    one = sampled(QWEN, finish_reason="stop", stop_reason=stop_reason)
+    short = replace(one, output=one.output[:25], rows=one.rows[: len(one.prompt) + 25])
+    sent = answer(version, QWEN, one, endpoint=endpoint, with_ids=False)
+    found = from_vllm(sent, QWEN, prompt_token_ids=one.prompt, output_token_ids=short.output)
+    assert only(found) == expected(QWEN, short)
+
+
+@pytest.mark.parametrize(("given", "ran"), [(slice(1, None), 70), (slice(None), 71), (slice(None), 69)])
+@pytest.mark.parametrize("stop_reason", [None, "</answer>"])
+def test_a_prompt_of_another_length_than_usage_says_is_an_error(
+    given: slice, ran: int, stop_reason: Any
+) -> None:
+    """A BOS that the server puts in front: else all rows would be the next token's."""
+    one = sampled(QWEN, finish_reason="stop", stop_reason=stop_reason)
+    sent = answer("0.23.0", QWEN, one, with_ids=False)
+    sent["usage"]["prompt_tokens"] = ran
+    ids = one.prompt[given]
+    with refused(
+        "request cmpl-17, completion 0, prompt_token_ids",
+        f"the prompt's token ids given here are {len(ids)}, the engine ran {ran}",
+        "tokenised again",
+    ):
+        from_vllm(sent, QWEN, prompt_token_ids=ids, output_token_ids=one.output, version="0.23.0")
+
+
+def test_more_sampled_tokens_than_usage_says_are_an_error() -> None:
+    one = sampled(QWEN)
+    sent = answer("0.23.0", QWEN, one, with_ids=False)
+    with refused("choices[0].token_ids", "the sampled token ids given here are 41, the engine ran 40"):
+        from_vllm(sent, QWEN, prompt_token_ids=one.prompt, output_token_ids=[*one.output, 5])
+
+
+def test_tokens_that_shift_from_the_prompt_to_the_output_are_an_error() -> None:
+    """Together they are as many as the engine ran, and the prompt's length tells."""
+    one = sampled(QWEN)
+    sent = answer("0.23.0", QWEN, one, with_ids=False)
+    with refused("the prompt's token ids given here are 69, the engine ran 70"):
+        from_vllm(sent, QWEN, prompt_token_ids=one.prompt[:69], output_token_ids=one.tokens[69:])
+
+
+def test_usage_of_several_choices_tells_nothing_of_one() -> None:
+    several = siblings(QWEN, 2)
+    sent = answer("0.23.0", QWEN, *several, with_ids=False)
+    given: dict[str, Any] = {"prompt_token_ids": several[0].prompt}
+    given["output_token_ids"] = [one.output for one in several]
+    assert from_vllm(sent, QWEN, **given) == [expected(QWEN, one) for one in several]
+    given["output_token_ids"][0] = several[0].output[:-1]
+    with refused("completion 0", "more tokens than it ran"):
+        from_vllm(sent, QWEN, **given)
+
+
+@pytest.mark.parametrize("usage", [None, {}, 7, {"prompt_tokens": "70"}, {"prompt_tokens": -1}])
+def test_a_usage_that_says_nothing_is_passed_over(usage: Any) -> None:
+    one = sampled(QWEN)
+    sent = answer("0.23.0", QWEN, one, with_ids=False) | {"usage": usage}
+    found = from_vllm(sent, QWEN, prompt_token_ids=one.prompt, output_token_ids=one.output)
+    assert only(found) == expected(QWEN, one)
+
+
+# ---- which completion
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_choices_are_numbered_by_their_own_index(endpoint: Endpoint) -> None:
+    several = siblings(QWEN, 3)
+    sent = answer("0.33.0", QWEN, *several, endpoint=endpoint)
+    sent["choices"] = [sent["choices"][place] for place in (2, 0, 1)]
+    assert from_vllm(sent, QWEN) == [expected(QWEN, one) for one in several]
+    sent["choices"][0]["routed_experts"] = None
+    with refused("completion 2, choices[2]"):
+        from_vllm(sent, QWEN)
+
+
+@pytest.mark.parametrize("index", [[1, 1, 0], [0, None, 1], [True, False, 2], [0, 1, -2], ["a", "b", "c"]])
+def test_choices_without_numbers_of_their_own_stay_as_they_lie(index: list[Any]) -> None:
+    several = siblings(QWEN, 3)
+    sent = answer("0.33.0", QWEN, *several)
+    for choice, number in zip(sent["choices"], index, strict=True):
+        choice["index"] = number
+    assert from_vllm(sent, QWEN) == [expected(QWEN, one) for one in several]
+
+
+# ---- streams
 
 
 def test_the_last_output_of_a_stream_of_pieces_gets_all_ids_from_the_caller() -> None:
@@ -330,7 +425,7 @@ def test_the_last_output_of_a_stream_of_pieces_gets_all_ids_from_the_caller() ->
     output = request_output("0.33.0", QWEN, one := sampled(QWEN))
     output.outputs[0].token_ids = one.output[-3:]
     assert only(from_vllm(output, QWEN, output_token_ids=[one.output])) == expected(QWEN, one)
-    with refused("more tokens than the sequence has"):
+    with refused("more tokens than it ran"):
         from_vllm(output, QWEN)
 
 
@@ -388,9 +483,9 @@ def test_ids_of_several_completions_may_be_the_rows_of_an_array() -> None:
 
 @pytest.mark.parametrize("ids", [[[1, [2]]], [[[1]]], [["a"]], [{}]])
 def test_ragged_ids_are_refused(ids: Any) -> None:
-    sent = answer("0.33.0", QWEN, sampled(QWEN), with_ids=False)
+    sent = answer("0.33.0", QWEN, one := sampled(QWEN), with_ids=False)
     with refused("aren't token ids"):
-        from_vllm(sent, QWEN, prompt_token_ids=[1], output_token_ids=ids)
+        from_vllm(sent, QWEN, prompt_token_ids=one.prompt, output_token_ids=ids)
 
 
 @pytest.mark.parametrize("given", [[[1], [2], [3]], [1, 2]])
@@ -403,39 +498,52 @@ def test_ids_for_another_number_of_completions_are_refused(given: Any) -> None:
 # ---- how a completion ended
 
 
-@pytest.mark.parametrize("surplus", [0, 1, 7])
-@pytest.mark.parametrize("finish_reason", ["stop", "tool_calls"])
-@pytest.mark.parametrize("version", ["0.22.0", "0.33.0"])
-def test_rows_of_tokens_that_a_stop_string_took_back_are_cut_off(
-    version: str, finish_reason: str, surplus: int
-) -> None:
-    """Somebody took the stop string's tokens off the output, and not their rows."""
-    one = sampled(QWEN, output=40 + surplus, finish_reason=finish_reason, stop_reason="</s>")
-    output = request_output(version, QWEN, one)
-    short = replace(one, output=one.output[:40], rows=one.rows[: len(one.prompt) + 40])
-    output.outputs[0].token_ids = short.output
-    assert only(from_vllm(output, QWEN, version=version)) == expected(QWEN, short)
-
-
 @pytest.mark.parametrize(
     ("finish_reason", "stop_reason", "surplus"),
     [
         ("length", None, 1),
         ("stop", None, 1),
         ("stop", 151645, 1),
-        ("stop", "</s>", 65),
+        ("stop", "</s>", 1),
+        ("stop", "</s>", 7),
+        ("tool_calls", "</s>", 1),
         ("repetition", "[7, 7]", 1),
-        ("length", "</s>", 1),
     ],
 )
-def test_surplus_rows_are_an_error_without_a_stop_string(
-    finish_reason: str, stop_reason: Any, surplus: int
+@pytest.mark.parametrize("version", ["0.22.0", "0.33.0", ""])
+def test_rows_for_more_tokens_than_the_engine_names_are_an_error(
+    version: str, finish_reason: str, stop_reason: Any, surplus: int
 ) -> None:
+    """No release has rows of tokens that its own output leaves out, a stop string's neither. Were one row
+    more let in, ids without their BOS would have each row of the token before, unnoticed."""
     one = sampled(QWEN, output=40 + surplus, finish_reason=finish_reason, stop_reason=stop_reason)
     output = request_output("0.33.0", QWEN, one)
     output.outputs[0].token_ids = one.output[:40]
-    with refused("request 17", "outputs[0].routed_experts", "more tokens than the sequence has"):
-        from_vllm(output, QWEN, version="0.33.0")
+    with refused("request 17", "outputs[0].routed_experts", "more tokens than it ran"):
+        from_vllm(output, QWEN, version=version)
+
+
+@pytest.mark.parametrize("version", ["0.22.0", "0.21.0"])
+def test_many_rows_too_many_over_http_are_counted(version: str) -> None:
+    one = sampled(QWEN, output=140)
+    sent = answer(version, QWEN, one)
+    sent["choices"][0]["token_ids"] = one.output[:40]
+    with refused("more tokens than it ran", "Expected 109 rows", "got 209", "tokens were taken off the end"):
+        from_vllm(sent, QWEN, version=version)
+
+
+@pytest.mark.parametrize("stop_reason", [None, "</answer>"])
+def test_a_start_that_the_engine_didnt_know_is_an_error_after_a_stop_string_too(stop_reason: Any) -> None:
+    sent = answer("0.23.0", QWEN, sampled(QWEN, finish_reason="stop", stop_reason=stop_reason))
+    with refused("choices[0].routed_experts", "more tokens than it ran", "from 0.28.0 on"):
+        from_vllm(sent, QWEN, start=10, version="0.23.0")
+
+
+def test_a_start_that_isnt_said_here_hides_behind_no_tokens_that_were_taken_off() -> None:
+    one = sampled(QWEN)
+    sent = answer("0.30.0", QWEN, one, start=3)
+    with refused("fewer tokens than it ran", "pass the same here as start=", "tokenised again"):
+        from_vllm(sent, QWEN, output_token_ids=one.output[:-3], version="0.30.0")
 
 
 @pytest.mark.parametrize("form", ["in-process", "http"])
@@ -451,6 +559,19 @@ def test_0_21_0_may_have_one_row_more_with_mtp(form: str) -> None:
     else:
         place["token_ids"] = one.output
     assert only(from_vllm(made, QWEN, version="0.21.0")) == expected(QWEN, one)
+    cut = replace(one, output=one.output[:25], rows=one.rows[: len(one.prompt) + 25])
+    found = only(from_vllm(made, QWEN, version="0.21.0", output_token_ids=cut.output))
+    assert found == expected(QWEN, cut)
+
+
+@pytest.mark.parametrize(("rows", "word"), [(-1, "fewer"), (2, "more")])
+def test_0_21_0_may_have_no_other_number_of_rows(rows: int, word: str) -> None:
+    one = sampled(QWEN)
+    output = request_output("0.21.0", QWEN, one)
+    there = output.outputs[0].routed_experts
+    output.outputs[0].routed_experts = np.concatenate([there, there[:2]])[: len(there) + rows]
+    with refused("outputs[0].routed_experts", f"{word} tokens than it ran"):
+        from_vllm(output, QWEN, version="0.21.0")
 
 
 @pytest.mark.parametrize("version", ["0.14.0", "0.16.0", "0.20.2", "0.21.0"])
@@ -470,14 +591,14 @@ def test_a_stop_string_loses_the_routes_before_0_22_0(version: str) -> None:
         from_vllm(output, QWEN, version="0.22.0", missing="native")
 
 
-def test_0_21_0_a_siblings_stop_string_leaves_the_prompts_rows() -> None:
+def test_0_21_0_a_siblings_prompt_rows_are_no_routes_of_a_completion_that_lost_its_own() -> None:
     first, second = siblings(QWEN, 2, finish_reason="stop", stop_reason="</s>")
     output = request_output("0.21.0", QWEN, first, second)
     output.outputs[1].routed_experts = None
     with refused("completion 1", "a stop string ended it"):
         from_vllm(output, QWEN, version="0.21.0")
     found = from_vllm(output, QWEN, version="0.21.0", missing="native")
-    assert found == [expected(QWEN, first), expected(QWEN, second, rows=len(second.prompt))]
+    assert found == [expected(QWEN, first), expected(QWEN, second, rows=0)]
 
 
 ABORTED = [
@@ -487,14 +608,14 @@ ABORTED = [
         pytest.param(version, way, rows, id=f"{version}-{rows}-{'http' if way else 'in-process'}")
         for version in ("0.22.0", "0.33.0")
         for way in (False, True)
-        for rows in (0, 90)
+        for rows in (0, 109)
     ),
 ]
 
 
 @pytest.mark.parametrize(("version", "over_http", "rows"), ABORTED)
 def test_t28_an_aborted_turn_has_the_rows_that_are_there(version: str, over_http: bool, rows: int) -> None:
-    """0.14 to 0.21 have none of an aborted request; later ones what was made so far, if anything was."""
+    """0.14 to 0.21 have none of an aborted request; later ones those of all tokens that it has, or none."""
     one = sampled(DEEPSEEK, finish_reason="abort")
     made: Any = (answer if over_http else request_output)(version, DEEPSEEK, one)
     there = vllm_outputs.engine_rows(version, DEEPSEEK, one)[:rows] if rows else None
@@ -509,11 +630,37 @@ def test_t28_an_aborted_turn_has_the_rows_that_are_there(version: str, over_http
     assert routes.fingerprint == fingerprint(one.tokens)
 
 
-def test_t28_a_turn_that_ended_by_itself_isnt_let_off_as_aborted() -> None:
-    output = request_output("0.33.0", QWEN, sampled(QWEN))
-    output.outputs[0].routed_experts = output.outputs[0].routed_experts[:90]
-    with refused("fewer tokens than it ran"):
+def test_t28_no_rows_of_an_aborted_turn_may_be_an_empty_array() -> None:
+    one = sampled(QWEN, finish_reason="abort")
+    output = request_output("0.33.0", QWEN, one)
+    output.outputs[0].routed_experts = output.outputs[0].routed_experts[:0]
+    assert only(from_vllm(output, QWEN, version="0.33.0")) == expected(QWEN, one, rows=0)
+
+
+@pytest.mark.parametrize("finish_reason", ["length", "abort", "error"])
+@pytest.mark.parametrize("rows", [slice(90), slice(10, None), slice(108)])
+def test_t28_some_of_the_rows_are_an_error_whether_aborted_or_not(finish_reason: str, rows: slice) -> None:
+    """Which tokens they are of can't be known: the first, or those from a start on that nobody said here."""
+    output = request_output("0.33.0", QWEN, sampled(QWEN, finish_reason=finish_reason))
+    output.outputs[0].routed_experts = output.outputs[0].routed_experts[rows]
+    with refused("fewer tokens than it ran", "start="):
         from_vllm(output, QWEN, version="0.33.0")
+
+
+@pytest.mark.parametrize("finish_reason", ["length", "abort"])
+@pytest.mark.parametrize("over_http", [False, True])
+def test_one_token_without_a_sample_has_no_routes_and_is_no_error(
+    finish_reason: str, over_http: bool
+) -> None:
+    """Nothing ran whose row there could be."""
+    one = sampled(QWEN, prompt=1, output=0, finish_reason=finish_reason)
+    made: Any = (answer if over_http else request_output)("0.33.0", QWEN, one)
+    assert only(from_vllm(made, QWEN, version="0.33.0")) == expected(QWEN, one)
+    longer = sampled(QWEN, prompt=2, output=0)
+    made = request_output("0.33.0", QWEN, longer)
+    made.outputs[0].routed_experts = None
+    with refused("no routes"):
+        from_vllm(made, QWEN, version="0.33.0")
 
 
 def test_an_unfinished_output_is_told_so() -> None:
@@ -671,6 +818,15 @@ def test_before_0_26_0_an_mtp_draft_overwrites_layer_0(version: str) -> None:
         from_vllm(broken(version, DEEPSEEK, overwrite), DEEPSEEK, version=version)
 
 
+@pytest.mark.parametrize("version", ["0.22.0", "0.26.0"])
+def test_experts_in_another_dense_layer_are_told_as_another_models(version: str) -> None:
+    def shift(rows: Any) -> None:
+        rows[:, 1] = rows[:, 3]
+
+    with refused("layer 1: a dense layer has experts", "the config given here is another model's"):
+        from_vllm(broken(version, DEEPSEEK, shift), DEEPSEEK, version=version)
+
+
 @pytest.mark.parametrize(
     ("version", "cause"), [("0.14.0", "one name for all data-parallel ranks"), ("0.20.2", "KV cache slots")]
 )
@@ -680,6 +836,8 @@ def test_rows_of_another_request_are_an_error(version: str, cause: str) -> None:
 
     with refused("16 rows are another token's", cause):
         from_vllm(broken(version, QWEN, stale), QWEN, version=version)
+    left = only(from_vllm(broken(version, QWEN, stale), QWEN, version=version, missing="native"))
+    assert (~left.recorded).nonzero()[:, 0].tolist() == [*range(64, 80), 109]
 
 
 def test_0_21_0_without_the_prompts_part_says_where_it_is() -> None:
@@ -762,6 +920,20 @@ def test_the_installed_release_is_asked_for_objects_alone(
     words = ("vLLM, request", "0.15") if over_http else ("vLLM 0.26.0, request", "0.26.0rc1 skips")
     with refused(*words):
         from_vllm(made, QWEN)
+
+
+@pytest.mark.parametrize("version", ["nightly", "0.1.dev123+g1a2b3c", "latest"])
+def test_a_version_that_tells_no_release_stands_for_any(version: str) -> None:
+    """Its words are those of an unknown release, not of the oldest."""
+    with refused(f"vLLM {version}, request 17", "zeros", "0.15 never binds"):
+        from_vllm(broken("0.33.0", QWEN, zero), QWEN, version=version)
+
+
+@pytest.mark.parametrize("name", ["version", "vllm_ascend"])
+def test_a_version_that_is_no_text_is_refused(name: str) -> None:
+    wrong: dict[str, Any] = {name: 0.33}
+    with pytest.raises(ReplayError, match="a release is told as text"):
+        from_vllm(request_output("0.33.0", QWEN, sampled(QWEN)), QWEN, **wrong)
 
 
 # ---- bad input

@@ -64,10 +64,26 @@ def test_what_is_planned_stays_and_dashes_are_underscores() -> None:
     assert engine_arguments("0.22.0").arguments == {SWITCH: True}
 
 
-@pytest.mark.parametrize("version", ["0.13.0", "0.12.0", "0.9.2", "0.1.dev1+g1234567", "latest"])
+@pytest.mark.parametrize("version", ["0.13.0", "0.12.0", "0.9.2", "0.10", "0.11.1rc2.dev123+gabc"])
 def test_a_release_without_routes_is_refused(version: str) -> None:
     with refused(f"vLLM {version} has no routes", "0.16.0 and later", f"got {version}"):
         engine_arguments(version)
+
+
+@pytest.mark.parametrize(
+    "version", ["0.1.dev123+g1234567", "0.10.dev5", "nightly", "latest", "", "33", None, 0.33, ("0", "33")]
+)
+def test_a_version_that_doesnt_tell_its_release_is_asked_for(version: Any) -> None:
+    with refused("this version doesn't tell its release", 'pass version="0.23.0"', repr(version)):
+        engine_arguments(version)
+    if version:
+        with refused("vllm-ascend: this version doesn't tell its release", 'pass vllm_ascend="0.23.0"'):
+            engine_arguments("0.23.0", vllm_ascend=version)
+
+
+@pytest.mark.parametrize("version", ["v0.33.0", "0.33", "0.33.0rc1", "0.33.1.dev7+g1234567", "0.33.0+cu129"])
+def test_a_version_that_tells_its_release_isnt(version: str) -> None:
+    assert engine_arguments(version).arguments == engine_arguments("0.33.0").arguments
 
 
 @pytest.mark.parametrize("version", ["0.15.0", "0.15.1"])
@@ -127,6 +143,20 @@ REFUSED = {
     "prefix-cache": (("0.21.0",), {"enable_prefix_caching": True}, "vLLM 0.22.0 or later"),
     "no-prefix-cache": (AUX_OUTPUT, {"enable_prefix_caching": False}, "vLLM 0.22.0 to 0.30.0"),
     "mtp": ((*SHARED_MEMORY, *MANAGER[:3]), {"speculative_config": MTP}, "vLLM 0.26.0 or later"),
+    "dspark": (("0.25.0", "0.26.0", "0.27.1"), {"speculative_config": {"method": "dspark"}}, "vLLM 0.28.0"),
+    "dspark-by-name": (
+        ("0.27.0",),
+        {"speculative_config": json.dumps({"model": "deepseek-ai/DSpark_qwen3_8b_block7"})},
+        "vLLM 0.28.0 or later",
+    ),
+    "eplb-text": (("0.14.0",), {"enable_eplb": "True"}, "vLLM 0.16.0 or later"),
+    "off-text": (("0.33.0",), {SWITCH: "false"}, "True, or nothing"),
+    "dp-ep-text": (
+        ("0.16.0",),
+        {"data_parallel_size": "2", "enable_expert_parallel": "true"},
+        "vLLM 0.20.0 or later",
+    ),
+    "offload-text": (("0.30.0",), {"kv_offloading_size": "8"}, "vLLM 0.31.0 or later"),
     "mtp-json": (("0.23.0",), {"speculative_config": json.dumps(MTP)}, "vLLM 0.26.0 or later"),
     "adaptive": (
         AUX_OUTPUT,
@@ -185,6 +215,9 @@ ALLOWED = {
     "prefix-cache": (("0.20.2", "0.22.0", "0.33.0"), {"enable_prefix_caching": True}),
     "no-prefix-cache": (("0.20.2", "0.21.0", "0.30.0"), {"enable_prefix_caching": False}),
     "mtp": (("0.21.0", "0.26.0", "0.33.0"), {"speculative_config": MTP}),
+    "dspark": (("0.28.0", "0.33.0"), {"speculative_config": {"method": "dspark", "model": "x"}}),
+    "draft-of-that-name": (("0.27.0",), {"speculative_config": {"method": "eagle3", "model": "dspark"}}),
+    "no-offload": (("0.30.0",), {"kv_offloading_size": 0.0}),
     "ngram": (("0.20.2", "0.23.0"), {"speculative_config": {"method": "ngram"}}),
     "monolithic": (("0.27.0", "0.33.0"), {"moe_backend": "flashinfer_trtllm"}),
     "triton": (("0.20.2",), {"moe_backend": "triton"}),
@@ -206,12 +239,101 @@ def test_an_argument_that_the_release_can_is_passed_on(version: str, planned: di
     }
 
 
+# ---- how arguments are written
+
+
+@pytest.mark.parametrize(
+    "planned",
+    [
+        {"--pipeline-parallel-size": 2},
+        {"--pipeline_parallel_size": "2"},
+        {"pipeline-parallel-size": 2},
+        {"-pp": "2"},
+    ],
+    ids=lambda planned: next(iter(planned)),
+)
+def test_names_as_on_a_command_line_are_understood(planned: dict[str, Any]) -> None:
+    with refused("pipeline_parallel_size", "pipeline stages"):
+        engine_arguments("0.33.0", planned=planned)
+
+
+@pytest.mark.parametrize(
+    "name", ["no_enable_prefix_caching", "--no-enable-prefix-caching", "no-enable-prefix-caching"]
+)
+def test_no_something_means_that_it_is_off(name: str) -> None:
+    for said in (True, "true"):
+        with refused("enable_prefix_caching: True, or vLLM 0.22.0 to 0.30.0"):
+            engine_arguments("0.33.0", planned={name: said})
+        found = engine_arguments("0.30.0", planned={name: said})
+        assert found.arguments == {"enable_prefix_caching": False, SWITCH: True}
+        assert found.command_line()[0] == "--no-enable-prefix-caching"
+    for unsaid in (False, "False", None):
+        found = engine_arguments("0.33.0", planned={name: unsaid})
+        assert found.arguments["enable_prefix_caching"] is True
+
+
+def test_what_is_checked_is_passed_on_as_what_it_means() -> None:
+    planned = {"--enable-eplb": "TRUE", "-tp": "4", "async-scheduling": "false", "-q": "fp8", "--seed": "7"}
+    assert engine_arguments("0.33.0", planned=planned).arguments == {
+        "enable_eplb": True,
+        "tensor_parallel_size": 4,
+        "async_scheduling": False,
+        "quantization": "fp8",
+        "seed": "7",
+        "enable_prefix_caching": True,
+        SWITCH: True,
+    }
+
+
+UNREADABLE = [
+    {"---enable-eplb": True},
+    {"_enable_eplb": True},
+    {"-x": 1},
+    {"": 1},
+    {3: 1},
+    {"speculative-config.method": "mtp"},
+    {"--kv-transfer-config.kv_connector": "NixlConnector"},
+    {"enable_eplb": "yes"},
+    {"enable_eplb": 1},
+    {"enable_eplb": [True]},
+    {"no_enable_eplb": "maybe"},
+    {"enable_prefix_caching": ""},
+    {"pipeline_parallel_size": True},
+    {"pipeline_parallel_size": 0},
+    {"pipeline_parallel_size": -2},
+    {"pipeline_parallel_size": "two"},
+    {"pipeline_parallel_size": "2.0"},
+    {"pipeline_parallel_size": 2.0},
+    {"data_parallel_size": [2]},
+    {"kv_offloading_size": "much"},
+    {"kv_offloading_size": True},
+    {"moe_backend": 3},
+    {"runner": ["generate"]},
+    {"quantization": True},
+    *({"kv_transfer_config": other} for other in ("no json", "[]", "", 3, {1, 2}, [1])),
+    {"speculative_config": "[" * 100_000},
+]
+
+
+@pytest.mark.parametrize("planned", UNREADABLE, ids=lambda planned: str(planned)[:50])
+@pytest.mark.parametrize("version", ["0.14.0", "0.33.0"])
+def test_what_cant_be_read_is_refused_by_name(version: str, planned: dict[Any, Any]) -> None:
+    """Taken for its default it would start, and give no routes."""
+    with refused("rollout: ", str(next(iter(planned)))):
+        engine_arguments(version, planned=planned)
+
+
+def test_an_argument_that_is_there_twice_is_refused() -> None:
+    with refused("--enable-eplb", "each argument once", "False and True"):
+        engine_arguments("0.33.0", planned={"enable_eplb": False, "--enable-eplb": True})
+    planned = {"enable_eplb": True, "--enable-eplb": "true", "enable-eplb": None}
+    assert engine_arguments("0.33.0", planned=planned).arguments["enable_eplb"] is True
+
+
 def test_vllms_own_config_objects_are_read_too() -> None:
     config = SimpleNamespace(kv_connector="NixlConnector", kv_connector_extra_config={})
     with refused("kv_transfer_config", "connectors that offload"):
         engine_arguments("0.33.0", planned={"kv_transfer_config": config})
-    for other in ("no json", "[]", 3, {1, 2}, [1]):
-        engine_arguments("0.33.0", planned={"kv_transfer_config": other})
 
 
 # ---- models
@@ -268,7 +390,8 @@ LIMITED = [
     ("0.21.0", "preempted requests"),
     ("0.21.0", "a stop string ends has no routes"),
     ("0.26.0", "monolithic MoE kernels"),
-    ("0.27.0", "leave VLLM_USE_V2_MODEL_RUNNER unset"),
+    ("0.22.0", "falls back to V1, or refuses"),
+    ("0.27.0", "VLLM_USE_V2_MODEL_RUNNER=1 asks for V2, so leave it unset"),
     ("0.30.0", "RequestOutputKind.FINAL_ONLY"),
     ("0.22.0", "reset it when weights change"),
     ("0.16.0", "CUDA devices alone"),
@@ -298,7 +421,7 @@ def test_what_a_release_cant_do_is_said(version: str, words: str) -> None:
         ("0.22.0", "an aborted request"),
         ("0.22.0", "preempted requests"),
         ("0.27.0", "monolithic"),
-        ("0.28.0", "MODEL_RUNNER unset"),
+        ("0.28.0", "Model Runner V2"),
         ("0.31.0", "FINAL_ONLY"),
         ("0.30.0", "BlockObjectStoreError"),
     ],
@@ -327,6 +450,23 @@ def test_a_draft_that_may_have_experts_is_a_limit_before_0_26_0(
 ) -> None:
     found = engine_arguments(version, planned={"speculative_config": config}).limits
     assert any("overwrites layer 0" in limit for limit in found) == said
+
+
+@pytest.mark.parametrize(
+    ("version", "method", "said"),
+    [
+        ("0.25.1", "dflash", False),
+        ("0.26.0", "dflash", True),
+        ("0.27.1", "dflash", True),
+        ("0.27.1", "eagle3", False),
+        ("0.28.0", "dflash", False),
+    ],
+)
+def test_a_dflash_draft_that_may_need_the_second_model_runner_is_a_limit(
+    version: str, method: str, said: bool
+) -> None:
+    found = engine_arguments(version, planned={"speculative_config": {"method": method}}).limits
+    assert any("mixes sliding-window and full attention" in limit for limit in found) == said
 
 
 # ---- on Ascend
@@ -397,6 +537,7 @@ def test_a_plugin_of_another_release_is_a_limit() -> None:
         (Product("vllm", found=False), "missing", "not installed"),
         (Product("vllm", found=True, problem="half installed"), "broken", "half installed"),
         (Product("vllm", found=True), "works", "isn't known"),
+        (Product("vllm", found=True, version="0.1.dev1+g1234567"), "works", "isn't known"),
         (Product("vllm", found=True, version="0.13.0"), "broken", "has no routes"),
         (Product("vllm", found=True, version="0.15.1"), "broken", "zeros"),
         (Product("vllm", found=True, version="0.23.0"), "works", SWITCH),
