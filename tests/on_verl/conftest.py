@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 import transformers_4
+from npu_replay import compat
 
 HERE = Path(__file__).parent
 NEEDED = ("verl", "ray", "tensordict", "hydra")
@@ -64,6 +65,13 @@ def transformers_4_names() -> Iterator[None]:
     yield
     if lent:
         transformers_4.take_back()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def installed_again() -> None:
+    """Another file's tests in the same process may have ended with an uninstall()."""
+    for shim in (compat.config_flags, compat.verl, compat.verl_rollout, compat.verl_config):
+        shim.install()
 
 
 class Child:
