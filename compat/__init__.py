@@ -39,6 +39,7 @@ from npu_replay.compat import (
     vllm_arguments,
     vllm_ascend,
     vllm_completions,
+    vllm_planned,
     vllm_releases,
 )
 
@@ -77,5 +78,6 @@ __all__ = [
     "vllm_arguments",
     "vllm_ascend",
     "vllm_completions",
+    "vllm_planned",
     "vllm_releases",
 ]
