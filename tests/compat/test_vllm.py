@@ -6,6 +6,7 @@ import base64
 import importlib.metadata
 import json
 import re
+import tracemalloc
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import vllm_outputs
-from npu_replay import RoutedExperts, fingerprint
+from npu_replay import RoutedExperts, bench_decode, fingerprint
 from npu_replay.compat.vllm import from_vllm
 from npu_replay.errors import InvalidRoutes, ReplayError
 from npu_replay.routed_model import RoutedModel
@@ -1084,3 +1085,14 @@ def test_every_layout_gives_the_same_routes(seed: int) -> None:
         for version in (*PLAIN, "0.21.0", *NARROW)
     }
     assert all(routes == expected(WIDE, one) for routes in found.values())
+
+
+def test_decoding_takes_little_more_than_twice_the_ids() -> None:
+    """Once decoded from base64, once as RoutedExperts; the checks need next to nothing beside it."""
+    answer, model = bench_decode._sample().answer, bench_decode.MODEL
+    from_vllm(answer, model)  # what is kept between calls doesn't count
+    tracemalloc.start()
+    from_vllm(answer, model)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2.1 * bench_decode._sample().rows.nbytes
