@@ -174,7 +174,7 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
 
     def __init__(self, folder: Path, name: str, shard_bytes: int) -> None:
         route_file.require_safetensors()
-        if not name or Path(name).name != name:
+        if not name or not name.isprintable() or Path(name).name != name:
             raise RouteFileError(
                 "bad name of a writer", expected="a file name without folders", got=repr(name)
             )

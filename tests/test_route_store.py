@@ -104,8 +104,9 @@ def test_a_key_twice_and_a_name_twice_are_errors(tmp_path: Path) -> None:
             writer.add(sample(1))
     with pytest.raises(RouteFileError, match="under this name"):
         RouteStore.writer(tmp_path)
-    with pytest.raises(RouteFileError, match="bad name"):
-        RouteStore.writer(tmp_path, name="../routes")
+    for name in ("../routes", "", "a\0b", "a\nb", "a/b"):
+        with pytest.raises(RouteFileError, match="bad name"):
+            RouteStore.writer(tmp_path, name=name)
     with pytest.raises(RouteFileError, match="neither a key nor a fingerprint"):
         RouteStore.writer(tmp_path, name="other").add(sample(1).take([0, 1]))
 
