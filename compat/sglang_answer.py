@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from npu_replay.compat.sglang_releases import FAULTS
 from npu_replay.door import Source, Symptom
 from npu_replay.id_checks import Array
+from npu_replay.token_ids import as_token_ids
 
 _FORMS = "meta_info, or the whole answer of /generate or of an OpenAI endpoint"
 _OUTPUT = ("output_ids", "token_ids", "response_token_ids")  # by endpoint
@@ -220,14 +220,9 @@ def token_ids(ids: Sequence[int] | Array | torch.Tensor | Any, name: str, source
     Raises:
         InvalidRoutes: they aren't integers in one row.
     """
-    try:
-        found = np.asarray(ids.detach().cpu() if isinstance(ids, torch.Tensor) else ids)
-        if found.size == 0:
-            found = found.astype(np.int64)
-        if found.ndim == 1 and found.dtype.kind in "iu":
-            return found.astype(np.int64)
-    except (ValueError, TypeError, OverflowError, RuntimeError):
-        pass
+    found = as_token_ids(ids)
+    if found is not None:
+        return found
     raise replace(source, field=name).error(
         Symptom.UNREADABLE, "these aren't token ids", expected="integers, [tokens]", got=_named(ids)
     )

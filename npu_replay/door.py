@@ -22,8 +22,9 @@ from npu_replay import id_checks
 from npu_replay.errors import InvalidRoutes, ReplayError
 from npu_replay.fingerprint import fingerprint
 from npu_replay.id_checks import Array
-from npu_replay.routed_experts import CONSTANT_ROWS, RoutedExperts, narrow_dtype
+from npu_replay.routed_experts import CONSTANT_ROWS, RoutedExperts, narrow_array_dtype
 from npu_replay.routed_model import RoutedModel
+from npu_replay.token_ids import as_token_ids
 
 Missing = Literal["error", "native"]
 
@@ -169,7 +170,7 @@ def admit(
     rows = _in_columns(_in_rows(rows, len(ids), start, ended, surplus, source), model, source, start)
     _check_range(rows, model, source, start)
     blank = _blank_rows(rows, model, missing, source, start)
-    room = np.zeros((len(ids), len(model.layers), model.topk), _numpy_dtype(model))
+    room = np.zeros((len(ids), len(model.layers), model.topk), narrow_array_dtype(model.num_experts))
     there = room[start : start + len(rows)]
     np.copyto(there, rows, casting="unsafe")
     recorded = np.zeros(len(ids), bool)
@@ -191,19 +192,12 @@ def admit(
 
 def _token_ids(tokens: Any, source: Source) -> Array:
     """[tokens] int64."""
-    try:
-        ids = np.asarray(tokens.detach().cpu() if isinstance(tokens, torch.Tensor) else tokens)
-        if ids.ndim == 1 and (ids.dtype.kind in "iu" or ids.size == 0):
-            return ids.astype(np.int64)
-    except (ValueError, TypeError, OverflowError):
-        pass  # ragged, or of things that aren't numbers
+    ids = as_token_ids(tokens)
+    if ids is not None:
+        return ids
     raise source.error(
         Symptom.UNREADABLE, "these aren't token ids", expected="integers, [tokens]", got=repr(tokens)[:80]
     )
-
-
-def _numpy_dtype(model: RoutedModel) -> Any:
-    return np.uint8 if narrow_dtype(model.num_experts) is torch.uint8 else np.int16
 
 
 def _in_rows(rows: Any, tokens: int, start: int, ended: bool, surplus: int, source: Source) -> Array:

@@ -18,8 +18,9 @@ import torch
 from npu_replay.errors import MicroBatchError, ReplayError, whole_number
 from npu_replay.fingerprint import fingerprint
 from npu_replay.id_checks import Array
-from npu_replay.routed_experts import RoutedExperts, narrow_dtype
+from npu_replay.routed_experts import RoutedExperts, narrow_array_dtype
 from npu_replay.routed_model import RoutedModel
+from npu_replay.token_ids import as_token_ids
 
 Keep = Literal["first", "latest"]
 Version: TypeAlias = "int | str | None"
@@ -64,7 +65,7 @@ class _Rows:
 
     @classmethod
     def empty(cls, tokens: int, model: RoutedModel) -> _Rows:
-        dtype = np.uint8 if narrow_dtype(model.num_experts) is torch.uint8 else np.int16
+        dtype = narrow_array_dtype(model.num_experts)
         return cls(
             np.zeros((tokens, len(model.layers), model.topk), dtype),
             np.zeros(tokens, bool),
@@ -331,14 +332,9 @@ def _check_keep(keep: str) -> None:
 
 def _ids(tokens: Tokens) -> Array:
     """[tokens] int64."""
-    try:
-        found = np.asarray(tokens.detach().cpu() if isinstance(tokens, torch.Tensor) else tokens)
-        if found.ndim == 1 and (found.dtype.kind in "iu" or found.size == 0):
-            ids = found.astype(np.int64)
-            if found.size == 0 or (int(ids.min()) >= 0 and int(found.max()) == int(ids.max())):
-                return ids
-    except (ValueError, TypeError, OverflowError):
-        pass  # ragged, or of things that aren't numbers
+    ids = as_token_ids(tokens)
+    if ids is not None and (ids >= 0).all():
+        return ids
     raise ReplayError(
         "these aren't token ids",
         where="Rollout",

@@ -29,6 +29,11 @@ def narrow_dtype(num_experts: int) -> torch.dtype:
     return torch.uint8 if num_experts <= 256 else torch.int16
 
 
+def narrow_array_dtype(num_experts: int) -> np.dtype[Any]:
+    """The same for numpy's arrays."""
+    return np.dtype(np.uint8 if narrow_dtype(num_experts) is torch.uint8 else np.int16)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class RoutedExperts:
     """The expert ids that one pass chose for some tokens.
