@@ -67,13 +67,18 @@ _patches = Patches(_WHAT)
 _given_up: list[Exception] = []
 _originals: dict[str, tuple[Any, Any]] = {}
 """What was replaced: verl's and ours, by name."""
+_shimmed: set[ModuleType] = set()
+"""Modules that a shim has changed, until they are given back."""
 
 
 def install() -> None:
-    """Take verl's router replay over, now or when it is imported."""
+    """Take verl's router replay over, now or when it is imported. What is taken already stays as it is."""
     if import_hook.disabled():
         return
     _given_up.clear()
+    if not any(_patches):  # never taken, or given back since
+        _shimmed.clear()
+        _originals.clear()
     for module, shim in (
         (PATCH, _replace_patch),
         (UTILS, _replace_functions),
@@ -88,11 +93,12 @@ def install() -> None:
 
 def _all_or_nothing(shim: Callable[[Any], None], module: Any) -> None:
     """Run a shim; where one fails, verl's own is put back everywhere, and refuses to start."""
-    if _given_up:
+    if _given_up or module in _shimmed:
         return
     try:
         shim(module)
         _rebind_in(module)
+        _shimmed.add(module)
     except Exception as error:
         _give_up(error)
         raise
@@ -102,6 +108,7 @@ def _give_up(error: Exception) -> None:
     _given_up.append(error)
     _patches.undo()
     _originals.clear()
+    _shimmed.clear()
     patch = sys.modules.get(PATCH)
     if patch is not None and os.environ.get("NPU_REPLAY_STRICT") != "0":
         original = patch.apply_router_replay_patch

@@ -16,6 +16,7 @@ from npu_replay.compat.vllm import from_vllm
 from npu_replay.decoder_layers import DecoderLayers
 from npu_replay.errors import ReplayError
 from npu_replay.fingerprint import fingerprint
+from npu_replay.installing import install, uninstall
 from npu_replay.layout import TokenLayout
 from npu_replay.mismatch import compare
 from npu_replay.observing import observe
@@ -23,7 +24,7 @@ from npu_replay.parallel_layout import ParallelLayout, register_reader
 from npu_replay.pinning import pin_recompute
 from npu_replay.recording import record
 from npu_replay.replaying import replay
-from npu_replay.reporting import report, uninstall
+from npu_replay.reporting import report
 from npu_replay.rollout import Rollout, Turn
 from npu_replay.route_store import RouteStore
 from npu_replay.routed_experts import RoutedExperts
@@ -48,6 +49,7 @@ __all__ = [
     "fingerprint",
     "from_sglang",
     "from_vllm",
+    "install",
     "observe",
     "pin_recompute",
     "record",
@@ -59,8 +61,4 @@ __all__ = [
 register("megatron-core", compat.megatron.MegatronRouters())
 register("transformers", compat.transformers.TransformersRouters())
 register_reader("megatron-core", compat.megatron_layout.read)
-compat.config_flags.install()
-compat.verl.install()
-compat.verl_rollout.install()
-compat.verl_config.install()
-compat.sglang.install()
+install()

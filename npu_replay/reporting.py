@@ -1,8 +1,7 @@
-"""What is here, what npu_replay has changed in it, and how to have all of that undone."""
+"""What is here, and what npu_replay has changed in it."""
 
 from __future__ import annotations
 
-import logging
 import platform
 from dataclasses import dataclass
 
@@ -11,20 +10,14 @@ import torch
 from npu_replay import recompute, routers, session
 from npu_replay.compat import (
     cuda,
-    import_hook,
     mindspeed,
     patching,
     probe,
-    sglang,
     torch_npu,
-    verl_engine,
     vllm,
     vllm_ascend,
 )
 from npu_replay.compat.probe import Capability, Product
-from npu_replay.errors import ReplayError
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -124,35 +117,6 @@ def report() -> Report:
         router_kinds=routers.kinds(),
         open_sessions=open_sessions(),
     )
-
-
-def uninstall() -> None:
-    """Undo everything that npu_replay has changed in other modules of this process. Twice is as good as once.
-
-    Each process of a job has to be told: npu_replay keeps no connection between them. What somebody else has
-    replaced since is left to them, with one WARNING that names it. Router kinds stay
-    registered: they are npu_replay's own, and change nobody's module.
-
-    Raises:
-        ReplayError: a record, replay or pin_recompute block is open. Nothing has been undone then.
-    """
-    blocks = open_sessions()
-    if blocks:
-        raise ReplayError(
-            "uninstall() inside an open block",
-            expected="no open record, replay or pin_recompute block",
-            got="; ".join(map(str, blocks)),
-            cause="it was called from the training step; call it after the block has ended",
-        )
-    import_hook.forget()
-    sglang.uninstall()
-    left = patching.undo_all()
-    verl_engine.forsake()
-    if left:
-        logger.warning(
-            "[npu_replay] uninstall() left these alone, since somebody else has replaced them: %s",
-            ", ".join(patch.where for patch in left),
-        )
 
 
 def open_sessions() -> tuple[OpenSession, ...]:

@@ -42,6 +42,7 @@ FACE = {
     "doctor",
     "inspect_report",
     "inspecting",
+    "installing",
     "opening",
     "plots",
     "reporting",

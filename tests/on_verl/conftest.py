@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
+import npu_replay
 import transformers_4
-from npu_replay import compat
 
 HERE = Path(__file__).parent
 NEEDED = ("verl", "ray", "tensordict", "hydra")
@@ -70,8 +70,7 @@ def transformers_4_names() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def installed_again() -> None:
     """Another file's tests in the same process may have ended with an uninstall()."""
-    for shim in (compat.config_flags, compat.verl, compat.verl_rollout, compat.verl_config):
-        shim.install()
+    npu_replay.install()
 
 
 class Child:

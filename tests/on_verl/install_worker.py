@@ -46,11 +46,15 @@ def verl() -> tuple[Any, Any]:
 
 
 answer: dict[str, Any] = {}
-if case in ("first", "uninstalled"):
+if case in ("first", "uninstalled", "twice"):
     import npu_replay
 
     verl()
     importlib.import_module(ENGINE)
+    if case == "twice":
+        answer["once"] = [patch.where for patch in npu_replay.report().patches]
+        npu_replay.install()
+        answer["again"] = [patch.where for patch in npu_replay.report().patches]
 elif case == "last":  # external_lib of 0.7's workers: their own patch is applied by then
     patch, _ = verl()
     importlib.import_module(ENGINE)

@@ -30,6 +30,15 @@ def test_everything_is_ours_in_every_module_that_bound_it(run_child: Any, case: 
         assert not answer["flag"]
 
 
+def test_installing_twice_changes_nothing(run_child: Any) -> None:
+    answer = found(run_child, "twice")
+    assert answer["once"]
+    assert answer["again"] == answer["once"]
+    assert all(answer["ours"].values()), answer["ours"]
+    assert answer["raised"] is None
+    assert answer["logged"] == []
+
+
 def test_uninstall_gives_all_of_it_back(run_child: Any) -> None:
     """Also in modules that bound our names by from ... import."""
     answer = found(run_child, "uninstalled")
