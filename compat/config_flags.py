@@ -4,7 +4,7 @@ Megatron before 0.16 doesn't know them, and MindSpeed takes any argument, but lo
 
 - An attribute of the class makes it drop the argument, so the flags are set on the instance alone.
 - It asks for the signature of the class, so nothing is ever written there.
-- `repatch()` throws away what lies over its own wrapper, so ours lies beneath, whichever came first.
+- `repatch()` throws away what lies over its own wrapper, so ours lies beneath (`beneath_mindspeed`).
 - It gives each config a class of its own whose `__init__` fails, which `dataclasses.replace` would call.
 
 What acts on the flags is not decided here.
@@ -21,8 +21,8 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeAlias
 
-from npu_replay.compat import import_hook, mindspeed
-from npu_replay.compat.patching import Patch, Patches
+from npu_replay.compat import beneath_mindspeed, import_hook
+from npu_replay.compat.patching import Patches
 from npu_replay.errors import ReplayError
 
 logger = logging.getLogger(__name__)
@@ -53,22 +53,10 @@ def _wrap(module: Any) -> None:
         for name in CLASSES:
             cls = getattr(module, name, None)
             if cls is not None and not any(patch.owner is cls for patch in _patches):
-                _wrap_class(cls)
+                beneath_mindspeed.wrap_init(_patches, cls, _config_init, _WHY)
     except Exception:
         _patches.undo()  # all or nothing
         raise
-
-
-def _wrap_class(cls: Any) -> None:
-    under = _mindspeeds(cls)
-    if under is None:
-        _patches.set(cls, "__init__", _config_init(cls.__init__), _WHY)
-        return
-    ours = _config_init(under.orig_func)
-    if not _put_below(under, ours):
-        # Somebody's wrapper lies over MindSpeed's: ours goes over that, until a repatch() takes both away.
-        _patches.set(cls, "__init__", _config_init(cls.__init__), _WHY)
-    _patches.add(Patch(cls, "__init__", _WHY, ours.__wrapped__, ours))
 
 
 def _config_init(init: Callable[..., None]) -> Any:
@@ -167,7 +155,11 @@ def _mend_replace(cls: type) -> None:
     """
     own, base = vars(cls), cls.__mro__[1]
     made = "__dataclass_fields__" in own and "__init__" in own and cls.__name__ == base.__name__
-    if made and not _is_held(cls) and any(_mindspeeds(kind) is not None for kind in cls.__mro__[1:]):
+    if (
+        made
+        and not _is_held(cls)
+        and any(beneath_mindspeed.patch_of(kind) is not None for kind in cls.__mro__[1:])
+    ):
         del cls.__init__  # type: ignore[misc]
 
 
@@ -176,36 +168,4 @@ def _is_held(cls: type) -> bool:
     return getattr(module, cls.__qualname__, None) is cls or "." in cls.__qualname__
 
 
-# Where MindSpeed has its own patch of the same place
-
-
-def _mindspeeds(cls: type) -> Any:
-    """MindSpeed's patch of the `__init__` of `cls`, once it is in place: it keeps what lies below it."""
-    patch = mindspeed.patches().get(f"{cls.__module__}.{cls.__qualname__}.__init__")
-    return None if patch is None or patch.orig_func is None else patch
-
-
-def _put_below(under: Any, function: Callable[..., None]) -> bool:
-    """Have MindSpeed take `function` for the original. Does it hold at once?
-
-    Applying MindSpeed's patch anew would throw away a wrapper that somebody has put over it since; then it
-    holds from the next repatch() on, which does the same.
-    """
-    uncovered = vars(under.orig_module).get("__init__") is under.final_patch_func
-    under.orig_func = function
-    if uncovered:
-        under.is_applied = False
-        under.apply_patch()
-    return uncovered
-
-
-def _take_from_mindspeed(patch: Patch) -> bool:
-    """Undo a patch of ours that MindSpeed keeps for the original; what it still calls does nothing more."""
-    under = _mindspeeds(patch.owner)
-    if under is None or under.orig_func is not patch.replacement:
-        return False
-    _put_below(under, patch.original)
-    return True
-
-
-_patches = Patches(_WHAT, beneath=_take_from_mindspeed)
+_patches = Patches(_WHAT, beneath=beneath_mindspeed.undo)

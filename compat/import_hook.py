@@ -1,4 +1,4 @@
-"""Run something as soon as a module is imported, whichever of the two comes first.
+"""Run something just before or just after a module is imported, whichever of the two comes first.
 
 npu_replay imports no framework: the order of imports changes what MindSpeed patches. So what has to be done
 to a framework waits for its import, in a finder that answers for the modules that somebody waits for and for
@@ -26,7 +26,9 @@ Shim = Callable[[Any], None]
 """Changes a module that was just imported; leaves it as it was if it raises."""
 
 During = Callable[[], AbstractContextManager[None]]
+Preparation = Callable[[], object]
 
+_preparing: dict[str, dict[str, Preparation]] = {}
 _waiting: dict[str, dict[str, Shim]] = {}
 _during: dict[str, During] = {}
 _failures: dict[str, str] = {}
@@ -47,12 +49,27 @@ def when_imported(module: str, name: str, shim: Shim, during: During = nullconte
         return
     _waiting.setdefault(module, {})[name] = shim
     _during[module] = during
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
+    _look_out()
+
+
+def before_import(module: str, name: str, prepare: Preparation) -> None:
+    """Call `prepare()` before the code of `module` runs, or now if it has begun. `name` says what it does.
+
+    What a package's own shims need is imported so: not without the package, and before any module of it.
+    Failures are treated as those of a shim.
+    """
+    if disabled():
+        return
+    _preparing.setdefault(module, {})[name] = prepare
+    if sys.modules.get(module) is not None:
+        _prepare(module)
+    else:
+        _look_out()
 
 
 def forget() -> None:
     """Wait for no import any more, and forget what failed."""
+    _preparing.clear()
     _waiting.clear()
     _during.clear()
     _failures.clear()
@@ -92,7 +109,8 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _waiting or fullname in _finding.names:
+        awaited = fullname in _waiting or fullname in _preparing
+        if not awaited or fullname in _finding.names:
             return None
         _finding.names.add(fullname)  # another finder may ask all finders in turn, this one too
         try:
@@ -103,6 +121,8 @@ class _Finder(importlib.abc.MetaPathFinder):
                 if spec is not None:
                     if spec.loader is not None and hasattr(spec.loader, "exec_module"):
                         spec.loader = _Loader(spec.loader, fullname)
+                    else:
+                        _prepare(fullname)  # no code will run: a namespace package
                     return spec
         finally:
             _finding.names.discard(fullname)
@@ -133,6 +153,7 @@ class _Loader(importlib.abc.Loader):
         spec = module.__spec__
         if spec is not None:
             spec.loader = module.__loader__ = self._loader
+        _prepare(self._module)
         with _during.pop(self._module, nullcontext)():
             self._loader.exec_module(module)
         if sys.modules.get(self._module) is module:
@@ -149,6 +170,8 @@ _finding = _Finding()
 
 def run_waiting(module: str | None = None) -> None:
     """Run what waits for a module that is imported: also one that a finder before ours found."""
+    for name in [name for name in _preparing if sys.modules.get(name) is not None]:
+        _prepare(name)
     for name in [module] if module else list(_waiting):
         imported = sys.modules.get(name)
         if imported is not None and (name == module or not _is_loading(imported)):
@@ -156,14 +179,28 @@ def run_waiting(module: str | None = None) -> None:
                 _run(imported, what, shim)
 
 
+def _prepare(module: str) -> None:
+    for name, prepare in _preparing.pop(module, {}).items():
+        _attempt(module, name, prepare)
+
+
 def _run(imported: ModuleType, name: str, shim: Shim) -> None:
+    _attempt(imported.__name__, name, lambda: shim(imported))
+
+
+def _attempt(module: str, name: str, action: Callable[[], object]) -> None:
     if disabled():
         return
     try:
-        shim(imported)
+        action()
     except Exception as error:  # noqa: BLE001  somebody else's module may be anything, and its import goes on
         _failures[name] = f"{type(error).__name__}: {error}"
-        logger.error("[npu_replay] %s failed on %s: %s", name, imported.__name__, _failures[name])
+        logger.error("[npu_replay] %s failed on %s: %s", name, module, _failures[name])
+
+
+def _look_out() -> None:
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
 
 
 def _is_loading(module: ModuleType) -> bool:

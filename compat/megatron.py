@@ -9,19 +9,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from npu_replay.compat import (
+    aux_losses,
+    fused_router,
     import_hook,
     megatron_layout,
     mindspeed,
     mindspeed_llm,
     mindspeed_overlap,
+    router_replay,
     torch_npu,
 )
 from npu_replay.errors import NoEffect, RouterError
 from npu_replay.marking import Marks
-from npu_replay.routers import Router, RouterKind
+from npu_replay.routers import Handle, Router, RouterKind
 from npu_replay.seam import least_positive
 
 _ROUTER_MODULE = "megatron.core.transformer.moe.router"
@@ -56,6 +58,7 @@ class MegatronRouters(RouterKind):
         _refuse_graphs(config, path)
         _refuse_overlap(config, path)
         _refuse_upstream_replay(module, path)
+        _refuse_gathered_quantiles(module, path)
         mindspeed.refuse_features(config, path)
         number: Any = module.layer_number
         return Router(
@@ -66,7 +69,9 @@ class MegatronRouters(RouterKind):
             layer=None if number is None else int(number) - 1,
             drops=_drops(config),
             masks=bool(config.moe_router_group_topk),
-            gathers=_gathered_ranks(config),
+            gathers=gathered_ranks(config),
+            spare=spare(module),
+            aux_losses=aux_losses.of(module),
             bypass=_bypass(config),
             mend=_without_exact_zeros if config.moe_token_dispatcher_type == "flex" else None,
         )
@@ -75,9 +80,12 @@ class MegatronRouters(RouterKind):
         """Is this a fused operator that takes the place of the top-k?"""
         return torch_npu.gating_operator(operator)
 
-    def mark(self, chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[RemovableHandle]:
-        """Mark what MindSpeed's moe_fb_overlap runs again."""
-        return mindspeed_overlap.mark(chunk, routers, marks)
+    def mark(self, chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[Handle]:
+        """Mark what MindSpeed's moe_fb_overlap runs again; have a fused router's kernel ask too."""
+        handles: list[Handle] = list(mindspeed_overlap.mark(chunk, routers, marks))
+        if any(fused_router.is_on(getattr(router.module, "config", None)) for router in routers):
+            handles.append(fused_router.hold())
+        return handles
 
     def functions(self, routers: Sequence[Router]) -> dict[str, object]:
         """What these routers' calls go through, whoever has replaced it: of their classes, of their own."""
@@ -144,17 +152,41 @@ def _without_exact_zeros(output: object, ids: torch.Tensor) -> object:
     return lifted, *output[1:]  # type: ignore[index]
 
 
-def _gathered_ranks(config: Any) -> int:
+def gathered_ranks(config: Any) -> int:
     """Megatron 0.12's alltoall_seq gathers the logits of the tensor-parallel group before the top-k."""
     if config.moe_token_dispatcher_type != "alltoall_seq" or not config.sequence_parallel:
         return 1
     return int(config.tensor_model_parallel_size)
 
 
+def spare(router: Any) -> int:
+    """Quantile balancing asks for one expert more than it uses: its score says where the limit lies."""
+    return int(router.routing_type == "quantile_balancing")
+
+
 def _bypass(config: Any) -> str:
-    if getattr(config, "moe_router_fusion", False):
-        return "moe_router_fusion=True: the fused kernel calls no top-k; set moe_router_fusion=False"
+    if fused_router.is_on(config):
+        return (
+            f"moe_router_fusion=True, and a kernel other than {fused_router.MODULE}.{fused_router.KERNEL}; "
+            "set moe_router_fusion=False"
+        )
     return ""
+
+
+def _refuse_gathered_quantiles(router: Any, path: str) -> None:
+    """Its top-k runs over the tokens of all ranks, and each rank takes its rows."""
+    if router.routing_type != "quantile_balancing":
+        return
+    ranks = 1 if router.tp_cp_group is None else router.tp_cp_group.size()
+    if ranks > 1:
+        raise RouterError(
+            "quantile balancing chooses over the tokens of several ranks at once, and can't be replayed",
+            where=path,
+            expected="one rank in the router's tensor and context parallel group",
+            got=f"{ranks} ranks, moe_router_load_balancing_type='quantile_balancing'",
+            cause="the model's config; take another load balancing for the replay, or no tensor and context "
+            "parallelism",
+        )
 
 
 def _refuse_graphs(config: Any, path: str) -> None:
@@ -188,15 +220,17 @@ def _refuse_overlap(config: Any, path: str) -> None:
 
 
 def _refuse_upstream_replay(module: Any, path: str) -> None:
-    """Megatron's own RouterReplay, from 0.16 on, would answer the top-k before ours is reached."""
-    action = getattr(getattr(module, "router_replay", None), "router_replay_action", None)
-    if action is not None and getattr(action, "name", "").startswith("REPLAY"):
+    """RouterReplay, upstream's from 0.16 on or ours before, would answer the top-k before a block does."""
+    replay = getattr(module, "router_replay", None)
+    action = getattr(replay, "router_replay_action", None)
+    name = getattr(action, "name", "")
+    if name.startswith("REPLAY") or (name and isinstance(replay, router_replay.RouterReplay)):
         raise RouterError(
-            "Megatron's own RouterReplay is replaying on this router",
+            "RouterReplay has an action on this router",
             where=path,
-            expected="no action: RouterReplay.clear_global_router_replay_action()",
+            expected="none: RouterReplay.clear_global_router_replay_action()",
             got=action,
-            cause="two ways of replaying at once; use npu_replay's or Megatron's",
+            cause="two ways of replaying at once; use npu_replay's blocks or RouterReplay",
         )
 
 

@@ -5,31 +5,37 @@
     with npu_replay.replay(model, recording.routes):   # the update
         forward_backward_func(...)
 
-Importing this imports no framework.
+Importing this imports no framework, and of npu_replay itself little: most names come with their first use.
 """
 
 from npu_replay import torch_loading  # isort: skip # noqa: F401  first: it keeps torch without torch_npu
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from npu_replay import compat
-from npu_replay.collecting import collect
-from npu_replay.compat.sglang import from_sglang
-from npu_replay.compat.vllm import from_vllm
-from npu_replay.decoder_layers import DecoderLayers
 from npu_replay.errors import ReplayError
-from npu_replay.fingerprint import fingerprint
+from npu_replay.fingerprint import fingerprint  # now: imported later, its module would take its name
 from npu_replay.installing import install, uninstall
-from npu_replay.layout import TokenLayout
-from npu_replay.mismatch import compare
-from npu_replay.observing import observe
+from npu_replay.later import later
 from npu_replay.parallel_layout import ParallelLayout, register_reader
-from npu_replay.pinning import pin_recompute
-from npu_replay.recording import record
-from npu_replay.replaying import replay
-from npu_replay.reporting import report
-from npu_replay.rollout import Rollout, Turn
-from npu_replay.route_store import RouteStore
-from npu_replay.routed_experts import RoutedExperts
-from npu_replay.routed_model import RoutedModel
 from npu_replay.routers import register
+
+if TYPE_CHECKING:
+    from npu_replay.collecting import collect
+    from npu_replay.compat.sglang import from_sglang
+    from npu_replay.compat.vllm import from_vllm
+    from npu_replay.decoder_layers import DecoderLayers
+    from npu_replay.layout import TokenLayout
+    from npu_replay.mismatch import compare
+    from npu_replay.observing import observe
+    from npu_replay.pinning import pin_recompute
+    from npu_replay.recording import record
+    from npu_replay.replaying import replay
+    from npu_replay.reporting import report
+    from npu_replay.rollout import Rollout, Turn
+    from npu_replay.route_store import RouteStore
+    from npu_replay.routed_experts import RoutedExperts
+    from npu_replay.routed_model import RoutedModel
 
 __version__ = "0.1.0"
 
@@ -58,7 +64,39 @@ __all__ = [
     "uninstall",
 ]
 
-register("megatron-core", compat.megatron.MegatronRouters())
-register("transformers", compat.transformers.TransformersRouters())
-register_reader("megatron-core", compat.megatron_layout.read)
+_HOMES = {
+    "DecoderLayers": "decoder_layers",
+    "Rollout": "rollout",
+    "RouteStore": "route_store",
+    "RoutedExperts": "routed_experts",
+    "RoutedModel": "routed_model",
+    "TokenLayout": "layout",
+    "Turn": "rollout",
+    "collect": "collecting",
+    "compare": "mismatch",
+    "from_sglang": "compat.sglang",
+    "from_vllm": "compat.vllm",
+    "observe": "observing",
+    "pin_recompute": "pinning",
+    "record": "recording",
+    "replay": "replaying",
+    "report": "reporting",
+}
+"""The module of each name that comes with its first use."""
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted(globals().keys() | _HOMES.keys())
+
+
+register("megatron-core", later("npu_replay.compat.megatron:MegatronRouters"))
+register("transformers", later("npu_replay.compat.transformers:TransformersRouters"))
+register_reader("megatron-core", later("npu_replay.compat.megatron_layout:read"))
 install()

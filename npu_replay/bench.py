@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import npu_replay
-from npu_replay import RoutedExperts, bench_decode, bench_gather, seam, session
+from npu_replay import RoutedExperts, bench_decode, bench_gather, bench_import, seam, session
 from npu_replay.demo import megatron_model
 from npu_replay.devices import megatron_on, one_thread, pick
 from npu_replay.errors import ReplayError
@@ -63,10 +63,13 @@ class Row:
 
     Attributes:
         what: "router" (its forward), "other top-k" (one that is no routing), "gather" (routes into a rank's
-            rows), "decode" (an engine's answer into routes) or "step" (forward and backward of a model).
+            rows), "decode" (an engine's answer into routes), "step" (forward and backward of a model) or
+            "import" (in a new process).
+        tokens: none where it doesn't depend on them.
         microseconds: median time of one call.
         ratio: median of the rounds' ratios to the first way, with its quartiles.
         over: median difference to the first way in microseconds.
+        over_least: the least of these differences.
     """
 
     what: str
@@ -77,6 +80,7 @@ class Row:
     ratio_low: float
     ratio_high: float
     over: float
+    over_least: float
     rounds: int
 
 
@@ -101,6 +105,8 @@ def main(*, device: str, pairs: int, out: Path | None, force: bool) -> list[Row]
     console.print(bench_gather.sizes(), soft_wrap=True)
     decoded = {row.way: row.microseconds for row in rows if row.what == "decode"}
     console.print(bench_decode.sizes(decoded), soft_wrap=True)
+    imported = {row.way: row.over_least for row in rows if row.what == "import" and row.over}
+    console.print(bench_import.least(imported), soft_wrap=True)
     if out is not None:
         result = {"about": about, "rows": [asdict(row) for row in rows]}
         write_whole(out, json.dumps(result, indent=1).encode(), overwrite=force)
@@ -123,6 +129,8 @@ def measure(device: torch.device, pairs: int, tell: Callable[[str], None]) -> It
     for tokens in TOKENS:
         tell(f"whole step, {tokens} tokens")
         yield from _step_rows(tokens, device, max(3, pairs // 10))
+    tell("import")
+    yield from _summary("import", 0, bench_import.times(max(3, pairs // 5)))
 
 
 class Routers(nn.Module):
@@ -295,20 +303,27 @@ def _rows(
             spent = _timed(way, repeats, device, warm=warm) / per
             if number >= 2:  # the first two rounds warm up
                 times[way.name].append(spent)
-    live = times[ways[0].name]
-    for way in ways:
-        ratios = [spent / base for spent, base in zip(times[way.name], live, strict=True)]
+    yield from _summary(what, tokens, times)
+
+
+def _summary(what: str, tokens: int, times: dict[str, list[float]]) -> Iterator[Row]:
+    """A row for each way, from its microseconds in each round; the first way is the yardstick."""
+    live = next(iter(times.values()))
+    for way, spent in times.items():
+        ratios = [one / base for one, base in zip(spent, live, strict=True)]
+        over = [one - base for one, base in zip(spent, live, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         yield Row(
             what=what,
             tokens=tokens,
-            way=way.name,
-            microseconds=statistics.median(times[way.name]),
+            way=way,
+            microseconds=statistics.median(spent),
             ratio=middle,
             ratio_low=low,
             ratio_high=high,
-            over=statistics.median(a - b for a, b in zip(times[way.name], live, strict=True)),
-            rounds=rounds,
+            over=statistics.median(over),
+            over_least=min(over),
+            rounds=len(spent),
         )
 
 
@@ -377,7 +392,7 @@ def _table(rows: list[Row]) -> Any:
             if place != previous
             else (_figure(row.over, "+"), f"{row.ratio:.2f}", f"{row.ratio_low:.2f}-{row.ratio_high:.2f}")
         )
-        first = ("", "") if place == previous else (row.what, f"{row.tokens:,}")
+        first = ("", "") if place == previous else (row.what, f"{row.tokens:,}" if row.tokens else "")
         table.add_row(*first, row.way, _figure(row.microseconds), *against)
         previous = place
     return table

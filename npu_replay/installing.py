@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import logging
+import sys
 
-from npu_replay.compat import (
-    config_flags,
-    import_hook,
-    patching,
-    sglang,
-    verl,
-    verl_config,
-    verl_engine,
-    verl_rollout,
-)
+from npu_replay.compat import import_hook, patching
 from npu_replay.errors import ReplayError
-from npu_replay.reporting import open_sessions
+from npu_replay.later import later
 
 logger = logging.getLogger(__name__)
+
+_SHIMS = {
+    "megatron.core": ("config_flags", "router_replay", "moe_functions", "replayed_routers"),
+    "verl": ("verl", "verl_rollout", "verl_config"),
+    "sglang": ("sglang_old_path",),
+}
+"""The modules of npu_replay.compat that change a package. Each is imported, and its `install` called, in this
+order, before the package's own code runs."""
 
 
 def install() -> None:
     """Change what has to be changed in other modules, now or when they are imported.
 
-    `import npu_replay` does this; call it to have all of it back after `uninstall`. Twice is as good as
-    once.
+    `import npu_replay` does this; call it to have all of it back after `uninstall`. Twice is as good as once.
     With NPU_REPLAY_DISABLE=1 nothing is done.
     """
-    for shim in (config_flags, verl, verl_rollout, verl_config, sglang):
-        shim.install()
+    for package, shims in _SHIMS.items():
+        for shim in shims:
+            module = f"npu_replay.compat.{shim}"
+            import_hook.before_import(package, module, later(f"{module}:install"))
 
 
 def uninstall() -> None:
@@ -41,6 +42,8 @@ def uninstall() -> None:
     Raises:
         ReplayError: a record, replay or pin_recompute block is open. Nothing has been undone then.
     """
+    from npu_replay.reporting import open_sessions  # here: it imports most of npu_replay
+
     blocks = open_sessions()
     if blocks:
         raise ReplayError(
@@ -50,11 +53,18 @@ def uninstall() -> None:
             cause="it was called from the training step; call it after the block has ended",
         )
     import_hook.forget()
-    sglang.uninstall()
+    _tell("served_modules", "withdraw")
     left = patching.undo_all()
-    verl_engine.forsake()
+    _tell("verl_engine", "forsake")
     if left:
         logger.warning(
             "[npu_replay] uninstall() left these alone, since somebody else has replaced them: %s",
             ", ".join(patch.where for patch in left),
         )
+
+
+def _tell(shim: str, function: str) -> None:
+    """Call a function of a module of npu_replay.compat; one that isn't imported has nothing to undo."""
+    module = sys.modules.get(f"npu_replay.compat.{shim}")
+    if module is not None:
+        getattr(module, function)()

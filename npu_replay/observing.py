@@ -18,7 +18,7 @@ from npu_replay.errors import MicroBatchError, NoEffect, ReplayError, micro_batc
 from npu_replay.marking import Marks
 from npu_replay.recompute import in_backward
 from npu_replay.routed_experts import RoutedExperts, narrow_dtype, without_layers
-from npu_replay.routers import Model, Router, chunks_of, find, mark
+from npu_replay.routers import Handle, Model, Router, chunks_of, find, mark
 from npu_replay.timeline import Timeline
 
 
@@ -29,7 +29,7 @@ class Observation:
         self._chunks = chunks_of(model)
         self._timeline = Timeline(len(self._chunks))
         self._routers: list[Router] = []
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._handles: list[Handle] = []
         self._marks: list[Marks] = []
         self._seen: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._shown: list[RoutedExperts] | None = None

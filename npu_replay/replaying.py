@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Iterable, Sequence
+from typing import Literal, TypeAlias
 
 import torch
 
 from npu_replay import seam
-from npu_replay.errors import MicroBatchError, RouterError, micro_batch
+from npu_replay.errors import MicroBatchError, ReplayError, RouterError, micro_batch
 from npu_replay.routed_experts import RoutedExperts
 from npu_replay.routers import Model, Router
 from npu_replay.session import Session, narrowed
@@ -15,7 +18,13 @@ from npu_replay.staging import Packet, Staged, to_device
 from npu_replay.timeline import Forward
 
 
-def replay(model: Model, routes: Sequence[RoutedExperts], *, live_mismatch: bool = False) -> Replay:
+def replay(
+    model: Model,
+    routes: Sequence[RoutedExperts],
+    *,
+    live_mismatch: bool = False,
+    aux_loss: AuxLoss | None = None,
+) -> Replay:
     """Make the routers of `model` choose the experts in `routes`.
 
         with npu_replay.replay(model, recording.routes) as session:
@@ -27,11 +36,35 @@ def replay(model: Model, routes: Sequence[RoutedExperts], *, live_mismatch: bool
         routes: one RoutedExperts a micro-batch, in forward order; rows as the routers have them (Megatron:
             sequence-major; Hugging Face: batch-major). See TokenLayout for getting them there.
         live_mismatch: also count where the router would have chosen otherwise (costs its top-k).
+        aux_loss: which experts the routers' aux losses count: "live", what the router would choose now, or
+            "replayed"; the same on every Megatron-core. Left out: NPU_REPLAY_AUX_LOSS, else "live".
 
     Raises:
         ReplayError: see docs/errors.md for what rises where.
     """
-    return Replay(model, routes, live_mismatch=live_mismatch)
+    return Replay(model, routes, live_mismatch=live_mismatch, aux_loss=aux_loss)
+
+
+AuxLoss: TypeAlias = Literal["live", "replayed"]
+
+
+def counted_by_aux_losses(asked: str | None = None) -> AuxLoss:
+    """Which experts aux losses count in a replay: as asked for, or as NPU_REPLAY_AUX_LOSS says, else "live".
+
+    Raises:
+        ReplayError: neither "live" nor "replayed".
+    """
+    found = asked or os.environ.get("NPU_REPLAY_AUX_LOSS") or "live"
+    if found == "live":
+        return "live"
+    if found == "replayed":
+        return "replayed"
+    raise ReplayError(
+        "this is nothing that aux losses can count",
+        where="aux_loss" if asked else "NPU_REPLAY_AUX_LOSS",
+        expected="'live' or 'replayed'",
+        got=found,
+    )
 
 
 class Replaying(Session):
@@ -40,13 +73,15 @@ class Replaying(Session):
     Args:
         model: see Session.
         live_mismatch: also count where the router would have chosen otherwise. Costs its top-k.
+        aux_loss: see replay.
     """
 
     name = "replay"
     foreign = True
 
-    def __init__(self, model: Model, *, live_mismatch: bool = False) -> None:
+    def __init__(self, model: Model, *, live_mismatch: bool = False, aux_loss: AuxLoss | None = None) -> None:
         super().__init__(model)
+        self._aux_loss = counted_by_aux_losses(aux_loss)
         self._live_mismatch = live_mismatch
         self._differing: torch.Tensor | int = 0
         self._compared = 0
@@ -76,6 +111,30 @@ class Replaying(Session):
         self._chunk_of = {
             router.label: chunk for chunk, routers in enumerate(self._routers) for router in routers
         }
+
+    def _attach(self) -> None:
+        super()._attach()
+        for router in self._all_routers():
+            losses = router.aux_losses
+            if losses is not None and losses.follow != (self._aux_loss == "replayed"):
+                self._handles.append(losses.recount(functools.partial(self._counted, router)))
+
+    def _counted(self, router: Router) -> torch.Tensor | None:
+        """The ids that the aux losses of the router's call count, where they wouldn't by themselves."""
+        running = self._calls.stack[-1] if self._calls.stack else None
+        if running is None or running.module is not router.module:
+            return None
+        return running.call.ids if self._aux_loss == "replayed" else running.call.own_ids
+
+    def _compares(self, router: Router) -> bool:
+        losses = router.aux_losses
+        return (
+            losses is not None
+            and losses.follow
+            and self._aux_loss == "live"
+            and router.module.training
+            and torch.is_grad_enabled()  # the losses are left out elsewhere
+        )
 
     def _check_layers(self, number: int, routes: RoutedExperts, routers: Sequence[Router]) -> None:
         """Refuse routes that these routers can't be given."""
@@ -160,8 +219,15 @@ class Replay(Replaying):
         live_mismatch: also count where the router would have chosen otherwise. Costs its top-k.
     """
 
-    def __init__(self, model: Model, routes: Sequence[RoutedExperts], *, live_mismatch: bool = False) -> None:
-        super().__init__(model, live_mismatch=live_mismatch)
+    def __init__(
+        self,
+        model: Model,
+        routes: Sequence[RoutedExperts],
+        *,
+        live_mismatch: bool = False,
+        aux_loss: AuxLoss | None = None,
+    ) -> None:
+        super().__init__(model, live_mismatch=live_mismatch, aux_loss=aux_loss)
         self._packets = [Packet(one) for one in checked_routes(routes)]
 
     def metrics(self) -> dict[str, float]:

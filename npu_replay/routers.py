@@ -8,17 +8,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from npu_replay.errors import RouterError
 from npu_replay.marking import Marks
 
 Model: TypeAlias = "nn.Module | Sequence[nn.Module]"
 """What a block takes: a module, or the list of its virtual-pipeline chunks."""
+
+
+class Handle(Protocol):
+    """Of something that holds until it is removed, such as a hook."""
+
+    def remove(self) -> None: ...
+
+
+Ids: TypeAlias = "Callable[[], torch.Tensor | None]"
+"""The ids [rows, topk] of the router's call that runs; None without one."""
+
+
+@dataclass(frozen=True)
+class AuxLosses:
+    """The aux losses of one router.
+
+    Attributes:
+        follow: do they count the ids that the router was given? If not, what it would choose itself.
+        recount: makes them count other ids until the handle is removed.
+    """
+
+    follow: bool
+    recount: Callable[[Ids], Handle]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +58,8 @@ class Router:
         gathers: rows of the scores for each row of the input (ranks that alltoall_seq gathers over).
         mend: changes the output of a router that was given ids ([rows, topk]), where what comes after it
             could lose one of them.
+        spare: its top-k asks for so many more than it uses; they come last.
+        aux_losses: None if it has none.
         bypass: why its top-k might never run, in words for an error; empty if nothing is known.
         path: where it sits in the model, `find` fills it in.
     """
@@ -49,6 +73,8 @@ class Router:
     masks: bool = True
     gathers: int = 1
     mend: Callable[[object, torch.Tensor], object] | None = None
+    spare: int = 0
+    aux_losses: AuxLosses | None = None
     bypass: str = ""
     path: str = ""
 
@@ -88,20 +114,27 @@ class RouterKind:
         """The functions that route in these, by name: nobody may replace them inside a block."""
         return {}
 
-    def mark(self, chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> Iterable[RemovableHandle]:
+    def mark(self, chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> Iterable[Handle]:
         """Hang hooks on a chunk that mark the recomputes which it runs outside backward."""
         return ()
 
 
-_kinds: dict[str, RouterKind] = {}
+_kinds: dict[str, RouterKind | Callable[[], RouterKind]] = {}
 
 
-def register(name: str, kind: RouterKind) -> None:
+def register(name: str, kind: RouterKind | Callable[[], RouterKind]) -> None:
     """Make `find` recognise another product's routers. Registering a name again replaces it.
 
+    Args:
+        kind: one, or what makes one when a model is first looked at.
+
     Raises:
-        RouterError: `kind` isn't a RouterKind.
+        RouterError: `kind` isn't a RouterKind, and can't be called for one.
     """
+    _kinds[name] = kind if callable(kind) else _checked(name, kind)
+
+
+def _checked(name: str, kind: object) -> RouterKind:
     if not isinstance(kind, RouterKind):
         raise RouterError(
             "this isn't a RouterKind",
@@ -109,12 +142,19 @@ def register(name: str, kind: RouterKind) -> None:
             expected="a subclass of npu_replay.routers.RouterKind",
             got=kind,
         )
-    _kinds[name] = kind
+    return kind
 
 
 def kinds() -> tuple[str, ...]:
     """The products whose routers are recognised."""
     return tuple(_kinds)
+
+
+def _registered() -> list[RouterKind]:
+    """The kinds themselves; those that are still to be made are made now."""
+    made = {name: _checked(name, kind() if callable(kind) else kind) for name, kind in _kinds.items()}
+    _kinds.update(made)
+    return list(made.values())
 
 
 def unregister(name: str) -> None:
@@ -124,18 +164,18 @@ def unregister(name: str) -> None:
 
 def explained(called: Iterable[str]) -> str:
     """Why a router that called these functions reached no top-k; empty if no product knows."""
-    said = (kind.explains(name) for name in called for kind in _kinds.values())
+    said = (kind.explains(name) for name in called for kind in _registered())
     return next(filter(None, said), "")
 
 
 def functions(found: Sequence[Router]) -> dict[str, object]:
     """The functions that route in these routers, of every product that is here."""
-    return {name: function for kind in _kinds.values() for name, function in kind.functions(found).items()}
+    return {name: function for kind in _registered() for name, function in kind.functions(found).items()}
 
 
-def mark(chunk: nn.Module, found: Sequence[Router], marks: Marks) -> list[RemovableHandle]:
+def mark(chunk: nn.Module, found: Sequence[Router], marks: Marks) -> list[Handle]:
     """Have every product mark what it runs again outside backward; the handles take the hooks off."""
-    return [handle for kind in _kinds.values() for handle in kind.mark(chunk, found, marks)]
+    return [handle for kind in _registered() for handle in kind.mark(chunk, found, marks)]
 
 
 def chunks_of(model: Model) -> list[nn.Module]:
@@ -175,8 +215,9 @@ def find(chunks: Sequence[nn.Module]) -> list[list[Router]]:
 
 
 def _described(chunk: nn.Module) -> Iterator[Router]:
+    kinds = _registered()
     for path, module in chunk.named_modules():
-        for kind in _kinds.values():
+        for kind in kinds:
             router = kind.describe(module, path)
             if router is not None:
                 yield replace(router, path=path)
@@ -184,9 +225,10 @@ def _described(chunk: nn.Module) -> Iterator[Router]:
 
 
 def _check_any(found: list[list[Router]], chunks: Sequence[nn.Module]) -> None:
-    for kind in _kinds.values():
+    kinds = _registered()
+    for kind in kinds:
         kind.check_chunks(chunks)
-    if any(found) or any(kind.accepts_none(chunks) for kind in _kinds.values()):
+    if any(found) or any(kind.accepts_none(chunks) for kind in kinds):
         return
     raise RouterError(
         "no router in this model",

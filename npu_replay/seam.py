@@ -36,7 +36,7 @@ class Own(Protocol):
 
 
 Choose = Callable[[Own], torch.Tensor]
-"""Given the router's own choice (call it only if it is needed: it costs a top-k), the ids to use."""
+"""Given the router's own choice (call it only if it is needed: it costs a top-k), the ids to use, int64."""
 
 _MASKS = {torch.masked_fill, torch.Tensor.masked_fill, torch.where, torch.Tensor.where}
 
@@ -47,6 +47,12 @@ class _Armed(threading.local):
 
 
 _armed = _Armed()
+
+
+def armed() -> Call | None:
+    """The router's call that this thread is in, as long as its top-k hasn't come."""
+    call = _armed.call
+    return call if call is not None and call.ids is None else None
 
 
 class Call:
@@ -62,21 +68,29 @@ class Call:
         verify: leave in `suspect` a flag, on the device, that the gathered scores can't be right.
         keeps: tokens over an expert's capacity are dropped by a second top-k, down the columns; it may not
             drop a chosen expert with a probability of exactly zero for a token that nobody sent there.
+        spare: the router asks its top-k for so many more than it uses; they come last, and stay its own.
+        compares: also find the router's own choice of all rows.
+        given: the ids may be others than the router would choose.
 
     Afterwards `ids` are the ids that were used and `way` how the top-k was caught; None where none was, and
-    then `seen` names what was called instead, as far as it was watched.
+    then `seen` names what was called instead, as far as it was watched. `own_ids` are the router's own, where
+    it was asked to compare.
     """
 
     __slots__ = (
         "_masked",
         "_outer",
         "choose",
+        "compares",
+        "given",
         "ids",
         "keeps",
         "masks",
         "num_experts",
+        "own_ids",
         "rows",
         "seen",
+        "spare",
         "suspect",
         "topk",
         "verify",
@@ -95,6 +109,9 @@ class Call:
         watch: bool = False,
         verify: bool = False,
         keeps: bool = False,
+        spare: int = 0,
+        compares: bool = False,
+        given: bool = False,
     ) -> None:
         self.rows = rows
         self.num_experts = num_experts
@@ -104,7 +121,11 @@ class Call:
         self.watching = watch
         self.verify = verify
         self.keeps = keeps
+        self.spare = spare
+        self.compares = compares
+        self.given = given
         self.ids: torch.Tensor | None = None
+        self.own_ids: torch.Tensor | None = None
         self.suspect: torch.Tensor | None = None
         self.way: str | None = None
         self.seen: list[str] = []
@@ -131,7 +152,7 @@ class Call:
             and scores.dim() == 2
             and scores.shape[1] == self.num_experts
             and scores.shape[0] == self.rows
-            and ((k == self.topk and dim in (-1, 1)) if self.ids is None else dim in (0, -2))
+            and ((k == self.topk + self.spare and dim in (-1, 1)) if self.ids is None else dim in (0, -2))
             and kwargs.get("largest", True)
             and "out" not in kwargs
         )
@@ -158,28 +179,65 @@ class Call:
                 cause="tensor parallelism by parallelize_module over the router; FSDP2 alone is fine",
             )
 
+        values, ids = self._decide(native, scores, args[1:], rest)
+        self.ids, self.way = ids[:, : self.topk], way
+        if self.keeps:
+            _armed.call = self  # for the second top-k
+        return torch.return_types.topk((values, ids))
+
+    def _decide(
+        self, native: Callable[..., Any], scores: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the top-k returns: values and ids, [rows, topk + spare]."""
+
         def own(rows: torch.Tensor | None = None) -> torch.Tensor:
             asked = scores.detach()  # half the price of no_grad()
             if rows is not None:
                 asked = asked.index_select(0, rows)
-            ids: torch.Tensor = native(asked, *args[1:], **rest)[1]
-            return ids
+            ids: torch.Tensor = native(asked, *args, **kwargs)[1]
+            return ids[:, : self.topk] if self.spare else ids
 
         if torch._C._len_torch_dispatch_stack():
             with _disable_current_modes():  # a selective checkpoint would keep our operations for its own
-                ids = self.choose(own)
+                ids = self._chosen(own)
         else:
-            ids = self.choose(own)
+            ids = self._chosen(own)
+        if self.spare:
+            values, places = native(scores, *args, **kwargs)
+            if self.verify:
+                self.suspect = torch.isneginf(values).any()
+            return values, torch.cat([ids, places[:, self.topk :]], dim=1)
         source = self._unmasked(scores)
         values = source.gather(1, ids)
-        self.ids, self.way = ids, way
-        if self.keeps:
-            _armed.call = self  # for the second top-k
         if self.verify:
             self.suspect = _suspect(
                 values.detach(), scores.detach(), mask_unseen=self.masks and source is scores
             )
-        return torch.return_types.topk((values, ids))
+        return values, ids
+
+    def _chosen(self, own: Own) -> torch.Tensor:
+        if not self.compares:
+            return self.choose(own)
+        self.own_ids = found = own()
+        return self.choose(lambda rows=None: found if rows is None else found.index_select(0, rows))
+
+    def note(self, read: Callable[[], torch.Tensor], way: str) -> None:
+        """Take down what a router chose without a top-k that could be answered.
+
+        Args:
+            read: gives the ids, int64 [rows, topk]; what it does is not the router's doing any more.
+            way: what chose.
+        """
+        _armed.call = None
+        ids = read()
+        self._noted(ids)
+        self.ids, self.way = ids, way
+
+    def _noted(self, ids: torch.Tensor) -> None:
+        """Leaves in `suspect` a flag, on the device, that other ids were wanted, as in a recompute."""
+        wanted = self._chosen(lambda rows=None: ids if rows is None else ids.index_select(0, rows))
+        if wanted is not ids or self.verify:
+            self.suspect = (wanted != ids).any()
 
     def _drop(
         self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], ids: torch.Tensor

@@ -84,7 +84,7 @@ class Session:
         self._timeline = Timeline(len(self._chunks))
         self._routers: list[list[Router]] = []
         self._way: dict[int, str | None] = {}
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._handles: list[routers.Handle] = []
         self._stance: AbstractContextManager[None] | None = None
         self._flags: dict[Key, torch.Tensor] = {}
         self._unreached: dict[Key, list[str]] = {}  # and what was called instead
@@ -95,6 +95,7 @@ class Session:
         self._marks: list[Marks] = []
         self._functions: dict[str, object] = {}
         self._seconds = 0.0
+        self._strayed: torch.Tensor | bool = False
         self._dropped: torch.Tensor | int = 0
         self._chosen = 0
         self._count = 0
@@ -122,6 +123,10 @@ class Session:
                 cause="recomputing by other means than torch's checkpoint or a custom autograd Function",
             )
         return ids
+
+    def _compares(self, router: Router) -> bool:
+        """Is this call's own choice wanted beside the ids that are used?"""
+        return False
 
     def _is_checked(self, number: int) -> bool:
         """Is the effect checked in this micro-batch: 0, 1, 2, 4, 8, ...?
@@ -313,6 +318,9 @@ class Session:
             watch=router.masks or self._way[router.label] != "guard",
             verify=verify,
             keeps=self.foreign and router.drops,
+            spare=router.spare,
+            compares=self._compares(router),
+            given=self.foreign,
         )
         return _Running(router.module, call.__enter__(), again is not None)
 
@@ -346,6 +354,8 @@ class Session:
                     where=f"layer {router.label}, in its recompute",
                     cause=router.bypass or "a recompute that takes another path than the forward",
                 )
+            if call.way == "fused" and call.suspect is not None:
+                self._strayed = call.suspect | self._strayed
             return
         key = router.label, self._timeline.live(chunk).number
         if call.ids is None:
@@ -481,6 +491,14 @@ class Session:
                 expected="every chunk once for each micro-batch",
                 got=ended,
                 cause="a schedule that was cut short, or a chunk that is missing from the list",
+            )
+        if bool(self._strayed):
+            raise RecomputeError(
+                "a fused router chose other experts in a recompute than in its forward",
+                expected="the same ones: its kernel can't be given them",
+                got="others, in one call of a router at least",
+                cause="a near tie, which fell the other way; with moe_router_fusion=False a recompute takes "
+                "the experts of its forward",
             )
         due = self._due()
         if due:

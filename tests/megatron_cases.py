@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import npu_replay
+from npu_replay import RoutedExperts
 from npu_replay.demo import megatron_model
 from npu_replay.devices import pick
 from npu_replay.routers import Router, find
@@ -175,6 +177,32 @@ def _same_grad(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
     return torch.equal(a, b)
+
+
+def random_routes(like: list[RoutedExperts], seed: int = 5) -> list[RoutedExperts]:
+    """Routes that no router of this model would choose, one another for each micro-batch."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        RoutedExperts(
+            ids=torch.rand(*r.ids.shape[:2], r.num_experts, generator=generator).topk(r.topk).indices,
+            layers=r.layers,
+            num_experts=r.num_experts,
+        )
+        for r in like
+    ]
+
+
+def check_record_and_replay(trainer: Trainer, order: str) -> list[RoutedExperts]:
+    """Record leaves everything bit-equal to an untouched run, and replay to the record."""
+    untouched = trainer.run(order)
+    with npu_replay.record(trainer.model) as recording:
+        record = trainer.run(order)
+    assert same(record, untouched)
+    with npu_replay.replay(trainer.model, recording.routes):
+        replay = trainer.run(order)
+    assert same(replay, untouched)
+    assert hooks_left(trainer.model) == 0
+    return recording.routes
 
 
 def hooks_left(model: nn.Module) -> int:

@@ -1,17 +1,29 @@
-"""The promises about imports: npu_replay imports no framework, and the core imports no compat."""
+"""The promises about imports: npu_replay imports no framework and little of itself, and core no compat."""
 
 from __future__ import annotations
 
 import ast
+import importlib
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 import npu_replay
+from npu_replay import installing, routers
 
 PACKAGE = Path(npu_replay.__file__).parent
+COMPAT = Path(npu_replay.compat.__file__).parent
+AT_IMPORT = {
+    *("compat", "compat.import_hook", "compat.patching", "errors", "installing", "later", "torch_loading"),
+    *("fingerprint", "parallel_layout", "decoder_layers", "routers", "marking"),
+}
+"""All of npu_replay that its import brings."""
 NOT_IMPORTED = (
     "transformers",
     "megatron",
@@ -35,6 +47,7 @@ FACE = {
     "bench",
     "bench_decode",
     "bench_gather",
+    "bench_import",
     "captured",
     "cli",
     "commands",
@@ -69,15 +82,167 @@ def imported(source: Path) -> set[str]:
     return names
 
 
+def answer(code: str, path: Path | None = None, **environment: str) -> Any:
+    """What `code` prints in a process of its own, which finds modules in `path` too."""
+    found = [str(path), os.environ.get("PYTHONPATH", "")] if path else [os.environ.get("PYTHONPATH", "")]
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, found))} | environment
+    command = [sys.executable, "-c", f"import json, sys\n{code}"]
+    done = subprocess.run(command, text=True, capture_output=True, check=True, env=variables)
+    return json.loads(done.stdout)
+
+
+def under_type_checking(package: ModuleType) -> dict[str, str]:
+    """What a package imports for type checkers alone: each name, and the module that has it."""
+    body = ast.parse(Path(str(package.__file__)).read_text(encoding="utf-8")).body
+    (block,) = (
+        node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+def test_importing_it_brings_little_of_itself_and_no_framework() -> None:
+    loaded = answer("import npu_replay; print(json.dumps(list(sys.modules)))")
+    assert {name.partition(".")[2] for name in loaded if name.startswith("npu_replay.")} == AT_IMPORT
+    assert not {name.partition(".")[0] for name in loaded} & set(NOT_IMPORTED)
+
+
 def test_importing_and_reporting_imports_no_framework() -> None:
     code = f"""
-import sys, npu_replay
+import npu_replay
 str(npu_replay.report())
 import npu_replay.cli, npu_replay.self_test
-print([name for name in {NOT_IMPORTED} if name in sys.modules])
+print(json.dumps([name for name in {NOT_IMPORTED} if name in sys.modules]))
 """
-    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert answer(code) == []
+
+
+@pytest.mark.parametrize("first", ["", "import npu_replay.collecting, npu_replay.cli, npu_replay.self_test"])
+def test_every_public_name_is_what_its_module_has(first: str) -> None:
+    """fingerprint is a module and a function: whoever imports the module mustn't take the function away."""
+    code = f"""
+import npu_replay
+{first}
+print(json.dumps({{name: type(getattr(npu_replay, name)).__name__ for name in npu_replay.__all__}}))
+"""
+    kinds = answer(code)
+    assert {name for name, kind in kinds.items() if kind == "module"} == {"compat"}
+    assert set(kinds.values()) <= {"module", "function", "type", "ABCMeta"}
+
+
+def test_a_name_is_the_same_object_wherever_it_is_taken_from() -> None:
+    for name, home in npu_replay._HOMES.items():
+        assert getattr(npu_replay, name) is getattr(importlib.import_module(f"npu_replay.{home}"), name)
+    assert set(npu_replay.__all__) <= set(dir(npu_replay))
+
+
+def test_type_checkers_are_told_the_same_as_a_running_program() -> None:
+    homes = {name: f"npu_replay.{home}" for name, home in npu_replay._HOMES.items()}
+    assert under_type_checking(npu_replay) == homes
+    modules = {path.stem for path in COMPAT.glob("*.py")} - {"__init__"}
+    assert set(npu_replay.compat.__all__) == set(under_type_checking(npu_replay.compat)) == modules
+    assert set(dir(npu_replay.compat)) >= modules
+
+
+@pytest.mark.parametrize("package", [npu_replay, npu_replay.compat])
+def test_a_name_that_is_not_there_is_an_attribute_error(package: ModuleType) -> None:
+    with pytest.raises(AttributeError, match=rf"module '{package.__name__}' has no attribute 'recrod'"):
+        package.recrod  # noqa: B018
+
+
+def test_the_first_use_in_many_threads_is_one_import() -> None:
+    code = """
+import threading, npu_replay
+barrier, found = threading.Barrier(8), []
+def take():
+    barrier.wait()
+    found.append((npu_replay.record, npu_replay.compat.verl, npu_replay.report))
+threads = [threading.Thread(target=take) for _ in range(8)]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+print(json.dumps([len(found), len(set(found))]))
+"""
+    assert answer(code) == [8, 1]
+
+
+@pytest.mark.parametrize("first", ["npu_replay", "npu_replay.session", "npu_replay.routers"])
+def test_routers_of_all_products_are_known_whatever_is_imported_first(first: str) -> None:
+    code = f"""
+import {first}
+from npu_replay import routers
+before = "npu_replay.compat.megatron" in sys.modules
+print(json.dumps([before, [type(kind).__name__ for kind in routers._registered()], routers.kinds()]))
+"""
+    kinds = ["MegatronRouters", "TransformersRouters"]
+    assert answer(code) == [False, kinds, ["megatron-core", "transformers"]]
+
+
+def test_what_makes_a_router_kind_is_called_once_and_has_to_make_one() -> None:
+    class Kind(routers.RouterKind):
+        made = 0
+
+        def __init__(self) -> None:
+            Kind.made += 1
+
+    routers.register("mine", Kind)
+    try:
+        assert Kind.made == 0
+        assert isinstance(routers._registered()[-1], Kind)
+        assert routers._registered()[-1] is routers._registered()[-1]
+        assert Kind.made == 1
+        routers.register("mine", object)  # type: ignore[arg-type]
+        with pytest.raises(routers.RouterError, match="mine: this isn't a RouterKind"):
+            routers.find([])
+    finally:
+        routers.unregister("mine")
+
+
+SAYS = "import sys\nshims = [name for name in sys.modules if name.startswith('npu_replay.compat.')]\n"
+
+
+@pytest.fixture(params=installing._SHIMS)
+def product(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A package under a product's name, in `tmp_path`: it notes which shims are there when its code runs."""
+    folder = tmp_path.joinpath(*request.param.split("."))
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(SAYS)
+    return str(request.param)
+
+
+def expected(product: str) -> set[str]:
+    return {f"npu_replay.compat.{shim}" for shim in installing._SHIMS[product]}
+
+
+ALL = {f"npu_replay.compat.{shim}" for shims in installing._SHIMS.values() for shim in shims}
+
+
+def test_a_products_shims_are_imported_before_its_own_code_runs(product: str, tmp_path: Path) -> None:
+    code = f"""
+import npu_replay, importlib
+before = list(sys.modules)
+print(json.dumps([before, importlib.import_module({product!r}).shims]))
+"""
+    before, seen = answer(code, tmp_path)
+    assert not ALL & set(before)
+    assert expected(product) <= set(seen)
+
+
+def test_a_product_that_is_there_gets_its_shims_at_once(product: str, tmp_path: Path) -> None:
+    code = f"import {product}, npu_replay; print(json.dumps([{product}.shims, list(sys.modules)]))"
+    before, after = answer(code, tmp_path)
+    assert before == []
+    assert expected(product) <= set(after)
+
+
+@pytest.mark.parametrize("order", ["npu_replay, {0}", "{0}, npu_replay"])
+def test_turned_off_no_shim_is_imported_at_all(product: str, tmp_path: Path, order: str) -> None:
+    code = f"import {order.format(product)}; print(json.dumps(list(sys.modules)))"
+    assert not ALL & set(answer(code, tmp_path, NPU_REPLAY_DISABLE="1"))
+
+
+def test_every_shim_can_be_installed() -> None:
+    for shims in installing._SHIMS.values():
+        for shim in shims:
+            assert callable(getattr(npu_replay.compat, shim).install)
 
 
 @pytest.mark.parametrize("source", CORE, ids=lambda path: path.stem)
@@ -96,14 +261,12 @@ def test_the_core_needs_torch_and_numpy_alone(source: Path) -> None:
 
 
 def test_compat_imports_no_face() -> None:
-    folder = Path(npu_replay.compat.__file__).parent
-    for source in folder.rglob("*.py"):
+    for source in COMPAT.rglob("*.py"):
         assert not {f"npu_replay.{module}" for module in FACE} & imported(source), source.name
 
 
 def test_no_module_in_compat_imports_its_product_at_its_top() -> None:
-    folder = Path(npu_replay.compat.__file__).parent
-    for source in folder.rglob("*.py"):
+    for source in COMPAT.rglob("*.py"):
         for node in ast.parse(source.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Import):
                 names = {alias.name.partition(".")[0] for alias in node.names}

@@ -33,7 +33,7 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
     native = ["Megatron's own"] if bench._has_native_replay() else []
     ways = {
         what: [row.way for row in rows if row.what == what]
-        for what in ("router", "other top-k", "gather", "decode", "step")
+        for what in ("router", "other top-k", "gather", "decode", "step", "import")
     }
     assert ways == {
         "router": ["live", "record", "replay", "record by Watch", "replay by Watch", *native],
@@ -47,15 +47,20 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
             "base64 alone",
         ],
         "step": ["live", "record", "replay", *native],
+        "import": ["torch", "then npu_replay", "then its record"],
     }
     assert all(row.ratio == 1 and row.over == 0 for row in rows if row.way == "live")
     assert all(row.microseconds > 0 and row.ratio_low <= row.ratio <= row.ratio_high for row in rows)
+    assert all(row.over_least <= row.over for row in rows)
+    ends = [row.microseconds for row in rows if row.what == "import"]
+    assert ends == sorted(ends), "each step ends after the one before it"
 
     printed = capsys.readouterr().out
     assert "record by Watch" in printed
     assert "3 sequences" in printed
     assert "385.0 a token" in printed
     assert "memory beside the answer" in printed
+    assert "ms beyond torch: then npu_replay " in printed
     assert json.loads(out.read_text())["rows"][0]["way"] == "live"
     with pytest.raises(npu_replay.ReplayError, match=r"not overwritten.*--force"):
         bench.main(device="auto", pairs=2, out=out, force=False)

@@ -1,7 +1,8 @@
-"""compat.import_hook: a shim runs once its module is imported, whoever came first; what fails is said."""
+"""compat.import_hook: what waits for a module runs before or after its code, whoever came first."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import logging
@@ -24,6 +25,7 @@ NAME = "waited_for"
 def product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package on the path that nobody has imported, and a hook that waits for nothing else."""
     monkeypatch.setattr(import_hook, "_waiting", {})
+    monkeypatch.setattr(import_hook, "_preparing", {})
     monkeypatch.setattr(import_hook, "_failures", {})
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     package = tmp_path / NAME
@@ -152,3 +154,109 @@ def test_forgotten_shims_do_not_run() -> None:
     import_hook.forget()
     assert importlib.import_module(NAME).value == 1
     assert import_hook._finder not in sys.meta_path
+
+
+# What is to be there before a module's code runs
+
+
+@pytest.fixture
+def said(product: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Who ran, in order: the package's own code says «code»."""
+    said: list[str] = []
+    monkeypatch.setattr(import_hook, "said", said, raising=False)
+    (product / "__init__.py").write_text(
+        "from npu_replay.compat.import_hook import said\nsaid.append('code')\n"
+    )
+    (product / "inner.py").write_text("value = 1\n")
+    return said
+
+
+def prepares(said: list[str]) -> None:
+    import_hook.before_import(NAME, "prepares", lambda: said.append("prepared"))
+
+
+def test_a_preparation_comes_before_the_code_of_the_package_and_once(said: list[str]) -> None:
+    for _ in range(2):
+        prepares(said)
+    importlib.import_module(f"{NAME}.inner")
+    assert said == ["prepared", "code"]
+
+
+def test_what_a_preparation_waits_for_is_not_missed(said: list[str], product: Path) -> None:
+    """The package's own code imports the module that is waited for, as verl's does."""
+    (product / "__init__.py").write_text("from waited_for.inner import value\n")
+    waits = functools.partial(import_hook.when_imported, f"{NAME}.inner", "doubles", double)
+    import_hook.before_import(NAME, "waits", waits)
+    assert importlib.import_module(NAME).value == 2
+
+
+def test_a_preparation_may_wait_for_the_very_same_module(product: Path) -> None:
+    waits = functools.partial(import_hook.when_imported, NAME, "doubles", double)
+    import_hook.before_import(NAME, "waits", waits)
+    assert importlib.import_module(NAME).value == 2
+
+
+def test_a_package_that_is_there_is_prepared_for_at_once(said: list[str]) -> None:
+    importlib.import_module(NAME)
+    prepares(said)
+    assert said == ["code", "prepared"]
+
+
+def test_looking_for_a_package_prepares_nothing(said: list[str]) -> None:
+    prepares(said)
+    assert importlib.util.find_spec(NAME) is not None
+    assert said == []
+
+
+def test_a_package_without_code_of_its_own_is_prepared_for_too(said: list[str], product: Path) -> None:
+    (product / "__init__.py").unlink()
+    prepares(said)
+    importlib.import_module(f"{NAME}.inner")
+    assert said == ["prepared"]
+
+
+def test_a_package_that_another_finder_found_is_prepared_for_before_the_first_block(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepares(said)
+    import_hook.when_imported(f"{NAME}.inner", "doubles", double)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path[1:], sys.meta_path[0]])
+    importlib.import_module(NAME)
+    assert said == ["code"]
+    import_hook.refuse_failures()
+    assert said == ["code", "prepared"]
+
+
+def test_a_preparation_that_fails_is_one_error_and_the_import_goes_on(
+    said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> None:
+        raise ImportError("half installed")
+
+    import_hook.before_import(NAME, "its shims", broken)
+    prepares(said)
+    importlib.import_module(NAME)
+    assert said == ["prepared", "code"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "[npu_replay] its shims failed on waited_for: ImportError: half installed"
+    ]
+    with pytest.raises(ReplayError, match="its shims failed: ImportError: half installed"):
+        import_hook.refuse_failures()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_disable_prepares_nothing(said: list[str], monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    if when == "after":
+        prepares(said)
+    monkeypatch.setenv("NPU_REPLAY_DISABLE", "1")
+    if when == "before":
+        prepares(said)
+    importlib.import_module(NAME)
+    assert said == ["code"]
+
+
+def test_forgotten_preparations_do_not_run(said: list[str]) -> None:
+    prepares(said)
+    import_hook.forget()
+    importlib.import_module(NAME)
+    assert said == ["code"]

@@ -17,8 +17,10 @@ from megatron_cases import (
     VARIANTS,
     Trainer,
     build,
+    check_record_and_replay,
     hooks_left,
     perturbed,
+    random_routes,
     routers,
     same,
 )
@@ -36,35 +38,9 @@ pytestmark = [
 ROWS = BATCH * LENGTH
 
 
-def random_routes(like: list[RoutedExperts], seed: int = 5) -> list[RoutedExperts]:
-    """Routes that no router of this model would choose, one another for each micro-batch."""
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        RoutedExperts(
-            ids=torch.rand(*r.ids.shape[:2], r.num_experts, generator=generator).topk(r.topk).indices,
-            layers=r.layers,
-            num_experts=r.num_experts,
-        )
-        for r in like
-    ]
-
-
 def recorded(trainer: Trainer, order: str = "each") -> list[RoutedExperts]:
     with npu_replay.record(trainer.model) as recording:
         trainer.run(order)
-    return recording.routes
-
-
-def check_record_and_replay(trainer: Trainer, order: str) -> list[RoutedExperts]:
-    """Record leaves everything bit-equal to an untouched run, and replay to the record."""
-    untouched = trainer.run(order)
-    with npu_replay.record(trainer.model) as recording:
-        record = trainer.run(order)
-    assert same(record, untouched)
-    with npu_replay.replay(trainer.model, recording.routes):
-        replay = trainer.run(order)
-    assert same(replay, untouched)
-    assert hooks_left(trainer.model) == 0
     return recording.routes
 
 

@@ -1,0 +1,136 @@
+"""What a Megatron router's aux losses count while the router is given its experts.
+
+Megatron-core 0.12 counts the experts of the routing itself, so the replayed ones; from 0.13 on a second top-k
+counts what the router would choose now, the live ones. npu_replay makes it the same on every release: live,
+or replayed where asked for. What is changed is one argument of a method, bound on the router's instance.
+
+The expert bias counts the experts that tokens were sent to, so the replayed ones, on every release.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from npu_replay.routers import AuxLosses, Ids
+
+logger = logging.getLogger(__name__)
+
+_BY_PARTIAL = "apply_load_balancing_loss"
+"""0.12 and 0.13 hand it the loss as a partial, which holds the counts."""
+_BY_ARGUMENT = ("_apply_aux_loss", "_apply_seq_aux_loss", "_apply_global_aux_loss")
+"""Later releases hand these the map: (probs, scores, routing_map, ...)."""
+_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+
+
+def of(router: Any) -> AuxLosses | None:
+    """The aux losses of a TopKRouter; None where its config has none, or none that is known."""
+    asked = router.config.moe_router_load_balancing_type
+    names = asked if isinstance(asked, list | tuple) else [asked]
+    if not any(name in _TYPES for name in names) or not _coefficient(router.config):
+        return None
+    kind = type(router)
+    if hasattr(kind, _BY_PARTIAL):
+        return AuxLosses(follow=_follow(kind), recount=functools.partial(_recount, router, (_BY_PARTIAL,)))
+    methods = tuple(name for name in _BY_ARGUMENT if hasattr(kind, name))
+    return AuxLosses(follow=False, recount=functools.partial(_recount, router, methods)) if methods else None
+
+
+def _coefficient(config: Any) -> bool:
+    found = config.moe_aux_loss_coeff
+    return any(found) if isinstance(found, list | tuple) else bool(found)
+
+
+def _follow(kind: Any) -> bool:
+    """Do they count the routing itself? From 0.13 on the scores' method makes a map by a top-k of its own."""
+    scores = getattr(kind, "compute_routing_scores_for_aux_loss", None)
+    return scores is None or "scatter" not in inspect.unwrap(scores).__code__.co_names
+
+
+class _Bound:
+    """Methods of one router, bound until they are removed."""
+
+    def __init__(self, router: Any, methods: dict[str, Callable[..., Any]]) -> None:
+        self._router = router
+        self._before = {name: vars(router).get(name) for name in methods}
+        for name, method in methods.items():
+            setattr(router, name, types.MethodType(method, router))
+
+    def remove(self) -> None:
+        for name, before in self._before.items():
+            if before is None:
+                vars(self._router).pop(name, None)
+            else:
+                setattr(self._router, name, before)
+
+
+def _recount(router: Any, names: tuple[str, ...], ids: Ids) -> _Bound:
+    """Have the losses count these ids for as long as the handle isn't removed."""
+    change = _in_partial if names == (_BY_PARTIAL,) else _in_arguments
+    return _Bound(router, {name: change(getattr(router, name), ids) for name in names})
+
+
+def _in_arguments(method: Callable[..., Any], ids: Ids) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def counted(
+        self: Any,
+        probs: torch.Tensor,
+        scores: torch.Tensor,
+        routing_map: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        chosen = ids()
+        if chosen is not None:
+            padding = ~routing_map.any(dim=1, keepdim=True)  # rows that a padding_mask has taken out
+            routing_map = _map(chosen, routing_map).masked_fill(padding, 0)
+        return method(probs, scores, routing_map, *args, **kwargs)
+
+    return counted
+
+
+def _in_partial(method: Callable[..., Any], ids: Ids) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def counted(self: Any, activation: torch.Tensor, load_balancing_loss_func: Any) -> Any:
+        chosen, loss = ids(), load_balancing_loss_func
+        if chosen is not None:
+            known = loss.keywords if isinstance(loss, functools.partial) else {}
+            if "routing_map" in known:
+                known = known | {"routing_map": _map(chosen, known["routing_map"])}
+            elif "tokens_per_expert" in known:
+                counts = known["tokens_per_expert"]
+                known = known | {"tokens_per_expert": _counts(chosen, counts)}
+            else:
+                _say_unknown(loss)
+            if known:
+                loss = functools.partial(loss.func, *loss.args, **known)
+        return method(activation=activation, load_balancing_loss_func=loss)
+
+    return counted
+
+
+def _map(ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A routing map [rows, experts] of ids [rows, topk]."""
+    return torch.zeros_like(like).scatter(1, ids, 1)
+
+
+def _counts(ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """How often each expert is among ids [rows, topk]: [experts]."""
+    return torch.zeros_like(like).index_add(
+        0, ids.flatten(), torch.ones_like(ids.flatten(), dtype=like.dtype)
+    )
+
+
+@functools.cache
+def _say_unknown(loss: object) -> None:
+    logger.warning(
+        "[npu_replay] the aux loss %r isn't one of Megatron's, and counts replayed experts or "
+        "live ones; aux_loss='replayed', or NPU_REPLAY_AUX_LOSS=replayed, asks for no change",
+        loss,
+    )

@@ -1,0 +1,164 @@
+"""What aux losses and the expert bias count while the routers are given their experts."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+import npu_replay
+import upstream_loop
+from megatron_cases import SIGMOID_BIAS, Trainer, build, perturbed, routers, same
+from npu_replay import RoutedExperts
+from npu_replay.compat import aux_losses
+from npu_replay.errors import ReplayError
+
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
+
+KINDS = {
+    kind: {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": 0.1}
+    for kind in ("aux_loss", "seq_aux_loss")
+}
+
+
+def foreign(trainer: Trainer) -> list[RoutedExperts]:
+    """Every token goes to experts 6 and 7, which counts as no balance at all."""
+    rows = trainer.batches[0].numel()
+    ids = torch.tensor([6, 7]).expand(rows, 4, 2)
+    return [RoutedExperts(ids=ids, layers=[0, 1, 2, 3], num_experts=8)] * len(trainer.batches)
+
+
+def counted(trainer: Trainer, run: Any) -> list[float]:
+    """The aux losses, as each router reports them, layer by layer and call by call."""
+    found: list[float] = []
+    for router in routers(trainer.model):
+        kind = type(router.module)
+        name = "attach_and_log_load_balancing_loss"
+        if hasattr(kind, name):
+            position = 2
+        else:
+            name, position = "apply_load_balancing_loss", None
+        original = getattr(router.module, name)
+
+        def watching(*args: Any, original: Any = original, position: Any = position, **kwargs: Any) -> Any:
+            if position is None:
+                loss = kwargs["load_balancing_loss_func"]
+                found.append(float(loss(moe_aux_loss_coeff=1.0, sequence_partition_group=None)))
+            else:
+                found.append(float(args[position] / args[1]))
+            return original(*args, **kwargs)
+
+        setattr(router.module, name, watching)
+    run()
+    return found
+
+
+def balance(ids: torch.Tensor, logits: torch.Tensor) -> float:
+    """The switch loss of one micro-batch by hand: experts * sum(share of tokens * share of scores)."""
+    scores = torch.softmax(logits.float(), dim=-1)
+    counts = torch.bincount(ids.flatten(), minlength=8)
+    return float(8 * (counts / ids.numel() * scores.mean(dim=0)).sum())
+
+
+@pytest.mark.parametrize("asked", [None, "live", "replayed"])
+def test_an_aux_loss_counts_the_live_experts_or_the_replayed_ones(asked: Any) -> None:
+    trainer = build(KINDS["aux_loss"])
+    trainer.batches = trainer.batches[:1]
+    wanted: list[float] = []
+    given = foreign(trainer)
+
+    def note(module: Any, args: tuple[torch.Tensor, ...], output: Any) -> None:
+        logits = torch.nn.functional.linear(args[0].flatten(0, -2), module.weight).detach()
+        ids = given[0].ids[:, 0] if asked == "replayed" else logits.topk(2, dim=1).indices
+        wanted.append(balance(ids.long(), logits))
+
+    handles = [router.module.register_forward_hook(note) for router in routers(trainer.model)]
+
+    def run() -> None:
+        with npu_replay.replay(trainer.model, given, aux_loss=asked):
+            trainer.run("each")
+
+    found = counted(trainer, run)
+    assert len(found) == len(wanted) == 4
+    assert found == pytest.approx(wanted, rel=1e-4)
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("recompute", [None, "full", "layers_non_reentrant"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_counted_makes_a_difference_and_live_is_upstreams(kind: str, recompute: str | None) -> None:
+    trainer = upstream_loop.build_replayed(KINDS[kind], recompute)
+    routes = foreign(trainer)
+    given = [[one.ids[:, layer].long() for layer in range(4)] for one in routes]
+    results = {}
+    with perturbed(trainer.model):
+        for asked in ("live", "replayed"):
+            with npu_replay.replay(trainer.model, routes, aux_loss=asked):  # type: ignore[arg-type]
+                results[asked] = trainer.run("each")
+        upstream = upstream_loop.replay(trainer, given)
+    upstream_loop.api()[0].clear_global_router_replay_instances()
+    assert not same(results["live"], results["replayed"])
+    assert same(results["live"], upstream)
+
+
+def test_nothing_is_left_on_the_router() -> None:
+    trainer = build(KINDS["aux_loss"])
+    before = [set(vars(router.module)) for router in routers(trainer.model)]
+    for asked in ("live", "replayed"):
+        with npu_replay.replay(trainer.model, foreign(trainer), aux_loss=asked):  # type: ignore[arg-type]
+            trainer.run("each")
+    assert [set(vars(router.module)) for router in routers(trainer.model)] == before
+
+
+def test_the_variable_says_it_for_jobs_whose_framework_opens_the_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer = build(KINDS["aux_loss"])
+    with npu_replay.replay(trainer.model, foreign(trainer), aux_loss="replayed"):
+        wanted = trainer.run("each")
+    monkeypatch.setenv("NPU_REPLAY_AUX_LOSS", "replayed")
+    with npu_replay.replay(trainer.model, foreign(trainer)):
+        assert same(trainer.run("each"), wanted)
+
+
+def test_another_word_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = build({})
+    with pytest.raises(ReplayError, match=r"aux_loss: .*'live' or 'replayed', got frozen"):
+        npu_replay.replay(trainer.model, foreign(trainer), aux_loss="frozen")  # type: ignore[arg-type]
+    monkeypatch.setenv("NPU_REPLAY_AUX_LOSS", "both")
+    with pytest.raises(ReplayError, match=r"NPU_REPLAY_AUX_LOSS: .*got both"):
+        npu_replay.replay(trainer.model, foreign(trainer))
+
+
+@pytest.mark.parametrize("asked", ["live", "replayed"])
+def test_the_expert_bias_counts_the_experts_that_tokens_were_sent_to(asked: Any) -> None:
+    trainer = build(SIGMOID_BIAS)
+    for router in routers(trainer.model):
+        router.module.local_tokens_per_expert.zero_()
+    with npu_replay.replay(trainer.model, foreign(trainer), aux_loss=asked):
+        trainer.run("each")
+    rows = trainer.batches.__len__() * trainer.batches[0].numel()
+    for router in routers(trainer.model):
+        assert router.module.local_tokens_per_expert.tolist() == [0] * 6 + [rows] * 2
+
+
+def test_a_loss_of_another_kind_is_left_alone_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Router:
+        def apply_load_balancing_loss(self, activation: Any, load_balancing_loss_func: Any) -> Any:
+            return load_balancing_loss_func()
+
+    aux_losses._say_unknown.cache_clear()
+    router = Router()
+    handle = aux_losses._recount(router, ("apply_load_balancing_loss",), lambda: torch.tensor([[0, 1]]))
+    loss = functools.partial(lambda: 5)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert router.apply_load_balancing_loss(activation=1, load_balancing_loss_func=loss) == 5
+    assert len(caplog.records) == 1
+    assert "NPU_REPLAY_AUX_LOSS=replayed" in caplog.text
+    handle.remove()
+    assert not vars(router)

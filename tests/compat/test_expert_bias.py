@@ -1,0 +1,278 @@
+"""compat.expert_bias: padding stays out of the counts for the expert bias; all else gets the mask as it is.
+
+Megatron-core 0.16 to 0.19 lay the mask over the experts; 0.12 to 0.15 know no mask.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import ProcessGroup
+
+import megatron_cases as cases
+import npu_replay
+from npu_replay.compat import expert_bias, router_methods
+from npu_replay.compat.patching import Patches
+from npu_replay.demo import megatron_model
+
+MASKS = {
+    # rows: as many as experts (there the wrong counts come without an error), and others
+    "as many rows as experts": (4, 2),
+    "more rows": (12, 2),
+}
+
+
+@pytest.fixture(autouse=True)
+def own_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of this test's own, and what is to be undone."""
+    monkeypatch.setattr(router_methods, "_patches", Patches("methods of TopKRouter"))
+
+
+# Functions that could be there
+
+
+def over_experts(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+    """As Megatron-core 0.16 to 0.19."""
+    if padding_mask is not None:
+        routing_map = routing_map & (~padding_mask)
+    self.local_tokens_per_expert += routing_map.sum(dim=0)
+
+
+def over_rows(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+    """As later releases."""
+    if padding_mask is not None:
+        routing_map = routing_map & (~padding_mask).unsqueeze(-1)
+    self.local_tokens_per_expert += routing_map.sum(dim=0)
+
+
+def mended(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+    """As a framework mends it, on the class."""
+    if padding_mask is not None and padding_mask.dim() == 1:
+        padding_mask = padding_mask.unsqueeze(-1)
+    over_experts(self, routing_map, padding_mask)
+
+
+def strange(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+    self.counts += routing_map.sum(dim=0)
+
+
+def router_of(method: Any) -> Any:
+    cls = type("TopKRouter", (torch.nn.Module,), {"_apply_expert_bias": method})
+    router = cls()
+    router.enable_expert_bias = True
+    router.local_tokens_per_expert = torch.zeros(3)
+    return router
+
+
+MAP = torch.tensor([[1, 0, 1], [0, 1, 1], [1, 1, 0]], dtype=torch.bool)
+PADDING = torch.tensor([False, True, False])
+
+
+@pytest.mark.parametrize("method", [over_experts, over_rows, mended])
+def test_padding_is_left_out_whoever_is_right(method: Any) -> None:
+    router = router_of(method)
+    expert_bias.equip(router)
+    assert ("_apply_expert_bias" in vars(router)) == (method is over_experts)
+    router._apply_expert_bias(MAP, padding_mask=PADDING)
+    assert router.local_tokens_per_expert.tolist() == [2, 1, 1]
+    router._apply_expert_bias(MAP)
+    assert router.local_tokens_per_expert.tolist() == [4, 3, 3]
+
+
+@pytest.mark.parametrize("method", [over_rows, mended])
+def test_a_class_that_somebody_mends_later_is_still_right(method: Any) -> None:
+    router = router_of(over_experts)
+    expert_bias.equip(router)
+    type(router)._apply_expert_bias = method
+    router._apply_expert_bias(MAP, PADDING)
+    assert router.local_tokens_per_expert.tolist() == [2, 1, 1]
+
+
+def test_what_is_strange_is_left_as_it_is_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    router = router_of(strange)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            expert_bias.equip(router)
+    assert "_apply_expert_bias" not in vars(router)
+    (record,) = caplog.records
+    assert "test_expert_bias.strange doesn't leave padding out" in record.getMessage()
+
+
+def test_a_router_without_a_bias_or_without_the_method_is_left_as_it_is() -> None:
+    router = router_of(over_experts)
+    router.enable_expert_bias = False
+    other = torch.nn.Module()
+    other.enable_expert_bias = True  # type: ignore[assignment]
+    for one in (router, other):
+        before = dict(vars(one))
+        expert_bias.equip(one)
+        assert vars(one) == before
+
+
+def test_asking_compiles_nothing() -> None:
+    def compiles(*_: Any) -> Any:
+        raise AssertionError("compiled")
+
+    expert_bias.wants_column.cache_clear()
+    assert expert_bias.wants_column(torch.compile(over_experts, backend=compiles)) is True
+    inner = torch.compile(over_experts, backend=compiles)
+    assert expert_bias.wants_column(lambda *args, **kwargs: inner(*args, **kwargs)) is True
+
+
+# Real routers
+
+
+@pytest.fixture
+def router(request: pytest.FixtureRequest) -> Any:
+    """A real TopKRouter with an expert bias, as its class has it, before anybody equips it."""
+    request.getfixturevalue("megatron")
+    torch.manual_seed(3)
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    model = megatron_model.model(megatron_model.config(num_layers=1, **cases.SIGMOID_BIAS)).to(cases.DEVICE)
+    (found,) = (one for one in model.modules() if isinstance(one, TopKRouter))
+    router_methods.unequip(found)
+    return found
+
+
+def takes_mask(router: Any) -> bool:
+    return "padding_mask" in inspect.signature(type(router).routing).parameters
+
+
+def hidden(length: int, batch: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randn(length, batch, 32, generator=generator).to(cases.DEVICE)
+
+
+def padding(length: int, batch: int) -> torch.Tensor:
+    """bool [length, batch]: the second half of each sequence but the first."""
+    mask = torch.zeros(length, batch, dtype=torch.bool)
+    mask[length // 2 :, 1:] = True
+    return mask.to(cases.DEVICE)
+
+
+def counts(router: Any, length: int, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The router's own counts, and those of its map's unpadded rows."""
+    mask = padding(length, batch)
+    router.local_tokens_per_expert.zero_()
+    _, routing_map = router(hidden(length, batch), padding_mask=mask)
+    return router.local_tokens_per_expert, routing_map[~mask.reshape(-1)].sum(dim=0).to(torch.float32)
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("shape", MASKS.values(), ids=MASKS)
+def test_only_unpadded_rows_are_counted(router: Any, shape: tuple[int, int]) -> None:
+    if not takes_mask(router):
+        with pytest.raises(TypeError, match="padding_mask"):
+            router(hidden(*shape), padding_mask=padding(*shape))
+        with pytest.raises(TypeError, match="padding_mask"), npu_replay.record(router):
+            router(hidden(*shape), padding_mask=padding(*shape))
+        return
+    if expert_bias.wants_column(type(router)._apply_expert_bias):
+        assert not counts_right(router, shape), "the fault that this is for"
+    expert_bias.equip(router)
+    assert counts_right(router, shape)
+    groups = {id(one): one for one in vars(router).values() if isinstance(one, ProcessGroup)}
+    assert counts_right(copy.deepcopy(router, groups), shape)
+
+
+def counts_right(router: Any, shape: tuple[int, int]) -> bool:
+    try:
+        got, wanted = counts(router, *shape)
+    except RuntimeError:  # torch's or dynamo's: the mask can't be broadcast
+        return False
+    return torch.equal(got, wanted)
+
+
+@pytest.mark.megatron
+def test_each_router_gets_it_as_it_is_built_and_gives_it_back(router: Any) -> None:
+    npu_replay.installing.install()
+    built = type(router)(**arguments(router))
+    wrong = hasattr(built, "_apply_expert_bias") and expert_bias.wants_column(type(built)._apply_expert_bias)
+    assert ("_apply_expert_bias" in vars(built)) == wrong
+    assert len(lines()) == wrong
+    router_methods._patches.undo()  # as uninstall() does
+    assert "_apply_expert_bias" not in vars(built)
+    assert lines() == []
+
+
+def lines() -> list[str]:
+    return [patch.where for patch in router_methods._patches if "_apply_expert_bias" in patch.where]
+
+
+def arguments(router: Any) -> dict[str, Any]:
+    """What its constructor wants besides the config: process groups, if it can't do without."""
+    named = inspect.signature(type(router).__init__).parameters
+    from megatron.core.transformer.moe import moe_utils
+
+    for name, default in (
+        ("model_comm_pgs", "get_default_model_comm_pgs"),
+        ("pg_collection", "get_default_pg_collection"),
+    ):
+        if name in named:
+            return {"config": router.config, name: getattr(moe_utils, default)()}
+    return {"config": router.config}
+
+
+# A padding_mask through whole models
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "bias": cases.SIGMOID_BIAS,
+    "aux_loss": cases.VARIANTS["aux_loss"],
+    "seq_aux_loss": cases.VARIANTS["seq_aux_loss"],
+    "z_loss": cases.VARIANTS["z_loss"],
+}
+
+
+class Padded(cases.Trainer):
+    """A trainer whose batches have padding, if it is asked for."""
+
+    mask: torch.Tensor | None = None
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        inputs = megatron_model.causal(tokens) | ({} if self.mask is None else {"padding_mask": self.mask})
+        losses: torch.Tensor = self.model(input_ids=tokens, labels=tokens.roll(-1, 1), **inputs)
+        return losses.mean()
+
+    def counted(self) -> Any:
+        """Losses and gradients of a run, and the tokens that it counted for the bias."""
+        routers = [one.module for one in cases.routers(self.model)]
+        for one in routers:
+            if getattr(one, "local_tokens_per_expert", None) is not None:
+                one.local_tokens_per_expert.zero_()
+        found = self.run()
+        counts = [getattr(one, "local_tokens_per_expert", None) for one in routers]
+        return found, [None if one is None else one.tolist() for one in counts]
+
+
+def same(a: Any, b: Any) -> bool:
+    return cases.same(a[0], b[0]) and a[1] == b[1]
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.usefixtures("megatron")
+def test_a_padding_mask_passes_through_record_and_replay(variant: str, recompute: str | None) -> None:
+    """T7: routing functions of frameworks' own drop it, or fail on it."""
+    npu_replay.installing.install()
+    trainer = Padded(cases.build(VARIANTS[variant], recompute).model, None)
+    if not takes_mask(cases.routers(trainer.model)[0].module):
+        trainer.mask = padding(cases.LENGTH, cases.BATCH).T
+        with pytest.raises(TypeError, match="padding_mask"):
+            trainer.run()
+        return
+    unmasked = trainer.counted()
+    trainer.mask = padding(cases.LENGTH, cases.BATCH).T
+    untouched = trainer.counted()
+    assert not same(untouched, unmasked), "the mask reaches the router"
+    with npu_replay.record(trainer.model) as recording:
+        assert same(trainer.counted(), untouched)
+    with npu_replay.replay(trainer.model, recording.routes):
+        assert same(trainer.counted(), untouched)

@@ -1,0 +1,328 @@
+"""compat.moe_functions: what frameworks import from later releases gives what it gives there, bit by bit.
+
+Compared with the releases that lie beside the one on the path, as the scripts of ci/ lay them.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import moe_function_cases as cases
+import npu_replay
+from npu_replay.compat import moe_functions
+from npu_replay.errors import NoEffect
+
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
+
+LATER = ("0.14.0", "0.15.3", "0.16.1", "0.19.2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> None:
+    npu_replay.installing.install()
+
+
+@pytest.fixture(scope="module", params=LATER)
+def later(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
+    """A later release, and what the real functions of it give."""
+    if has_replay():
+        pytest.skip("nothing is added here")
+    release: str = request.param
+    path = beside(release)
+    if path is None:
+        pytest.skip(f"megatron-core {release} doesn't lie beside the release on the path")
+    saved = tmp_path_factory.mktemp("later") / f"{release}.pt"
+    subprocess.run(
+        [sys.executable, cases.__file__, str(saved)],
+        env=os.environ | {"PYTHONPATH": path},
+        check=True,
+        capture_output=True,
+    )
+    return release, torch.load(saved)
+
+
+def beside(release: str) -> str | None:
+    """A PYTHONPATH with another release in the place of this one."""
+    here = next(iter(find_spec("megatron").submodule_search_locations))  # type: ignore[union-attr, arg-type]
+    folder = Path(here).parent
+    other = folder.with_name(re.sub(r"\d+\.\d+\.\d+$", release, folder.name))
+    if not (other / "megatron").is_dir():
+        return None
+    rest = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if Path(part) != folder]
+    return os.pathsep.join([str(other), *filter(None, rest)])
+
+
+def native(name: str) -> bool:
+    """Does the source of the release on the path define it?"""
+    return name in definitions(cases.FUNCTIONS[name])
+
+
+def definitions(module: str) -> dict[str, ast.FunctionDef]:
+    folder = Path(import_module("megatron.core").__file__ or "").parent
+    file = folder.joinpath(*module.split(".")[2:]).with_suffix(".py")
+    tree = ast.parse(file.read_text()) if file.exists() else ast.Module([], [])
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def has_replay() -> bool:
+    found = definitions(moe_functions.MODULE).get("topk_routing_with_score_function")
+    return found is not None and "router_replay" in [argument.arg for argument in found.args.args]
+
+
+def lines() -> list[str]:
+    return [patch.where for patch in npu_replay.report().patches if patch.reason == moe_functions._WHAT]
+
+
+def differ(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, tuple):
+        return len(ours) != len(theirs) or any(
+            a.dtype != b.dtype or not torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)
+        )
+    return bool(ours != theirs)
+
+
+def is_exempt(name: str, release: str) -> bool:
+    """Later ones go to float32 first: 0.17 for the aux loss of a sigmoid, 0.18 everywhere."""
+    later = int(release.split(".")[1])
+    return "bfloat16" in name and (later >= 18 or (later >= 17 and name.startswith("scores sigmoid")))
+
+
+def test_results_are_those_of_later_releases(later: tuple[str, Any]) -> None:
+    release, real = later
+    ours = dict(cases.results()) | dict(cases.replay_results())
+    if not native("apply_router_token_dropping"):
+        ours |= dict(cases.wide_results())
+    compared = [name for name in real["results"] if name in ours and not is_exempt(name, release)]
+    assert len(compared) > 50
+    assert [name for name in compared if differ(ours[name], real["results"][name])] == []
+
+
+def test_signatures_are_those_of_later_releases(later: tuple[str, Any]) -> None:
+    release, real = later
+    before_0_16 = release in ("0.14.0", "0.15.3")
+    for name, ours in cases.signatures().items():
+        theirs = real["signatures"][name]
+        if name == "topk_routing_with_score_function" and before_0_16:
+            theirs = [*theirs, "router_replay=None"]
+        assert ours == (theirs if before_0_16 else theirs[: len(ours)]), name
+
+
+def test_what_a_release_has_is_left_alone() -> None:
+    """No name of its own is replaced but the one that takes no router_replay."""
+    wanted = {f"{module}.{name}" for name, module in cases.FUNCTIONS.items() if not native(name)}
+    if not has_replay():
+        wanted.add(f"{moe_functions.MODULE}.topk_routing_with_score_function")
+    if not definitions(moe_functions.STAGES):
+        import_module(moe_functions.STAGES)
+        wanted = {name for name in wanted if not name.startswith(moe_functions.STAGES)} | {
+            moe_functions.STAGES
+        }
+    import_module(moe_functions.STAGES)
+    assert set(lines()) == wanted
+    assert len(lines()) == len(wanted)
+    for name, module in cases.FUNCTIONS.items():
+        theirs = cases.function(name).__module__ == module
+        assert theirs == (native(name) and f"{module}.{name}" not in wanted), name
+
+
+def test_twice_is_as_good_as_once() -> None:
+    before = {name: cases.function(name) for name in cases.FUNCTIONS}
+    reported = lines()
+    npu_replay.installing.install()
+    moe_functions.install()
+    assert {name: cases.function(name) for name in cases.FUNCTIONS} == before
+    assert lines() == reported
+
+
+ROUND_TRIP = """
+import json, sys
+from types import ModuleType
+order = sys.argv[1]
+if order == "npu_replay first":
+    import npu_replay
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.moe import moe_utils, router
+def names():
+    return {name: dict(vars(module)) for name, module in sys.modules.items() if name.startswith("megatron")}
+before = names()
+import npu_replay
+from megatron.core.pipeline_parallel.utils import is_vp_first_stage
+ours = moe_utils.topk_routing_with_score_function
+report = sorted(patch.where for patch in npu_replay.report().patches)
+one = vars(router).get(ours.__name__, ours) is ours
+npu_replay.uninstall()
+def is_ours(value):
+    loader = getattr(getattr(value, "__spec__", None), "loader", None)
+    return any(str(getattr(one, "__module__", "")).startswith("npu_replay") for one in (value, loader))
+after = names()
+left = [f"{name}.{key}" for name, held in after.items() for key, value in held.items() if is_ours(value)]
+for name, held in before.items() if order == "megatron first" else ():
+    left += [f"{name}.{key}" for key, value in held.items() if after[name].get(key) is not value]
+    more = after[name].keys() - held.keys()
+    left += [f"{name}.{key}" for key in more if not isinstance(after[name][key], ModuleType)]
+print(json.dumps([report, one, is_vp_first_stage(0, 2), left]))
+"""
+
+
+def test_whichever_is_imported_first_all_is_the_same_and_undone() -> None:
+    said = []
+    for order in ("npu_replay first", "megatron first"):
+        run = [sys.executable, "-W", "ignore", "-c", ROUND_TRIP, order]
+        done = subprocess.run(run, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        said.append(json.loads(done.stdout.splitlines()[-1]))
+    assert said[0] == said[1]
+    report, one_function_everywhere, first, left = said[0]
+    assert (one_function_everywhere, first, left) == (True, True, [])
+    assert any(moe_functions.MODULE in line for line in report) != has_replay()
+
+
+@pytest.fixture
+def moe_utils() -> Any:
+    return import_module(moe_functions.MODULE)
+
+
+def topk(**options: Any) -> Any:
+    return cases.function("topk_routing_with_score_function")(cases.logits(), 2, **options)
+
+
+def with_target(action: str) -> Any:
+    module: Any = import_module("megatron.core.transformer.moe.router_replay")
+    replay = module.RouterReplay()
+    replay.set_router_replay_action(module.RouterReplayAction(action))
+    replay.set_target_indices(cases.targets(2))
+    return replay
+
+
+def test_a_replay_without_an_action_changes_nothing() -> None:
+    module: Any = import_module("megatron.core.transformer.moe.router_replay")
+    for ours, plain in zip(topk(router_replay=module.RouterReplay()), topk(), strict=True):
+        assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("name", cases.ROUTING)
+def test_a_replay_uses_the_ids_that_it_is_given(name: str) -> None:
+    probs, routing_map, gradient = cases.replayed(name, 2, "replay_forward")
+    wanted = torch.zeros_like(routing_map).scatter(1, cases.targets(2), True)
+    assert torch.equal(routing_map, wanted)
+    assert bool((probs != 0).eq(wanted).all())
+    assert bool(gradient.isfinite().all())
+    assert bool((gradient != 0).any())
+
+
+def test_the_fused_kernel_that_isnt_there_is_an_error_that_says_so() -> None:
+    if native("topk_routing_with_score_function"):
+        with pytest.raises(ValueError, match="TE"):
+            topk(fused=True)
+        return
+    with pytest.raises(
+        ValueError, match=r"the fused router isn't there\. Expected fused=False.*0\.14"
+    ) as raised:
+        topk(fused=True)
+    assert isinstance(raised.value, npu_replay.ReplayError)
+    with pytest.raises(ValueError, match="the fused router isn't there"):
+        cases.function("compute_routing_scores_for_aux_loss")(cases.logits(), 2, "softmax", fused=True)
+
+
+@pytest.fixture
+def kernel(moe_utils: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A stand-in with the signature of Transformer Engine's function. Says what it was called for."""
+    if not native("topk_routing_with_score_function") or has_replay():
+        pytest.skip("no fused router here, or upstream's own replay, which never hears of it")
+    called: list[str] = []
+
+    def fused_topk_with_score_function(
+        logits: torch.Tensor,
+        topk: int,
+        use_pre_softmax: bool,
+        num_groups: int | None,
+        group_topk: int | None,
+        scaling_factor: float | None,
+        score_function: str,
+        expert_bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        called.append(score_function)
+        worst = (-logits).detach().sort(dim=1).indices[:, :topk]  # told from the unfused choice
+        return logits, torch.zeros_like(logits, dtype=torch.bool).scatter(1, worst, True)
+
+    monkeypatch.setattr(moe_utils, "HAVE_TE", True)
+    monkeypatch.setattr(
+        moe_utils, "fused_topk_with_score_function", fused_topk_with_score_function, raising=False
+    )
+    return called
+
+
+def test_the_fused_kernels_choice_is_recorded(kernel: list[str]) -> None:
+    """Upstream's replay says nothing, and records nothing."""
+    replay = with_target("record")
+    _, routing_map = topk(fused=True, router_replay=replay)
+    assert kernel == ["softmax"]
+    recorded = replay.get_recorded_indices()
+    assert torch.equal(torch.zeros_like(routing_map).scatter(1, recorded, True), routing_map)
+
+
+def test_a_replay_goes_without_the_fused_kernel(kernel: list[str]) -> None:
+    probs, routing_map = topk(fused=True, router_replay=with_target("replay_forward"))
+    plain = topk(router_replay=with_target("replay_forward"))
+    assert kernel == []
+    assert torch.equal(probs, plain[0])
+    assert torch.equal(routing_map, plain[1])
+
+
+def test_a_function_that_calls_no_top_k_can_not_be_replayed_in_silence(
+    moe_utils: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if native("topk_routing_with_score_function"):
+        pytest.skip("the release's own function is called, whatever moe_utils holds")
+    chosen = torch.ones(cases.ROWS, cases.EXPERTS, dtype=torch.bool)
+    monkeypatch.setattr(moe_utils, "topk_softmax_with_capacity", lambda logits, *_, **__: (logits, chosen, 0))
+    with pytest.raises(NoEffect, match="calls no top-k"):
+        topk(router_replay=with_target("replay_forward"))
+
+
+def test_what_mindspeed_puts_in_the_place_of_the_releases_own_is_called(
+    moe_utils: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its fix_router replaces the function in moe_utils, before us or after."""
+    if native("topk_routing_with_score_function"):
+        pytest.skip("MindSpeed replaces no routing function of this release")
+    asked: dict[str, Any] = {}
+
+    def mindspeeds(logits: torch.Tensor, topk: int, **options: Any) -> tuple[str, str, str]:
+        asked.update(options)
+        return "probs", "map", "tokens per expert"
+
+    monkeypatch.setattr(moe_utils, "topk_softmax_with_capacity", mindspeeds)
+    assert topk(scaling_factor=2.0) == ("probs", "map")
+    assert asked["scaling_factor"] == 2.0
+
+
+def test_another_drop_policy_or_score_function_is_upstreams_error() -> None:
+    probs, chosen = topk()
+    with pytest.raises(ValueError, match="Invalid drop_policy: worst"):
+        cases.function("apply_router_token_dropping")(probs, chosen, 2, 0.5, "worst")
+    with pytest.raises(ValueError, match="Invalid score_function: max"):
+        cases.function("compute_routing_scores_for_aux_loss")(probs, 2, "max")
+    with pytest.raises(ValueError, match="Invalid score_function: max"):
+        topk(score_function="max")
+
+
+def test_a_fork_without_any_routing_function_is_an_error_and_left_as_it_is() -> None:
+    fork = SimpleNamespace(__name__="fork", get_capacity=None)
+    before = dict(vars(fork))
+    with pytest.raises(npu_replay.ReplayError, match="no function that routes is known"):
+        moe_functions._add_routing(fork)
+    assert vars(fork) == before

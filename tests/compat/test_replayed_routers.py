@@ -1,0 +1,312 @@
+"""Routers that are driven by upstream's API alone, on releases that have it and on those that lack it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import pickle
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fused_kernel
+import npu_replay
+import upstream_loop
+from megatron_cases import BATCH, LENGTH, SIGMOID_BIAS, VARIANTS, Trainer, perturbed, routers, same
+from npu_replay import RoutedExperts
+from npu_replay.compat import router_methods, router_replay
+from npu_replay.demo import megatron_model
+from npu_replay.errors import NoEffect, RouterError
+from upstream_loop import FLAG, api, build_replayed
+
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
+
+SINKHORN: dict[str, Any] = {
+    "moe_router_load_balancing_type": "sinkhorn",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_router_score_function": "softmax",
+}
+FORCED: dict[str, Any] = {"moe_router_force_load_balancing": True}
+QUANTILE: dict[str, Any] = {"moe_router_load_balancing_type": "quantile_balancing", "moe_aux_loss_coeff": 0.0}
+CASES = {
+    name: VARIANTS[name]
+    for name in ("softmax_after_topk", "groups_sigmoid_bias", "one_group", "seq_aux_loss")
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    api()[0].clear_global_router_replay_instances()
+
+
+def has(name: str) -> bool:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return name in TransformerConfig.__dataclass_fields__
+
+
+def blocks(trainer: Trainer, recorded: list[list[torch.Tensor]]) -> Any:
+    """The same replay by npu_replay's own block."""
+    routes = [
+        RoutedExperts(ids=torch.stack(list(ids), dim=1), layers=[0, 1, 2, 3], num_experts=8)
+        for ids in recorded
+    ]
+    with npu_replay.replay(trainer.model, routes):
+        return trainer.run("each")
+
+
+def check(trainer: Trainer) -> None:
+    """Recorded losses are an untouched run's; a replay after the router changed is that of a block."""
+    untouched = trainer.run("each")
+    losses, recorded = upstream_loop.record(trainer)
+    assert losses == untouched[0]
+    assert [len(ids) for ids in recorded] == [4, 4, 4]
+    assert all(ids.shape == (BATCH * LENGTH, 2) for layers in recorded for ids in layers)
+    with perturbed(trainer.model):
+        assert trainer.run("each")[0] != untouched[0]
+        assert same(upstream_loop.replay(trainer, recorded), blocks(trainer, recorded))
+
+
+@pytest.mark.parametrize("recompute", [None, "full", "layers_non_reentrant"])
+@pytest.mark.parametrize("variant", CASES)
+def test_a_loop_written_against_upstreams_api_gives_what_a_block_gives(
+    variant: str, recompute: str | None
+) -> None:
+    check(build_replayed(CASES[variant], recompute))
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("variant", ["softmax", "groups"])
+def test_a_fused_router_is_recorded_and_replayed_by_upstreams_api(
+    variant: str, recompute: str | None
+) -> None:
+    """T45, N1: upstream's own neither records nor replays, and says nothing."""
+    groups = SIGMOID_BIAS | {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+    with fused_kernel.lent():
+        check(build_replayed(({} if variant == "softmax" else groups) | fused_kernel.FUSION, recompute))
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_sinkhorn_is_recorded_and_replayed_by_upstreams_api(recompute: str | None) -> None:
+    """N2."""
+    check(build_replayed(SINKHORN, recompute))
+
+
+def shown(trainer: Trainer) -> list[torch.Tensor]:
+    """The maps that the routers return from now on, bool [rows, experts] each."""
+    maps: list[torch.Tensor] = []
+    for router in routers(trainer.model):
+        router.module.register_forward_hook(lambda _, __, output: maps.append(output[1]))
+    return maps
+
+
+def as_maps(recorded: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """The same of ids [rows, topk]."""
+    return [
+        torch.zeros(len(ids), 8, dtype=torch.bool).scatter(1, ids.long(), True)
+        for layers in recorded
+        for ids in layers
+    ]
+
+
+def test_a_forced_load_balance_is_recorded_and_replayed() -> None:
+    """Its scores are drawn anew in each call."""
+    if not has("moe_router_force_load_balancing"):
+        pytest.skip("this Megatron-core has no moe_router_force_load_balancing: 0.13 is the first")
+    trainer = build_replayed(FORCED)
+    maps = shown(trainer)
+    _, recorded = upstream_loop.record(trainer)
+    assert all(map(torch.equal, maps, as_maps(recorded)))
+    maps.clear()
+    upstream_loop.replay(trainer, recorded)
+    assert all(map(torch.equal, maps, as_maps(recorded)))
+    maps.clear()
+    trainer.run("each")
+    assert not all(map(torch.equal, maps, as_maps(recorded)))
+    maps.clear()
+    blocks(trainer, recorded)
+    assert len(maps) == 12
+    assert all(map(torch.equal, maps, as_maps(recorded)))
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_quantile_balancing_is_recorded_and_replayed_by_upstreams_api(recompute: str | None) -> None:
+    """N2: its top-k asks for one expert more than it uses, to find where the limit lies."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "qb_dual_update"):
+        pytest.skip("this Megatron-core has no quantile balancing: 0.19 is the first")
+    trainer = build_replayed(QUANTILE, recompute)
+    check(trainer)
+    module = routers(trainer.model)[0].module
+    module.qb_beta_accum.zero_()
+    _, recorded = upstream_loop.record(trainer)
+    trainer.run("each")
+    live = module.qb_beta_accum.clone()
+    assert float(live.abs().sum()) > 0
+    module.qb_beta_accum.zero_()
+    upstream_loop.replay(trainer, recorded)
+    assert torch.equal(module.qb_beta_accum, live), "the limit is the router's own"
+
+
+def test_foreign_ids_are_used_and_the_router_learns() -> None:
+    """T33, and not only ids that it might choose anyway."""
+    trainer = build_replayed({})
+    generator = torch.Generator().manual_seed(1)
+    foreign = [
+        [torch.rand(BATCH * LENGTH, 8, generator=generator).topk(2).indices.to(torch.int32) for _ in range(4)]
+        for _ in range(3)
+    ]
+    maps = shown(trainer)
+    if not isinstance(api()[0].global_router_replay_instances[0], router_replay.RouterReplay):
+        foreign = [[ids.long() for ids in layers] for layers in foreign]  # N4: upstream's takes int64 alone
+    upstream_loop.replay(trainer, foreign)
+    assert len(maps) == 12
+    assert all(map(torch.equal, maps, as_maps(foreign)))
+    assert all(float(router.module.weight.grad.abs().sum()) > 0 for router in routers(trainer.model))
+
+
+def test_one_router_alone_may_have_an_action() -> None:
+    trainer = build_replayed({})
+    first, action = routers(trainer.model)[0].module.router_replay, api()[1]
+    first.set_router_replay_action(action.RECORD)
+    trainer.loss(trainer.batches[0])
+    assert first.get_recorded_indices().shape == (BATCH * LENGTH, 2)
+    assert [one.get_recorded_indices() for one in api()[0].global_router_replay_instances[1:]] == [None] * 3
+
+
+@pytest.mark.parametrize("flag", ["moe_enable_routing_replay", "enable_routing_replay"])
+def test_a_flag_that_is_set_on_the_built_config_counts(flag: str) -> None:
+    """As subclasses of a config do, in a __post_init__ or later."""
+    config = megatron_model.config()
+    setattr(config, flag, True)
+    model = megatron_model.model(config)
+    assert [type(one.module.router_replay) for one in routers(model)] == [api()[0]] * 4
+
+
+def test_without_the_flag_there_is_no_router_replay() -> None:
+    model = megatron_model.model(megatron_model.config())
+    assert [getattr(one.module, "router_replay", None) for one in routers(model)] == [None] * 4
+    assert not api()[0].global_router_replay_instances
+
+
+# Where the release lacks it
+
+
+@pytest.fixture
+def ours() -> Any:
+    if api()[0] is not router_replay.RouterReplay:
+        pytest.skip("this Megatron-core has its own RouterReplay")
+    return router_replay.RouterReplay
+
+
+def test_a_model_that_was_thrown_away_shifts_nothing(ours: Any) -> None:
+    """T18, N10: upstream's list keeps the routers of a model that was built and dropped."""
+    dropped = build_replayed({})
+    kept = upstream_loop.build(FLAG)
+    assert len(ours.global_router_replay_instances) == 8
+    del dropped
+    gc.collect()
+    assert len(ours.global_router_replay_instances) == 4
+    mine = [one.module.router_replay for one in routers(kept.model)]
+    assert all(a is b for a, b in zip(ours.global_router_replay_instances, mine, strict=True))
+
+
+def test_layer_numbers_follow_the_router(ours: Any) -> None:
+    trainer = build_replayed({"moe_layer_freq": [0, 1, 1, 1]})
+    assert [one.layer_number for one in ours.global_router_replay_instances] == [2, 3, 4]
+    module = routers(trainer.model)[0].module
+    module.set_layer_number(9)
+    assert (module.layer_number, module.router_replay.layer_number) == (9, 9)
+
+
+def test_backward_in_another_order_is_an_error_where_rows_differ(ours: Any) -> None:
+    """A queue can't know better; npu_replay.replay can."""
+    trainer = build_replayed({}, "full")
+    trainer.batches[1] = trainer.batches[1][:1]
+    _, recorded = upstream_loop.record(trainer)
+    action, losses = api()[1], []
+    for tokens, ids in zip(trainer.batches[:2], recorded, strict=False):
+        ours.set_global_router_replay_action(action.REPLAY_FORWARD)
+        ours.set_replay_data(ids)
+        losses.append(trainer.loss(tokens))
+    ours.set_global_router_replay_action(action.REPLAY_BACKWARD)
+    with pytest.raises(RouterError, match=r"layer_number 4.*no ids for this call.*order of their forwards"):
+        losses[1].backward()
+    ours.clear_global_router_replay_action()
+
+
+def test_a_router_that_reaches_no_top_k_is_no_silent_no_op(
+    ours: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = build_replayed({})
+
+    def by_a_kernel(self: Any, logits: torch.Tensor) -> Any:
+        flat = logits.view(-1, 8)
+        return torch.softmax(flat, -1), flat > flat.mean()
+
+    monkeypatch.setattr(type(routers(trainer.model)[0].module), "routing", by_a_kernel)
+    ours.set_global_router_replay_action(api()[1].RECORD)
+    with pytest.raises(NoEffect, match="calls no top-k that could ask it"):
+        trainer.loss(trainer.batches[0])
+    ours.clear_global_router_replay_action()
+
+
+def test_a_block_refuses_a_router_that_has_an_action(ours: Any) -> None:
+    trainer = build_replayed({})
+    ours.set_global_router_replay_action(api()[1].RECORD)
+    with (
+        pytest.raises(RouterError, match="RouterReplay has an action on this router"),
+        npu_replay.record(trainer.model),
+    ):
+        pass
+    ours.clear_global_router_replay_action()
+
+
+def test_a_copy_and_a_pickle_of_a_router_have_a_replay_of_their_own(ours: Any) -> None:
+    module = routers(build_replayed({}).model)[0].module
+    if any(isinstance(one, torch.distributed.ProcessGroup) for one in vars(module).values()):
+        pytest.skip("this Megatron-core's routers hold process groups, which can't be copied")
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert twin.router_replay is not module.router_replay
+        twin.router_replay.set_router_replay_action(api()[1].RECORD)
+        twin(torch.randn(4, 2, twin.config.hidden_size))
+        assert twin.router_replay.get_recorded_indices().shape == (8, 2)
+        assert module.router_replay.get_recorded_indices() is None
+
+
+def test_a_router_is_no_cycle() -> None:
+    """Its weights would stay on the device until the garbage collector comes by."""
+    from megatron.core.transformer.moe import moe_utils
+
+    kind = type(routers(build_replayed({}).model)[0].module)
+    config, groups = megatron_model.config(**FLAG), {}
+    if "pg_collection" in inspect.signature(kind).parameters:
+        groups["pg_collection"] = moe_utils.get_default_pg_collection()
+    elif "model_comm_pgs" in inspect.signature(kind).parameters:
+        groups["model_comm_pgs"] = moe_utils.get_default_model_comm_pgs()
+    gc.collect()
+    gc.disable()
+    try:
+        router = kind(config=config, **groups)
+        assert router.router_replay is not None
+        seen = weakref.ref(router)
+        del router
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+def test_after_uninstall_a_live_router_has_back_what_its_class_has(ours: Any) -> None:
+    router = routers(build_replayed({}).model)[0].module
+    assert "routing" in vars(router)
+    router_methods._patches.undo()
+    try:
+        assert not {"routing", "set_layer_number"} & vars(router).keys()
+    finally:
+        npu_replay.install()

@@ -1,0 +1,249 @@
+"""RouterReplay for the releases that lack it: upstream's face and meaning, without a model."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from npu_replay.compat.router_replay import AnotherNumber, RouterReplay, RouterReplayAction, answering
+from npu_replay.errors import NoEffect, RouterError
+
+RECORD, FORWARD, BACKWARD = RouterReplayAction
+
+
+@pytest.fixture(autouse=True)
+def none_left() -> Iterator[None]:
+    RouterReplay.clear_global_router_replay_instances()
+    yield
+    RouterReplay.clear_global_router_replay_instances()
+
+
+def ids(*rows: list[int]) -> torch.Tensor:
+    return torch.tensor(rows)
+
+
+def topk(scores: torch.Tensor, k: int, num_groups: object = None, group_topk: object = None) -> object:
+    return torch.topk(scores, k, dim=1)
+
+
+SCORES = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.7, 0.0, 0.2, 0.1]])
+
+
+def test_the_face_is_upstreams(request: pytest.FixtureRequest) -> None:
+    """Of a release that has one: each public name, static or not, with its arguments."""
+    theirs = pytest.importorskip("megatron.core.transformer.moe.router_replay")
+    if theirs.RouterReplay is RouterReplay:
+        pytest.skip("this Megatron-core has no RouterReplay of its own")
+    for name, found in vars(theirs.RouterReplay).items():
+        if name.startswith("_") or not callable(getattr(theirs.RouterReplay, name)):
+            continue
+        ours = vars(RouterReplay)[name]
+        assert isinstance(ours, staticmethod) == isinstance(found, staticmethod), name
+        assert (
+            inspect.signature(getattr(RouterReplay, name)).parameters.keys()
+            == inspect.signature(getattr(theirs.RouterReplay, name)).parameters.keys()
+        ), name
+    fresh = theirs.RouterReplay()
+    theirs.RouterReplay.clear_global_router_replay_instances()
+    assert vars(fresh).keys() <= vars(RouterReplay()).keys()
+    assert [(one.name, one.value) for one in theirs.RouterReplayAction] == [
+        (one.name, one.value) for one in RouterReplayAction
+    ]
+
+
+def test_record_takes_down_the_default_choice_in_its_order() -> None:
+    replay = RouterReplay()
+    replay.set_router_replay_action(RECORD)
+    values, found = replay.get_replay_topk(SCORES, 2, None, None, topk)
+    assert torch.equal(found, ids([1, 3], [0, 2]))
+    assert torch.equal(values, SCORES.gather(1, found))
+    assert replay.get_recorded_indices() is found
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_replay_gathers_the_targets_scores(dtype: torch.dtype) -> None:
+    """N4: narrow ids are taken as they come from an engine."""
+    replay = RouterReplay()
+    target = ids([3, 0], [2, 1]).to(dtype)
+    replay.set_target_indices(target)
+    replay.set_router_replay_action(FORWARD)
+    scores = SCORES.clone().requires_grad_()
+    values, found = replay.get_replay_topk(scores, 2)
+    assert found.dtype == torch.int64
+    assert torch.equal(found, target.long())
+    values.sum().backward()
+    assert torch.equal(scores.grad, torch.zeros_like(SCORES).scatter(1, found, 1.0))
+
+
+def test_backward_takes_each_target_once_oldest_first() -> None:
+    replay = RouterReplay()
+    first, second = ids([0, 1], [0, 1]), ids([2, 3], [2, 3])
+    replay.set_target_indices(first)
+    replay.set_target_indices(second)
+    replay.set_router_replay_action(BACKWARD)
+    assert torch.equal(replay.get_replay_topk(SCORES, 2)[1], first)
+    assert torch.equal(replay.get_replay_topk(SCORES, 2)[1], second)
+    with pytest.raises(RouterError, match=r"REPLAY_BACKWARD has no ids.*more recomputes than targets"):
+        replay.get_replay_topk(SCORES, 2)
+
+
+def test_without_an_action_the_default_is_asked_with_its_groups() -> None:
+    asked: list[object] = []
+
+    def default(scores: torch.Tensor, k: int, num_groups: object = None, group_topk: object = None) -> object:
+        asked.append((num_groups, group_topk))
+        return torch.topk(scores, k, dim=1)
+
+    RouterReplay().get_replay_topk(SCORES, 2, 4, 1, default)
+    assert asked == [(4, 1)]
+
+
+def test_data_goes_to_all_in_the_order_of_their_making() -> None:
+    first, second = RouterReplay(), RouterReplay()
+    RouterReplay.set_replay_data([ids([0, 1]), ids([2, 3])])
+    assert torch.equal(first.target_topk_idx, ids([0, 1]))
+    assert torch.equal(second.replay_backward_list[0], ids([2, 3]))
+    first.record_indices(ids([1, 2]))
+    recorded = RouterReplay.get_recorded_data()
+    assert torch.equal(recorded[0], ids([1, 2]))
+    assert recorded[1] is None
+    RouterReplay.clear_global_indices()
+    assert RouterReplay.get_recorded_data() == [None, None]
+    assert (second.target_topk_idx, second.replay_backward_list) == (None, [])
+
+
+def test_actions_are_set_and_cleared_for_all() -> None:
+    both = [RouterReplay(), RouterReplay()]
+    RouterReplay.set_global_router_replay_action(FORWARD)
+    assert [one.router_replay_action for one in both] == [FORWARD] * 2
+    RouterReplay.clear_global_router_replay_action()
+    assert [one.router_replay_action for one in both] == [None] * 2
+
+
+def test_another_number_of_tensors_is_a_value_error_that_says_why() -> None:
+    RouterReplay()
+    with pytest.raises(
+        ValueError, match=r"another number of tensors.*Expected 1, got 2.*pipeline stage"
+    ) as raised:
+        RouterReplay.set_replay_data([ids([0, 1]), ids([0, 1])])
+    assert isinstance(raised.value, AnotherNumber)
+    assert RouterReplay.global_router_replay_instances[0].target_topk_idx is None
+
+
+def test_static_buffers_are_filled_in_place() -> None:
+    both = [RouterReplay(), RouterReplay()]
+    buffer = torch.full((5, 2, 2), -1, dtype=torch.int32)
+    RouterReplay.set_global_static_buffers(buffer)
+    both[1].record_indices(ids([3, 1], [2, 0]))
+    assert buffer[:2, 1].tolist() == [[3, 1], [2, 0]]
+    assert bool((buffer[:, 0] == -1).all())
+    assert bool((buffer[2:] == -1).all())
+    assert both[1].get_recorded_indices().data_ptr() == buffer[:, 1].data_ptr()
+    RouterReplay.clear_global_static_buffers()
+    assert [one.static_buffer for one in both] == [None] * 2
+    with pytest.raises(AssertionError, match="layers in the buffer"):
+        RouterReplay.set_global_static_buffers(buffer[:, :1])
+
+
+def test_a_static_buffer_that_is_too_small_is_an_error() -> None:
+    replay = RouterReplay()
+    replay.set_static_buffer(torch.zeros(1, 2, dtype=torch.int32))
+    with pytest.raises(RouterError, match="static buffer doesn't fit"):
+        replay.record_indices(ids([0, 1], [0, 1]))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.rand(2, 2),
+        torch.zeros(2, 2, dtype=torch.bool),
+        torch.zeros(4, dtype=torch.int64),
+        None,
+        [[0, 1]],
+    ],
+)
+def test_targets_that_are_no_ids_are_refused_when_they_are_set(wrong: object) -> None:
+    with pytest.raises(RouterError, match="these are no expert ids"):
+        RouterReplay().set_target_indices(wrong)
+
+
+@pytest.mark.parametrize("target", [None, ids([0, 1]), ids([0, 1, 2], [0, 1, 2])])
+def test_a_replay_without_a_fitting_target_says_what_came(target: torch.Tensor | None) -> None:
+    """N5: upstream's is an AttributeError of None, or goes on with fewer rows."""
+    replay = RouterReplay()
+    replay.layer_number = 7
+    if target is not None:
+        replay.set_target_indices(target)
+    replay.set_router_replay_action(FORWARD)
+    with pytest.raises(RouterError, match=r"layer_number 7.*REPLAY_FORWARD has no ids.*\[2, 2\]"):
+        replay.get_replay_topk(SCORES, 2)
+
+
+def test_the_next_top_k_that_fits_asks_and_the_one_after_it_not() -> None:
+    replay = RouterReplay()
+    replay.set_target_indices(ids([3, 2], [3, 2]))
+    replay.set_router_replay_action(FORWARD)
+    with answering(replay, rows=2, num_experts=4, topk=2):
+        assert torch.topk(SCORES, 1, dim=1).indices.tolist() == [[1], [0]]
+        assert torch.topk(SCORES, 2, dim=1).indices.tolist() == [[3, 2], [3, 2]]
+        assert torch.topk(SCORES, 2, dim=1).indices.tolist() == [[1, 3], [0, 2]]
+    assert torch.topk(SCORES, 2, dim=1).indices.tolist() == [[1, 3], [0, 2]]
+
+
+def test_no_top_k_at_all_is_an_error() -> None:
+    with (
+        pytest.raises(NoEffect, match=r"a top-2 over 4 experts.*argsort"),
+        answering(RouterReplay(), rows=2, num_experts=4, topk=2),
+    ):
+        torch.argsort(SCORES)
+
+
+def test_what_the_body_raises_comes_through() -> None:
+    with (
+        pytest.raises(ZeroDivisionError),
+        answering(RouterReplay(), rows=2, num_experts=4, topk=2),
+    ):
+        _ = 1 / 0
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("order", ["npu_replay, megatron.core", "megatron.core, npu_replay"])
+def test_upstreams_file_is_upstreams_where_it_is_and_ours_where_it_is_not(order: str) -> None:
+    script = f"""
+import json, importlib.util, sys, warnings
+warnings.simplefilter("ignore")
+import {order}
+import megatron.core.transformer.moe as package
+from pathlib import Path
+native = (Path(package.__path__[0]) / "router_replay.py").exists()
+name = "megatron.core.transformer.moe.router_replay"
+found = importlib.util.find_spec(name) is not None
+from megatron.core.transformer.moe.router_replay import RouterReplay
+here = [patch.where for patch in npu_replay.report().patches if patch.where == name]
+npu_replay.uninstall()
+after = importlib.util.find_spec(name) is not None
+print(json.dumps([native, found, RouterReplay.__module__, here, after, name in sys.modules]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        cwd=Path(__file__).parent,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    native, found, module, here, after, imported = json.loads(done.stdout.splitlines()[-1])
+    assert found
+    name = "megatron.core.transformer.moe.router_replay"
+    if native:
+        assert (module, here, after, imported) == (name, [], True, True)
+    else:
+        assert (module, here, after, imported) == ("npu_replay.compat.router_replay", [name], False, False)

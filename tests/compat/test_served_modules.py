@@ -1,0 +1,237 @@
+"""compat.served_modules: a name that a product lacks can be imported, and gives way to the product's own."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pickle
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import npu_replay
+from npu_replay.compat import import_hook, patching, served_modules
+from npu_replay.compat.served_modules import serve, withdraw
+
+NAME = "product.inner.new"
+
+
+@pytest.fixture(autouse=True)
+def product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package on the path that has no module `new`, and nothing else that is served or patched."""
+    monkeypatch.setattr(served_modules, "_served", {})
+    monkeypatch.setattr(patching, "_groups", [])
+    monkeypatch.setattr(sys, "meta_path", [one for one in sys.meta_path if one is not served_modules._finder])
+    inner = tmp_path / "product" / "inner"
+    inner.mkdir(parents=True)
+    for folder in (inner, inner.parent):
+        (folder / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    yield inner
+    for name in [name for name in sys.modules if name.split(".")[0] == "product"]:
+        del sys.modules[name]
+
+
+def fill(module: Any) -> None:
+    module.value = "made"
+
+
+def serve_it() -> None:
+    serve(NAME, fill, "a name that others import", reason="what others do with it")
+
+
+def write_the_real_one(inner: Path) -> None:
+    (inner / "new.py").write_text("value = 'real'\n")
+    importlib.invalidate_caches()
+
+
+def reported() -> list[str]:
+    return [patch.where for patch in npu_replay.report().patches]
+
+
+def test_a_name_that_is_missing_is_found_imported_and_reported() -> None:
+    serve_it()
+    assert "product" not in sys.modules, "nothing is imported for it"
+    assert reported() == []
+    spec = importlib.util.find_spec(NAME)
+    assert spec is not None
+    assert NAME not in sys.modules
+    from product.inner import new  # type: ignore[import-not-found]
+
+    assert new.value == "made"
+    assert sys.modules[NAME] is new is importlib.import_module(NAME)
+    (patch,) = npu_replay.report().patches
+    assert (patch.where, patch.why, patch.reason) == (
+        NAME,
+        "a name that others import",
+        "what others do with it",
+    )
+
+
+def test_other_names_stay_missing() -> None:
+    serve_it()
+    with pytest.raises(ModuleNotFoundError, match=r"product\.inner\.newer"):
+        importlib.import_module("product.inner.newer")
+    with pytest.raises(ImportError, match="cannot import name 'newer'"):
+        from product.inner import newer  # noqa: F401
+
+
+def test_the_products_own_is_found_as_ever(product: Path) -> None:
+    write_the_real_one(product)
+    serve_it()
+    module = importlib.import_module(NAME)
+    assert module.value == "real"
+    assert module.__spec__.loader is not served_modules._finder  # type: ignore[union-attr]
+    assert reported() == []
+
+
+def test_the_products_own_wins_if_it_is_installed_later(product: Path) -> None:
+    serve_it()
+    assert importlib.import_module(NAME).value == "made"
+    write_the_real_one(product)
+    spec = importlib.machinery.PathFinder.find_spec(NAME, [str(product)])
+    assert spec is not None
+    module = importlib.reload(sys.modules[NAME])
+    assert module.value == "real"
+    withdraw()
+    assert importlib.import_module(NAME) is module, "it is the product's by now"
+
+
+def test_a_finder_that_comes_later_wins(product: Path) -> None:
+    class Late:
+        @staticmethod
+        def find_spec(name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+            return PathFinder.find_spec(name, [str(product / "elsewhere")]) if name == NAME else None
+
+    (product / "elsewhere").mkdir()
+    write_the_real_one(product / "elsewhere")
+    serve_it()
+    sys.meta_path.append(Late)  # type: ignore[arg-type]
+    assert importlib.import_module(NAME).value == "real"
+
+
+def test_a_finder_that_asks_all_finders_is_no_endless_loop() -> None:
+    class Asking:
+        def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+            found = (one.find_spec(name, path, target) for one in sys.meta_path if one is not self)
+            return next((spec for spec in found if spec is not None), None)
+
+    serve_it()
+    sys.meta_path.append(Asking())  # type: ignore[arg-type]
+    assert importlib.import_module(NAME).value == "made"
+    sys.meta_path.insert(0, sys.meta_path.pop())
+    del sys.modules[NAME]
+    assert importlib.import_module(NAME).value == "made"
+
+
+def test_a_shim_that_waits_for_the_name_runs_after_it_was_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_hook, "_waiting", {})
+    serve_it()
+    seen: list[str] = []
+    import_hook.when_imported(NAME, "a test", lambda module: seen.append(module.value))
+    importlib.import_module(NAME)
+    assert seen == ["made"]
+
+
+def test_without_the_product_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve("absent.new", fill, "")
+    with pytest.raises(ModuleNotFoundError, match="absent"):
+        importlib.import_module("absent.new")
+    stand_in = ModuleType("absent")
+    stand_in.__path__ = []
+    monkeypatch.setitem(sys.modules, "absent", stand_in)
+    with pytest.raises(ModuleNotFoundError, match=r"absent\.new"):
+        importlib.import_module("absent.new")
+
+
+def test_a_release_for_which_it_is_not_meant_has_nothing() -> None:
+    meant = False
+    serve(NAME, fill, "", where=lambda: meant)
+    assert importlib.util.find_spec(NAME) is None
+    meant = True
+    assert importlib.import_module(NAME).value == "made"
+
+
+def test_twice_is_as_good_as_once() -> None:
+    before = list(sys.meta_path)
+    for _ in range(2):
+        serve_it()
+        assert importlib.import_module(NAME).value == "made"
+    assert sys.meta_path == [*before, served_modules._finder]
+    assert reported() == [NAME]
+    importlib.reload(sys.modules[NAME])
+    assert reported() == [NAME]
+    del sys.modules[NAME]
+    importlib.import_module(NAME)
+    assert reported() == [NAME]
+
+
+@pytest.mark.parametrize("undo", [withdraw, lambda: withdraw(NAME)])
+def test_withdrawn_it_is_missing_as_before(undo: Any) -> None:
+    before = list(sys.meta_path)
+    package = importlib.import_module("product.inner")
+    names = dict(vars(package))
+    serve_it()
+    importlib.import_module(NAME)
+    assert package.new.value == "made"
+    undo()
+    assert vars(package) == names
+    assert sys.meta_path == before
+    assert reported() == []
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(NAME)
+    serve_it()
+    assert importlib.import_module(NAME).value == "made", "and it can be served again"
+
+
+def test_withdrawing_one_name_leaves_the_others() -> None:
+    serve_it()
+    serve("product.inner.other", fill, "")
+    withdraw(NAME)
+    assert importlib.import_module("product.inner.other").value == "made"
+    assert importlib.util.find_spec(NAME) is None
+
+
+def test_what_somebody_else_put_there_stays() -> None:
+    serve_it()
+    package = importlib.import_module("product.inner")
+    importlib.import_module(NAME)
+    theirs = ModuleType(NAME)
+    sys.modules[NAME] = package.new = theirs  # type: ignore[attr-defined]
+    withdraw()
+    assert sys.modules[NAME] is package.new is theirs
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_disable_serves_nothing(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    before = list(sys.meta_path)
+    if when == "after":
+        serve_it()
+    monkeypatch.setenv("NPU_REPLAY_DISABLE", "1")
+    if when == "before":
+        serve_it()
+        assert sys.meta_path == before
+    assert importlib.util.find_spec(NAME) is None
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(NAME)
+
+
+def test_what_filling_raises_the_import_raises_and_nothing_is_left() -> None:
+    def broken(module: Any) -> None:
+        raise AttributeError("another product")
+
+    serve(NAME, broken, "")
+    with pytest.raises(AttributeError, match="another product"):
+        importlib.import_module(NAME)
+    assert NAME not in sys.modules
+    assert reported() == []
+
+
+def test_its_spec_can_be_pickled() -> None:
+    serve_it()
+    pickle.dumps(importlib.import_module(NAME).__spec__)

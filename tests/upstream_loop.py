@@ -1,0 +1,55 @@
+"""A training loop written against Megatron-core's own replay API, as from 0.16 on, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_cases import Grads, Trainer, build
+
+FLAG = {"moe_enable_routing_replay": True}
+
+
+def api() -> tuple[Any, Any]:
+    """Megatron's RouterReplay and RouterReplayAction: upstream's file, or what takes its place."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    return RouterReplay, RouterReplayAction
+
+
+def build_replayed(variant: dict[str, Any], recompute: str | None = None) -> Trainer:
+    """A model with the flag, and the only one that RouterReplay knows."""
+    api()[0].clear_global_router_replay_instances()
+    return build(variant | FLAG, recompute)
+
+
+def record(trainer: Trainer) -> tuple[list[float], list[list[torch.Tensor]]]:
+    """Losses of a forward-only pass, and the ids of each micro-batch: int64 [rows, topk] a layer."""
+    replay, action = api()
+    replay.set_global_router_replay_action(action.RECORD)
+    losses, recorded = [], []
+    with torch.no_grad():
+        for tokens in trainer.batches:
+            losses.append(trainer.loss(tokens).item())
+            recorded.append([ids.clone() for ids in replay.get_recorded_data()])
+    replay.clear_global_router_replay_action()
+    replay.clear_global_indices()
+    return losses, recorded
+
+
+def replay(trainer: Trainer, recorded: list[list[torch.Tensor]]) -> tuple[list[float], Grads]:
+    """Losses and gradients of all forwards, then all backwards in the same order."""
+    router_replay, action = api()
+    trainer.model.zero_grad()
+    losses = []
+    for tokens, ids in zip(trainer.batches, recorded, strict=True):
+        router_replay.set_global_router_replay_action(action.REPLAY_FORWARD)
+        router_replay.set_replay_data(ids)
+        losses.append(trainer.loss(tokens))
+    router_replay.set_global_router_replay_action(action.REPLAY_BACKWARD)
+    for loss in losses:
+        loss.backward()
+    router_replay.clear_global_router_replay_action()
+    router_replay.clear_global_indices()
+    return [loss.item() for loss in losses], trainer.grads()
