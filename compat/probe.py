@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -258,9 +259,9 @@ def _megatron(product: Product, mindspeed: Product) -> Capability:
             _lacks(product),
             "put Megatron-LM on PYTHONPATH, or pip install --no-deps megatron-core",
         )
-    fuses = _has_field(Path(product.where), "moe_router_fusion")
     whose = "TopKRouter is recognised" + (", with MindSpeed's patches too" if mindspeed.usable else "")
-    return Capability(name, "works", whose + ("; leave moe_router_fusion off" if fuses else ""))
+    fuses = _has_field(Path(product.where), "moe_router_fusion")
+    return Capability(name, "works", whose + ("; moe_router_fusion too" if fuses else ""))
 
 
 def _megatrons_own(product: Product) -> Capability:
@@ -274,7 +275,9 @@ def _megatrons_own(product: Product) -> Capability:
         return Capability(
             name, "native", "router_replay.py; off unless asked for, and npu_replay leaves it alone"
         )
-    return Capability(name, "missing", "this release has none; npu_replay doesn't need it")
+    if os.environ.get("NPU_REPLAY_DISABLE", "") not in ("", "0"):
+        return Capability(name, "missing", "this release has none; npu_replay doesn't need it")
+    return Capability(name, "shimmed", "this release has none: npu_replay serves RouterReplay and its flags")
 
 
 def _transformers(product: Product) -> Capability:

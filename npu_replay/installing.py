@@ -12,8 +12,8 @@ from npu_replay.later import later
 logger = logging.getLogger(__name__)
 
 _SHIMS = {
+    "verl": ("verl", "verl_rollout", "verl_config"),  # first: it takes back what verl has done to Megatron
     "megatron.core": ("config_flags", "router_replay", "moe_functions", "replayed_routers"),
-    "verl": ("verl", "verl_rollout", "verl_config"),
     "sglang": ("sglang_old_path",),
 }
 """The modules of npu_replay.compat that change a package. Each is imported, and its `install` called, in this

@@ -347,31 +347,6 @@ def test_a_graph_around_the_attention_alone_is_no_obstacle() -> None:
     assert len(routers(trainer.model)) == 4
 
 
-def test_a_fused_router_is_an_error_that_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    """T45, N1: the fused kernel calls no top-k. Upstream's own replay ignores it in silence."""
-    from megatron.core.transformer.moe import moe_utils
-
-    trainer = build({})
-    if "moe_router_fusion" not in {field.name for field in dataclasses.fields(trainer.model.config)}:
-        pytest.skip("this Megatron has no fused router")
-
-    def fused(logits: torch.Tensor, topk: int, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
-        chosen = logits.argsort(dim=1, descending=True)[:, :topk]
-        routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
-        return logits.softmax(dim=1) * routing_map, routing_map
-
-    monkeypatch.setattr(moe_utils, "HAVE_TE", True, raising=False)
-    monkeypatch.setattr(moe_utils, "fused_topk_with_score_function", fused, raising=False)
-    trainer.model.config.moe_router_fusion = True
-    message = "micro-batch 0, layer 0.*never reached its top-k.*moe_router_fusion=False"
-    with pytest.raises(NoEffect, match=message), npu_replay.record(trainer.model):
-        trainer.loss(trainer.batches[0])
-    assert hooks_left(trainer.model) == 0
-    trainer.model.config.moe_router_fusion = False
-    with npu_replay.record(trainer.model):
-        trainer.loss(trainer.batches[0])
-
-
 @pytest.mark.parametrize("pad", [False, True], ids=["dropped", "padded"])
 @pytest.mark.parametrize("recompute", [None, "full"])
 def test_a_replayed_expert_with_a_probability_of_zero_keeps_its_place(

@@ -161,11 +161,16 @@ def test_a_finder_that_raises_is_reported(path: Path, monkeypatch: pytest.Monkey
     assert not product("sglang").problem
 
 
-def test_megatrons_own_replay_is_asked_of_its_files_not_of_its_version(path: Path) -> None:
+def test_megatrons_own_replay_is_asked_of_its_files_not_of_its_version(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     core = megatron(path)
-    assert capability("Megatron's own replay").state == "missing"
+    assert capability("Megatron's own replay").state == "shimmed"
     write(core / "transformer/moe/router_replay.py")
-    assert capability("Megatron's own replay").state == "missing"  # a file that no config turns on
+    assert capability("Megatron's own replay").state == "shimmed"  # a file that no config turns on
+    monkeypatch.setenv("NPU_REPLAY_DISABLE", "1")
+    assert capability("Megatron's own replay").state == "missing"
+    monkeypatch.delenv("NPU_REPLAY_DISABLE")
     megatron(path, config="    moe_enable_routing_replay: bool = False\n")
     assert capability("Megatron's own replay").state == "native"
 
