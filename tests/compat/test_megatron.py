@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -26,7 +24,7 @@ from megatron_cases import (
 )
 from npu_replay import RoutedExperts
 from npu_replay.demo import megatron_model
-from npu_replay.errors import NoEffect, RouterError
+from npu_replay.errors import RouterError
 
 pytestmark = [
     pytest.mark.megatron,
