@@ -118,6 +118,7 @@ def _stage(chunks: Sequence[nn.Module]) -> ParallelLayout | None:
 
 
 def _decoder_layers_in(chunks: Sequence[nn.Module]) -> set[int]:
+    """The decoder layers of an MoE model that are in these chunks."""
     product: Any = sys.modules.get("megatron.core.transformer.transformer_layer")
     return {
         int(module.layer_number) - 1
@@ -126,7 +127,14 @@ def _decoder_layers_in(chunks: Sequence[nn.Module]) -> set[int]:
         if product is not None
         and (isinstance(module, product.TransformerLayer) or mindspeed_llm.is_noop(module))
         and "mtp" not in path.split(".")
+        and not _is_in_a_tower(module)
     }
+
+
+def _is_in_a_tower(layer: nn.Module) -> bool:
+    """A vision tower beside an MoE decoder numbers its layers from 1 too; its config is a dense model's."""
+    config = getattr(layer, "config", None)
+    return config is not None and getattr(config, "num_moe_experts", None) is None
 
 
 def _config_in(chunks: Sequence[nn.Module]) -> Any:

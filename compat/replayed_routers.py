@@ -12,6 +12,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from npu_replay.compat import (
     aux_losses,
     beneath_mindspeed,
@@ -93,7 +95,11 @@ class _Asks(router_methods.Lent):
             num_groups=config.moe_router_num_groups,
             group_topk=config.moe_router_group_topk,
             spare=megatron.spare(router),
-            compares=losses is not None and losses.follow and router_replay.is_replaying(replay),
+            compares=losses is not None
+            and losses.follow
+            and router_replay.is_replaying(replay)
+            and router.training
+            and torch.is_grad_enabled(),  # the losses are left out elsewhere
         )
         handles: list[Handle] = []
         if losses is not None and call.compares:
