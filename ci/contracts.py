@@ -1,9 +1,10 @@
-"""Does a released engine still have what npu_replay leans on? Its source is parsed, not imported.
+"""Does a released product still have what npu_replay leans on? Its source is parsed, not imported.
 
-    python ci/contracts.py                  # the releases that CI checks
-    python ci/contracts.py vllm==0.34.0     # one release; a new one is held to what the newest had to keep
-    python ci/contracts.py --all            # every release that pip finds, from the first that is known
-    python ci/contracts.py --all --write    # ... and rewrite the tables in docs/contracts.md
+    python ci/contracts.py                      # the releases that CI checks
+    python ci/contracts.py vllm==0.34.0         # a new release is held to what the newest had to keep
+    python ci/contracts.py --all                # every release that pip finds, from the first that is known
+    python ci/contracts.py --all megatron-core  # ... of one product
+    python ci/contracts.py --all --write        # ... and rewrite the tables in docs/contracts.md
 
 What is leaned on stands in ci/contracts.toml. A contract that is broken is one line that says where.
 """
@@ -11,6 +12,7 @@ What is leaned on stands in ci/contracts.toml. A contract that is broken is one 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,8 +61,8 @@ class Clause:
 
 
 @dataclass(frozen=True)
-class Engine:
-    """An engine's contracts."""
+class Product:
+    """A product's contracts."""
 
     package: str
     says: Mapping[str, str]
@@ -70,6 +72,12 @@ class Engine:
     """The first release that `--all` looks at."""
     ci: Sequence[Version]
     """Those that CI looks at."""
+    candidates: bool = True
+    """Whether `--all` looks at release candidates and nightly builds too."""
+
+    def looks_at(self, version: Version) -> bool:
+        """Is this a release for `--all`?"""
+        return version >= self.first and (self.candidates or not version.is_prerelease)
 
     def check(self, version: Version, release: Release) -> tuple[dict[str, str], list[str]]:
         """What came of each contract, and a line for each break."""
@@ -92,7 +100,7 @@ class Engine:
                 yield f"{clause.file}: holds «{contract}» as releases {clause.range()} do, and shouldn't"
 
 
-def engines(text: str) -> dict[str, Engine]:
+def products(text: str) -> dict[str, Product]:
     """What a contracts.toml says."""
     found = {}
     for package, table in tomllib.loads(text).items():
@@ -109,27 +117,36 @@ def engines(text: str) -> dict[str, Engine]:
             for clause in part["clause"]
         ]
         says = {contract: part["says"] for contract, part in table["contract"].items()}
-        found[package] = Engine(
-            package, says, clauses, Version(table["first"]), [Version(one) for one in table["ci"]]
+        found[package] = Product(
+            package,
+            says,
+            clauses,
+            Version(table["first"]),
+            [Version(one) for one in table["ci"]],
+            table.get("candidates", True),
         )
     return found
 
 
 def rewrite(
-    outcomes: Iterable[tuple[Engine, Mapping[Version, Mapping[str, str]]]], page: Path = PAGE
+    outcomes: Iterable[tuple[Product, Mapping[Version, Mapping[str, str]]]], page: Path = PAGE
 ) -> None:
-    """Put the tables into the page."""
+    """Put the tables into the page, each in the place of the one that it had."""
     head, rest = page.read_text(encoding="utf-8").split(START)
-    _, tail = rest.split(END)
-    tables = [table(engine, outcome) for engine, outcome in outcomes]
-    page.write_text(head + START + "\n\n" + "\n\n".join(tables) + "\n\n" + END + tail, encoding="utf-8")
+    written, tail = rest.split(END)
+    parts = re.split("^## ", written, flags=re.M)[1:]
+    tables = {part.partition("\n")[0]: f"## {part.strip()}" for part in parts}
+    tables |= {product.package: table(product, outcome) for product, outcome in outcomes}
+    page.write_text(
+        head + START + "\n\n" + "\n\n".join(tables.values()) + "\n\n" + END + tail, encoding="utf-8"
+    )
 
 
-def table(engine: Engine, outcomes: Mapping[Version, Mapping[str, str]]) -> str:
-    """One engine's part of the page: releases that came out alike share a line."""
-    columns = list(engine.says)
-    lines = [f"## {engine.package}", ""]
-    lines += [f"- **{contract}**: {says}" for contract, says in engine.says.items()]
+def table(product: Product, outcomes: Mapping[Version, Mapping[str, str]]) -> str:
+    """One product's part of the page: releases that came out alike share a line."""
+    columns = list(product.says)
+    lines = [f"## {product.package}", ""]
+    lines += [f"- **{contract}**: {says}" for contract, says in product.says.items()]
     lines += ["", "| release | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for versions, outcome in _alike(outcomes):
         name = str(versions[0]) if len(versions) == 1 else f"{versions[0]} … {versions[-1]} ({len(versions)})"
@@ -161,19 +178,20 @@ def _moved(file: str, release: Release) -> str:
 
 
 def _asked(
-    names: Sequence[str], everything: bool, known: Mapping[str, Engine], index: Index
-) -> Iterator[tuple[Engine, Version]]:
-    if names:
-        for name in names:
-            package, _, version = name.partition("==")
-            if package not in known or not version:
-                raise SystemExit(f"{name}: give a release as PACKAGE==VERSION, of {', '.join(known)}")
-            yield known[package], Version(version)
-        return
-    for engine in known.values():
-        there = [version for version in index.versions(engine.package) if version >= engine.first]
-        for version in there if everything else engine.ci:
-            yield engine, version
+    names: Sequence[str], everything: bool, known: Mapping[str, Product], index: Index
+) -> Iterator[tuple[Product, Version]]:
+    for name in names or known:
+        package, _, version = name.partition("==")
+        if package not in known:
+            raise SystemExit(f"{name}: give PACKAGE or PACKAGE==VERSION, of {', '.join(known)}")
+        product = known[package]
+        if version:
+            chosen = [Version(version)]
+        elif everything:
+            chosen = [one for one in index.versions(package) if product.looks_at(one)]
+        else:
+            chosen = list(product.ci)
+        yield from ((product, one) for one in chosen)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -181,28 +199,28 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("release", nargs="*", help="such as vllm==0.34.0; none: those that CI checks")
+    parser.add_argument("release", nargs="*", help="such as vllm==0.34.0, or vllm; none: all that CI checks")
     parser.add_argument("--all", action="store_true", help="every release that pip finds")
     parser.add_argument("--write", action="store_true", help="with --all: rewrite docs/contracts.md")
     options = parser.parse_args(arguments)
-    if options.write and not options.all:
+    if options.write and (not options.all or any("==" in name for name in options.release)):
         parser.error("--write needs --all: the tables show every release")
-    known = engines((HERE / "contracts.toml").read_text(encoding="utf-8"))
+    known = products((HERE / "contracts.toml").read_text(encoding="utf-8"))
     outcomes: dict[str, dict[Version, dict[str, str]]] = {package: {} for package in known}
     wrong = 0
     with Index() as index:
-        for engine, version in _asked(options.release, options.all, known, index):
-            with index.open(engine.package, version) as release:
-                outcome, lines = engine.check(version, release)
-            outcomes[engine.package][version] = outcome
+        for product, version in _asked(options.release, options.all, known, index):
+            with index.open(product.package, version) as release:
+                outcome, lines = product.check(version, release)
+            outcomes[product.package][version] = outcome
             wrong += len(lines)
             kept = sum(one == KEPT for one in outcome.values())
             absent = sum(one == NOT_YET for one in outcome.values())
-            print(f"{engine.package} {version}: {kept} kept, {absent} absent as expected", flush=True)
+            print(f"{product.package} {version}: {kept} kept, {absent} absent as expected", flush=True)
             for line in lines:
                 print(line, flush=True)
     if options.write:
-        rewrite((known[package], outcome) for package, outcome in outcomes.items())
+        rewrite((known[package], outcome) for package, outcome in outcomes.items() if outcome)
     return int(wrong > 0)
 
 

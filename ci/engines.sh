@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests with vLLM's and SGLang's own classes, as they were released, one release of each way to hand out
-# rows; then holds a few releases of both and of vllm-ascend to their contracts (docs/contracts.md). Arguments go to
-# pytest, each time.
+# rows; then holds a few releases of both, of vllm-ascend and of Megatron-core to their contracts (docs/contracts.md).
+# Arguments go to pytest, each time.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source ci/environment.sh

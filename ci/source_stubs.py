@@ -2,6 +2,7 @@
 
 A stub is a piece of Python that shows what is leaned on, and only that:
 
+    @dataclass                                   # a decorator of a class
     class CompletionOutput(BaseModel):           # a class, with this base
         token_ids: ...                           # a field, of any type
         routed_experts: np.ndarray | None = None # of this type, with this default
@@ -53,6 +54,10 @@ def _class(wanted: ast.ClassDef, body: Sequence[ast.stmt], module: ast.Module, o
     if not isinstance(found, ast.ClassDef):
         yield f"no class {name}"
         return
+    decorators = {ast.unparse(decorator) for decorator in found.decorator_list}
+    for decorator in map(ast.unparse, wanted.decorator_list):
+        if decorator not in decorators:
+            yield f"{name} is no @{decorator}"
     bases = {ast.unparse(base) for base in found.bases}
     for base in map(ast.unparse, wanted.bases):
         if base not in bases:
@@ -175,12 +180,14 @@ def _flat(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _with_bases(found: ast.ClassDef, module: ast.Module) -> Iterator[ast.stmt]:
-    """A class's own statements, then those of its bases in the same file."""
+    """A class's own statements, then those of its bases in the same file that it doesn't override."""
     yield from found.body
+    own = {node.name for node in _flat(found.body) if isinstance(node, Definition)}
     for base in map(ast.unparse, found.bases):
         parent = _definition(base, (ast.ClassDef,), module.body)
         if isinstance(parent, ast.ClassDef) and parent is not found:
-            yield from _with_bases(parent, module)
+            inherited = _with_bases(parent, module)
+            yield from (one for one in inherited if not isinstance(one, Definition) or one.name not in own)
 
 
 def _defaults(arguments: ast.arguments) -> dict[str, ast.expr | None]:

@@ -6,7 +6,7 @@ scaling_factor, score_function, expert_bias) -> (probs [rows, experts], routing_
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,6 +65,16 @@ def _in_best_groups(scores: torch.Tensor, topk: int, groups: int, group_topk: in
     return inside.unsqueeze(-1).expand_as(by_group).reshape(scores.shape)
 
 
+def contrary(
+    logits: torch.Tensor, topk: int, *options: Any, **more: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chooses the experts that nobody else would. Counts its calls too."""
+    calls.append(len(logits))
+    least = logits.argsort(dim=1, stable=True)[:, :topk]
+    routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter(1, least, True)
+    return logits.masked_fill(~routing_map, -torch.inf).softmax(dim=1), routing_map
+
+
 def product() -> Any:
     """Megatron's moe_utils, of a release that has a fused router."""
     from megatron.core.transformer.moe import moe_utils
@@ -76,13 +86,11 @@ def product() -> Any:
 
 
 @contextmanager
-def lent() -> Iterator[Any]:
+def lent(kernel: Callable[..., Any] = fused_topk_with_score_function) -> Iterator[Any]:
     """Put it where Transformer Engine's would be; a release before 0.14 has no place for it."""
     moe_utils = product()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moe_utils, "HAVE_TE", True)
-        patch.setattr(
-            moe_utils, "fused_topk_with_score_function", fused_topk_with_score_function, raising=False
-        )
+        patch.setattr(moe_utils, "HAVE_TE", True, raising=False)
+        patch.setattr(moe_utils, "fused_topk_with_score_function", kernel, raising=False)
         calls.clear()
         yield moe_utils

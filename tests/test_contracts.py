@@ -6,6 +6,7 @@ The real releases are checked by the script itself, in CI a few (ci/engines.sh),
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -91,7 +92,7 @@ def differences(contracts: ModuleType) -> Callable[[str, str], list[str]]:
 @pytest.fixture
 def check(contracts: ModuleType, tmp_path: Path) -> Callable[..., tuple[dict[str, str], list[str]]]:
     """What comes of the engine's contracts, in a release of these files."""
-    engine = contracts.engines(CONTRACTS)["engine"]
+    engine = contracts.products(CONTRACTS)["engine"]
 
     def check(version: str, files: Mapping[str, str]) -> Any:
         for path, source in files.items():
@@ -110,6 +111,12 @@ def check(contracts: ModuleType, tmp_path: Path) -> Callable[..., tuple[dict[str
     [
         ("class A: ...", "class B: ...", "no class A"),
         ("class A(Base): ...", "class A(Other): ...", "A is no Base"),
+        ("@dataclass\nclass A: ...", "@other\nclass A: ...", "A is no @dataclass"),
+        (
+            "class A:\n  def f(self):\n    g()",
+            "class Base:\n  def f(self):\n    g()\nclass A(Base):\n  def f(self): ...",
+            "A.f has no `g()`",
+        ),
         ("class A:\n  x: int", "class A:\n  y: int", "A has no field x"),
         ("class A:\n  x: int", "class A:\n  x: str", "A.x is of type `str`, not `int`"),
         ("class A:\n  x: int = 0", "class A:\n  x: int = 1", "A.x is `1` by default, not `0`"),
@@ -144,6 +151,11 @@ def test_what_is_not_there_is_said_in_one_line(
     [
         ("class A:\n  x: ...", "class A:\n  def __init__(self):\n    self.x = 1"),
         ("class A:\n  x: ...", "class Base:\n  x: int = 0\nclass A(Base): ..."),
+        ("@dataclass\nclass A: ...", "@final\n@dataclass\nclass A: ..."),
+        (
+            "class A:\n  def f(self):\n    g()",
+            "class Base:\n  def f(self): ...\nclass A(Base):\n  def f(self):\n    g()",
+        ),
         ("class A:\n  x: ... = 0", "if True:\n  class A:\n    x: int = 0"),
         ("def f(a): ...", "async def f(a, b=1, *, c=2): ..."),
         ("def f(a, **_): ...", "def f(self, a, b): ..."),
@@ -209,7 +221,7 @@ def test_a_release_candidate_comes_before_its_release(check: Any) -> None:
 def test_the_page_shows_every_contract_and_joins_releases_that_are_alike(
     contracts: ModuleType, tmp_path: Path
 ) -> None:
-    engine = contracts.engines(CONTRACTS)["engine"]
+    engine = contracts.products(CONTRACTS)["engine"]
     page = tmp_path / "page.md"
     page.write_text(f"head\n{contracts.START}\nold\n{contracts.END}\ntail\n", encoding="utf-8")
     same = {"rows": "yes", "prompt rows": "–", "encoding": "yes"}
@@ -225,12 +237,64 @@ def test_the_page_shows_every_contract_and_joins_releases_that_are_alike(
     assert "old" not in text
 
 
+def test_the_tables_of_products_that_were_not_asked_for_stay(contracts: ModuleType, tmp_path: Path) -> None:
+    product = contracts.products(CONTRACTS)["engine"]
+    page = tmp_path / "page.md"
+    page.write_text(
+        f"{contracts.START}\n## engine\nold\n\n## other\nits own\n{contracts.END}\n", encoding="utf-8"
+    )
+    contracts.rewrite([(product, {})], page)
+    text = page.read_text(encoding="utf-8")
+    assert text.count("## ") == 2
+    assert "## other\nits own" in text
+    assert "old" not in text
+
+
+# ---- which releases are looked at
+
+
+@pytest.mark.parametrize(
+    ("names", "everything", "expected"),
+    [
+        ([], False, ["0.14.0"]),
+        ([], True, ["0.13.0", "0.14.0", "0.34.0"]),
+        (["engine"], False, ["0.14.0"]),
+        (["engine"], True, ["0.13.0", "0.14.0", "0.34.0"]),
+        (["engine==0.12.0"], True, ["0.12.0"]),
+    ],
+)
+def test_releases_that_are_asked_for(
+    contracts: ModuleType, names: list[str], everything: bool, expected: list[str]
+) -> None:
+    class Index:
+        def versions(self, package: str) -> Any:
+            return [contracts.Version(one) for one in ("0.12.0", "0.13.0", "0.14.0", "0.34.0")]
+
+    asked = contracts._asked(names, everything, contracts.products(CONTRACTS), Index())
+    assert [str(version) for _, version in asked] == expected
+
+
+def test_candidates_and_nightly_builds_can_be_left_out(contracts: ModuleType) -> None:
+    text = CONTRACTS.replace("[engine]\n", "[engine]\ncandidates = false\n", 1)
+    versions = [contracts.Version(one) for one in ("0.14.0rc1", "0.14.0", "0.15.0rc0.dev12", "0.15.0.post1")]
+    for candidates, expected in ((text, [False, True, False, True]), (CONTRACTS, [True] * 4)):
+        product = contracts.products(candidates)["engine"]
+        assert [product.looks_at(one) for one in versions] == expected
+
+
+def test_a_product_that_is_not_known(contracts: ModuleType) -> None:
+    with pytest.raises(SystemExit, match="motor==1: give PACKAGE or PACKAGE==VERSION, of engine"):
+        list(contracts._asked(["motor==1"], False, contracts.products(CONTRACTS), None))
+
+
 def test_the_page_in_docs_is_of_these_contracts(contracts: ModuleType) -> None:
     """Somebody who edits a contract runs the script over all releases."""
     page = contracts.PAGE.read_text(encoding="utf-8")
-    for engine in contracts.engines((CI / "contracts.toml").read_text(encoding="utf-8")).values():
-        for contract, says in engine.says.items():
+    known = contracts.products((CI / "contracts.toml").read_text(encoding="utf-8"))
+    assert sorted(re.findall("^## (.*)$", page, flags=re.M)) == sorted(known)
+    for product in known.values():
+        for contract, says in product.says.items():
             assert f"- **{contract}**: {says}" in page
-        for version in engine.ci:
-            assert version >= engine.first
+        for version in product.ci:
+            assert version >= product.first
     assert "BROKEN |" not in page

@@ -45,7 +45,7 @@ def check() -> Iterator[Callable[..., tuple[dict[str, str], list[str]]]]:
         patch.syspath_prepend(str(CI))
         contracts = importlib.import_module("contracts")
         releases = importlib.import_module("releases")
-        known = contracts.engines((CI / "contracts.toml").read_text(encoding="utf-8"))
+        known = contracts.products((CI / "contracts.toml").read_text(encoding="utf-8"))
 
         def check(engine: str, **changed: str) -> Any:
             there = _release(releases, _root(engine), changed)

@@ -1,0 +1,189 @@
+"""A vision-language model, whose decoder is not at its top: the decoder's routers are the ones that count.
+
+T47: who takes `getattr(chunk, "decoder", chunk)` takes the whole of such a model, with the layers of
+multi-token prediction inside its language model and of the vision tower beside it. All are numbered from 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import npu_replay
+from megatron_cases import BATCH, DEVICE, LENGTH, VOCAB
+from npu_replay import RoutedExperts
+from npu_replay.compat import megatron_layout
+from npu_replay.demo import megatron_model
+from npu_replay.errors import RouterError
+from npu_replay.routers import find
+
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
+
+TOWER = 6
+"""Layers of the vision tower: more than the decoder has."""
+
+
+class VisionLanguage(nn.Module):
+    """Megatron's own parts, put together as LLaVA's are; no `decoder`, and no `mtp`, at the top."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__()
+        self.config = megatron_model.config(**changes)
+        self.vision_model = Tower()
+        self.language_model = megatron_model.model(self.config)
+        self.language_model.mtp = nn.ModuleList([megatron_model.model(self.config).decoder.layers[-1]])
+        for layer in self.language_model.mtp:
+            layer.layer_number = 1
+            layer.mlp.set_layer_number(1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The loss of tokens [batch, length]."""
+        inputs = megatron_model.causal(tokens)
+        words = self.language_model.embedding(tokens, inputs["position_ids"])
+        seen = words + self.vision_model(words)
+        after, _ = self.language_model.mtp[0](words, attention_mask=inputs["attention_mask"])
+        loss: torch.Tensor = self.language_model(
+            input_ids=tokens, decoder_input=seen, labels=tokens.roll(-1, 1), **inputs
+        )
+        return loss.mean() + after.square().mean()
+
+
+class Tower(nn.Module):
+    """A dense transformer, which Megatron's vision models call their decoder too."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__()
+        dense: dict[str, Any] = {"num_moe_experts": None, "moe_ffn_hidden_size": None, "num_layers": TOWER}
+        self.config = megatron_model.config(**(dense | changes))
+        self.decoder = megatron_model.model(self.config).decoder
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        seen: torch.Tensor = self.decoder(hidden, attention_mask=None)
+        return seen
+
+
+def build(**changes: Any) -> VisionLanguage:
+    torch.manual_seed(7)
+    return VisionLanguage(**changes).to(DEVICE)
+
+
+def tokens() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(0, VOCAB, (BATCH, LENGTH), generator=generator).to(DEVICE)
+
+
+def maps(model: VisionLanguage) -> dict[str, torch.Tensor]:
+    """What each router of the model, of all its parts, sends where in one forward."""
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(path: str) -> Any:
+        return lambda module, args, output: found.update({path: output[1].detach().clone()})
+
+    routers = [(path, module) for path, module in model.named_modules() if path.endswith(".router")]
+    handles = [module.register_forward_hook(keep(path)) for path, module in routers]
+    model(tokens())
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def foreign(routes: RoutedExperts) -> RoutedExperts:
+    """Other experts for each row."""
+    return RoutedExperts(
+        ids=(routes.ids.long() + 3) % routes.num_experts, layers=routes.layers, num_experts=routes.num_experts
+    )
+
+
+@pytest.mark.parametrize("freq", [1, [0, 1, 1, 1]])
+def test_the_decoders_routers_are_found_with_their_own_numbers(freq: int | list[int]) -> None:
+    labels = range(4) if freq == 1 else range(1, 4)
+    assert [(router.path, router.label) for router in find([build(moe_layer_freq=freq)])[0]] == [
+        (f"language_model.decoder.layers.{label}.mlp.router", label) for label in labels
+    ]
+
+
+def test_record_and_replay_leave_the_other_parts_routers_alone() -> None:
+    model = build()
+    live = maps(model)
+    (other,) = (path for path in live if ".mtp." in path)
+    assert len(live) == 5
+    with npu_replay.record(model) as recording:
+        assert maps(model).keys() == live.keys()
+    (routes,) = recording.routes
+    assert routes.layers == (0, 1, 2, 3)
+    with npu_replay.replay(model, [foreign(routes)]):
+        replayed = maps(model)
+    assert torch.equal(replayed[other], live[other])
+    for layer in routes.layers:
+        path = f"language_model.decoder.layers.{layer}.mlp.router"
+        recorded = live[path].nonzero()[:, 1].view(-1, 2)
+        assert torch.equal(routes.layer_ids(layer).long().sort(dim=1).values, recorded.cpu())
+        shown = replayed[path].nonzero()[:, 1].view(-1, 2).cpu()
+        assert torch.equal(shown, foreign(routes).layer_ids(layer).long().sort(dim=1).values)
+
+
+def test_a_replay_gives_back_the_loss_and_the_gradients_of_the_whole_model() -> None:
+    model = build(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+    def step() -> list[torch.Tensor | None]:
+        model.zero_grad()
+        loss = model(tokens())
+        loss.backward()
+        return [
+            loss.detach(),
+            *(None if one.grad is None else one.grad.clone() for one in model.parameters()),
+        ]
+
+    with npu_replay.record(model) as recording:
+        before = step()
+    with npu_replay.replay(model, recording.routes):
+        after = step()
+    assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_tower_that_routes_too_is_refused_by_its_number() -> None:
+    model = build()
+    model.vision_model = Tower(num_moe_experts=4, moe_ffn_hidden_size=32)
+    with pytest.raises(RouterError, match=r"same decoder layer.*a second tower") as error:
+        find([model])
+    assert "vision_model.decoder.layers.0.mlp.router" in str(error.value)
+    assert "language_model.decoder.layers.0.mlp.router" in str(error.value)
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> list[VisionLanguage]:
+    """Both chunks of a rank with two virtual stages: four decoder layers in all, the tower in the first."""
+    from megatron.core import parallel_state
+
+    chunks = [build(num_layers=2), build(num_layers=2)]
+    for number, layer in enumerate(layer for one in chunks for layer in one.language_model.decoder.layers):
+        layer.layer_number = number + 1
+        layer.mlp.set_layer_number(number + 1)
+    del chunks[1].vision_model
+    for one in chunks:
+        one.config.num_layers, one.config.virtual_pipeline_model_parallel_size = 4, 2
+    monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: 2)
+    return chunks
+
+
+def test_the_towers_layers_are_not_taken_for_those_of_a_missing_chunk(stages: list[VisionLanguage]) -> None:
+    megatron_layout.check_chunks(stages)
+    with pytest.raises(
+        RouterError, match=r"isn't all that this rank has.*got 1 with decoder layers \[0, 1\]"
+    ):
+        megatron_layout.check_chunks(stages[:1])
+
+
+def test_a_stage_of_dense_decoder_layers_may_have_a_tower(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import parallel_state
+
+    model = build(num_layers=2, moe_layer_freq=[0, 1])
+    del model.language_model.decoder.layers[1]
+    model.language_model.mtp = nn.ModuleList()
+    model.config.pipeline_model_parallel_size = 2
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
+    assert megatron_layout.is_dense_stage([model])
