@@ -34,7 +34,7 @@ FORCED: dict[str, Any] = {"moe_router_force_load_balancing": True}
 QUANTILE: dict[str, Any] = {"moe_router_load_balancing_type": "quantile_balancing", "moe_aux_loss_coeff": 0.0}
 CASES = {
     name: VARIANTS[name]
-    for name in ("softmax_after_topk", "groups_sigmoid_bias", "one_group", "seq_aux_loss")
+    for name in ("softmax_after_topk", "groups_softmax", "groups_sigmoid_bias", "one_group", "seq_aux_loss")
 }
 
 
