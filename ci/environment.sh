@@ -1,5 +1,5 @@
-# Sourced by the scripts beside it and by .ci/run: gets Python, its packages and both Megatron releases ready;
-# fetch_megatron, fetch_verl and fetch_engine get further releases.
+# Sourced by the scripts beside it and by .ci/run: gets Python, its packages and the Megatron releases that all tests
+# run on ready; fetch, fetch_verl and fetch_engine get further releases.
 #
 # No environment active: makes .venv in the repository and installs the versions of ci/constraints.txt.
 # An environment is active (VIRTUAL_ENV or CONDA_PREFIX): installs nothing into it, and says what it lacks.
@@ -12,6 +12,10 @@ repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 work=$repository/.work
 torch_pin=$(grep '^torch==' "$repository/ci/constraints.txt")
 setup_started=$SECONDS
+
+# Of the ways to split a model over processes: one of each kind, and what happens when a rank fails.
+# shellcheck disable=SC2034  # for the scripts that source this
+parallel_choice="tp2-full or cp2-packed-full or ep2-full or pp2-vp2-full or error_on_one_rank"
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
@@ -80,33 +84,45 @@ check_environment() {
     fail "install them, or deactivate the environment to have .venv made"
 }
 
-# A release in a folder of its own goes on PYTHONPATH, and stays out of the environment.
-fetch_megatron() {
-    local release=$1 folder=$work/megatron/$1 partial
+# fetch PRODUCT RELEASE, as in ci/matrix.toml: a release in a folder of its own goes on PYTHONPATH, and stays out of
+# the environment.
+fetch() {
+    local product=$1 release=$2 folder=$work/$1/$2 partial arguments
     if [[ -d $folder ]]; then return; fi
-    echo "Fetching megatron-core $release ..."
-    mkdir -p "$work/megatron"
-    partial=$(mktemp -d "$work/megatron/.partial.XXXXXX")
-    # Its own requirements are left out: they are many, and what it imports is in the demo extra.
-    local install=(python -m pip install -qq --no-deps --target "$partial/it")
-    case $release in
-        0.1[0-6].*) ;;
-        # From 0.17 on it says that it needs Python 3.12; what is tested here runs on 3.11 too.
-        *) install+=(--ignore-requires-python --python-version 3.12 --only-binary=:all:) ;;
-    esac
-    if ! "${install[@]}" "megatron-core==$release"; then
+    arguments=$(python "$repository/ci/matrix.py" pip "$product" "$release") || exit 1
+    echo "Fetching $product $release ..."
+    mkdir -p "$work/$product"
+    partial=$(mktemp -d "$work/$product/.partial.XXXXXX")
+    # shellcheck disable=SC2086  # one word an argument
+    if ! python -m pip install -qq --target "$partial/it" $arguments; then
         rm -rf "$partial"
-        fail "could not fetch megatron-core $release for $(python -V)"
+        fail "could not fetch $product $release for $(python -V)"
     fi
-    case $release in
-        0.1[0-7].*) ;;
-        # From 0.18 on it imports triton, which needs no GPU for that (300 MB).
-        *) python -m pip install -qq --no-deps --target "$partial/it" triton ||
-            fail "could not fetch triton, which megatron-core $release imports" ;;
-    esac
+    lay_beside "$product" "$release" "$partial/it"
     mv "$partial/it" "$folder"
     rmdir "$partial"
 }
+
+# What a release imports and the environment hasn't: fetched once, since triton alone has 300 MB.
+lay_beside() {
+    local requirement folder partial entry
+    for requirement in $(python "$repository/ci/matrix.py" beside "$1" "$2"); do
+        folder=$work/beside/$requirement
+        if [[ ! -d $folder ]]; then
+            mkdir -p "$work/beside"
+            partial=$(mktemp -d "$work/beside/.partial.XXXXXX")
+            python -m pip install -qq --no-deps --target "$partial/it" "$requirement" ||
+                fail "could not fetch $requirement, which $1 $2 imports"
+            mv "$partial/it" "$folder"
+            rmdir "$partial"
+        fi
+        for entry in "$folder"/*; do
+            if [[ ! -e $3/${entry##*/} ]]; then ln -s "$entry" "$3/"; fi
+        done
+    done
+}
+
+fetch_megatron() { fetch megatron "$1"; }
 
 environment_is_active() { [[ -n ${VIRTUAL_ENV:-} || -n ${CONDA_PREFIX:-} ]]; }
 
@@ -165,8 +181,7 @@ if environment_is_active; then
 else
     make_environment
 fi
-fetch_megatron 0.12.1
-fetch_megatron 0.16.1
+for release in $(python "$repository/ci/matrix.py" tier tests); do fetch_megatron "$release"; done
 
 # What is on PYTHONPATH already stays: a vendor's toolkit may live there.
 with_megatron() {

@@ -1,12 +1,17 @@
 #!/usr/bin/env bash
-# Runs the tests: all of them with Megatron 0.12.1, then those that need Megatron with 0.16.1.
-# Arguments go to pytest, both times: ci/test.sh tests/test_session.py -k recompute
+# Runs the tests with Megatron 0.12.1, then those that need Megatron with 0.16.1.
+#
+#   ci/test.sh                  the quick ones, in some five minutes on two cores: no wheels, no smoke jobs, nothing
+#                               slow, and a choice of the ways to split a model
+#   ci/test.sh --all            all of them, but for tests/matrix/, which ci/matrix.sh runs on every release
+#   ci/test.sh ARGUMENT ...     what pytest makes of these: ci/test.sh tests/test_session.py -k recompute
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source ci/environment.sh
 
 tests_started=$SECONDS
 export OMP_NUM_THREADS=1 # two workers share the cores
+parallel=tests/distributed/test_parallel.py smoke=tests/distributed/test_smoke.py
 status=0
 
 # loadfile: the tests of a file share something costly, such as one wheel or one job, and run in one worker.
@@ -18,12 +23,25 @@ run_pytest() {
     with_megatron "$release" python -m pytest -n 2 --dist loadfile -rs \
         --ignore tests/on_verl --ignore tests/on_engines "$@" || rc=$?
     # 5: nothing selected. An argument may pick tests of which none needs Megatron.
-    if [[ $rc == 5 && $release == 0.16.1 && $# -gt 2 ]]; then rc=0; fi
+    if [[ $rc == 5 && ${2:-} == megatron ]]; then rc=0; fi
     if [[ $rc != 0 ]]; then status=1; fi
 }
 
-run_pytest 0.12.1 "$@"
-run_pytest 0.16.1 -m megatron "$@"
+# What every release runs in each mode; the first runs also what needs no Megatron.
+quick() {
+    run_pytest "$1" -m "$2not slow and not packaging" --ignore "$parallel" --ignore "$smoke"
+    run_pytest "$1" "$parallel" -k "$parallel_choice"
+}
+
+marks=""
+for release in $(python ci/matrix.py tier tests); do
+    case ${1:-} in
+        "") quick "$release" "$marks" ;;
+        --all) run_pytest "$release" ${marks:+-m "${marks% and }"} --ignore tests/matrix "${@:2}" ;;
+        *) run_pytest "$release" ${marks:+-m "${marks% and }"} "$@" ;;
+    esac
+    marks="megatron and "
+done
 
 echo "setup $setup_seconds s (downloads included), tests $((SECONDS - tests_started)) s"
 exit $status

@@ -1,0 +1,153 @@
+"""docs/matrix.md: which release has what, made from the results in docs/matrix/, never by hand.
+
+python ci/matrix_page.py     # writes it anew from what is there; ci/matrix.sh does so too
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from pathlib import Path
+
+import matrix
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from capabilities import CAPABILITIES  # noqa: E402  it lies beside the tests that are marked with it
+
+PAGE = ROOT / "docs" / "matrix.md"
+FOLDER = ROOT / "docs" / "matrix"
+START, END = "<!-- matrix: written by ci/matrix.sh -->", "<!-- end of matrix -->"
+
+NATIVE, SHIMMED, MISSING, FAILS = "native", "shimmed", "missing", "FAILS"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a run showed of one release."""
+
+    python: str
+    torch: str
+    cases: str
+    """`all`, or `a choice`."""
+    passed: int
+    skipped: int
+    day: str
+    cells: Mapping[str, str]
+    """Capability to native, shimmed, missing or FAILS."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Why one is missing, as its tests said when they were skipped."""
+
+    def write(self, name: str, folder: Path = FOLDER) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(asdict(self), indent=1, ensure_ascii=False)
+        (folder / f"{name}.json").write_text(f"{text}\n", encoding="utf-8")
+
+
+def read(folder: Path = FOLDER) -> dict[str, Shown]:
+    """What is known, by the name of the release."""
+    return {path.stem: Shown(**json.loads(path.read_text("utf-8"))) for path in folder.glob("*.json")}
+
+
+def tables(releases: Sequence[matrix.Release], known: Mapping[str, Shown]) -> str:
+    """What stands between the marks: what the releases of each product have, and what they were run with."""
+    parts: list[str] = []
+    for package, group in groupby(releases, key=lambda release: release.package):
+        ours = [release for release in group if release.name in known]
+        if ours:
+            parts += [f"### {package}", _capabilities(ours, known)]
+    return "\n\n".join([*parts, "### What each was run with", _runs(releases, known)])
+
+
+def _capabilities(releases: Sequence[matrix.Release], known: Mapping[str, Shown]) -> str:
+    """A row a capability. Neighbours of which all is the same share a column."""
+    notes: list[str] = []
+
+    def note(text: str) -> str:
+        if text not in notes:
+            notes.append(text)
+        return f"({notes.index(text) + 1})"
+
+    columns = _columns(releases, known)
+    head = ["", *(_title(column, known, note) for column in columns)]
+    rows = [head, ["---"] * len(head)]
+    for name, capability in CAPABILITIES[releases[0].product].items():
+        row = [capability.says]
+        for column in columns:
+            shown = known[column[0].name]
+            cell, why = shown.cells.get(name, "not run"), shown.reasons.get(name)
+            row.append(f"{cell} {note(why)}" if why else cell)
+        rows.append(row)
+    lines = [_line(row) for row in rows]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            *(f"{number}. {text[0].upper()}{text[1:].rstrip('.')}." for number, text in enumerate(notes, 1)),
+        ]
+    ).rstrip()
+
+
+def _columns(releases: Sequence[matrix.Release], known: Mapping[str, Shown]) -> list[list[matrix.Release]]:
+    columns: list[list[matrix.Release]] = []
+    for release in releases:
+        if columns and _alike(columns[-1][0], release, known):
+            columns[-1].append(release)
+        else:
+            columns.append([release])
+    return columns
+
+
+def _alike(one: matrix.Release, other: matrix.Release, known: Mapping[str, Shown]) -> bool:
+    mine, its = known[one.name], known[other.name]
+    return (mine.cells, mine.reasons, _forced(one, mine)) == (its.cells, its.reasons, _forced(other, its))
+
+
+def _forced(release: matrix.Release, shown: Shown) -> str:
+    """What is to be said of a release that ran on an older Python than it asks for."""
+    if not release.is_forced_onto(shown.python):
+        return ""
+    older = shown.python.rpartition(".")[0]
+    return f"it says that it needs Python {release.python}, and was forced onto {older}"
+
+
+def _title(column: Sequence[matrix.Release], known: Mapping[str, Shown], note: Callable[[str], str]) -> str:
+    first, last = column[0], column[-1]
+    title = first.version if first is last else f"{first.version} to {last.version}"
+    forced = _forced(first, known[first.name])
+    return f"{title} {note(forced)}" if forced else title
+
+
+def _runs(releases: Sequence[matrix.Release], known: Mapping[str, Shown]) -> str:
+    rows = [["", "Python", "torch", "cases", "tests passed", "not for this release", "day"], ["---"] * 7]
+    for release in releases:
+        if (shown := known.get(release.name)) is not None:
+            passed, skipped = str(shown.passed), str(shown.skipped)
+            name = f"{release.package} {release.version}"
+            rows.append([name, shown.python, shown.torch, shown.cases, passed, skipped, shown.day])
+    return "\n".join(map(_line, rows))
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def rewritten(page: str, between: str) -> str:
+    """The page with this between its marks."""
+    head, rest = page.split(START)
+    _, tail = rest.split(END)
+    return f"{head}{START}\n\n{between}\n\n{END}{tail}"
+
+
+def write() -> None:
+    """Write docs/matrix.md anew from the results that are there."""
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(rewritten(page, tables(matrix.read().releases, read())), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()

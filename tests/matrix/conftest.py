@@ -1,0 +1,73 @@
+"""Each test here shows capabilities of the release on the path; what came of it is written for the matrix.
+
+NPU_REPLAY_MATRIX_RESULT=FILE writes it. NPU_REPLAY_MATRIX_CASES=all runs every case, a number the choice of
+that hand (dealt_cases.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from capabilities import CAPABILITIES
+
+HERE = Path(__file__).parent
+_MARK = "capability"
+_found: dict[str, dict[str, Any]] = {}
+_counts = {"passed": 0, "failed": 0, "skipped": 0}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.user_properties += [(_MARK, name) for name in _capabilities(item)]
+
+
+def _capabilities(item: pytest.Item) -> list[str]:
+    names = [str(mark.args[0]) for mark in item.iter_markers(_MARK)]
+    known = {name for rows in CAPABILITIES.values() for name in rows}
+    if not names or not known.issuperset(names):
+        raise pytest.UsageError(
+            f"{item.nodeid} shows {names}: one or more of tests/capabilities.py are wanted"
+        )
+    return names
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Count a test once: where it ran, or where it ended before or failed after that."""
+    if report.when != "call" and report.passed:
+        return
+    shown = [str(name) for kind, name in report.user_properties if kind == _MARK]
+    _counts[report.outcome] += bool(shown)
+    for name in shown:
+        entry = _found.setdefault(name, {"passed": 0, "failed": [], "skipped": []})
+        if report.passed:
+            entry["passed"] += 1
+        else:
+            entry[report.outcome].append(_reason(report) if report.skipped else report.nodeid)
+
+
+def _reason(report: pytest.TestReport) -> str:
+    _, _, why = report.longrepr if isinstance(report.longrepr, tuple) else ("", 0, str(report.longrepr))
+    return why.removeprefix("Skipped: ")
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def pytest_sessionfinish() -> None:
+    path = os.environ.get("NPU_REPLAY_MATRIX_RESULT")
+    if path:
+        versions = {name: _version(name) for name in ("torch", "megatron-core", "transformers")}
+        found = {"python": platform.python_version(), **versions, "tests": _counts, "capabilities": _found}
+        Path(path).write_text(json.dumps(found, indent=1), encoding="utf-8")

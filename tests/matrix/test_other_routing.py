@@ -1,0 +1,220 @@
+"""Routing that isn't a plain top-k: fused, sinkhorn, forced balance, quantiles; and what aux losses count."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+import fused_kernel
+import npu_replay
+from fused_kernel import FUSION
+from megatron_cases import (
+    FULL,
+    VARIANTS,
+    Trainer,
+    build,
+    check_record_and_replay,
+    perturbed,
+    random_routes,
+    routers,
+    same,
+)
+from npu_replay import RoutedExperts
+from router_replay_api import FLAG, UpstreamApi, upstream_api
+
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
+
+EXPERTS = 8
+Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def has_field(name: str) -> bool:
+    config = import_module("megatron.core.transformer.transformer_config").TransformerConfig
+    return name in {field.name for field in dataclasses.fields(config)}
+
+
+def foreign_to(trainer: Trainer) -> list[RoutedExperts]:
+    with npu_replay.record(trainer.model) as recording:
+        trainer.run("each")
+    return random_routes(recording.routes)
+
+
+# The fused router
+
+
+@pytest.fixture
+def kernel() -> Iterator[Kernel]:
+    """In the place of Transformer Engine's; its choice is one that no top-k makes."""
+    with fused_kernel.lent(fused_kernel.contrary):
+        yield fused_kernel.contrary
+
+
+@pytest.mark.capability("fused")
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_what_a_fused_router_chose_is_recorded(kernel: Kernel, recompute: str | None) -> None:
+    trainer = build(FUSION, recompute)
+    untouched = trainer.run("sum")
+    with npu_replay.observe(trainer.model) as seen:
+        trainer.run("sum")
+    with npu_replay.record(trainer.model) as recording:
+        losses, grads = trainer.run("sum")
+    assert losses == untouched[0]
+    for ours, theirs in zip(grads, untouched[1], strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert npu_replay.compare(recording.routes, seen.shown).differing == 0
+
+
+@pytest.mark.capability("fused")
+@pytest.mark.parametrize("recompute", [None, "full", "selective_moe"])
+@pytest.mark.parametrize("variant", ["softmax_after_topk", "groups_sigmoid_bias"])
+def test_a_fused_router_replays_as_an_unfused_one(
+    kernel: Kernel, variant: str, recompute: str | None
+) -> None:
+    plain = build(VARIANTS[variant])
+    foreign = foreign_to(plain)
+    with npu_replay.replay(plain.model, foreign):
+        expected = plain.run("sum")
+    trainer = build(VARIANTS[variant] | FUSION, recompute)
+    with npu_replay.replay(trainer.model, foreign):
+        assert same(trainer.run("sum"), expected)
+    assert fused_kernel.product().fused_topk_with_score_function is kernel
+
+
+@pytest.mark.capability("upstream_fused")
+def test_upstreams_api_records_and_replays_a_fused_router(kernel: Kernel) -> None:
+    """T45, N1: upstream itself does neither, and says nothing."""
+    with upstream_api() as api:
+        trainer = build(FULL | FLAG | FUSION)
+        with npu_replay.observe(trainer.model) as seen:
+            trainer.loss(trainer.batches[0])
+        _records(api, trainer, seen.shown[0])
+        _replays(api, trainer)
+
+
+def _records(api: UpstreamApi, trainer: Trainer, shown: RoutedExperts) -> None:
+    api.everywhere("RECORD")
+    trainer.loss(trainer.batches[0])
+    api.replay.clear_global_router_replay_action()
+    for layer, ids in zip(shown.layers, api.replay.get_recorded_data(), strict=True):
+        assert ids is not None
+        assert torch.equal(ids.sort(dim=1).values, shown.layer_ids(layer).long().sort(dim=1).values)
+    api.replay.clear_global_indices()
+
+
+def _replays(api: UpstreamApi, trainer: Trainer) -> None:
+    plain = build({})
+    (foreign, *_) = foreign_to(plain)
+    with npu_replay.replay(plain.model, [foreign]):
+        plain.model.zero_grad()
+        expected = plain.loss(plain.batches[0])
+        expected.backward()
+    trainer.model.zero_grad()
+    api.replay.set_replay_data([foreign.layer_ids(layer).long() for layer in foreign.layers])
+    api.everywhere("REPLAY_FORWARD")
+    loss = trainer.loss(trainer.batches[0])
+    api.everywhere("REPLAY_BACKWARD")
+    loss.backward()
+    assert same(([loss.item()], trainer.grads()), ([expected.item()], plain.grads()))
+
+
+# Other ways to choose
+
+
+@pytest.mark.capability("sinkhorn")
+@pytest.mark.parametrize("recompute", [None, "full", "layers_non_reentrant"])
+def test_sinkhorn_is_recorded_and_replayed(recompute: str | None) -> None:
+    sinkhorn = {"moe_router_load_balancing_type": "sinkhorn"}
+    trainer, plain = build(sinkhorn, recompute), build(sinkhorn)
+    foreign = random_routes(check_record_and_replay(trainer, "sum"))
+    with npu_replay.observe(plain.model) as seen, npu_replay.replay(plain.model, foreign):
+        expected = plain.run("sum")
+    assert npu_replay.compare(seen.shown, foreign).differing == 0
+    with npu_replay.replay(trainer.model, foreign):
+        assert same(trainer.run("sum"), expected)
+
+
+@pytest.mark.capability("force_balance")
+def test_forced_balance_draws_other_experts_each_time_and_replay_doesnt() -> None:
+    if not has_field("moe_router_force_load_balancing"):
+        pytest.skip("this release has no moe_router_force_load_balancing")
+    trainer = build({"moe_router_force_load_balancing": True})
+    with npu_replay.record(trainer.model) as recording:
+        trainer.run("each")
+    with npu_replay.observe(trainer.model) as live:
+        trainer.run("each")
+    with npu_replay.observe(trainer.model) as seen, npu_replay.replay(trainer.model, recording.routes):
+        trainer.run("each")
+    assert npu_replay.compare(live.shown, recording.routes).differing > 0
+    assert npu_replay.compare(seen.shown, recording.routes).differing == 0
+
+
+@pytest.mark.capability("quantile")
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_quantile_balancing_is_recorded_and_replayed(recompute: str | None) -> None:
+    """Its dual update has a top-k of its own, down the rows, which is none of ours."""
+    if not has_field("moe_router_quantile_balancing_ema"):
+        pytest.skip("this release has no quantile balancing")
+    quantile = {"moe_router_load_balancing_type": "quantile_balancing"}
+    trainer, plain = build(quantile, recompute), build(quantile)
+    foreign = random_routes(check_record_and_replay(trainer, "sum"))
+    with npu_replay.observe(plain.model) as seen, npu_replay.replay(plain.model, foreign):
+        expected = plain.run("sum")
+    assert npu_replay.compare(seen.shown, foreign).differing == 0
+    with npu_replay.replay(trainer.model, foreign):
+        assert same(trainer.run("sum"), expected)
+
+
+# What aux losses count
+
+
+@pytest.mark.capability("aux_loss")
+@pytest.mark.parametrize("counted", ["live", "replayed"])
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_an_aux_loss_counts_what_it_was_asked_to(counted: str, recompute: str | None) -> None:
+    """In the last layer's router weight, beside the gradient of the same replay without aux loss."""
+    coefficient = 0.1
+    with_aux = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": coefficient}
+    foreign = foreign_to(build({}))[:1]
+    given, _ = _last_weight(build(with_aux, recompute), foreign, aux_loss=counted)
+    without, hidden = _last_weight(build({}, recompute), foreign)
+    weight = routers(build({}).model)[-1].module.weight.detach().clone().requires_grad_()
+    scores = (hidden @ weight.t()).softmax(dim=-1)
+    ids = foreign[0].layer_ids(3).long() if counted == "replayed" else scores.topk(2, dim=1).indices
+    counts = ids.flatten().bincount(minlength=EXPERTS)
+    rows = hidden.shape[0]
+    loss = coefficient * EXPERTS / (2 * rows * rows) * (counts * scores.sum(dim=0)).sum()
+    (expected,) = torch.autograd.grad(loss, weight)
+    torch.testing.assert_close(given - without, expected, rtol=1e-3, atol=1e-6)
+
+
+def _last_weight(
+    trainer: Trainer, routes: list[RoutedExperts], **asked: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of the last router's weight after one replayed micro-batch, and that router's input."""
+    inputs: list[torch.Tensor] = []
+    router = routers(trainer.model)[-1].module
+    handle = router.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))
+    with npu_replay.replay(trainer.model, routes, **asked):
+        trainer.loss(trainer.batches[0]).backward()
+    handle.remove()
+    return router.weight.grad.clone(), inputs[0].flatten(0, 1)
+
+
+@pytest.mark.capability("aux_loss")
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
+def test_left_out_an_aux_loss_counts_the_live_experts(kind: str) -> None:
+    changes = {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": 0.1}
+    foreign = foreign_to(build(changes))
+    results = {}
+    for asked in ({}, {"aux_loss": "live"}, {"aux_loss": "replayed"}):
+        trainer = build(changes, "full")
+        with perturbed(trainer.model), npu_replay.replay(trainer.model, foreign, **asked):
+            results[str(asked)] = trainer.run("sum")
+    left_out, live, replayed = results.values()
+    assert same(left_out, live)
+    assert not same(left_out, replayed)

@@ -1,0 +1,107 @@
+"""What npu_replay changes in the Megatron-core on the path: little, reported, undone without a trace."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.megatron, pytest.mark.capability("report")]
+
+TESTS = Path(__file__).parents[1]
+WRAPPED = {
+    "megatron.core.transformer.moe.router.TopKRouter.__init__",
+    "megatron.core.transformer.transformer_config.MLATransformerConfig.__init__",
+    "megatron.core.transformer.transformer_config.TransformerConfig.__init__",
+}
+"""What is there on every release and wrapped on every release: flags, and what instances are given."""
+TOPK = "megatron.core.transformer.moe.moe_utils.topk_routing_with_score_function"
+"""In 0.14 and 0.15 it is there, and takes no router_replay."""
+ALIAS = "megatron.core.transformer.moe.router.topk_routing_with_score_function"
+"""The same function: one line of the report stands for both."""
+UPSTREAMS = "megatron.core.transformer.moe.router_replay"
+SERVED = "module None"
+"""A module that has no file, as a snapshot describes it."""
+
+
+@functools.cache
+def snapshot(came: str) -> dict[str, Any]:
+    """What a process found in which npu_replay was imported first, before Megatron, or last."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", TESTS / "megatron_snapshot.py", came],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"NPU_REPLAY_DISABLE": "0"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def different(one: dict[str, str], other: dict[str, str]) -> set[str]:
+    return {path for path in one.keys() | other.keys() if one.get(path) != other.get(path)}
+
+
+def untouched() -> dict[str, str]:
+    """What Megatron's modules held before npu_replay came."""
+    found: dict[str, str] = snapshot("last")["untouched"]
+    assert len(found) > 1000
+    return found
+
+
+@pytest.mark.parametrize("came", ["first", "last"])
+def test_uninstall_puts_every_attribute_of_every_module_back(came: str) -> None:
+    found = snapshot(came)
+    assert different(found["installed"], untouched()) >= WRAPPED
+    assert different(found["uninstalled"], untouched()) == set()
+    assert found["report after"] == []
+    assert found.get("left behind", []) == []
+
+
+@pytest.mark.parametrize("came", ["first", "last"])
+def test_installing_twice_changes_nothing(came: str) -> None:
+    found = snapshot(came)
+    assert found["changed by a second install"] == []
+    assert found["report again"] == found["report"]
+
+
+def test_importing_before_or_after_megatron_gives_the_same() -> None:
+    first, last = snapshot("first"), snapshot("last")
+    assert first["report"] == last["report"] != []
+    assert first["installed"] == last["installed"]
+
+
+def test_what_the_release_has_itself_is_left_to_it() -> None:
+    """Changed are what it lacks and three constructors: on 0.16 and later, nothing of upstream's replay."""
+    installed, before = snapshot("last")["installed"], untouched()
+    replaced = {path for path in different(installed, before) if path in before} - WRAPPED
+    assert replaced <= (set() if UPSTREAMS in before else {TOPK, ALIAS})
+
+
+def test_every_change_is_in_the_report() -> None:
+    report = "\n".join(snapshot("last")["report"])
+    installed = snapshot("last")["installed"]
+    changed = different(installed, untouched()) - {ALIAS}
+    served = [path for path in changed if installed.get(path) == SERVED]
+    for path in changed:
+        assert path in report or any(path.startswith(f"{module}.") for module in served)
+
+
+def test_upstreams_own_router_replay_is_the_one_that_is_imported() -> None:
+    from megatron.core.transformer.moe import moe_utils, router_replay
+
+    own = Path(moe_utils.__file__).with_name("router_replay.py")
+    if not own.exists():
+        assert snapshot("last")["installed"][UPSTREAMS] == SERVED
+        assert any(UPSTREAMS in line for line in snapshot("last")["report"])
+        return
+    assert Path(inspect.getfile(router_replay.RouterReplay)) == own
+    assert not any(UPSTREAMS in line for line in snapshot("last")["report"])

@@ -1,0 +1,328 @@
+"""RouterReplay and topk_routing_with_score_function as Megatron-core 0.19 has them, on any release.
+
+The first six tests ask what upstream's own six ask; the others what it leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from router_replay_api import FLAG, UpstreamApi, upstream_api
+
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
+
+module_row = pytest.mark.capability("module")
+function_row = pytest.mark.capability("topk_function")
+
+ROWS, EXPERTS = 4, 6
+FOREIGN = torch.tensor([[5, 0], [1, 4], [3, 2], [0, 2]])
+"""Ids that are not the top two of these scores, and in no order."""
+GROUPS: dict[str, Any] = {"num_groups": 3, "group_topk": 1}
+
+
+@pytest.fixture
+def api() -> Iterator[UpstreamApi]:
+    with upstream_api() as found:
+        yield found
+
+
+@pytest.fixture
+def logits() -> torch.Tensor:
+    return torch.randn(ROWS, EXPERTS, generator=torch.Generator().manual_seed(4), requires_grad=True)
+
+
+def at(values: torch.Tensor) -> torch.Tensor:
+    return values.gather(1, FOREIGN)
+
+
+# As upstream's own
+
+
+@function_row
+def test_record_keeps_the_topk_in_its_order(api: UpstreamApi, logits: torch.Tensor) -> None:
+    replay = api.new("RECORD")
+    probs, routing_map = api.topk_routing(
+        logits=logits, topk=2, use_pre_softmax=False, router_replay=replay, score_function="softmax"
+    )
+    assert torch.equal(replay.get_recorded_indices(), logits.topk(2, dim=1).indices)
+    assert probs.shape == routing_map.shape == (ROWS, EXPERTS)
+    assert routing_map.sum(dim=1).tolist() == [2] * ROWS
+
+
+@function_row
+def test_replay_before_the_softmax_shows_the_full_softmax_at_the_target(
+    api: UpstreamApi, logits: torch.Tensor
+) -> None:
+    probs, routing_map = api.topk_routing(
+        logits=logits,
+        topk=2,
+        use_pre_softmax=True,
+        router_replay=api.new("REPLAY_FORWARD", FOREIGN),
+        score_function="softmax",
+    )
+    assert torch.equal(routing_map, torch.zeros(ROWS, EXPERTS).scatter(1, FOREIGN, 1).bool())
+    assert torch.equal(at(probs), at(logits.softmax(dim=-1)))
+
+
+@function_row
+def test_replay_after_the_softmax_shows_the_softmax_over_the_target(
+    api: UpstreamApi, logits: torch.Tensor
+) -> None:
+    probs, routing_map = api.topk_routing(
+        logits=logits,
+        topk=2,
+        use_pre_softmax=False,
+        router_replay=api.new("REPLAY_FORWARD", FOREIGN),
+        score_function="softmax",
+    )
+    assert torch.equal(routing_map, torch.zeros(ROWS, EXPERTS).scatter(1, FOREIGN, 1).bool())
+    assert torch.equal(at(probs), at(logits).softmax(dim=-1))
+
+
+@module_row
+def test_replay_data_goes_to_the_instances_in_order_and_comes_back(api: UpstreamApi) -> None:
+    first, second = api.new(), api.new()
+    api.replay.set_replay_data([FOREIGN, FOREIGN + 1])
+    assert torch.equal(first.target_topk_idx, FOREIGN)
+    assert torch.equal(second.target_topk_idx, FOREIGN + 1)
+    first.record_indices(FOREIGN)
+    second.record_indices(FOREIGN * 2)
+    ours, others = api.replay.get_recorded_data()
+    assert torch.equal(ours, FOREIGN)
+    assert torch.equal(others, FOREIGN * 2)
+    api.replay.clear_global_indices()
+    assert api.replay.get_recorded_data() == [None, None]
+    assert first.target_topk_idx is second.target_topk_idx is None
+    assert first.replay_backward_list == second.replay_backward_list == []
+
+
+@module_row
+def test_an_action_is_set_and_cleared_everywhere(api: UpstreamApi) -> None:
+    pair = api.new(), api.new()
+    api.everywhere("REPLAY_FORWARD")
+    assert {one.router_replay_action for one in pair} == {api.action.REPLAY_FORWARD}
+    api.replay.clear_global_router_replay_action()
+    assert {one.router_replay_action for one in pair} == {None}
+
+
+@module_row
+def test_data_for_another_number_of_instances_is_a_value_error(api: UpstreamApi) -> None:
+    api.new()
+    with pytest.raises(ValueError, match=r"\(2\).*\(1\)|Expected 1, got 2"):
+        api.replay.set_replay_data([FOREIGN, FOREIGN])
+
+
+# Beyond them
+
+
+@module_row
+def test_the_actions_are_upstreams(api: UpstreamApi) -> None:
+    assert {action.name: action.value for action in api.action} == {
+        "RECORD": "record",
+        "REPLAY_FORWARD": "replay_forward",
+        "REPLAY_BACKWARD": "replay_backward",
+    }
+
+
+@module_row
+def test_every_instance_is_in_the_global_list_until_it_is_cleared(api: UpstreamApi) -> None:
+    pair = [api.new(), api.new()]
+    assert api.replay.global_router_replay_instances == pair
+    api.replay.clear_global_router_replay_instances()
+    assert api.replay.global_router_replay_instances == []
+
+
+@module_row
+@function_row
+def test_backward_takes_the_targets_first_in_first_out(api: UpstreamApi, logits: torch.Tensor) -> None:
+    """Forward always sees the last target, backward each of them once, in the order they were set."""
+    targets = [FOREIGN, (FOREIGN + 1) % EXPERTS, (FOREIGN + 2) % EXPERTS]
+    replay = api.new()
+    replay.set_router_replay_action(api.action.REPLAY_FORWARD)
+    for ids in targets:
+        replay.set_target_indices(ids)
+        for _ in range(2):
+            assert _chosen(api, logits, replay) == _sets(ids)
+    replay.set_router_replay_action(api.action.REPLAY_BACKWARD)
+    for ids in targets:
+        assert _chosen(api, logits, replay) == _sets(ids)
+    with pytest.raises(IndexError):
+        _chosen(api, logits, replay)
+
+
+def _chosen(api: UpstreamApi, logits: torch.Tensor, replay: Any) -> list[set[int]]:
+    _, routing_map = api.topk_routing(logits, 2, router_replay=replay)
+    return [set(row.nonzero().flatten().tolist()) for row in routing_map]
+
+
+def _sets(ids: torch.Tensor) -> list[set[int]]:
+    return [set(row) for row in ids.tolist()]
+
+
+@function_row
+@pytest.mark.parametrize("groups", [{}, GROUPS, {"num_groups": 1, "group_topk": 1}], ids=str)
+def test_without_an_action_nothing_changes(
+    api: UpstreamApi, logits: torch.Tensor, groups: dict[str, Any]
+) -> None:
+    live = api.topk_routing(logits, 2, **groups)
+    idle = api.topk_routing(logits, 2, router_replay=api.new(), **groups)
+    recorded = api.topk_routing(logits, 2, router_replay=api.new("RECORD"), **groups)
+    for other in (idle, recorded):
+        assert torch.equal(live[0], other[0])
+        assert torch.equal(live[1], other[1])
+
+
+@function_row
+@pytest.mark.parametrize("pre_softmax", [False, True])
+@pytest.mark.parametrize("groups", [GROUPS, {"num_groups": 1, "group_topk": 1}], ids=str)
+def test_a_target_in_a_group_that_loses_has_its_own_score(
+    api: UpstreamApi, logits: torch.Tensor, groups: dict[str, Any], pre_softmax: bool
+) -> None:
+    """Replay asks for no group: the masked scores, minus infinity or zero, must not come through (T33)."""
+    replay = api.new("REPLAY_FORWARD", FOREIGN)
+    probs, routing_map = api.topk_routing(
+        logits, 2, use_pre_softmax=pre_softmax, router_replay=replay, **groups
+    )
+    expected = at(logits.softmax(dim=-1)) if pre_softmax else at(logits).softmax(dim=-1)
+    assert torch.equal(at(probs), expected)
+    assert _sets(FOREIGN) == [set(row.nonzero().flatten().tolist()) for row in routing_map]
+
+
+@function_row
+@pytest.mark.parametrize("groups", [GROUPS, {"num_groups": 1, "group_topk": 1}], ids=str)
+def test_record_under_groups_keeps_what_the_groups_left(
+    api: UpstreamApi, logits: torch.Tensor, groups: dict[str, Any]
+) -> None:
+    replay = api.new("RECORD")
+    _, routing_map = api.topk_routing(logits, 2, router_replay=replay, **groups)
+    assert _sets(replay.get_recorded_indices()) == [
+        set(row.nonzero().flatten().tolist()) for row in routing_map
+    ]
+    if groups is GROUPS:
+        assert all(len({expert // 2 for expert in row}) == 1 for row in _sets(replay.get_recorded_indices()))
+
+
+@function_row
+@pytest.mark.parametrize("groups", [{}, GROUPS], ids=["no groups", "groups"])
+def test_sigmoid_with_a_bias_weighs_by_the_unbiased_scores(
+    api: UpstreamApi, logits: torch.Tensor, groups: dict[str, Any]
+) -> None:
+    bias = torch.tensor([3.0, -3.0, 1.0, -1.0, 2.0, 0.0])
+    settings: dict[str, Any] = {"score_function": "sigmoid", "expert_bias": bias, "scaling_factor": 2.5}
+    settings |= groups
+    record = api.new("RECORD")
+    live = api.topk_routing(logits, 2, router_replay=record, **settings)
+    if not groups:
+        biased = logits.sigmoid() + bias
+        assert _sets(record.get_recorded_indices()) == _sets(biased.topk(2, dim=1).indices)
+    again = api.topk_routing(
+        logits, 2, router_replay=api.new("REPLAY_FORWARD", record.get_recorded_indices()), **settings
+    )
+    assert torch.equal(live[0], again[0])
+    replay = api.new("REPLAY_FORWARD", FOREIGN)
+    probs, _ = api.topk_routing(logits, 2, router_replay=replay, **settings)
+    scores = at(logits.sigmoid())
+    torch.testing.assert_close(at(probs), 2.5 * scores / scores.sum(dim=-1, keepdim=True))
+
+
+@function_row
+@pytest.mark.parametrize("action", ["REPLAY_FORWARD", "REPLAY_BACKWARD"])
+def test_replayed_scores_keep_their_gradient(api: UpstreamApi, logits: torch.Tensor, action: str) -> None:
+    """T33: the router learns from the experts that were replayed, as from a softmax over them."""
+    probs, _ = api.topk_routing(logits, 2, router_replay=api.new(action, FOREIGN))
+    weights = torch.arange(1.0, 1 + probs.numel()).view_as(probs)
+    (given,) = torch.autograd.grad((probs * weights).sum(), logits)
+    (expected,) = torch.autograd.grad((at(logits).softmax(dim=-1) * at(weights)).sum(), logits)
+    torch.testing.assert_close(given, expected)
+    assert bool((given.gather(1, FOREIGN) != 0).all())
+
+
+@function_row
+def test_a_call_without_grad_replays_too(api: UpstreamApi, logits: torch.Tensor) -> None:
+    """A reentrant checkpoint runs its first pass so."""
+    with torch.no_grad():
+        _, routing_map = api.topk_routing(logits, 2, router_replay=api.new("REPLAY_FORWARD", FOREIGN))
+    assert _sets(FOREIGN) == [set(row.nonzero().flatten().tolist()) for row in routing_map]
+
+
+@pytest.mark.capability("static_buffers")
+def test_static_buffers_take_what_is_recorded(api: UpstreamApi, logits: torch.Tensor) -> None:
+    """One buffer [tokens, layers, topk]; each instance has a view of its layer, longer than a batch."""
+    if not hasattr(api.replay, "set_global_static_buffers"):
+        pytest.skip("this release's own RouterReplay has no static buffers, and is left as it is")
+    pair = api.new("RECORD"), api.new("RECORD")
+    buffer = torch.full((ROWS + 3, 2, 2), -1)
+    api.replay.set_global_static_buffers(buffer)
+    for number, one in enumerate(pair):
+        api.topk_routing(logits * (-1) ** number, 2, router_replay=one)
+    for number, one in enumerate(pair):
+        expected = (logits * (-1) ** number).topk(2, dim=1).indices
+        assert torch.equal(buffer[:ROWS, number], expected)
+        assert torch.equal(one.get_recorded_indices(), expected)
+        assert one.get_recorded_indices().data_ptr() == buffer[:, number].data_ptr()
+    assert bool((buffer[ROWS:] == -1).all())
+    api.replay.clear_global_static_buffers()
+    api.topk_routing(-logits, 2, router_replay=pair[0])
+    assert torch.equal(buffer[:ROWS, 0], logits.topk(2, dim=1).indices)
+    assert pair[0].static_buffer is None
+    with pytest.raises(AssertionError, match=r"3 layers.*2|Expected 2, got 3"):
+        api.replay.set_global_static_buffers(torch.zeros(ROWS, 3, 2))
+
+
+@pytest.mark.capability("layer_number")
+def test_an_instance_knows_its_routers_layer(api: UpstreamApi) -> None:
+    from megatron_cases import build
+
+    if not hasattr(api.new(), "layer_number"):
+        pytest.skip("this release's own RouterReplay has no layer_number, and is left as it is")
+    api.replay.clear_global_router_replay_instances()
+    model = build({"moe_layer_freq": [0, 1, 0, 1]} | FLAG).model
+    assert [one.layer_number for one in api.replay.global_router_replay_instances] == [2, 4]
+    router = model.decoder.layers[3].mlp.router
+    router.set_layer_number(9)
+    assert router.router_replay.layer_number == 9
+
+
+@pytest.mark.capability("router_replay")
+@pytest.mark.parametrize("flagged", [True, False])
+def test_each_router_of_a_flagged_config_has_an_instance_in_order(api: UpstreamApi, flagged: bool) -> None:
+    from megatron_cases import build, routers
+
+    model = build({"moe_layer_freq": [0, 1, 1, 1]} | (FLAG if flagged else {})).model
+    found = [router.module.router_replay for router in routers(model)]
+    assert found == (api.replay.global_router_replay_instances if flagged else [None] * 3)
+    assert len(found) == 3
+
+
+@pytest.mark.capability("router_replay")
+def test_a_subclass_that_sets_the_flag_after_construction_is_heard(
+    api: UpstreamApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core import transformer
+
+    from megatron_cases import build
+
+    class Flagged(transformer.TransformerConfig):  # type: ignore[misc, name-defined]
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self.moe_enable_routing_replay = True
+
+    monkeypatch.setattr(transformer, "TransformerConfig", Flagged)
+    model = build({}).model
+    assert isinstance(model.config, Flagged)
+    replays = [layer.mlp.router.router_replay for layer in model.decoder.layers]
+    assert replays == api.replay.global_router_replay_instances
+    assert len(replays) == 4
+
+
+@module_row
+def test_the_module_is_found_like_any_other(api: UpstreamApi) -> None:
+    assert find_spec("megatron.core.transformer.moe.router_replay") is not None
+    moe = import_module("megatron.core.transformer.moe")
+    assert moe.router_replay.RouterReplay is api.replay

@@ -1,0 +1,210 @@
+"""A training loop written against Megatron-core's own replay API, and nothing else, on any release.
+
+The witness is npu_replay's own replay of the same routes, in a model without the flag and without recompute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+
+import npu_replay
+from dealt_cases import HAND, dealt, every
+from megatron_cases import (
+    FULL,
+    SIGMOID_BIAS,
+    VARIANTS,
+    Grads,
+    Trainer,
+    build,
+    perturbed,
+    random_routes,
+    routers,
+    same,
+)
+from npu_replay import RoutedExperts
+from router_replay_api import FLAG, UpstreamApi, upstream_api
+
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.usefixtures("megatron"),
+    pytest.mark.capability("upstream_model"),
+]
+
+Layers = list[torch.Tensor]
+"""int64 [rows, topk] of each router, as RouterReplay has them."""
+
+RECOMPUTE = [None, "full", "full_two_layers", "selective_moe"]
+
+
+@pytest.fixture
+def api() -> Iterator[UpstreamApi]:
+    with upstream_api() as found:
+        yield found
+
+
+def flagged(variant: str, recompute: str | None = None) -> Trainer:
+    return build(VARIANTS[variant] | FLAG, recompute)
+
+
+def layers(routes: RoutedExperts) -> Layers:
+    return [routes.layer_ids(layer).long() for layer in routes.layers]
+
+
+def recorded(api: UpstreamApi, trainer: Trainer) -> list[Layers]:
+    """What a pass that trains nothing records, one entry a micro-batch."""
+    api.everywhere("RECORD")
+    found = []
+    for tokens in trainer.batches:
+        with torch.no_grad():
+            trainer.loss(tokens)
+        found.append([ids.clone() for ids in api.replay.get_recorded_data()])
+    api.replay.clear_global_router_replay_action()
+    api.replay.clear_global_indices()
+    return found
+
+
+def one_by_one(forward: Callable[[int], None], backward: Callable[[int], None]) -> None:
+    for number in range(3):
+        forward(number)
+        backward(number)
+
+
+def all_forwards_first(forward: Callable[[int], None], backward: Callable[[int], None]) -> None:
+    for step in (forward, backward):
+        for number in range(3):
+            step(number)
+
+
+def one_forward_ahead(forward: Callable[[int], None], backward: Callable[[int], None]) -> None:
+    """As a stage of a pipeline before the last does under 1F1B."""
+    forward(0)
+    for number in (1, 2):
+        forward(number)
+        backward(number - 1)
+    backward(2)
+
+
+SCHEDULES = [one_by_one, all_forwards_first, one_forward_ahead]
+Schedule = Callable[[Callable[[int], None], Callable[[int], None]], None]
+
+
+def _named(value: object) -> str:
+    return str(getattr(value, "__name__", value))
+
+
+def replayed(
+    api: UpstreamApi, trainer: Trainer, targets: Sequence[Layers], schedule: Schedule
+) -> tuple[list[float], Grads]:
+    """The three micro-batches through REPLAY_FORWARD and REPLAY_BACKWARD, as upstream means them."""
+    trainer.model.zero_grad()
+    losses: dict[int, torch.Tensor] = {}
+
+    def forward(number: int) -> None:
+        api.replay.set_replay_data(targets[number])
+        api.everywhere("REPLAY_FORWARD")
+        losses[number] = trainer.loss(trainer.batches[number])
+
+    def backward(number: int) -> None:
+        api.everywhere("REPLAY_BACKWARD")
+        losses[number].backward()
+
+    schedule(forward, backward)
+    api.replay.clear_global_indices()
+    api.replay.clear_global_router_replay_action()
+    return [losses[number].item() for number in range(3)], trainer.grads()
+
+
+def witness(variant: str, routes: Sequence[RoutedExperts]) -> tuple[list[float], Grads]:
+    plain = build(VARIANTS[variant])
+    with npu_replay.replay(plain.model, routes):
+        return plain.run("each")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_model_recorded_by_the_api_is_recorded_as_by_npu_replay(api: UpstreamApi, variant: str) -> None:
+    trainer, plain = flagged(variant), build(VARIANTS[variant])
+    with npu_replay.record(plain.model) as recording, torch.no_grad():
+        for tokens in plain.batches:
+            plain.loss(tokens)
+    found = recorded(api, trainer)
+    for ours, theirs in zip(recording.routes, found, strict=True):
+        for ids, others in zip(layers(ours), theirs, strict=True):
+            assert torch.equal(ids.sort(dim=1).values, others.sort(dim=1).values)
+
+
+AXES = (list(VARIANTS), RECOMPUTE, SCHEDULES)
+CASES = every(*AXES) if HAND == "all" else dealt(*AXES, hand=int(HAND))
+
+
+@pytest.mark.parametrize(("variant", "recompute", "schedule"), CASES, ids=_named)
+def test_what_was_recorded_is_replayed_after_the_router_changed(
+    api: UpstreamApi, variant: str, recompute: str | None, schedule: Schedule
+) -> None:
+    """The old log-probs' pass and the update: recompute too, by REPLAY_BACKWARD alone."""
+    trainer = flagged(variant, recompute)
+    targets = recorded(api, trainer)
+    with perturbed(trainer.model):
+        losses, grads = replayed(api, trainer, targets, schedule)
+    labels = [router.label for router in routers(trainer.model)]
+    routes = [RoutedExperts(ids=torch.stack(ids, dim=1), layers=labels, num_experts=8) for ids in targets]
+    plain = build(VARIANTS[variant])
+    with perturbed(plain.model), npu_replay.replay(plain.model, routes):
+        expected = plain.run("each")
+    assert same((losses, grads), expected)
+
+
+FOREIGN = ["softmax_after_topk", "groups_sigmoid_bias", "one_group", "capacity_probs"]
+
+
+@pytest.mark.parametrize(
+    ("variant", "schedule"),
+    [
+        (variant, schedule)
+        for number, variant in enumerate(FOREIGN)
+        for turn, schedule in enumerate(SCHEDULES)
+        if HAND == "all" or (number + turn + int(HAND)) % len(SCHEDULES) == 0
+    ],
+    ids=_named,
+)
+def test_backward_replays_several_micro_batches_first_in_first_out(
+    api: UpstreamApi, variant: str, schedule: Schedule
+) -> None:
+    """Foreign routes, another for each micro-batch: the wrong one's gradients are others."""
+    trainer = flagged(variant, "full")
+    plain = build(VARIANTS[variant])
+    with npu_replay.record(plain.model) as recording:
+        plain.run("each")
+    foreign = random_routes(recording.routes)
+    given = replayed(api, trainer, [layers(one) for one in foreign], schedule)
+    assert same(given, witness(variant, foreign))
+
+
+def test_without_an_action_a_flagged_model_is_any_other(api: UpstreamApi) -> None:
+    assert same(flagged("sigmoid_bias_scaling", "full").run("each"), build(SIGMOID_BIAS, "full").run("each"))
+
+
+def test_the_counts_of_the_expert_bias_are_those_of_the_replayed_experts(api: UpstreamApi) -> None:
+    trainer = flagged("sigmoid_bias_scaling")
+    plain = build(SIGMOID_BIAS)
+    with npu_replay.record(plain.model) as recording:
+        plain.run("each")
+    foreign = random_routes(recording.routes)
+    found = [router.module for router in routers(trainer.model)]
+    for router in found:
+        router.local_tokens_per_expert.zero_()
+    replayed(api, trainer, [layers(one) for one in foreign], one_by_one)
+    for number, router in enumerate(found):
+        ids = torch.cat([layers(one)[number].flatten() for one in foreign])
+        assert torch.equal(router.local_tokens_per_expert.long(), ids.bincount(minlength=8))
+
+
+def test_npu_replays_own_blocks_work_on_a_flagged_model(api: UpstreamApi) -> None:
+    """The flag alone is no obstacle; an action that is set is refused (tests/compat/test_mindspeed.py)."""
+    trainer = build(VARIANTS["groups_softmax"] | FULL | FLAG)
+    with npu_replay.record(trainer.model) as recording:
+        untouched = trainer.run("sum")
+    with npu_replay.replay(trainer.model, recording.routes):
+        assert same(trainer.run("sum"), untouched)

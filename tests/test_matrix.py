@@ -1,0 +1,320 @@
+"""The matrix: what its list and its cells mean, which cases are dealt, and that the page is whole."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from capabilities import CAPABILITIES
+from dealt_cases import HANDS, dealt, every
+from megatron_cases import ALL_RECOMPUTE, VARIANTS
+
+ROOT = Path(__file__).parents[1]
+CI = ROOT / "ci"
+
+
+@pytest.fixture(scope="module")
+def ci() -> Iterator[Callable[[str], ModuleType]]:
+    """The scripts, as they see each other."""
+    sys.path.insert(0, str(CI))
+    yield importlib.import_module
+    sys.path.remove(str(CI))
+
+
+@pytest.fixture(scope="module")
+def matrix(ci: Callable[[str], ModuleType]) -> Any:
+    return ci("matrix")
+
+
+@pytest.fixture(scope="module")
+def page(ci: Callable[[str], ModuleType]) -> Any:
+    return ci("matrix_page")
+
+
+@pytest.fixture(scope="module")
+def runs(ci: Callable[[str], ModuleType]) -> Any:
+    return ci("matrix_run")
+
+
+# The list of releases
+
+
+def test_the_list_has_every_line_of_megatron_core_and_both_of_transformers(matrix: Any) -> None:
+    releases = matrix.read().releases
+    lines = {release.version.rsplit(".", 1)[0] for release in releases if release.product == "megatron"}
+    assert lines == {f"0.{minor}" for minor in range(12, 20)}
+    majors = {release.version.split(".")[0] for release in releases if release.product == "transformers"}
+    assert majors == {"4", "5"}
+    versions = [tuple(map(int, release.version.split("."))) for release in releases[:-2]]
+    assert versions == sorted(set(versions))
+
+
+def test_what_is_newer_than_python_3_11_is_forced(matrix: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix.platform, "python_version", lambda: "3.11.7")
+    read = matrix.read()
+    forced = {release.version for release in read.releases if release.is_forced_onto("3.11.7")}
+    assert forced == {
+        release.version
+        for release in read.releases
+        if release.product == "megatron" and release.version >= "0.17"
+    }
+    assert read.one("megatron", "0.17.0").pip_arguments() == [
+        "--no-deps",
+        "--ignore-requires-python",
+        "--python-version",
+        "3.12",
+        "--only-binary=:all:",
+        "megatron-core==0.17.0",
+    ]
+    assert read.one("megatron", "0.12.1").pip_arguments() == ["--no-deps", "megatron-core==0.12.1"]
+    monkeypatch.setattr(matrix.platform, "python_version", lambda: "3.12.1")
+    assert read.one("megatron", "0.17.0").pip_arguments() == ["--no-deps", "megatron-core==0.17.0"]
+
+
+@pytest.mark.parametrize("name", ["0.15.3", "megatron-0.15.3", "megatron-core-0.15.3"])
+def test_a_release_goes_by_three_names(matrix: Any, name: str) -> None:
+    assert [release.name for release in matrix.read().of([name])] == ["megatron-0.15.3"]
+
+
+def test_names_come_in_the_order_of_the_file_and_none_means_all(matrix: Any) -> None:
+    read = matrix.read()
+    assert [one.version for one in read.of(["5.23.0", "0.16.1", "0.12.0"])] == ["0.12.0", "0.16.1", "5.23.0"]
+    assert read.of([]) == list(read.releases)
+
+
+def test_an_unknown_name_is_an_error_that_names_all(matrix: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert matrix.main(["names", "0.15.3", "0.99.0"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("ci/matrix.toml has no 0.99.0. It has megatron-0.12.0, ")
+    assert "transformers-5.23.0" in said.err
+
+
+def test_a_new_release_is_one_line(matrix: Any, tmp_path: Path) -> None:
+    text = matrix.TOML.read_text()
+    line = '"0.19.2" = { python = "3.12", beside = ["triton==3.9.0"] }\n'
+    path = tmp_path / "matrix.toml"
+    path.write_text(text.replace(line, line + line.replace("0.19.2", "0.20.0")))
+    known = {release.name for release in matrix.read().releases}
+    assert {release.name for release in matrix.read(path).releases} - known == {"megatron-0.20.0"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ('[megatron-core]\n"0.12.1" = { pyton = "3.12" }', "pyton isn't known"),
+        ('[tiers]\ntests = ["0.12.2"]\n[megatron-core]\n"0.12.1" = {}', "has no 0.12.2"),
+    ],
+)
+def test_a_slip_in_the_file_is_an_error(matrix: Any, tmp_path: Path, lines: str, message: str) -> None:
+    path = tmp_path / "matrix.toml"
+    path.write_text(lines)
+    with pytest.raises(ValueError, match=message):
+        matrix.read(path)
+
+
+def test_the_scripts_ask_for_their_releases(matrix: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert matrix.main(["tier", "tests"]) == 0
+    assert capsys.readouterr().out.split() == ["0.12.1", "0.16.1"]
+    assert matrix.main(["beside", "megatron", "0.18.0"]) == 0
+    assert capsys.readouterr().out.split() == ["triton==3.9.0"]
+    assert matrix.main(["beside", "megatron", "0.17.1"]) == 0
+    assert capsys.readouterr().out.split() == []
+    assert "matrix.py" in (CI / "environment.sh").read_text()
+
+
+# The choice of cases
+
+FIRST, SECOND, THIRD = list(range(15)), "abcdefghijklmn", "wxyz"
+
+
+def test_hands_that_follow_each_other_hold_every_pair_once() -> None:
+    for start in (0, 3, HANDS):
+        hands = [dealt(FIRST, SECOND, THIRD, start + number) for number in range(HANDS)]
+        pairs = [(a, b) for hand in hands for a, b, _ in hand]
+        assert sorted(pairs) == sorted(itertools.product(FIRST, SECOND))
+
+
+def test_every_hand_has_every_value_of_every_axis() -> None:
+    for number in range(3 * HANDS):
+        hand = dealt(FIRST, SECOND, THIRD, number)
+        for axis, values in enumerate((FIRST, SECOND, THIRD)):
+            assert {case[axis] for case in hand} == set(values)
+
+
+def test_the_releases_together_hold_more_than_one_of_them_does(matrix: Any) -> None:
+    """Over twice as many triples as pairs; all of them where there are enough releases."""
+    count = sum(release.product == "megatron" for release in matrix.read().releases)
+    triples = {case for number in range(count) for case in dealt(FIRST, SECOND, THIRD, number)}
+    assert len(triples) > 2 * len(FIRST) * len(SECOND)
+    turns = {case for number in range(len(THIRD) * HANDS) for case in dealt(FIRST, SECOND, THIRD, number)}
+    assert turns == set(every(FIRST, SECOND, THIRD))
+
+
+# What a cell says
+
+
+def ran(passed: int = 0, failed: int = 0, skipped: tuple[str, ...] = ()) -> dict[str, Any]:
+    return {"passed": passed, "failed": ["a test"] * failed, "skipped": list(skipped)}
+
+
+@pytest.mark.parametrize(
+    ("tests", "native", "cell", "problem"),
+    [
+        (ran(passed=3), True, "native", ""),
+        (ran(passed=3), False, "shimmed", ""),
+        (ran(passed=3, skipped=("a case",)), False, "shimmed", ""),
+        (ran(skipped=("the release can't",) * 2), False, "missing", ""),
+        (ran(passed=3, failed=1), True, "FAILS", "a test (mixtral)"),
+        (ran(skipped=("the release can't",)), True, "FAILS", "no test showed mixtral, which is native"),
+        (ran(), False, "FAILS", "no test showed mixtral, none was there"),
+    ],
+)
+def test_a_cell_is_what_the_tests_and_the_untouched_release_say(
+    runs: Any, tests: dict[str, Any], native: bool, cell: str, problem: str
+) -> None:
+    found = {"capabilities": dict.fromkeys(CAPABILITIES["transformers"], ran(passed=1)) | {"mixtral": tests}}
+    natives = dict.fromkeys(CAPABILITIES["transformers"], False) | {"mixtral": native}
+    shown, problems = runs.judge("transformers", found, natives, "all")
+    assert shown.cells["mixtral"] == cell
+    assert problems == ([problem] if problem else [])
+    assert shown.reasons == ({"mixtral": "the release can't"} if cell == "missing" else {})
+    assert {cell for name, cell in shown.cells.items() if name != "mixtral"} == {"shimmed"}
+
+
+def shown(page: Any, **changes: Any) -> Any:
+    cells = dict.fromkeys(CAPABILITIES["megatron"], "shimmed") | changes.pop("cells", {})
+    return page.Shown("3.11.7", "2.13.0", "all", 9, 1, "2026-11-22", cells=cells, **changes)
+
+
+@pytest.mark.parametrize(
+    ("ran_on", "status", "problem"),
+    [
+        ("0.15.3", 0, ""),
+        ("0.16.1", 0, "what ran was megatron-core 0.16.1"),
+        (None, 4, "pytest ended with 4, see matrix/megatron-0.15.3.log"),
+    ],
+)
+def test_another_release_than_was_asked_for_is_a_problem_and_so_is_none(
+    runs: Any,
+    matrix: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    ran_on: str | None,
+    status: int,
+    problem: str,
+) -> None:
+    def pytest_run(command: list[str], **given: Any) -> Any:
+        assert given["env"]["PYTHONPATH"].split(":")[0].endswith("megatron/0.15.3")
+        if "tests/capabilities.py" in command:
+            return SimpleNamespace(returncode=0, stdout=json.dumps(dict.fromkeys(rows, False)))
+        if ran_on is not None:
+            found = {"megatron-core": ran_on, "capabilities": dict.fromkeys(rows, ran(passed=1))}
+            Path(given["env"]["NPU_REPLAY_MATRIX_RESULT"]).write_text(json.dumps(found))
+        return SimpleNamespace(returncode=status)
+
+    rows = CAPABILITIES["megatron"]
+    (tmp_path / "matrix").mkdir()
+    monkeypatch.setattr(runs, "LOGS", tmp_path / "matrix")
+    monkeypatch.setattr(runs, "ROOT", tmp_path)
+    monkeypatch.setattr(runs.subprocess, "run", pytest_run)
+    outcome = runs.run(matrix.read().one("megatron", "0.15.3"), "0")
+    assert outcome.problems == ((problem,) if problem else ())
+
+
+def test_a_page_that_says_something_else_is_stale(runs: Any, page: Any, matrix: Any) -> None:
+    release = matrix.read().one("megatron", "0.15.3")
+    outcome = runs.Outcome(release, shown(page), (), 1.0)
+    assert runs.stale(outcome, {release.name: shown(page, reasons={})}) == []
+    (line,) = runs.stale(outcome, {release.name: shown(page, cells={"flag": "native"})})
+    assert line.startswith("flag is shimmed, and docs/matrix.md says native: run bash ci/matrix.sh --all")
+    (line,) = runs.stale(outcome, {})
+    assert "no column" in line
+
+
+def test_a_release_whose_test_fails_makes_the_run_fail(
+    runs: Any, page: Any, matrix: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = {"megatron-0.15.3": shown(page), "megatron-0.16.1": shown(page)}
+    monkeypatch.setattr(runs.matrix_page, "read", lambda: known)
+    bad = "megatron-0.16.1"
+
+    def run(release: Any, cases: str) -> Any:
+        return runs.Outcome(release, shown(page), ("tests/x.py::y (flag)",) * (release.name == bad), 1.0)
+
+    monkeypatch.setattr(runs, "run", run)
+    assert runs.main(["--check", "0.15.3"]) == 0
+    assert runs.main(["--check", "0.15.3", "0.16.1"]) == 1
+    assert capsys.readouterr().out == "megatron-0.16.1: tests/x.py::y (flag)\n"
+
+
+# The page
+
+
+def test_the_numbers_of_cases_on_the_page_are_those_of_the_tests() -> None:
+    rows = CAPABILITIES["megatron"]
+    assert ("fifteen ways" in rows["blocks"].says, len(VARIANTS)) == (True, 15)
+    assert ("thirteen ways" in rows["recompute"].says, len(ALL_RECOMPUTE)) == (True, 13)
+
+
+def cells(text: str) -> list[list[str]]:
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line
+    ]
+
+
+def test_neighbours_that_agree_share_a_column_and_reasons_are_notes(page: Any, matrix: Any) -> None:
+    read = matrix.read()
+    releases = [
+        read.one("megatron", version) for version in ("0.15.2", "0.15.3", "0.16.1", "0.17.0", "0.17.1")
+    ]
+    lacks = {"cells": {"flag": "missing"}, "reasons": {"flag": "this release has none"}}
+    known = {release.name: shown(page) for release in releases} | {"megatron-0.16.1": shown(page, **lacks)}
+    head, _, *rows = cells(page._capabilities(releases, known))
+    assert head == ["", "0.15.2 to 0.15.3", "0.16.1", "0.17.0 to 0.17.1 (1)"]
+    row = next(row for row in rows if row[0] == CAPABILITIES["megatron"]["flag"].says)
+    assert row[1:] == ["shimmed", "missing (2)", "shimmed"]
+    text = page.tables(releases, known)
+    assert "1. It says that it needs Python 3.12, and was forced onto 3.11." in text
+    assert "2. This release has none." in text
+    assert sum(row[0].startswith("megatron-core") for row in cells(text)) == 5
+
+
+def test_a_run_of_some_releases_leaves_the_others_as_they_were(page: Any, tmp_path: Path) -> None:
+    shown(page).write("megatron-0.12.1", tmp_path)
+    before = (tmp_path / "megatron-0.12.1.json").read_bytes()
+    shown(page, reasons={"flag": "why"}).write("megatron-0.16.1", tmp_path)
+    assert (tmp_path / "megatron-0.12.1.json").read_bytes() == before
+    assert page.read(tmp_path) == {
+        "megatron-0.12.1": shown(page),
+        "megatron-0.16.1": shown(page, reasons={"flag": "why"}),
+    }
+
+
+def test_the_page_is_made_of_the_results_beside_it(page: Any, matrix: Any) -> None:
+    """And is nothing that a hand has changed."""
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert text == page.rewritten(text, page.tables(matrix.read().releases, page.read()))
+
+
+def test_every_release_of_the_list_has_a_result_for_every_row(page: Any, matrix: Any) -> None:
+    known: Mapping[str, Any] = page.read()
+    assert known.keys() == {release.name for release in matrix.read().releases}
+    for release in matrix.read().releases:
+        assert known[release.name].cells.keys() == CAPABILITIES[release.product].keys()
+        assert set(known[release.name].cells.values()) <= {"native", "shimmed", "missing"}
+
+
+def test_the_results_are_as_they_are_written(page: Any, tmp_path: Path) -> None:
+    for name, one in page.read().items():
+        one.write(name, tmp_path)
+        assert (tmp_path / f"{name}.json").read_bytes() == (page.FOLDER / f"{name}.json").read_bytes()
+        assert json.loads((tmp_path / f"{name}.json").read_text())["cells"]
