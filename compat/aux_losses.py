@@ -86,10 +86,10 @@ def _in_arguments(method: Callable[..., Any], ids: Ids) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        chosen = ids()
-        if chosen is not None:
+        asked = ids()
+        if asked is not None:
             padding = ~routing_map.any(dim=1, keepdim=True)  # rows that a padding_mask has taken out
-            routing_map = _map(chosen, routing_map).masked_fill(padding, 0)
+            routing_map = _map(asked[0], routing_map).masked_fill(padding, 0)
         return method(probs, scores, routing_map, *args, **kwargs)
 
     return counted
@@ -98,21 +98,35 @@ def _in_arguments(method: Callable[..., Any], ids: Ids) -> Callable[..., Any]:
 def _in_partial(method: Callable[..., Any], ids: Ids) -> Callable[..., Any]:
     @functools.wraps(method)
     def counted(self: Any, activation: torch.Tensor, load_balancing_loss_func: Any) -> Any:
-        chosen, loss = ids(), load_balancing_loss_func
-        if chosen is not None:
-            known = loss.keywords if isinstance(loss, functools.partial) else {}
-            if "routing_map" in known:
-                known = known | {"routing_map": _map(chosen, known["routing_map"])}
-            elif "tokens_per_expert" in known:
-                counts = known["tokens_per_expert"]
-                known = known | {"tokens_per_expert": _counts(chosen, counts)}
-            else:
-                _say_unknown(loss)
-            if known:
-                loss = functools.partial(loss.func, *loss.args, **known)
-        return method(activation=activation, load_balancing_loss_func=loss)
+        return method(
+            activation=activation, load_balancing_loss_func=recounted(load_balancing_loss_func, ids())
+        )
 
     return counted
+
+
+def recounted(loss: Any, ids: tuple[torch.Tensor, torch.Tensor] | None) -> Any:
+    """An aux loss as Megatron 0.12 and 0.13 hand it on, a partial; with other ids counted in it.
+
+    Args:
+        loss: has tokens_per_expert, or routing_map (0.12's is that after the drop by capacity), by keyword.
+        ids: those to count and those that are used; None leaves the loss as it is.
+    """
+    if ids is None:
+        return loss
+    chosen, used = ids
+    known = loss.keywords if isinstance(loss, functools.partial) else {}
+    if "routing_map" in known:
+        after = known["routing_map"]
+        wanted, same = _map(chosen, after), _map(used, after)
+        moved = (wanted != same).any(dim=1, keepdim=True)  # other rows stay as the drop has left them
+        known = known | {"routing_map": torch.where(moved, wanted, after)}
+    elif "tokens_per_expert" in known:
+        known = known | {"tokens_per_expert": _counts(chosen, known["tokens_per_expert"])}
+    else:
+        _say_unknown(loss)
+        return loss
+    return functools.partial(loss.func, *loss.args, **known)
 
 
 def _map(ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,6 @@ from npu_replay.compat import (
     mindspeed,
     mindspeed_llm,
     mindspeed_overlap,
-    router_replay,
     torch_npu,
 )
 from npu_replay.errors import NoEffect, RouterError
@@ -154,7 +153,7 @@ def _without_exact_zeros(output: object, ids: torch.Tensor) -> object:
 
 def gathered_ranks(config: Any) -> int:
     """Megatron 0.12's alltoall_seq gathers the logits of the tensor-parallel group before the top-k."""
-    if config.moe_token_dispatcher_type != "alltoall_seq" or not config.sequence_parallel:
+    if config.moe_token_dispatcher_type != "alltoall_seq":
         return 1
     return int(config.tensor_model_parallel_size)
 
@@ -221,12 +220,10 @@ def _refuse_overlap(config: Any, path: str) -> None:
 
 def _refuse_upstream_replay(module: Any, path: str) -> None:
     """RouterReplay, upstream's from 0.16 on or ours before, would answer the top-k before a block does."""
-    replay = getattr(module, "router_replay", None)
-    action = getattr(replay, "router_replay_action", None)
-    name = getattr(action, "name", "")
-    if name.startswith("REPLAY") or (name and isinstance(replay, router_replay.RouterReplay)):
+    action = getattr(getattr(module, "router_replay", None), "router_replay_action", None)
+    if action is not None and getattr(action, "name", "").startswith("REPLAY"):
         raise RouterError(
-            "RouterReplay has an action on this router",
+            "RouterReplay is replaying on this router",
             where=path,
             expected="none: RouterReplay.clear_global_router_replay_action()",
             got=action,

@@ -8,12 +8,17 @@ upstream does this itself, but for the ways of choosing that its RouterReplay ne
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
+import threading
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from npu_replay import seam
 from npu_replay.compat import (
     aux_losses,
     beneath_mindspeed,
@@ -25,8 +30,7 @@ from npu_replay.compat import (
     router_replay,
 )
 from npu_replay.compat.config_flags import REPLAY
-from npu_replay.compat.patching import Patches
-from npu_replay.routers import Handle
+from npu_replay.compat.patching import Patch, Patches
 
 MODULE = "megatron.core.transformer.moe.router"
 
@@ -42,8 +46,19 @@ def install() -> None:
 
 
 def _wrap(module: Any) -> None:
-    if not any(patch.owner is module.TopKRouter for patch in _patches):
-        beneath_mindspeed.wrap_init(_patches, module.TopKRouter, _router_init, _WHY)
+    if any(patch.owner is module.TopKRouter for patch in _patches):
+        return
+    beneath_mindspeed.wrap_init(_patches, module.TopKRouter, _router_init, _WHY)
+    _patches.add(_Given(module.TopKRouter, "router_replay", "what upstream's have", None, None))
+    for router in _alive(module.TopKRouter):
+        _equip(router)  # built before npu_replay was imported, or before an uninstall()
+
+
+def _alive(kind: type) -> list[Any]:
+    """Live routers, model by model and layer by layer: the collector knows of no order."""
+    found: list[Any] = [one for one in gc.get_objects() if issubclass(type(one), kind)]
+    models = list({id(router.config): None for router in found})
+    return sorted(found, key=lambda router: (models.index(id(router.config)), router.layer_number or 0))
 
 
 def _router_init(init: Callable[..., None]) -> Any:
@@ -59,59 +74,84 @@ def _router_init(init: Callable[..., None]) -> Any:
 def _equip(router: Any) -> None:
     router_methods.equip(router)
     expert_bias.equip(router)
-    if not hasattr(router, "router_replay"):
-        router.router_replay = None  # what upstream's have without the flag
-    if not any(getattr(router.config, flag, False) for flag in REPLAY):
-        return
-    replay = router.router_replay
-    if replay is None:
-        # Upstream's own, where it is there and the flag was set by its other name, or ours under its name.
-        replay = router.router_replay = importlib.import_module(router_replay.MODULE).RouterReplay()
-    if isinstance(replay, router_replay.RouterReplay):
-        router_replay.belongs(replay, router)
-        router_methods.lend(router, _Asks, ("routing", "set_layer_number"))
+    product = importlib.import_module(router_replay.MODULE)  # upstream's, or ours in its place
+    _give(router, product.RouterReplay)
+    if product.RouterReplay is router_replay.RouterReplay:
+        names = ["forward", "routing", "set_layer_number"]
+        losses = aux_losses.of(router)
+        if losses is not None and losses.follow:
+            names.append("apply_load_balancing_loss")
+        router_methods.lend(router, _Asks, names)
     elif fused_router.is_on(router.config) or router.routing_type in _UNHEARD:
-        router_methods.lend(router, _Asks, ("routing",))
+        router_methods.lend(router, _Asks, ["forward", "routing"])
+
+
+def _give(router: Any, kind: type) -> None:
+    """A router of a config with the flag has a RouterReplay, any other None; as from 0.16 on."""
+    had = hasattr(router, "router_replay")
+    if had and router.router_replay is not None:
+        return
+    flagged = any(getattr(router.config, flag, False) for flag in REPLAY)
+    if flagged or not had:
+        router.router_replay = kind() if flagged else None
+        _given[router] = had
+    if flagged and kind is router_replay.RouterReplay:
+        router.router_replay.layer_number = router.layer_number
+        router_replay.belongs(router.router_replay, router)
+
+
+_given: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+"""Routers that got their `router_replay` here; had they the attribute before, as None?"""
+
+
+@dataclass(frozen=True, eq=False)
+class _Given(Patch):
+    """The `router_replay` of all routers that got theirs here: a line of the report."""
+
+    @property
+    def where(self) -> str:
+        return f"{self.name} of each TopKRouter"
+
+    def undo(self) -> bool:
+        """Take them off, and out of the list of all."""
+        for router, had in list(_given.items()):
+            replay = vars(router).pop(self.name, None)
+            if had:
+                setattr(router, self.name, None)
+            if hasattr(type(replay), "global_router_replay_instances"):
+                router_replay.leave(replay)
+        _given.clear()
+        return True
+
+
+class _Calls(threading.local):
+    """The routers' calls that this thread is in, innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[Any, router_replay.Asked]] = []
+
+
+_calls = _Calls()
 
 
 class _Asks(router_methods.Lent):
     why = "its top-k asks router_replay"
 
-    def routing(self, logits: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The router's own, in which its top-k, or its fused kernel, asks `router_replay`."""
-        router = self.router
-        plain = type(router).routing  # looked up each time: MindSpeed may replace it
-        replay = router.router_replay
-        if replay is None or replay.router_replay_action is None:
-            return plain(router, logits, *args, **kwargs)
-        config = router.config
-        rows = logits.numel() // logits.shape[-1] * megatron.gathered_ranks(config)
-        losses = aux_losses.of(router)
-        call = router_replay.Asked(
-            replay,
-            rows,
-            int(logits.shape[-1]),
-            int(router.topk),
-            num_groups=config.moe_router_num_groups,
-            group_topk=config.moe_router_group_topk,
-            spare=megatron.spare(router),
-            compares=losses is not None
-            and losses.follow
-            and router_replay.is_replaying(replay)
-            and router.training
-            and torch.is_grad_enabled(),  # the losses are left out elsewhere
-        )
-        handles: list[Handle] = []
-        if losses is not None and call.compares:
-            handles.append(losses.recount(lambda: call.own_ids))  # as upstream's: the live ones
-        if fused_router.is_on(config):
-            handles.append(fused_router.hold())
-        try:
-            with router_replay.asked(call):
-                return plain(router, logits, *args, **kwargs)
-        finally:
-            for handle in handles:
-                handle.remove()
+        return _asking(self.router, type(self.router).forward, args, kwargs)
+
+    def routing(self, *args: Any, **kwargs: Any) -> Any:
+        """The same, for those that call it by itself."""
+        return _asking(self.router, type(self.router).routing, args, kwargs)
+
+    def apply_load_balancing_loss(self, activation: Any, load_balancing_loss_func: Any) -> Any:
+        """The router's own; in a replay it counts the live choice, as upstream's do."""
+        router, loss = self.router, load_balancing_loss_func
+        for of, call in _calls.stack[-1:]:
+            if of is router and call.own_ids is not None and call.ids is not None:
+                loss = aux_losses.recounted(loss, (call.own_ids, call.ids))
+        return type(router).apply_load_balancing_loss(router, activation, loss)
 
     def set_layer_number(self, layer_number: int) -> None:
         """The router's own; its `router_replay` is told."""
@@ -119,6 +159,42 @@ class _Asks(router_methods.Lent):
         type(router).set_layer_number(router, layer_number)
         if router.router_replay is not None:
             router.router_replay.layer_number = layer_number
+
+
+def _asking(router: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the class's method, looked up by the caller each time: MindSpeed may replace it."""
+    replay, outer = router.router_replay, seam.armed()
+    if router_replay.is_idle(replay) or (isinstance(outer, router_replay.Asked) and outer.replay is replay):
+        return plain(router, *args, **kwargs)
+    call = _call(router, replay, next(iter((*args, *kwargs.values()))))
+    handle = fused_router.hold() if fused_router.is_on(router.config) else None
+    _calls.stack.append((router, call))
+    try:
+        with router_replay.asked(call):
+            return plain(router, *args, **kwargs)
+    finally:
+        _calls.stack.pop()
+        if handle is not None:
+            handle.remove()
+
+
+def _call(router: Any, replay: Any, inputs: Any) -> router_replay.Asked:
+    """A call of a router whose input or logits end in one dimension that isn't tokens."""
+    config, losses = router.config, aux_losses.of(router)
+    return router_replay.Asked(
+        replay,
+        inputs.numel() // inputs.shape[-1] * megatron.gathered_ranks(config),
+        int(router.num_experts),
+        int(router.topk),
+        num_groups=config.moe_router_num_groups,
+        group_topk=config.moe_router_group_topk,
+        spare=megatron.spare(router),
+        compares=losses is not None
+        and losses.follow
+        and router_replay.is_replaying(replay)
+        and router.training
+        and torch.is_grad_enabled(),  # the losses are left out elsewhere
+    )
 
 
 _patches = Patches(_WHAT, beneath=beneath_mindspeed.undo)

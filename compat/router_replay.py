@@ -230,6 +230,7 @@ class RouterReplay:
         """
         if is_replaying(self):
             ids = self._target(len(scores), topk).to(scores.device, torch.int64)
+            _answered_by_hand(self, ids)
             return scores.gather(1, ids), ids
         if default_compute_topk is None:
             raise RouterError(
@@ -265,8 +266,22 @@ class RouterReplay:
 
 def is_replaying(replay: Any) -> bool:
     """Are its router's ids given to it? By what the action is called: a framework may have its own."""
-    action = replay.router_replay_action
+    action = action_of(replay)
     return action is not None and str(action.value).startswith("replay")
+
+
+def action_of(replay: Any) -> Any:
+    """Its action; None also where a framework's own has no such attribute."""
+    return getattr(replay, "router_replay_action", None)
+
+
+def is_idle(replay: Any) -> bool:
+    """Would asking it change nothing? Upstream asks in every call, and a framework may have wrapped that."""
+    if replay is None:
+        return True
+    asks = getattr(replay.get_replay_topk, "__code__", None)
+    plain = asks is not None and asks.co_filename.endswith("router_replay.py")  # upstream's, or this file
+    return plain and action_of(replay) is None
 
 
 def belongs(replay: RouterReplay, router: nn.Module) -> None:
@@ -283,7 +298,7 @@ class Asked(seam.Call):
         **options: of seam.Call.
     """
 
-    __slots__ = ("_group_topk", "_num_groups", "_replay")
+    __slots__ = ("_group_topk", "_num_groups", "replay")
 
     def __init__(
         self,
@@ -306,7 +321,7 @@ class Asked(seam.Call):
             watch=True,
             **options,  # type: ignore[arg-type]
         )
-        self._replay = replay
+        self.replay = replay
         self._num_groups = num_groups
         self._group_topk = group_topk
         self.given = is_replaying(replay)
@@ -315,14 +330,20 @@ class Asked(seam.Call):
         self, native: Callable[..., Any], scores: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         def own(*_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            """As it was asked: of masked scores, where groups are limited."""
-            values, ids = native(scores, *args, **kwargs)
+            """As it was asked: of masked scores, where groups are limited; a block around is asked too."""
+            with self._outer_armed():
+                values, ids = torch.topk(scores, *args, **kwargs)
             return values[:, : self.topk], ids[:, : self.topk]
 
         if self.compares:
-            self.own_ids = own()[1]
+            self.own_ids = native(scores.detach(), *args, **kwargs)[1]
         source = self._unmasked(scores)
-        values, ids = self._replay.get_replay_topk(source, self.topk, self._num_groups, self._group_topk, own)
+        values, ids = self.replay.get_replay_topk(source, self.topk, self._num_groups, self._group_topk, own)
+        if isinstance(self._outer, Asked) and self._outer.replay is self.replay:
+            self._outer.ids, self._outer.way = (
+                ids,
+                "inner",
+            )  # asked by a routing that knows of it, inside ours
         if self.spare:
             all_values, places = native(scores, *args, **kwargs)
             return all_values, torch.cat([ids, places[:, self.topk :]], dim=1)
@@ -330,7 +351,7 @@ class Asked(seam.Call):
 
     def _noted(self, ids: torch.Tensor) -> None:
         """A fused call has chosen: have it recorded."""
-        self._replay.get_replay_topk(
+        self.replay.get_replay_topk(
             torch.empty(len(ids), 0, device=ids.device),
             self.topk,
             self._num_groups,
@@ -352,7 +373,7 @@ def asked(call: Asked) -> Iterator[None]:
             yield
     finally:
         seam.guard.remove()
-    if call.ids is None:
+    if call.ids is None and action_of(call.replay) is not None:
         raise NoEffect(
             "RouterReplay has an action, and this router calls no top-k that could ask it",
             expected=f"a top-{call.topk} over {call.num_experts} experts",
@@ -382,6 +403,13 @@ def answering(
     return asked(Asked(replay, rows, num_experts, topk, num_groups=num_groups, group_topk=group_topk))
 
 
+def _answered_by_hand(replay: RouterReplay, ids: torch.Tensor) -> None:
+    """A routing that asks by itself, as upstream's does, has been answered; its top-k won't come."""
+    call = seam.armed()
+    if isinstance(call, Asked) and call.replay is replay:
+        call.ids, call.way = ids, "inner"
+
+
 def _nobody(own: seam.Own) -> torch.Tensor:
     raise NotImplementedError  # Asked decides otherwise
 
@@ -390,11 +418,17 @@ def _everyone() -> list[RouterReplay]:
     return RouterReplay.global_router_replay_instances
 
 
+def leave(replay: Any) -> None:
+    """Take one out of the list of all: upstream's, or ours."""
+    everyone = type(replay).global_router_replay_instances
+    if any(one is replay for one in everyone):
+        everyone[:] = [one for one in everyone if one is not replay]
+
+
 def _forget(dead: weakref.ref[RouterReplay]) -> None:
     replay = dead()
-    everyone = _everyone()
-    if replay is not None and any(one is replay for one in everyone):
-        everyone[:] = [one for one in everyone if one is not replay]
+    if replay is not None:
+        leave(replay)
 
 
 def _check_count(got: int, of: str) -> None:

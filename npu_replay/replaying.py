@@ -119,12 +119,14 @@ class Replaying(Session):
             if losses is not None and losses.follow != (self._aux_loss == "replayed"):
                 self._handles.append(losses.recount(functools.partial(self._counted, router)))
 
-    def _counted(self, router: Router) -> torch.Tensor | None:
-        """The ids that the aux losses of the router's call count, where they wouldn't by themselves."""
+    def _counted(self, router: Router) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The ids that the aux losses of the router's call are told to count, and those that are used."""
         running = self._calls.stack[-1] if self._calls.stack else None
         if running is None or running.module is not router.module:
             return None
-        return running.call.ids if self._aux_loss == "replayed" else running.call.own_ids
+        used = running.call.ids
+        counted = used if self._aux_loss == "replayed" else running.call.own_ids
+        return None if counted is None or used is None else (counted, used)
 
     def _compares(self, router: Router) -> bool:
         losses = router.aux_losses

@@ -26,8 +26,9 @@ class Handle(Protocol):
     def remove(self) -> None: ...
 
 
-Ids: TypeAlias = "Callable[[], torch.Tensor | None]"
-"""The ids [rows, topk] of the router's call that runs; None without one."""
+Ids: TypeAlias = "Callable[[], tuple[torch.Tensor, torch.Tensor] | None]"
+"""Of the router's call that runs, the ids that are to be counted and those that are used, [rows, topk] each;
+None without a call."""
 
 
 @dataclass(frozen=True)

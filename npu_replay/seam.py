@@ -17,8 +17,9 @@ Two ways to catch that top-k, measured in docs/architecture.md:
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -152,7 +153,11 @@ class Call:
             and scores.dim() == 2
             and scores.shape[1] == self.num_experts
             and scores.shape[0] == self.rows
-            and ((k == self.topk + self.spare and dim in (-1, 1)) if self.ids is None else dim in (0, -2))
+            and (
+                (k == self.topk + self.spare and dim in (-1, 1))
+                if self.ids is None
+                else self.keeps and dim in (0, -2)
+            )
             and kwargs.get("largest", True)
             and "out" not in kwargs
         )
@@ -214,6 +219,18 @@ class Call:
                 values.detach(), scores.detach(), mask_unseen=self.masks and source is scores
             )
         return values, ids
+
+    @contextlib.contextmanager
+    def _outer_armed(self) -> Iterator[None]:
+        """Let the call around this one answer, for once: it knows what was masked meanwhile."""
+        outer = self._outer
+        if outer is not None and outer.ids is None:
+            outer._masked.extend(self._masked)
+            _armed.call = outer
+        try:
+            yield
+        finally:
+            _armed.call = None
 
     def _chosen(self, own: Own) -> torch.Tensor:
         if not self.compares:

@@ -105,6 +105,18 @@ def test_what_is_counted_makes_a_difference_and_live_is_upstreams(kind: str, rec
     assert same(results["live"], upstream)
 
 
+@pytest.mark.parametrize("pad", [False, True])
+def test_a_replay_of_ones_own_record_counts_what_a_run_counts_also_after_a_drop(pad: bool) -> None:
+    """0.12's seq_aux_loss counts what is left after the drop by capacity."""
+    room = {"moe_expert_capacity_factor": 0.5, "moe_pad_expert_input_to_capacity": pad}
+    trainer = build(KINDS["seq_aux_loss"] | room)
+    untouched = trainer.run("each")
+    with npu_replay.record(trainer.model) as recording:
+        trainer.run("each")
+    with npu_replay.replay(trainer.model, recording.routes):
+        assert same(trainer.run("each"), untouched)
+
+
 def test_nothing_is_left_on_the_router() -> None:
     trainer = build(KINDS["aux_loss"])
     before = [set(vars(router.module)) for router in routers(trainer.model)]
@@ -153,7 +165,9 @@ def test_a_loss_of_another_kind_is_left_alone_and_said_once(caplog: pytest.LogCa
 
     aux_losses._say_unknown.cache_clear()
     router = Router()
-    handle = aux_losses._recount(router, ("apply_load_balancing_loss",), lambda: torch.tensor([[0, 1]]))
+    handle = aux_losses._recount(
+        router, ("apply_load_balancing_loss",), lambda: (torch.tensor([[0, 1]]),) * 2
+    )
     loss = functools.partial(lambda: 5)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

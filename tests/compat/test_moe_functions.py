@@ -160,7 +160,6 @@ from megatron.core.transformer.moe import moe_utils, router
 def names():
     return {name: dict(vars(module)) for name, module in sys.modules.items() if name.startswith("megatron")}
 before = names()
-import fused_kernel
 import npu_replay
 from megatron.core.pipeline_parallel.utils import is_vp_first_stage
 ours = moe_utils.topk_routing_with_score_function

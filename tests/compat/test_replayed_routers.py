@@ -6,6 +6,8 @@ import copy
 import gc
 import inspect
 import pickle
+import threading
+import types
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +20,7 @@ import npu_replay
 import upstream_loop
 from megatron_cases import BATCH, LENGTH, SIGMOID_BIAS, VARIANTS, Trainer, perturbed, routers, same
 from npu_replay import RoutedExperts
-from npu_replay.compat import router_methods, router_replay
+from npu_replay.compat import replayed_routers, router_methods, router_replay
 from npu_replay.demo import megatron_model
 from npu_replay.errors import NoEffect, RouterError
 from upstream_loop import FLAG, api, build_replayed
@@ -257,15 +259,121 @@ def test_a_router_that_reaches_no_top_k_is_no_silent_no_op(
     ours.clear_global_router_replay_action()
 
 
-def test_a_block_refuses_a_router_that_has_an_action(ours: Any) -> None:
+def test_a_block_refuses_a_router_that_is_replaying(ours: Any) -> None:
     trainer = build_replayed({})
-    ours.set_global_router_replay_action(api()[1].RECORD)
+    ours.set_global_router_replay_action(api()[1].REPLAY_FORWARD)
     with (
-        pytest.raises(RouterError, match="RouterReplay has an action on this router"),
+        pytest.raises(RouterError, match="RouterReplay is replaying on this router"),
         npu_replay.record(trainer.model),
     ):
         pass
     ours.clear_global_router_replay_action()
+
+
+@pytest.mark.parametrize("variant", ["softmax_after_topk", "groups_softmax"])
+def test_router_replay_records_beside_a_block(variant: str) -> None:
+    """Also what a replay of npu_replay's has chosen."""
+    trainer = build_replayed(CASES[variant])
+    with npu_replay.record(trainer.model) as recording:
+        _, recorded = upstream_loop.record(trainer)
+    for routes, layers in zip(recording.routes, recorded, strict=True):
+        assert torch.equal(routes.ids.long(), torch.stack(layers, dim=1))
+    trainer.batches = trainer.batches[:1]
+    foreign = [
+        RoutedExperts(ids=torch.tensor([6, 1]).expand(BATCH * LENGTH, 4, 2), layers=range(4), num_experts=8)
+    ]
+    with npu_replay.replay(trainer.model, foreign):
+        _, recorded = upstream_loop.record(trainer)
+    assert all(torch.equal(ids, foreign[0].ids[:, 0].long()) for ids in recorded[0])
+
+
+def given_by_hand(trainer: Trainer) -> Any:
+    for router in routers(trainer.model):
+        router.module.router_replay = api()[0]()
+    return trainer
+
+
+def of_0_16(self: Any, logits: torch.Tensor, *_: Any, **__: Any) -> Any:
+    """A routing as a framework writes it against 0.16."""
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+    return topk_routing_with_score_function(
+        logits.view(-1, 8), self.topk, score_function="softmax", router_replay=self.router_replay
+    )
+
+
+def by_its_class(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A wrapper of one router that goes on to the class."""
+    return type(self).routing(self, logits, *args, **kwargs)
+
+
+@pytest.mark.parametrize("way", ["given by hand", "of 0.16", "by its class", "built before"])
+def test_a_router_is_replayed_however_it_was_made(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these works on 0.16, so it has to here."""
+    if way == "given by hand":
+        api()[0].clear_global_router_replay_instances()
+        trainer = given_by_hand(upstream_loop.build({}))
+    else:
+        trainer = build_replayed({})
+    modules = [router.module for router in routers(trainer.model)]
+    if way == "of 0.16":
+        monkeypatch.setattr(type(modules[0]), "routing", of_0_16)
+    if way == "by its class":
+        for module in modules:
+            module.routing = types.MethodType(by_its_class, module)
+    if way == "built before":
+        for group in (replayed_routers._patches, router_methods._patches):
+            group.undo()
+        replayed_routers.install()
+    _, recorded = upstream_loop.record(trainer)
+    maps = shown(trainer)
+    with perturbed(trainer.model), torch.no_grad():
+        for tokens, ids in zip(trainer.batches, recorded, strict=True):
+            api()[0].set_global_router_replay_action(api()[1].REPLAY_FORWARD)
+            api()[0].set_replay_data(ids)
+            trainer.loss(tokens)
+    api()[0].clear_global_router_replay_action()
+    assert len(maps) == 12
+    assert all(map(torch.equal, maps, as_maps(recorded)))
+
+
+def test_a_wrapped_get_replay_topk_is_asked_without_an_action_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NeMo-RL's, which decides by a state of its own."""
+    trainer = build_replayed({})
+    asked: list[int] = []
+    original = api()[0].get_replay_topk
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(self.layer_number if hasattr(self, "layer_number") else 0)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(api()[0], "get_replay_topk", wrapped)
+    untouched = trainer.run("each")
+    assert len(asked) == 12
+    with npu_replay.record(trainer.model):
+        assert same(trainer.run("each"), untouched)
+    assert len(asked) == 24
+
+
+def test_threads_that_share_a_router_leave_nothing_on_it(ours: Any) -> None:
+    trainer = build_replayed(VARIANTS["aux_loss"])
+    _, recorded = upstream_loop.record(trainer)
+    before = [dict(vars(router.module)) for router in routers(trainer.model)]
+    ours.set_global_router_replay_action(api()[1].REPLAY_FORWARD)
+    ours.set_replay_data(recorded[0])
+    threads = [threading.Thread(target=trainer.loss, args=(trainer.batches[0],)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ours.clear_global_router_replay_action()
+    for router, kept in zip(routers(trainer.model), before, strict=True):
+        assert vars(router.module).keys() == kept.keys()
+        assert (
+            vars(router.module)["apply_load_balancing_loss"] is kept["apply_load_balancing_loss"]
+            if ("apply_load_balancing_loss" in kept)
+            else True
+        )
 
 
 def test_a_copy_and_a_pickle_of_a_router_have_a_replay_of_their_own(ours: Any) -> None:
@@ -302,11 +410,18 @@ def test_a_router_is_no_cycle() -> None:
         gc.enable()
 
 
-def test_after_uninstall_a_live_router_has_back_what_its_class_has(ours: Any) -> None:
-    router = routers(build_replayed({}).model)[0].module
-    assert "routing" in vars(router)
-    router_methods._patches.undo()
+def test_after_uninstall_a_live_router_is_as_megatron_made_it(ours: Any) -> None:
+    """And after install() it is replayed again."""
+    trainer = build_replayed({})
+    module = routers(trainer.model)[0].module
+    assert {"forward", "routing", "router_replay"} <= vars(module).keys()
+    for group in (replayed_routers._patches, router_methods._patches):
+        group.undo()
     try:
-        assert not {"routing", "set_layer_number"} & vars(router).keys()
+        assert not {"forward", "routing", "set_layer_number", "router_replay"} & vars(module).keys()
+        assert not ours.global_router_replay_instances
     finally:
-        npu_replay.install()
+        replayed_routers.install()
+    assert len(ours.global_router_replay_instances) == 4
+    _, recorded = upstream_loop.record(trainer)
+    assert all(ids is not None for layers in recorded for ids in layers)
