@@ -61,7 +61,8 @@ class _Known:
         module: what is imported of it.
         version: the file in its folder that says which release it is. (Megatron is often on PYTHONPATH alone,
             without an installed distribution to ask.)
-        needs: files without which it can't be imported or its routers are not there.
+        needs: files without which it can't be imported, its routers are not there, or npu_replay's shims have
+            nothing to change. Each has to be there and to be Python.
     """
 
     name: str
@@ -73,7 +74,17 @@ class _Known:
 _KNOWN = (
     _Known("numpy", "numpy", "version.py"),
     _Known(
-        "megatron-core", "megatron.core", "package_info.py", ("package_info.py", "transformer/moe/router.py")
+        "megatron-core",
+        "megatron.core",
+        "package_info.py",
+        (
+            "__init__.py",
+            "package_info.py",
+            "parallel_state.py",
+            "transformer/transformer_config.py",
+            "transformer/moe/router.py",
+            "transformer/moe/moe_utils.py",
+        ),
     ),
     _Known("mindspeed", "mindspeed"),
     _Known("torch_npu", "torch_npu", "version.py"),
@@ -129,8 +140,7 @@ def _look(known: _Known) -> Product:
             known.name, found=True, version=_installed_version(known.name), where=spec.origin or ""
         )
     folder = Path(folders[0])
-    lacking = [name for name in known.needs if not (folder / name).is_file()]
-    problem = f"half installed: {', '.join(lacking)} is missing" if lacking else ""
+    problem = _lacking(folder, known.needs)
     version = ""
     source = folder / known.version
     if known.version and source.is_file():
@@ -139,6 +149,28 @@ def _look(known: _Known) -> Product:
         except (OSError, SyntaxError, ValueError) as error:
             problem = problem or f"half installed: {known.version} can't be read ({_says(error)})"
     return Product(known.name, True, version or _installed_version(known.name), str(folder), problem)
+
+
+def _lacking(folder: Path, needs: tuple[str, ...]) -> str:
+    """What is wrong with the files that a product needs: which are missing, or which is no Python."""
+    missing = [name for name in needs if not (folder / name).is_file()]
+    if missing:
+        return f"half installed: {', '.join(missing)} is missing"
+    problems = (_unreadable(folder / name) for name in needs)
+    return next(
+        (f"half installed: {name}{why}" for name, why in zip(needs, problems, strict=True) if why), ""
+    )
+
+
+def _unreadable(source: Path) -> str:
+    """Why this is no Python that could be imported, written to follow the file's name."""
+    try:
+        ast.parse(source.read_bytes())  # bytes: the file says which encoding it has
+    except SyntaxError as error:
+        return f", line {error.lineno}: {error.msg}" if error.lineno else f": {error.msg}"
+    except (OSError, ValueError) as error:
+        return f" can't be read ({_says(error)})"
+    return ""
 
 
 def find(name: str) -> ModuleSpec | None:

@@ -126,7 +126,7 @@ def demo(
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program.")] = False,
     imports: Annotated[
-        bool, typer.Option("--imports", help="Also import each framework (some seconds each).")
+        bool, typer.Option("--imports", help="Also import transformers (some seconds).")
     ] = False,
     debug: DebugOption = False,
 ) -> None:

@@ -20,6 +20,7 @@ from npu_replay.compat.probe import Capability, Product
 from npu_replay.devices import ACCELERATORS
 from npu_replay.reporting import Report, report
 from npu_replay.self_test import Outcome
+from npu_replay.trial_import import Trial
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -28,10 +29,11 @@ Cell: TypeAlias = "str | tuple[str, str]"  # text, or text and its style
 
 # Replay can't be trusted while one of these is broken; the others only lose what needs them.
 _VITAL = ("numpy", "megatron-core", "mindspeed", "torch_npu", "transformers")
-_FRAMEWORKS = {
-    "megatron-core": ("replay on Megatron-core", "megatron.core.transformer.moe.router"),
-    "transformers": ("replay on transformers", "transformers.models.qwen3_moe.modeling_qwen3_moe"),
-}
+_MEGATRON = ("replay on Megatron-core", "megatron.core.transformer.moe.router")
+_TRANSFORMERS = ("replay on transformers", "transformers.models.qwen3_moe.modeling_qwen3_moe")
+_FRAMEWORKS = {"megatron-core": _MEGATRON, "transformers": _TRANSFORMERS}
+_NEED_MEGATRON = ("Megatron's own replay", "Megatron-core on the CPU", "demo")
+_ADAPTOR = "mindspeed.megatron_adaptor"  # before Megatron, which it changes as it is imported
 _ACCELERATORS = {device.NAME: device for device in ACCELERATORS}
 _PATIENCE = 120  # seconds; a first NPU kernel is compiled for tens of them
 
@@ -67,11 +69,11 @@ class Diagnosis:
 
 
 def diagnose(*, imports: bool = False) -> Diagnosis:
-    """Look, and try record, replay and recompute on every device that is here.
+    """Look, import Megatron-core, and try record, replay and recompute on every device that is here.
 
     Args:
-        imports: also import each framework, in a process of its own. Takes some seconds each, and finds
-            what a framework itself lacks.
+        imports: also import transformers. As Megatron-core it is imported in a process of its own, which
+            takes some seconds and finds what the framework itself lacks.
     """
     found = report()
     trials = {"cpu": self_test.run("cpu")}
@@ -79,9 +81,11 @@ def diagnose(*, imports: bool = False) -> Diagnosis:
         brought = bool(device.MODULE) and _product(found, device.MODULE).usable
         if brought or found.torch.accelerator == kind:
             trials[kind] = _try_device(kind)
-    capabilities = tuple(_tried(capability, trials) for capability in found.capabilities)
+    looked_up = {capability.name: _tried(capability, trials) for capability in found.capabilities}
+    _import_megatron(looked_up, found)
     if imports:
-        capabilities = tuple(_imported(capability, found) for capability in capabilities)
+        _import_transformers(looked_up, found)
+    capabilities = tuple(looked_up.values())
     return Diagnosis(found, capabilities, tuple(trials.values()), tuple(_faults(found, capabilities, trials)))
 
 
@@ -145,19 +149,54 @@ def _device_remedy(kind: str) -> str:
     return "this is a fault of npu_replay or of this torch: please report it, with npu-replay doctor --json"
 
 
-def _imported(capability: Capability, found: Report) -> Capability:
-    for product, (name, module) in _FRAMEWORKS.items():
-        if capability.name == name and capability.there:
-            _, problem = _child([sys.executable, "-c", f"import {module}; print('imported')"])
-            if problem:
-                return replace(
-                    capability,
-                    state="broken",
-                    why=f"{product} {_product(found, product).version} doesn't import: {problem}",
-                    remedy=f"python -c 'import {module}' has to work",
-                )
-            return replace(capability, why=f"{capability.why}; imports")
-    return capability
+def _import_megatron(capabilities: dict[str, Capability], found: Report) -> None:
+    """Put what comes of importing Megatron-core into `capabilities`: with MindSpeed, as jobs there do."""
+    (name, router), under = _MEGATRON, capabilities[mindspeed.CAPABILITY]
+    if not capabilities[name].there:
+        return
+    modules = (_ADAPTOR, router) if under.there else (router,)
+    trial = _try_import(*modules)
+    if _is_fatal(trial) and under.there and not _is_fatal(alone := _try_import(router)):
+        capabilities[under.name] = _judged(under, _named(found, "mindspeed"), trial, modules)
+        trial, modules = alone, (router,)
+    judged = _judged(capabilities[name], _named(found, "megatron-core"), trial, modules)
+    capabilities[name] = judged
+    for other in _NEED_MEGATRON:
+        if not judged.there and other in capabilities and capabilities[other].there:
+            capabilities[other] = Capability(other, "missing", f"{name} is broken")
+
+
+def _import_transformers(capabilities: dict[str, Capability], found: Report) -> None:
+    name, module = _TRANSFORMERS
+    if capabilities[name].there:
+        product = _named(found, "transformers")
+        capabilities[name] = _judged(capabilities[name], product, _try_import(module), (module,))
+
+
+def _try_import(*modules: str) -> Trial:
+    """Import these in a process of its own: they may kill it, and this one has to go on without them."""
+    last, problem = _child([sys.executable, "-m", "npu_replay.trial_import", *modules])
+    if problem:
+        return Trial(problem)
+    try:
+        return Trial(**json.loads(last))
+    except (ValueError, TypeError):
+        return Trial(f"the import printed {last!r}")
+
+
+def _is_fatal(trial: Trial) -> bool:
+    return bool(trial.problem or (trial.refusal and os.environ.get("NPU_REPLAY_STRICT") != "0"))
+
+
+def _judged(capability: Capability, product: str, trial: Trial, modules: Iterable[str]) -> Capability:
+    if not _is_fatal(trial):
+        but = f", but NPU_REPLAY_STRICT=0 goes on though {trial.refusal}" if trial.refusal else ""
+        return replace(capability, why=f"{capability.why}; imports{but}")
+    if trial.problem:
+        remedy = f"python -c 'import {', '.join(modules)}' has to work"
+    else:
+        remedy = "take a release that npu_replay knows (docs/matrix.md); NPU_REPLAY_STRICT=0 goes on without"
+    return replace(capability, state="broken", why=f"{product} {trial.went_wrong}", remedy=remedy)
 
 
 def _faults(found: Report, capabilities: tuple[Capability, ...], trials: dict[str, Outcome]) -> list[Fault]:
@@ -200,6 +239,10 @@ def _reinstall(product: Product) -> str:
 
 def _product(found: Report, name: str) -> Product:
     return next(product for product in found.products if product.name == name)
+
+
+def _named(found: Report, name: str) -> str:
+    return f"{name} {_product(found, name).version}".rstrip()  # MindSpeed's source has none
 
 
 # What people see

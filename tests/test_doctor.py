@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from npu_replay.compat.probe import Product
 from npu_replay.doctor import diagnose
 from npu_replay.self_test import Outcome
 from npu_replay.timeline import Timeline
+from npu_replay.trial_import import Trial
 
 # Keeps a package from being found, wherever it is installed.
 HIDE = """
@@ -37,9 +40,9 @@ class Run:
     text: str
 
 
-def run(*arguments: str, path: str = "") -> Run:
+def run(*arguments: str, path: str = "", **variables: str) -> Run:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"PYTHONPATH": path, "COLUMNS": "250", "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": path, "COLUMNS": "250", "OMP_NUM_THREADS": "1"} | variables
     done = subprocess.run(
         [sys.executable, "-m", "npu_replay", "doctor", *arguments],
         env=environment,
@@ -64,7 +67,9 @@ def row(text: str, name: str) -> str:
 def test_with_megatron_it_says_that_replay_works_and_exits_0() -> None:
     result = run(path=os.environ.get("PYTHONPATH", ""))
     assert result.code == 0
-    assert row(result.text, "replay on Megatron-core").startswith("works")
+    megatron = row(result.text, "replay on Megatron-core")
+    assert megatron.startswith("works TopKRouter is recognised")
+    assert megatron.endswith("; imports")
     assert row(result.text, "CPU").startswith("works tried: recorded, replayed, recomputed")
     assert "Replay works here: on Megatron-core" in result.text
 
@@ -105,6 +110,106 @@ def test_a_torch_npu_that_does_not_import_breaks_neither_doctor_nor_the_cpu(tmp_
     assert "set_env.sh" in result.text
 
 
+# With a Megatron that is broken
+
+
+@pytest.fixture
+def megatron_core(tmp_path: Path) -> Path:
+    """A copy of the megatron.core that is here, to be broken."""
+    spec = find_spec("megatron.core")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    copy = tmp_path / "megatron" / "core"
+    shutil.copytree(spec.submodule_search_locations[0], copy, ignore=shutil.ignore_patterns("__pycache__"))
+    return copy
+
+
+def diagnosed(megatron_core: Path, **variables: str) -> Run:
+    """What doctor says with this megatron.core before any other."""
+    path = os.pathsep.join([str(megatron_core.parents[1]), os.environ.get("PYTHONPATH", "")])
+    return run(path=path, COLUMNS="1000", **variables)
+
+
+def assert_refused(result: Run) -> None:
+    assert result.code == 1
+    assert "Replay works here" not in result.text
+    assert "Replay does not work here:" in result.text
+    assert row(result.text, "Megatron's own replay").startswith("missing")
+    assert row(result.text, "demo").startswith("missing")
+
+
+def append(source: Path, line: str) -> int:
+    """Adds a line, and tells its number."""
+    lines = [*source.read_text(encoding="utf-8").splitlines(), line]
+    source.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return len(lines)
+
+
+@pytest.mark.megatron
+def test_a_module_that_is_no_python_is_named_with_its_line(megatron_core: Path) -> None:
+    line = append(megatron_core / "transformer/moe/moe_utils.py", "def (")
+    result = diagnosed(megatron_core)
+    assert_refused(result)
+    problem = f"half installed: transformer/moe/moe_utils.py, line {line}: invalid syntax"
+    assert row(result.text, "replay on Megatron-core") == f"broken megatron-core: {problem}"
+    assert f"- megatron-core is broken: {problem}" in result.text
+
+
+@pytest.mark.megatron
+def test_a_module_that_is_missing_is_named(megatron_core: Path) -> None:
+    (megatron_core / "transformer/transformer_config.py").unlink()
+    result = diagnosed(megatron_core)
+    assert_refused(result)
+    problem = "half installed: transformer/transformer_config.py is missing"
+    assert row(result.text, "replay on Megatron-core") == f"broken megatron-core: {problem}"
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("name", "line", "error"),
+    [
+        (
+            "transformer/moe/router.py",
+            "import nonexistent_thing",
+            "ModuleNotFoundError: No module named 'nonexistent_thing'",
+        ),
+        ("__init__.py", "raise RuntimeError('boom')", "RuntimeError: boom"),
+    ],
+)
+def test_what_fails_only_when_it_is_imported_is_told(
+    megatron_core: Path, name: str, line: str, error: str
+) -> None:
+    append(megatron_core / name, line)
+    result = diagnosed(megatron_core)
+    assert_refused(result)
+    state, product, _, says = row(result.text, "replay on Megatron-core").split(maxsplit=3)
+    assert (state, product, says) == ("broken", "megatron-core", f"doesn't import: {error}")
+    assert f"python -c 'import {MEGATRON}' has to work" in result.text
+
+
+ROUTING = ("topk_softmax_with_capacity", "topk_routing_with_score_function")
+
+
+@pytest.mark.megatron
+def test_a_fork_whose_routing_has_another_name_is_told(megatron_core: Path) -> None:
+    for source in megatron_core.rglob("*.py"):
+        text = renamed = source.read_text(encoding="utf-8")
+        for name in ROUTING:
+            renamed = renamed.replace(name, f"forked_{name}")
+        if renamed != text:
+            source.write_text(renamed, encoding="utf-8")
+    result = diagnosed(megatron_core)
+    assert_refused(result)
+    megatron = row(result.text, "replay on Megatron-core")
+    assert megatron.startswith("broken megatron-core")
+    assert "can't be replayed: functions of later Megatron-core releases: routing failed" in megatron
+    assert "no function that routes is known" in megatron
+    result = diagnosed(megatron_core, NPU_REPLAY_STRICT="0")
+    assert result.code == 0
+    assert "no function that routes is known" in row(result.text, "replay on Megatron-core")
+    assert diagnosed(megatron_core, NPU_REPLAY_DISABLE="1").code == 0
+
+
 # In this process
 
 
@@ -116,6 +221,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Product]:
         probe, "products", lambda: tuple(there.get(k.name, Product(k.name, False)) for k in probe._KNOWN)
     )
     monkeypatch.setattr(doctor, "_try_device", lambda device: Outcome(device, "", 0.1))
+    monkeypatch.setattr(doctor, "_try_import", lambda *modules: Trial())
     return there
 
 
@@ -160,18 +266,76 @@ def test_an_npu_is_tried_in_another_process(machine: dict[str, Product]) -> None
     assert next(c for c in diagnosis.capabilities if c.name == "NPU").state == "works"
 
 
-def test_a_framework_that_does_not_import_is_a_fault_where_it_is_asked(
-    machine: dict[str, Product], monkeypatch: pytest.MonkeyPatch
-) -> None:
+MEGATRON = "megatron.core.transformer.moe.router"
+ADAPTOR = "mindspeed.megatron_adaptor"
+EINOPS = Trial("No module named 'einops'")
+
+
+@pytest.fixture
+def fails(machine: dict[str, Product], monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, ...], Trial]:
+    """A machine with both frameworks; put into it which imports fail, and how."""
     machine["transformers"] = Product("transformers", True, "5.23.0")
     machine["megatron-core"] = Product("megatron-core", True, "0.12.1")
+    trials: dict[tuple[str, ...], Trial] = {}
+    monkeypatch.setattr(doctor, "_try_import", lambda *modules: trials.get(modules, Trial()))
+    return trials
 
-    def child(command: list[str]) -> tuple[str, str]:
-        return ("", "No module named 'einops'") if "megatron" in command[-1] else ("imported", "")
 
-    monkeypatch.setattr(doctor, "_child", child)
+def states() -> dict[str, str]:
+    return {capability.name: capability.state for capability in diagnose().capabilities}
+
+
+def test_a_megatron_that_does_not_import_is_a_fault(fails: dict[tuple[str, ...], Trial]) -> None:
     assert problems() == []
-    assert problems(imports=True) == ["megatron-core 0.12.1 doesn't import: No module named 'einops'"]
+    fails[MEGATRON,] = EINOPS
+    assert problems() == ["megatron-core 0.12.1 doesn't import: No module named 'einops'"]
+    found = states()
+    assert found["replay on Megatron-core"] == "broken"
+    assert found["replay on transformers"] == "works"
+    for other in ("Megatron's own replay", "Megatron-core on the CPU", "demo"):
+        assert found.get(other, "missing") == "missing"
+
+
+def test_transformers_is_imported_where_it_is_asked(fails: dict[tuple[str, ...], Trial]) -> None:
+    fails["transformers.models.qwen3_moe.modeling_qwen3_moe",] = EINOPS
+    assert problems() == []
+    assert problems(imports=True) == ["transformers 5.23.0 doesn't import: No module named 'einops'"]
+
+
+def test_what_npu_replay_could_not_change_is_a_fault_unless_the_user_goes_on(
+    fails: dict[tuple[str, ...], Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails[MEGATRON,] = Trial(refusal="flags failed: a name is gone")
+    assert problems() == ["megatron-core 0.12.1 can't be replayed: flags failed: a name is gone"]
+    monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
+    assert problems() == []
+    why = next(c.why for c in diagnose().capabilities if c.name == "replay on Megatron-core")
+    assert why.endswith("imports, but NPU_REPLAY_STRICT=0 goes on though flags failed: a name is gone")
+
+
+@pytest.mark.parametrize(
+    ("broken", "fault"),
+    [
+        ([], []),
+        ([(ADAPTOR, MEGATRON)], ["mindspeed 0.12.1 doesn't import: No module named 'einops'"]),
+        (
+            [(ADAPTOR, MEGATRON), (MEGATRON,)],
+            ["megatron-core 0.12.1 doesn't import: No module named 'einops'"],
+        ),
+        ([(MEGATRON,)], []),  # MindSpeed lends what this Megatron lacks here
+    ],
+)
+def test_megatron_is_imported_as_jobs_with_mindspeed_do_and_whose_fault_it_is_is_told(
+    fails: dict[tuple[str, ...], Trial],
+    machine: dict[str, Product],
+    monkeypatch: pytest.MonkeyPatch,
+    broken: list[tuple[str, ...]],
+    fault: list[str],
+) -> None:
+    machine["mindspeed"] = Product("mindspeed", True, "0.12.1", "/nowhere")
+    monkeypatch.setattr("npu_replay.compat.mindspeed.find", lambda name: name)  # a source tree of Megatron-LM
+    fails.update(dict.fromkeys(broken, EINOPS))
+    assert problems() == fault
 
 
 @pytest.mark.parametrize(
@@ -189,6 +353,51 @@ def test_whatever_happens_to_a_child_is_told(
 ) -> None:
     monkeypatch.setattr(doctor, "_PATIENCE", 1)
     assert doctor._child([sys.executable, "-S", "-c", code]) == outcome
+
+
+# The import itself
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("", ""),
+        ("print('noise')", ""),
+        ("raise ValueError('why\\nand more')", "ValueError: why"),
+        ("raise KeyError", "KeyError"),
+        ("def (", "SyntaxError: invalid syntax (product.py, line 1)"),
+        ("import os; os.kill(os.getpid(), 9)", "the process was killed by signal 9"),
+        ("import atexit, os; atexit.register(os.abort)", ""),
+        ("raise SystemExit(3)", "the process ended with status 3"),
+    ],
+)
+def test_an_import_is_tried_in_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, problem: str
+) -> None:
+    (tmp_path / "product.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert doctor._try_import("json", "product") == Trial(problem)
+    assert "product" not in sys.modules
+
+
+@pytest.mark.parametrize("printed", ["bye", '{"unknown": 1}', "[]"])
+def test_an_answer_that_is_none_is_told(monkeypatch: pytest.MonkeyPatch, printed: str) -> None:
+    monkeypatch.setattr(doctor, "_child", lambda command: (printed, ""))
+    assert doctor._try_import("json") == Trial(f"the import printed {printed!r}")
+
+
+def test_modules_are_imported_in_their_order_without_arguments_and_up_to_the_first_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "first.py").write_text(
+        "import sys\nassert 'npu_replay' in sys.modules\nassert not sys.argv[1:]"
+    )
+    (tmp_path / "second.py").write_text(
+        "import sys\nassert 'first' in sys.modules\nraise ValueError('second')"
+    )
+    (tmp_path / "third.py").write_text("raise SystemExit(3)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert doctor._try_import("first", "second", "third") == Trial("ValueError: second")
 
 
 # The self-test itself

@@ -66,6 +66,7 @@ FACE = {
     "smoke_options",
     "smoke_report",
     "smoke_witness",
+    "trial_import",
 }
 CORE = sorted(path for path in PACKAGE.glob("*.py") if path.stem not in FACE)
 

@@ -38,7 +38,8 @@ def write(file: Path, text: str = "") -> None:
 def megatron(path: Path, *, package_info: str | None = PACKAGE_INFO.format(""), config: str = "") -> Path:
     core = path / "megatron" / "core"
     write(core / "__init__.py", "raise RuntimeError('imported')")
-    write(core / "transformer/moe/router.py")
+    for name in ("parallel_state.py", "transformer/moe/router.py", "transformer/moe/moe_utils.py"):
+        write(core / name)
     write(core / "transformer/transformer_config.py", f"class TransformerConfig:\n    tp: int = 1\n{config}")
     if package_info is not None:
         write(core / "package_info.py", package_info)
@@ -115,8 +116,6 @@ def test_damaged_metadata_is_no_reason_to_fail(path: Path) -> None:
         {"core/package_info.py": ""},
         {"training/__init__.py": ""},
         {"core/__init__.py": ""},  # nothing in it
-        {"core/__init__.py": "", "core/package_info.py": "MAJOR =", "core/transformer/moe/router.py": ""},
-        {"core/__init__.py": "", "core/package_info.py": "\0", "core/transformer/moe/router.py": ""},
     ],
 )
 def test_a_half_installed_megatron_is_a_problem_and_never_raises(path: Path, files: dict[str, str]) -> None:
@@ -127,6 +126,35 @@ def test_a_half_installed_megatron_is_a_problem_and_never_raises(path: Path, fil
     replay = capability("replay on Megatron-core")
     assert replay.state == "broken"
     assert "half installed" in replay.why
+
+
+NEEDED = next(known.needs for known in probe._KNOWN if known.name == "megatron-core")
+
+
+@pytest.mark.parametrize("name", [name for name in NEEDED if name != "__init__.py"])
+def test_a_file_that_shims_lean_on_and_that_is_missing_is_named(path: Path, name: str) -> None:
+    (megatron(path) / name).unlink()
+    assert product("megatron-core").problem == f"half installed: {name} is missing"
+    assert capability("replay on Megatron-core").state == "broken"
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_file_that_is_no_python_is_named_with_its_line(path: Path, name: str) -> None:
+    write(megatron(path) / name, "tp = 1\n<<<<<<< ours\n")
+    assert product("megatron-core").problem == f"half installed: {name}, line 2: invalid syntax"
+    assert capability("replay on Megatron-core").state == "broken"
+    assert capability("Megatron's own replay").state == "missing"
+
+
+@pytest.mark.parametrize("content", [b"\0", b"\xff = 1\n", b"# coding: klingon\n"])
+def test_a_file_that_is_no_text_is_named(path: Path, content: bytes) -> None:
+    (megatron(path) / "parallel_state.py").write_bytes(content)
+    assert product("megatron-core").problem.startswith("half installed: parallel_state.py")
+
+
+def test_a_file_says_itself_which_encoding_it_has(path: Path) -> None:
+    (megatron(path) / "parallel_state.py").write_bytes("# coding: latin-1\n# größer\n".encode("latin-1"))
+    assert product("megatron-core").usable
 
 
 def test_another_product_in_megatrons_namespace_is_not_a_broken_megatron(path: Path) -> None:
