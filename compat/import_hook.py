@@ -181,21 +181,24 @@ def run_waiting(module: str | None = None) -> None:
 
 def _prepare(module: str) -> None:
     for name, prepare in _preparing.pop(module, {}).items():
-        _attempt(module, name, prepare)
+        attempt(module, name, prepare)
 
 
 def _run(imported: ModuleType, name: str, shim: Shim) -> None:
-    _attempt(imported.__name__, name, lambda: shim(imported))
+    attempt(imported.__name__, name, lambda: shim(imported))
 
 
-def _attempt(module: str, name: str, action: Callable[[], object]) -> None:
+def attempt(module: str, name: str, action: Callable[[], object]) -> None:
+    """Change something in `module`; a failure is logged as an ERROR, and the first block is refused."""
     if disabled():
         return
     try:
         action()
     except Exception as error:  # noqa: BLE001  somebody else's module may be anything, and its import goes on
-        _failures[name] = f"{type(error).__name__}: {error}"
-        logger.error("[npu_replay] %s failed on %s: %s", name, module, _failures[name])
+        said = f"{type(error).__name__}: {error}"
+        if _failures.get(name) != said:  # one of many routers says it for all
+            _failures[name] = said
+            logger.error("[npu_replay] %s failed on %s: %s", name, module, said)
 
 
 def _look_out() -> None:

@@ -31,6 +31,7 @@ from npu_replay.compat import (
 )
 from npu_replay.compat.config_flags import REPLAY
 from npu_replay.compat.patching import Patch, Patches
+from npu_replay.errors import described
 
 MODULE = "megatron.core.transformer.moe.router"
 
@@ -48,10 +49,14 @@ def install() -> None:
 def _wrap(module: Any) -> None:
     if any(patch.owner is module.TopKRouter for patch in _patches):
         return
-    beneath_mindspeed.wrap_init(_patches, module.TopKRouter, _router_init, _WHY)
-    _patches.add(_Given(module.TopKRouter, "router_replay", "what upstream's have", None, None))
-    for router in _alive(module.TopKRouter):
-        _equip(router)  # built before npu_replay was imported, or before an uninstall()
+    try:
+        beneath_mindspeed.wrap_init(_patches, module.TopKRouter, _router_init, _WHY)
+        _patches.add(_Given(module.TopKRouter, "router_replay", "what upstream's have", None, None))
+        for router in _alive(module.TopKRouter):
+            _equip(router)  # built before npu_replay was imported, or before an uninstall()
+    except Exception:
+        _patches.undo()  # all or nothing
+        raise
 
 
 def _alive(kind: type) -> list[Any]:
@@ -66,7 +71,8 @@ def _router_init(init: Callable[..., None]) -> Any:
     def router_init(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         if list(_patches):  # else uninstalled, and somebody still calls it
-            _equip(self)
+            # A fork's router may lack what is asked of it; its model is built all the same.
+            import_hook.attempt(described(type(self)), _WHAT, lambda: _equip(self))
 
     return router_init
 

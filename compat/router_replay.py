@@ -339,11 +339,9 @@ class Asked(seam.Call):
             self.own_ids = native(scores.detach(), *args, **kwargs)[1]
         source = self._unmasked(scores)
         values, ids = self.replay.get_replay_topk(source, self.topk, self._num_groups, self._group_topk, own)
-        if isinstance(self._outer, Asked) and self._outer.replay is self.replay:
-            self._outer.ids, self._outer.way = (
-                ids,
-                "inner",
-            )  # asked by a routing that knows of it, inside ours
+        outer = self._outer
+        if isinstance(outer, Asked) and outer.replay is self.replay:
+            outer.ids, outer.way = ids, "inner"  # this one was armed by a routing that knows of it
         if self.spare:
             all_values, places = native(scores, *args, **kwargs)
             return all_values, torch.cat([ids, places[:, self.topk :]], dim=1)

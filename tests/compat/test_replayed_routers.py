@@ -20,9 +20,9 @@ import npu_replay
 import upstream_loop
 from megatron_cases import BATCH, LENGTH, SIGMOID_BIAS, VARIANTS, Trainer, perturbed, routers, same
 from npu_replay import RoutedExperts
-from npu_replay.compat import replayed_routers, router_methods, router_replay
+from npu_replay.compat import import_hook, replayed_routers, router_methods, router_replay
 from npu_replay.demo import megatron_model
-from npu_replay.errors import NoEffect, RouterError
+from npu_replay.errors import NoEffect, ReplayError, RouterError
 from upstream_loop import FLAG, api, build_replayed
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
@@ -408,6 +408,22 @@ def test_a_router_is_no_cycle() -> None:
         assert seen() is None
     finally:
         gc.enable()
+
+
+def test_a_router_that_can_not_be_equipped_is_built_and_blocks_are_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A fork's router may lack what is asked of it; whoever wants no replay has a model all the same."""
+    monkeypatch.setattr(import_hook, "_failures", {})
+
+    def lacking(router: Any) -> None:
+        raise AttributeError("'TopKRouter' object has no attribute 'routing_type'")
+
+    monkeypatch.setattr(replayed_routers, "_equip", lacking)
+    model = megatron_model.model(megatron_model.config())
+    assert len([one for one in caplog.records if "has no attribute 'routing_type'" in one.message]) == 1
+    with pytest.raises(ReplayError, match=r"routers that are replayed failed: AttributeError"):
+        npu_replay.record(model).__enter__()
 
 
 def test_after_uninstall_a_live_router_is_as_megatron_made_it(ours: Any) -> None:
