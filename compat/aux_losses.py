@@ -117,10 +117,11 @@ def recounted(loss: Any, ids: tuple[torch.Tensor, torch.Tensor] | None) -> Any:
     chosen, used = ids
     known = loss.keywords if isinstance(loss, functools.partial) else {}
     if "routing_map" in known:
-        after = known["routing_map"]
-        wanted, same = _map(chosen, after), _map(used, after)
-        moved = (wanted != same).any(dim=1, keepdim=True)  # other rows stay as the drop has left them
-        known = known | {"routing_map": torch.where(moved, wanted, after)}
+        wanted = _map(chosen, known["routing_map"])
+        if chosen is not used:  # rows that are the same stay as 0.12's drop has left them
+            moved = (wanted != _map(used, wanted)).any(dim=1, keepdim=True)
+            wanted = torch.where(moved, wanted, known["routing_map"])
+        known = known | {"routing_map": wanted}
     elif "tokens_per_expert" in known:
         known = known | {"tokens_per_expert": _counts(chosen, known["tokens_per_expert"])}
     else:
