@@ -80,9 +80,9 @@ def _router_init(init: Callable[..., None]) -> Any:
 def _equip(router: Any) -> None:
     router_methods.equip(router)
     expert_bias.equip(router)
-    product = importlib.import_module(router_replay.MODULE)  # upstream's, or ours in its place
-    _give(router, product.RouterReplay)
-    if product.RouterReplay is router_replay.RouterReplay:
+    kind = _router_replay()
+    _give(router, kind)
+    if kind is router_replay.RouterReplay:
         names = ["forward", "routing", "set_layer_number"]
         losses = aux_losses.of(router)
         if losses is not None and losses.follow:
@@ -90,6 +90,15 @@ def _equip(router: Any) -> None:
         router_methods.lend(router, _Asks, names)
     elif fused_router.is_on(router.config) or router.routing_type in _UNHEARD:
         router_methods.lend(router, _Asks, ["forward", "routing"])
+
+
+def _router_replay() -> type:
+    """Upstream's, or ours in its place."""
+    try:
+        found: type = importlib.import_module(router_replay.MODULE).RouterReplay
+    except ModuleNotFoundError:  # not served: `router_replay.install` wasn't called
+        return router_replay.RouterReplay
+    return found
 
 
 def _give(router: Any, kind: type) -> None:
@@ -145,11 +154,11 @@ class _Asks(router_methods.Lent):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The router's own, in which its top-k, or its fused kernel, asks `router_replay`."""
-        return _asking(self.router, type(self.router).forward, args, kwargs)
+        return _asking(self.router, self.of_class("forward"), args, kwargs)
 
     def routing(self, *args: Any, **kwargs: Any) -> Any:
         """The same, for those that call it by itself."""
-        return _asking(self.router, type(self.router).routing, args, kwargs)
+        return _asking(self.router, self.of_class("routing"), args, kwargs)
 
     def apply_load_balancing_loss(self, activation: Any, load_balancing_loss_func: Any) -> Any:
         """The router's own; in a replay it counts the live choice, as upstream's do."""
@@ -157,27 +166,27 @@ class _Asks(router_methods.Lent):
         for of, call in _calls.stack[-1:]:
             if of is router and call.own_ids is not None and call.ids is not None:
                 loss = aux_losses.recounted(loss, (call.own_ids, call.ids))
-        return type(router).apply_load_balancing_loss(router, activation, loss)
+        return self.of_class("apply_load_balancing_loss")(activation, loss)
 
     def set_layer_number(self, layer_number: int) -> None:
         """The router's own; its `router_replay` is told."""
         router = self.router
-        type(router).set_layer_number(router, layer_number)
+        self.of_class("set_layer_number")(layer_number)
         if router.router_replay is not None:
             router.router_replay.layer_number = layer_number
 
 
 def _asking(router: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the class's method, looked up by the caller each time: MindSpeed may replace it."""
+    """Call what the class has, with a call of the router armed if its `router_replay` may want one."""
     replay, outer = router.router_replay, seam.armed()
     if router_replay.is_idle(replay) or (isinstance(outer, router_replay.Asked) and outer.replay is replay):
-        return plain(router, *args, **kwargs)
+        return plain(*args, **kwargs)
     call = _call(router, replay, next(iter((*args, *kwargs.values()))))
     handle = fused_router.hold() if fused_router.is_on(router.config) else None
     _calls.stack.append((router, call))
     try:
         with router_replay.asked(call):
-            return plain(router, *args, **kwargs)
+            return plain(*args, **kwargs)
     finally:
         _calls.stack.pop()
         if handle is not None:

@@ -38,6 +38,13 @@ class Lent:
         """Whose methods they are."""
         return self._router()
 
+    def of_class(self, name: str) -> Any:
+        """The method that the router's class has, bound; looked up each time, since MindSpeed may replace it."""
+        router = self.router
+        kind = type(router)
+        found = next(vars(one)[name] for one in kind.__mro__ if name in vars(one))
+        return found.__get__(router, kind)  # not the class's attribute: some wrappers bind at each access
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.router,)
 
