@@ -39,7 +39,7 @@ class Lent:
         return self._router()
 
     def of_class(self, name: str) -> Any:
-        """The method that the router's class has, bound; looked up each time, since MindSpeed may replace it."""
+        """The method of that name of the router's class, bound; looked up each time: MindSpeed patches it."""
         router = self.router
         kind = type(router)
         found = next(vars(one)[name] for one in kind.__mro__ if name in vars(one))
