@@ -137,9 +137,8 @@ def _map(ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def _counts(ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """How often each expert is among ids [rows, topk]: [experts]."""
-    return torch.zeros_like(like).index_add(
-        0, ids.flatten(), torch.ones_like(ids.flatten(), dtype=like.dtype)
-    )
+    flat = ids.flatten()
+    return torch.zeros_like(like).index_add(0, flat, torch.ones_like(flat, dtype=like.dtype))
 
 
 @functools.cache

@@ -43,6 +43,11 @@ _makers: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDicti
 Flags: TypeAlias = "dict[str, bool]"
 
 
+def asks_for_replay(config: Any) -> bool:
+    """Is the flag of routing replay on, by either name?"""
+    return any(getattr(config, flag, False) for flag in REPLAY)
+
+
 def install() -> None:
     """Have Megatron's configs take the flags, now or when they are imported."""
     import_hook.when_imported(MODULE, _WHAT, _wrap)

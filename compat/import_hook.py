@@ -13,8 +13,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -75,6 +75,19 @@ def forget() -> None:
     _failures.clear()
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
+
+
+@contextmanager
+def passed_over(module: str) -> Iterator[None]:
+    """Ask other finders for a module and not ours: it is only looked for, and nothing is got ready for it."""
+    names = _finding.names
+    added = module not in names
+    names.add(module)
+    try:
+        yield
+    finally:
+        if added:
+            names.discard(module)
 
 
 def disabled() -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from npu_replay.compat.config_flags import REPLAY
+from npu_replay.compat.config_flags import asks_for_replay
 
 _ROUTER_MODULE = "megatron.core.transformer.moe.router"
 
@@ -25,8 +25,12 @@ def routers() -> list[Any]:
     product: Any = sys.modules.get(_ROUTER_MODULE)
     if product is None:
         return []
-    alive = [one for one in gc.get_objects() if issubclass(type(one), product.TopKRouter)]
-    return [one for one in alive if any(getattr(one.config, flag, False) for flag in REPLAY)]
+    return [one for one in alive(product.TopKRouter) if asks_for_replay(one.config)]
+
+
+def alive(kind: type) -> list[Any]:
+    """Every object of this kind, or of a kind made from it; not by isinstance, which asks proxies."""
+    return [one for one in gc.get_objects() if issubclass(type(one), kind)]
 
 
 def models() -> list[list[nn.Module]]:
@@ -76,8 +80,7 @@ def _parents() -> dict[int, nn.Module]:
     """The module that holds each module, by the id of the latter."""
     return {
         id(child): one
-        for one in gc.get_objects()
-        if issubclass(type(one), nn.Module)
+        for one in alive(nn.Module)
         for child in one.__dict__.get("_modules", {}).values()
         if child is not None
     }

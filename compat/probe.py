@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
-import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
+
+from npu_replay.compat import import_hook
 
 State = Literal["native", "shimmed", "works", "missing", "broken"]
 """native: the product's own. shimmed: npu_replay lends or patches it. works: npu_replay does it itself.
@@ -195,7 +196,8 @@ def _ask_finders(name: str, path: list[str] | None) -> ModuleSpec | None:
         return getattr(loaded, "__spec__", None) or _spec_of_stand_in(loaded)
     for finder in sys.meta_path:
         try:
-            spec = finder.find_spec(name, path)
+            with import_hook.passed_over(name):
+                spec = finder.find_spec(name, path)
         except ModuleNotFoundError:
             return None  # as an import would end here
         except KeyError as error:
@@ -307,7 +309,7 @@ def _megatrons_own(product: Product) -> Capability:
         return Capability(
             name, "native", "router_replay.py; off unless asked for, and npu_replay leaves it alone"
         )
-    if os.environ.get("NPU_REPLAY_DISABLE", "") not in ("", "0"):
+    if import_hook.disabled():
         return Capability(name, "missing", "this release has none; npu_replay doesn't need it")
     return Capability(name, "shimmed", "this release has none: npu_replay serves RouterReplay and its flags")
 

@@ -8,15 +8,12 @@ upstream does this itself, but for the ways of choosing that its RouterReplay ne
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from npu_replay import seam
 from npu_replay.compat import (
@@ -25,11 +22,12 @@ from npu_replay.compat import (
     expert_bias,
     fused_router,
     import_hook,
+    live_models,
     megatron,
     router_methods,
     router_replay,
 )
-from npu_replay.compat.config_flags import REPLAY
+from npu_replay.compat.config_flags import asks_for_replay
 from npu_replay.compat.patching import Patch, Patches
 from npu_replay.errors import described
 
@@ -61,7 +59,7 @@ def _wrap(module: Any) -> None:
 
 def _alive(kind: type) -> list[Any]:
     """Live routers, model by model and layer by layer: the collector knows of no order."""
-    found: list[Any] = [one for one in gc.get_objects() if issubclass(type(one), kind)]
+    found = live_models.alive(kind)
     models = list({id(router.config): None for router in found})
     return sorted(found, key=lambda router: (models.index(id(router.config)), router.layer_number or 0))
 
@@ -106,7 +104,7 @@ def _give(router: Any, kind: type) -> None:
     had = hasattr(router, "router_replay")
     if had and router.router_replay is not None:
         return
-    flagged = any(getattr(router.config, flag, False) for flag in REPLAY)
+    flagged = asks_for_replay(router.config)
     if flagged or not had:
         router.router_replay = kind() if flagged else None
         _given[router] = had
@@ -205,10 +203,8 @@ def _call(router: Any, replay: Any, inputs: Any) -> router_replay.Asked:
         group_topk=config.moe_router_group_topk,
         spare=megatron.spare(router),
         compares=losses is not None
-        and losses.follow
         and router_replay.is_replaying(replay)
-        and router.training
-        and torch.is_grad_enabled(),  # the losses are left out elsewhere
+        and losses.follow_the_call_of(router),
     )
 
 

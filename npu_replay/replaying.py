@@ -130,13 +130,7 @@ class Replaying(Session):
 
     def _compares(self, router: Router) -> bool:
         losses = router.aux_losses
-        return (
-            losses is not None
-            and losses.follow
-            and self._aux_loss == "live"
-            and router.module.training
-            and torch.is_grad_enabled()  # the losses are left out elsewhere
-        )
+        return losses is not None and self._aux_loss == "live" and losses.follow_the_call_of(router.module)
 
     def _check_layers(self, number: int, routes: RoutedExperts, routers: Sequence[Router]) -> None:
         """Refuse routes that these routers can't be given."""

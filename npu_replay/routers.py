@@ -43,6 +43,10 @@ class AuxLosses:
     follow: bool
     recount: Callable[[Ids], Handle]
 
+    def follow_the_call_of(self, router: nn.Module) -> bool:
+        """Does the call that runs count the ids that it was given? Without grad it counts nothing."""
+        return self.follow and router.training and torch.is_grad_enabled()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Router:

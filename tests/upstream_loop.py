@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from megatron_cases import Grads, Trainer, build
-
-FLAG = {"moe_enable_routing_replay": True}
+from router_replay_api import FLAG, MODULE
 
 
 def api() -> tuple[Any, Any]:
     """Megatron's RouterReplay and RouterReplayAction: upstream's file, or what takes its place."""
-    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
-
-    return RouterReplay, RouterReplayAction
+    module = import_module(MODULE)
+    return module.RouterReplay, module.RouterReplayAction
 
 
 def build_replayed(variant: dict[str, Any], recompute: str | None = None) -> Trainer:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mindspeed_llm_routing as mindspeed
 import npu_replay
-from megatron_cases import DEVICE, RECOMPUTE, Trainer, hooks_left, perturbed, routers, same
+from megatron_cases import DEVICE, RECOMPUTE, Trainer, hooks_left, perturbed, random_routes, routers, same
 from npu_replay import DecoderLayers, ParallelLayout, ReplayError, RoutedExperts
 from npu_replay.compat import mindspeed_llm
 from npu_replay.demo import megatron_model
@@ -157,19 +157,6 @@ HIDDEN = torch.randn(12, 2, 32, generator=torch.Generator().manual_seed(2)).to(D
 TOKENS = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(4)).to(DEVICE)
 
 
-def foreign(like: list[RoutedExperts], seed: int = 5) -> list[RoutedExperts]:
-    """Routes that no router of this model would choose."""
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        RoutedExperts(
-            ids=torch.rand(*r.ids.shape[:2], r.num_experts, generator=generator).topk(r.topk).indices,
-            layers=r.layers,
-            num_experts=r.num_experts,
-        )
-        for r in like
-    ]
-
-
 def recorded(trainer: Trainer) -> list[RoutedExperts]:
     with npu_replay.record(trainer.model) as recording:
         trainer.run()
@@ -224,7 +211,7 @@ def test_a_replayed_expert_has_the_probability_that_its_score_gives_also_in_a_ma
     build: Callable[..., Trainer], case: str
 ) -> None:
     trainer = build(CASES[case])
-    routes = foreign(recorded(trainer))
+    routes = random_routes(recorded(trainer))
     router = routers(trainer.model)[0].module
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     handle = router.register_forward_hook(lambda _, args, output: seen.append((args[0].detach(), output[0])))
@@ -252,7 +239,7 @@ def test_a_recompute_takes_the_foreign_experts_of_its_own_micro_batch(
     build: Callable[..., Trainer], case: str, order: str
 ) -> None:
     plain = build(CASES[case])
-    routes = foreign(recorded(plain))
+    routes = random_routes(recorded(plain))
     with npu_replay.replay(plain.model, routes):
         expected = plain.run(order)
     checkpointed = build(CASES[case], "full")
@@ -431,7 +418,7 @@ def test_experts_without_weights_are_experts_like_the_others(
         assert same(tower.run(HIDDEN), untouched)
     assert recording.routes[0].num_experts == 12
     assert int(recording.routes[0].ids.max()) > 7
-    routes = foreign(recording.routes)
+    routes = random_routes(recording.routes)
     with npu_replay.observe(tower) as shown, npu_replay.replay(tower, routes):
         tower.run(HIDDEN)
     assert npu_replay.compare(shown.shown, routes).differing == 0
@@ -448,7 +435,7 @@ def test_a_router_that_returns_its_logits_too_is_replayed(
     untouched = tower.run(HIDDEN)
     with npu_replay.record(tower) as recording:
         assert same(tower.run(HIDDEN), untouched)
-    routes = foreign(recording.routes)
+    routes = random_routes(recording.routes)
     with npu_replay.observe(tower) as shown, npu_replay.replay(tower, routes):
         tower.run(HIDDEN)
     assert npu_replay.compare(shown.shown, routes).differing == 0

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from npu_replay.compat import probe
+from npu_replay.compat import import_hook, probe
 from npu_replay.compat.probe import Capability, Product
 
 PACKAGE_INFO = "MAJOR = 0\nMINOR = 12\nPATCH = 1\nPRE_RELEASE = {!r}\n__version__ = '.'.join(['unread'])\n"
@@ -168,6 +168,7 @@ def test_a_folder_without_init_is_a_leftover_but_a_checkout_is_not(path: Path) -
     write(path / "verl/verl/__init__.py")
     assert "has no __init__.py" in product("mindspeed").problem
     assert product("verl") == Product("verl", found=False)
+    assert not import_hook._failures, "to be looked for is not to be imported: no shim was got ready"
 
 
 def test_a_stand_in_in_sys_modules_is_found(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
