@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import matrix_page
@@ -29,6 +30,7 @@ import matrix
 WORK = ROOT / ".work"
 LOGS = WORK / "matrix"
 TRANSFORMERS_TESTS = "tests/matrix/test_transformers.py"
+LAST_LINES = 30
 STALE = "run bash ci/matrix.sh --all and commit docs/matrix.md with docs/matrix/"
 
 
@@ -41,6 +43,9 @@ class Outcome:
     problems: tuple[str, ...]
     """One line each: a test that failed, a capability that nothing shows."""
     seconds: float
+
+    said: str = ""
+    """The end of what its tests printed, where one failed: the log may lie where nobody can look."""
 
     def line(self) -> str:
         verdict = f"{len(self.problems)} PROBLEMS" if self.problems else "ok"
@@ -62,7 +67,7 @@ def run(release: matrix.Release, cases: str) -> Outcome:
     select = [TRANSFORMERS_TESTS]
     if release.product == "megatron":
         select = ["tests/matrix", "--ignore", TRANSFORMERS_TESTS]
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *select]
+    command = [sys.executable, "-m", "pytest", "-q", "-rsfE", "-p", "no:cacheprovider", *select]
     with log.open("w", encoding="utf-8") as output:
         status = subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=output, check=False)
     found = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
@@ -71,7 +76,18 @@ def run(release: matrix.Release, cases: str) -> Outcome:
         problems = [f"what ran was {release.package} {found.get(release.package)}"] if found else []
     if status.returncode and not problems:
         problems = [f"pytest ended with {status.returncode}, see {log.relative_to(ROOT)}"]
-    return Outcome(release, shown, tuple(problems), time.monotonic() - started)
+    return Outcome(
+        release,
+        shown,
+        tuple(problems),
+        time.monotonic() - started,
+        said=_end_of(log) if status.returncode else "",
+    )
+
+
+def _end_of(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join(f"    {line}" for line in lines[-LAST_LINES:])
 
 
 def _environment(release: matrix.Release) -> dict[str, str]:
@@ -158,7 +174,7 @@ def run_all(releases: Sequence[matrix.Release], every_case: bool) -> Iterator[Ou
         jobs = [pool.submit(run, one, "all" if every_case else hands[one.name]) for one in releases]
         for job in as_completed(jobs):
             outcome = job.result()
-            tell(outcome.line())
+            tell("\n".join(filter(None, [outcome.line(), outcome.said])))
             yield outcome
 
 

@@ -219,6 +219,7 @@ def test_another_release_than_was_asked_for_is_a_problem_and_so_is_none(
         if ran_on is not None:
             found = {"megatron-core": ran_on, "capabilities": dict.fromkeys(rows, ran(passed=1))}
             Path(given["env"]["NPU_REPLAY_MATRIX_RESULT"]).write_text(json.dumps(found))
+        given["stdout"].writelines(f"line {number}\n" for number in range(1, 101))
         return SimpleNamespace(returncode=status)
 
     rows = CAPABILITIES["megatron"]
@@ -228,6 +229,7 @@ def test_another_release_than_was_asked_for_is_a_problem_and_so_is_none(
     monkeypatch.setattr(runs.subprocess, "run", pytest_run)
     outcome = runs.run(matrix.read().one("megatron", "0.15.3"), "0")
     assert outcome.problems == ((problem,) if problem else ())
+    assert outcome.said.split("\n")[-2:] == (["    line 99", "    line 100"] if status else [""])
 
 
 def test_a_page_that_says_something_else_is_stale(runs: Any, page: Any, matrix: Any) -> None:
@@ -238,6 +240,17 @@ def test_a_page_that_says_something_else_is_stale(runs: Any, page: Any, matrix: 
     assert line.startswith("flag is shimmed, and docs/matrix.md says native: run bash ci/matrix.sh --all")
     (line,) = runs.stale(outcome, {})
     assert "no column" in line
+
+
+def test_the_end_of_what_a_failed_release_printed_is_shown(
+    runs: Any, page: Any, matrix: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    release = matrix.read().one("megatron", "0.15.3")
+    said = "    E   ModuleNotFoundError: No module named 'requests'"
+    monkeypatch.setattr(runs, "run", lambda *_: runs.Outcome(release, shown(page), ("a problem",), 2.0, said))
+    assert [outcome.release for outcome in runs.run_all([release], False)] == [release]
+    counts = "9 passed, 1 not for this release"
+    assert capsys.readouterr().err == f"[1/1] megatron-0.15.3: 1 PROBLEMS, {counts}, 2 s\n{said}\n"
 
 
 def test_a_release_whose_test_fails_makes_the_run_fail(
