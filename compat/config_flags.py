@@ -16,12 +16,10 @@ import functools
 import inspect
 import logging
 import sys
-import weakref
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any, TypeAlias
 
-from npu_replay.compat import beneath_mindspeed, import_hook
+from npu_replay.compat import beneath_mindspeed, import_hook, made_from
 from npu_replay.compat.patching import Patches
 from npu_replay.errors import ReplayError
 
@@ -35,17 +33,17 @@ FLAGS = (*REPLAY, "moe_router_fusion")
 
 _WHAT = "routing replay's flags on TransformerConfig"
 _WHY = "takes the flags, and keeps them on the instance"
-_TOKEN = "npu_replay_flags"
-"""On an init_method that a config made: the flags, for copies; a copied config has a copied init_method."""
-_makers: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-"""The config that made an init_method in its own `__post_init__`: whoever is given it was made from that."""
+_BUILT = "npu_replay_flag_as_built"
+"""On a config: its flag of replay when it was built, to tell which of the two names was set since."""
 
 Flags: TypeAlias = "dict[str, bool]"
 
 
 def asks_for_replay(config: Any) -> bool:
-    """Is the flag of routing replay on, by either name?"""
-    return any(getattr(config, flag, False) for flag in REPLAY)
+    """Is the flag of routing replay on? Where its two names differ, the one that was set since counts."""
+    said = {bool(getattr(config, name, False)) for name in REPLAY}
+    built: bool | None = getattr(config, _BUILT, None)
+    return any(said) if len(said) == 1 or built is None else not built
 
 
 def install() -> None:
@@ -80,7 +78,7 @@ def _config_init(init: Callable[..., None]) -> Any:
         _mend_replace(type(self))
         if rebuilt:
             carried = {name: kwargs[name] for name in FLAGS if name in kwargs}
-            given |= _lost(kwargs["init_method"], given, carried)
+            given |= _lost(self, kwargs["init_method"], given, carried)
         _keep(self, given)
         return None
 
@@ -98,8 +96,9 @@ def _keep(config: Any, given: Flags) -> None:
     replay = _agreed({name: given[name] for name in REPLAY if name in given}, config)
     if replay is None:
         replay = any(flags[name] for name in REPLAY)
-    _set(config, flags | dict.fromkeys(REPLAY, replay))
-    _remember(config)
+    flags |= dict.fromkeys(REPLAY, replay)
+    _set(config, flags | {_BUILT: replay})
+    made_from.mark(config, flags)
 
 
 def _agreed(given: Flags, config: Any) -> bool | None:
@@ -120,36 +119,55 @@ def _set(config: Any, flags: Flags) -> None:
             setattr(config, name, value)
 
 
-def _remember(config: Any) -> None:
-    """Note who made an init_method of its own, as Megatron's configs do: partials and closures."""
-    made: Any = getattr(config, "init_method", None)
-    closure = isinstance(made, FunctionType) and "<locals>" in made.__qualname__
-    if (closure or isinstance(made, functools.partial)) and made not in _makers:
-        _makers[made] = weakref.ref(config)
-        setattr(made, _TOKEN, {name: getattr(config, name, False) for name in FLAGS})
-
-
-def _lost(made: Any, given: Flags, carried: Flags) -> Flags:
-    """The flags of the config that a new one was rebuilt from, field by field, if nothing was said of them.
+def _lost(new: Any, init_method: Any, given: Flags, carried: Flags) -> Flags:
+    """The flags of the config that a new one was made from, field by field, if nothing was said of them.
 
     Args:
-        made: the new one's init_method. That of a config which made its own tells which it is.
+        new: the new one, built.
+        init_method: what it was given.
         given: flags that were passed by hand.
         carried: flags that are fields of this release's configs, so they came along.
+
+    Raises:
+        ReplayError: it may have been made from several, and their flags differ.
     """
-    built: Flags = getattr(made, _TOKEN, {})
-    maker = _makers[made]() if built and made in _makers else None
-    now = {name: bool(getattr(maker, name, value)) for name, value in built.items()}
-    said = given.keys() | {name for name, value in carried.items() if value != now.get(name, value)}
-    changed = [now[name] for name in REPLAY if name in now and now[name] != built[name]]
-    if changed:  # one name of the two was set since
-        now |= dict.fromkeys(REPLAY, changed[0])
+    built = made_from.said(init_method)
+    if not built or given.keys() >= set(FLAGS):
+        return {}
+    kind = getattr(sys.modules.get(MODULE), CLASSES[0], type(new))
+    sources = made_from.sources(init_method, new, kind)
+    fitting = [one for one in sources if carried.items() <= _flags(one).items()]
+    said = set(given)
+    if not fitting:  # a field was changed on the way
+        read = [_flags(one) for one in sources] or [built]
+        said |= {name for name, value in carried.items() if value not in {flags[name] for flags in read}}
     if said & set(REPLAY):
         said |= set(REPLAY)
-    taken: Flags = {name: value for name, value in now.items() if (value or changed) and name not in said}
+    now = _agreed_by(fitting or sources, said, new) if sources else built
+    taken = {name: value for name, value in now.items() if name not in said}
     if any(taken.values()):
         logger.info("[npu_replay] a config was made from another's fields; taken over: %s", taken)
     return taken
+
+
+def _flags(config: Any) -> Flags:
+    return {name: bool(getattr(config, name, False)) for name in FLAGS}
+
+
+def _agreed_by(sources: list[Any], said: set[str], new: Any) -> Flags:
+    """What these configs say, but for flags that were given."""
+    found = [_flags(one) | dict.fromkeys(REPLAY, asks_for_replay(one)) for one in sources]
+    for name in set(FLAGS) - said:
+        if len({flags[name] for flags in found}) > 1:
+            raise ReplayError(
+                f"a config was made from another's fields, and {name} can't be told",
+                where=type(new).__name__,
+                expected=f"{name}=True or False beside the fields, or dataclasses.replace",
+                got=f"{len(found)} configs that it may have been made from, which differ in it",
+                cause="copies of one config with different flags, and fields that were read elsewhere than "
+                "where the constructor is called",
+            )
+    return found[0]
 
 
 def _mend_replace(cls: type) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from npu_replay.compat.config_flags import asks_for_replay
+from npu_replay.compat.live_objects import alive
 
 _ROUTER_MODULE = "megatron.core.transformer.moe.router"
 
@@ -26,11 +27,6 @@ def routers() -> list[Any]:
     if product is None:
         return []
     return [one for one in alive(product.TopKRouter) if asks_for_replay(one.config)]
-
-
-def alive(kind: type) -> list[Any]:
-    """Every object of this kind, or of a kind made from it; not by isinstance, which asks proxies."""
-    return [one for one in gc.get_objects() if issubclass(type(one), kind)]
 
 
 def models() -> list[list[nn.Module]]:

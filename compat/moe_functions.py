@@ -22,8 +22,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from npu_replay.compat import fused_router, import_hook, router_replay, served_modules
+from npu_replay.compat import fused_router, import_hook, served_modules
 from npu_replay.compat.patching import Patch, Patches
+from npu_replay.compat.router_replay import Asked, asked, is_idle
 from npu_replay.errors import ReplayError
 
 MODULE = "megatron.core.transformer.moe.moe_utils"
@@ -136,7 +137,7 @@ def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
             "expert_bias": expert_bias,
             "fused": fused,
         }
-        if router_replay is None or router_replay.router_replay_action is None:
+        if is_idle(router_replay):
             return native(logits, topk, **how)
         with _asking(router_replay, logits, topk, num_groups, group_topk):
             return native(logits, topk, **how)
@@ -152,14 +153,7 @@ def _asking(
     rows, num_experts = logits.shape[0], logits.shape[-1]
     kernel = fused_router.hold()
     try:
-        with router_replay.answering(
-            replay,
-            rows=rows,
-            num_experts=num_experts,
-            topk=topk,
-            num_groups=num_groups,
-            group_topk=group_topk,
-        ):
+        with asked(Asked(replay, rows, num_experts, topk, num_groups=num_groups, group_topk=group_topk)):
             yield
     finally:
         kernel.remove()

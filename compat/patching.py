@@ -99,7 +99,7 @@ def _hand_down(patch: Patch) -> bool:
     for group in _groups:
         for place, later in enumerate(group._applied):
             same = later.owner is patch.owner and later.name == patch.name
-            if same and later.original is patch.replacement:
+            if later is not patch and same and later.original is patch.replacement:
                 group._applied[place] = replace(later, original=patch.original)
                 return True
     return False

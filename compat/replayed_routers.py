@@ -22,12 +22,12 @@ from npu_replay.compat import (
     expert_bias,
     fused_router,
     import_hook,
-    live_models,
     megatron,
     router_methods,
     router_replay,
 )
 from npu_replay.compat.config_flags import asks_for_replay
+from npu_replay.compat.live_objects import alive
 from npu_replay.compat.patching import Patch, Patches
 from npu_replay.errors import described
 
@@ -50,16 +50,16 @@ def _wrap(module: Any) -> None:
     try:
         beneath_mindspeed.wrap_init(_patches, module.TopKRouter, _router_init, _WHY)
         _patches.add(_Given(module.TopKRouter, "router_replay", "what upstream's have", None, None))
-        for router in _alive(module.TopKRouter):
+        for router in _in_order(module.TopKRouter):
             _equip(router)  # built before npu_replay was imported, or before an uninstall()
     except Exception:
         _patches.undo()  # all or nothing
         raise
 
 
-def _alive(kind: type) -> list[Any]:
+def _in_order(kind: type) -> list[Any]:
     """Live routers, model by model and layer by layer: the collector knows of no order."""
-    found = live_models.alive(kind)
+    found = alive(kind)
     models = list({id(router.config): None for router in found})
     return sorted(found, key=lambda router: (models.index(id(router.config)), router.layer_number or 0))
 
@@ -126,7 +126,7 @@ class _Given(Patch):
         return f"{self.name} of each TopKRouter"
 
     def undo(self) -> bool:
-        """Take them off, and out of the list of all."""
+        """Take them off, off copies of routers too, and out of the list of all."""
         for router, had in list(_given.items()):
             replay = vars(router).pop(self.name, None)
             if had:
@@ -134,6 +134,9 @@ class _Given(Patch):
             if hasattr(type(replay), "global_router_replay_instances"):
                 router_replay.leave(replay)
         _given.clear()
+        for copy in alive(self.owner):
+            if isinstance(vars(copy).get(self.name), router_replay.RouterReplay):
+                delattr(copy, self.name)
         return True
 
 
@@ -170,13 +173,15 @@ class _Asks(router_methods.Lent):
         """The router's own; its `router_replay` is told."""
         router = self.router
         self.of_class("set_layer_number")(layer_number)
-        if router.router_replay is not None:
-            router.router_replay.layer_number = layer_number
+        replay = getattr(router, "router_replay", None)
+        if replay is not None:
+            replay.layer_number = layer_number
 
 
 def _asking(router: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call what the class has, with a call of the router armed if its `router_replay` may want one."""
-    replay, outer = router.router_replay, seam.armed()
+    replay = getattr(router, "router_replay", None)  # uninstalled, and somebody's wrapper still calls it
+    outer = seam.armed()
     if router_replay.is_idle(replay) or (isinstance(outer, router_replay.Asked) and outer.replay is replay):
         return plain(*args, **kwargs)
     call = _call(router, replay, next(iter((*args, *kwargs.values()))))

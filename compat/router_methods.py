@@ -24,12 +24,14 @@ class Lent:
 
     Attributes:
         why: what they are good for, for the report.
+        names: those that the router was lent.
     """
 
     why: ClassVar[str]
 
     def __init__(self, router: Any) -> None:
         self._router = weakref.ref(router)
+        self.names: list[str] = []
         _everyone.add(self)
         _report(type(self))
 
@@ -46,7 +48,7 @@ class Lent:
         return found.__get__(router, kind)  # not the class's attribute: some wrappers bind at each access
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.router,)
+        return type(self), (self.router,), {"names": self.names}
 
 
 _everyone: weakref.WeakSet[Lent] = weakref.WeakSet()
@@ -78,7 +80,10 @@ def equip(router: Any) -> None:
 def lend(router: Any, kind: type[Lent], names: Iterable[str]) -> None:
     """Bind these methods of `kind` on the router, where it has nothing of its own by that name."""
     wanted = [name for name in names if name not in vars(router)]
-    lent = kind(router) if wanted else None
+    if not wanted:
+        return
+    lent = kind(router)
+    lent.names = wanted
     for name in wanted:
         setattr(router, name, getattr(lent, name))
 
@@ -99,12 +104,14 @@ class _OnRouters(Patch):
         return f"{self.name} of each {_ROUTER}"
 
     def undo(self) -> bool:
-        """Take them off every router that is alive."""
+        """Take them off every live router. Were all still there, with nobody's wrapper around one?"""
+        covered = False
         for lent in list(_everyone):
             router = lent.router
             if type(lent) is self.owner and router is not None:
                 unequip(router, self.owner)
-        return True
+                covered |= any(name in vars(router) for name in lent.names)
+        return not covered
 
 
 def _report(kind: type[Lent]) -> None:

@@ -279,7 +279,10 @@ def is_idle(replay: Any) -> bool:
     """Would asking it change nothing? Upstream asks in every call, and a framework may have wrapped that."""
     if replay is None:
         return True
-    asks = getattr(replay.get_replay_topk, "__code__", None)
+    ask = getattr(replay, "get_replay_topk", None)
+    if ask is None:
+        return True  # a framework's own, whose routing knows what to do with it
+    asks = getattr(ask, "__code__", None)
     plain = asks is not None and asks.co_filename.endswith("router_replay.py")  # upstream's, or this file
     return plain and action_of(replay) is None
 
@@ -294,7 +297,10 @@ class Asked(seam.Call):
 
     Args:
         replay: has `get_replay_topk`, as upstream's.
-        num_groups: passed on to it, as is `group_topk`.
+        rows: tokens.
+        num_experts: columns of the scores.
+        topk: experts a token.
+        num_groups: passed on to `replay`, as is `group_topk`.
         **options: of seam.Call.
     """
 
@@ -378,27 +384,6 @@ def asked(call: Asked) -> Iterator[None]:
             got=", ".join(dict.fromkeys(call.seen)) or "nothing",
             cause="a selection that is made without torch.topk: by a hash, by a kernel, or in turn",
         )
-
-
-def answering(
-    replay: Any,
-    *,
-    rows: int,
-    num_experts: int,
-    topk: int,
-    num_groups: int | None = None,
-    group_topk: int | None = None,
-) -> contextlib.AbstractContextManager[None]:
-    """The next top-k of this thread over `num_experts` scores of `rows` rows asks `replay`.
-
-    Args:
-        replay: has `get_replay_topk`, as upstream's RouterReplay.
-        rows: tokens.
-        num_experts: columns of the scores.
-        topk: experts a token.
-        num_groups: of a group-limited router, as is `group_topk`.
-    """
-    return asked(Asked(replay, rows, num_experts, topk, num_groups=num_groups, group_topk=group_topk))
 
 
 def _answered_by_hand(replay: RouterReplay, ids: torch.Tensor) -> None:

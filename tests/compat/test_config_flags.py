@@ -106,6 +106,75 @@ def test_a_flag_that_was_turned_off_since_is_not_taken_over(config_class: type, 
     assert dataclasses.replace(config).enable_routing_replay is False
 
 
+@pytest.mark.parametrize("copied", [False, True], ids=["itself", "a deep copy"])
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize("flag", REPLAY)
+def test_the_name_that_was_set_since_counts(config_class: type, flag: str, value: bool, copied: bool) -> None:
+    """A reference model has the actor's config with the flag off, and its routers must not be replayed."""
+    config = config_class(**SIZES, enable_routing_replay=not value)
+    if copied:
+        config = copy.deepcopy(config)
+    assert config_flags.asks_for_replay(config) is not value
+    setattr(config, flag, value)
+    assert config_flags.asks_for_replay(config) is value
+    assert config_flags.asks_for_replay(pickle.loads(pickle.dumps(config))) is value
+    setattr(config, flag, not value)
+    assert config_flags.asks_for_replay(config) is not value
+
+
+def by_fields(config: Any) -> Any:
+    return type(config)(
+        **{field.name: getattr(config, field.name) for field in dataclasses.fields(type(config))}
+    )
+
+
+def by_dict(config: Any) -> Any:
+    return type(config)(**dataclasses.asdict(config))
+
+
+@pytest.mark.parametrize("copying", [copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("making", [dataclasses.replace, by_fields, by_dict])
+@pytest.mark.parametrize("names", [REPLAY, REPLAY[:1], REPLAY[1:]], ids=["both", *REPLAY])
+@pytest.mark.parametrize("value", [True, False])
+def test_a_config_that_is_made_from_a_copy_has_the_copys_flag(
+    config_class: type, value: bool, names: tuple[str, ...], making: Any, copying: Any
+) -> None:
+    """And not the original's, which is alive: it was silently the other way round on 0.12 to 0.15."""
+    config = config_class(**SIZES, enable_routing_replay=not value)
+    twin = copying(config)
+    for name in names:
+        setattr(twin, name, value)
+    assert [making(one).enable_routing_replay for one in (twin, config)] == [value, not value]
+
+
+def test_fields_of_copies_that_differ_are_an_error_where_nobody_says_of_which(config_class: type) -> None:
+    configs = [config_class(**SIZES)]
+    configs.append(copy.deepcopy(configs[0]))
+    configs[1].enable_routing_replay = True
+    fields = dataclasses.asdict(configs[1])  # with an init_method of their own
+    if REPLAY[1] in fields:
+        configs[1].moe_enable_routing_replay = True
+        for value in (True, False):  # the field of such a release says it
+            fields[REPLAY[1]] = value
+            assert config_class(**fields).enable_routing_replay is value
+        return
+    with pytest.raises(ReplayError, match=r"enable_routing_replay can't be told.*2 configs.*differ"):
+        config_class(**fields)
+    assert config_class(**fields, enable_routing_replay=True).enable_routing_replay is True
+    configs[0].enable_routing_replay = True
+    assert config_class(**fields).enable_routing_replay is True
+
+
+def test_fields_of_a_config_that_is_gone_have_what_it_was_built_with(config_class: type) -> None:
+    fields = dataclasses.asdict(config_class(**SIZES, enable_routing_replay=True))
+    assert config_class(**fields).enable_routing_replay is True
+
+
+def test_a_pickle_needs_no_npu_replay(config_class: type) -> None:
+    """A checkpoint holds configs, and may be read where it isn't installed."""
+    assert b"npu_replay.compat" not in pickle.dumps(config_class(**SIZES, enable_routing_replay=True))
+
+
 @pytest.mark.megatron
 def test_one_flag_given_by_its_two_names_has_to_be_one_value(config_class: type) -> None:
     if REPLAY[1] in {field.name for field in dataclasses.fields(config_class)}:

@@ -215,6 +215,22 @@ def test_a_replay_without_an_action_changes_nothing() -> None:
         assert torch.equal(ours, plain)
 
 
+def test_a_frameworks_own_way_to_choose_is_asked_without_an_action_too() -> None:
+    """As upstream does in every call: the framework may know better than the action."""
+    module: Any = import_module("megatron.core.transformer.moe.router_replay")
+    calls: list[int] = []
+
+    class Own(module.RouterReplay):  # type: ignore[misc]  # a class of the module above
+        def get_replay_topk(self, scores: torch.Tensor, topk: int, *_: Any) -> Any:
+            calls.append(topk)
+            ids = cases.targets(topk)
+            return scores.gather(1, ids), ids
+
+    _, routing_map = topk(router_replay=Own())
+    assert calls == [2]
+    assert torch.equal(routing_map, torch.zeros_like(routing_map).scatter(1, cases.targets(2), True))
+
+
 @pytest.mark.parametrize("name", cases.ROUTING)
 def test_a_replay_uses_the_ids_that_it_is_given(name: str) -> None:
     probs, routing_map, gradient = cases.replayed(name, 2, "replay_forward")

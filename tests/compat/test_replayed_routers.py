@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import inspect
 import pickle
@@ -197,6 +198,38 @@ def test_without_the_flag_there_is_no_router_replay() -> None:
     assert not api()[0].global_router_replay_instances
 
 
+@pytest.mark.parametrize("flag", ["moe_enable_routing_replay", "enable_routing_replay"])
+def test_a_model_of_a_copy_with_the_flag_off_is_not_replayed(flag: str) -> None:
+    """The reference model's config is the actor's, copied. It would have doubled the list of all."""
+    config = megatron_model.config(**FLAG)
+    megatron_model.model(config)
+    reference = copy.deepcopy(config)
+    setattr(reference, flag, False)
+    if flag == "enable_routing_replay" and has("moe_enable_routing_replay"):
+        reference.moe_enable_routing_replay = False  # upstream goes by its own name
+    api()[0].clear_global_router_replay_instances()
+    model = megatron_model.model(reference)
+    assert [one.module.router_replay for one in routers(model)] == [None] * 4
+    assert not api()[0].global_router_replay_instances
+
+
+class Foreign:
+    """A framework's own, whose patch of the router reads it; verl's before 0.9 is such a class."""
+
+    router_replay_action = "replay_forward"
+
+
+def test_what_a_framework_hangs_on_a_router_for_its_own_routing_is_left_to_it() -> None:
+    """It was asked for a method that it hasn't got, in every forward."""
+    trainer = upstream_loop.build({})
+    if has("moe_enable_routing_replay"):
+        pytest.skip("upstream's own routing asks whatever hangs there")
+    untouched = trainer.run("each")
+    for router in routers(trainer.model):
+        router.module.router_replay = Foreign()
+    assert same(trainer.run("each"), untouched)
+
+
 # Where the release lacks it
 
 
@@ -360,22 +393,29 @@ def test_a_wrapped_get_replay_topk_is_asked_without_an_action_too(monkeypatch: p
 def test_threads_that_share_a_router_leave_nothing_on_it(ours: Any) -> None:
     trainer = build_replayed(VARIANTS["aux_loss"])
     _, recorded = upstream_loop.record(trainer)
-    before = [dict(vars(router.module)) for router in routers(trainer.model)]
+    modules = [router.module for router in routers(trainer.model)]
+    before = [dict(vars(module)) for module in modules]
     ours.set_global_router_replay_action(api()[1].REPLAY_FORWARD)
     ours.set_replay_data(recorded[0])
-    threads = [threading.Thread(target=trainer.loss, args=(trainer.batches[0],)) for _ in range(3)]
+    done: list[bool] = []
+
+    def call() -> None:
+        """The routers alone: a dispatcher of Megatron's can't be shared."""
+        for module in modules * 5:
+            module(torch.randn(LENGTH, BATCH, module.config.hidden_size))
+        done.append(True)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    assert done == [True] * 3
     ours.clear_global_router_replay_action()
-    for router, kept in zip(routers(trainer.model), before, strict=True):
-        assert vars(router.module).keys() == kept.keys()
-        assert (
-            vars(router.module)["apply_load_balancing_loss"] is kept["apply_load_balancing_loss"]
-            if ("apply_load_balancing_loss" in kept)
-            else True
-        )
+    name = "apply_load_balancing_loss"
+    for module, kept in zip(modules, before, strict=True):
+        assert vars(module).keys() == kept.keys()
+        assert vars(module).get(name) is kept.get(name)
 
 
 def test_a_copy_and_a_pickle_of_a_router_have_a_replay_of_their_own(ours: Any) -> None:
@@ -445,3 +485,36 @@ def test_after_uninstall_a_live_router_is_as_megatron_made_it(ours: Any) -> None
     ours.global_router_replay_instances[:] = mine
     _, recorded = upstream_loop.record(trainer)
     assert all(ids is not None for layers in recorded for ids in layers)
+
+
+def test_after_uninstall_a_copied_router_is_as_megatron_made_it(ours: Any) -> None:
+    module = routers(build_replayed({}).model)[0].module
+    if any(isinstance(one, torch.distributed.ProcessGroup) for one in vars(module).values()):
+        pytest.skip("this Megatron-core's routers hold process groups, which can't be copied")
+    twin = copy.deepcopy(module)
+    assert "router_replay" in vars(twin)
+    for group in (replayed_routers._patches, router_methods._patches):
+        group.undo()
+    try:
+        assert not {"forward", "routing", "set_layer_number", "router_replay"} & vars(twin).keys()
+    finally:
+        replayed_routers.install()
+
+
+@pytest.mark.parametrize("flag", [FLAG, {}], ids=["replayed", "not replayed"])
+def test_a_wrapper_around_a_lent_method_survives_uninstall(ours: Any, flag: dict[str, Any]) -> None:
+    """A profiler or an offloading hook replaces `forward` on the instance, around ours."""
+    trainer = upstream_loop.build(flag)
+    untouched = trainer.run("each")
+    modules = [router.module for router in routers(trainer.model)]
+    for module in modules:
+        module.forward = functools.partial(module.forward)
+    replayed_routers._patches.undo()
+    left = router_methods._patches.undo()
+    try:
+        assert ["forward" in patch.where for patch in left] == [True]
+        assert same(trainer.run("each"), untouched)
+    finally:
+        for module in modules:
+            del module.forward
+        replayed_routers.install()

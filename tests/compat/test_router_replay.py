@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from npu_replay.compat.router_replay import AnotherNumber, RouterReplay, RouterReplayAction, answering
+from npu_replay.compat.router_replay import AnotherNumber, Asked, RouterReplay, RouterReplayAction, asked
 from npu_replay.errors import NoEffect, RouterError
 
 RECORD, FORWARD, BACKWARD = RouterReplayAction
@@ -191,7 +191,7 @@ def test_the_next_top_k_that_fits_asks_and_the_one_after_it_not() -> None:
     replay = RouterReplay()
     replay.set_target_indices(ids([3, 2], [3, 2]))
     replay.set_router_replay_action(FORWARD)
-    with answering(replay, rows=2, num_experts=4, topk=2):
+    with asked(Asked(replay, rows=2, num_experts=4, topk=2)):
         assert torch.topk(SCORES, 1, dim=1).indices.tolist() == [[1], [0]]
         assert torch.topk(SCORES, 2, dim=1).indices.tolist() == [[3, 2], [3, 2]]
         assert torch.topk(SCORES, 2, dim=1).indices.tolist() == [[1, 3], [0, 2]]
@@ -203,13 +203,13 @@ def test_no_top_k_at_all_is_an_error() -> None:
     replay.set_router_replay_action(RECORD)
     with (
         pytest.raises(NoEffect, match=r"a top-2 over 4 experts.*argsort"),
-        answering(replay, rows=2, num_experts=4, topk=2),
+        asked(Asked(replay, rows=2, num_experts=4, topk=2)),
     ):
         torch.argsort(SCORES)
 
 
 def test_without_an_action_none_is_missed() -> None:
-    with answering(RouterReplay(), rows=2, num_experts=4, topk=2):
+    with asked(Asked(RouterReplay(), rows=2, num_experts=4, topk=2)):
         torch.argsort(SCORES)
 
 
@@ -218,18 +218,18 @@ def test_an_ask_inside_an_ask_of_the_same_replay_answers_both() -> None:
     replay = RouterReplay()
     replay.set_target_indices(ids([3, 2], [3, 2]))
     replay.set_router_replay_action(FORWARD)
-    with answering(replay, rows=2, num_experts=4, topk=2):
-        with answering(replay, rows=2, num_experts=4, topk=2):
+    with asked(Asked(replay, rows=2, num_experts=4, topk=2)):
+        with asked(Asked(replay, rows=2, num_experts=4, topk=2)):
             assert torch.topk(SCORES, 2, dim=1).indices.tolist() == [[3, 2], [3, 2]]
         assert torch.topk(SCORES, 2, dim=1).indices.tolist() == [[1, 3], [0, 2]]
-    with answering(replay, rows=2, num_experts=4, topk=2):
+    with asked(Asked(replay, rows=2, num_experts=4, topk=2)):
         assert replay.get_replay_topk(SCORES, 2)[1].tolist() == [[3, 2], [3, 2]]
 
 
 def test_what_the_body_raises_comes_through() -> None:
     with (
         pytest.raises(ZeroDivisionError),
-        answering(RouterReplay(), rows=2, num_experts=4, topk=2),
+        asked(Asked(RouterReplay(), rows=2, num_experts=4, topk=2)),
     ):
         _ = 1 / 0
 

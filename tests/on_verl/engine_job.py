@@ -280,14 +280,19 @@ def _small(base: type) -> type:
     return Small
 
 
-def register() -> None:
-    """Small engines in the place of verl's, for what it takes this machine's device for."""
+def register(language_model: str = "megatron.transformer_impl.MegatronEngineWithLMHead") -> None:
+    """Small engines in the place of verl's, for what it takes this machine's device for.
+
+    Args:
+        language_model: which of verl's engines an actor gets, by its name below verl.workers.engine.
+    """
     from verl.utils.device import get_device_name
     from verl.workers.engine import EngineRegistry
     from verl.workers.engine.megatron import transformer_impl as impl
 
+    module, _, name = language_model.rpartition(".")
     kinds = {
-        "language_model": impl.MegatronEngineWithLMHead,
+        "language_model": getattr(importlib.import_module(f"verl.workers.engine.{module}"), name),
         "value_model": impl.MegatronEngineWithValueHead,
     }
     for name, base in kinds.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -13,22 +14,36 @@ import processes
 
 pytestmark = pytest.mark.megatron
 
+CASES = ["R2: full recompute", "R3: pp2, two virtual stages and a dense chunk"]
 VARIANTS = ["softmax_after_topk", "groups_sigmoid_bias", "aux_loss", "seq_aux_loss", "capacity_probs"]
 
 
-@pytest.mark.parametrize(
-    "product", [processes.STAND_IN, pytest.param(processes.REAL, marks=pytest.mark.mindspeed)]
-)
-def test_record_and_replay_with_a_repatch_before_and_after(
-    product: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A second engine repatches, which throws away what lies over MindSpeed's own wrappers."""
-    if product == processes.REAL and not processes.real_mindspeed():
+@pytest.fixture(params=[processes.STAND_IN, pytest.param(processes.REAL, marks=pytest.mark.mindspeed)])
+def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == processes.REAL and not processes.real_mindspeed():
         pytest.skip("mindspeed is not importable: put MindSpeed and Megatron-LM's source tree on PYTHONPATH")
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")
+    return str(request.param)
+
+
+def test_record_and_replay_with_a_repatch_before_and_after(product: str) -> None:
+    """A second engine repatches, which throws away what lies over MindSpeed's own wrappers."""
     found = processes.run(
         product, Path(__file__).with_name("mindspeed_worker.py"), {"variants": VARIANTS}, timeout=280
     )
     assert found["done"] == VARIANTS
     assert found["first engine"]
     assert ("stand_in" in found["mindspeed"]) == (product == processes.STAND_IN)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_the_engine_that_verl_takes_on_an_npu_records_and_replays(product: str) -> None:
+    """MindspeedEngineWithLMHead, in two processes: the actor's repatches, and then another one's."""
+    if version("verl").startswith("0.7.0"):
+        pytest.skip("0.7.0's engines know no replay")
+    worker = Path(__file__).with_name("mindspeed_engine_worker.py")
+    for found in processes.run_ranks(product, worker, {"cases": CASES}, 2, timeout=280):
+        assert found["done"] == CASES
+        assert found["repatched"] == 2 * len(CASES)
+        assert ("stand_in" in found["mindspeed"]) == (product == processes.STAND_IN)

@@ -104,7 +104,15 @@ def memory_allocated(*_: Any) -> int:
     return 0
 
 
-max_memory_allocated = memory_reserved = memory_allocated
+max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
+
+
+def mem_get_info(*_: Any) -> tuple[int, int]:
+    """Free and in all, in bytes."""
+    return 0, 0
+
+
+def reset_peak_memory_stats(*_: Any) -> None: ...
 
 
 def get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
