@@ -164,6 +164,7 @@ def test_a_module_that_is_missing_is_named(megatron_core: Path) -> None:
     assert row(result.text, "replay on Megatron-core") == f"broken megatron-core: {problem}"
 
 
+@pytest.mark.slow
 @pytest.mark.megatron
 @pytest.mark.parametrize(
     ("name", "line", "error"),
@@ -190,6 +191,7 @@ def test_what_fails_only_when_it_is_imported_is_told(
 ROUTING = ("topk_softmax_with_capacity", "topk_routing_with_score_function")
 
 
+@pytest.mark.slow
 @pytest.mark.megatron
 def test_a_fork_whose_routing_has_another_name_is_told(megatron_core: Path) -> None:
     for source in megatron_core.rglob("*.py"):

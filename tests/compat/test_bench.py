@@ -14,6 +14,7 @@ from npu_replay import bench, bench_decode, bench_gather, seam, session
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
 
+@pytest.mark.slow
 def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

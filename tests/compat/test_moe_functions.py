@@ -179,6 +179,7 @@ print(json.dumps([report, one, is_vp_first_stage(0, 2), left]))
 """
 
 
+@pytest.mark.slow
 def test_whichever_is_imported_first_all_is_the_same_and_undone() -> None:
     said = []
     for order in ("npu_replay first", "megatron first"):

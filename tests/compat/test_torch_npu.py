@@ -78,6 +78,7 @@ def test_a_torch_npu_that_fails_says_why_and_leaves_the_cpu(broken: Path) -> Non
     ]
 
 
+@pytest.mark.slow
 def test_doctor_says_that_it_takes_torch_with_it_and_how_to_keep_it_from_that(broken: Path) -> None:
     command = [sys.executable, "-m", "npu_replay", "doctor", "--json"]
     variables = environment(broken, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
@@ -155,6 +156,7 @@ def test_before_torch_accelerator_the_registered_device_is_asked_before_cuda(
     assert torch_npu.accelerator() == ("cuda", 8)
 
 
+@pytest.mark.slow
 @simulated
 def test_doctor_tries_the_npu_that_torch_npu_brings() -> None:
     command = [sys.executable, "-m", "npu_replay", "doctor", "--json"]
