@@ -122,10 +122,12 @@ def test_the_name_that_was_set_since_counts(config_class: type, flag: str, value
     assert config_flags.asks_for_replay(config) is not value
 
 
+def fields_of(config: Any) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(type(config))}
+
+
 def by_fields(config: Any) -> Any:
-    return type(config)(
-        **{field.name: getattr(config, field.name) for field in dataclasses.fields(type(config))}
-    )
+    return type(config)(**fields_of(config))
 
 
 def by_dict(config: Any) -> Any:
@@ -163,6 +165,16 @@ def test_fields_of_copies_that_differ_are_an_error_where_nobody_says_of_which(co
     assert config_class(**fields, enable_routing_replay=True).enable_routing_replay is True
     configs[0].enable_routing_replay = True
     assert config_class(**fields).enable_routing_replay is True
+
+
+def test_a_deep_copy_is_known_by_its_own_init_method(config_class: type) -> None:
+    """Also where the caller of the constructor holds the fields alone."""
+    configs = [config_class(**SIZES)]
+    configs.append(copy.deepcopy(configs[0]))
+    assert configs[0].init_method is not configs[1].init_method
+    configs[1].enable_routing_replay = True
+    for number, fields in enumerate([fields_of(config) for config in configs]):
+        assert config_class(**fields).enable_routing_replay is bool(number)
 
 
 def test_fields_of_a_config_that_is_gone_have_what_it_was_built_with(config_class: type) -> None:
