@@ -2,7 +2,7 @@
 # Runs the tests with Megatron 0.12.1, then those that need Megatron with 0.16.1.
 #
 #   ci/test.sh                  the quick ones, in some five minutes on two cores: no wheels, no smoke jobs, nothing
-#                               slow, and three of the ways to split a model
+#                               slow, and two of the ways to split a model
 #   ci/test.sh --all            all of them
 #                               (neither has tests/matrix/, which ci/matrix.sh runs on every release)
 #   ci/test.sh ARGUMENT ...     what pytest makes of these: ci/test.sh tests/test_session.py -k recompute
@@ -31,7 +31,7 @@ run_pytest() {
 # What every release runs in each mode; the first runs also what needs no Megatron.
 quick() {
     run_pytest "$1" -m "$2not slow and not packaging" --ignore "$parallel" --ignore "$smoke" --ignore tests/matrix
-    run_pytest "$1" "$parallel" -k "2-tp2-full or pp2-vp2-full or error_on_one_rank"
+    run_pytest "$1" "$parallel" -k "2-tp2-full or pp2-vp2-full"
 }
 
 marks=""

@@ -217,6 +217,7 @@ def test_the_table_of_sglang_is_what_engine_arguments_says() -> None:
     assert sglang.engine_arguments("0.5.23", planned={"enable_eplb": True}, device="npu").arguments
 
 
+@pytest.mark.slow
 def test_the_output_of_inspect_is_what_it_says(tmp_path: Path) -> None:
     """All but the figures, which may differ from processor to processor."""
     shown = re.search(r"```text\nanswer\.json:.*?```", TEXT, re.DOTALL)

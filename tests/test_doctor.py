@@ -87,6 +87,7 @@ def test_without_any_framework_it_says_how_to_get_one_and_exits_1(tmp_path: Path
     assert "put Megatron-LM on PYTHONPATH" in result.text
 
 
+@pytest.mark.slow
 def test_a_half_installed_megatron_is_named_and_exits_1(tmp_path: Path) -> None:
     (tmp_path / "megatron" / "core").mkdir(parents=True)
     result = run("--json", path=str(tmp_path))
@@ -98,6 +99,7 @@ def test_a_half_installed_megatron_is_named_and_exits_1(tmp_path: Path) -> None:
     assert [trial["problem"] for trial in found["self_test"]] == [""]
 
 
+@pytest.mark.slow
 def test_a_torch_npu_that_does_not_import_breaks_neither_doctor_nor_the_cpu(tmp_path: Path) -> None:
     (tmp_path / "torch_npu").mkdir()
     (tmp_path / "torch_npu" / "__init__.py").write_text("raise ImportError('libhccl.so: cannot open')")

@@ -102,6 +102,7 @@ def is_exempt(name: str, release: str) -> bool:
     return "bfloat16" in name and (later >= 18 or (later >= 17 and name.startswith("scores sigmoid")))
 
 
+@pytest.mark.slow
 def test_results_are_those_of_later_releases(later: tuple[str, Any]) -> None:
     release, real = later
     ours = dict(cases.results()) | dict(cases.replay_results())
@@ -112,6 +113,7 @@ def test_results_are_those_of_later_releases(later: tuple[str, Any]) -> None:
     assert [name for name in compared if differ(ours[name], real["results"][name])] == []
 
 
+@pytest.mark.slow
 def test_signatures_are_those_of_later_releases(later: tuple[str, Any]) -> None:
     release, real = later
     before_0_16 = release in ("0.14.0", "0.15.3")

@@ -24,7 +24,7 @@ STAGES = ((0, 1), (3,))
 LENGTHS = ((5, 3), (4,))
 EXPERTS = 300  # more than a byte holds (T19), and no back end sends int16 (T19b)
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ CHECKS = (
     "gradients as without recompute",
 )
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
