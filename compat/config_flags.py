@@ -92,7 +92,7 @@ def _keep(config: Any, given: Flags) -> None:
         config: just built.
         given: flags that were passed beside the config's own fields, so by hand.
     """
-    flags = {name: bool(getattr(config, name, False)) for name in FLAGS} | given
+    flags = _flags(config) | given
     replay = _agreed({name: given[name] for name in REPLAY if name in given}, config)
     if replay is None:
         replay = any(flags[name] for name in REPLAY)

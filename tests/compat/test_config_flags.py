@@ -62,6 +62,14 @@ def test_nothing_is_written_on_the_class(config_class: type) -> None:
     assert "__signature__" not in vars(config_class.__init__)
 
 
+def fields_of(config: Any) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(type(config))}
+
+
+def by_fields(config: Any) -> Any:
+    return type(config)(**fields_of(config))
+
+
 MADE_FROM = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
@@ -69,9 +77,7 @@ MADE_FROM = {
     "a copy of a copy": lambda config: dataclasses.replace(copy.deepcopy(config)),
     "a pickle": lambda config: dataclasses.replace(pickle.loads(pickle.dumps(config))),
     "its own class": lambda config: type(config)(**SIZES, enable_routing_replay=True),
-    "its fields": lambda config: type(config)(
-        **{field.name: getattr(config, field.name) for field in dataclasses.fields(type(config))}
-    ),
+    "its fields": by_fields,
 }
 
 
@@ -120,14 +126,6 @@ def test_the_name_that_was_set_since_counts(config_class: type, flag: str, value
     assert config_flags.asks_for_replay(pickle.loads(pickle.dumps(config))) is value
     setattr(config, flag, not value)
     assert config_flags.asks_for_replay(config) is not value
-
-
-def fields_of(config: Any) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(type(config))}
-
-
-def by_fields(config: Any) -> Any:
-    return type(config)(**fields_of(config))
 
 
 def by_dict(config: Any) -> Any:
