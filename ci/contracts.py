@@ -17,15 +17,19 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pip._vendor.packaging.version import Version
-from releases import Index, Release
+from packaging.version import Version
+from source_files import Release
 from source_stubs import differences
+
+if TYPE_CHECKING:
+    from releases import Index
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    from pip._vendor import tomli as tomllib
+    import tomli as tomllib
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "contracts.md"
@@ -196,6 +200,9 @@ def _asked(
 
 def main(arguments: Sequence[str]) -> int:
     """Return 1 if a contract is broken."""
+    # Not above: it imports pip, after which no setuptools can be imported, and the tests import this module.
+    from releases import Index
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -20,7 +20,7 @@ from typing import Any
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    from pip._vendor import tomli as tomllib
+    import tomli as tomllib
 
 TOML = Path(__file__).resolve().with_name("matrix.toml")
 TIERS = "tiers"

@@ -1,5 +1,6 @@
 """What every test relies on: one thread, and Megatron's tests skipped where there is no Megatron."""
 
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -21,6 +22,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("megatron") is not None:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_pip_in_this_process() -> Iterator[None]:
+    """After pip no setuptools can be imported, and Megatron-core 0.16 needs it: which tests fail is luck."""
+    was_there = "pip" in sys.modules
+    yield
+    assert was_there or "pip" not in sys.modules, (
+        "a test of this file imported pip: run it in a process of its own"
+    )
 
 
 @pytest.fixture(scope="module")

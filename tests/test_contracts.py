@@ -77,7 +77,6 @@ NEW = {"engine/outputs.py": OUTPUTS, "engine/utils.py": UTILS}
 @pytest.fixture(scope="module")
 def contracts() -> Iterator[ModuleType]:
     """ci/contracts.py, which imports its neighbours by name."""
-    pytest.importorskip("pip", reason="the script finds releases with pip")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(CI))
         yield importlib.import_module("contracts")
@@ -98,7 +97,7 @@ def check(contracts: ModuleType, tmp_path: Path) -> Callable[..., tuple[dict[str
         for path, source in files.items():
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / path).write_text(source, encoding="utf-8")
-        return engine.check(contracts.Version(version), sys.modules["releases"].Folder(tmp_path))
+        return engine.check(contracts.Version(version), sys.modules["source_files"].Folder(tmp_path))
 
     return check
 

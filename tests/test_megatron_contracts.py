@@ -17,10 +17,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [
-    pytest.mark.megatron,
-    pytest.mark.filterwarnings("ignore:Setuptools is replacing distutils"),  # pip does that
-]
+pytestmark = pytest.mark.megatron
 
 CI = Path(__file__).parents[1] / "ci"
 CORE = "megatron/core/"
@@ -99,9 +96,7 @@ Check = Callable[..., tuple[dict[str, str], list[str]]]
 
 @pytest.fixture(scope="module")
 def contracts() -> Iterator[ModuleType]:
-    pytest.importorskip("pip", reason="the script finds releases with pip")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SETUPTOOLS_USE_DISTUTILS", "stdlib")  # Megatron-core has imported that
         patch.syspath_prepend(str(CI))
         yield importlib.import_module("contracts")
 
@@ -119,7 +114,7 @@ def check(contracts: ModuleType, product: Any) -> Check:
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("a source tree doesn't say which release it is")
 
-    class Changed(sys.modules["releases"].Folder):  # type: ignore[misc]
+    class Changed(sys.modules["source_files"].Folder):  # type: ignore[misc]
         def __init__(self, changed: dict[str, str]) -> None:
             super().__init__(root())
             self._changed = changed

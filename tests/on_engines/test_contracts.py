@@ -34,7 +34,6 @@ MINE = {
     ],
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore:Setuptools is replacing distutils")  # pip does that
 CHANGES = [(engine, *change) for engine, changes in MINE.items() for change in changes]
 
 
@@ -44,11 +43,11 @@ def check() -> Iterator[Callable[..., tuple[dict[str, str], list[str]]]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(CI))
         contracts = importlib.import_module("contracts")
-        releases = importlib.import_module("releases")
+        files = importlib.import_module("source_files")
         known = contracts.products((CI / "contracts.toml").read_text(encoding="utf-8"))
 
         def check(engine: str, **changed: str) -> Any:
-            there = _release(releases, _root(engine), changed)
+            there = _release(files, _root(engine), changed)
             return known[engine].check(contracts.Version(importlib.metadata.version(engine)), there)
 
         yield check
@@ -61,8 +60,8 @@ def _root(engine: str) -> Path:
     return Path(spec.origin).parents[1]
 
 
-def _release(releases: ModuleType, root: Path, changed: dict[str, str]) -> Any:
-    class Changed(releases.Folder):  # type: ignore[name-defined,misc]
+def _release(files: ModuleType, root: Path, changed: dict[str, str]) -> Any:
+    class Changed(files.Folder):  # type: ignore[name-defined,misc]
         def read(self, path: str) -> str | None:
             return changed.get(path, super().read(path))
 
