@@ -88,7 +88,7 @@ def answer(code: str, path: Path | None = None, **environment: str) -> Any:
     found = [str(path), os.environ.get("PYTHONPATH", "")] if path else [os.environ.get("PYTHONPATH", "")]
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, found))} | environment
     command = [sys.executable, "-c", f"import json, sys\n{code}"]
-    done = subprocess.run(command, text=True, capture_output=True, check=True, env=variables)
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, check=True, env=variables)
     return json.loads(done.stdout)
 
 

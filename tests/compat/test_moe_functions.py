@@ -51,7 +51,6 @@ def later(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         [sys.executable, cases.__file__, str(saved)],
         env=os.environ | {"PYTHONPATH": path},
         check=True,
-        capture_output=True,
     )
     return release, torch.load(saved)
 
