@@ -13,7 +13,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -116,7 +116,7 @@ def _imported(name: str) -> ModuleType:
     for depth in range(1, len(parents) + 1):
         package = ".".join(parents[:depth])
         if package not in sys.modules:
-            entered = ModuleType(package)
-            entered.__path__ = [str(SOURCE.joinpath(*parents[1:depth]))]
-            sys.modules[package] = entered
+            spec = find_spec(package)
+            assert spec is not None
+            sys.modules[package] = module_from_spec(spec)
     return importlib.import_module(name)
