@@ -5,8 +5,6 @@ The local layer spec is used: nothing here needs Transformer Engine, CUDA or a l
 
 from __future__ import annotations
 
-import os
-import tempfile
 from typing import Any
 
 import torch
@@ -20,9 +18,7 @@ def start() -> None:
     from megatron.core import parallel_state, tensor_parallel
 
     if not dist.is_initialized():
-        handle, path = tempfile.mkstemp(prefix="npu_replay_store_")
-        os.close(handle)
-        dist.init_process_group(backend(), init_method=f"file://{path}", rank=0, world_size=1)
+        dist.init_process_group(backend(), store=dist.HashStore(), rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
         tensor_parallel.model_parallel_cuda_manual_seed(1)

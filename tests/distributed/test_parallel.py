@@ -72,7 +72,8 @@ def launch(processes: int, folder: Path, cases: Sequence[str], timeout: float = 
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={processes}", str(WORKER), str(folder), *cases]
     path = os.pathsep.join([str(WORKER.parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
+    own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}
+    environment = os.environ | own | {"PYTHONPATH": path}
     with (folder / "output").open("w+") as output:
         job = subprocess.Popen(
             command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

@@ -117,7 +117,9 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> Notes:
 def _launch(folder: Path, cases: list[str]) -> str:
     """Start a job on a port of its own; return the end of what it printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    # What verl and torchrun leave in the folder for temporary files goes with ours.
+    own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}
+    environment = os.environ | own
     with (folder / "output").open("w+") as output:
         process = subprocess.Popen(
             [*command, str(WORKER), str(folder), *cases],
