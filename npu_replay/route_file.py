@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from npu_replay import route_bytes
 from npu_replay.errors import RouteFileError
@@ -80,34 +80,53 @@ def parse(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def write_whole(path: Path, data: bytes, *, overwrite: bool) -> None:
-    """Write a file so that nobody ever sees half of it."""
+    """Write a file so that nobody ever sees half of it; of writers that don't overwrite only one succeeds.
+
+    Raises:
+        RouteFileError: the file is there and `overwrite` isn't set, or it can't be written.
+    """
+    scratch = path.with_name(f".{path.name}.{uuid4().hex[:8]}.part")
     try:
-        if path.exists() and not overwrite:
-            raise RouteFileError(
-                "the file is there already and is not overwritten",
-                where=str(path),
-                cause="an earlier run; pass overwrite=True (--force on the command line) to replace it",
-            )
-        handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        if not overwrite:
+            _refuse_existing(path)  # before anything is written
+        file = scratch.open("xb")  # with the rights that the umask leaves
     except OSError as error:
         raise RouteFileError(f"the file can't be written ({error})", where=str(path)) from error
     try:
-        with os.fdopen(handle, "wb") as file:
+        with file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(scratch, 0o666 & ~_umask())
-        os.replace(scratch, path)
+        _name(scratch, path, overwrite=overwrite)
     except OSError as error:
         raise RouteFileError(f"the file can't be written ({error})", where=str(path)) from error
     finally:
-        Path(scratch).unlink(missing_ok=True)
+        scratch.unlink(missing_ok=True)
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _name(scratch: Path, path: Path, *, overwrite: bool) -> None:
+    """Give what is written its name; a link, unlike a rename, fails where another writer was faster."""
+    if not overwrite:
+        try:
+            return os.link(scratch, path)
+        except FileExistsError as error:
+            raise _is_there(path) from error
+        except OSError:  # a file system without links
+            _refuse_existing(path)
+    os.replace(scratch, path)
+
+
+def _refuse_existing(path: Path) -> None:
+    if path.exists():
+        raise _is_there(path)
+
+
+def _is_there(path: Path) -> RouteFileError:
+    return RouteFileError(
+        "the file is there already and is not overwritten",
+        where=str(path),
+        cause="an earlier run; pass overwrite=True (--force on the command line) to replace it",
+    )
 
 
 def require_safetensors() -> None:

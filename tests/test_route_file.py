@@ -6,7 +6,6 @@ import json
 import os
 import stat
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,7 @@ def test_a_folder_is_not_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("step", ["write", "fsync", "chmod", "replace"])
+@pytest.mark.parametrize("step", ["write", "fsync", "replace"])
 @pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=repr)
 def test_a_write_that_fails_leaves_nothing_behind(
     path: Path, monkeypatch: pytest.MonkeyPatch, step: str, failure: BaseException, overwrite: bool
@@ -101,8 +100,8 @@ def test_a_write_that_fails_leaves_nothing_behind(
             fail()
 
     if step == "write":
-        native = os.fdopen
-        monkeypatch.setattr(os, "fdopen", lambda *args: Broken(native(*args)))
+        native = Path.open
+        monkeypatch.setattr(Path, "open", lambda *args: Broken(native(*args)))
     else:
         monkeypatch.setattr(os, step, fail)
     wanted = RouteFileError if isinstance(failure, OSError) else KeyboardInterrupt
@@ -114,14 +113,84 @@ def test_a_write_that_fails_leaves_nothing_behind(
         assert RoutedExperts.load(path) == routes()
 
 
-def test_a_saved_file_has_the_usual_rights(path: Path) -> None:
-    mask = os.umask(0o027)
-    try:
+@pytest.mark.parametrize("failure", [OSError(95, "Operation not supported"), KeyboardInterrupt()], ids=repr)
+def test_a_new_file_that_gets_no_name_leaves_nothing_behind(
+    path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException
+) -> None:
+    def fail(*_: Any) -> None:
+        raise failure
+
+    monkeypatch.setattr(os, "link", fail)
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(RouteFileError if isinstance(failure, OSError) else KeyboardInterrupt):
         routes().save(path)
-    finally:
-        os.umask(mask)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert os.listdir(path.parent) == []
+
+
+def without_links(*_: Any) -> None:
+    raise OSError(95, "Operation not supported")
+
+
+def test_a_file_system_without_links_will_do(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", without_links)
+    routes().save(path)
+    assert RoutedExperts.load(path) == routes()
     assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_of_two_writers_at_once_the_first_is_kept(
+    path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    """The second begins, and ends, while the first is at work."""
+    native = os.fsync
+
+    def faster(handle: int) -> None:
+        monkeypatch.setattr(os, "fsync", native)
+        routes(tokens=7).save(path)
+
+    monkeypatch.setattr(os, "fsync", faster)
+    if not links:
+        monkeypatch.setattr(os, "link", without_links)
+    with pytest.raises(RouteFileError, match=r"is not overwritten.*overwrite=True") as caught:
+        routes().save(path)
+    assert caught.value.where == str(path)
+    assert RoutedExperts.load(path) == routes(tokens=7)
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_writer_that_comes_between_the_look_and_the_name_is_kept(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routes(tokens=7).save(path)
+    monkeypatch.setattr(Path, "exists", lambda _: False)
+    with pytest.raises(RouteFileError, match="is not overwritten"):
+        routes().save(path)
+    monkeypatch.undo()
+    assert RoutedExperts.load(path) == routes(tokens=7)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(("mask", "rights"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)], ids=oct)
+def test_a_saved_file_has_the_usual_rights(path: Path, mask: int, rights: int, overwrite: bool) -> None:
+    before = os.umask(mask)
+    try:
+        routes().save(path, overwrite=overwrite)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == rights
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_the_umask_is_not_touched(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the whole process's: another thread's new files would be open to all meanwhile."""
+
+    def refuse(mask: int) -> int:
+        pytest.fail(f"umask({mask:o})")
+
+    monkeypatch.setattr(os, "umask", refuse)
+    routes().save(path)
+    routes().save(path, overwrite=True)
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -132,14 +201,14 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("step", ["exists", "mkstemp"])
+@pytest.mark.parametrize("step", ["exists", "open"])
 def test_a_folder_without_the_right_to_read_or_write_is_named(
     path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(*((Path, step) if step == "exists" else (tempfile, step)), refuse)
+    monkeypatch.setattr(Path, step, refuse)
     with pytest.raises(RouteFileError, match=r"can't be written.*Permission denied") as caught:
         routes().save(path)
     assert caught.value.where == str(path)
