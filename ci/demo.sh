@@ -5,7 +5,7 @@ set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 
 release=${NPU_REPLAY_MEGATRON:-0.12.1}
-[[ -d $work/megatron/$release ]] || fail "NPU_REPLAY_MEGATRON is $release; there are 0.12.1 and 0.16.1"
+[[ -d $work/megatron/$release ]] || fail "NPU_REPLAY_MEGATRON is $release; there are" $tested
 case " $* " in
     *" --out "* | *" --out="* | *" --help "*) ;;
     *) set -- "$@" --out "$repository/out/demo" ;;

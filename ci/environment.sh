@@ -105,8 +105,9 @@ fetch() {
 
 # What a release imports and the environment hasn't: fetched once, since triton alone has 300 MB.
 lay_beside() {
-    local requirement folder partial entry
-    for requirement in $(python "$repository/ci/matrix.py" beside "$1" "$2"); do
+    local requirements requirement folder partial entry
+    requirements=$(python "$repository/ci/matrix.py" beside "$1" "$2") || exit 1
+    for requirement in $requirements; do
         folder=$work/beside/$requirement
         if [[ ! -d $folder ]]; then
             mkdir -p "$work/beside"
@@ -181,7 +182,8 @@ if environment_is_active; then
 else
     make_environment
 fi
-for release in $(python "$repository/ci/matrix.py" tier tests); do fetch_megatron "$release"; done
+tested=$(python "$repository/ci/matrix.py" tier tests)
+for release in $tested; do fetch_megatron "$release"; done
 
 # What is on PYTHONPATH already stays: a vendor's toolkit may live there.
 with_megatron() {

@@ -72,16 +72,17 @@ def run(release: matrix.Release, cases: str) -> Outcome:
         status = subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=output, check=False)
     found = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
     shown, problems = judge(release.product, found, natives(release), "all" if cases == "all" else "a choice")
-    if found.get(release.package) != release.version:
-        problems = [f"what ran was {release.package} {found.get(release.package)}"] if found else []
-    if status.returncode and not problems:
-        problems = [f"pytest ended with {status.returncode}, see {log.relative_to(ROOT)}"]
+    if found and found.get(release.package) != release.version:
+        problems = [f"what ran was {release.package} {found.get(release.package)}"]
+    if not found or (status.returncode and not problems):
+        unsaid = "" if found else " and left no result"
+        problems = [f"pytest ended with {status.returncode}{unsaid}, see {log.relative_to(ROOT)}"]
     return Outcome(
         release,
         shown,
         tuple(problems),
         time.monotonic() - started,
-        said=_end_of(log) if status.returncode else "",
+        said=_end_of(log) if status.returncode or not found else "",
     )
 
 

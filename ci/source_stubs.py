@@ -39,9 +39,9 @@ def _missing(
         if isinstance(statement, ast.ClassDef):
             yield from _class(statement, body, module, owner)
         elif isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield from _function(statement, body, module, owner)
+            yield from _function(statement, body, owner)
         elif isinstance(statement, ast.AnnAssign):
-            yield from _field(statement, body, module, owner)
+            yield from _field(statement, body, owner)
         elif isinstance(statement, ast.ImportFrom):
             yield from _import(statement, module)
         elif not _is_ellipsis(statement):
@@ -66,7 +66,7 @@ def _class(wanted: ast.ClassDef, body: Sequence[ast.stmt], module: ast.Module, o
 
 
 def _function(
-    wanted: ast.FunctionDef | ast.AsyncFunctionDef, body: Sequence[ast.stmt], module: ast.Module, owner: str
+    wanted: ast.FunctionDef | ast.AsyncFunctionDef, body: Sequence[ast.stmt], owner: str
 ) -> Iterator[str]:
     name = _within(owner, wanted.name)
     found = _definition(wanted.name, (ast.FunctionDef, ast.AsyncFunctionDef), body)
@@ -95,7 +95,7 @@ def _signature(wanted: ast.arguments, found: ast.arguments, name: str) -> Iterat
         yield f"{name} has its arguments in another order: {', '.join(positional)}"
 
 
-def _field(wanted: ast.AnnAssign, body: Sequence[ast.stmt], module: ast.Module, owner: str) -> Iterator[str]:
+def _field(wanted: ast.AnnAssign, body: Sequence[ast.stmt], owner: str) -> Iterator[str]:
     name = ast.unparse(wanted.target)
     found = _assignment(name, body)
     where = _within(owner, name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_replay.compat.probe import Capability, Product
+from npu_replay.compat.probe import Capability
 
 NAME = "cuda"
 BACKEND = "nccl"
@@ -15,7 +15,7 @@ MODULE = ""
 """What has to be imported for it: nothing, it is torch's own."""
 
 
-def capability(kind: str, devices: int, product: Product | None = None) -> Capability:
+def capability(kind: str, devices: int) -> Capability:
     """CUDA, where torch's accelerator is of this kind. torch.cuda isn't asked: it may be torch_npu's."""
     if kind == NAME:
         return Capability("CUDA", "works", f"{devices} device{'s' if devices != 1 else ''}")

@@ -116,7 +116,7 @@ def main(*, device: str, pairs: int, out: Path | None, force: bool) -> list[Row]
 
 def measure(device: torch.device, pairs: int, tell: Callable[[str], None]) -> Iterator[Row]:
     """All rows, router forward first."""
-    megatron_model.start()
+    megatron_model.start(device)
     for tokens in TOKENS:
         tell(f"router forward, {tokens} tokens")
         yield from _router_rows(tokens, device, pairs)

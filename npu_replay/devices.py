@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import torch
@@ -16,9 +17,14 @@ ACCELERATORS = (torch_npu, cuda)
 def pick(name: str) -> torch.device:
     """The device called `name`; "auto" takes an accelerator if there is one.
 
+    With "cpu" this process loses sight of CUDA's devices: Megatron-core puts routers onto one that it sees.
+
     Raises:
         ReplayError: it isn't available; says what is.
     """
+    if name == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return torch.device(name)
     found = available()
     if name == "auto":
         return torch.device(found[0])
@@ -40,11 +46,10 @@ def available() -> list[str]:
     return [kind, "cpu"] if kind in {device.NAME for device in ACCELERATORS} else ["cpu"]
 
 
-def backend() -> str:
-    """torch.distributed's back end for the accelerator of this process, or the CPU."""
-    kind, _ = torch_npu.accelerator()
-    backends: dict[str, str] = {device.NAME: device.BACKEND for device in ACCELERATORS}
-    return backends.get(kind, "gloo")
+def backend(device: torch.device) -> str:
+    """torch.distributed's back end for a device."""
+    backends: dict[str, str] = {accelerator.NAME: accelerator.BACKEND for accelerator in ACCELERATORS}
+    return backends.get(device.type, "gloo")
 
 
 @contextlib.contextmanager

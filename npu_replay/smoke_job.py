@@ -24,13 +24,12 @@ import torch
 import torch.distributed as dist
 
 from npu_replay import devices
-from npu_replay.compat import cuda, probe, torch_npu
+from npu_replay.compat import probe
 from npu_replay.errors import ReplayError
 from npu_replay.smoke_model import Split
 
 Made = TypeVar("Made")
 
-_BACKENDS = {torch_npu.NAME: torch_npu.BACKEND, cuda.NAME: cuda.BACKEND}
 
 
 def place() -> tuple[int, int]:
@@ -87,7 +86,7 @@ class Job:
         store = _store()
         self.store = _prefixed("smoke", store)
         self.device = self._prepared(kind)
-        self.backend = _BACKENDS.get(self.device.type, "gloo")
+        self.backend = devices.backend(self.device)
         self.control = self._connect(store)
 
     def _prepared(self, kind: str) -> torch.device:
@@ -165,8 +164,6 @@ def _prefixed(name: str, store: Any) -> Any:
 
 
 def _device(kind: str) -> torch.device:
-    if kind == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Megatron would put routers onto a GPU that it sees
     found = devices.pick(kind)
     if found.type != "cpu":
         getattr(torch, found.type).set_device(int(os.environ.get("LOCAL_RANK", "0")))

@@ -201,7 +201,8 @@ def shown(page: Any, **changes: Any) -> Any:
     [
         ("0.15.3", 0, ""),
         ("0.16.1", 0, "what ran was megatron-core 0.16.1"),
-        (None, 4, "pytest ended with 4, see matrix/megatron-0.15.3.log"),
+        (None, 4, "pytest ended with 4 and left no result, see matrix/megatron-0.15.3.log"),
+        (None, 0, "pytest ended with 0 and left no result, see matrix/megatron-0.15.3.log"),
     ],
 )
 def test_another_release_than_was_asked_for_is_a_problem_and_so_is_none(
@@ -230,7 +231,9 @@ def test_another_release_than_was_asked_for_is_a_problem_and_so_is_none(
     monkeypatch.setattr(runs.subprocess, "run", pytest_run)
     outcome = runs.run(matrix.read().one("megatron", "0.15.3"), "0")
     assert outcome.problems == ((problem,) if problem else ())
-    assert outcome.said.split("\n")[-2:] == (["    line 99", "    line 100"] if status else [""])
+    assert outcome.said.split("\n")[-2:] == (
+        ["    line 99", "    line 100"] if status or ran_on is None else [""]
+    )
 
 
 def test_a_page_that_says_something_else_is_stale(runs: Any, page: Any, matrix: Any) -> None:

@@ -10,15 +10,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from npu_replay.devices import backend
+from npu_replay.devices import backend, pick
 
 
-def start() -> None:
-    """Initialise torch.distributed and Megatron's parallel state for this process alone, once."""
+def start(device: torch.device | None = None) -> None:
+    """Initialise torch.distributed and Megatron's parallel state for this process alone, once.
+
+    Args:
+        device: where the model will be; none: the accelerator, where there is one.
+    """
     from megatron.core import parallel_state, tensor_parallel
 
     if not dist.is_initialized():
-        dist.init_process_group(backend(), store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend(device or pick("auto")), store=store, rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
         tensor_parallel.model_parallel_cuda_manual_seed(1)

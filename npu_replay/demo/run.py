@@ -51,7 +51,7 @@ def main(*, device: str, steps: int, out: Path, seed: int, force: bool) -> dict[
 
 def run(device: torch.device, steps: int, seed: int, advance: Any = lambda *_: None) -> dict[str, Any]:
     """The job itself; `advance` is told of each part that begins and of each step."""
-    megatron_model.start()
+    megatron_model.start(device)
     advance("rollout: Qwen3-MoE of transformers, bfloat16, KV cache")
     rollout = qwen3_moe(seed, device)
     samples = roll_out(rollout, seed, device)
