@@ -43,7 +43,13 @@ def header(routes: RoutedExperts) -> dict[str, Any]:
 
 
 def shape_of(described: dict[str, Any]) -> tuple[int, int, int]:
-    """[tokens, layers, topk], from a header that may hold anything; ValueError, KeyError or TypeError."""
+    """[tokens, layers, topk], from a header that may hold anything; ValueError, KeyError or TypeError.
+
+    After it nothing that `arguments` takes is missing, and numpy has the dtype.
+    """
+    missing = [name for name in ("num_experts", "fingerprint", "weight_version") if name not in described]
+    if missing or described["dtype"] not in _DTYPES:
+        raise ValueError(f"no {' and no '.join(missing)}" if missing else f"dtype {described['dtype']!r}")
     tokens, layers, topk = described["tokens"], len(described["layers"]), described["topk"]
     if not all(isinstance(length, int) and length >= 0 for length in (tokens, topk)):
         raise ValueError(f"tokens {tokens!r}, top-k {topk!r}")

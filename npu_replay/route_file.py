@@ -50,9 +50,11 @@ def parse(path: str | os.PathLike[str]) -> dict[str, Any]:
             described = json.loads(metadata["routes"])
             said = *route_bytes.shape_of(described), described["dtype"]
             ids, recorded = file.get_tensor("ids"), file.get_tensor("recorded")
+        found = described.pop("digest", None)
+        digest = route_bytes.digest(described, ids.numpy().tobytes(), recorded.numpy().tobytes())
     except FileNotFoundError as error:
         raise RouteFileError("there is no such file", where=where) from error
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RouteFileError(
             f"this file can't be read as routes ({error})",
             where=where,
@@ -67,8 +69,7 @@ def parse(path: str | os.PathLike[str]) -> dict[str, Any]:
             got=there,
             cause="a tool that rewrote the tensors",
         )
-    found = described.pop("digest", None)
-    if route_bytes.digest(described, ids.numpy().tobytes(), recorded.numpy().tobytes()) != found:
+    if digest != found:
         raise RouteFileError(
             "the file was changed after it was written",
             where=where,

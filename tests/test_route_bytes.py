@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from npu_replay import ReplayError, RoutedExperts
 from npu_replay.errors import InvalidRoutes, RouteFileError
-from npu_replay.route_bytes import MAGIC
+from npu_replay.route_bytes import MAGIC, digest, header, packed
 
 
 def routes(tokens: int = 5, experts: int = 8, **changes: Any) -> RoutedExperts:
@@ -152,6 +152,19 @@ def test_anything_after_the_magic_is_refused_with_an_error_of_ours(rest: bytes) 
 def test_a_header_that_makes_no_sense_is_refused(header: bytes) -> None:
     with pytest.raises(RouteFileError):
         RoutedExperts.from_bytes(MAGIC + struct.pack("<I", len(header)) + header + b"\0\0")
+
+
+@pytest.mark.parametrize(
+    "name", ["tokens", "layers", "topk", "num_experts", "dtype", "fingerprint", "weight_version"]
+)
+def test_a_header_that_lacks_something_is_refused_though_its_digest_is_right(name: str) -> None:
+    said = header(routes())
+    del said[name]
+    ids, recorded = routes().ids.numpy().tobytes(), packed(routes().recorded)
+    said["digest"] = digest(said, ids, recorded)
+    text = json.dumps(said, sort_keys=True).encode()
+    with pytest.raises(RouteFileError, match="header of these routes can't be read"):
+        RoutedExperts.from_bytes(MAGIC + struct.pack("<I", len(text)) + text + ids + recorded)
 
 
 def test_text_is_refused() -> None:

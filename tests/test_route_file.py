@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from npu_replay import ReplayError, RoutedExperts, route_file
+from npu_replay import ReplayError, RoutedExperts, route_bytes, route_file
 from npu_replay.errors import InvalidRoutes, RouteFileError
 
 
@@ -248,6 +248,45 @@ def test_metadata_that_makes_no_sense_is_refused(path: Path, said: str) -> None:
     tensors = {"ids": routes().ids, "recorded": routes().recorded}
     save_file(tensors, path, {"format": route_file.FORMAT, "routes": said})
     with pytest.raises(RouteFileError):
+        RoutedExperts.load(path)
+
+
+def write_said(path: Path, said: dict[str, Any], ids: torch.Tensor, recorded: torch.Tensor) -> None:
+    """A file with a right digest, whatever it says."""
+    data = [tensor.view(torch.uint8).numpy().tobytes() for tensor in (ids, recorded)]
+    text = json.dumps(said | {"digest": route_bytes.digest(said, *data)})
+    save_file({"ids": ids, "recorded": recorded}, path, {"format": route_file.FORMAT, "routes": text})
+
+
+@pytest.mark.parametrize(
+    "name", ["tokens", "layers", "topk", "num_experts", "dtype", "fingerprint", "weight_version"]
+)
+def test_metadata_that_lack_something_are_refused_though_the_digest_is_right(path: Path, name: str) -> None:
+    said = route_bytes.header(routes())
+    del said[name]
+    write_said(path, said, routes().ids, routes().recorded)
+    with pytest.raises(RouteFileError, match=rf"can't be read as routes.*{name}") as caught:
+        RoutedExperts.load(path)
+    assert caught.value.where == str(path)
+
+
+@pytest.mark.parametrize("depth", [*range(900, 1000, 5), 5000, 100_000])
+def test_metadata_that_are_nested_deeply_are_refused(path: Path, depth: int) -> None:
+    """Some can be read, and are too deep only when they are written again for the checksum."""
+    text = json.dumps(route_bytes.header(routes()) | {"digest": "x", "layers": ["deep", 4]})
+    said = text.replace('"deep"', "[" * depth + "]" * depth)
+    tensors = {"ids": routes().ids, "recorded": routes().recorded}
+    save_file(tensors, path, {"format": route_file.FORMAT, "routes": said})
+    with pytest.raises(RouteFileError) as caught:
+        RoutedExperts.load(path)
+    assert caught.value.where == str(path)
+
+
+@pytest.mark.parametrize(("ids", "recorded"), [(torch.bfloat16, torch.bool), (torch.uint8, torch.bfloat16)])
+def test_tensors_that_numpy_has_not_are_refused(path: Path, ids: torch.dtype, recorded: torch.dtype) -> None:
+    said = route_bytes.header(routes()) | {"dtype": str(ids).removeprefix("torch.")}
+    write_said(path, said, routes().ids.to(ids), routes().recorded.to(recorded))
+    with pytest.raises(RouteFileError, match=r"can't be read as routes.*bfloat16|BFloat16"):
         RoutedExperts.load(path)
 
 

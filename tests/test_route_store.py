@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from npu_replay import ReplayError, RoutedExperts, RouteStore, fingerprint, route_file, route_store
+from npu_replay import (
+    ReplayError,
+    RoutedExperts,
+    RouteStore,
+    fingerprint,
+    route_bytes,
+    route_file,
+    route_store,
+)
 from npu_replay.errors import RouteFileError
 
 
@@ -168,6 +176,27 @@ def test_a_foreign_index_is_refused(tmp_path: Path, index: str) -> None:
     (tmp_path / "routes.index.json").write_text(index)
     with pytest.raises(RouteFileError, match="can't be read"):
         RouteStore(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"num_experts": None}, {"fingerprint": None}, {"weight_version": None}, {"dtype": "bfloat16"}],
+    ids=str,
+)
+def test_an_index_that_lacks_something_is_refused_though_its_digest_is_right(
+    tmp_path: Path, change: dict[str, str | None]
+) -> None:
+    with RouteStore.writer(tmp_path) as writer:
+        writer.add(sample(1), key="k")
+    (index,) = tmp_path.glob("*.index.json")
+    written = json.loads(index.read_text())
+    said = route_bytes.header(sample(1)) | change
+    said = {name: value for name, value in said.items() if value is not None}
+    ids, recorded = (array.numpy().tobytes() for array in (sample(1).ids, sample(1).recorded))
+    said["digest"] = route_bytes.digest(said, ids, recorded)
+    index.write_text(json.dumps(written | {"common": {}, "samples": {"k": said}}))
+    with pytest.raises(RouteFileError, match=rf"index of routes can't be read.*{next(iter(change))}"):
+        RouteStore(tmp_path)["k"]
 
 
 def test_an_index_leads_to_no_other_folder(tmp_path: Path) -> None:
