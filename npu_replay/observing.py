@@ -28,6 +28,7 @@ class Observation:
     def __init__(self, model: Model) -> None:
         self._chunks = chunks_of(model)
         self._timeline = Timeline(len(self._chunks))
+        self._entered = False
         self._routers: list[Router] = []
         self._handles: list[Handle] = []
         self._marks: list[Marks] = []
@@ -47,14 +48,16 @@ class Observation:
         return self._shown
 
     def __enter__(self) -> Observation:
-        if self._routers:
+        if self._entered:
             raise ReplayError("this observe block was entered before", expected="a new one", got="a used one")
         found = find(self._chunks)
+        self._entered = True
         self._routers = [router for routers in found for router in routers]
         try:
             self._attach(found)
         except BaseException:
             self._detach()
+            self._clear()
             raise
         return self
 
@@ -80,8 +83,13 @@ class Observation:
             if kind is None:
                 self._shown = [self._micro_batch(number) for number in range(self._checked_count())]
         finally:
-            self._seen.clear()
-            self._chunks.clear()
+            self._clear()
+
+    def _clear(self) -> None:
+        """The block is over: keep neither the model nor its routers."""
+        self._seen.clear()
+        for kept in (self._chunks, self._routers, self._handles, self._marks):
+            kept.clear()
 
     def _checked_count(self) -> int:
         """The number of micro-batches; that there are any, and the same in every chunk."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -832,3 +833,47 @@ def test_observe_is_never_empty_in_silence() -> None:
     block = npu_replay.observe(ToyModel())
     with pytest.raises(ReplayError, match="complete when"):
         _ = block.shown
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_an_observation_holds_neither_the_model_nor_a_router_when_it_has_ended(raises: bool) -> None:
+    model = ToyModel(recompute="reentrant")
+    block = npu_replay.observe(model)
+    with contextlib.suppress(ZeroDivisionError), block:
+        run(model, 0)
+        if raises:
+            raise ZeroDivisionError
+    alive = weakref.ref(model), weakref.ref(model.layers[0].router)
+    del model
+    gc.collect()
+    assert [one() for one in alive] == [None, None]
+    if not raises:
+        assert block.shown[0].layers == (0, 1)
+
+
+def test_an_observation_is_entered_once() -> None:
+    model = ToyModel()
+    block = npu_replay.observe(model)
+    with block:
+        with pytest.raises(ReplayError, match="entered before"):
+            block.__enter__()
+        model(tokens())
+    with pytest.raises(ReplayError, match="entered before"), block:
+        pass
+    assert len(block.shown) == 1
+    assert hooks(model) == 0
+
+
+def test_an_observation_of_a_stage_without_routers_is_entered_once_too() -> None:
+    class Dense(ToyRouters):
+        def accepts_none(self, chunks: Sequence[torch.nn.Module]) -> bool:
+            return True
+
+    routers.register("toy", Dense())
+    stage = torch.nn.Linear(2, 2)
+    block = npu_replay.observe(stage)
+    with block:
+        stage(torch.zeros(1, 2))
+    with pytest.raises(ReplayError, match="this observe block was entered before"), block:
+        pass
+    assert [shown.layers for shown in block.shown] == [()]
