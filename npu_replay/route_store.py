@@ -223,13 +223,13 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         """Write what is waiting, as one shard."""
         if not self._waiting:
             return
-        from safetensors.torch import save
+        from safetensors.numpy import save  # torch's refuses samples that share memory (`only`, `sequence`)
 
         number, self._shards = self._shards, self._shards + 1  # one that failed is not written again
         shard, tensors = self._file(number, ".safetensors"), {}
         for key, routes in self._waiting.items():
-            tensors[f"{key}.ids"] = routes.ids.contiguous()
-            tensors[f"{key}.recorded"] = routes.recorded.contiguous()
+            tensors[f"{key}.ids"] = routes.ids.contiguous().numpy()
+            tensors[f"{key}.recorded"] = routes.recorded.contiguous().numpy()
         route_file.write_whole(shard, save(tensors, {"format": FORMAT}), overwrite=False)
         described = {key: _described(routes) for key, routes in self._waiting.items()}
         first = next(iter(described.values()))
@@ -252,7 +252,13 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.flush()
+        try:
+            self.flush()
+        except Exception as lost:
+            if error is None:
+                raise
+            # What the caller is told of is his own error: it came first, and may be why this one did.
+            logger.error("[npu_replay] %s: the routes that were waiting are lost: %s", self.folder, lost)
 
     def _file(self, number: int, suffix: str) -> Path:
         return self.folder / f"{self.name}-{number:05d}{suffix}"

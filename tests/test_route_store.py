@@ -105,6 +105,40 @@ def test_what_an_error_interrupts_is_written(tmp_path: Path) -> None:
     assert len(RouteStore(tmp_path)) == 1
 
 
+@pytest.mark.parametrize(
+    "share",
+    [
+        lambda whole: (whole, whole),
+        lambda whole: (whole.only([1]), whole.only([5])),
+        lambda whole: (whole.sequence(0, 5), whole.sequence(2, 8)),
+    ],
+    ids=["one twice", "layers", "rows"],
+)
+def test_samples_that_share_memory_are_written(tmp_path: Path, share: Any) -> None:
+    one, other = share(sample(1))
+    with RouteStore.writer(tmp_path) as writer:
+        writer.add(one, "one")
+        writer.add(other, "other")
+    store = RouteStore(tmp_path)
+    assert (store["one"], store["other"]) == (one, other)
+
+
+def test_an_error_of_writing_does_not_hide_the_callers_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(path: Path, data: bytes, *, overwrite: bool) -> None:
+        raise RouteFileError("the file can't be written (no space left)")
+
+    monkeypatch.setattr(route_file, "write_whole", full)
+    with pytest.raises(ZeroDivisionError), RouteStore.writer(tmp_path) as writer:
+        writer.add(sample(1))
+        raise ZeroDivisionError
+    assert "waiting are lost" in caplog.text
+    assert "no space left" in caplog.text
+    with pytest.raises(RouteFileError, match="no space left"), RouteStore.writer(tmp_path) as writer:
+        writer.add(sample(1))
+
+
 def test_a_key_twice_and_a_name_twice_are_errors(tmp_path: Path) -> None:
     with RouteStore.writer(tmp_path) as writer:
         writer.add(sample(1))
