@@ -123,6 +123,9 @@ class RouteStore(Mapping[str, RoutedExperts]):
     def __len__(self) -> int:
         return len(self._samples)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_files": {}}  # open files stay here; a copy opens its own
+
     def described(self, key: str) -> tuple[Path, dict[str, Any]]:
         """The shard that a sample lies in, and what its index says of it."""
         entry = self._samples[key]
@@ -212,7 +215,14 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         if not _is_key(key):
             raise RouteFileError("bad key", where=str(self.folder), expected="text", got=repr(key))
         if key in self._keys:
-            raise RouteFileError("the key is taken", where=str(self.folder), expected="another key", got=key)
+            raise RouteFileError(
+                "the key is taken",
+                where=str(self.folder),
+                expected="another key",
+                got=key,
+                cause="two samples of the same tokens: pass a key of your own, add(routes, key); or one "
+                "sample that was added twice",
+            )
         self._keys.add(key)
         self._waiting[key] = routes
         self._bytes += routes.ids.nbytes

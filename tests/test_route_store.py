@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import multiprocessing
 import pickle
@@ -142,8 +143,10 @@ def test_an_error_of_writing_does_not_hide_the_callers_own(
 def test_a_key_twice_and_a_name_twice_are_errors(tmp_path: Path) -> None:
     with RouteStore.writer(tmp_path) as writer:
         writer.add(sample(1))
-        with pytest.raises(RouteFileError, match="key is taken"):
+        with pytest.raises(RouteFileError, match=r"key is taken.*same tokens: pass a key of your own"):
             writer.add(sample(1))
+        writer.add(sample(1), key="the second")
+    assert RouteStore(tmp_path)["the second"] == RouteStore(tmp_path).of(tokens_of(1))
     with pytest.raises(RouteFileError, match="under this name"):
         RouteStore.writer(tmp_path)
     for name in ("../routes", "", "a\0b", "a\nb", "a/b"):
@@ -201,6 +204,19 @@ def test_shards_are_closed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     store = RouteStore(tmp_path)
     assert [store.of(tokens_of(number)) == sample(number) for number in (0, 5, 1, 0, 4)] == [True] * 5
     assert len(store._files) == 2
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda store: pickle.loads(pickle.dumps(store))], ids=["copy", "pickle"]
+)
+def test_a_store_that_was_read_from_can_be_copied(tmp_path: Path, copied: Any) -> None:
+    """To a loader's worker processes, say."""
+    with RouteStore.writer(tmp_path) as writer:
+        writer.add(sample(1))
+    store = RouteStore(tmp_path)
+    assert store.of(tokens_of(1)) == sample(1)
+    assert copied(store).of(tokens_of(1)) == sample(1)
+    assert store.of(tokens_of(1)) == sample(1)
 
 
 @pytest.mark.parametrize(
