@@ -27,7 +27,7 @@ Version: TypeAlias = "int | str | None"
 Tokens: TypeAlias = "Sequence[int] | np.ndarray[Any, Any] | torch.Tensor"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)  # == of token arrays has no single answer
 class Turn:
     """One call of the rollout engine.
 
@@ -94,7 +94,7 @@ class _Rows:
         self.settled |= others.settled
 
 
-@dataclass
+@dataclass(eq=False)  # it grows: two that are alike now are two samples still
 class Rollout:
     """One sample: what its turns have shown so far.
 
@@ -117,8 +117,6 @@ class Rollout:
     name: str = ""
     turns: int = field(default=0, init=False)
     """Calls of the engine so far."""
-    prompt_length: int = field(default=0, init=False)
-    """Tokens that came before the first that was sampled."""
 
     def __post_init__(self) -> None:
         self.model = RoutedModel.of(self.model)
@@ -131,6 +129,7 @@ class Rollout:
             )
         self._tokens: Array = np.empty(0, np.int64)
         self._rows = _Rows.empty(0, self.model)
+        self._first_sampled: int | None = None
 
     @property
     def _where(self) -> str:
@@ -138,6 +137,11 @@ class Rollout:
 
     def __len__(self) -> int:
         return len(self._tokens)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens that came before the first that was sampled; all of them while there is none (or no more)."""
+        return len(self) if self._first_sampled is None else self._first_sampled
 
     @property
     def tokens(self) -> Array:
@@ -190,8 +194,8 @@ class Rollout:
         if len(whole) - 1 > sampled_from:
             rows.settled[max(0, sampled_from) : len(whole) - 1] = True
         self._merge(whole, rows, keep)
-        if self.turns == 0:
-            self.prompt_length = len(prompt)
+        if self._first_sampled is None and len(sampled):
+            self._first_sampled = len(prompt)
         self.turns += 1
 
     @classmethod
@@ -214,7 +218,8 @@ class Rollout:
             merged._check_goes_on(sample._tokens)
             merged._merge(sample._tokens, sample._rows.first(len(sample)), keep)
             merged.turns += sample.turns
-        merged.prompt_length = samples[0].prompt_length
+            if merged._first_sampled is None:
+                merged._first_sampled = sample._first_sampled
         return merged
 
     def truncate(self, length: int) -> None:
@@ -231,7 +236,8 @@ class Rollout:
         if length < len(self._rows.settled):
             self._rows = self._rows.first(length)
             self._rows.settled[-1:] = False
-        self.prompt_length = min(self.prompt_length, length)
+        if length <= self.prompt_length:
+            self._first_sampled = None
 
     def _merge(self, whole: Array, rows: _Rows, keep: Keep) -> None:
         self._grow(whole)

@@ -226,6 +226,59 @@ def test_unknown_words_are_refused() -> None:
         Rollout(MODEL).truncate(2.5)  # type: ignore[arg-type]
 
 
+def test_the_prompt_ends_where_the_first_token_was_sampled() -> None:
+    """Not with the first call of the engine: that may have been aborted, or its tokens cut off again."""
+    rollout = Rollout(MODEL)
+    rollout.extend(Turn(prompt=[5, 6], sampled=[], aborted=True))
+    assert rollout.prompt_length == 2
+    rollout.append([7, 8])
+    assert rollout.prompt_length == 4
+    rollout.extend(turn([5, 6, 7, 8], [9, 10]))
+    rollout.extend(turn([5, 6, 7, 8, 9, 10, 20], [11]))
+    assert rollout.prompt_length == 4
+    rollout.truncate(5)
+    assert rollout.prompt_length == 4
+
+
+@pytest.mark.parametrize("length", [0, 1, 2])
+def test_a_sample_that_starts_again_has_the_prompt_of_its_new_start(length: int) -> None:
+    rollout = Rollout(MODEL)
+    rollout.extend(turn([5, 6], [7, 8]))
+    rollout.truncate(length)
+    assert rollout.prompt_length == length
+    rollout.extend(turn([5, 6, 20], [9, 10]))
+    assert rollout.prompt_length == 3
+
+
+def test_a_response_of_nothing_cuts_no_prompt() -> None:
+    rollout = Rollout(MODEL)
+    rollout.extend(Turn(prompt=[5, 6, 7], sampled=[], aborted=True))
+    rollout.truncate(rollout.prompt_length + 1)
+    assert rollout.tokens.tolist() == [5, 6, 7]
+
+
+def test_a_merged_samples_prompt_is_that_of_the_first_with_sampled_tokens() -> None:
+    first, second, third = Rollout(MODEL), Rollout(MODEL), Rollout(MODEL)
+    first.append([5])
+    second.extend(turn([5, 6], [7, 8]))
+    third.extend(turn([5, 6, 7, 8, 20], [9]))
+    assert Rollout.merge([first, second, third]).prompt_length == 2
+    assert Rollout.merge([first, first]).prompt_length == 1
+
+
+def test_samples_and_turns_are_equal_to_themselves_alone() -> None:
+    one, other = Rollout(MODEL), Rollout(MODEL)
+    one.append([5])
+    other.append([6])
+    running = [one, other]
+    running.remove(other)
+    assert running == [one]
+    assert len({one, other}) == 2
+    turns = [Turn(prompt=np.array([5, 6]), sampled=np.array([7])) for _ in range(2)]
+    assert turns.index(turns[1]) == 1
+    assert len(set(turns)) == 2
+
+
 def test_samples_merge_into_one() -> None:
     """Frameworks that make a sample of each turn; the versions of rows come along."""
     first, second, third = Rollout(MODEL), Rollout(MODEL), Rollout(MODEL)
