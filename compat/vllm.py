@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +39,7 @@ from npu_replay.errors import ReplayError, whole_number
 from npu_replay.id_checks import Array
 from npu_replay.routed_experts import RoutedExperts
 from npu_replay.routed_model import RoutedModel
+from npu_replay.token_ids import as_token_ids
 
 __all__ = ["capability", "engine_arguments", "from_vllm"]
 
@@ -265,27 +267,23 @@ def _counted(problem: str, count: int | None, source: Source) -> Exception:
 
 
 def _ids(value: Any, source: Source) -> Array:
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu().numpy()
-    try:
-        ids = np.asarray(value if isinstance(value, np.ndarray) else list(value))
-    except (TypeError, ValueError, OverflowError) as error:
-        raise source.error(
-            Symptom.SHAPE,
-            "these aren't token ids",
-            expected="a flat list of integers",
-            got=type(value).__name__,
-        ) from error
-    integers = ids.ndim == 1 and (ids.dtype.kind in "iu" or ids.size == 0)
-    if not integers or (ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < 2**63):
-        raise source.error(
-            Symptom.SHAPE,
-            "these aren't token ids",
-            expected="a flat list of integers from 0 on",
-            got=f"{ids.dtype}, shape {list(ids.shape)}"
-            + (f", {ids.min()} to {ids.max()}" if integers else ""),
-        )
-    return ids.astype(np.int64)
+    ids = as_token_ids(value)
+    if ids is not None and not (ids < 0).any():
+        return ids
+    raise source.error(
+        Symptom.SHAPE,
+        "these aren't token ids",
+        expected="a flat list of integers from 0 on",
+        got=_named(value) if ids is None else f"{ids.min()} to {ids.max()}",
+    )
+
+
+def _named(value: Any) -> str:
+    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:  # as its dtype may be right
+        return f"{value.layout} of {value.dtype} {list(value.shape)}"
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        return f"{value.dtype} {list(value.shape)}"
+    return f"{type(value).__name__} {str(value)[:80]}"
 
 
 # ---- rows
@@ -395,12 +393,9 @@ def _array(value: Any, most: int, model: RoutedModel, source: Source) -> Array:
     """`value` as an array, of little more than `most` rows where its size could be anything."""
     most += _SPARE
     if isinstance(value, torch.Tensor):
-        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
-            raise source.error(
-                Symptom.SHAPE, "this isn't an array of expert ids", expected="integers", got=value.dtype
-            )
-        value = value.detach().cpu().numpy()
-    if isinstance(value, np.ndarray):
+        with suppress(TypeError, RuntimeError):  # sparse, quantised, of a dtype that numpy hasn't: no ids
+            value = value.detach().cpu().numpy()
+    if isinstance(value, (np.ndarray, torch.Tensor)):
         return _three_axes(value, source)
     if isinstance(value, (str, bytes, bytearray)):
         room = most * model.num_layers * model.topk * _WIDEST
@@ -410,14 +405,14 @@ def _array(value: Any, most: int, model: RoutedModel, source: Source) -> Array:
     return array_text.from_lists(value, source=source, most=(most, model.num_layers, model.topk))
 
 
-def _three_axes(rows: Array, source: Source) -> Array:
-    if rows.ndim == 3 and rows.dtype.kind in "iu":
+def _three_axes(rows: Array | torch.Tensor, source: Source) -> Array:
+    if isinstance(rows, np.ndarray) and rows.ndim == 3 and rows.dtype.kind in "iu":
         return rows
     raise source.error(
         Symptom.SHAPE,
         "this isn't an array of expert ids",
         expected="integers, [tokens, layers, topk]",
-        got=f"{rows.dtype} {list(rows.shape)}",
+        got=_named(rows),
     )
 
 

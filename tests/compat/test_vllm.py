@@ -441,15 +441,19 @@ def test_retokenized_text_is_caught() -> None:
 @pytest.mark.parametrize(
     ("ids", "got"),
     [
-        ([1, 2.5], "float64"),
-        (["1", "2"], "<U1"),
-        ([float("nan")], "float64"),
-        ([1, -1], "-1 to 1"),
-        (np.array([1, 2**63], np.uint64), "9223372036854775808"),
-        ([True, False], "bool"),
-        ([2**70], "object"),
-        (7, "int"),
-        ("text", "<U1"),
+        ([1, 2.5], "got list [1, 2.5]"),
+        (["1", "2"], "got list ['1', '2']"),
+        ([float("nan")], "got list [nan]"),
+        ([1, -1], "got -1 to 1"),
+        (np.array([1, 2**63], np.uint64), "got uint64 [2]"),
+        ([True, False], "got list [True, False]"),
+        ([2**70], "got list [1180591620717411303424]"),
+        (7, "got int 7"),
+        ("text", "got str text"),
+        (b"text", "got bytes"),
+        ({1: 2}, "got dict"),
+        (torch.ones(109, dtype=torch.bfloat16), "got torch.bfloat16 [109]"),
+        (torch.ones(109, dtype=torch.int64).to_sparse(), "got torch.sparse_coo of torch.int64 [109]"),
     ],
 )
 def test_token_ids_that_arent_are_refused(ids: Any, got: str) -> None:
@@ -457,6 +461,13 @@ def test_token_ids_that_arent_are_refused(ids: Any, got: str) -> None:
     output.prompt_token_ids = ids
     with refused("vLLM 0.33.0, request 17, completion 0, prompt_token_ids", "aren't token ids", got):
         from_vllm(output, QWEN, version="0.33.0")
+
+
+def test_token_ids_that_numpy_has_not_are_refused_from_the_caller_too() -> None:
+    output = request_output("0.33.0", QWEN, one := sampled(QWEN))
+    for ids in (torch.tensor(one.output).bfloat16(), torch.tensor(one.output).to_sparse()):
+        with refused("vLLM 0.33.0, request 17, completion 0, outputs[0].token_ids", "aren't token ids"):
+            from_vllm(output, QWEN, version="0.33.0", output_token_ids=ids)
 
 
 @pytest.mark.parametrize("start", ["1", 1.5, None])
@@ -1009,6 +1020,8 @@ BAD_OBJECTS = {
     "floats": torch.zeros(109, 6, 8),
     "bfloat16": torch.zeros(109, 6, 8, dtype=torch.bfloat16),
     "bools": torch.zeros(109, 6, 8, dtype=torch.bool),
+    "float8": torch.zeros(109, 6, 8, dtype=torch.float8_e4m3fn),
+    "sparse": torch.tensor(GOOD).to_sparse(),
     "numpy-floats": np.zeros((109, 6, 8)),
     "objects": np.zeros((109, 6, 8), object),
     "flat": GOOD.reshape(-1),
