@@ -135,15 +135,15 @@ def inspect(
     )
     try:
         what, found = opened(path, known, engine, version, sample)
-        return _summed_up(path, what, found, known)
+        return _summed_up(path, what, found)
     except Refused as refused:
-        return _summed_up(path, refused.what, [Sample(problem=refused.problem)], known)
+        return _summed_up(path, refused.what, [Sample(problem=refused.problem)])
 
 
 # What is said of it all
 
 
-def _summed_up(path: Path, what: str, found: Iterable[Sample], known: Known) -> Inspection:
+def _summed_up(path: Path, what: str, found: Iterable[Sample]) -> Inspection:
     tally, seen = Tally(), _Seen()
     verdicts: list[Verdict] = []
     unchecked: dict[str, None] = {}

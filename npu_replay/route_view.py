@@ -204,10 +204,6 @@ class Tally:
         room[: len(load)] += load
         self.load[layer] = room
 
-    @property
-    def num_experts(self) -> int:
-        return max((len(load) for load in self.load.values()), default=0)
-
     def figures(self) -> tuple[LayerFigures, ...]:
         """One a layer that has experts, or should have none and has; ascending."""
         return tuple(

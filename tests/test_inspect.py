@@ -792,7 +792,7 @@ def test_views_of_other_layers_and_sizes_add_up() -> None:
         (3, 10),
         (4, 10),
     ]
-    assert tally.num_experts == 32
+    assert [len(tally.load[layer]) for layer in range(5)] == [16, 16, 32, 32, 32]
 
 
 def test_one_bad_row_of_thousands_is_drawn() -> None:
