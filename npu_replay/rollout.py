@@ -140,7 +140,7 @@ class Rollout:
 
     @property
     def prompt_length(self) -> int:
-        """Tokens that came before the first that was sampled; all of them while there is none (or no more)."""
+        """Tokens that came before the first that was sampled; all tokens while there is no such one."""
         return len(self) if self._first_sampled is None else self._first_sampled
 
     @property
