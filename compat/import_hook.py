@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -30,7 +30,7 @@ Preparation = Callable[[], object]
 
 _preparing: dict[str, dict[str, Preparation]] = {}
 _waiting: dict[str, dict[str, Shim]] = {}
-_during: dict[str, During] = {}
+_during: dict[str, dict[str, During]] = {}
 _failures: dict[str, str] = {}
 
 
@@ -48,7 +48,7 @@ def when_imported(module: str, name: str, shim: Shim, during: During = nullconte
         _run(imported, name, shim)
         return
     _waiting.setdefault(module, {})[name] = shim
-    _during[module] = during
+    _during.setdefault(module, {})[name] = during
     _look_out()
 
 
@@ -167,7 +167,9 @@ class _Loader(importlib.abc.Loader):
         if spec is not None:
             spec.loader = module.__loader__ = self._loader
         _prepare(self._module)
-        with _during.pop(self._module, nullcontext)():
+        with ExitStack() as entered:
+            for during in _during.pop(self._module, {}).values():
+                entered.enter_context(during())
             self._loader.exec_module(module)
         if sys.modules.get(self._module) is module:
             run_waiting(self._module)
