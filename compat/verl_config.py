@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from npu_replay.compat import import_hook, patching, probe, vllm_ascend
+from npu_replay.compat import import_hook, probe, vllm_ascend
 from npu_replay.compat.patching import Patches
 from npu_replay.door import release
 from npu_replay.errors import ReplayError
+from npu_replay.installing import undo_all_changes
 
 logger = logging.getLogger(__name__)
 
@@ -106,8 +107,7 @@ def check_actor(config: Any, *, legacy: bool | None = None) -> None:
         raise problems[0]
     for problem in problems:
         logger.error("%s", problem)
-    import_hook.forget()
-    patching.undo_all()
+    undo_all_changes()
 
 
 # ---- what is wrong with a config

@@ -52,13 +52,18 @@ def uninstall() -> None:
             got="; ".join(map(str, blocks)),
             cause="it was called from the training step; call it after the block has ended",
         )
+    undo_all_changes()
+
+
+def undo_all_changes() -> None:
+    """All of `uninstall`, open blocks or none: a job that goes on without npu_replay needs the same."""
     import_hook.forget()
     _tell("served_modules", "withdraw")
     left = patching.undo_all()
     _tell("verl_engine", "forsake")
     if left:
         logger.warning(
-            "[npu_replay] uninstall() left these alone, since somebody else has replaced them: %s",
+            "[npu_replay] these were left alone, since somebody else has replaced them: %s",
             ", ".join(patch.where for patch in left),
         )
 

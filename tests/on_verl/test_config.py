@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,7 @@ import pytest
 import verl
 from omegaconf import DictConfig, OmegaConf
 
-from npu_replay.compat import import_hook, patching, probe, verl_config
+from npu_replay.compat import import_hook, patching, probe, served_modules, verl_config
 from npu_replay.compat.patching import Patches
 from npu_replay.errors import ReplayError
 from verl_configs import FLAG, HAS_LEGACY, NEW, OLD, UNPADDED, engine_workers_replay, job, read_and_ignored
@@ -244,6 +245,9 @@ def test_strict_0_logs_every_problem_once_and_undoes_all_changes(
     target = ModuleType("somebody")
     target.value = 1  # type: ignore[attr-defined]
     Patches("a test").set(target, "value", 2, "to see it undone")
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(served_modules, "_served", {})
+    served_modules.serve("never.there", print, "to see it withdrawn")
     monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
     key, _ = read_and_ignored(legacy)
     name = next(name for name in UNPADDED if ("megatron" in name) == legacy)
@@ -253,6 +257,8 @@ def test_strict_0_logs_every_problem_once_and_undoes_all_changes(
     assert all(record.getMessage().startswith("[npu_replay] verl's config") for record in caplog.records)
     assert target.value == 1
     assert not import_hook._waiting
+    assert not served_modules._served
+    assert served_modules._finder not in sys.meta_path
 
 
 # Where it is asked
