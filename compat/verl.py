@@ -110,8 +110,8 @@ def _give_up(error: Exception) -> None:
     _originals.clear()
     _shimmed.clear()
     patch = sys.modules.get(PATCH)
-    if patch is not None and os.environ.get("NPU_REPLAY_STRICT") != "0":
-        original = patch.apply_router_replay_patch
+    original = getattr(patch, "apply_router_replay_patch", None)  # its absence may be what is wrong
+    if patch is not None and original is not None and os.environ.get("NPU_REPLAY_STRICT") != "0":
 
         @functools.wraps(original)
         def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -247,7 +247,8 @@ def _undo_verls() -> None:
     dispatcher = getattr(dispatchers, "MoEAlltoAllTokenDispatcher", None)
     if dispatcher is not None and "_preprocess_patched" in vars(dispatcher):
         if _is_verls(dispatcher.preprocess):
-            dispatcher.preprocess = _inner(dispatcher.preprocess, "original_preprocess")
+            kept = _inner(dispatcher.preprocess, "original_preprocess")
+            dispatcher.preprocess = kept or pristine.method(dispatcher, "preprocess")
         del dispatcher._preprocess_patched
 
 

@@ -80,6 +80,22 @@ elif case == "missing name":
     _, utils = verl()
     del utils.pp_gather
     import npu_replay
+elif case == "no apply":
+    patch, _ = verl()
+    del patch.apply_router_replay_patch
+    import npu_replay
+elif case == "a dispatcher's wrapper that kept nothing":
+    verl()
+    dispatcher = importlib.import_module(
+        "megatron.core.transformer.moe.token_dispatcher"
+    ).MoEAlltoAllTokenDispatcher
+    pristine = dispatcher.preprocess.__code__
+    made: dict[str, Any] = {}
+    exec(compile("def preprocess(self, *_): ...", "router_replay_patch.py", "exec"), made)
+    dispatcher.preprocess, dispatcher._preprocess_patched = made["preprocess"], True
+    import npu_replay
+
+    answer["restored"] = getattr(dispatcher.preprocess, "__code__", None) == pristine
 elif case == "somebody else's":
     patch, _ = verl()
     patch.apply_router_replay_patch = stranger
@@ -106,7 +122,7 @@ answer["ours"] = {
     if hasattr(sys.modules[module], name)  # 0.7.0's engine knows no replay
 }
 try:
-    if case not in ("uninstalled",):
+    if case not in ("uninstalled", "no apply"):
         sys.modules[PATCH].apply_router_replay_patch()
     answer["raised"] = None
 except Exception as error:

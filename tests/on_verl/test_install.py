@@ -79,6 +79,19 @@ def test_an_unknown_verl_is_an_error_at_import_and_stops_the_engine(
     assert kept <= {"router_replay_patch.apply_router_replay_patch"}, "all or nothing"
 
 
+def test_a_verl_without_apply_router_replay_patch_is_told_as_an_unknown_one(run_child: Any) -> None:
+    """There is nothing to put the refusal in then, and that must not be the error."""
+    answer = found(run_child, "no apply")
+    assert len(answer["logged"]) == 1
+    for word in ("another than npu_replay knows", "apply_router_replay_patch", "no such name"):
+        assert word in answer["logged"][0], answer["logged"]
+    assert not any(answer["ours"].values()), answer["ours"]
+
+
+def test_a_dispatchers_wrapper_that_kept_nothing_gives_way_to_megatrons_own(run_child: Any) -> None:
+    assert found(run_child, "a dispatcher's wrapper that kept nothing")["restored"]
+
+
 @pytest.mark.parametrize("case", ["unknown argument", "missing name"])
 def test_without_strictness_the_job_runs_as_if_npu_replay_were_not_there(run_child: Any, case: str) -> None:
     answer = found(run_child, case, NPU_REPLAY_STRICT="0")
