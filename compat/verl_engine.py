@@ -28,6 +28,7 @@ from npu_replay.feeding import Feed, Tap
 from npu_replay.roll_call import all_here
 
 PREFIX = "npu_replay/"
+_CEILING = "NPU_REPLAY_BAD_SAMPLES"
 
 _COUNTED = (
     *("rows", "routed", "samples", "bad_samples"),
@@ -167,6 +168,8 @@ class Pass:
     metrics: dict[str, float] = field(default_factory=dict)
     unread: ReplayError | None = None
     _counted: dict[str, int] = field(default_factory=dict)
+    _ceiling: int = 0
+    """The share of bad samples that is let through, in millionths; the same on all ranks once begun."""
 
     @property
     def r3(self) -> bool:
@@ -192,12 +195,35 @@ class Pass:
         """Before the schedule, in which a rank that isn't there would be waited for.
 
         Raises:
-            ReplayError: any rank can't record or replay.
+            ReplayError: any rank can't record or replay, or they were told different ceilings.
         """
         if not self.engine.met:
             all_here()
             self.engine.met = True
-        agreed(error or self.unread, {})
+        unread = self._read_ceiling()
+        told = {"ranks": 1, "ceilings": self._ceiling, "squares": self._ceiling**2}
+        _on_every_rank(self._differing(agreed(error or self.unread or unread, told)))
+
+    def _read_ceiling(self) -> ReplayError | None:
+        try:
+            share = _setting(_CEILING, 0.01)
+        except ReplayError as error:
+            return error
+        self._ceiling = round(max(0.0, min(share, 1.0)) * 1e6)
+        return None
+
+    def _differing(self, sums: dict[str, int]) -> ReplayError | None:
+        """Each rank reads its own environment. By the sums all see alike whether one read another number."""
+        if sums["ranks"] * sums["squares"] == sums["ceilings"] ** 2:  # by Cauchy-Schwarz: all are equal
+            return None
+        mean = sums["ceilings"] / sums["ranks"] / 1e6
+        return ReplayError(
+            f"{_CEILING} differs between the ranks",
+            where="all ranks",
+            expected="one number on all ranks: they leave together, or go on together",
+            got=f"{self._ceiling / 1e6:g} on this one, {mean:g} in the mean of all",
+            cause="it was set on some nodes only; set it in the runtime_env of the job",
+        )
 
     def settle(self, session: Feed | Tap | None, error: ReplayError | None) -> None:
         """Agree with the other ranks, say once that it is on, and keep the figures.
@@ -208,9 +234,7 @@ class Pass:
         if session is None and error is None:
             return
         sums = agreed(error, self._figures(session))
-        problem = self._above_ceiling(sums)
-        if problem is not None:  # on every rank; the first has the whole message
-            agreed(problem if not dist.is_initialized() or dist.get_rank() == 0 else None, {})
+        _on_every_rank(self._above_ceiling(sums))
         if isinstance(session, Feed):
             self.metrics = _metrics(sums)
             if not self.engine.announced:
@@ -225,17 +249,23 @@ class Pass:
         return dict.fromkeys(_COUNTED, 0) | self._counted | {"ranks": 1}
 
     def _above_ceiling(self, sums: dict[str, int]) -> ReplayError | None:
-        ceiling = _setting("NPU_REPLAY_BAD_SAMPLES", 0.01)
+        ceiling = self._ceiling / 1e6
         if sums["bad_samples"] <= max(1, ceiling * sums["samples"]):
             return None  # one sample is no share
         return MicroBatchError(
             f"{sums['bad_samples']} of {sums['samples']} samples have routes that can't be used",
             where="all ranks",
-            expected=f"one, or at most {ceiling:.0%} of them (NPU_REPLAY_BAD_SAMPLES={ceiling:g})",
+            expected=f"one, or at most {ceiling:.0%} of them ({_CEILING}={ceiling:g})",
             got=f"{sums['bad_samples'] / sums['samples']:.1%}",
             cause="a fault of the rollout engine, not of single samples; warnings of the ranks say what each "
             "lacks",
         )
+
+
+def _on_every_rank(problem: ReplayError | None) -> None:
+    """Raise what all ranks have found alike; the first has the whole message."""
+    if problem is not None:
+        agreed(problem if not dist.is_initialized() or dist.get_rank() == 0 else None, {})
 
 
 def _setting(name: str, default: float) -> float:

@@ -190,38 +190,57 @@ def pp_gather(local_layers_router_map: torch.Tensor, tf_config: Any) -> torch.Te
 
     Every rank of the pipeline has to call it, one without MoE layers too. An error on one is raised on all.
     """
-    dtype, as_bytes = verl_routes.wire_dtype(tf_config, sys.modules[UTILS])
-    local = local_layers_router_map.detach().cpu()
     if int(tf_config.pipeline_model_parallel_size) <= 1:
-        return _ids(local, dtype) if as_bytes else local
-    samples = [sample.numpy() for sample in local.unbind()]
-    labels, problem = _local_labels(tf_config, samples)
+        return _gathered(local_layers_router_map.detach().cpu(), tf_config)
+    labels: list[int] = []
+    samples: list[Any] = []
+    error: Exception | None = None
+    try:
+        local = local_layers_router_map.detach().cpu()
+        labels, samples = _of_this_stage(local, tf_config)
+    except Exception as problem:  # noqa: BLE001  the other stages wait to hear of it, whatever it is
+        error = problem
     group = _pipeline_group()
     told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (labels, samples, problem), group)
+    dist.all_gather_object(told, (labels, samples, _line(error)), group)
     for rank, (_, _, theirs) in enumerate(told):
         if theirs is not None:
-            raise MicroBatchError(theirs, where=f"pipeline rank {rank}")
+            raise MicroBatchError(theirs, where=f"pipeline rank {rank}") from error
     order = np.argsort([label for stage, _, _ in told for label in stage], kind="stable")
     whole = [
         torch.from_numpy(np.concatenate(parts, axis=1)[:, order])
         for parts in zip(*(theirs for _, theirs, _ in told), strict=True)
     ]
-    gathered = (
+    stacked = (
         torch.nested.as_nested_tensor(whole, layout=torch.jagged) if local.is_nested else torch.stack(whole)
     )
-    return _ids(gathered, dtype) if as_bytes else gathered
+    return _gathered(stacked, tf_config)
 
 
-def _local_labels(config: Any, samples: list[Any]) -> tuple[list[int], str | None]:
-    """The decoder layers of this rank's columns, chunk by chunk; and what is wrong with them."""
+def _gathered(routes: torch.Tensor, config: Any) -> torch.Tensor:
+    """What travelled as bytes as ids again."""
+    dtype, as_bytes = verl_routes.wire_dtype(config, sys.modules[UTILS])
+    return _ids(routes, dtype) if as_bytes else routes
+
+
+def _of_this_stage(local: torch.Tensor, config: Any) -> tuple[list[int], list[Any]]:
+    """What it tells the others: the decoder layers of its columns, chunk by chunk, and its samples."""
+    verl_routes.wire_dtype(config, sys.modules[UTILS])  # what fails in `_gathered` is known to all before
+    samples = [sample.numpy() for sample in local.unbind()]
     parallel = ParallelLayout.from_megatron(config)
     moe = set(parallel.moe_layers)
     labels = [layer for chunk in parallel.chunk_layers for layer in chunk if layer in moe]
     columns = samples[0].shape[1] if samples else len(labels)
-    if columns == len(labels):
-        return labels, None
-    return labels, f"{columns} recorded layers for the {len(labels)} MoE layers of this stage"
+    if columns != len(labels):
+        raise MicroBatchError(f"{columns} recorded layers for the {len(labels)} MoE layers of this stage")
+    return labels, samples
+
+
+def _line(error: Exception | None) -> str | None:
+    """For the other ranks; None where nothing is wrong."""
+    if error is None:
+        return None
+    return error.line if isinstance(error, ReplayError) else repr(error)
 
 
 def _pipeline_group() -> Any:

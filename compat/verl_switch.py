@@ -225,6 +225,16 @@ class Switch:
             self._sessions.append(kind.__enter__())
         except ReplayError as error:
             return error
+        except Exception as error:  # noqa: BLE001  the other ranks wait to hear of it, whatever it is
+            unknown = ReplayError(
+                f"this rank can't {'record' if record else 'replay'}",
+                where="before the schedule",
+                expected="a session on the engine's chunks",
+                got=repr(error),
+                cause="a model that was changed since it was built; this error's own cause has the traceback",
+            )
+            unknown.__cause__ = error
+            return unknown
         return None
 
     def _abandon_or_close(self) -> None:

@@ -624,6 +624,53 @@ def _bad_later() -> None:
     del os.environ["NPU_REPLAY_BAD_SAMPLES"]
 
 
+@contextlib.contextmanager
+def _failing_on_rank_1(where: str) -> Iterator[None]:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise KeyError("never thought of")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(f"npu_replay.compat.{where}", fails)
+        yield
+
+
+@case("a setting of one rank's own")
+def _own_setting() -> None:
+    """Ranks that decide by different numbers would part: one is told that they differ, before the pass."""
+    tiny = begin(mode="R3")
+    actor = job.actor_worker(tiny)
+    data = job.batch(tiny.split, job.rollout_routes(tiny))
+    data.batch["old_log_probs"] = torch.zeros(len(data), job.RESPONSE)
+
+    def update() -> Any:
+        return actor.update_actor(job.update_batch(data, tiny))
+
+    name = "NPU_REPLAY_BAD_SAMPLES"
+    for value, words, first in (("0.25", f"{name} differs between the ranks", 0), ("few", "a number", 1)):
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setenv(name, value)
+            _leave(actor, update, words, first=first)
+    update()
+
+
+@case("one rank fails in a way that nobody has thought of")
+def _unthought() -> None:
+    """Where it opens a pass, and where pipeline stages gather: the others don't wait for it."""
+    tiny = begin(mode="R2", split=Split(pp=2))
+    actor = job.actor_worker(tiny)
+    with _failing_on_rank_1("verl_switch.DeferringTap"):
+        _leave(actor, lambda: recorded_batch(actor, tiny), "this rank can't record")
+    with (
+        _failing_on_rank_1("verl_functions._of_this_stage"),
+        pytest.raises(ReplayError, match="pipeline rank 1: KeyError"),
+    ):
+        recorded_batch(actor, tiny)
+    nothing_is_on()
+    recorded_batch(actor, tiny)
+
+
 @case("routes are missing")
 def _missing_routes() -> None:
     """T20: R2 without a record, R3 without a rollout's routes: an error, and nothing of an earlier pass."""

@@ -46,6 +46,8 @@ CASES = (
     "switched off",
     "a rollout's routes under R2",  # T4
     "routes are missing",  # T20
+    "a setting of one rank's own",
+    "one rank fails in a way that nobody has thought of",
     "bad samples after the first step",
     "one rank has bad routes in the first step",
     "one rank has routes of another length",  # T12
