@@ -89,6 +89,8 @@ def install() -> None:
     ):
         apply = functools.partial(_all_or_nothing, shim)
         import_hook.when_imported(module, f"{_WHAT} ({module})", apply, during=_silenced)
+    if any(_patches) and not _given_up:
+        verl_engine.take_back()
 
 
 def _all_or_nothing(shim: Callable[[Any], None], module: Any) -> None:

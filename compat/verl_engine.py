@@ -104,7 +104,13 @@ def forsake() -> None:
     """
     for engine in list(_engines):
         engine.forward_backward_batch = _refuses
-    _engines.clear()
+
+
+def take_back() -> None:
+    """npu_replay is installed again: engines that were forsaken can go on, built with it as they are."""
+    for engine in list(_engines):
+        if vars(engine).get("forward_backward_batch") is _refuses:
+            del engine.forward_backward_batch
 
 
 def _refuses(*args: Any, **kwargs: Any) -> Any:
@@ -112,7 +118,7 @@ def _refuses(*args: Any, **kwargs: Any) -> Any:
         "npu_replay was uninstalled after this engine had replayed with it",
         expected="uninstall() before the engine is built, or NPU_REPLAY_DISABLE=1 from the start",
         got="uninstall() in the middle of a job",
-        cause="start the workers anew to go on without npu_replay",
+        cause="start the workers anew to go on without npu_replay, or npu_replay.install() to go on with it",
     )
 
 

@@ -23,8 +23,8 @@ order, before the package's own code runs."""
 def install() -> None:
     """Change what has to be changed in other modules, now or when they are imported.
 
-    `import npu_replay` does this; call it to have all of it back after `uninstall`. Twice is as good as once.
-    With NPU_REPLAY_DISABLE=1 nothing is done.
+    `import npu_replay` does this; call it to have all of it back after `uninstall`: engines of verl that it
+    had stopped go on, too. Twice is as good as once. With NPU_REPLAY_DISABLE=1 nothing is done.
     """
     for package, shims in _SHIMS.items():
         for shim in shims:
