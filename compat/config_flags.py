@@ -71,9 +71,13 @@ def _config_init(init: Callable[..., None]) -> Any:
         if not list(_patches):
             return init(self, *args, **kwargs)  # uninstalled, and somebody still calls it
         given = {name: kwargs.pop(name) for name in FLAGS if name in kwargs and name not in known}
+        rebuilt = known - {"self"} <= kwargs.keys()
+        if not rebuilt:
+            # The release's own name, where it is on: off it may be a default that was passed along.
+            said = {name: kwargs[name] for name in REPLAY if kwargs.get(name)} | given
+            _agreed({name: said[name] for name in REPLAY if name in said}, self)
         # What MindSpeed has set before it calls what lies below its wrapper.
         given = {name: vars(self)[name] for name in FLAGS if name in vars(self)} | given
-        rebuilt = known - {"self"} <= kwargs.keys()
         init(self, *args, **kwargs)
         _mend_replace(type(self))
         if rebuilt:

@@ -28,6 +28,7 @@ from npu_replay.seam import least_positive
 _ROUTER_MODULE = "megatron.core.transformer.moe.router"
 _METHODS = ("forward", "routing")
 _TOP_K_FUNCTIONS = ("topk_softmax_with_capacity", "topk_routing_with_score_function")
+_TWO_WAYS = "two ways of replaying at once; use npu_replay's blocks or RouterReplay"
 _GRAPH_FLAGS = ("enable_cuda_graph", "external_cuda_graph")
 
 
@@ -78,6 +79,11 @@ class MegatronRouters(RouterKind):
     def explains(self, operator: str) -> str:
         """Is this a fused operator that takes the place of the top-k?"""
         return torch_npu.gating_operator(operator)
+
+    def diverts(self, module: nn.Module) -> str:
+        """Was RouterReplay told to replay since the block was entered?"""
+        action = _upstream_replay(module)
+        return "" if action is None else f"RouterReplay was given {action} inside the block: {_TWO_WAYS}"
 
     def mark(self, chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[Handle]:
         """Mark what MindSpeed's moe_fb_overlap runs again; have a fused router's kernel ask too."""
@@ -218,16 +224,22 @@ def _refuse_overlap(config: Any, path: str) -> None:
         )
 
 
-def _refuse_upstream_replay(module: Any, path: str) -> None:
-    """RouterReplay, upstream's from 0.16 on or ours before, would answer the top-k before a block does."""
+def _upstream_replay(module: Any) -> Any:
+    """The action of RouterReplay, upstream's from 0.16 on or ours before, that answers a router's top-k."""
     action = getattr(getattr(module, "router_replay", None), "router_replay_action", None)
-    if action is not None and getattr(action, "name", "").startswith("REPLAY"):
+    return action if getattr(action, "name", "").startswith("REPLAY") else None
+
+
+def _refuse_upstream_replay(module: Any, path: str) -> None:
+    """It would answer the top-k before a block does."""
+    action = _upstream_replay(module)
+    if action is not None:
         raise RouterError(
             "RouterReplay is replaying on this router",
             where=path,
             expected="none: RouterReplay.clear_global_router_replay_action()",
             got=action,
-            cause="two ways of replaying at once; use npu_replay's blocks or RouterReplay",
+            cause=_TWO_WAYS,
         )
 
 

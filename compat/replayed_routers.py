@@ -182,7 +182,8 @@ def _asking(router: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwarg
     """Call what the class has, with a call of the router armed if its `router_replay` may want one."""
     replay = getattr(router, "router_replay", None)  # uninstalled, and somebody's wrapper still calls it
     outer = seam.armed()
-    if router_replay.is_idle(replay) or (isinstance(outer, router_replay.Asked) and outer.replay is replay):
+    asks_already = isinstance(outer, router_replay.Asked) and outer.replay is replay
+    if router_replay.is_idle(replay) or asks_already or _is_left_to_its_own(router, replay):
         return plain(*args, **kwargs)
     call = _call(router, replay, next(iter((*args, *kwargs.values()))))
     handle = fused_router.hold() if fused_router.is_on(router.config) else None
@@ -194,6 +195,13 @@ def _asking(router: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwarg
         _calls.stack.pop()
         if handle is not None:
             handle.remove()
+
+
+def _is_left_to_its_own(router: Any, replay: Any) -> bool:
+    """Does a framework that brought its own replay bring the routing that asks it too, as verl's does?"""
+    if isinstance(replay, router_replay.RouterReplay):
+        return False
+    return type(router).routing.__module__.partition(".")[0] not in ("megatron", "mindspeed")
 
 
 def _call(router: Any, replay: Any, inputs: Any) -> router_replay.Asked:

@@ -93,9 +93,12 @@ class RouterReplay:
 
         Raises:
             ValueError: another number of tensors than routers.
+            RouterError: one is no tensor of ids; then no router has got its own.
         """
         everyone = _everyone()
         _check_count(len(all_layers_topk_indices), "tensors")
+        for replay, ids in zip(everyone, all_layers_topk_indices, strict=True):
+            _check_ids(ids, replay._place())
         for replay, ids in zip(everyone, all_layers_topk_indices, strict=True):
             replay.set_target_indices(ids)
 
@@ -152,20 +155,7 @@ class RouterReplay:
         Raises:
             RouterError: no two-dimensional tensor of integers.
         """
-        if (
-            not isinstance(topk_indices, torch.Tensor)
-            or topk_indices.dim() != 2
-            or topk_indices.is_floating_point()
-            or topk_indices.dtype == torch.bool
-        ):
-            raise RouterError(
-                "these are no expert ids",
-                where=self._place(),
-                expected="a tensor of integers, [rows, topk]",
-                got=f"{topk_indices.dtype} {list(topk_indices.shape)}"
-                if isinstance(topk_indices, torch.Tensor)
-                else topk_indices,
-            )
+        _check_ids(topk_indices, self._place())
         self.target_topk_idx = topk_indices
         self.replay_backward_list.append(topk_indices)
 
@@ -412,6 +402,21 @@ def _forget(dead: weakref.ref[RouterReplay]) -> None:
     replay = dead()
     if replay is not None:
         leave(replay)
+
+
+def _check_ids(ids: Any, where: str) -> None:
+    if (
+        not isinstance(ids, torch.Tensor)
+        or ids.dim() != 2
+        or ids.is_floating_point()
+        or ids.dtype == torch.bool
+    ):
+        raise RouterError(
+            "these are no expert ids",
+            where=where,
+            expected="a tensor of integers, [rows, topk]",
+            got=f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, torch.Tensor) else ids,
+        )
 
 
 def _check_count(got: int, of: str) -> None:

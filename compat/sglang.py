@@ -26,7 +26,7 @@ from npu_replay.compat.sglang_old_path import install, uninstall
 from npu_replay.compat.sglang_releases import engine_arguments, is_release, request_arguments
 from npu_replay.compat.sglang_rows import TAKEN_BACK, Plan, rows_of
 from npu_replay.door import Missing, Symptom, admit
-from npu_replay.errors import InvalidRoutes
+from npu_replay.errors import InvalidRoutes, whole_number
 from npu_replay.id_checks import Array
 from npu_replay.routed_experts import RoutedExperts
 from npu_replay.routed_model import RoutedModel
@@ -76,6 +76,7 @@ def from_sglang(
         ReplayError: `model` says too little, or `version` is no text.
     """
     known = RoutedModel.of(model)
+    start_len = whole_number(start_len, "start_len", where="from_sglang")
     answer = read(meta_info, version if version is not None and is_release(version) else "")
     tokens = _tokens(answer, prompt_token_ids, output_ids)
     plan = Plan.of(answer, len(tokens.ids), tokens.sampled, tokens.trimmed, start_len)
@@ -118,6 +119,8 @@ def _tokens(answer: Answer, prompt: Tokens | None, output: Tokens | None) -> _To
             f"the answer doesn't repeat the tokens: give {name}", where=str(source.sample or "SGLang")
         )
     ids, sampled = given[0], given[1]
+    if answer.prompt_ids is not None and not np.array_equal(ids, answer.prompt_ids):
+        raise _other_tokens(answer, "prompt_token_ids", "those of the answer", "others")
     if answer.prompt_tokens is not None and len(ids) - answer.prompt_tokens not in (0, answer.unbilled):
         raise _other_tokens(answer, "prompt_token_ids", answer.prompt_tokens, len(ids))
     ran = len(sampled) if answer.completion_tokens is None else answer.completion_tokens

@@ -151,9 +151,12 @@ def engine_arguments(
         step where EAGLE would choose by itself. Each request must ask for them too: `request_arguments`.
 
     Raises:
-        ReplayError: a release without routes, or a plan under which they would be wrong or missing.
+        ReplayError: a release without routes, a plan under which they would be wrong or missing, or another
+            device.
     """
     plan = _named_as_in_python(planned or {}, version)
+    if device not in ("cuda", "npu"):
+        raise ReplayError("unknown device", where="device", expected="cuda, npu", got=repr(device))
     device = "npu" if plan.get("device") == "npu" else device
     _refuse_release(version, device)
     for clash in _CLASHES:

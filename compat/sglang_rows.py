@@ -50,7 +50,7 @@ class Plan:
         """What this answer may hold of `tokens` tokens: the engine sampled `sampled`, of which `trimmed`
         aren't among them."""
         version = answer.source.version
-        if type(start) is not int or not 0 <= start <= tokens:
+        if not 0 <= start <= tokens:
             raise answer.source.error(
                 Symptom.SHAPE,
                 "start_len isn't in the sequence",

@@ -168,6 +168,7 @@ def admit(
         )
     ids = _token_ids(tokens, source)
     rows = _in_columns(_in_rows(rows, len(ids), start, ended, surplus, source), model, source, start)
+    _check_dtype(rows.dtype, model, source)
     _check_range(rows, model, source, start)
     blank = _blank_rows(rows, model, missing, source, start)
     room = np.zeros((len(ids), len(model.layers), model.topk), narrow_array_dtype(model.num_experts))
@@ -263,6 +264,17 @@ def _check_dense(rows: Array, model: RoutedModel, source: Source, start: int) ->
             where=f"layer {model.dense[column]}",
             expected="zeros in the columns of dense layers",
             got=f"{dense[row, column].tolist()} in row {start + row}",
+        )
+
+
+def _check_dtype(dtype: np.dtype[Any], model: RoutedModel, source: Source) -> None:
+    """An id that was cut off on the way is a wrong one that no other check sees."""
+    if np.iinfo(dtype).max < model.num_experts - 1:
+        raise source.error(
+            Symptom.RANGE,
+            "the ids' dtype can't hold every expert",
+            expected=f"0 to {model.num_experts - 1}",
+            got=f"{dtype}, 0 to {np.iinfo(dtype).max}",
         )
 
 

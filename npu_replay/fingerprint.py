@@ -8,14 +8,27 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from npu_replay.errors import ReplayError
+from npu_replay.token_ids import as_token_ids
+
 
 def fingerprint(token_ids: torch.Tensor | np.ndarray | Sequence[int]) -> int:
     """Return the 64-bit fingerprint of one sequence of token ids, shape [tokens].
 
     BLAKE2b with an 8-byte digest over the ids as little-endian int64, read as a little-endian unsigned
     integer. The hash is part of the file format: it won't change.
+
+    Raises:
+        ReplayError: no integers that fit into int64, or another shape.
     """
-    if isinstance(token_ids, torch.Tensor):
-        token_ids = token_ids.detach().cpu().numpy()
-    ids = np.ascontiguousarray(np.asarray(token_ids).reshape(-1), dtype="<i8")
-    return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")
+    ids = as_token_ids(token_ids)
+    if ids is None:
+        raise ReplayError(
+            "these aren't the token ids of one sequence",
+            where="fingerprint",
+            expected="integers, [tokens]",
+            got=repr(token_ids)[:80],
+            cause="a batch (take its samples one by one), or logits, text or embeddings in its place",
+        )
+    ids = np.ascontiguousarray(ids, dtype="<i8")
+    return int.from_bytes(hashlib.blake2b(ids.data, digest_size=8).digest(), "little")

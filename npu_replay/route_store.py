@@ -99,7 +99,7 @@ class RouteStore(Mapping[str, RoutedExperts]):
         shard, described = self.described(key)
         ids, recorded = self._read(shard, key)
         found = described.pop("digest", None)
-        bits = recorded.numpy().tobytes()
+        bits = recorded.numpy().tobytes() if recorded.dtype == torch.bool else b""
         there = (*ids.shape, str(ids.dtype).removeprefix("torch."))
         said = (*route_bytes.shape_of(described), described["dtype"])
         if there != said or route_bytes.digest(described, ids.contiguous().numpy().data, bits) != found:

@@ -92,6 +92,7 @@ class RoutedExperts:
         labels = _checked_labels(layers, columns=wide.shape[1])
         rows = _checked_recorded(recorded, tokens=wide.shape[0])
         num_experts = _checked_sizes(num_experts, topk=wide.shape[2])
+        _check_dtype(wide.dtype, num_experts)
         _check_range(wide, labels, num_experts, rows)
         narrow = wide.to(narrow_dtype(num_experts))
         if bool(narrow[~rows].any()):
@@ -489,6 +490,17 @@ def _integer(value: object) -> int | None:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+def _check_dtype(dtype: torch.dtype, num_experts: int) -> None:
+    """An id that was cut off on the way is a wrong one that no other check sees."""
+    if torch.iinfo(dtype).max < num_experts - 1:
+        raise InvalidRoutes(
+            "the ids' dtype can't hold every expert",
+            expected=f"0 to {num_experts - 1}",
+            got=f"{dtype}, 0 to {torch.iinfo(dtype).max}",
+            cause="ids that were narrowed on the way, or those of a model with fewer experts",
+        )
 
 
 def _check_range(ids: torch.Tensor, layers: tuple[int, ...], num_experts: int, rows: torch.Tensor) -> None:

@@ -115,6 +115,10 @@ class RouterKind:
         """Why a router that calls this function reaches no top-k, in words for an error; empty if it may."""
         return ""
 
+    def diverts(self, module: nn.Module) -> str:
+        """What answers this router's top-k by now, in words for an error; empty if nothing is known."""
+        return ""
+
     def functions(self, routers: Sequence[Router]) -> dict[str, object]:
         """The functions that route in these, by name: nobody may replace them inside a block."""
         return {}
@@ -167,10 +171,11 @@ def unregister(name: str) -> None:
     _kinds.pop(name, None)
 
 
-def explained(called: Iterable[str]) -> str:
-    """Why a router that called these functions reached no top-k; empty if no product knows."""
-    said = (kind.explains(name) for name in called for kind in _registered())
-    return next(filter(None, said), "")
+def explained(router: Router, called: Iterable[str]) -> str:
+    """Why this router, which called these functions, reached no top-k; empty if no product knows."""
+    said = [kind.diverts(router.module) for kind in _registered()]
+    said += [kind.explains(name) for name in called for kind in _registered()]
+    return next(filter(None, said), router.bypass)
 
 
 def functions(found: Sequence[Router]) -> dict[str, object]:

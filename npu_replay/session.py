@@ -352,7 +352,8 @@ class Session:
                 raise RecomputeError(
                     "the recompute of this router never reached its top-k",
                     where=f"layer {router.label}, in its recompute",
-                    cause=router.bypass or "a recompute that takes another path than the forward",
+                    cause=routers.explained(router, call.seen)
+                    or "a recompute that takes another path than the forward",
                 )
             if call.way == "fused" and call.suspect is not None:
                 self._strayed = call.suspect | self._strayed
@@ -427,8 +428,8 @@ class Session:
             if router.label not in forward.called:
                 self._no_effect(router, forward, "the router was not called", _PAST_CALL)
             if key in self._unreached:
-                known = routers.explained(self._unreached[key]) or router.bypass
-                self._no_effect(router, forward, "the router never reached its top-k", known or _NO_TOPK)
+                known = routers.explained(router, self._unreached[key]) or _NO_TOPK
+                self._no_effect(router, forward, "the router never reached its top-k", known)
         keys = [(router, (router.label, forward.number)) for router in self._routers[chunk]]
         flagged = [(router, self._flags.pop(key)) for router, key in keys if key in self._flags]
         flags = torch.stack([flag for _, flag in flagged]).tolist() if flagged else []

@@ -31,7 +31,6 @@ from npu_replay.smoke_model import Split
 Made = TypeVar("Made")
 
 
-
 def place() -> tuple[int, int]:
     """This process's rank and their number, as torchrun says; one process without torchrun."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

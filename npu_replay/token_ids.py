@@ -19,7 +19,8 @@ def as_token_ids(value: Any) -> Array | None:
         found = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
         if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
             return None
-        ids = found.astype(np.int64)
+        # The caller's own array may change later; what was made of a list is ours already.
+        ids = found.astype(np.int64, copy=not isinstance(value, (list, tuple)))
     except (ValueError, TypeError, OverflowError, RuntimeError):
         return None  # ragged, of things that aren't numbers, or a tensor that numpy can't hold
     wrapped = found.size and int(found.max()) != int(ids.max())

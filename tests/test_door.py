@@ -90,6 +90,15 @@ def test_ids_above_a_byte_keep_their_value_t19(experts: int, dtype: torch.dtype)
     assert routes.ids[0, 0].tolist() == list(range(experts - 8, experts))
 
 
+def test_ids_that_a_byte_has_folded_already_are_refused_t19() -> None:
+    model = RoutedModel(layers=(0, 1), num_layers=2, num_experts=257, topk=1)
+    rows = chosen(3, 2, model)
+    with pytest.raises(InvalidRoutes, match="the ids' dtype can't hold every expert") as caught:
+        admit(rows.astype("u1"), model=model, tokens=words(4), source=source())
+    assert str(caught.value.cause).startswith("range")
+    admit(rows.astype("u2"), model=model, tokens=words(4), source=source())
+
+
 def test_an_id_above_a_byte_is_never_folded_into_it_t19() -> None:
     rows = chosen(TOKENS - 1, 4)
     rows[3, 1, 0] = 256 + 5

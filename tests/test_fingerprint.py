@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from npu_replay import fingerprint
+from npu_replay.errors import ReplayError
 
 TOKENS = [1, 2, 3, 151_643, 0]
 
@@ -38,6 +39,17 @@ def test_a_tensor_gives_the_same_number_as_a_list(dtype: torch.dtype) -> None:
 )
 def test_another_sequence_gives_another_number_t12_t13(other: list[int]) -> None:
     assert fingerprint(other) != fingerprint(TOKENS)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [[1.7], [[1, 2], [3, 4]], [2**63], torch.tensor([1, 2]).bfloat16(), "abc", None, 7],
+    ids=["a fraction", "a batch", "beyond int64", "bfloat16", "text", "nothing", "one number"],
+)
+def test_what_is_no_sequence_of_token_ids_is_refused(other: object) -> None:
+    """A batch would pass for one sequence, a fraction for the token below it."""
+    with pytest.raises(ReplayError, match="these aren't the token ids of one sequence"):
+        fingerprint(other)  # type: ignore[arg-type]
 
 
 def test_it_fits_into_64_bits() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from npu_replay import (
     ReplayError,
@@ -273,6 +274,16 @@ def test_damage_is_seen(tmp_path: Path) -> None:
         RouteStore(tmp_path)["k"]
     shard.unlink()
     with pytest.raises(RouteFileError, match="can't be read"):
+        RouteStore(tmp_path)["k"]
+
+
+def test_a_mask_of_another_dtype_is_damage_too(tmp_path: Path) -> None:
+    with RouteStore.writer(tmp_path) as writer:
+        writer.add(sample(1), key="k")
+    (shard,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(shard)
+    save_file(tensors | {"k.recorded": tensors["k.recorded"].bfloat16()}, shard)
+    with pytest.raises(RouteFileError, match="changed after they were written"):
         RouteStore(tmp_path)["k"]
 
 

@@ -286,6 +286,15 @@ def test_equal_means_everything_is_equal(change: dict[str, Any]) -> None:
 # What is refused
 
 
+@pytest.mark.parametrize(("dtype", "experts"), [(torch.uint8, 257), (torch.int8, 129)])
+def test_ids_of_a_dtype_that_cant_hold_them_all_are_refused(dtype: torch.dtype, experts: int) -> None:
+    """Those above were cut off on the way, and what is left looks like any other id."""
+    given = torch.tensor([[[0, 1]], [[2, 3]]]).to(dtype)
+    assert len(RoutedExperts(ids=given, layers=[0], num_experts=experts - 1)) == 2
+    with pytest.raises(InvalidRoutes, match=r"the ids' dtype can't hold every expert.*narrowed on the way"):
+        RoutedExperts(ids=given, layers=[0], num_experts=experts)
+
+
 @pytest.mark.parametrize("bad", [-1, EXPERTS, 255, 70_000])
 def test_an_id_out_of_range_is_refused_with_its_layer_and_row(bad: int) -> None:
     given = ids()

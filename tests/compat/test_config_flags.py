@@ -191,6 +191,8 @@ def test_one_flag_given_by_its_two_names_has_to_be_one_value(config_class: type)
         # There replace() passes the field by itself, so what a person said wins.
         config = config_class(**SIZES, enable_routing_replay=True, moe_enable_routing_replay=False)
         assert config.moe_enable_routing_replay is True
+        with pytest.raises(ReplayError, match=r"two names of one flag.*or both alike, got"):
+            config_class(**SIZES, enable_routing_replay=False, moe_enable_routing_replay=True)
         return
     with pytest.raises(ReplayError, match=r"two names of one flag.*or both alike, got"):
         config_class(**SIZES, enable_routing_replay=True, moe_enable_routing_replay=False)

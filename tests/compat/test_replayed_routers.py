@@ -230,6 +230,39 @@ def test_what_a_framework_hangs_on_a_router_for_its_own_routing_is_left_to_it() 
     assert same(trainer.run("each"), untouched)
 
 
+class ForeignThatIsAsked(Foreign):
+    """verl 0.9's, where npu_replay left its patch alone: its routing asks by itself."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def get_replay_topk(self, *_: Any) -> None:
+        self.asked += 1
+
+
+def test_a_routing_that_a_framework_brought_asks_its_own_replay_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was asked a second time, so its queue for recomputes ran dry; or nobody asked, an error."""
+    trainer = upstream_loop.build({})
+    if has("moe_enable_routing_replay"):
+        pytest.skip("upstream's own routing asks whatever hangs there")
+    untouched = trainer.run("each")
+    kind = type(routers(trainer.model)[0].module)
+    plain = kind.routing
+
+    def routing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.router_replay.get_replay_topk()
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "routing", routing)
+    replays = [ForeignThatIsAsked() for _ in routers(trainer.model)]
+    for router, replay in zip(routers(trainer.model), replays, strict=True):
+        router.module.router_replay = replay
+    assert same(trainer.run("each"), untouched)
+    assert {replay.asked for replay in replays} == {len(trainer.batches)}
+
+
 # Where the release lacks it
 
 
@@ -301,6 +334,19 @@ def test_a_block_refuses_a_router_that_is_replaying(ours: Any) -> None:
     ):
         pass
     ours.clear_global_router_replay_action()
+
+
+def test_a_replay_that_is_begun_inside_a_block_is_named(ours: Any) -> None:
+    trainer = build_replayed({})
+    ours.set_replay_data([torch.tensor([[6, 1]]).expand(BATCH * LENGTH, 2)] * 4)
+    with (
+        pytest.raises(NoEffect, match=r"RouterReplay was given .*REPLAY_FORWARD inside the block: two ways"),
+        npu_replay.record(trainer.model),
+    ):
+        ours.set_global_router_replay_action(api()[1].REPLAY_FORWARD)
+        trainer.loss(trainer.batches[0])
+    ours.clear_global_router_replay_action()
+    ours.clear_global_indices()
 
 
 @pytest.mark.parametrize("variant", ["softmax_after_topk", "groups_softmax"])

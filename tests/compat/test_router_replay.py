@@ -175,6 +175,15 @@ def test_targets_that_are_no_ids_are_refused_when_they_are_set(wrong: object) ->
         RouterReplay().set_target_indices(wrong)
 
 
+def test_targets_of_which_one_is_no_ids_are_set_on_no_router() -> None:
+    """A queue that held some of them would give the next recomputes another micro-batch's."""
+    one, other = RouterReplay(), RouterReplay()
+    with pytest.raises(RouterError, match="these are no expert ids"):
+        RouterReplay.set_replay_data([ids([0, 1]), None])  # type: ignore[list-item]
+    assert [replay.replay_backward_list for replay in (one, other)] == [[], []]
+    assert one.target_topk_idx is None
+
+
 @pytest.mark.parametrize("target", [None, ids([0, 1]), ids([0, 1, 2], [0, 1, 2])])
 def test_a_replay_without_a_fitting_target_says_what_came(target: torch.Tensor | None) -> None:
     """N5: upstream's is an AttributeError of None, or goes on with fewer rows."""

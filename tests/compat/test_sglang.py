@@ -232,6 +232,12 @@ def test_sglang_0_5_7_and_0_5_8_zeros_on_an_npu(version: str) -> None:
     engine_arguments(version)
 
 
+@pytest.mark.parametrize("device", ["npu:0", "NPU", "ascend", ""])
+def test_a_device_of_another_spelling_is_no_way_past_what_an_npu_cant(device: Any) -> None:
+    with pytest.raises(ReplayError, match="unknown device"):
+        engine_arguments("0.5.7", device=device)
+
+
 def test_sglang_0_5_9_physical_ids_on_an_npu() -> None:
     asked = request("0.5.9")
     asked.rows[0, 5, 0] = 64
@@ -756,11 +762,24 @@ def test_T30_two_turns_make_one_sequence_of_sglang(version: str) -> None:
     assert not bool(rest.recorded[:held].any())
 
 
-@pytest.mark.parametrize("start", [-1, 83, 1.5, None, "3"])
-def test_a_start_outside_the_sequence(start: Any) -> None:
+@pytest.mark.parametrize("start", [-1, 83])
+def test_a_start_outside_the_sequence(start: int) -> None:
     asked = request("0.5.23")
     with pytest.raises(InvalidRoutes, match="start_len isn't in the sequence"):
         decoded(asked.generate(), asked, start_len=start)
+
+
+@pytest.mark.parametrize("start", [1.5, None, "3"])
+def test_a_start_that_is_no_number(start: Any) -> None:
+    asked = request("0.5.23")
+    with pytest.raises(ReplayError, match="from_sglang: start_len must be a whole number"):
+        decoded(asked.generate(), asked, start_len=start)
+
+
+def test_a_start_may_be_numpys() -> None:
+    asked = request("0.5.23", asked_from=3)
+    start: Any = np.int64(3)
+    assert decoded(asked.generate(), asked, start_len=start) == decoded(asked.generate(), asked, start_len=3)
 
 
 @pytest.mark.parametrize("start", [81, 82])
@@ -843,6 +862,19 @@ def test_text_that_was_tokenised_again_is_caught(change: Any, name: str) -> None
     asked = request("0.5.23")
     with pytest.raises(InvalidRoutes, match=rf"request 3f9d: {name} aren't the tokens.*tokenised again"):
         decoded(asked.generate(), change(asked))
+
+
+@pytest.mark.parametrize("place", ["answer", "sglext"])
+def test_a_prompt_of_as_many_other_tokens_is_caught_where_the_answer_repeats_it(place: str) -> None:
+    """A chat prompt that the caller tokenised too: the routes would be those of tokens that never ran."""
+    asked = request("0.5.23")
+    answer = asked.generate() | {"prompt_token_ids": list(asked.prompt)}
+    if place == "sglext":
+        answer = asked.openai("chat.completion")
+        answer["sglext"] = answer["sglext"] | {"input_ids": list(asked.prompt)}
+    assert len(decoded(answer, asked)) == len(asked.prompt) + len(asked.output)
+    with pytest.raises(InvalidRoutes, match=r"prompt_token_ids aren't the tokens.*those of the answer"):
+        decoded(answer, replace(asked, prompt=[1, *asked.prompt[1:]]))
 
 
 @pytest.mark.parametrize("version", WITH_SGLEXT)
