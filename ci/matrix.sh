@@ -3,7 +3,7 @@
 # cores, and writes docs/matrix.md.
 #
 #   ci/matrix.sh                  a choice of the cases on every release, other ones on each: ten minutes
-#   ci/matrix.sh --all            every case on every release, an hour on two cores: before a release of npu_replay
+#   ci/matrix.sh --all            every case on every release, two and a half hours on two cores: before a release
 #   ci/matrix.sh 0.15.3 ...       these alone: 0.15.3, megatron-0.15.3, transformers-4.57.6
 #   ci/matrix.sh --check ...      writes nothing, and fails where docs/matrix.md says something else
 set -euo pipefail
