@@ -17,6 +17,8 @@ from npu_replay.errors import ReplayError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from npu_replay.comparing import Comparison
+
 _DEBUG = "npu_replay.debug"
 _HELP = smoke_options.HELP
 
@@ -224,6 +226,53 @@ def inspect(
 
         write_whole(out, plots.routes(found), overwrite=force)
     raise typer.Exit(0 if found.good else 1)
+
+
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A file of routes, or a folder of them.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The same kind of thing, to hold against it.")],
+    json: Annotated[
+        Path | None, typer.Option(dir_okay=False, metavar="FILE", help="JSON file for the numbers.")
+    ] = None,
+    force: ForceOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Say how far two sets of routes of the same tokens are apart (exits 0 if they differ, too)."""
+    from npu_replay import comparing
+    from npu_replay.route_file import write_whole
+
+    if json is not None and json.exists() and not force:
+        raise ReplayError(
+            "the file is there already and is not overwritten",
+            where=str(json),
+            cause="an earlier run; pass --force to replace it, or another --json",
+        )
+    found = comparing.compare_paths(a, b)
+    _show_comparison(found)
+    if json is not None:
+        write_whole(json, found.to_json().encode(), overwrite=force)
+
+
+def _show_comparison(found: Comparison) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from npu_replay import comparing
+
+    console = _console()
+    for name, path in (("A", found.a), ("B", found.b)):
+        console.print(Text.assemble((f"{name}: ", "bold"), path), soft_wrap=True)
+    for line in comparing.about(found):
+        console.print(Text(line), soft_wrap=True)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for title in comparing.TITLES:
+        table.add_column(title, justify="left" if title == "Layer" else "right", vertical="bottom")
+    for cells in comparing.table_rows(found):
+        table.add_row(*cells, style="bold" if cells[0] == "all" else None)
+    console.print("", table, "", sep="\n")
+    colour = "bold yellow" if found.whole.differing else "bold green"
+    console.print(Text(comparing.verdict(found), colour), soft_wrap=True)
 
 
 @app.command(help=smoke_options.ABOUT)
