@@ -20,9 +20,9 @@ from typing import Any
 
 from npu_replay.compat import import_hook, probe, vllm_ascend
 from npu_replay.compat.patching import Patches
+from npu_replay.compat.undoing import undo_everything
 from npu_replay.door import release
 from npu_replay.errors import ReplayError
-from npu_replay.installing import undo_all_changes
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def check_actor(config: Any, *, legacy: bool | None = None) -> None:
         raise problems[0]
     for problem in problems:
         logger.error("%s", problem)
-    undo_all_changes()
+    undo_everything()
 
 
 # ---- what is wrong with a config

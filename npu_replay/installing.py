@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-import sys
-
-from npu_replay.compat import import_hook, patching
+from npu_replay.compat import import_hook
+from npu_replay.compat.undoing import undo_everything
 from npu_replay.errors import ReplayError
 from npu_replay.later import later
-
-logger = logging.getLogger(__name__)
 
 _SHIMS = {
     "verl": ("verl", "verl_rollout", "verl_config"),  # first: it takes back what verl has done to Megatron
@@ -52,24 +48,4 @@ def uninstall() -> None:
             got="; ".join(map(str, blocks)),
             cause="it was called from the training step; call it after the block has ended",
         )
-    undo_all_changes()
-
-
-def undo_all_changes() -> None:
-    """All of `uninstall`, open blocks or none: a job that goes on without npu_replay needs the same."""
-    import_hook.forget()
-    _tell("served_modules", "withdraw")
-    left = patching.undo_all()
-    _tell("verl_engine", "forsake")
-    if left:
-        logger.warning(
-            "[npu_replay] these were left alone, since somebody else has replaced them: %s",
-            ", ".join(patch.where for patch in left),
-        )
-
-
-def _tell(shim: str, function: str) -> None:
-    """Call a function of a module of npu_replay.compat; one that isn't imported has nothing to undo."""
-    module = sys.modules.get(f"npu_replay.compat.{shim}")
-    if module is not None:
-        getattr(module, function)()
+    undo_everything()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from npu_replay.id_checks import Array
+if TYPE_CHECKING:
+    from npu_replay.id_checks import Array
 
 
 def as_token_ids(value: Any) -> Array | None:

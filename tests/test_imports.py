@@ -20,8 +20,8 @@ from npu_replay import installing, routers
 PACKAGE = Path(npu_replay.__file__).parent
 COMPAT = Path(npu_replay.compat.__file__).parent
 AT_IMPORT = {
-    *("compat", "compat.import_hook", "compat.patching", "errors", "installing", "later", "torch_loading"),
-    *("fingerprint", "parallel_layout", "decoder_layers", "routers", "marking"),
+    *("compat", "compat.import_hook", "compat.patching", "compat.undoing", "errors", "installing", "later"),
+    *("torch_loading", "fingerprint", "token_ids", "parallel_layout", "decoder_layers", "routers", "marking"),
 }
 """All of npu_replay that its import brings."""
 NOT_IMPORTED = (
