@@ -6,8 +6,11 @@ import ast
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
+from fnmatch import filter as fnmatch_filter
+from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,6 +54,7 @@ FACE = {
     "captured",
     "cli",
     "commands",
+    "comparing",
     "devices",
     "doctor",
     "inspect_report",
@@ -264,6 +268,15 @@ def test_the_core_needs_torch_and_numpy_alone(source: Path) -> None:
 def test_compat_imports_no_face() -> None:
     for source in COMPAT.rglob("*.py"):
         assert not {f"npu_replay.{module}" for module in FACE} & imported(source), source.name
+
+
+def test_the_architecture_page_has_a_room_for_every_module() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = "".join(line for line in page.splitlines() if line.startswith("|"))
+    rooms = {name.rpartition("/")[2] for name in re.findall(r"`([\w/*]+\.py)`", table)}
+    modules = {path.name for folder in (PACKAGE, COMPAT) for path in folder.glob("[!_]*.py")}
+    assert {name for name in modules if not any(fnmatch(name, room) for room in rooms)} == set()
+    assert {room for room in rooms if not fnmatch_filter(modules, room)} == set()
 
 
 def test_no_module_in_compat_imports_its_product_at_its_top() -> None:
