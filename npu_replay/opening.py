@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import mmap
 import struct
@@ -276,7 +277,7 @@ def _body(path: Path, data: memoryview) -> bytes:
     """The text of an answer, without the headers that `curl -i` writes before it."""
     if len(data) > MOST_TEXT:
         raise Refused(_too_large(path, len(data), MOST_TEXT))
-    text = bytes(data).lstrip(b"\xef\xbb\xbf \t\r\n")
+    text = bytes(data).removeprefix(codecs.BOM_UTF8).lstrip(b" \t\r\n")
     while text.startswith(b"HTTP/"):  # 100 Continue has headers of its own
         text = text.replace(b"\r\n\r\n", b"\n\n", 1).partition(b"\n\n")[2]
     return text

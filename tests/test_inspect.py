@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import codecs
 import io
 import json
 import math
@@ -656,6 +657,17 @@ def test_damage_never_crashes_it_and_what_it_lets_through_from_vllm_takes(
         found.to_json()
         if found.good and with_config and "vLLM" in found.what and not found.unchecked:
             assert len(from_vllm(bytes(whole), CONFIG)) == len(found.verdicts)
+
+
+@pytest.mark.parametrize("before", [b"\xbb", b"\xef", b"\xbf\xbb"])
+def test_a_piece_of_a_byte_order_mark_is_damage(
+    tmp_path: Path, config: Path, rows: Any, tokens: list[int], before: bytes
+) -> None:
+    """from_vllm can't read it either; the whole mark it can."""
+    answer = json.dumps(vllm(choice(rows, tokens))).encode()
+    assert inspect(saved(tmp_path, codecs.BOM_UTF8 + answer, "marked"), config=config).good
+    assert len(from_vllm(codecs.BOM_UTF8 + answer, CONFIG)) == 1
+    assert not inspect(saved(tmp_path, before + answer, "damaged"), config=config).good
 
 
 # For programs, and the picture
