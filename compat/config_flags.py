@@ -74,8 +74,7 @@ def _config_init(init: Callable[..., None]) -> Any:
         rebuilt = known - {"self"} <= kwargs.keys()
         if not rebuilt:
             # The release's own name, where it is on: off it may be a default that was passed along.
-            said = {name: kwargs[name] for name in REPLAY if kwargs.get(name)} | given
-            _agreed({name: said[name] for name in REPLAY if name in said}, self)
+            _agreed({name: kwargs[name] for name in REPLAY if kwargs.get(name)} | given, self)
         # What MindSpeed has set before it calls what lies below its wrapper.
         given = {name: vars(self)[name] for name in FLAGS if name in vars(self)} | given
         init(self, *args, **kwargs)
@@ -97,7 +96,7 @@ def _keep(config: Any, given: Flags) -> None:
         given: flags that were passed beside the config's own fields, so by hand.
     """
     flags = _flags(config) | given
-    replay = _agreed({name: given[name] for name in REPLAY if name in given}, config)
+    replay = _agreed(given, config)
     if replay is None:
         replay = any(flags[name] for name in REPLAY)
     flags |= dict.fromkeys(REPLAY, replay)
@@ -107,14 +106,15 @@ def _keep(config: Any, given: Flags) -> None:
 
 def _agreed(given: Flags, config: Any) -> bool | None:
     """What the two names of one flag were given as; None if neither was."""
-    if len(set(given.values())) > 1:
+    replay = {name: given[name] for name in REPLAY if name in given}
+    if len(set(replay.values())) > 1:
         raise ReplayError(
             "two names of one flag were given different values",
             where=type(config).__name__,
             expected=f"{' or '.join(REPLAY)}, or both alike",
-            got=given,
+            got=replay,
         )
-    return next(iter(given.values()), None)
+    return next(iter(replay.values()), None)
 
 
 def _set(config: Any, flags: Flags) -> None:

@@ -198,12 +198,7 @@ def inspect(
     """Say what a file or an engine's answer holds, and whether its routes are right (else exits 1)."""
     from npu_replay.inspecting import inspect as look
 
-    if out is not None and out.exists() and not force:
-        raise ReplayError(
-            "the file is there already and is not overwritten",
-            where=str(out),
-            cause="an earlier run; pass --force to replace it, or another --out",
-        )
+    _refuse_existing(out, "--out", force=force)
     found = look(
         path,
         config=config,
@@ -242,16 +237,21 @@ def compare(
     from npu_replay import comparing
     from npu_replay.route_file import write_whole
 
-    if json is not None and json.exists() and not force:
-        raise ReplayError(
-            "the file is there already and is not overwritten",
-            where=str(json),
-            cause="an earlier run; pass --force to replace it, or another --json",
-        )
+    _refuse_existing(json, "--json", force=force)
     found = comparing.compare_paths(a, b)
     _show_comparison(found)
     if json is not None:
         write_whole(json, found.to_json().encode(), overwrite=force)
+
+
+def _refuse_existing(file: Path | None, option: str, *, force: bool) -> None:
+    """Before any work is done."""
+    if file is not None and file.exists() and not force:
+        raise ReplayError(
+            "the file is there already and is not overwritten",
+            where=str(file),
+            cause=f"an earlier run; pass --force to replace it, or another {option}",
+        )
 
 
 def _show_comparison(found: Comparison) -> None:

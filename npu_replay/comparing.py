@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from npu_replay.errors import InvalidRoutes, ReplayError, RouteFileError
-from npu_replay.mismatch import compare, differing_token_layers
+from npu_replay.mismatch import check_comparable, differing_token_layers
 from npu_replay.route_store import RouteStore
 from npu_replay.routed_experts import RoutedExperts
 
@@ -110,7 +110,7 @@ class Comparison:
         if self.folders and len(a) == len(b) and not bool((a.recorded & b.recorded).any()):
             return  # one sample whose routes were lost is no reason to say nothing of the others
         try:
-            found = compare(a, b)
+            check_comparable(a, b)
         except InvalidRoutes as error:
             raise InvalidRoutes(
                 error.problem,
@@ -119,10 +119,10 @@ class Comparison:
                 got=error.got,
                 cause=error.cause or "routes of two models, or of two sequences",
             ) from error
-        tokens = found.token_layers // len(found.layer_mismatch)
+        tokens, differ = int((a.recorded & b.recorded).sum()), differing_token_layers(a, b)
         self.tokens += tokens
-        self.differing_tokens += round(found.token_mismatch * tokens)
-        for layer, counts in _by_layer(a, b, tokens).items():
+        self.differing_tokens += int(differ.any(dim=1).sum())
+        for layer, counts in _by_layer(a, b, tokens, differ).items():
             self.layers.setdefault(layer, Counts()).add(counts)
 
     def to_json(self) -> str:
@@ -210,7 +210,7 @@ def _mark(store: RouteStore, key: str) -> str | None:
 
 
 def _check_alike(where: str, a: RoutedExperts, b: RoutedExperts) -> None:
-    """Refuse what `mismatch.compare` allows: it takes the layers that both have, and any two sequences."""
+    """Refuse what `check_comparable` allows: it takes the layers that both have, and any two sequences."""
     if a.layers != b.layers:
         raise InvalidRoutes(
             "these routings are of other layers",
@@ -240,9 +240,8 @@ def _spans(layers: tuple[int, ...]) -> str:
 # What is counted
 
 
-def _by_layer(a: RoutedExperts, b: RoutedExperts, tokens: int) -> dict[int, Counts]:
-    """What differs in each layer of two routings that have the same ones."""
-    differ = differing_token_layers(a, b)
+def _by_layer(a: RoutedExperts, b: RoutedExperts, tokens: int, differ: torch.Tensor) -> dict[int, Counts]:
+    """What differs in each layer of two routings that have the same ones, by `differ`, [rows, layers]."""
     found = {}
     for column, layer in enumerate(a.layers):
         rows = differ[:, column].nonzero()[:, 0]

@@ -97,8 +97,12 @@ def differing_token_layers(a: RoutedExperts, b: RoutedExperts) -> torch.Tensor:
     return (ours != theirs).any(dim=2) & (a.recorded & b.recorded)[:, None]
 
 
-def _compare_routings(a: RoutedExperts, b: RoutedExperts) -> RoutingDifference:
-    layers = [layer for layer in a.layers if layer in b.layers]
+def check_comparable(a: RoutedExperts, b: RoutedExperts) -> None:
+    """Refuse two routings that aren't of the same tokens and experts, or have nothing in common.
+
+    Raises:
+        InvalidRoutes: in what they differ.
+    """
     for what, ours, theirs in (
         ("tokens", len(a), len(b)),
         ("top-k", a.topk, b.topk),
@@ -106,13 +110,18 @@ def _compare_routings(a: RoutedExperts, b: RoutedExperts) -> RoutingDifference:
     ):
         if ours != theirs:
             raise InvalidRoutes(f"these routings differ in {what}", expected=ours, got=theirs)
-    both = int((a.recorded & b.recorded).sum())
+    layers, both = set(a.layers) & set(b.layers), int((a.recorded & b.recorded).sum())
     if not layers or not both:
         raise InvalidRoutes(
             "these routings have nothing in common to compare",
             expected="a layer that both have, and a row recorded in both",
             got=f"{len(layers)} common layers, {both} common rows",
         )
+
+
+def _compare_routings(a: RoutedExperts, b: RoutedExperts) -> RoutingDifference:
+    check_comparable(a, b)
+    layers, both = [layer for layer in a.layers if layer in b.layers], int((a.recorded & b.recorded).sum())
     differ = differing_token_layers(a, b)
     by_layer = (differ.sum(dim=0) / both).tolist()
     return RoutingDifference(
