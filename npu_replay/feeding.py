@@ -14,9 +14,9 @@ from npu_replay.recording import Recording, micro_batch_routes
 from npu_replay.replaying import Replaying
 from npu_replay.routed_experts import RoutedExperts
 from npu_replay.routers import Model, Router
-from npu_replay.session import Key
 from npu_replay.staging import Packet, Staged
 from npu_replay.timeline import Forward
+from npu_replay.witness import Key
 
 
 class Feed(Replaying):

@@ -8,8 +8,9 @@ from npu_replay import seam
 from npu_replay.errors import ReplayError, RouterError, micro_batch
 from npu_replay.routed_experts import RoutedExperts, without_layers
 from npu_replay.routers import Model, Router
-from npu_replay.session import Key, Session, narrowed
+from npu_replay.session import Session, narrowed
 from npu_replay.timeline import Forward
+from npu_replay.witness import Key
 
 
 def record(model: Model) -> Recording:
@@ -95,6 +96,9 @@ def micro_batch_routes(ids: dict[Key, torch.Tensor], routers: list[Router], numb
                     got=ours,
                     cause="pass the parts of the model to record() one by one",
                 )
-    stacked = torch.stack([ids[router.label, number] for router in routers], dim=1)
+    found = [ids[router.label, number] for router in routers]
+    if len({one.device for one in found}) > 1:
+        found = [one.cpu() for one in found]
+    stacked = torch.stack(found, dim=1)
     labels = [router.label for router in routers]
     return RoutedExperts._adopt(stacked.cpu(), labels, first.num_experts)

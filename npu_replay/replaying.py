@@ -16,6 +16,7 @@ from npu_replay.routers import Model, Router
 from npu_replay.session import Session, narrowed
 from npu_replay.staging import Packet, Staged, to_device
 from npu_replay.timeline import Forward
+from npu_replay.witness import Count
 
 
 def replay(
@@ -83,7 +84,7 @@ class Replaying(Session):
         super().__init__(model)
         self._aux_loss = counted_by_aux_losses(aux_loss)
         self._live_mismatch = live_mismatch
-        self._differing: torch.Tensor | int = 0
+        self._differing = Count()
         self._compared = 0
         self._chunk_of: dict[int, int] = {}
 
@@ -180,7 +181,7 @@ class Replaying(Session):
                 self._count_differing(chosen, own(), routes, missing)
             if missing is not None:
                 chosen.index_copy_(0, missing, own(missing))
-                if forward.grad or key in self._pending:
+                if key in self._pending:
                     self._kept[key] = narrowed(chosen, router)
             elif key in self._pending:
                 self._kept[key] = ids
@@ -200,7 +201,7 @@ class Replaying(Session):
         differ = (theirs.sort(dim=1).values != ours.sort(dim=1).values).any(dim=1)
         if missing is not None:
             differ[missing] = False
-        self._differing += differ.sum()
+        self._differing.add(differ)
         self._compared += int(routes.recorded.sum())
 
 

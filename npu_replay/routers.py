@@ -15,6 +15,7 @@ from torch import nn
 
 from npu_replay.errors import RouterError
 from npu_replay.marking import Marks
+from npu_replay.routed_experts import MAX_EXPERTS
 
 Model: TypeAlias = "nn.Module | Sequence[nn.Module]"
 """What a block takes: a module, or the list of its virtual-pipeline chunks."""
@@ -230,8 +231,20 @@ def _described(chunk: nn.Module) -> Iterator[Router]:
         for kind in kinds:
             router = kind.describe(module, path)
             if router is not None:
+                _check_size(router, path)
                 yield replace(router, path=path)
                 break
+
+
+def _check_size(router: Router, path: str) -> None:
+    if router.num_experts > MAX_EXPERTS:
+        raise RouterError(
+            "the router has more experts than ids are kept for",
+            where=path or "the module itself",
+            expected=f"up to {MAX_EXPERTS}",
+            got=router.num_experts,
+            cause="a layer of another kind that is described as a router",
+        )
 
 
 def _check_any(found: list[list[Router]], chunks: Sequence[nn.Module]) -> None:

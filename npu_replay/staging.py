@@ -1,4 +1,4 @@
-"""One micro-batch's routes on their way to the device."""
+"""One micro-batch's routes on their way to the device, or to each device of a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Staged: TypeAlias = "tuple[dict[int, torch.Tensor], torch.Tensor | None]"
 
 
 class Packet:
-    """Routes of one micro-batch for some layers, and their copy on the device.
+    """Routes of one micro-batch for some layers, and their copies on devices.
 
     Args:
         routes: rows as the routers have them.
@@ -24,19 +24,19 @@ class Packet:
         self.routes = routes
         missing = (~routes.recorded).nonzero()[:, 0]
         self.missing: torch.Tensor | None = missing if len(missing) else None
-        self._staged: Staged | None = None
+        self._staged: dict[torch.device, Staged] = {}
 
     def staged(self, labels: Sequence[int], device: torch.device) -> Staged:
-        """These layers on the device, narrow; sent once, and without waiting for them."""
-        if self._staged is None:
+        """These layers on the device, narrow; sent to each device once, and without waiting for them."""
+        if device not in self._staged:
             ids = to_device(self.routes.only(labels).ids, device)
             missing = None if self.missing is None else to_device(self.missing, device)
-            self._staged = dict(zip(labels, ids.unbind(1), strict=True)), missing
-        return self._staged
+            self._staged[device] = dict(zip(labels, ids.unbind(1), strict=True)), missing
+        return self._staged[device]
 
     def unstage(self) -> None:
-        """Let go of the copy on the device; what a recompute needs is kept by itself."""
-        self._staged = None
+        """Let go of the copies on devices; what a recompute needs is kept by itself."""
+        self._staged.clear()
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -38,6 +38,7 @@ def environment() -> dict[str, str]:
     ("name", "least"),
     [
         ("test_core.py", 16),
+        ("test_spread.py", 20),
         ("test_transformers.py", 9),
         pytest.param("test_megatron.py", 6, marks=[pytest.mark.megatron, pytest.mark.timeout(900)]),
     ],
