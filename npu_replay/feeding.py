@@ -127,6 +127,9 @@ class Tap(Recording):
         routes = session.take(chunk)
     """
 
+    def __init__(self, model: Model) -> None:
+        super().__init__(model, inputs=False)  # what a framework does with them it checks by itself
+
     def take(self, chunk: int) -> RoutedExperts:
         """The routes of a chunk's last forward, rows as its routers had them; no layers without routers."""
         number = self._timeline.ended[chunk] - 1

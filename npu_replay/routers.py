@@ -15,7 +15,6 @@ from torch import nn
 
 from npu_replay.errors import RouterError
 from npu_replay.marking import Marks
-from npu_replay.routed_experts import MAX_EXPERTS
 
 Model: TypeAlias = "nn.Module | Sequence[nn.Module]"
 """What a block takes: a module, or the list of its virtual-pipeline chunks."""
@@ -66,6 +65,7 @@ class Router:
             could lose one of them.
         spare: its top-k asks for so many more than it uses; they come last.
         aux_losses: None if it has none.
+        row_order: how its rows come of [batch, sequence]: "sequence" (s*b), "batch" (b*s); None if not known.
         bypass: why its top-k might never run, in words for an error; empty if nothing is known.
         path: where it sits in the model, `find` fills it in.
     """
@@ -81,6 +81,7 @@ class Router:
     mend: Callable[[object, torch.Tensor], object] | None = None
     spare: int = 0
     aux_losses: AuxLosses | None = None
+    row_order: str | None = None
     bypass: str = ""
     path: str = ""
 
@@ -237,6 +238,8 @@ def _described(chunk: nn.Module) -> Iterator[Router]:
 
 
 def _check_size(router: Router, path: str) -> None:
+    from npu_replay.routed_experts import MAX_EXPERTS  # here: who imports npu_replay may need no routes
+
     if router.num_experts > MAX_EXPERTS:
         raise RouterError(
             "the router has more experts than ids are kept for",

@@ -90,6 +90,7 @@ class Session:
         self._pending: dict[Key, list[weakref.ref[Any]]] = {}
         self._recomputed: set[Key] = set()
         self._kept: dict[Key, torch.Tensor] = {}
+        self._tokens: dict[int, torch.Tensor] = {}
         self._calls = _Calls()
         self._marks: list[Marks] = []
         self._functions: dict[str, object] = {}
@@ -120,6 +121,10 @@ class Session:
             )
         return ids
 
+    def _tokens_wanted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """The token ids of this call of the first chunk, to be held against its routes; None for none."""
+        return None
+
     def _compares(self, router: Router) -> bool:
         """Is this call's own choice wanted beside the ids that are used?"""
         return False
@@ -145,8 +150,10 @@ class Session:
 
     def _clear(self) -> None:
         """The block is over: keep neither the model nor ids that only a recompute would want."""
-        for kept in (self._witness, self._pending, self._kept, self._routers, self._chunks):
+        for kept in (self._witness, self._pending, self._kept, self._tokens):
             kept.clear()
+        for held in (self._routers, self._chunks):
+            held.clear()
         self._marks.clear()
 
     # The block
@@ -267,6 +274,8 @@ class Session:
             self._timeline.rerun(chunk)
         else:
             self._begin(chunk)
+            if chunk == 0 and (tokens := self._tokens_wanted(args, kwargs)) is not None:
+                self._tokens[self._timeline.number(chunk)] = tokens
 
     def _chunk_ends(self, chunk: int, args: tuple[Any, ...], output: object) -> None:
         if in_backward():

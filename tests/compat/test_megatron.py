@@ -26,9 +26,9 @@ from megatron_cases import (
     routers,
     same,
 )
-from npu_replay import RoutedExperts
+from npu_replay import RoutedExperts, TokenLayout, fingerprint
 from npu_replay.demo import megatron_model
-from npu_replay.errors import RouterError
+from npu_replay.errors import MicroBatchError, RouterError
 
 pytestmark = [
     pytest.mark.megatron,
@@ -463,3 +463,25 @@ def test_a_selective_checkpoint_that_keeps_an_operation_of_ours_is_not_shifted(
         with npu_replay.replay(trainer.model, random_routes(recorded(build(VARIANTS[variant])))):
             found.append(trainer.run("sum"))
     assert same(*found)
+
+
+def test_swapped_micro_batches_and_a_layout_of_another_order_are_refused() -> None:
+    trainer = build({})
+    routes = recorded(trainer)
+    with (
+        pytest.raises(MicroBatchError, match=r"micro-batch 0: .*routes of micro-batch 1"),
+        npu_replay.replay(trainer.model, [routes[1], routes[0], routes[2]]),
+    ):
+        trainer.run()
+    sequences = TokenLayout.padded([LENGTH] * BATCH).scatter(routes[0])
+    laid = TokenLayout.padded([LENGTH] * BATCH, order="batch").gather(sequences)
+    with (
+        pytest.raises(RouterError, match=r"another order of rows.*order='sequence'.*order='batch'"),
+        npu_replay.replay(trainer.model, [laid]),
+    ):
+        pass
+    marks = [fingerprint(tokens) for tokens in trainer.batches[0]]
+    laid = TokenLayout.padded([LENGTH] * BATCH, fingerprints=marks).gather(sequences)
+    trainer.batches = trainer.batches[:1]
+    with npu_replay.replay(trainer.model, [laid], max_live_mismatch=0.0):
+        trainer.run()

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import npu_replay
-from npu_replay import RoutedExperts, routers
-from npu_replay.errors import NoEffect, RouterError
+from npu_replay import RoutedExperts, TokenLayout, routers
+from npu_replay.errors import MicroBatchError, NoEffect, RouterError
 from npu_replay.hooks import Hook
 
 transformers.logging.set_verbosity_error()
@@ -527,6 +527,24 @@ def test_a_selective_checkpoint_that_keeps_an_operation_of_ours_is_not_shifted(o
             found.append(train(model))
         assert shown.follow(foreign(model))
     assert same(*found)
+
+
+# Routes of another micro-batch, or in Megatron's rows
+
+
+def test_swapped_micro_batches_and_megatrons_order_of_rows_are_refused() -> None:
+    model = build("qwen3_moe")
+    one = batches()[0]
+    with npu_replay.record(model) as recording, torch.no_grad():
+        model(input_ids=one), model(one.flip(0))
+    swapped = recording.routes[::-1]
+    with pytest.raises(MicroBatchError, match="routes of micro-batch 1"), npu_replay.replay(model, swapped):
+        model(one)
+    lengths = [one.shape[1]] * 2
+    layout = TokenLayout.padded(lengths, order="batch")
+    laid = TokenLayout.padded(lengths).gather(layout.scatter(recording.routes[0]))
+    with pytest.raises(RouterError, match="TokenLayout with order='batch'"), npu_replay.replay(model, [laid]):
+        pass
 
 
 # What is not a router, and what is refused
