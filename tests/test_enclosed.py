@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 import npu_replay
 from npu_replay import RoutedExperts, recompute, routers
@@ -20,6 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires
 
 KINDS = ["record", "replay", "replay with holes", "pin_recompute"]
 HOW = ["reentrant", "non-reentrant"]
+Run = Callable[[torch.Tensor], torch.Tensor]
 Loss = Callable[[nn.Module, torch.Tensor, int], torch.Tensor]
 
 
@@ -46,8 +54,9 @@ class Drifting(ToyRouter):
         super().__init__(select=self._drift)
 
     def _drift(self, _: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        Drifting.calls += 1
-        noise = torch.randn(scores.shape, generator=torch.Generator().manual_seed(Drifting.calls))
+        Drifting.calls += not recompute.in_backward()
+        seed = 1000 + Drifting.calls if recompute.in_backward() else Drifting.calls
+        noise = torch.randn(scores.shape, generator=torch.Generator().manual_seed(seed))
         ids = plain(self, scores.detach() + noise)[1]
         return scores.gather(1, ids), ids
 
@@ -310,6 +319,64 @@ def test_only_the_function_that_runs_is_found_among_many() -> None:
     output = Rerun.apply(run, tokens().requires_grad_())
     assert [one is output.grad_fn for one in seen] == [True]
     assert len(alive) == 3
+
+
+# Any of them in any other
+
+
+def selective(run: Run) -> Run:
+    kept = {torch.ops.aten.scatter.src, torch.ops.aten.gather.default, torch.ops.aten.mm.default}
+
+    def policy(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    return lambda x: checkpoint(run, x, use_reentrant=False, context_fn=contexts)
+
+
+def under(how: str) -> Callable[[Run], Run]:
+    def wrap(run: Run) -> Run:
+        def within(x: torch.Tensor) -> torch.Tensor:
+            with saving(how):
+                return run(x)
+
+        return within
+
+    return wrap
+
+
+WRAPS: list[Callable[[Run], Run]] = [
+    lambda run: lambda x: checkpoint(run, x, use_reentrant=True),
+    lambda run: lambda x: checkpoint(run, x, use_reentrant=False),
+    lambda run: lambda x: Rerun.apply(run, x),
+    selective,
+    under("save_on_cpu"),
+    under("own"),
+]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_of_them_in_any_other(seed: int) -> None:
+    """Around each layer, around the model and around the loss, none to two of them, in any order."""
+    rng = random.Random(seed)
+    kind, early_stop = rng.choice(KINDS), rng.random() < 0.8
+    inner, middle, outer = ([rng.choice(WRAPS) for _ in range(rng.randint(0, 2))] for _ in range(3))
+
+    def nested(run: Run, wraps: list[Callable[[Run], Run]]) -> Run:
+        return functools.reduce(lambda wrapped, wrap: wrap(wrapped), wraps, run)
+
+    def loss(model: nn.Module, x: torch.Tensor, seed: int) -> torch.Tensor:
+        whole = nested(model, middle)
+        return nested(lambda x: plainly(whole, x, seed), outer)(x)
+
+    model = ToyModel(Drifting(), Drifting())
+    order = rng.choice(["sum", "1, 2, 0"])
+    expected = gradients(kind, ToyModel(Drifting(), Drifting()), plainly, order)
+    for layer in model.layers:
+        layer.forward = nested(layer.forward, inner)
+    with set_checkpoint_early_stop(early_stop):
+        found = gradients(kind, model, loss, order)
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(found, expected, strict=True))
 
 
 # What was lifted off lies as it lay
