@@ -97,4 +97,4 @@ def micro_batch_routes(ids: dict[Key, torch.Tensor], routers: list[Router], numb
                 )
     stacked = torch.stack([ids[router.label, number] for router in routers], dim=1)
     labels = [router.label for router in routers]
-    return RoutedExperts._adopt(stacked.cpu(), labels, first.num_experts)
+    return RoutedExperts._adopt(stacked.cpu(), labels, first.num_experts, vouched=True)

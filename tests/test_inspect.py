@@ -516,7 +516,7 @@ def test_a_damaged_file_is_refused_and_shown(tmp_path: Path, rows: Any, tokens: 
     data = bytearray((tmp_path / "routes.safetensors").read_bytes())
     data[-500] ^= 1
     found = inspect(saved(tmp_path, bytes(data), "routes.safetensors"))
-    assert "changed after it was written" in found.bad[0].problem
+    assert "changed after they were written" in found.bad[0].problem
     assert found.layers[0].rows == 119
 
 
