@@ -288,12 +288,17 @@ def within_seconds() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def works_or_says_why(call: Callable[[], Any]) -> None:
+def works_or_says_why(what: str, call: Callable[[], Any]) -> None:
+    """In so many seconds, and in a message that can be read."""
+    said = ""
     with within_seconds():
         try:
             call()
         except ReplayError as error:
-            assert len(str(error)) < 20_000
+            said = str(error)
+        except Exception as error:
+            raise AssertionError(f"{what}: {type(error).__name__}: {error}"[:600]) from error
+    assert len(said) < 20_000
 
 
 @pytest.mark.parametrize(
@@ -303,12 +308,8 @@ def works_or_says_why(call: Callable[[], Any]) -> None:
 def test_an_argument_of_a_wrong_kind_is_an_error_of_ours(name: str, argument: str) -> None:
     call, good = CALLS[name]
     for kind, value in hostile().items():
-        try:
-            works_or_says_why(lambda value=value: call(**(good | {argument: value})))  # type: ignore[misc]
-        except BaseException as error:
-            raise AssertionError(
-                f"{name}({argument}={kind}): {type(error).__name__}: {error}"[:600]
-            ) from error
+        given = good | {argument: value}
+        works_or_says_why(f"{name}({argument}={kind})", lambda given=given: call(**given))  # type: ignore[misc]
 
 
 def test_a_model_of_more_layers_than_any_has_is_refused_at_once() -> None:
@@ -392,7 +393,7 @@ def test_a_header_that_was_crafted_is_an_error_of_ours_everywhere(
             lambda folder=folder: RoutedExperts.load(folder / "file"),
             lambda folder=folder: RouteStore(folder / "store")["k"],
         ):
-            works_or_says_why(read)
+            works_or_says_why(f"{name}: {str(value)[:80]}", read)
         for path in ("bytes", "file", "store"):
             with within_seconds():
                 inspect(folder / path)
