@@ -833,3 +833,8 @@ def test_many_layers_are_put_together_where_they_look_alike(
         "17 to 18",
         "19 to 39",
     ]
+
+
+def test_a_key_that_stands_twice_in_an_answer_is_refused(tmp_path: Path) -> None:
+    found = inspect(saved(tmp_path, b'{"choices": [], "choices": [], "usage": null}', "answer.json"))
+    assert "'choices' stands twice" in found.bad[0].problem
