@@ -18,12 +18,13 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import nn
 
+from npu_replay import bad_samples
 from npu_replay.agreement import agreed
 from npu_replay.announcing import announce
 from npu_replay.compat import probe
 from npu_replay.compat.verl_files import Files
 from npu_replay.compat.verl_switch import switch
-from npu_replay.errors import MicroBatchError, ReplayError
+from npu_replay.errors import ReplayError
 from npu_replay.feeding import Feed, Tap
 from npu_replay.roll_call import all_here
 
@@ -212,10 +213,10 @@ class Pass:
 
     def _read_ceiling(self) -> ReplayError | None:
         try:
-            share = _setting(_CEILING, 0.01)
+            share = bad_samples.share(os.environ.get(_CEILING, "").strip() or 0.01, _CEILING)
         except ReplayError as error:
             return error
-        self._ceiling = round(max(0.0, min(share, 1.0)) * 1e6)
+        self._ceiling = round(share * 1e6)
         return None
 
     def _differing(self, sums: dict[str, int]) -> ReplayError | None:
@@ -255,16 +256,8 @@ class Pass:
         return dict.fromkeys(_COUNTED, 0) | self._counted | {"ranks": 1}
 
     def _above_ceiling(self, sums: dict[str, int]) -> ReplayError | None:
-        ceiling = self._ceiling / 1e6
-        if sums["bad_samples"] <= max(1, ceiling * sums["samples"]):
-            return None  # one sample is no share
-        return MicroBatchError(
-            f"{sums['bad_samples']} of {sums['samples']} samples have routes that can't be used",
-            where="all ranks",
-            expected=f"one, or at most {ceiling:.0%} of them ({_CEILING}={ceiling:g})",
-            got=f"{sums['bad_samples'] / sums['samples']:.1%}",
-            cause="a fault of the rollout engine, not of single samples; warnings of the ranks say what each "
-            "lacks",
+        return bad_samples.above_ceiling(
+            sums["bad_samples"], sums["samples"], self._ceiling / 1e6, setting=_CEILING, where="all ranks"
         )
 
 

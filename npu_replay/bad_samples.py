@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from npu_replay.errors import MicroBatchError, ReplayError
+from npu_replay.errors import MicroBatchError, ReplayError, listed, shown, whole_number
 from npu_replay.routed_experts import RoutedExperts
 
 _log = logging.getLogger(__name__)
@@ -34,6 +34,8 @@ def find(
             got=len(batch),
             cause="a batch that was cut or merged after its layout was made",
         )
+    if layers is not None:
+        layers = [whole_number(layer, "a layer") for layer in listed(layers, "the layers")]
     real = [routes for routes in batch if isinstance(routes, RoutedExperts)]
     kinds = Counter(_kind(routes, layers) for routes in real)
     usual = kinds.most_common(1)[0][0] if kinds else None
@@ -49,18 +51,49 @@ def find(
     return found
 
 
+def share(ceiling: Any, name: str = "ceiling") -> float:
+    """The share of bad samples that is let through, 0 to 1, from a caller or from text.
+
+    Raises:
+        MicroBatchError: it is no such share.
+    """
+    try:
+        found = float(ceiling)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        found = -1.0
+    if not 0 <= found <= 1:
+        raise MicroBatchError(
+            f"{name} is a share of the samples", expected="a number, 0 to 1", got=shown(ceiling)
+        )
+    return found
+
+
+def above_ceiling(
+    bad: int, samples: int, ceiling: float, *, setting: str = "ceiling", where: str = "", first: object = None
+) -> MicroBatchError | None:
+    """What is said of too many bad samples; None where they aren't too many.
+
+    The one rule of all that tolerate some: a single one of several is no share, unless none is tolerated.
+    """
+    if bad == 0 or bad / samples <= ceiling or (ceiling > 0 and bad == 1 < samples):
+        return None
+    return MicroBatchError(
+        f"{bad} of {samples} samples have routes that can't be used",
+        where=where,
+        expected=f"one of several, or at most {ceiling:.1%} of them ({setting}={ceiling:g})",
+        got=f"{bad / samples:.1%}" + (f", the first of them: {first}" if first else ""),
+        cause="a fault of the rollout engine or of the decoder, not of single samples",
+    )
+
+
 def check_ceiling(bad: dict[int, ReplayError], sequences: int, ceiling: float) -> None:
     """Raise the first error if none is tolerated, or one about all of them if there are too many."""
     error = next(iter(bad.values()))
     if ceiling == 0:
         raise error
-    if len(bad) / sequences > ceiling:
-        raise MicroBatchError(
-            f"{len(bad)} of {sequences} sequences have routes that can't be used",
-            expected=f"at most {ceiling:.1%} of them",
-            got=f"{len(bad) / sequences:.1%}, the first of them: {error}",
-            cause="a fault of the rollout engine or of the decoder, not of single samples",
-        ) from error
+    problem = above_ceiling(len(bad), sequences, ceiling, first=error)
+    if problem is not None:
+        raise problem from error
 
 
 def warn(bad: dict[int, ReplayError], sequences: int) -> None:

@@ -15,7 +15,7 @@ from npu_replay.compat.vllm import from_vllm
 from npu_replay.compat.vllm_completions import Completion, completions
 from npu_replay.door import Source, Symptom
 from npu_replay.errors import ReplayError
-from npu_replay.id_checks import Array
+from npu_replay.id_checks import CONSTANT_ROWS, Array
 from npu_replay.judging import (
     FEW_ROWS,
     Known,
@@ -26,7 +26,7 @@ from npu_replay.judging import (
     view_of_routes,
     view_of_rows,
 )
-from npu_replay.routed_experts import CONSTANT_ROWS, RoutedExperts
+from npu_replay.routed_experts import RoutedExperts
 from npu_replay.routed_model import RoutedModel
 
 Engine = Literal["vllm", "sglang"]

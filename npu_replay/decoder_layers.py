@@ -10,7 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from npu_replay.errors import ReplayError, whole_number
+from npu_replay.errors import ReplayError, listed, whole_number
+
+MAX_LAYERS = 4_096
+"""Of a model: some ten times those of the deepest. More are a number of something else."""
 
 Counts = tuple[tuple[int, ...], ...]
 """Decoder layers of each stage, [pipeline rank][virtual stage]."""
@@ -33,7 +36,8 @@ class DecoderLayers:
             (pipeline_model_parallel_layout).
 
     Raises:
-        ReplayError: a list of another length, negative numbers, a table with another number of layers.
+        ReplayError: a list of another length or of others than 0 and 1, numbers that are negative or aren't
+            whole, a table with another number of layers, more layers than any model has.
     """
 
     count: int
@@ -46,17 +50,23 @@ class DecoderLayers:
 
     def __post_init__(self) -> None:
         for name in ("count", "first_stage", "last_stage"):
-            if getattr(self, name) is not None:
+            if name == "count" or getattr(self, name) is not None:
                 object.__setattr__(self, name, whole_number(getattr(self, name), name))
                 _check(getattr(self, name) >= 0, f"{name} is negative", ">= 0", getattr(self, name))
+        _check(
+            self.count <= MAX_LAYERS, "no model has so many decoder layers", f"<= {MAX_LAYERS}", self.count
+        )
         given: Any = self.moe_layer_freq  # numpy's integers too, and a config's string
         if isinstance(given, str) or not isinstance(given, Iterable):
             freq = whole_number(given, "moe_layer_freq")
             object.__setattr__(self, "moe_layer_freq", freq)
             _check(freq >= 1, "moe_layer_freq must be positive", ">= 1", freq)
         else:
-            given = tuple(int(one) for one in given)
+            given = _whole(given, "moe_layer_freq", MAX_LAYERS)
             object.__setattr__(self, "moe_layer_freq", given)
+            _check(
+                {*given} <= {0, 1}, "moe_layer_freq has others than 0 and 1", "1 for MoE, 0 for dense", given
+            )
             _check(
                 len(given) == self.count,
                 "moe_layer_freq has another length than there are layers",
@@ -64,7 +74,8 @@ class DecoderLayers:
                 len(given),
             )
         if self.table is not None:
-            table = tuple(tuple(int(count) for count in stage) for stage in self.table)
+            stages = listed(self.table, "the pipeline layout", most=MAX_LAYERS)
+            table = tuple(_whole(stage, "a stage of the pipeline layout", MAX_LAYERS) for stage in stages)
             object.__setattr__(self, "table", table)
             total = sum(map(sum, table))
             least = min((count for stage in table for count in stage), default=0)
@@ -91,6 +102,9 @@ class DecoderLayers:
         Raises:
             ReplayError: the layers can't be dealt out evenly to that many stages.
         """
+        pp, vp, pp_rank, vp_rank = (
+            whole_number(number, "a pipeline's size or rank") for number in (pp, vp, pp_rank, vp_rank)
+        )
         for rank, size in ((pp_rank, pp), (vp_rank, vp)):
             _check(
                 0 <= rank < size, "there is no such stage", f"ranks below {pp} and {vp}", (pp_rank, vp_rank)
@@ -139,6 +153,10 @@ class DecoderLayers:
     @staticmethod
     def _shared(count: int, vp: int) -> tuple[int, ...]:
         return (_share(count, vp, "virtual stages"),) * vp
+
+
+def _whole(given: Any, what: str, most: int) -> tuple[int, ...]:
+    return tuple(whole_number(one, f"each entry of {what}") for one in listed(given, what, most=most))
 
 
 def _share(count: int, parts: int, of: str) -> int:

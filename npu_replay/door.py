@@ -8,7 +8,6 @@ the likeliest fault of that engine and release.
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,20 +18,15 @@ import numpy as np
 import torch
 
 from npu_replay import id_checks
-from npu_replay.errors import InvalidRoutes, ReplayError
-from npu_replay.fingerprint import fingerprint
+from npu_replay.errors import InvalidRoutes, ReplayError, one_of, shown
 from npu_replay.id_checks import Array
-from npu_replay.routed_experts import CONSTANT_ROWS, RoutedExperts, narrow_array_dtype
+from npu_replay.routed_experts import RoutedExperts, narrow_array_dtype
 from npu_replay.routed_model import RoutedModel
 from npu_replay.token_ids import as_token_ids
 
 Missing = Literal["error", "native"]
 
 _log = logging.getLogger(__name__)
-
-_SURE_BITS = 96
-"""So much choice there must be before tokens that choose alike are called a fault: by chance they do once in
-2**96 times."""
 
 
 class Symptom(str, Enum):
@@ -123,7 +117,7 @@ def release(version: str) -> tuple[int, ...]:
     """«0.5.12.post1» as (0, 5, 12), «0.24.0rc1» as (0, 24, 0): for comparing; zeros where nothing is said."""
     if not isinstance(version, str):
         raise ReplayError(
-            "a release is told as text", where="version", expected="«0.23.0»", got=repr(version)
+            "a release is told as text", where="version", expected="«0.23.0»", got=shown(version)
         )
     numbers = [int(number[:9]) for number in re.findall(r"\d+", version.split("rc")[0])[:3]]
     return tuple(numbers + [0] * (3 - len(numbers)))
@@ -162,13 +156,9 @@ def admit(
     Raises:
         InvalidRoutes: what is wrong, where, and the likeliest fault of the engine.
     """
-    if missing not in ("error", "native"):
-        raise InvalidRoutes(
-            "unknown way with missing rows", where="missing", expected="error, native", got=missing
-        )
+    one_of(missing, ("error", "native"), "way with missing rows", "missing", InvalidRoutes)
     ids = _token_ids(tokens, source)
     rows = _in_columns(_in_rows(rows, len(ids), start, ended, surplus, source), model, source, start)
-    _check_dtype(rows.dtype, model, source)
     _check_range(rows, model, source, start)
     blank = _blank_rows(rows, model, missing, source, start)
     room = np.zeros((len(ids), len(model.layers), model.topk), narrow_array_dtype(model.num_experts))
@@ -186,7 +176,7 @@ def admit(
         layers=model.layers,
         num_experts=model.num_experts,
         recorded=torch.from_numpy(recorded),
-        fingerprint=fingerprint(ids),
+        tokens=ids,
         weight_version=weight_version,
     )
 
@@ -197,7 +187,7 @@ def _token_ids(tokens: Any, source: Source) -> Array:
     if ids is not None:
         return ids
     raise source.error(
-        Symptom.UNREADABLE, "these aren't token ids", expected="integers, [tokens]", got=repr(tokens)[:80]
+        Symptom.UNREADABLE, "these aren't token ids", expected="integers, [tokens]", got=shown(tokens)
     )
 
 
@@ -267,34 +257,30 @@ def _check_dense(rows: Array, model: RoutedModel, source: Source, start: int) ->
         )
 
 
-def _check_dtype(dtype: np.dtype[Any], model: RoutedModel, source: Source) -> None:
-    """An id that was cut off on the way is a wrong one that no other check sees."""
-    if np.iinfo(dtype).max < model.num_experts - 1:
+def _check_range(rows: Array, model: RoutedModel, source: Source, start: int) -> None:
+    if not id_checks.holds(rows.dtype, model.num_experts):
         raise source.error(
             Symptom.RANGE,
             "the ids' dtype can't hold every expert",
             expected=f"0 to {model.num_experts - 1}",
-            got=f"{dtype}, 0 to {np.iinfo(dtype).max}",
+            got=f"{rows.dtype}, 0 to {np.iinfo(rows.dtype).max}",
         )
-
-
-def _check_range(rows: Array, model: RoutedModel, source: Source, start: int) -> None:
-    if not rows.size or (rows.min() >= 0 and rows.max() < model.num_experts):
-        return
-    row, column, slot = np.argwhere((rows < 0) | (rows >= model.num_experts))[0]
-    raise source.error(
-        Symptom.RANGE,
-        f"an id is out of range, the first in row {start + row}",
-        where=f"layer {model.layers[column]}",
-        expected=f"0 to {model.num_experts - 1}",
-        got=int(rows[row, column, slot]),
-    )
+    outside = id_checks.outside(rows, model.num_experts, np.ones(len(rows), bool))
+    if len(outside):
+        row, column, slot = outside[0]
+        raise source.error(
+            Symptom.RANGE,
+            f"an id is out of range, the first in row {start + row}",
+            where=f"layer {model.layers[column]}",
+            expected=f"0 to {model.num_experts - 1}",
+            got=int(rows[row, column, slot]),
+        )
 
 
 def _blank_rows(rows: Array, model: RoutedModel, missing: Missing, source: Source, start: int) -> Array:
     """The rows that were never written. With a top-k of 1 they can't be told from expert 0, but where all of
     many layers say so."""
-    if model.topk == 1 and len(model.layers) * _bits(model) < _SURE_BITS:
+    if model.topk == 1 and _bits(model) < id_checks.SURE_BITS:
         return np.empty(0, np.int64)
     blank = id_checks.blank_rows(rows)
     if len(blank) and len(blank) == len(rows):
@@ -318,15 +304,14 @@ def _check_rows(
     rows: Array, recorded: Array, tokens: Array, model: RoutedModel, source: Source, start: int
 ) -> None:
     twice = id_checks.named_twice(rows, recorded)
-    known = rows if recorded.all() else rows[recorded]
-    constant = id_checks.constant_columns(known)
-    if len(known) >= CONSTANT_ROWS and len(constant) and _tell_apart(tokens[: len(rows)][recorded], model):
+    constant = id_checks.constant_layers(rows, recorded, model.num_experts, tokens)
+    if len(constant):
         raise source.error(
             Symptom.CONSTANT_LAYER,
-            f"all {len(known)} rows are the same ({len(constant)} such layers)",
+            f"all {int(recorded.sum())} rows are the same ({len(constant)} such layers)",
             where=f"layer {model.layers[constant[0]]}",
             expected="routes that depend on the token",
-            got=known[0, constant[0]].tolist(),
+            got=rows[recorded.argmax(), constant[0]].tolist(),
         )
     if len(twice):
         row, column = twice[0]
@@ -349,7 +334,7 @@ def _stale_rows(
     start: int,
 ) -> Array:
     """The rows that are another token's: they were read from a buffer too late."""
-    if len(model.layers) * _bits(model) < _SURE_BITS:
+    if _bits(model) < id_checks.SURE_BITS:
         return np.empty(0, np.int64)
     if recorded.all():
         stale = id_checks.repeated_rows(rows, tokens)
@@ -370,12 +355,6 @@ def _stale_rows(
     return stale
 
 
-def _tell_apart(tokens: Array, model: RoutedModel) -> bool:
-    """Are there so many different tokens that they can't all choose alike? A model that says one thing for
-    thousands of tokens may send them all to the same experts."""
-    return (len(np.unique(tokens)) - 1) * _bits(model) >= _SURE_BITS
-
-
 def _bits(model: RoutedModel) -> float:
-    """How much choice a token has in a layer."""
-    return math.log2(math.comb(model.num_experts, model.topk))
+    """How much choice a token has in all layers together."""
+    return len(model.layers) * id_checks.choice(model.num_experts, model.topk)

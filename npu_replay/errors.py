@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+_Error = TypeVar("_Error", bound="ReplayError")
+_LONGEST = 2000  # characters of what was expected, or came
 
 
 class ReplayError(RuntimeError):
@@ -32,10 +38,17 @@ class ReplayError(RuntimeError):
         self.cause = cause
         message = f"{where}: {problem}" if where else problem
         if expected is not None:
-            message += f". Expected {expected}, got {got}"
+            message += f". Expected {as_text(expected)}, got {as_text(got)}"
         if cause:
             message += f". Usual cause: {cause}"
         super().__init__(f"[npu_replay] {message}")
+
+    def at(self: _Error, place: object) -> _Error:
+        """The same error, of which it is known where it is."""
+        if not str(place) or str(place) in self.where:
+            return self
+        where = f"{place}, {self.where}" if self.where else str(place)
+        return type(self)(self.problem, where=where, expected=self.expected, got=self.got, cause=self.cause)
 
     @property
     def line(self) -> str:
@@ -67,14 +80,56 @@ class RecomputeError(ReplayError):
     """A recompute in backward can't be given the routes of its own forward."""
 
 
+def shown(value: object, most: int = 80) -> str:
+    """What somebody gave, in a message: its repr cut off, or its type where it has none."""
+    try:
+        return repr(value)[:most]
+    except Exception:  # noqa: BLE001  too many digits, too deep, or what its class raises
+        return f"<{type(value).__name__}>"
+
+
+def as_text(value: object) -> str:
+    """What a message says of it, cut off where it is very long."""
+    try:
+        return f"{value}"[:_LONGEST]
+    except Exception:  # noqa: BLE001  as above
+        return shown(value)
+
+
 def whole_number(value: Any, what: str, where: str = "") -> int:
     """`value` as an int, numpy's and torch's integers too; a ReplayError for anything else."""
     try:
-        return operator.index(value)
-    except TypeError as error:
+        number = operator.index(value)
+        if abs(number) >= 1 << 64:
+            raise ValueError("no count, size or id has so many digits")
+        return number
+    except (TypeError, ValueError, RuntimeError) as error:  # of several numbers, or of a tensor without data
         raise ReplayError(
-            f"{what} must be a whole number", where=where, expected="an integer", got=repr(value)
+            f"{what} must be a whole number", where=where, expected="an integer", got=shown(value)
         ) from error
+
+
+def listed(value: Iterable[_T], what: str, where: str = "", most: int | None = None) -> list[_T]:
+    """`value` as a list; a ReplayError for what can't be gone through, for text, and for more than `most`."""
+    try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError("text")
+        found = list(value if most is None else islice(value, most + 1))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ReplayError(
+            f"{what} must be a list", where=where, expected="a list", got=shown(value)
+        ) from error
+    if most is not None and len(found) > most:
+        raise ReplayError(f"{what} has too many entries", where=where, expected=f"at most {most}", got="more")
+    return found
+
+
+def one_of(
+    value: Any, words: tuple[str, ...], what: str, where: str = "", kind: type[ReplayError] = ReplayError
+) -> None:
+    """Refuse a word that isn't one of these."""
+    if not isinstance(value, str) or value not in words:
+        raise kind(f"unknown {what}", where=where, expected=" or ".join(map(repr, words)), got=shown(value))
 
 
 def micro_batch(number: int, layer: object = None) -> str:

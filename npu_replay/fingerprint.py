@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from npu_replay.errors import ReplayError
+from npu_replay.errors import ReplayError, shown
 from npu_replay.token_ids import as_token_ids
 
 
@@ -27,7 +27,7 @@ def fingerprint(token_ids: torch.Tensor | np.ndarray | Sequence[int]) -> int:
             "these aren't the token ids of one sequence",
             where="fingerprint",
             expected="integers, [tokens]",
-            got=repr(token_ids)[:80],
+            got=shown(token_ids),
             cause="a batch (take its samples one by one), or logits, text or embeddings in its place",
         )
     ids = np.ascontiguousarray(ids, dtype="<i8")

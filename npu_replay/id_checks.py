@@ -1,16 +1,67 @@
-"""What can be wrong with an array of expert ids, looked for in blocks that stay in the processor's cache."""
+"""What can be wrong with an array of expert ids, looked for in blocks that stay in the processor's cache.
+
+Each rule stands here once, for the door, for files, bytes and folders, and for RoutedExperts itself: they get
+the places that break it, and word the error.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, TypeAlias
 
 import numpy as np
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
+MAX_EXPERTS = 32_767  # int16
+CONSTANT_ROWS = 64
+"""From this many rows on, a layer that is the same in all of them may be a fault."""
+SURE_BITS = 96
+"""So much choice there must be before tokens that choose alike are called a fault: by chance they do once in
+2**96 times."""
+
 _MOST_SHIFTS = 64  # a top-k above is sorted: each shift costs a pass, and a mask that is kept
 _BLOCK = 1 << 17  # ids; the fastest of 2**14 to 2**20, for ids of one byte and of two
+
+
+@functools.lru_cache(maxsize=16)
+def choice(num_experts: int, topk: int) -> float:
+    """How much choice a token has in a layer, in bits."""
+    return math.log2(math.comb(num_experts, topk))
+
+
+def holds(dtype: np.dtype[Any], num_experts: int) -> bool:
+    """Can it hold every expert? An id that was cut off on the way is a wrong one that no other check sees."""
+    return bool(np.iinfo(dtype).max >= num_experts - 1)
+
+
+def outside(ids: Array, num_experts: int, recorded: Array) -> Array:
+    """The ids that are no expert's.
+
+    Args:
+        ids: [tokens, layers, topk].
+        num_experts: of a layer.
+        recorded: [tokens] bool; other rows aren't looked at.
+
+    Returns:
+        [n, 3] int64, the row, the column and the slot of each, in order.
+    """
+    found = [np.empty((0, 3), np.int64)]
+    if ids.size == 0:
+        return found[0]
+    unsigned = ids.view(
+        ids.dtype.str.replace("i", "u")
+    )  # where an id below 0 is a large one: one look at each
+    step = max(1, _BLOCK // ids[0].size)
+    for first in range(0, len(ids), step):
+        block = unsigned[first : first + step]
+        if block.max() < num_experts:
+            continue
+        wrong = block >= num_experts
+        wrong &= recorded[first : first + step, None, None]
+        found.append(np.argwhere(wrong) + np.array([first, 0, 0]))
+    return np.concatenate(found)
 
 
 def named_twice(ids: Array, recorded: Array) -> Array:
@@ -76,6 +127,28 @@ def constant_columns(ids: Array) -> Array:
         block = ids[first : first + step]
         suspects = suspects[(block[:, suspects] == ids[0, suspects]).all(axis=(0, 2))]
     return suspects
+
+
+def constant_layers(ids: Array, recorded: Array, num_experts: int, tokens: Array | None = None) -> Array:
+    """The columns in which all rows are the same and shouldn't be, [n] int64: engines fail so in silence.
+
+    Different tokens choose differently. Where there are so few rows, different tokens or experts that they
+    may choose alike, there is none: a model that says one thing for thousands of tokens may send them all to
+    the same experts.
+
+    Args:
+        ids: [tokens, layers, topk].
+        recorded: [tokens] bool; other rows aren't looked at.
+        num_experts: of a layer.
+        tokens: [tokens], their ids, or more; None takes every one for another.
+    """
+    at = np.flatnonzero(recorded)
+    if len(at) < CONSTANT_ROWS or not (ids[at[0]] == ids[at[-1]]).all(axis=1).any():
+        return np.empty(0, np.int64)
+    columns = constant_columns(ids if len(at) == len(ids) else ids[at])
+    different = len(at) if tokens is None else len(np.unique(tokens[at]))
+    sure = (different - 1) * choice(num_experts, ids.shape[2]) >= SURE_BITS
+    return columns if sure else columns[:0]
 
 
 def blank_rows(ids: Array) -> Array:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from npu_replay.decoder_layers import MAX_LAYERS
 from npu_replay.door import Source, Symptom, admit
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError, RouterError
 from npu_replay.fingerprint import fingerprint
-from npu_replay.id_checks import Array
+from npu_replay.id_checks import CONSTANT_ROWS, MAX_EXPERTS, Array
 from npu_replay.route_view import View
-from npu_replay.routed_experts import CONSTANT_ROWS, MAX_EXPERTS, RoutedExperts
+from npu_replay.routed_experts import RoutedExperts
 from npu_replay.routed_model import RoutedModel
 
 WITHOUT_MODEL = (
@@ -184,6 +185,8 @@ def guessed_model(rows: Array) -> RoutedModel | None:
     if rows.ndim != 3 or rows.dtype.kind not in "iu" or 0 in rows.shape[1:]:
         return None
     columns, topk = rows.shape[1:]
+    if columns > MAX_LAYERS or topk > MAX_EXPERTS:
+        return None
     routed = tuple(np.flatnonzero(rows.any(axis=(0, 2))).tolist()) or tuple(range(columns))
     highest = int(rows.max()) if rows.size else 0
     experts = max(min(highest + 1, MAX_EXPERTS), topk)
@@ -279,7 +282,9 @@ def _check_rows(routes: RoutedExperts, tokens: Array | None, where: str) -> None
         raise InvalidRoutes(
             "there is no route in it", where=where, expected="rows with a route", got=f"none of {len(routes)}"
         )
-    known = stand_ins(ids, len(ids)) if tokens is None else tokens
+    known = tokens
+    if known is None:  # vouched for, they may all be one token's
+        known = np.zeros(len(ids), np.int64) if routes.vouched else stand_ins(ids, len(ids))
     if routes.topk == 1:  # where a row of zeros is a route of expert 0
         ids, known = ids[recorded], known[recorded]
     model = RoutedModel(

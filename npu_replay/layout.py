@@ -16,16 +16,17 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from npu_replay import bad_samples, probing
-from npu_replay.errors import MicroBatchError, ReplayError, whole_number
+from npu_replay.errors import MicroBatchError, ReplayError, listed, one_of, shown, whole_number
 from npu_replay.inputs import LaidOut
 from npu_replay.parallel_layout import Context, ParallelLayout
-from npu_replay.routed_experts import RoutedExperts
+from npu_replay.routed_experts import RoutedExperts, is_plain
 
 Order: TypeAlias = Literal["sequence", "batch"]
 """How [batch, sequence] is flattened: sequence-major as Megatron's routers see it (s*b), or batch-major as
 those of Hugging Face do (b*s)."""
 
 _ALONE = ParallelLayout()
+_MOST_TOKENS = 1 << 31
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +56,16 @@ class TokenLayout:
     fed: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        rows = torch.as_tensor(self.rows).detach().cpu()
+        try:
+            rows = torch.as_tensor(self.rows).detach().cpu()
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise MicroBatchError(
+                "the rows of a layout are whole numbers", expected="integers", got=shown(self.rows)
+            ) from error
+        if not is_plain(rows) or rows.is_complex():
+            raise MicroBatchError(
+                "the rows of a layout are a plain tensor", expected="int64", got=shown(rows)
+            )
         if rows.numel() and (rows.is_floating_point() or rows.dtype == torch.bool):
             raise MicroBatchError(
                 "the rows of a layout are whole numbers", expected="integers", got=rows.dtype
@@ -106,13 +116,12 @@ class TokenLayout:
         if length is None:
             length = _rounded(max(sizes, default=0), _alignment(align, rank, context))
         length = whole_number(length, "length")
-        if length < 0 or any(size > length for size in sizes):
+        if not 0 <= length <= _MOST_TOKENS or any(size > length for size in sizes):
             raise MicroBatchError(
                 "a sequence is longer than what the batch is padded to", expected=f"<= {length}", got=sizes
             )
         grid = torch.full((len(sizes), length), -1, dtype=torch.int64)
-        if side not in ("right", "left"):
-            raise MicroBatchError("unknown side", expected="'right' or 'left'", got=repr(side))
+        one_of(side, ("right", "left"), "side", kind=MicroBatchError)
         for row, (first, size) in enumerate(zip(_starts(sizes), sizes, strict=True)):
             start = 0 if side == "right" else length - size
             grid[row, start : start + size] = torch.arange(first, first + size)
@@ -239,19 +248,17 @@ class TokenLayout:
             layers: only these decoder layers (`ParallelLayout.moe_layers`); all when not given.
             on_bad_route: "native" lets the router choose for a sequence whose routes can't be used, and logs
                 how many there were; see `bad_routes`.
-            ceiling: the share of sequences up to which it may.
+            ceiling: the share of sequences up to which it may; above 0, it always may for one of several.
 
         Raises:
             MicroBatchError: another number of sequences or of tokens, another sequence's routes, or too many
                 bad ones.
         """
-        if on_bad_route not in ("error", "native"):
-            raise MicroBatchError(
-                "unknown on_bad_route", expected="'error' or 'native'", got=repr(on_bad_route)
-            )
-        if not 0 <= ceiling <= 1:
-            raise MicroBatchError("ceiling is a share of the sequences", expected="0 to 1", got=ceiling)
-        wanted = None if layers is None else tuple(whole_number(layer, "a layer") for layer in layers)
+        one_of(on_bad_route, ("error", "native"), "on_bad_route", kind=MicroBatchError)
+        ceiling = bad_samples.share(ceiling)
+        wanted = None
+        if layers is not None:
+            wanted = tuple(whole_number(layer, "a layer") for layer in listed(layers, "the layers"))
         bad = self.bad_routes(batch, layers=wanted)
         if bad:
             bad_samples.check_ceiling(bad, len(batch), 0.0 if on_bad_route == "error" else ceiling)
@@ -298,6 +305,8 @@ class TokenLayout:
 
     def packed_rows(self, routes: RoutedExperts) -> RoutedExperts:
         """The routes in packed order, one row a token, from the router's rows."""
+        if not isinstance(routes, RoutedExperts):
+            raise MicroBatchError("these are no routes", expected="RoutedExperts", got=shown(routes))
         if len(routes) != len(self.rows):
             raise MicroBatchError(
                 "the routes have another number of rows than the layout",
@@ -339,14 +348,20 @@ def _say_unchecked() -> None:
 
 
 def _marks(fingerprints: Sequence[int | None]) -> tuple[int | None, ...]:
-    return tuple(None if mark is None else whole_number(mark, "a fingerprint") for mark in fingerprints)
+    marks = listed(fingerprints, "fingerprints")
+    return tuple(None if mark is None else whole_number(mark, "a fingerprint") for mark in marks)
 
 
 def _sizes(lengths: Sequence[int]) -> tuple[int, ...]:
-    sizes = tuple(whole_number(size, "a sequence's length") for size in lengths)
-    if any(size < 0 for size in sizes):
-        raise MicroBatchError("a sequence has a negative length", expected=">= 0", got=sizes)
-    return sizes
+    return tuple(_size(size, "a sequence's length") for size in listed(lengths, "the lengths"))
+
+
+def _size(given: object, what: str) -> int:
+    size = whole_number(given, what)
+    if not 0 <= size <= _MOST_TOKENS:
+        problem = "a sequence has a negative length" if size < 0 else f"{what} is no number of tokens"
+        raise MicroBatchError(problem, expected=f">= 0, and at most {_MOST_TOKENS}", got=size)
+    return size
 
 
 def _starts(sizes: tuple[int, ...]) -> list[int]:
@@ -362,7 +377,8 @@ def _alignment(align: int | None, parallel: ParallelLayout, context: Context) ->
     least = parallel.alignment(context)
     if align is None:
         return least
-    if whole_number(align, "align") < 1:
+    align = whole_number(align, "align")
+    if not 1 <= align <= _MOST_TOKENS:
         raise MicroBatchError("nothing can be padded to a multiple of this", expected=">= 1", got=align)
     return align
 
@@ -404,10 +420,9 @@ def _context_cut(slots: torch.Tensor, parallel: ParallelLayout, context: Context
 
 def _flattened(grid: torch.Tensor, order: Order, parallel: ParallelLayout) -> torch.Tensor:
     """[batch, sequence] in the order of the router's rows, and of these this rank's slice."""
+    one_of(order, ("sequence", "batch"), "order", kind=MicroBatchError)
     if order == "sequence":
         return _sequence_slice(grid.T, parallel).reshape(-1)
-    if order != "batch":
-        raise MicroBatchError("unknown order", expected="'sequence' or 'batch'", got=repr(order))
     if parallel.slices_rows > 1:
         raise MicroBatchError(
             "sequence parallelism slices sequence-major rows",

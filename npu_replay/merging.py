@@ -84,9 +84,12 @@ def union(number: int, parts: list[Block]) -> Block | None:
         )
     versions = {part.routes.weight_version for part in parts}
     version = versions.pop() if len(versions) == 1 else None
+    vouched = all(part.routes.vouched for part in parts)
     return Block(
         held,
-        RoutedExperts._adopt(ids, labels, like.num_experts, recorded=recorded, weight_version=version),
+        RoutedExperts._adopt(
+            ids, labels, like.num_experts, recorded=recorded, weight_version=version, vouched=vouched
+        ),
     )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, overload
+from typing import Any, TypeAlias, overload
 
 import torch
 
-from npu_replay.errors import InvalidRoutes, ReplayError
-from npu_replay.routed_experts import RoutedExperts
+from npu_replay.errors import InvalidRoutes, ReplayError, shown
+from npu_replay.routed_experts import RoutedExperts, is_plain
 
 Routes: TypeAlias = "RoutedExperts | Sequence[RoutedExperts]"
 
@@ -134,6 +134,12 @@ def _compare_routings(a: RoutedExperts, b: RoutedExperts) -> RoutingDifference:
 
 
 def _compare_log_probs(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | None) -> LogProbDifference:
+    given: tuple[Any, ...] = (a, b) if mask is None else (a, b, mask)
+    for tensor in given:
+        if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
+            raise ReplayError(
+                "log-probs and their mask are plain tensors", expected="a torch.Tensor", got=shown(tensor)
+            )
     shapes = {tuple(a.shape), tuple(b.shape)}
     if mask is not None:
         shapes.add(tuple(mask.shape))
@@ -161,4 +167,4 @@ def _compare_log_probs(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | No
 
 
 def _joined(routes: Routes) -> RoutedExperts:
-    return routes if isinstance(routes, RoutedExperts) else RoutedExperts.concat(list(routes))
+    return routes if isinstance(routes, RoutedExperts) else RoutedExperts.concat(routes)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import codecs
-import json
-import mmap
+import os
 import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from npu_replay import array_text, captured, route_bytes
+from npu_replay import array_text, captured, json_text, route_bytes
 from npu_replay.captured import Engine
 from npu_replay.errors import InvalidRoutes, ReplayError, RouteFileError
 from npu_replay.id_checks import Array
@@ -21,6 +20,7 @@ from npu_replay.route_store import FORMAT as STORE_FORMAT
 from npu_replay.route_store import RouteStore
 from npu_replay.route_view import View
 from npu_replay.routed_experts import RoutedExperts
+from npu_replay.tensor_file import UNREADABLE, TensorFile, plain_file
 
 KINDS = (
     "routes that RoutedExperts.save or to_bytes made, a folder of RouteStore, an .npy array, or a whole "
@@ -29,7 +29,7 @@ KINDS = (
 MOST_TEXT = 2 << 30
 """Bytes of JSON that are read; parsed, they take several times as much memory."""
 MOST_BYTES = 16 << 30
-"""Bytes of a file of ids, which is mapped and not read."""
+"""Bytes of a file of ids."""
 
 
 class Refused(Exception):
@@ -46,7 +46,7 @@ def opened(
     """What it is, in words, and the sequences in it, each judged when it is asked for."""
     if path.is_dir():
         return _store(path, known, sample)
-    data = _mapped(path)
+    data = _contents(path)
     start = bytes(data[:8])
     if start == route_bytes.MAGIC:
         what, found = "bytes of RoutedExperts.to_bytes", [_of_bytes(path, data, known)]
@@ -61,22 +61,21 @@ def opened(
     return what, found
 
 
-def _mapped(path: Path, most: int = MOST_BYTES) -> memoryview:
-    """The bytes of a file, not read yet; its size is checked first."""
+def _contents(path: Path, most: int = MOST_BYTES) -> memoryview:
+    """The bytes of a file, in memory of our own; its size is checked first."""
     try:
-        if not path.is_file():
-            words = "this is no plain file" if path.exists() else "there is no such file"
-            raise Refused(RouteFileError(words, where=str(path)))
-        size = path.stat().st_size
-        if size > most:
-            raise Refused(_too_large(path, size, most))
-        if size == 0:
-            raise Refused(RouteFileError("the file is empty", where=str(path)))
-        with path.open("rb") as file:
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    except OSError as error:
-        problem = RouteFileError(f"the file can't be read ({error})", where=str(path))
-        raise Refused(problem) from error
+        if not path.exists():
+            raise Refused(RouteFileError("there is no such file", where=str(path)))
+        with plain_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > most:
+                raise Refused(_too_large(path, size, most))
+            data = file.read()
+    except (OSError, ValueError, MemoryError) as error:
+        raise Refused(RouteFileError(f"the file can't be read ({error})", where=str(path))) from error
+    if not data:
+        raise Refused(RouteFileError("the file is empty", where=str(path)))
+    return memoryview(data)
 
 
 def _too_large(path: Path, size: int, most: int) -> RouteFileError:
@@ -95,16 +94,16 @@ def _of_bytes(path: Path, data: memoryview, known: Known) -> Sample:
     try:
         return judge_routes(RoutedExperts.from_bytes(data), known, where=str(path))
     except ReplayError as error:
-        return Sample(problem=_at(error, path), view=_view_of_bytes(data), nbytes=len(data))
+        return Sample(problem=error.at(path), view=_view_of_bytes(data), nbytes=len(data))
 
 
 def _view_of_bytes(data: memoryview) -> View | None:
     """What is left of bytes that were cut short or changed."""
     try:
         (size,) = struct.unpack_from("<I", data, 8)
-        described = json.loads(bytes(data[12 : 12 + size]))
+        described = json_text.parse(bytes(data[12 : 12 + size]))
         tokens, layers, topk = route_bytes.shape_of(described)
-        dtype = np.dtype({"uint8": "u1", "int16": "<i2"}[described["dtype"]])
+        dtype = route_bytes.DTYPES[described["dtype"]]
         row = layers * topk * dtype.itemsize
         body = data[12 + size :]
         rows = min(tokens, len(body) // row)
@@ -112,7 +111,7 @@ def _view_of_bytes(data: memoryview) -> View | None:
         bits = np.frombuffer(body[tokens * row :], np.uint8)
         whole = rows == tokens and len(bits) == (tokens + 7) // 8
         return _raw_view(ids, described, np.unpackbits(bits, count=tokens).astype(bool) if whole else None)
-    except (struct.error, ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
+    except (struct.error, ValueError, KeyError, TypeError, ArithmeticError):
         return None
 
 
@@ -132,44 +131,33 @@ def _of_file(path: Path, known: Known) -> Sample:
 
 
 def _format_of(path: Path) -> str | None:
-    metadata: dict[str, str] = _read_tensors(path, lambda file: file.metadata()) or {}
-    return metadata.get("format")
-
-
-def _read_tensors(path: Path, read: Any) -> Any:
-    """Something of a safetensors file; None where that can't be had."""
     try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        return None
-    try:
-        with safe_open(path, framework="pt") as file:
-            return read(file)
-    except (SafetensorError, OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
+        return TensorFile(path).metadata.get("format")
+    except UNREADABLE:
         return None
 
 
 def _view_of_tensors(path: Path, prefix: str = "", described: dict[str, Any] | None = None) -> View | None:
     """The ids in a safetensors file, whatever else is wrong with it."""
-
-    def read(file: Any) -> View | None:
-        about = json.loads(file.metadata()["routes"]) if described is None else described
-        recorded = file.get_tensor(f"{prefix}recorded").numpy()
-        return _raw_view(file.get_tensor(f"{prefix}ids").numpy(), about, recorded)
-
-    view: View | None = _read_tensors(path, read)
-    return view
+    try:
+        file = TensorFile(path)
+        about = json_text.parse(file.metadata["routes"]) if described is None else described
+        route_bytes.shape_of(about)
+        ids, recorded = file.arrays(f"{prefix}ids", f"{prefix}recorded")
+        return _raw_view(ids, about, recorded)
+    except UNREADABLE:
+        return None
 
 
 def _raw_view(ids: Array, described: dict[str, Any], recorded: Array | None = None) -> View | None:
     labels, experts = described["layers"], described["num_experts"]
-    if ids.ndim != 3 or not ids.size or ids.dtype.kind not in "iu" or type(experts) is not int:
+    if ids.ndim != 3 or not ids.size or ids.dtype.kind not in "iu":
         return None
     good = recorded is not None and recorded.shape == ids.shape[:1] and recorded.dtype == bool
     return View(
         ids=ids,
-        layers=tuple(map(int, labels)) if len(labels) == ids.shape[1] else tuple(range(ids.shape[1])),
-        num_experts=max(1, min(experts, 1 << 15)),
+        layers=tuple(labels) if len(labels) == ids.shape[1] else tuple(range(ids.shape[1])),
+        num_experts=experts,
         recorded=recorded if good else None,
     )
 
@@ -204,16 +192,8 @@ def _of_store(store: RouteStore, key: str, known: Known) -> Sample:
     except ReplayError as error:
         shard, described = store.described(key)
         view = _view_of_tensors(shard, f"{key}.", described)
-        problem = error if key in error.where else _at(error, where)
+        problem = error if key in error.where else error.at(where)
         return Sample(name=key, problem=problem, view=view)
-
-
-def _at(error: ReplayError, where: object) -> ReplayError:
-    """The same error, of which it is known where it is."""
-    if str(where) in error.where or not where:
-        return error
-    place = f"{where}, {error.where}" if error.where else str(where)
-    return type(error)(error.problem, where=place, expected=error.expected, got=error.got, cause=error.cause)
 
 
 # What an engine made
@@ -240,15 +220,15 @@ def _answer(
 ) -> tuple[str, Iterable[Sample]]:
     text = _body(path, data)
     try:
-        answer = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        answer = json_text.parse(text)
+    except ValueError as error:
         streamed = text[:5] == b"data:"
         raise Refused(
             RouteFileError(
                 "nobody knows what this file is" if not streamed else "this is a stream of pieces",
                 where=str(path),
                 expected=KINDS,
-                got=f"a file that begins with {text[:24]!r}",
+                got=f"a file that begins with {text[:24]!r} ({str(error)[:200]})",
                 cause="routes come with whole answers: ask for one with stream=false" if streamed else "",
             )
         ) from error
@@ -269,7 +249,7 @@ def _answer(
     except ReplayError as error:
         if not isinstance(error, InvalidRoutes):
             raise  # the caller's ids
-        raise Refused(_at(error, path), what) from error
+        raise Refused(error.at(path), what) from error
     return what, found if sample is None else [_numbered(found, sample, path)]
 
 
@@ -315,7 +295,7 @@ def token_lists(path: Path | None) -> tuple[Array, ...]:
     if path is None:
         return ()
     try:
-        value = json.loads(_body(path, _mapped(path)))
+        value = json_text.parse(_body(path, _contents(path)))
         nested = isinstance(value, list) and bool(value) and isinstance(value[0], list)
         lists = [np.asarray(one) for one in (value if nested else [value])]
         if not isinstance(value, list) or any(
@@ -325,7 +305,7 @@ def token_lists(path: Path | None) -> tuple[Array, ...]:
         return tuple(ids.astype(np.int64) for ids in lists)
     except Refused as refused:
         raise refused.problem from None
-    except (ValueError, RecursionError, OverflowError) as error:
+    except (ValueError, OverflowError) as error:
         raise ReplayError(
             "these aren't token ids",
             where=str(path),

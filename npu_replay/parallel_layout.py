@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from npu_replay.decoder_layers import DecoderLayers
-from npu_replay.errors import ReplayError, RouterError, whole_number
+from npu_replay.errors import ReplayError, RouterError, one_of, shown, whole_number
 from npu_replay.routers import Model, chunks_of, find
 
 Context: TypeAlias = Literal["zigzag", "contiguous"]
@@ -58,6 +58,10 @@ class ParallelLayout:
     groups: tuple[Any, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.decoder, DecoderLayers | None):
+            raise ReplayError(
+                "decoder says which layers there are", expected="DecoderLayers(...)", got=shown(self.decoder)
+            )
         for axis in (*_AXES, "vp"):
             for name in {axis, f"{axis}_rank"} & vars(self).keys():
                 object.__setattr__(self, name, whole_number(getattr(self, name), name))
@@ -129,8 +133,7 @@ class ParallelLayout:
 
     def context_pieces(self, context: Context = "zigzag") -> int:
         """Pieces that context parallelism cuts a sequence into."""
-        if context not in ("zigzag", "contiguous"):
-            raise ReplayError("unknown context", expected="'zigzag' or 'contiguous'", got=repr(context))
+        one_of(context, ("zigzag", "contiguous"), "context")
         if self.cp == 1:
             return 1
         return 2 * self.cp if context == "zigzag" else self.cp

@@ -113,4 +113,4 @@ def micro_batch_routes(ids: dict[Key, torch.Tensor], routers: list[Router], numb
         found = [one.cpu() for one in found]
     stacked = torch.stack(found, dim=1)
     labels = [router.label for router in routers]
-    return RoutedExperts._adopt(stacked.cpu(), labels, first.num_experts)
+    return RoutedExperts._adopt(stacked.cpu(), labels, first.num_experts, vouched=True)

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
-from npu_replay.errors import MicroBatchError, ReplayError, whole_number
+from npu_replay.errors import MicroBatchError, ReplayError, as_text, listed, one_of, shown, whole_number
 from npu_replay.fingerprint import fingerprint
 from npu_replay.id_checks import Array
 from npu_replay.routed_experts import RoutedExperts, narrow_array_dtype
@@ -120,20 +120,14 @@ class Rollout:
 
     def __post_init__(self) -> None:
         self.model = RoutedModel.of(self.model)
-        if self.missing not in ("error", "native"):
-            raise ReplayError(
-                "unknown way with missing routes",
-                where=self._where,
-                expected="error, native",
-                got=self.missing,
-            )
+        one_of(self.missing, ("error", "native"), "way with missing routes", self._where)
         self._tokens: Array = np.empty(0, np.int64)
         self._rows = _Rows.empty(0, self.model)
         self._first_sampled: int | None = None
 
     @property
     def _where(self) -> str:
-        return f"Rollout {self.name}".rstrip()
+        return f"Rollout {as_text(self.name)}".rstrip()
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -158,7 +152,7 @@ class Rollout:
             layers=self.model.layers,
             num_experts=self.model.num_experts,
             recorded=torch.from_numpy(self._rows.recorded.copy()),
-            fingerprint=fingerprint(self._tokens),
+            tokens=self._tokens,
             weight_version=versions.pop() if len(versions) == 1 else None,
         )
 
@@ -186,6 +180,8 @@ class Rollout:
             ReplayError: other tokens than those so far, routes of another sequence or model, or no routes.
         """
         _check_keep(keep)
+        if not isinstance(turn, Turn):
+            raise ReplayError("this is no turn", where=self._where, expected="a Turn", got=shown(turn))
         prompt, sampled = _ids(turn.prompt), _ids(turn.sampled)
         whole = np.concatenate([prompt, sampled])
         self._check_goes_on(whole)
@@ -206,12 +202,18 @@ class Rollout:
             ReplayError: one doesn't begin with the tokens of the one before, or they are of different models.
         """
         _check_keep(keep)
-        if not samples or any(sample.model != samples[0].model for sample in samples):
+        samples = listed(samples, "samples", "Rollout")
+        models = [getattr(sample, "model", type(sample)) for sample in samples]
+        if (
+            not models
+            or not isinstance(models[0], RoutedModel)
+            or any(model != models[0] for model in models)
+        ):
             raise ReplayError(
                 "these samples can't be merged",
                 where="Rollout",
-                expected="one sample at least, all of one model",
-                got=[sample.model for sample in samples],
+                expected="one Rollout at least, all of one model",
+                got=models,
             )
         merged = cls(samples[0].model, samples[0].missing, samples[0].name)
         for sample in samples:
@@ -288,6 +290,7 @@ class Rollout:
         return rows
 
     def _given_versions(self, given: Sequence[Version], tokens: int) -> Array:
+        given = listed(given, "weight_versions", self._where)
         if len(given) != tokens:
             raise MicroBatchError(
                 "another number of weight versions than tokens",
@@ -305,6 +308,10 @@ class Rollout:
 
     def _check_routes(self, routes: RoutedExperts, whole: Array) -> None:
         where = f"{self._where}, turn {self.turns + 1}"
+        if not isinstance(routes, RoutedExperts):
+            raise MicroBatchError(
+                "these are no routes", where=where, expected="RoutedExperts", got=shown(routes)
+            )
         wanted = (self.model.layers, self.model.topk, self.model.num_experts)
         if (routes.layers, routes.topk, routes.num_experts) != wanted:
             raise MicroBatchError(
@@ -332,8 +339,7 @@ class Rollout:
 
 
 def _check_keep(keep: str) -> None:
-    if keep not in ("first", "latest"):
-        raise ReplayError("unknown way to keep rows", where="Rollout", expected="first, latest", got=keep)
+    one_of(keep, ("first", "latest"), "way to keep rows", "Rollout")
 
 
 def _ids(tokens: Tokens) -> Array:
@@ -345,7 +351,7 @@ def _ids(tokens: Tokens) -> Array:
         "these aren't token ids",
         where="Rollout",
         expected="integers from 0 on, [tokens]",
-        got=repr(tokens)[:80],
+        got=shown(tokens),
         cause="text, or a batch of several sequences",
     )
 

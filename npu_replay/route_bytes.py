@@ -2,7 +2,8 @@
 
     8 bytes   magic and version, b"NPUROUT1"
     4 bytes   length of the header, little-endian
-    header    JSON: tokens, layers, topk, num_experts, dtype, fingerprint, weight_version, digest
+    header    JSON: tokens, layers, topk, num_experts, dtype, fingerprint, weight_version, digest; vouched,
+              where it is true
     ids       [tokens, layers, topk], row-major, little-endian
     recorded  one bit a token, numpy.packbits
 
@@ -15,18 +16,22 @@ import hashlib
 import json
 import math
 import struct
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from npu_replay import json_text
+from npu_replay.decoder_layers import MAX_LAYERS
 from npu_replay.errors import RouteFileError
+from npu_replay.id_checks import MAX_EXPERTS, Array
 
 if TYPE_CHECKING:
     from npu_replay.routed_experts import RoutedExperts
 
 MAGIC = b"NPUROUT1"
-_DTYPES: dict[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "int16": np.dtype("<i2")}
+DTYPES: dict[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "int16": np.dtype("<i2")}
 
 
 def header(routes: RoutedExperts) -> dict[str, Any]:
@@ -39,21 +44,45 @@ def header(routes: RoutedExperts) -> dict[str, Any]:
         "dtype": str(routes.ids.dtype).removeprefix("torch."),
         "fingerprint": routes.fingerprint,
         "weight_version": routes.weight_version,
+        **({"vouched": True} if routes.vouched else {}),
     }
 
 
-def shape_of(described: dict[str, Any]) -> tuple[int, int, int]:
+def shape_of(described: Any) -> tuple[int, int, int]:
     """[tokens, layers, topk], from a header that may hold anything; ValueError, KeyError or TypeError.
 
-    After it nothing that `arguments` takes is missing, and numpy has the dtype.
+    After it `arguments` finds all that it takes, and numpy has the dtype.
     """
-    missing = [name for name in ("num_experts", "fingerprint", "weight_version") if name not in described]
-    if missing or described["dtype"] not in _DTYPES:
-        raise ValueError(f"no {' and no '.join(missing)}" if missing else f"dtype {described['dtype']!r}")
-    tokens, layers, topk = described["tokens"], len(described["layers"]), described["topk"]
-    if not all(isinstance(length, int) and length >= 0 for length in (tokens, topk)):
-        raise ValueError(f"tokens {tokens!r}, top-k {topk!r}")
-    return tokens, layers, topk
+    for name, fit in _FITS.items():
+        if name not in described:
+            raise ValueError(f"no {name}")
+        if not fit(described[name]):
+            raise ValueError(f"{name} {str(described[name])[:80]!r}")
+    return described["tokens"], len(described["layers"]), described["topk"]
+
+
+def _whole(value: object, least: int, most: int) -> bool:
+    """A whole number, and no bool, which Python takes for one."""
+    return type(value) is int and least <= value <= most
+
+
+def _labels(value: object) -> bool:
+    return (
+        type(value) is list
+        and {*map(type, value)} <= {int}
+        and -1 < min(value, default=0) <= max(value, default=0) < MAX_LAYERS
+    )
+
+
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "tokens": lambda value: _whole(value, 0, 1 << 48),
+    "layers": _labels,
+    "topk": lambda value: _whole(value, 1, MAX_EXPERTS),
+    "num_experts": lambda value: _whole(value, 1, MAX_EXPERTS),
+    "dtype": lambda value: type(value) is str and value in DTYPES,
+    "fingerprint": lambda value: value is None or _whole(value, 0, (1 << 64) - 1),
+    "weight_version": lambda value: value is None or type(value) in (int, str),
+}
 
 
 def digest(described: dict[str, Any], ids: memoryview | bytes, recorded: memoryview | bytes) -> str:
@@ -65,7 +94,10 @@ def digest(described: dict[str, Any], ids: memoryview | bytes, recorded: memoryv
 
 
 def _written(described: dict[str, Any]) -> bytes:
-    return json.dumps(described, sort_keys=True).encode()
+    try:
+        return json.dumps(described, sort_keys=True).encode()
+    except RecursionError as error:  # what was just within the limit when it was read
+        raise ValueError("it is nested too deeply") from error
 
 
 def pieces(routes: RoutedExperts) -> tuple[bytes, memoryview, bytes]:
@@ -87,7 +119,7 @@ def parse(data: bytes | bytearray | memoryview) -> dict[str, Any]:
     """Return the arguments of RoutedExperts; the ids share memory with `data`."""
     try:
         view = memoryview(data).cast("B")
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise RouteFileError(
             "these aren't bytes", expected="contiguous bytes, as to_bytes() makes them", got=type(data)
         ) from error
@@ -101,15 +133,16 @@ def parse(data: bytes | bytearray | memoryview) -> dict[str, Any]:
     try:
         (header_size,) = struct.unpack_from("<I", view, 8)
         text = bytes(view[12 : 12 + header_size])
-        described = json.loads(text)
+        described = json_text.parse(text)
         if _written(described) != text:  # the digest doesn't cover how it is written
-            raise ValueError(text)
+            raise ValueError("it is written in another way")
         shape = shape_of(described)
-        dtype = _DTYPES[described["dtype"]]
-    except (struct.error, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (struct.error, ValueError, KeyError, TypeError) as error:
         raise RouteFileError(
-            "the header of these routes can't be read", cause="the bytes were cut short or changed"
+            f"the header of these routes can't be read ({str(error)[:200]})",
+            cause="the bytes were cut short or changed",
         ) from error
+    dtype = DTYPES[described["dtype"]]
     body = view[12 + header_size :]
     size = math.prod(shape) * dtype.itemsize
     expected = size + (shape[0] + 7) // 8
@@ -120,28 +153,54 @@ def parse(data: bytes | bytearray | memoryview) -> dict[str, Any]:
             got=len(body),
             cause="a transfer or a file that was cut short",
         )
-    found = described.pop("digest", None)
-    if digest(described, body[:size], body[size:]) != found:
+    ids = np.frombuffer(body[:size], dtype=dtype).reshape(shape)
+    bits = body[size:]
+    recorded = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=shape[0]).astype(bool)
+    return arguments(described, ids, recorded, bits)
+
+
+def arguments(
+    described: dict[str, Any], ids: Array, recorded: Array, summed: memoryview | None = None
+) -> dict[str, Any]:
+    """RoutedExperts' keyword arguments from a header and the two arrays, which are held against each other
+    and against the checksum.
+
+    Args:
+        described: the header, which `shape_of` took.
+        ids: [tokens, layers, topk].
+        recorded: [tokens].
+        summed: `recorded` as the checksum has it, where it isn't a byte a token.
+
+    Raises:
+        RouteFileError: they don't go together, or not with the checksum.
+    """
+    said = *shape_of(described), described["dtype"], "bool", described["tokens"]
+    there = *ids.shape, str(ids.dtype), str(recorded.dtype), *recorded.shape
+    if there != said:
+        raise RouteFileError(
+            "the header and the arrays don't agree",
+            expected=f"shapes and dtypes {said}",
+            got=there,
+            cause="a tool that rewrote the tensors",
+        )
+    found = described.get("digest")
+    bare = {name: value for name, value in described.items() if name != "digest"}
+    if digest(bare, ids.data, recorded.data if summed is None else summed) != found:
         raise RouteFileError(
             "these routes were changed after they were written",
             expected=f"checksum {found}",
             got="another",
-            cause="a damaged transfer, or somebody edited the bytes",
+            cause="a damaged disk or transfer, somebody who edited or overwrote them, or a shard of an "
+            "earlier job beside an index of a later one",
         )
-    ids = np.frombuffer(body[:size], dtype=dtype).reshape(shape)
-    recorded = np.unpackbits(np.frombuffer(body[size:], dtype=np.uint8), count=shape[0]).astype(bool)
-    return arguments(described, shared_tensor(ids), torch.from_numpy(recorded))
-
-
-def arguments(described: dict[str, Any], ids: torch.Tensor, recorded: torch.Tensor) -> dict[str, Any]:
-    """RoutedExperts' keyword arguments from a header and the two arrays."""
     return {
-        "ids": ids,
+        "ids": shared_tensor(ids),
         "layers": described["layers"],
         "num_experts": described["num_experts"],
-        "recorded": recorded,
+        "recorded": shared_tensor(recorded),
         "fingerprint": described["fingerprint"],
         "weight_version": described["weight_version"],
+        "vouched": described.get("vouched") is True,
     }
 
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from uuid import uuid4
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from npu_replay import route_bytes
-from npu_replay.errors import RouteFileError
+from npu_replay import json_text, route_bytes
+from npu_replay.errors import RouteFileError, shown
+from npu_replay.tensor_file import UNREADABLE, TensorFile
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from npu_replay.routed_experts import RoutedExperts
@@ -19,6 +27,7 @@ FORMAT = "npu_replay.routes.1"
 
 def save(routes: RoutedExperts, path: str | os.PathLike[str], *, overwrite: bool) -> None:
     """Write `routes` to `path`, whole or not at all."""
+    path = as_path(path)
     require_safetensors()
     from safetensors.torch import save as serialize
 
@@ -27,57 +36,51 @@ def save(routes: RoutedExperts, path: str | os.PathLike[str], *, overwrite: bool
     described["digest"] = route_bytes.digest(described, routes.ids.numpy().tobytes(), recorded)
     metadata = {"format": FORMAT, "routes": json.dumps(described, sort_keys=True)}
     data = serialize({"ids": routes.ids.contiguous(), "recorded": routes.recorded.contiguous()}, metadata)
-    write_whole(Path(path), data, overwrite=overwrite)
+    write_whole(path, data, overwrite=overwrite)
 
 
 def parse(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the arguments of RoutedExperts from the file at `path`."""
-    require_safetensors()
-    from safetensors import SafetensorError, safe_open
-
     where = str(path)
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise RouteFileError(
-                    "this safetensors file doesn't hold routes",
-                    where=where,
-                    expected=f"metadata format {FORMAT!r}",
-                    got=metadata.get("format"),
-                    cause="a file of something else (a checkpoint?), or of another version of npu_replay",
-                )
-            described = json.loads(metadata["routes"])
-            said = *route_bytes.shape_of(described), described["dtype"]
-            ids, recorded = file.get_tensor("ids"), file.get_tensor("recorded")
-        found = described.pop("digest", None)
-        digest = route_bytes.digest(described, ids.numpy().tobytes(), recorded.numpy().tobytes())
+        file = TensorFile(as_path(path))
+        if file.metadata.get("format") != FORMAT:
+            raise RouteFileError(
+                "this safetensors file doesn't hold routes",
+                where=where,
+                expected=f"metadata format {FORMAT!r}",
+                got=file.metadata.get("format"),
+                cause="a file of something else (a checkpoint?), or of another version of npu_replay",
+            )
+        described = json_text.parse(file.metadata["routes"])
+        route_bytes.shape_of(described)
+        ids, recorded = file.arrays("ids", "recorded")
+        return route_bytes.arguments(described, ids, recorded)
+    except RouteFileError as error:
+        raise error.at(where) from error.__cause__
     except FileNotFoundError as error:
         raise RouteFileError("there is no such file", where=where) from error
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise RouteFileError(
             f"this file can't be read as routes ({error})",
             where=where,
             cause="it was cut short, damaged, or isn't a safetensors file",
         ) from error
-    there = *ids.shape, str(ids.dtype).removeprefix("torch.")
-    if there != said:
-        raise RouteFileError(
-            "the metadata and the ids don't agree",
-            where=where,
-            expected=f"shape and dtype {said}",
-            got=there,
-            cause="a tool that rewrote the tensors",
-        )
-    if digest != found:
-        raise RouteFileError(
-            "the file was changed after it was written",
-            where=where,
-            expected=f"checksum {found}",
-            got="another",
-            cause="a damaged disk or transfer, or somebody edited it",
-        )
-    return route_bytes.arguments(described, ids, recorded)
+
+
+def as_path(path: Any) -> Path:
+    """The path that a caller gave.
+
+    Raises:
+        RouteFileError: it isn't one.
+    """
+    try:
+        found = Path(path)
+    except TypeError:
+        found = None
+    if found is None or "\0" in str(found):
+        raise RouteFileError("this is no path", expected="text or a pathlib.Path", got=shown(path))
+    return found
 
 
 def write_whole(path: Path, data: bytes, *, overwrite: bool) -> None:
@@ -86,34 +89,91 @@ def write_whole(path: Path, data: bytes, *, overwrite: bool) -> None:
     Raises:
         RouteFileError: the file is there and `overwrite` isn't set, or it can't be written.
     """
-    scratch = path.with_name(f".{path.name}.{uuid4().hex[:8]}.part")
+    with written(path, data, overwrite=overwrite):
+        pass
+
+
+@contextmanager
+def written(path: Path, data: bytes, *, overwrite: bool) -> Iterator[None]:
+    """`write_whole`, and what belongs to the file is done in the block: until it ends, or this process does,
+    nobody takes the file for left behind (`remove_left`).
+
+    Raises:
+        RouteFileError: the file is there and `overwrite` isn't set, or it can't be written.
+    """
     try:
         if not overwrite:
             _refuse_existing(path)  # before anything is written
-        file = scratch.open("xb")  # with the rights that the umask leaves
+        scratch, file = _scratch(path)
     except OSError as error:
         raise RouteFileError(f"the file can't be written ({error})", where=str(path)) from error
-    try:
-        with file:
+    with file:  # and locked
+        try:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        _name(scratch, path, overwrite=overwrite)
-    except OSError as error:
-        raise RouteFileError(f"the file can't be written ({error})", where=str(path)) from error
-    finally:
-        scratch.unlink(missing_ok=True)
+            _name(scratch, path, overwrite=overwrite)
+        except BaseException as error:
+            with suppress(OSError):
+                scratch.unlink()
+            if isinstance(error, OSError):
+                raise RouteFileError(f"the file can't be written ({error})", where=str(path)) from error
+            raise
+        yield
+
+
+def _scratch(path: Path) -> tuple[Path, BinaryIO]:
+    """A new file beside `path`, locked while it is open. What a killed writer left there is removed; what one
+    that lives is writing isn't."""
+    for number in itertools.count():
+        scratch = path.with_name(f".{path.name}.{number}.part")
+        remove_left(scratch)
+        try:
+            file = scratch.open("xb")  # with the rights that the umask leaves
+        except FileExistsError:
+            continue
+        with suppress(OSError):  # without locks nothing is removed, either
+            _lock(file, wait=True)
+        if os.fstat(file.fileno()).st_nlink:
+            return scratch, file
+        file.close()  # somebody else removed it before it was locked
+    raise AssertionError
+
+
+def remove_left(path: Path, unless: Path | None = None) -> None:
+    """Remove a file that `written` left half done as its process was killed.
+
+    The lock of a process ends with it, whoever killed it. A file system without locks has nothing removed.
+
+    Args:
+        path: the file; often there is none.
+        unless: a file beside which it isn't half done.
+    """
+    if not path.is_file() or path.is_symlink():
+        return
+    with suppress(OSError), path.open("r+b") as file:  # to be written, or NFS won't lock it
+        _lock(file, wait=False)
+        if unless is None or not unless.exists():
+            path.unlink()
+
+
+def _lock(file: BinaryIO, *, wait: bool) -> None:
+    if fcntl is None:
+        raise OSError("this system has no such locks")
+    fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
 
 def _name(scratch: Path, path: Path, *, overwrite: bool) -> None:
     """Give what is written its name; a link, unlike a rename, fails where another writer was faster."""
     if not overwrite:
         try:
-            return os.link(scratch, path)
+            os.link(scratch, path)
         except FileExistsError as error:
             raise _is_there(path) from error
         except OSError:  # a file system without links
             _refuse_existing(path)
+        else:
+            return scratch.unlink()
     os.replace(scratch, path)
 
 
@@ -136,7 +196,7 @@ def require_safetensors() -> None:
         import safetensors.torch  # noqa: F401
     except ImportError as error:
         raise RouteFileError(
-            "files of routes need the package safetensors",
+            "writing files of routes needs the package safetensors",
             cause="the core is installed without its extras: pip install 'npu-replay[files]', or use "
             "to_bytes() and from_bytes(), which need nothing",
         ) from error

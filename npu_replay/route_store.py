@@ -7,11 +7,12 @@
 A shard, NAME-00000.safetensors, has two tensors a sample, `KEY.ids` and `KEY.recorded`. NAME-00000.index.json
 says of each what the wire form's header says (`route_bytes.header`), with its checksum; what is the same for
 all samples stands there once. Each of the two files is written whole or not at all, the index last, so a job
-that dies leaves what was written.
+that dies leaves what was written; a shard without its index is removed by the next writer of its name.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 import os
@@ -22,17 +23,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
-from npu_replay import route_bytes, route_file
-from npu_replay.errors import RouteFileError
+from npu_replay import json_text, route_bytes, route_file
+from npu_replay.errors import ReplayError, RouteFileError, shown, whole_number
 from npu_replay.fingerprint import fingerprint
+from npu_replay.id_checks import Array
 from npu_replay.routed_experts import RoutedExperts
+from npu_replay.tensor_file import UNREADABLE, TensorFile, plain_file
+from npu_replay.token_ids import as_token_ids
 
 FORMAT = "npu_replay.store.1"
 SHARD_BYTES = 1 << 28
 _INDEX = ".index.json"
-_OPEN = 64  # shards that are kept open
+_HEADERS = 64  # of shards, that are kept
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +63,9 @@ class RouteStore(Mapping[str, RoutedExperts]):
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
-        route_file.require_safetensors()
+        self.folder = route_file.as_path(folder)
         self._samples: dict[str, _Entry] = {}
-        self._files: dict[Path, Any] = {}
+        self._files: dict[Path, TensorFile] = {}
         indexes = sorted(self.folder.glob(f"*{_INDEX}"))
         if not indexes:
             raise RouteFileError(
@@ -93,26 +94,10 @@ class RouteStore(Mapping[str, RoutedExperts]):
             name: one for each writer (a rank, say). What an earlier writer of this name left must be gone.
             shard_bytes: a file is written when so many bytes of ids have come together.
         """
-        return RouteWriter(Path(folder), name, shard_bytes)
+        return RouteWriter(route_file.as_path(folder), name, whole_number(shard_bytes, "shard_bytes"))
 
     def __getitem__(self, key: str) -> RoutedExperts:
-        shard, described = self.described(key)
-        ids, recorded = self._read(shard, key)
-        found = described.pop("digest", None)
-        bits = recorded.numpy().tobytes() if recorded.dtype == torch.bool else b""
-        there = (*ids.shape, str(ids.dtype).removeprefix("torch."))
-        said = (*route_bytes.shape_of(described), described["dtype"])
-        if there != said or route_bytes.digest(described, ids.contiguous().numpy().data, bits) != found:
-            raise RouteFileError(
-                "these routes were changed after they were written",
-                where=f"{shard}, {key}",
-                expected=f"{said}, checksum {found}",
-                got=f"{there}, another checksum",
-                cause="a damaged disk, or a shard of an earlier job beside an index of a later one",
-            )
-        arguments = route_bytes.arguments(described, ids, recorded)
-        # As written: what came from an engine was checked at the door, and a record may be constant.
-        return RoutedExperts._adopt(**arguments)
+        return self._read(key)
 
     def __contains__(self, key: object) -> bool:
         return key in self._samples
@@ -122,9 +107,6 @@ class RouteStore(Mapping[str, RoutedExperts]):
 
     def __len__(self) -> int:
         return len(self._samples)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_files": {}}  # open files stay here; a copy opens its own
 
     def described(self, key: str) -> tuple[Path, dict[str, Any]]:
         """The shard that a sample lies in, and what its index says of it."""
@@ -137,7 +119,8 @@ class RouteStore(Mapping[str, RoutedExperts]):
         Raises:
             RouteFileError: nobody wrote routes of just these tokens.
         """
-        key = key_of(fingerprint(tokens))
+        mark = fingerprint(tokens)
+        key = key_of(mark)
         if key not in self:
             raise RouteFileError(
                 "no routes of these tokens",
@@ -146,7 +129,16 @@ class RouteStore(Mapping[str, RoutedExperts]):
                 got=f"{len(self)} samples with other tokens",
                 cause="another batch than the one that was recorded, or text that was tokenised again",
             )
-        return self[key]
+        found = self._read(key, as_token_ids(tokens))
+        if found.fingerprint not in (None, mark) or len(found) not in (len(tokens), len(tokens) - 1):
+            raise RouteFileError(
+                "these are routes of other tokens",
+                where=f"{self.described(key)[0]}, {key}",
+                expected=f"{len(tokens)} tokens, fingerprint {mark:#018x}",
+                got=f"{len(found)}, {found.fingerprint:#018x}" if found.fingerprint else len(found),
+                cause="a key of the caller's own that looks like a fingerprint",
+            )
+        return found
 
     def _add(self, samples: dict[str, _Entry]) -> int:
         """Add those that aren't there; how many are there with other routes."""
@@ -154,46 +146,59 @@ class RouteStore(Mapping[str, RoutedExperts]):
             self._samples.setdefault(key, entry).digest != entry.digest for key, entry in samples.items()
         )
 
-    def _read(self, shard: Path, key: str) -> tuple[torch.Tensor, torch.Tensor]:
-        from safetensors import SafetensorError, safe_open
-
+    def _read(self, key: str, tokens: Array | None = None) -> RoutedExperts:
+        shard, described = self.described(key)
+        where = f"{shard}, {key}"
         try:
-            if shard not in self._files:
-                while len(self._files) >= _OPEN:
-                    del self._files[next(iter(self._files))]
-                self._files[shard] = safe_open(shard, framework="pt").__enter__()  # type: ignore[no-untyped-call]
-            file = self._files[shard]
-            return file.get_tensor(f"{key}.ids"), file.get_tensor(f"{key}.recorded")
-        except (SafetensorError, OSError) as error:
+            ids, recorded = self._file(shard).arrays(f"{key}.ids", f"{key}.recorded")
+            arguments = route_bytes.arguments(described, ids, recorded)
+            return RoutedExperts._adopt(**arguments).check_not_constant(tokens)
+        except ReplayError as error:
+            raise error.at(where) from None
+        except UNREADABLE as error:
             raise RouteFileError(
                 f"the shard can't be read ({error})",
-                where=f"{shard}, {key}",
+                where=where,
                 cause="a file that was cut short, changed or taken away",
             ) from error
+
+    def _file(self, shard: Path) -> TensorFile:
+        """With its header, which is read once."""
+        if shard not in self._files:
+            while len(self._files) >= _HEADERS:
+                del self._files[next(iter(self._files))]
+            file = TensorFile(shard)
+            if (format_ := file.metadata.get("format")) != FORMAT:
+                raise ValueError(f"format {format_!r}, not {FORMAT!r}")
+            self._files[shard] = file
+        return self._files[shard]
 
 
 class RouteWriter(AbstractContextManager["RouteWriter"]):
     """Writes samples into a folder, a shard at a time. See `RouteStore.writer`."""
 
-    def __init__(self, folder: Path, name: str, shard_bytes: int) -> None:
+    def __init__(self, folder: Path, name: Any, shard_bytes: int) -> None:
         route_file.require_safetensors()
-        if not name or not name.isprintable() or Path(name).name != name:
+        if not isinstance(name, str) or not name or not name.isprintable() or Path(name).name != name:
             raise RouteFileError(
-                "bad name of a writer", expected="a file name without folders", got=repr(name)
+                "bad name of a writer", expected="a file name without folders", got=shown(name)
             )
         self.folder, self.name, self.shard_bytes = folder, name, shard_bytes
         self._keys: set[str] = set()
         self._waiting: dict[str, RoutedExperts] = {}
         self._bytes = 0
         self._shards = 0
+        first = self._file(0, ".safetensors")
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self._clean_up()
+            taken = first.exists()
         except OSError as error:
-            raise RouteFileError(f"the folder can't be made ({error})", where=str(folder)) from error
-        if self._file(0, ".safetensors").exists():
+            raise RouteFileError(f"nothing can be written there ({error})", where=str(folder)) from error
+        if taken:
             raise RouteFileError(
                 "somebody has written here under this name",
-                where=str(self._file(0, ".safetensors")),
+                where=str(first),
                 cause="an earlier job, or two ranks with one name: take another folder, or another name",
             )
 
@@ -203,6 +208,13 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         Raises:
             RouteFileError: no key and no fingerprint, or the key is taken; or the disk is full.
         """
+        if not isinstance(routes, RoutedExperts):
+            raise RouteFileError(
+                "these are no routes",
+                where=str(self.folder),
+                expected="RoutedExperts",
+                got=type(routes).__name__,
+            )
         if key is None:
             if routes.fingerprint is None:
                 raise RouteFileError(
@@ -213,7 +225,7 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
                 )
             key = key_of(routes.fingerprint)
         if not _is_key(key):
-            raise RouteFileError("bad key", where=str(self.folder), expected="text", got=repr(key))
+            raise RouteFileError("bad key", where=str(self.folder), expected="text", got=shown(key))
         if key in self._keys:
             raise RouteFileError(
                 "the key is taken",
@@ -240,7 +252,6 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         for key, routes in self._waiting.items():
             tensors[f"{key}.ids"] = routes.ids.contiguous().numpy()
             tensors[f"{key}.recorded"] = routes.recorded.contiguous().numpy()
-        route_file.write_whole(shard, save(tensors, {"format": FORMAT}), overwrite=False)
         described = {key: _described(routes) for key, routes in self._waiting.items()}
         first = next(iter(described.values()))
         common = {
@@ -253,7 +264,14 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
             for key, one in described.items()
         }
         index = {"format": FORMAT, "shard": shard.name, "common": common, "samples": own}
-        route_file.write_whole(self._file(number, _INDEX), json.dumps(index).encode(), overwrite=False)
+        with route_file.written(shard, save(tensors, {"format": FORMAT}), overwrite=False):
+            try:
+                route_file.write_whole(
+                    self._file(number, _INDEX), json.dumps(index).encode(), overwrite=False
+                )
+            except BaseException:
+                shard.unlink(missing_ok=True)  # nobody reads it without its index
+                raise
         self._waiting, self._bytes = {}, 0
 
     def __exit__(
@@ -269,6 +287,14 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
                 raise
             # What the caller is told of is his own error: it came first, and may be why this one did.
             logger.error("[npu_replay] %s: the routes that were waiting are lost: %s", self.folder, lost)
+
+    def _clean_up(self) -> None:
+        """What a writer of this name left half done when it was killed; other names' are theirs."""
+        own = glob.escape(self.name) + "-" + "[0-9]" * 5
+        for left in self.folder.glob(f".{own}.*.part"):
+            route_file.remove_left(left)
+        for shard in self.folder.glob(f"{own}.safetensors"):
+            route_file.remove_left(shard, unless=shard.with_suffix(_INDEX))
 
     def _file(self, number: int, suffix: str) -> Path:
         return self.folder / f"{self.name}-{number:05d}{suffix}"
@@ -294,7 +320,8 @@ def _is_key(key: Any) -> bool:
 
 def _read_index(path: Path) -> dict[str, _Entry]:
     try:
-        index = json.loads(path.read_text())
+        with plain_file(path) as file:
+            index = json_text.parse(file.read())
         if index["format"] != FORMAT:
             raise ValueError(f"format {index['format']!r}, not {FORMAT!r}")
         shard, common = index["shard"], index["common"]
@@ -304,9 +331,9 @@ def _read_index(path: Path) -> dict[str, _Entry]:
         for entry in samples.values():
             described = entry.common | entry.own
             route_bytes.shape_of(described)
-            if not all(isinstance(described[name], str) for name in ("digest", "dtype")):
+            if not isinstance(described["digest"], str):
                 raise ValueError("no checksum")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise RouteFileError(
             f"this index of routes can't be read ({error!r})",
             where=str(path),

@@ -13,17 +13,17 @@ import numpy as np
 import torch
 
 from npu_replay import id_checks, route_bytes, route_file
-from npu_replay.errors import InvalidRoutes, RouteFileError
+from npu_replay.decoder_layers import MAX_LAYERS
+from npu_replay.errors import InvalidRoutes, RouteFileError, listed, shown, whole_number
+from npu_replay.fingerprint import fingerprint as fingerprint_of
+from npu_replay.id_checks import MAX_EXPERTS, Array
 
 if TYPE_CHECKING:
     from npu_replay.inputs import Inputs
 
 IdArray: TypeAlias = "torch.Tensor | np.ndarray"
 
-MAX_EXPERTS = 32_767  # int16
-CONSTANT_ROWS = 64
-"""From this many recorded rows on, a layer from outside whose rows are all equal is refused."""
-
+_MOST_TOKENS = 1 << 31
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -71,6 +71,9 @@ class RoutedExperts:
     """How [batch, sequence] became its rows, "sequence" or "batch", where `TokenLayout.gather` knows."""
     inputs: ClassVar[Inputs | None] = None
     """The tokens of its micro-batch; `record` and `TokenLayout.gather` say so. Not in its bytes or files."""
+    vouched: ClassVar[bool] = False
+    """Is it known that a layer which is the same in all rows is right? Where the trainer's own router chose
+    so, or the door saw the tokens. It goes wherever they go, through files and bytes too."""
 
     def __init__(
         self,
@@ -94,13 +97,13 @@ class RoutedExperts:
         weight_version: int | str | None,
         *,
         copy: bool,
+        vouched: bool = False,
     ) -> None:
         wide = _integer_tensor(ids)
         labels = _checked_labels(layers, columns=wide.shape[1])
         rows = _checked_recorded(recorded, tokens=wide.shape[0])
         num_experts = _checked_sizes(num_experts, topk=wide.shape[2])
-        _check_dtype(wide.dtype, num_experts)
-        _check_range(wide, labels, num_experts, rows)
+        _check_range(wide.numpy(), labels, num_experts, rows.numpy())
         narrow = wide.to(narrow_dtype(num_experts))
         if bool(narrow[~rows].any()):
             narrow = narrow.masked_fill(~rows[:, None, None], 0)
@@ -108,16 +111,18 @@ class RoutedExperts:
         if copy and narrow.data_ptr() == wide.data_ptr():
             narrow = narrow.clone()  # frozen: what the caller does to his array later must not show here
         mark, version = _checked_fingerprint(fingerprint), _checked_version(weight_version)
-        self._set(narrow.contiguous(), labels, num_experts, rows, mark, version)
+        self._set(narrow.contiguous(), labels, num_experts, rows, mark, version, vouched=vouched)
 
     def _about(self, **known: object) -> None:
         """Say something of a whole micro-batch's routes."""
         for name, value in known.items():
             object.__setattr__(self, name, value)
 
-    def _set(self, *values: object) -> None:
+    def _set(self, *values: object, vouched: bool) -> None:
         for field, value in zip(fields(self), values, strict=True):
             object.__setattr__(self, field.name, value)
+        if vouched:
+            object.__setattr__(self, "vouched", True)
 
     @classmethod
     def _adopt(
@@ -128,10 +133,13 @@ class RoutedExperts:
         recorded: torch.Tensor | None = None,
         fingerprint: int | None = None,
         weight_version: int | str | None = None,
+        vouched: bool = False,
     ) -> RoutedExperts:
         """Build one around an array that nobody else will write to, with every check and no copy."""
         routes = cls.__new__(cls)
-        routes._fill(ids, layers, num_experts, recorded, fingerprint, weight_version, copy=False)
+        routes._fill(
+            ids, layers, num_experts, recorded, fingerprint, weight_version, copy=False, vouched=vouched
+        )
         return routes
 
     @classmethod
@@ -142,13 +150,15 @@ class RoutedExperts:
         layers: tuple[int, ...],
         num_experts: int,
         recorded: torch.Tensor,
-        fingerprint: int | None,
+        tokens: Array,
         weight_version: int | str | None,
     ) -> RoutedExperts:
-        """Build one of narrow ids that were checked just now, zeros in rows without a route."""
+        """Build one of these tokens' narrow ids, checked just now, with zeros in rows without a route."""
         routes = cls.__new__(cls)
         _checked_sizes(num_experts, topk=ids.shape[2])
-        routes._set(ids, layers, num_experts, recorded, fingerprint, _checked_version(weight_version))
+        constant = id_checks.constant_layers(ids.numpy(), recorded.numpy(), num_experts, tokens)
+        version, mark = _checked_version(weight_version), fingerprint_of(tokens)
+        routes._set(ids, layers, num_experts, recorded, mark, version, vouched=not len(constant))
         return routes
 
     @property
@@ -180,7 +190,7 @@ class RoutedExperts:
 
     def layer_ids(self, layer: int) -> torch.Tensor:
         """The ids of one decoder layer, [tokens, topk], narrow dtype."""
-        return self.ids[:, self.layers.index(layer)]
+        return self.ids[:, self._columns(_whole_labels([layer]))][:, 0]
 
     def take(self, rows: torch.Tensor | np.ndarray | Sequence[int]) -> RoutedExperts:
         """Return the routes at these rows, in this order.
@@ -191,7 +201,14 @@ class RoutedExperts:
 
         The result is another sequence, so it carries no fingerprint.
         """
-        index = torch.as_tensor(np.array(rows) if isinstance(rows, np.ndarray) else rows).cpu()
+        try:
+            index = torch.as_tensor(np.array(rows) if isinstance(rows, np.ndarray) else rows).cpu()
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise InvalidRoutes(
+                "take() was asked for what are no rows", expected="integers, or a bool mask", got=shown(rows)
+            ) from error
+        if not is_plain(index):
+            raise InvalidRoutes("take() takes a plain tensor", expected="integers, [n]", got=shown(index))
         if index.numel() and index.dtype not in (torch.bool, *_INTEGERS):
             raise InvalidRoutes(
                 "take() was asked for rows that are no integers",
@@ -237,8 +254,13 @@ class RoutedExperts:
             layers: only these decoder layers, ascending, which every part has to have; when not given, all of
                 them, which then have to be the same in every part.
         """
-        if not parts:
-            raise InvalidRoutes("concat() needs at least one RoutedExperts", expected=">= 1", got=0)
+        parts = listed(parts, "the parts of concat()")
+        if not parts or not all(isinstance(part, RoutedExperts) for part in parts):
+            raise InvalidRoutes(
+                "concat() needs at least one RoutedExperts, and nothing else",
+                expected=">= 1",
+                got=[type(part).__name__ for part in parts] or 0,
+            )
         first = parts[0]
         alike = ("num_experts", "topk") if layers is not None else ("layers", "num_experts", "topk")
         for number, part in enumerate(parts):
@@ -250,7 +272,7 @@ class RoutedExperts:
                         got=getattr(part, what),
                         cause="routes of different models, or of engines that report other columns",
                     )
-        labels = first.layers if layers is None else tuple(layers)
+        labels = first.layers if layers is None else _whole_labels(layers)
         columns = {of: part._columns(labels) for of, part in {part.layers: part for part in parts}.items()}
         versions = {part.weight_version for part in parts}
         return first._derived(
@@ -258,13 +280,22 @@ class RoutedExperts:
             torch.cat([part.recorded for part in parts]),
             versions.pop() if len(versions) == 1 else None,
             layers=labels,
+            vouched=all(part.vouched for part in parts),
         )
 
     @classmethod
     def unrecorded(cls, tokens: int, *, layers: Sequence[int], topk: int, num_experts: int) -> RoutedExperts:
         """Routes of a sample that has none: no row is recorded, so the router chooses for all of them."""
+        num_experts = _checked_sizes(num_experts, topk=whole_number(topk, "topk"))
+        layers, tokens = (
+            listed(layers, "layers", most=MAX_LAYERS),
+            whole_number(tokens, "the number of tokens"),
+        )
+        if not 0 <= tokens <= _MOST_TOKENS:
+            raise InvalidRoutes("bad number of tokens", expected=f"0 to {_MOST_TOKENS}", got=tokens)
         ids = torch.zeros(tokens, len(layers), topk, dtype=narrow_dtype(num_experts))
-        return cls._adopt(ids, layers, num_experts, recorded=torch.zeros(tokens, dtype=torch.bool))
+        none = torch.zeros(tokens, dtype=torch.bool)
+        return cls._adopt(ids, layers, num_experts, recorded=none, vouched=True)
 
     def only(self, layers: Sequence[int]) -> RoutedExperts:
         """Return the routes of these decoder layers, ascending.
@@ -272,7 +303,7 @@ class RoutedExperts:
         Raises:
             InvalidRoutes: one of them isn't here.
         """
-        labels = tuple(layers)
+        labels = _whole_labels(layers)
         ids = self.ids[:, self._columns(labels)]
         return self._derived(
             ids, self.recorded, self.weight_version, layers=labels, fingerprint=self.fingerprint
@@ -296,9 +327,9 @@ class RoutedExperts:
 
     def sequence(self, first: int, end: int, fingerprint: int | None = None) -> RoutedExperts:
         """Return the rows from `first` to before `end` as one sequence; the ids are shared, not copied."""
-        return self._derived(
-            self.ids[first:end], self.recorded[first:end], self.weight_version, fingerprint=fingerprint
-        )
+        rows = slice(whole_number(first, "the first row"), whole_number(end, "the end"))
+        mark = _checked_fingerprint(fingerprint)
+        return self._derived(self.ids[rows], self.recorded[rows], self.weight_version, fingerprint=mark)
 
     def _derived(
         self,
@@ -308,6 +339,7 @@ class RoutedExperts:
         *,
         layers: tuple[int, ...] | None = None,
         fingerprint: int | None = None,
+        vouched: bool | None = None,
     ) -> RoutedExperts:
         """Rows and columns of ours, which were checked when they came in."""
         routes = RoutedExperts.__new__(RoutedExperts)
@@ -318,26 +350,29 @@ class RoutedExperts:
             recorded,
             fingerprint,
             weight_version,
+            vouched=self.vouched if vouched is None else vouched,
         )
         return routes
 
-    def check_not_constant(self) -> RoutedExperts:
-        """Refuse a layer whose recorded rows, 64 or more, are all the same; return self.
+    def check_not_constant(self, tokens: Array | None = None) -> RoutedExperts:
+        """Refuse a layer that is the same in all recorded rows, 64 or more, of different tokens; return self.
 
         For routes from outside: it is how rollout engines fail in silence (all zeros, a stale buffer).
+
+        Args:
+            tokens: [tokens], their ids; without them each counts as another, unless the routes are `vouched`.
         """
-        rows = self.ids.numpy()
-        ids = rows if bool(self.recorded.all()) else rows[self.recorded.numpy()]
-        if len(ids) < CONSTANT_ROWS:
+        if self.vouched:
             return self
-        constant = id_checks.constant_columns(ids)
+        ids, rows = self.ids.numpy(), self.recorded.numpy()
+        constant = id_checks.constant_layers(ids, rows, self.num_experts, tokens)
         if len(constant):
             column = int(constant[0])
             raise InvalidRoutes(
-                f"all {len(ids)} recorded rows are the same",
+                f"all {int(rows.sum())} recorded rows are the same",
                 where=f"layer {self.layers[column]}",
                 expected="routes that depend on the token",
-                got=f"{ids[0, column].tolist()} in every row ({len(constant)} such layers)",
+                got=f"{ids[rows.argmax(), column].tolist()} in every row ({len(constant)} such layers)",
                 cause="the rollout engine didn't capture this layer (its buffer was never bound, or the "
                 "layer is dense and its column must be dropped by label)",
             )
@@ -356,11 +391,13 @@ class RoutedExperts:
         # when it stores them nor when it reads them.
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         arrays = {name: values[name].contiguous().numpy() for name in ("ids", "recorded")}
-        return _unpickled, (values | arrays, self.bad_samples)
+        return _unpickled, (values | arrays, self.bad_samples, self.vouched)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> RoutedExperts:
         """Read what `to_bytes` made, without copying the ids, and check it as data from outside.
+
+        The ids lie in `data`: a bytearray, or a map of a file, may not be written to while they are used.
 
         Raises:
             RouteFileError: the bytes are foreign, cut short or changed.
@@ -384,10 +421,14 @@ class RoutedExperts:
             RouteFileError: the file is foreign, cut short or changed.
             InvalidRoutes: the routes in it are wrong.
         """
-        return cls._adopt(**route_file.parse(path)).check_not_constant()
+        arguments = route_file.parse(path)
+        try:
+            return cls._adopt(**arguments).check_not_constant()
+        except InvalidRoutes as error:
+            raise error.at(path) from None
 
 
-def _unpickled(values: dict[str, Any], bad_samples: int) -> RoutedExperts:
+def _unpickled(values: dict[str, Any], bad_samples: int, vouched: bool = False) -> RoutedExperts:
     arrays = {name: route_bytes.shared_tensor(values[name]) for name in ("ids", "recorded")}
     routes, known = RoutedExperts.__new__(RoutedExperts), values | arrays
     if known.keys() != {field.name for field in fields(RoutedExperts)}:
@@ -396,7 +437,7 @@ def _unpickled(values: dict[str, Any], bad_samples: int) -> RoutedExperts:
             expected="one version on all nodes",
             got=list(known),
         )
-    routes._set(*(known[field.name] for field in fields(RoutedExperts)))
+    routes._set(*(known[field.name] for field in fields(RoutedExperts)), vouched=vouched)
     if bad_samples:
         object.__setattr__(routes, "bad_samples", bad_samples)
     return routes
@@ -417,9 +458,13 @@ def _integer_tensor(ids: IdArray) -> torch.Tensor:
         usable = ids.dtype == dtype and ids.flags.writeable and all(stride >= 0 for stride in ids.strides)
         tensor = torch.from_numpy(ids if usable else ids.astype(dtype))
     elif isinstance(ids, torch.Tensor):
+        if ids.dtype not in _INTEGERS or not is_plain(ids):
+            raise InvalidRoutes(
+                "ids must be integers",
+                expected="an integer dtype",
+                got=f"{ids.dtype}, {ids.layout}, {ids.device}",
+            )
         tensor = ids.detach().cpu()
-        if tensor.dtype not in _INTEGERS:
-            raise InvalidRoutes("ids must be integers", expected="an integer dtype", got=tensor.dtype)
     else:
         raise InvalidRoutes("ids must be an array", expected="torch.Tensor or numpy.ndarray", got=type(ids))
     if tensor.dim() != 3:
@@ -432,12 +477,21 @@ def _integer_tensor(ids: IdArray) -> torch.Tensor:
     return tensor
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Does it hold numbers that can be looked at one by one?"""
+    return tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_meta or tensor.is_quantized)
+
+
+def _whole_labels(layers: Any) -> tuple[int, ...]:
+    return tuple(whole_number(layer, "a layer") for layer in listed(layers, "the layers"))
+
+
 def _checked_labels(layers: Sequence[int], *, columns: int) -> tuple[int, ...]:
     try:
         labels = tuple(operator.index(layer) for layer in layers)
-    except TypeError as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidRoutes(
-            "layer labels must be integers", expected="for example (0, 1, 2)", got=layers
+            "layer labels must be integers", expected="for example (0, 1, 2)", got=shown(layers)
         ) from error
     if len(labels) != columns:
         raise InvalidRoutes(
@@ -446,10 +500,10 @@ def _checked_labels(layers: Sequence[int], *, columns: int) -> tuple[int, ...]:
             got=columns,
             cause="an engine that reports every layer against labels of the MoE layers only, or the reverse",
         )
-    if any(label < 0 for label in labels) or any(a >= b for a, b in pairwise(labels)):
+    if any(not 0 <= label < MAX_LAYERS for label in labels) or any(a >= b for a, b in pairwise(labels)):
         raise InvalidRoutes(
             "layer labels must be ascending 0-based decoder layers, each once",
-            expected="for example (0, 1, 2)",
+            expected=f"for example (0, 1, 2), below {MAX_LAYERS}",
             got=_short(labels),
         )
     return labels
@@ -458,13 +512,18 @@ def _checked_labels(layers: Sequence[int], *, columns: int) -> tuple[int, ...]:
 def _checked_recorded(recorded: IdArray | None, *, tokens: int) -> torch.Tensor:
     if recorded is None:
         return torch.ones(tokens, dtype=torch.bool)
-    rows = torch.as_tensor(np.array(recorded) if isinstance(recorded, np.ndarray) else recorded)
-    rows = rows.detach().cpu()
-    if rows.dtype != torch.bool or rows.shape != (tokens,):
+    try:
+        rows = torch.as_tensor(np.array(recorded) if isinstance(recorded, np.ndarray) else recorded)
+        rows = rows.detach().cpu()
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise InvalidRoutes(
+            "recorded isn't a mask", expected="bool, [tokens]", got=shown(recorded)
+        ) from error
+    if not is_plain(rows) or rows.dtype != torch.bool or rows.shape != (tokens,):
         raise InvalidRoutes(
             "recorded must say of each token whether it has a route",
             expected=f"bool, shape ({tokens},)",
-            got=f"{rows.dtype}, shape {tuple(rows.shape)}",
+            got=f"{rows.dtype}, shape {tuple(rows.shape)}" if is_plain(rows) else shown(rows),
         )
     return rows.clone()
 
@@ -492,41 +551,35 @@ def _checked_version(weight_version: object) -> int | str | None:
     if weight_version is None or isinstance(weight_version, str):
         return weight_version
     number = _integer(weight_version)
-    if number is None:
-        raise InvalidRoutes("bad weight_version", expected="an integer or a string", got=weight_version)
+    if number is None or not -(2**63) <= number < 2**63:
+        raise InvalidRoutes(
+            "bad weight_version", expected="a 64-bit integer or a string", got=shown(weight_version)
+        )
     return number
 
 
 def _integer(value: object) -> int | None:
     try:
         return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
+    except (TypeError, ValueError, RuntimeError):
         return None
 
 
-def _check_dtype(dtype: torch.dtype, num_experts: int) -> None:
-    """An id that was cut off on the way is a wrong one that no other check sees."""
-    if torch.iinfo(dtype).max < num_experts - 1:
+def _check_range(ids: Array, layers: tuple[int, ...], num_experts: int, rows: Array) -> None:
+    if not id_checks.holds(ids.dtype, num_experts):
         raise InvalidRoutes(
             "the ids' dtype can't hold every expert",
             expected=f"0 to {num_experts - 1}",
-            got=f"{dtype}, 0 to {torch.iinfo(dtype).max}",
+            got=f"{ids.dtype}, 0 to {np.iinfo(ids.dtype).max}",
             cause="ids that were narrowed on the way, or those of a model with fewer experts",
         )
-
-
-def _check_range(ids: torch.Tensor, layers: tuple[int, ...], num_experts: int, rows: torch.Tensor) -> None:
-    if not ids.numel():
+    outside = id_checks.outside(ids, num_experts, rows)
+    if not len(outside):
         return
-    low, high = torch.aminmax(ids)
-    if int(low) >= 0 and int(high) < num_experts:
-        return
-    outside = ((ids < 0) | (ids >= num_experts)) & rows[:, None, None]
-    if not bool(outside.any()):
-        return
-    row, column, slot = outside.nonzero()[0].tolist()
+    row, column, slot = outside[0]
+    wrong = len(np.unique(outside[:, :2], axis=0))
     raise InvalidRoutes(
-        f"{int(outside.any(dim=2).sum())} token-layers have an id out of range, the first in row {row}",
+        f"{wrong} token-layers have an id out of range, the first in row {row}",
         where=f"layer {layers[column]}",
         expected=f"ids from 0 to {num_experts - 1}",
         got=int(ids[row, column, slot]),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from npu_replay.errors import ReplayError
+from npu_replay import json_text
+from npu_replay.decoder_layers import MAX_LAYERS
+from npu_replay.errors import ReplayError, listed, shown, whole_number
+from npu_replay.id_checks import MAX_EXPERTS
+from npu_replay.tensor_file import plain_file
 
 _EXPERTS = (
     "num_experts",
@@ -60,6 +63,7 @@ _RULES = (
     "mlp_only_layers",  # Qwen
     "enable_moe_block",  # Gemma 4
 )
+_DEEPEST = 16  # a model's config may hold its language model's
 _BY_HAND = "give RoutedModel(layers=..., num_layers=..., num_experts=..., topk=...)"
 
 
@@ -86,10 +90,15 @@ class RoutedModel:
     hashed: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        layers = tuple(self.layers)
-        object.__setattr__(self, "layers", layers)
-        object.__setattr__(self, "hashed", tuple(self.hashed))
-        every = [*layers, *self.hashed]
+        for name in ("num_layers", "num_experts", "topk"):
+            object.__setattr__(self, name, whole_number(getattr(self, name), name, "RoutedModel"))
+        for name in ("layers", "hashed"):
+            given = listed(getattr(self, name), name, "RoutedModel", most=MAX_LAYERS)
+            whole = (whole_number(one, f"each entry of {name}", "RoutedModel") for one in given)
+            object.__setattr__(self, name, tuple(whole))
+        _check_most(self.num_layers, MAX_LAYERS, "decoder layers", "RoutedModel")
+        _check_most(self.num_experts, MAX_EXPERTS, "experts in a layer", "RoutedModel")
+        layers, every = self.layers, [*self.layers, *self.hashed]
         if (
             not layers
             or list(layers) != sorted(layers)
@@ -100,7 +109,7 @@ class RoutedModel:
                 "these can't be the MoE layers of a model",
                 where="RoutedModel",
                 expected=f"ascending 0-based decoder layers below {self.num_layers}, one at least",
-                got=(f"{layers}, hashed {self.hashed}" if self.hashed else layers),
+                got=shown(layers, 200) + (f", hashed {shown(self.hashed, 200)}" if self.hashed else ""),
                 cause="a model without experts, or 1-based numbers (Megatron's layer_number)",
             )
         if not 1 <= self.topk <= self.num_experts:
@@ -143,6 +152,7 @@ class RoutedModel:
         blocks = found["layers_block_type"]  # a saved Nemotron-H has no other number
         counted = isinstance(blocks, (list, tuple)) and found["num_hidden_layers"] is None
         num_layers = len(blocks) if counted else found.number(_LAYERS, "the number of decoder layers")
+        _check_most(num_layers, MAX_LAYERS, "decoder layers", found.name)  # each is looked at below
         _refuse_zero_experts(found)
         sparse = _sparse_layers(found, num_layers)
         hashed = tuple(layer for layer in sparse if _is_hashed(found, layer))
@@ -155,6 +165,11 @@ class RoutedModel:
         )
 
 
+def _check_most(given: int, most: int, what: str, where: str) -> None:
+    if given > most:
+        raise ReplayError(f"no model has so many {what}", where=where, expected=f"at most {most}", got=given)
+
+
 @dataclass(frozen=True)
 class _Keys:
     """A config that is asked by key; what it hasn't, or has as None, is None."""
@@ -165,23 +180,36 @@ class _Keys:
     @classmethod
     def of(cls, config: Any) -> _Keys:
         if isinstance(config, (str, os.PathLike)):
-            return cls._of_file(Path(config))
-        inner = getattr(config, "config", None)
-        if not isinstance(config, Mapping) and inner is not None and not hasattr(config, "num_hidden_layers"):
-            return cls.of(inner)
-        found = cls(config, type(config).__name__)
-        for key in _TEXT:
-            text = found[key]
-            if text is not None and not any(found[expert] is not None for expert in _EXPERTS):
-                return cls.of(text)
-        return found
+            config = cls._of_file(Path(config))
+        for _ in range(_DEEPEST):
+            found = cls(config, type(config).__name__)
+            config = found._inner()
+            if config is None:
+                return found
+        raise ReplayError(
+            "this config holds configs without end",
+            where=found.name,
+            expected=f"that of the language model, at most {_DEEPEST} deep",
+            got="another one inside that",
+        )
 
-    @classmethod
-    def _of_file(cls, path: Path) -> _Keys:
-        file = path / "config.json" if path.is_dir() else path
+    def _inner(self) -> Any:
+        """The config inside this one that is to be read instead; None if there is none."""
+        inner = None if isinstance(self.config, Mapping) else getattr(self.config, "config", None)
+        if inner is not None and not hasattr(self.config, "num_hidden_layers"):
+            return inner
+        if any(self[expert] is not None for expert in _EXPERTS):
+            return None
+        return next((self[key] for key in _TEXT if self[key] is not None), None)
+
+    @staticmethod
+    def _of_file(path: Path) -> dict[str, Any]:
+        file = path
         try:
-            config = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            file = path / "config.json" if path.is_dir() else path
+            with plain_file(file) as opened:
+                config = json_text.parse(opened.read())
+        except (OSError, ValueError) as error:
             raise ReplayError(
                 "the model's config can't be read",
                 where=str(file),
@@ -198,7 +226,7 @@ class _Keys:
                 expected="an object",
                 got=type(config).__name__,
             )
-        return cls.of(config)
+        return config
 
     def __getitem__(self, key: str) -> Any:
         if isinstance(self.config, Mapping):
@@ -217,7 +245,8 @@ class _Keys:
             f"the model's config doesn't say {what}",
             where=self.name,
             expected=f"one of {', '.join(keys)}, above 0",
-            got=", ".join(f"{key}={self[key]!r}" for key in keys if self[key] is not None) or "none of them",
+            got=", ".join(f"{key}={shown(self[key])}" for key in keys if self[key] is not None)
+            or "none of them",
             cause=f"a model without experts, or a family with other keys: {_BY_HAND}",
         )
 
@@ -234,17 +263,20 @@ class _Keys:
         if value is None:
             return set()
         try:
-            return {int(one) for one in (value.split(",") if isinstance(value, str) else value)}
-        except (TypeError, ValueError) as error:
+            found = {int(one) for one in (value.split(",") if isinstance(value, str) else value)}
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise self.unknown(key) from error
+        if len(found) > MAX_LAYERS:
+            raise self.unknown(key)
+        return found
 
     def kinds(self, key: str, num_layers: int) -> list[str]:
         """Words or letters, one a layer and perhaps more; none if it isn't there."""
         value = self[key]
         if value is None:
             return []
-        listed = isinstance(value, (list, tuple, str)) and all(isinstance(one, str) for one in value)
-        if not listed or len(value) < num_layers:
+        texts = isinstance(value, (list, tuple, str)) and all(isinstance(one, str) for one in value)
+        if not texts or not num_layers <= len(value) <= MAX_LAYERS:
             raise self.unknown(key)
         return list(value)
 
@@ -254,7 +286,7 @@ class _Keys:
             f"the model's config says in an unknown way which layers have experts: {key}",
             where=self.name,
             expected="what transformers writes",
-            got=repr(self[key])[:200],
+            got=shown(self[key], 200),
             cause=f"a model family that npu_replay doesn't know yet: {_BY_HAND}",
         )
 
@@ -266,7 +298,7 @@ def _refuse_zero_experts(config: _Keys) -> None:
             "a model with zero experts can't be read from its config",
             where=config.name,
             expected="routed experts only",
-            got=f"zero_expert_num={config['zero_expert_num']}",
+            got=f"zero_expert_num={shown(config['zero_expert_num'])}",
             cause=f"a family that counts layers and experts in its own way: {_BY_HAND}",
         )
 
@@ -301,7 +333,7 @@ def _refuse_two_widths(config: _Keys) -> None:
         "the model's config has dense layers, and doesn't say which they are",
         where=config.name,
         expected=f"one of {', '.join((*_KINDS, *_RULES))}",
-        got=f"intermediate_size={dense}, moe_intermediate_size={sparse} and none of them",
+        got=f"intermediate_size={shown(dense)}, moe_intermediate_size={shown(sparse)} and none of them",
         cause="a config.json that leaves it to the family's class: give transformers' config of the model "
         f"(AutoConfig.from_pretrained), or {_BY_HAND}",
     )

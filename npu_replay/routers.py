@@ -238,7 +238,7 @@ def _described(chunk: nn.Module) -> Iterator[Router]:
 
 
 def _check_size(router: Router, path: str) -> None:
-    from npu_replay.routed_experts import MAX_EXPERTS  # here: who imports npu_replay may need no routes
+    from npu_replay.id_checks import MAX_EXPERTS  # here: who imports npu_replay may need no routes
 
     if router.num_experts > MAX_EXPERTS:
         raise RouterError(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from npu_replay import RoutedExperts, fingerprint
+from npu_replay import Rollout, RoutedExperts, RouteStore, Turn, fingerprint
 from npu_replay.door import Fault, Source, Symptom, admit, release
 from npu_replay.errors import InvalidRoutes
 from npu_replay.id_checks import Array
+from npu_replay.inspecting import inspect
 from npu_replay.routed_model import RoutedModel
 
 DTYPES = ["u1", "u2", "i2", "i4", "i8", "u8", ">i4", ">u2"]
@@ -151,7 +154,7 @@ def test_rows_that_were_never_written_have_no_route_where_that_is_asked_for_t42(
     assert (~routes.recorded).nonzero()[:, 0].tolist() == [0, 5, 99, TOKENS - 1]
     with pytest.raises(InvalidRoutes, match=r"all \d+ rows are zeros"):
         taken(np.zeros_like(rows), missing="native")
-    with pytest.raises(InvalidRoutes, match=r"unknown way.*got skip"):
+    with pytest.raises(InvalidRoutes, match=r"unknown way.*got 'skip'"):
         taken(rows, missing="skip")
 
 
@@ -612,3 +615,80 @@ def test_one_wrong_id_anywhere_is_found_at_its_place(
     else:
         assert f"layer {layer}:" in message
         assert f"row {how['start'] + row}" in message
+
+
+# What the door lets in can be saved, sent and read again
+
+
+def rightly_constant() -> tuple[RoutedExperts, np.ndarray[Any, Any]]:
+    """Two tokens in turn, a thousand times, which choose alike in a layer."""
+    rows, tokens = chosen(2, 4), np.tile([5, 9], 500)
+    rows[1, 2] = rows[0, 2]
+    return taken(np.tile(rows, (500, 1, 1))[:-1], tokens=tokens), tokens
+
+
+@pytest.mark.parametrize("way", ["bytes", "file", "folder", "tokens", "pickle", "several", "part", "rollout"])
+def test_a_constant_layer_that_the_tokens_explain_is_read_again_wherever_it_went(
+    way: str, tmp_path: Path
+) -> None:
+    routes, tokens = rightly_constant()
+    if way == "bytes":
+        again = RoutedExperts.from_bytes(routes.to_bytes())
+    elif way == "file":
+        routes.save(tmp_path / "routes")
+        again = RoutedExperts.load(tmp_path / "routes")
+        assert inspect(tmp_path / "routes").good
+    elif way in ("folder", "tokens"):
+        with RouteStore.writer(tmp_path) as writer:
+            writer.add(routes, key="k")
+            writer.add(routes)
+        again = RouteStore(tmp_path)["k"] if way == "folder" else RouteStore(tmp_path).of(tokens)
+        assert inspect(tmp_path).good
+    elif way == "pickle":
+        again = pickle.loads(pickle.dumps(routes))
+    elif way == "several":
+        again = RoutedExperts.from_bytes(RoutedExperts.concat([routes, routes]).to_bytes())
+        routes = RoutedExperts.concat([routes, routes])
+    elif way == "part":
+        routes = routes.only(routes.layers[1:]).take(range(300))
+        again = RoutedExperts.from_bytes(routes.to_bytes())
+    else:
+        rollout = Rollout(MODEL)
+        rollout.extend(Turn(prompt=tokens[:-1], sampled=tokens[-1:], routes=routes))
+        again = RoutedExperts.from_bytes(rollout.routes.to_bytes())
+    assert again == routes
+    assert again.vouched
+    assert again.check_not_constant() is again
+
+
+def test_a_silent_engines_rows_that_passed_no_door_are_refused_wherever_they_went(tmp_path: Path) -> None:
+    """Nor can they slip in beside others that did."""
+    good, tokens = rightly_constant()
+    silent = RoutedExperts(
+        ids=good.ids, layers=good.layers, num_experts=good.num_experts, recorded=good.recorded
+    )
+    silent.save(tmp_path / "routes")
+    both = RoutedExperts.concat([good, silent])
+    rollout = Rollout(MODEL)
+    other = words(len(tokens))
+    rollout.extend(Turn(prompt=other[:-1], sampled=other[-1:], routes=silent))
+    for read in (
+        lambda: RoutedExperts.from_bytes(silent.to_bytes()),
+        lambda: RoutedExperts.load(tmp_path / "routes"),
+        lambda: RoutedExperts.from_bytes(both.to_bytes()),
+        lambda: RoutedExperts.from_bytes(rollout.routes.to_bytes()),
+        lambda: pickle.loads(pickle.dumps(silent)).check_not_constant(),
+    ):
+        with pytest.raises(InvalidRoutes, match="recorded rows are the same"):
+            read()
+    assert not inspect(tmp_path / "routes").good
+    assert silent.check_not_constant(tokens) is silent
+    with pytest.raises(InvalidRoutes, match="recorded rows are the same"):
+        silent.check_not_constant(other)
+
+
+def test_so_few_experts_that_all_may_choose_alike_are_no_constant_layer_anywhere() -> None:
+    """Two of two: the door lets them in, and so did nothing else."""
+    ids = np.broadcast_to(np.array([0, 1], np.uint8), (500, 2, 2))
+    routes = RoutedExperts(ids=ids, layers=(0, 1), num_experts=2)
+    assert RoutedExperts.from_bytes(routes.to_bytes()) == routes

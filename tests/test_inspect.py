@@ -516,7 +516,7 @@ def test_a_damaged_file_is_refused_and_shown(tmp_path: Path, rows: Any, tokens: 
     data = bytearray((tmp_path / "routes.safetensors").read_bytes())
     data[-500] ^= 1
     found = inspect(saved(tmp_path, bytes(data), "routes.safetensors"))
-    assert "changed after it was written" in found.bad[0].problem
+    assert "changed after they were written" in found.bad[0].problem
     assert found.layers[0].rows == 119
 
 
@@ -833,3 +833,8 @@ def test_many_layers_are_put_together_where_they_look_alike(
         "17 to 18",
         "19 to 39",
     ]
+
+
+def test_a_key_that_stands_twice_in_an_answer_is_refused(tmp_path: Path) -> None:
+    found = inspect(saved(tmp_path, b'{"choices": [], "choices": [], "usage": null}', "answer.json"))
+    assert "'choices' stands twice" in found.bad[0].problem

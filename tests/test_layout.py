@@ -755,7 +755,7 @@ def test_native_stops_above_the_ceiling_and_not_at_it(bad: int, of: int, ceiling
     gathered = layout.gather(batch(bad), on_bad_route="native", ceiling=ceiling)
     assert int(gathered.recorded.sum()) == of - bad
     message = says(
-        f"{bad + 1} of {of} sequences have routes that can't be used",
+        f"{bad + 1} of {of} samples have routes that can't be used",
         f"at most {ceiling:.1%}",
         f"got {(bad + 1) / of:.1%}",
         "sequence 0",
@@ -767,10 +767,20 @@ def test_native_stops_above_the_ceiling_and_not_at_it(bad: int, of: int, ceiling
 
 
 def test_native_allows_one_sequence_in_a_hundred() -> None:
-    good = [routes(1, number) for number in range(99)]
-    TokenLayout.packed([1] * 100).gather([None, *good], on_bad_route="native")
-    with pytest.raises(MicroBatchError, match=says("1 of 99 sequences", "at most 1.0%")):
-        TokenLayout.packed([1] * 99).gather([None, *good[:98]], on_bad_route="native")
+    good = [routes(1, number) for number in range(198)]
+    TokenLayout.packed([1] * 200).gather([None, None, *good], on_bad_route="native")
+    with pytest.raises(MicroBatchError, match=says("2 of 199 samples", "at most 1.0%")):
+        TokenLayout.packed([1] * 199).gather([None, None, *good[:197]], on_bad_route="native")
+
+
+def test_one_bad_sequence_of_several_is_no_share_and_all_of_them_are() -> None:
+    """So one bad sample stops no job, and an engine whose samples are all bad does, in batches of one too."""
+    TokenLayout.packed([3, 2]).gather([None, routes(2, 1)], on_bad_route="native")
+    nothing = RoutedExperts.unrecorded(3, layers=LAYERS, topk=TOPK, num_experts=EXPERTS)
+    with pytest.raises(MicroBatchError, match=says("1 of 1 samples", "one of several")):
+        TokenLayout.packed([3]).gather([nothing], on_bad_route="native")
+    with pytest.raises(MicroBatchError, match="sequence 0"):
+        TokenLayout.packed([3, 2]).gather([None, routes(2, 1)], on_bad_route="native", ceiling=0)
 
 
 def test_native_needs_one_sequence_with_routes() -> None:
@@ -1041,8 +1051,8 @@ def test_routes_without_a_single_recorded_row_are_bad_ones() -> None:
     assert TokenLayout.packed([1]).gather([routes(1, 1).take([-1])]).recorded.tolist() == [False]
 
 
-@pytest.mark.parametrize("ceiling", [-0.1, 50, float("nan")])
-def test_a_ceiling_is_a_share(ceiling: float) -> None:
+@pytest.mark.parametrize("ceiling", [-0.1, 50, float("nan"), "many", None, [0.1], 10**400])
+def test_a_ceiling_is_a_share(ceiling: Any) -> None:
     with pytest.raises(MicroBatchError, match=says("ceiling is a share", "0 to 1")):
         TokenLayout.packed([3]).gather([routes(3, 1)], ceiling=ceiling)
 

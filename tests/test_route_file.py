@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import stat
+import struct
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +18,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from npu_replay import ReplayError, RoutedExperts, route_bytes, route_file
+from npu_replay import ReplayError, RoutedExperts, RouteStore, route_bytes, route_file
 from npu_replay.errors import InvalidRoutes, RouteFileError
+from npu_replay.tensor_file import TensorFile
 
 
 def routes(tokens: int = 5, experts: int = 8, **changes: Any) -> RoutedExperts:
@@ -94,6 +100,9 @@ def test_a_write_that_fails_leaves_nothing_behind(
 
         def __exit__(self, *_: object) -> None:
             self.file.close()
+
+        def fileno(self) -> int:
+            return int(self.file.fileno())
 
         def write(self, data: bytes) -> None:
             self.file.write(data[: len(data) // 2])
@@ -286,7 +295,7 @@ def test_metadata_that_are_nested_deeply_are_refused(path: Path, depth: int) -> 
 def test_tensors_that_numpy_has_not_are_refused(path: Path, ids: torch.dtype, recorded: torch.dtype) -> None:
     said = route_bytes.header(routes()) | {"dtype": str(ids).removeprefix("torch.")}
     write_said(path, said, routes().ids.to(ids), routes().recorded.to(recorded))
-    with pytest.raises(RouteFileError, match=r"can't be read as routes.*bfloat16|BFloat16"):
+    with pytest.raises(RouteFileError, match=r"can't be read as routes.*(bfloat16|BF16)"):
         RoutedExperts.load(path)
 
 
@@ -331,7 +340,7 @@ def test_what_is_loaded_is_checked_as_data_from_outside_t32(path: Path) -> None:
         RoutedExperts.load(path)
 
 
-def test_without_safetensors_the_error_says_how_to_install_it(
+def test_without_safetensors_files_are_read_and_to_write_them_the_error_says_what_to_do(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     routes().save(path)
@@ -339,10 +348,10 @@ def test_without_safetensors_the_error_says_how_to_install_it(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "safetensors", None)
     other = path.with_name("other.routes")
-    for attempt in (lambda: routes().save(other), lambda: RoutedExperts.load(path)):
-        with pytest.raises(RouteFileError, match=r"pip install 'npu-replay\[files\]'.*to_bytes"):
-            attempt()
+    with pytest.raises(RouteFileError, match=r"pip install 'npu-replay\[files\]'.*to_bytes"):
+        routes().save(other)
     assert not other.exists()
+    assert RoutedExperts.load(path) == routes()  # which takes nothing but the core
 
 
 def test_the_metadata_say_what_is_in_the_file(path: Path) -> None:
@@ -354,3 +363,236 @@ def test_the_metadata_say_what_is_in_the_file(path: Path) -> None:
     assert metadata["format"] == "npu_replay.routes.1"
     described = json.loads(metadata["routes"])
     assert (described["layers"], described["num_experts"]) == ([1, 4], 8)
+
+
+# Files that change, writers that are killed
+
+
+def change_in_place(path: Path, length: int | None = None) -> None:
+    """As a copy over it, or a file system that lost its end: the file stays the same file."""
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.write(b"\xff" * size) if length is None else file.truncate(length)
+
+
+def test_what_was_loaded_stays_when_the_file_is_overwritten_in_place(path: Path) -> None:
+    routes(tokens=5000).save(path)
+    loaded = RoutedExperts.load(path)
+    change_in_place(path)
+    assert loaded == routes(tokens=5000)
+
+
+def test_a_file_that_is_cut_short_after_it_was_loaded_kills_nobody(path: Path) -> None:
+    """A memory map does, by SIGBUS: so it runs in a process of its own."""
+    routes(tokens=50_000).save(path)
+    program = (
+        "import os, sys\n"
+        "from npu_replay import RoutedExperts\n"
+        "routes = RoutedExperts.load(sys.argv[1])\n"
+        "os.truncate(sys.argv[1], 0)\n"
+        "print(int(routes.ids.sum()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{int(routes(tokens=50_000).ids.sum())}\n"), done.stderr
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routes(tokens=5000).save(path)
+    file = TensorFile(path)
+    change_in_place(path, length=10_000)
+    with pytest.raises(ValueError, match="bytes early"):
+        list(file.arrays("ids", "recorded"))
+
+
+HANGING_WRITER = """
+import os, sys, time
+from npu_replay import RoutedExperts
+import torch
+def hang(_):
+    print("written", flush=True)
+    sys.stdin.read(1)
+os.fsync = hang
+ids = torch.rand(5000, 2, 8).topk(2).indices
+RoutedExperts(ids=ids, layers=(1, 4), num_experts=8).save(sys.argv[1], overwrite=True)
+"""
+
+
+@contextlib.contextmanager
+def hanging_writer(path: Path, program: str = HANGING_WRITER) -> Iterator[subprocess.Popen[str]]:
+    """A process that has written all of a file and not yet given it its name; a byte lets it go on."""
+    arguments = [sys.executable, "-c", program, str(path)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "written\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def go_on(process: subprocess.Popen[str]) -> None:
+    process.communicate("x", timeout=60)
+    assert process.returncode == 0
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next(path: Path) -> None:
+    with hanging_writer(path) as process:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert len(os.listdir(path.parent)) == 1  # its scratch file
+    routes().save(path)
+    assert os.listdir(path.parent) == [path.name]
+    assert RoutedExperts.load(path) == routes()
+
+
+def test_what_a_living_writer_is_writing_is_left_alone(path: Path) -> None:
+    with hanging_writer(path) as process:
+        routes().save(path)
+        assert RoutedExperts.load(path) == routes()
+        assert len(os.listdir(path.parent)) == 2
+        go_on(process)
+    assert len(RoutedExperts.load(path)) == 5000  # the later of two that overwrite
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_finished_file_is_not_taken_for_a_rest_of_it(path: Path) -> None:
+    """Killed between giving it its name and removing the other one, both are the same file."""
+    routes().save(path)
+    os.link(path, path.with_name(f".{path.name}.0.part"))
+    routes(tokens=7).save(path.with_name("other"))
+    assert RoutedExperts.load(path) == routes()
+    routes(tokens=7).save(path, overwrite=True)
+    assert sorted(os.listdir(path.parent)) == ["other", path.name]
+
+
+def test_a_name_that_a_link_or_a_folder_has_is_no_rest(path: Path) -> None:
+    kept = path.with_name("kept")
+    kept.write_bytes(b"mine")
+    path.with_name(f".{path.name}.0.part").symlink_to(kept)
+    path.with_name(f".{path.name}.1.part").mkdir()
+    routes().save(path)
+    assert kept.read_bytes() == b"mine"
+    assert len(os.listdir(path.parent)) == 4
+
+
+def test_without_locks_files_are_written_and_nothing_is_removed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rest = path.with_name(f".{path.name}.0.part")
+    rest.write_bytes(b"another writer's, perhaps")
+    monkeypatch.setattr(route_file.fcntl, "flock", without_links)
+    routes().save(path)
+    assert RoutedExperts.load(path) == routes()
+    assert rest.read_bytes() == b"another writer's, perhaps"
+
+
+@pytest.mark.parametrize("given", ["a\0b", None, 3, b"bytes", ["a"], 2.5], ids=repr)
+def test_what_is_no_path_is_refused(given: Any) -> None:
+    for use in (RoutedExperts.load, routes().save, RouteStore, RouteStore.writer):
+        with pytest.raises(RouteFileError, match="no path"):
+            use(given)
+
+
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"]
+)
+def test_a_pipe_or_a_device_is_refused_and_not_waited_for(path: Path, make: Any) -> None:
+    make(path)
+    with pytest.raises(RouteFileError, match="no plain file"):
+        RoutedExperts.load(path)
+
+
+def test_a_full_disk_leaves_nothing_behind(path: Path) -> None:
+    """RLIMIT_FSIZE stands in for it: the write itself fails."""
+    program = (
+        "import resource, sys, torch\n"
+        "from npu_replay import ReplayError, RoutedExperts, RouteStore\n"
+        "from pathlib import Path\n"
+        "ids = torch.rand(50_000, 2, 8).topk(2).indices\n"
+        "routes = RoutedExperts(ids=ids, layers=(1, 4), num_experts=8)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "path = Path(sys.argv[1])\n"
+        "for write in (routes.save, lambda path: write_store(path, routes)):\n"
+        "    try:\n"
+        "        write(path)\n"
+        "    except ReplayError as error:\n"
+        "        print(error.problem)\n"
+    )
+    store = (
+        "def write_store(path, routes):\n"
+        "    with RouteStore.writer(path.parent / 'store') as writer:\n"
+        "        writer.add(routes, 'k')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", store + program, str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("can't be written") == 2
+    assert [str(left.relative_to(path.parent)) for left in path.parent.rglob("*")] == ["store"]
+
+
+# What is written in a file twice
+
+
+def said_of(path: Path) -> tuple[bytes, bytes]:
+    """The header of a safetensors file and what follows it."""
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    return data[8 : 8 + length], data[8 + length :]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b'"ids":{', b'"ids":{"dtype":"U8","shape":[5,2,2],"data_offsets":[0,20]},"ids":{'),
+        (b'"format":"', b'"format":"npu_replay.routes.1","format":"'),
+        (b'\\"topk\\": 2', b'\\"topk\\": 2, \\"topk\\": 2'),
+        (b'"shape":[5,2,2]', b'"shape":[5,2,2],"shape":[5,2,2]'),
+    ],
+    ids=["a tensor", "metadata", "the routes' own header", "a shape"],
+)
+def test_a_key_that_stands_twice_is_refused(path: Path, before: bytes, after: bytes) -> None:
+    """Of two values, readers take one each as they like."""
+    routes().save(path)
+    header, body = said_of(path)
+    assert header.count(before) == 1
+    header = header.replace(before, after)
+    path.write_bytes(struct.pack("<Q", len(header)) + header + body)
+    with pytest.raises(RouteFileError, match="stands twice"):
+        RoutedExperts.load(path)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b'"shape":[5]', b'"shape":[true,5]'),
+        (b'"shape":[5]', b'"shape":[-5]'),
+        (b'"shape":[5]', b'"shape":"5"'),
+        (b'"shape":[5]', b'"shape":[18446744073709551616,0]'),
+        (b'"data_offsets":[', b'"data_offsets":[0,'),
+        (b'"data_offsets":[0,', b'"data_offsets":[1,'),
+        (b'"BOOL"', b'["BOOL"]'),
+        (b'"BOOL"', b'"U8"'),
+        (b'{"__metadata__":{', b'{"__metadata__":{"more":3,'),
+        (b'{"__metadata__":{', b'{"more":[],"__metadata__":{'),
+        (b'{"__metadata__":{', b'{"more":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"__metadata__":{'),
+    ],
+    ids=str,
+)
+def test_a_crafted_header_is_refused(path: Path, before: bytes, after: bytes) -> None:
+    routes().save(path)
+    header, body = said_of(path)
+    assert before in header
+    header = header.replace(before, after, 1)
+    path.write_bytes(struct.pack("<Q", len(header)) + header + body)
+    with pytest.raises(RouteFileError) as caught:
+        RoutedExperts.load(path)
+    assert str(path) in caught.value.where
+
+
+def test_a_mask_of_other_bytes_than_0_and_1_is_refused_though_its_digest_is_right(path: Path) -> None:
+    given = routes()
+    odd = torch.tensor([0, 1, 2, 3, 255], dtype=torch.uint8)
+    write_said(path, route_bytes.header(given), given.ids, odd.view(torch.bool))
+    with pytest.raises(RouteFileError, match="isn't a mask"):
+        RoutedExperts.load(path)

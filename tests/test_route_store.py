@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import multiprocessing
+import os
 import pickle
+import signal
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,8 @@ from npu_replay import (
     route_file,
     route_store,
 )
-from npu_replay.errors import RouteFileError
+from npu_replay.errors import InvalidRoutes, RouteFileError
+from test_route_file import go_on, hanging_writer
 
 
 def sample(number: int, tokens: int = 20, experts: int = 64) -> RoutedExperts:
@@ -131,7 +134,7 @@ def test_an_error_of_writing_does_not_hide_the_callers_own(
     def full(path: Path, data: bytes, *, overwrite: bool) -> None:
         raise RouteFileError("the file can't be written (no space left)")
 
-    monkeypatch.setattr(route_file, "write_whole", full)
+    monkeypatch.setattr(route_file, "written", full)
     with pytest.raises(ZeroDivisionError), RouteStore.writer(tmp_path) as writer:
         writer.add(sample(1))
         raise ZeroDivisionError
@@ -182,23 +185,22 @@ def test_a_bad_key_stops_none_of_the_others(tmp_path: Path, key: Any) -> None:
 def test_a_writer_goes_on_after_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = RouteStore.writer(tmp_path)
     writer.add(sample(1), key="k")
-    real, calls = route_file.write_whole, []
+    real = route_file.write_whole
 
     def full(path: Path, data: bytes, *, overwrite: bool) -> None:
-        calls.append(path.name)
-        if len(calls) == 2:
-            raise RouteFileError("the file can't be written (no space left)")
-        real(path, data, overwrite=overwrite)
+        raise RouteFileError("the file can't be written (no space left)")
 
     monkeypatch.setattr(route_file, "write_whole", full)
     with pytest.raises(RouteFileError, match="no space left"):
         writer.flush()
+    assert not list(tmp_path.iterdir())  # a shard without its index is nobody's
+    monkeypatch.setattr(route_file, "write_whole", real)
     writer.flush()
     assert RouteStore(tmp_path)["k"] == sample(1)
 
 
-def test_shards_are_closed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(route_store, "_OPEN", 2)
+def test_of_many_shards_few_headers_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(route_store, "_HEADERS", 2)
     with RouteStore.writer(tmp_path, shard_bytes=1) as writer:
         for number in range(6):
             writer.add(sample(number))
@@ -282,9 +284,10 @@ def test_a_mask_of_another_dtype_is_damage_too(tmp_path: Path) -> None:
         writer.add(sample(1), key="k")
     (shard,) = tmp_path.glob("*.safetensors")
     tensors = load_file(shard)
-    save_file(tensors | {"k.recorded": tensors["k.recorded"].bfloat16()}, shard)
-    with pytest.raises(RouteFileError, match="changed after they were written"):
-        RouteStore(tmp_path)["k"]
+    for mask, words in ((tensors["k.recorded"].bfloat16(), "BF16"), (tensors["k.recorded"].byte(), "uint8")):
+        save_file(tensors | {"k.recorded": mask}, shard, {"format": route_store.FORMAT})
+        with pytest.raises(RouteFileError, match=words):
+            RouteStore(tmp_path)["k"]
 
 
 def test_an_empty_folder_is_an_error(tmp_path: Path) -> None:
@@ -331,3 +334,163 @@ def test_a_pickled_slice_is_no_larger_than_it_is() -> None:
     assert len(data) < 2000
     assert peak < 100_000
     assert torch.equal(pickle.loads(data).ids, part.ids)
+
+
+# Files that change, writers that are killed, keys that mislead
+
+
+def test_what_was_read_stays_when_the_shard_is_overwritten_and_a_shorter_one_is_an_error(
+    tmp_path: Path,
+) -> None:
+    """A memory map shows the new bytes, and where there are none the process dies."""
+    with RouteStore.writer(tmp_path) as writer:
+        writer.add(sample(1, tokens=5000), key="k")
+    (shard,) = tmp_path.glob("*.safetensors")
+    store = RouteStore(tmp_path)
+    read = store["k"]
+    with shard.open("r+b") as file:
+        file.write(b"\xff" * shard.stat().st_size)
+    assert read == sample(1, tokens=5000)
+    with pytest.raises(RouteFileError, match=r"changed after they were written|isn't a mask"):
+        store["k"]
+    os.truncate(shard, 10_000)
+    with pytest.raises(RouteFileError, match="bytes early"):
+        store["k"]
+
+
+KILLED_WRITER = """
+import sys
+from npu_replay import RouteStore, RoutedExperts, route_file
+import torch
+whole = route_file.write_whole
+def hang(path, data, *, overwrite):
+    print("written", flush=True)
+    sys.stdin.read(1)
+    whole(path, data, overwrite=overwrite)
+route_file.write_whole = hang
+with RouteStore.writer(sys.argv[1]) as writer:
+    writer.add(RoutedExperts(ids=torch.rand(5000, 2, 8).topk(2).indices, layers=(1, 4), num_experts=8), "k")
+"""
+
+
+def test_a_writer_that_was_killed_between_shard_and_index_does_not_block_its_name(tmp_path: Path) -> None:
+    with hanging_writer(tmp_path, KILLED_WRITER) as process:
+        assert [path.name for path in tmp_path.iterdir()] == ["routes-00000.safetensors"]
+        with pytest.raises(RouteFileError, match="under this name"):
+            RouteStore.writer(tmp_path)  # that one lives
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    with RouteStore.writer(tmp_path) as writer:
+        writer.add(sample(1), key="mine")
+    assert list(RouteStore(tmp_path)) == ["mine"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_writer_that_was_looked_at_meanwhile_ends_well(tmp_path: Path) -> None:
+    with hanging_writer(tmp_path, KILLED_WRITER) as process:
+        with pytest.raises(RouteFileError, match="under this name"):
+            RouteStore.writer(tmp_path)
+        with RouteStore.writer(tmp_path, name="other") as writer:
+            writer.add(sample(1), key="mine")
+        go_on(process)
+    assert [*RouteStore(tmp_path)] == ["mine", "k"]
+
+
+def test_rests_of_a_killed_writers_later_shards_are_removed_and_nobody_elses(tmp_path: Path) -> None:
+    rests = [
+        ".routes-00003.safetensors.0.part",
+        ".routes-00003.index.json.0.part",
+        "routes-00003.safetensors",
+    ]
+    others = [
+        ".routes-1-00003.safetensors.0.part",
+        "routes-1-00003.safetensors",
+        ".routes-x.part",
+        "routes.txt",
+    ]
+    for name in rests + others:
+        (tmp_path / name).write_bytes(b"half")
+    RouteStore.writer(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)
+
+
+@pytest.mark.parametrize("what", ["samples", "fingerprint"])
+def test_a_key_that_stands_twice_in_an_index_is_refused(tmp_path: Path, what: str) -> None:
+    with RouteStore.writer(tmp_path) as writer:
+        writer.add(sample(1), key="k")
+    (index,) = tmp_path.glob("*.index.json")
+    text = index.read_text()
+    assert text.count(f'"{what}":') == 1
+    index.write_text(text.replace(f'"{what}":', f'"{what}": 5, "{what}":'))
+    with pytest.raises(RouteFileError, match=rf"{what}.*stands twice"):
+        RouteStore(tmp_path)
+
+
+def test_routes_of_other_tokens_under_the_key_of_these_are_refused(tmp_path: Path) -> None:
+    with RouteStore.writer(tmp_path) as writer:
+        writer.add(sample(1), key=route_store.key_of(fingerprint(tokens_of(2))))
+        writer.add(sample(3, tokens=7).take(range(7)), key=route_store.key_of(fingerprint(tokens_of(4))))
+    store = RouteStore(tmp_path)
+    with pytest.raises(RouteFileError, match="routes of other tokens"):
+        store.of(tokens_of(2))
+    with pytest.raises(RouteFileError, match=r"routes of other tokens.*20 tokens.*got 7"):
+        store.of(tokens_of(4))  # which say nothing of their tokens
+
+
+@pytest.mark.parametrize("bad", [None, "routes", sample(1).ids], ids=type)
+def test_only_routes_can_be_added(tmp_path: Path, bad: Any) -> None:
+    with pytest.raises(RouteFileError, match="no routes"):
+        RouteStore.writer(tmp_path).add(bad, "k")
+
+
+def test_what_can_not_be_written_to_is_an_error_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder, name in (
+        (tmp_path / "file", "routes"),
+        (tmp_path, "x" * 300),
+        (tmp_path / ("y" * 300), "routes"),
+    ):
+        with pytest.raises(RouteFileError), RouteStore.writer(folder, name=name) as writer:
+            writer.add(sample(1))
+    for bad in (None, "1", 2.5):
+        with pytest.raises(ReplayError, match="shard_bytes"):
+            RouteStore.writer(tmp_path, shard_bytes=bad)  # type: ignore[arg-type]
+
+
+def test_any_byte_of_a_shard_or_an_index_that_is_flipped_or_cut_off_is_seen(tmp_path: Path) -> None:
+    """A sample whose key was hit isn't there any more."""
+    with RouteStore.writer(tmp_path) as writer:
+        writer.add(sample(1, tokens=8), key="k")
+    for file in tmp_path.iterdir():
+        good = file.read_bytes()
+        for at in range(len(good)):
+            flipped = good[:at] + bytes([good[at] ^ 0x04]) + good[at + 1 :]
+            for bad in (flipped, good[:at]):
+                file.write_bytes(bad)
+                with pytest.raises((ReplayError, KeyError)):
+                    RouteStore(tmp_path)["k"]
+        file.write_bytes(good)
+    assert RouteStore(tmp_path)["k"] == sample(1, tokens=8)
+
+
+# Layers that are the same in all rows
+
+
+def constant(tokens: int, experts: int = 64) -> RoutedExperts:
+    """As an engine's array that was never looked at."""
+    ids = sample(1, tokens + 1, experts).ids[:tokens].clone()
+    ids[:, 1] = torch.arange(4)
+    return RoutedExperts(ids=ids, layers=(1, 2, 5), num_experts=experts)
+
+
+def test_a_constant_layer_in_a_folder_is_refused_but_where_the_tokens_explain_it(tmp_path: Path) -> None:
+    same, others = [7] * 100, list(range(100))
+    with RouteStore.writer(tmp_path) as writer:
+        for tokens in (same, others):
+            writer.add(constant(100), route_store.key_of(fingerprint(tokens)))
+    store = RouteStore(tmp_path)
+    assert store.of(same) == constant(100)
+    for read in (lambda: store.of(others), lambda: store[route_store.key_of(fingerprint(same))]):
+        with pytest.raises(InvalidRoutes, match="layer 2: all 100 recorded rows are the same") as caught:
+            read()
+        assert "routes-00000.safetensors" in caught.value.where

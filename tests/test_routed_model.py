@@ -532,3 +532,10 @@ def test_layers_that_no_model_has_are_refused(layers: tuple[int, ...], hashed: t
 def test_a_top_k_that_no_model_has_is_refused(topk: int) -> None:
     with pytest.raises(ReplayError, match="bad top-k"):
         RoutedModel(layers=(0,), num_layers=4, num_experts=8, topk=topk)
+
+
+def test_a_key_that_stands_twice_in_a_config_is_refused(tmp_path: Path) -> None:
+    text = '{"num_hidden_layers": 4, "num_experts": 8, "num_experts": 16, "num_experts_per_tok": 2}'
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ReplayError, match=r"'num_experts' stands twice"):
+        RoutedModel.from_config(tmp_path)

@@ -1,0 +1,28 @@
+"""JSON that somebody else may have written, read strictly."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def parse(text: str | bytes) -> Any:
+    """What it says.
+
+    Raises:
+        ValueError: it isn't JSON; it is nested too deeply; or a key stands twice in an object, of which
+            readers take one each as they like.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice[:80]!r} stands twice in one object")
+    return found
