@@ -20,7 +20,6 @@ Probes: `capability`. Offers: `from_vllm`, `engine_arguments`. Nothing to undo.
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -30,13 +29,14 @@ import numpy as np
 import torch
 
 from npu_replay import array_text
-from npu_replay.compat import vllm_ascend as ascend
+from npu_replay.compat import probe
 from npu_replay.compat import vllm_releases as releases
 from npu_replay.compat.vllm_arguments import capability, engine_arguments
 from npu_replay.compat.vllm_completions import Completion, completions
-from npu_replay.door import Missing, Source, Symptom, admit, release
+from npu_replay.door import Missing, Source, Symptom, admit
 from npu_replay.errors import ReplayError, whole_number
 from npu_replay.id_checks import Array
+from npu_replay.releases import release
 from npu_replay.routed_experts import RoutedExperts
 from npu_replay.routed_model import RoutedModel
 from npu_replay.token_ids import as_token_ids
@@ -113,21 +113,14 @@ class _Asked:
     version: str
     vllm_ascend: str
 
-    @property
-    def release(self) -> str:
-        """Empty where the version doesn't tell it."""
-        return self.version if releases.tells_release(self.version) else ""
-
     def source(self, one: Completion, field: str = "") -> Source:
-        faults = releases.faults(http=one.http, stop_string=one.stop_string)
-        if self.vllm_ascend:
-            faults = (*ascend.faults(self.vllm_ascend), *faults)
         return Source(
-            engine="vLLM" if self.release else f"vLLM {self.version}".rstrip(),
-            version=self.release,
+            engine="vLLM",
+            version=self.version,
+            device=releases.device_of(self.version, self.vllm_ascend),
             sample=one.sample,
             field=field or f"{one.place}.routed_experts",
-            faults=faults,
+            faults=releases.faults(http=one.http, stop_string=one.stop_string, vllm_ascend=self.vllm_ascend),
         )
 
 
@@ -154,14 +147,7 @@ def _releases(first: Completion, version: str | None, vllm_ascend: str | None) -
         release(said or "")  # or an error, for what is no text
     if first.http or version is not None or vllm_ascend is not None:
         return version or "", vllm_ascend or ""
-    return _installed("vllm"), _installed("vllm-ascend")
-
-
-def _installed(product: str) -> str:
-    try:
-        return importlib.metadata.version(product) or ""
-    except Exception:  # noqa: BLE001 - not installed as a distribution, or its metadata is damaged
-        return ""
+    return probe.installed("vllm"), probe.installed("vllm-ascend")
 
 
 # ---- token ids
@@ -316,10 +302,11 @@ def _routes(one: Completion, tokens: _Tokens, model: RoutedModel, asked: _Asked)
 
 
 def _never_captured(rows: Array, model: RoutedModel, asked: _Asked) -> bool:
-    """Zeros throughout, which no caller can mean: missing="native" is for rows that are lost now and then. In
-    0.15 they are wrong with a top-k of 1, too."""
+    """Zeros throughout, which no caller can mean: missing="native" is for rows that are lost now and then. Of
+    a release that never captures they are wrong with a top-k of 1, too."""
     suspect = asked.missing == "native" and model.topk > 1
-    return bool(suspect or release(asked.release)[:2] == (0, 15)) and len(rows) > 0 and not rows.any()
+    suspect = suspect or releases.never_captures(asked.version, asked.vllm_ascend)
+    return suspect and len(rows) > 0 and not rows.any()
 
 
 def _lacks_rows(one: Completion, tokens: _Tokens, start: int) -> bool:
@@ -333,7 +320,7 @@ def _lacks_rows(one: Completion, tokens: _Tokens, start: int) -> bool:
 
 
 def _are_known_to_be_dropped(one: Completion, asked: _Asked) -> bool:
-    return asked.missing == "native" and one.stop_string and releases.drops_at_stop_string(asked.release)
+    return asked.missing == "native" and one.stop_string and releases.drops_at_stop_string(asked.version)
 
 
 def _no_rows(one: Completion, source: Source) -> Exception:

@@ -15,14 +15,20 @@ Probes: nothing. Offers: `Completion`, `completions`. Nothing to undo.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from npu_replay.compat.server_answers import opened
+from npu_replay.compat.vllm_releases import BEAMS, SCALE_OUT
 from npu_replay.errors import InvalidRoutes
 
 _NOT_ENDED = ("abort", "error")
+_ANSWER = "an answer of /v1/completions, /v1/chat/completions or /inference/v1/generate"
+_NOT_FOUND = (
+    f"a path that this server hasn't got. From {SCALE_OUT} on it serves /inference/v1/generate with "
+    "--enable-scale-out alone (or --tokens-only)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,41 +97,21 @@ def completions(output: Any) -> list[Completion]:
     Raises:
         InvalidRoutes: it is something else, an error message, or a piece of a stream.
     """
-    if isinstance(output, (str, bytes, bytearray)):
-        output = _parsed(output)
-    elif hasattr(output, "choices") and callable(getattr(output, "model_dump", None)):
-        output = output.model_dump()
+    output = opened(output, "vLLM", _ANSWER, not_found=_NOT_FOUND)
     found = _of_response(output) if isinstance(output, Mapping) else _of_request_output(output)
     if not found:
         raise _wrong("the answer has no completions", "one at least", 0)
     return found
 
 
-def _parsed(text: str | bytes | bytearray) -> Mapping[str, Any]:
-    try:
-        answer = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        shown = f"{bytes(text[:40])!r}" if not isinstance(text, str) else repr(text[:40])
-        raise _wrong(
-            "the answer isn't JSON",
-            "an answer of vLLM's server, whole",
-            f"{shown} ({type(error).__name__})",
-            "a stream, whose pieces begin with «data:», or an error page of something between",
-        ) from error
-    if not isinstance(answer, dict):
-        raise _wrong("the answer isn't an object", "an answer of vLLM's server", type(answer).__name__)
-    return answer
-
-
 def _of_response(answer: Mapping[str, Any]) -> list[Completion]:
     choices = answer.get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, Mapping) for choice in choices):
-        said = answer.get("error", answer.get("message"))
         raise _wrong(
             "the answer has no choices",
-            "an answer of /v1/completions, /v1/chat/completions or /inference/v1/generate",
-            str(said)[:200] if said is not None else f"the keys {sorted(map(str, answer))[:8]}",
-            "the server's error message" if said is not None else "another endpoint",
+            _ANSWER,
+            f"the keys {sorted(map(str, answer))[:8]}",
+            "another endpoint",
         )
     if any("delta" in choice for choice in choices):
         raise _wrong(
@@ -177,6 +163,8 @@ def _count(value: Any) -> int | None:
 
 def _of_request_output(output: Any) -> list[Completion]:
     outputs = getattr(output, "outputs", None)
+    if hasattr(output, "sequences") and outputs is None:
+        raise _wrong("beam search gives no routes", "a RequestOutput", type(output).__name__, BEAMS)
     if isinstance(output, Sequence) or not isinstance(outputs, (list, tuple)):
         several = isinstance(output, Sequence) and len(output) and hasattr(output[0], "outputs")
         raise _wrong(

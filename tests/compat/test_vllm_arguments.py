@@ -401,6 +401,9 @@ LIMITED = [
     ("0.30.0", "in host memory"),
     ("0.30.0", "routed_experts_prompt_start"),
     ("0.33.0", "BlockObjectStoreError"),
+    ("0.31.0", "Model Runner V2 requires Triton"),
+    ("0.30.0", "/inference/v1/generate is served with --enable-scale-out alone"),
+    ("0.29.0", "on a CPU every id is 0 before 0.30.0"),
     ("0.33.0", "reset it when weights change"),
 ]
 
@@ -421,6 +424,9 @@ def test_what_a_release_cant_do_is_said(version: str, words: str) -> None:
         ("0.22.0", "an aborted request"),
         ("0.22.0", "preempted requests"),
         ("0.27.0", "monolithic"),
+        ("0.30.0", "requires Triton"),
+        ("0.29.0", "--enable-scale-out"),
+        ("0.30.0", "on a CPU"),
         ("0.28.0", "Model Runner V2"),
         ("0.31.0", "FINAL_ONLY"),
         ("0.30.0", "BlockObjectStoreError"),
@@ -430,9 +436,23 @@ def test_what_a_release_has_mended_isnt_said(version: str, words: str) -> None:
     assert not any(words in limit for limit in engine_arguments(version).limits)
 
 
+@pytest.mark.parametrize(("version", "works"), [("0.20.2", False), ("0.28.0", False), ("0.30.0", True)])
+def test_a_build_for_a_cpu_is_refused_where_its_kernels_choose_past_the_capture(
+    version: str, works: bool
+) -> None:
+    product = Product("vllm", found=True, version=f"{version}+cpu")
+    assert (capability(product).state == "works") == works
+    if works:
+        found = engine_arguments(f"{version}+cpu").limits
+        assert not any("NVIDIA" in limit or "FlashInfer" in limit for limit in found)
+        return
+    with refused(f"vLLM {version}+cpu gives zeros for every id", "on a CPU", "take 0.30.0"):
+        engine_arguments(f"{version}+cpu")
+
+
 def test_every_limit_and_every_clash_is_of_some_release() -> None:
     for row in (*LIMITS, *CLASHES):
-        assert any(row.in_release(version) for version in EVERY), row
+        assert any(row.holds(version) for version in EVERY), row
 
 
 @pytest.mark.parametrize(
