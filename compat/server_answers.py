@@ -42,8 +42,8 @@ def opened(found: Any, engine: str, expected: str, *, not_found: str = "") -> An
             "the server refused the request",
             where=engine,
             expected=expected,
-            got=f"«{said[:_MOST]}»",
-            cause=known or "what the server says: the answer's HTTP status wasn't looked at",
+            got=f"«{' '.join(said[:_MOST].split())}»",
+            cause=known or "the answer's HTTP status says so too, and wasn't looked at",
         )
     return found
 

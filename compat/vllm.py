@@ -73,8 +73,9 @@ def from_vllm(
             them with return_token_ids), or where tokens were taken off its end. How many were, the output's
             own ids tell, or the `usage` of an answer that has one choice.
         start: the routed_experts_prompt_start that the request was sent with.
-        version: vLLM's release, for the words of errors. Where neither this nor the next is given, what is
-            installed is asked, for a RequestOutput. One that tells no release («nightly») stands for any.
+        version: vLLM's release, for the words of errors. Where it isn't given an answer over HTTP is asked
+            and, where the next isn't either, what is installed, for a RequestOutput. One that tells no
+            release («nightly») stands for any.
         vllm_ascend: the same of vllm-ascend.
         weight_version: which weights sampled. Where it isn't given and vLLM says one for all tokens, that.
         missing: "native" leaves rows that are zero in all layers, or another token's, without a route, and so
@@ -142,11 +143,11 @@ class _Tokens:
 
 
 def _releases(first: Completion, version: str | None, vllm_ascend: str | None) -> tuple[str, str]:
-    """Those that were said; where neither was, those that are installed, if the output is of this process."""
+    """Those that were said; else the answer's own, or what is installed, if the output is of this process."""
     for said in (version, vllm_ascend):
         release(said or "")  # or an error, for what is no text
     if first.http or version is not None or vllm_ascend is not None:
-        return version or "", vllm_ascend or ""
+        return first.version if version is None else version, vllm_ascend or ""
     return probe.installed("vllm"), probe.installed("vllm-ascend")
 
 

@@ -15,6 +15,7 @@ Probes: nothing. Offers: `Completion`, `completions`. Nothing to undo.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,7 @@ class Completion:
         finish_reason: the engine's word for why it ended; None if it didn't say.
         stop_reason: the stop string that ended it, if one did.
         weight_versions: the engine's own spans of weight versions, where it gives them.
+        version: the engine's release, where an answer over HTTP says it (`system_fingerprint`).
         prompt_count, sampled_count: how many ids of each the engine ran, where an answer over HTTP says so of
             this completion alone.
     """
@@ -62,6 +64,7 @@ class Completion:
     finish_reason: str | None
     stop_reason: str | None
     weight_versions: Any
+    version: str = ""
     prompt_count: int | None = None
     sampled_count: int | None = None
 
@@ -135,6 +138,7 @@ def _of_response(answer: Mapping[str, Any]) -> list[Completion]:
             finish_reason=_word(choice.get("finish_reason")),
             stop_reason=_word(choice.get("stop_reason")),
             weight_versions=choice.get("weight_versions"),
+            version=_release(answer.get("system_fingerprint")),
             prompt_count=counts[0],
             sampled_count=counts[1],
         )
@@ -193,6 +197,12 @@ def _of_request_output(output: Any) -> list[Completion]:
 
 def _request(name: Any) -> str:
     return f"request {name[:80]}" if isinstance(name, str) and name else ""
+
+
+def _release(fingerprint: Any) -> str:
+    """«vllm-0.30.0-tp2-3ea666b7», or another's fingerprint, or the user's own words."""
+    found = re.match(r"vllm-(\d+\.[\w.+]+)", fingerprint) if isinstance(fingerprint, str) else None
+    return found[1][:80] if found else ""
 
 
 def _word(value: Any) -> str | None:

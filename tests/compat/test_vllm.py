@@ -981,6 +981,25 @@ def test_the_installed_release_is_asked_for_objects_alone(
         from_vllm(made, QWEN)
 
 
+@pytest.mark.parametrize(
+    ("fingerprint", "given", "engine"),
+    [
+        ("vllm-0.30.0-3ea666b7", None, "vLLM 0.30.0, request"),
+        ("vllm-0.33.0-tp2-ep4-3ea666b7", None, "vLLM 0.33.0, request"),
+        ("vllm-0.30.0-3ea666b7", "0.31.0", "vLLM 0.31.0, request"),
+        ("vllm-0.1.dev12+g1a2b-3ea666b7", None, "vLLM 0.1.dev12+g1a2b, request"),
+        ("our own", None, "vLLM, request"),
+        (None, None, "vLLM, request"),
+        (7, None, "vLLM, request"),
+    ],
+)
+def test_an_answer_says_its_release_itself(fingerprint: Any, given: str | None, engine: str) -> None:
+    sent = answer("0.30.0", QWEN, sampled(QWEN)) | {"system_fingerprint": fingerprint}
+    sent["choices"][0]["routed_experts"] = None
+    with refused(engine, "no routes"):
+        from_vllm(sent, QWEN, version=given)
+
+
 @pytest.mark.parametrize("version", ["nightly", "0.1.dev123+g1a2b3c", "latest"])
 def test_a_version_that_tells_no_release_stands_for_any(version: str) -> None:
     """Its words are those of an unknown release, not of the oldest."""
