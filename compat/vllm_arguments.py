@@ -23,8 +23,9 @@ from npu_replay.compat.vllm_releases import (
     DRAFTS_OVERWRITE,
     HTTP,
     HYBRIDS,
-    LOGICAL,
+    MEMORY_BY_RANK,
     NEWEST,
+    PHYSICAL,
     REFUSES_KERNELS,
     REFUSES_STAGES,
     SCALE_OUT,
@@ -308,24 +309,28 @@ CLASHES = (
         )
         for argument in ("decode_context_parallel_size", "prefill_context_parallel_size")
     ),
-    Clash(
-        argument="enable_eplb",
-        clashes=_on,
-        until=LOGICAL,
-        instead="False, or vLLM 0.16.0 or later (best 0.22.0 and later)",
-        why="ids are captured after experts were mapped to their copies, so they are physical (vllm#33013)",
+    *(
+        Clash(
+            argument="enable_eplb",
+            clashes=_on,
+            since=run.since,
+            until=run.until,
+            instead=f"False, or vLLM 0.16.0 to 0.20.2, or {SCHEDULER} or later",
+            why="ids are captured after experts were mapped to their copies: they are physical (vllm#33013)",
+        )
+        for run in PHYSICAL
     ),
     Clash(
         argument="data_parallel_size",
         clashes=_several,
-        until=LOGICAL,
+        until=MEMORY_BY_RANK,
         instead="1, or vLLM 0.16.0 or later (best 0.22.0 and later)",
         why="the shared memory that rows go through has one name for all data-parallel ranks",
     ),
     Clash(
         argument="data_parallel_size",
         clashes=_several_with_experts_spread,
-        since=LOGICAL,
+        since=MEMORY_BY_RANK,
         until="0.20.0",
         instead="1, enable_expert_parallel=False, or vLLM 0.20.0 or later",
         why="an assertion fails in the first step where each rank routes its own tokens (modular kernels)",

@@ -25,8 +25,10 @@ FIRST = "0.14.0"
 NEWEST = "0.33.0"
 """The newest release whose source was read; what comes later is taken for its like."""
 
-LOGICAL = "0.16.0"
-"""The first release with ids of experts, not of their copies, and with memory of its own for each DP rank."""
+MEMORY_BY_RANK = "0.16.0"
+"""The first release whose shared memory is each data-parallel rank's own."""
+PHYSICAL = (Releases(until="0.16.0"), Releases(since="0.21.0", until="0.22.0"))
+"""The releases whose ids are those of experts' copies under EPLB (vllm#33013)."""
 REFUSES_STAGES = "0.21.0"
 """The first release that refuses pipeline stages, whose layers none captures."""
 HYBRIDS = "0.21.0"
@@ -61,7 +63,7 @@ _TOO_OLD = Fault(
 _UNBOUND = Fault(
     symptom=Symptom.ZEROS,
     since="0.15.0",
-    until=LOGICAL,
+    until="0.16.0",
     device="cuda",  # vllm-ascend calls the capture by itself
     sure=True,
     cause="0.15 never binds the capture, so every id is 0; fixed in 0.16.0 (vllm#33013)",
@@ -158,11 +160,15 @@ _FAULTS = (
         for run in DRAFTS_OVERWRITE
     ),
     Fault(symptom=Symptom.DENSE_COLUMN, cause=f"{_ANOTHER}, or its layers were counted from 1"),
-    Fault(
-        symptom=Symptom.RANGE,
-        until=LOGICAL,
-        cause="physical ids under EPLB: 0.14 captures after experts were mapped to their copies; fixed in "
-        "0.16.0 (vllm#33013). Take enable_eplb=False",
+    *(
+        Fault(
+            symptom=Symptom.RANGE,
+            since=run.since,
+            until=run.until,
+            cause="physical ids under EPLB: 0.14 and 0.21 capture after experts were mapped to their copies; "
+            f"fixed in {run.until} (vllm#33013). Take enable_eplb=False",
+        )
+        for run in PHYSICAL
     ),
     Fault(
         symptom=Symptom.RANGE,
@@ -193,7 +199,7 @@ _FAULTS = (
     Fault(symptom=Symptom.TOO_MANY_ROWS, cause=_RETOKENISED),
     Fault(
         symptom=Symptom.STALE_ROWS,
-        until=LOGICAL,
+        until=MEMORY_BY_RANK,
         cause="0.14's shared memory has one name for all data-parallel ranks, which overwrite each other; "
         "fixed in 0.16.0",
     ),

@@ -789,12 +789,13 @@ def test_t32_zeros_of_0_15_1_are_refused_even_with_one_expert_a_token() -> None:
         from_vllm(output, one_each, version="0.15.1")
 
 
-def test_t32_0_14_0_physical_ids_under_eplb_are_out_of_range() -> None:
+@pytest.mark.parametrize(("version", "mended"), [("0.14.0", "0.16.0"), ("0.21.0", "0.22.0")])
+def test_t32_physical_ids_under_eplb_are_out_of_range(version: str, mended: str) -> None:
     def physical(rows: Any) -> None:
         rows[rows == 3] = QWEN.num_experts + 1  # the copy of expert 3
 
-    with refused("vLLM 0.14.0", "out of range", "0 to 127", "129", "physical ids under EPLB", "0.16.0"):
-        from_vllm(broken("0.14.0", QWEN, physical), QWEN, version="0.14.0")
+    with refused(f"vLLM {version}", "out of range", "0 to 127", "129", "physical ids under EPLB", mended):
+        from_vllm(broken("0.14.0", QWEN, physical), QWEN, version=version)
 
 
 ZERO_ROWS = [

@@ -125,7 +125,7 @@ REFUSED = {
     "pcp": (EVERY, {"prefill_context_parallel_size": 2}, "no release captures under context parallelism"),
     "pooling": (EVERY, {"runner": "pooling"}, '"generate"'),
     "off": (EVERY, {SWITCH: False}, "True, or nothing"),
-    "t32-eplb": (("0.14.0", "0.14.1"), {"enable_eplb": True}, "vLLM 0.16.0 or later"),
+    "t32-eplb": (("0.14.0", "0.14.1", "0.21.0"), {"enable_eplb": True}, "0.22.0 or later"),
     "dp": (("0.14.0", "0.14.1"), {"data_parallel_size": 2}, "vLLM 0.16.0 or later"),
     "dp-ep": (
         ("0.16.0", "0.17.0", "0.18.0", "0.19.1"),
@@ -149,7 +149,7 @@ REFUSED = {
         {"speculative_config": json.dumps({"model": "deepseek-ai/DSpark_qwen3_8b_block7"})},
         "vLLM 0.28.0 or later",
     ),
-    "eplb-text": (("0.14.0",), {"enable_eplb": "True"}, "vLLM 0.16.0 or later"),
+    "eplb-text": (("0.14.0",), {"enable_eplb": "True"}, "vLLM 0.16.0 to 0.20.2"),
     "off-text": (("0.33.0",), {SWITCH: "false"}, "True, or nothing"),
     "dp-ep-text": (
         ("0.16.0",),
@@ -203,7 +203,7 @@ ALLOWED = {
             "runner": "generate",
         },
     ),
-    "eplb": (("0.16.0", "0.33.0"), {"enable_eplb": True}),
+    "eplb": (("0.16.0", "0.20.2", "0.22.0", "0.33.0"), {"enable_eplb": True}),
     "dp": (("0.16.0", "0.20.2", "0.33.0"), {"data_parallel_size": 2}),
     "dp-ep": (("0.20.0", "0.33.0"), {"data_parallel_size": 2, "enable_expert_parallel": True}),
     "nodes": (("0.21.0", "0.22.0"), {"nnodes": 2}),
