@@ -53,18 +53,21 @@ def _parsed(text: str | bytes | bytearray, engine: str, expected: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         shown = text[:40] if isinstance(text, str) else bytes(text[:40])
+        began = shown.lstrip()[:1] in ("{", "[", b"{", b"[")
         raise InvalidRoutes(
             "the answer isn't JSON",
             where=engine,
             expected=f"{expected}, whole",
             got=f"{shown!r} ({type(error).__name__})",
-            cause="a stream, whose pieces begin with «data:», or an error page of something between",
+            cause="an answer that was cut off on its way, or several in one text"
+            if began
+            else "a stream, whose pieces begin with «data:», or an error page of something between",
         ) from error
 
 
 def _refusal(answer: Mapping[Any, Any]) -> str:
     """The server's own words, where this is an error and no answer."""
-    if any(isinstance(answer.get(name), (list, Mapping)) for name in ("choices", "meta_info")):
+    if any(isinstance(one := answer.get(name), (list, Mapping)) and one for name in ("choices", "meta_info")):
         return ""
     for name in ("error", "detail", "message"):
         said = answer.get(name)

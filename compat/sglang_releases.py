@@ -46,13 +46,13 @@ _OTHER_TOKENS = (
 )
 
 FAULTS = (
+    Fault(symptom=Symptom.MISSING, since=FIRST, cause=_ASK),
     Fault(
         symptom=Symptom.MISSING,
         until=FIRST,
         sure=True,
         cause=f"SGLang returns routes from {FIRST} on",
     ),
-    Fault(symptom=Symptom.MISSING, cause=_ASK),
     *(
         Fault(symptom=symptom, until=STOPS_EXACTLY, cause=_MIXED)
         for symptom in (Symptom.TOO_FEW_ROWS, Symptom.TOO_MANY_ROWS)

@@ -93,7 +93,8 @@ def from_vllm(
     known = RoutedModel.of(model)
     found = completions(output)
     start = whole_number(start, "start", where="from_vllm")
-    asked = _Asked(start, missing, weight_version, *_releases(found[0], version, vllm_ascend))
+    captured = any(one.rows is not None for one in found)
+    asked = _Asked(start, missing, weight_version, *_releases(found[0], version, vllm_ascend), captured)
     prompts = _one_each(prompt_token_ids, len(found), "prompt_token_ids")
     outputs = _one_each(output_token_ids, len(found), "output_token_ids")
     tokens = [
@@ -106,13 +107,14 @@ def from_vllm(
 
 @dataclass(frozen=True)
 class _Asked:
-    """What the caller of `from_vllm` said, for all completions."""
+    """What the caller of `from_vllm` said, for all completions; and whether any of them has routes."""
 
     start: int
     missing: Missing
     weight_version: int | str | None
     version: str
     vllm_ascend: str
+    captured: bool
 
     def source(self, one: Completion, field: str = "") -> Source:
         return Source(
@@ -121,7 +123,12 @@ class _Asked:
             device=releases.device_of(self.version, self.vllm_ascend),
             sample=one.sample,
             field=field or f"{one.place}.routed_experts",
-            faults=releases.faults(http=one.http, stop_string=one.stop_string, vllm_ascend=self.vllm_ascend),
+            faults=releases.faults(
+                http=one.http,
+                stop_string=one.stop_string,
+                alone=self.captured and one.rows is None,
+                vllm_ascend=self.vllm_ascend,
+            ),
         )
 
 

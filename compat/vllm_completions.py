@@ -170,12 +170,14 @@ def _of_request_output(output: Any) -> list[Completion]:
     if hasattr(output, "sequences") and outputs is None:
         raise _wrong("beam search gives no routes", "a RequestOutput", type(output).__name__, BEAMS)
     if isinstance(output, Sequence) or not isinstance(outputs, (list, tuple)):
-        several = isinstance(output, Sequence) and len(output) and hasattr(output[0], "outputs")
+        several = isinstance(output, Sequence) and any(
+            hasattr(one, "outputs") or isinstance(one, Mapping) for one in output[:1]
+        )
         raise _wrong(
             "this isn't what vLLM gives for one request",
             "a RequestOutput, or an answer over HTTP as a dict or as JSON",
             f"{type(output).__name__} of {len(output)}" if several else type(output).__name__,
-            "LLM.generate() returns a list: take its RequestOutputs one by one" if several else "",
+            "a list, as LLM.generate() returns it: take what is in it one by one" if several else "",
         )
     return [
         Completion(

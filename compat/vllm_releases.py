@@ -272,20 +272,25 @@ _BEAMS = Fault(
 )
 
 
-def faults(*, http: bool, stop_string: bool, vllm_ascend: str = "") -> tuple[Fault, ...]:
+_ALONE = Fault(
+    symptom=Symptom.MISSING,
+    cause="something in between that dropped them, since other completions of this request have theirs",
+)
+
+
+def faults(*, http: bool, stop_string: bool, alone: bool = False, vllm_ascend: str = "") -> tuple[Fault, ...]:
     """What can be wrong with one completion's routes, by the way it came and how it ended.
 
     Args:
         http: did it come over HTTP?
         stop_string: did a stop string end it?
+        alone: have others of its request routes, so that the engine gives some?
         vllm_ascend: the plugin's release; empty where there may be any, or none.
     """
     missing = (
         *((_STOP_STRING,) if stop_string else ()),
-        *((_NO_HTTP,) if http else ()),
-        _SWITCHED_OFF,
-        *((_RUST,) if http else _MERGED_STREAM),
-        _BEAMS,
+        *((_NO_HTTP,) if http and not alone else ()),
+        *((_ALONE,) if alone else (_SWITCHED_OFF, *((_RUST,) if http else _MERGED_STREAM), _BEAMS)),
         _PREEMPTED,
         _TOO_OLD,
     )

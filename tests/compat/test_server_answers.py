@@ -30,6 +30,7 @@ REFUSALS: dict[str, tuple[Any, str]] = {
         },
         "«body.prompt: Field required; body.n: not an integer»",
     ),
+    "no-choices": ({"choices": [], "error": {"message": "asleep"}}, "«asleep»"),
     "a-gateway": ({"message": "no route matched"}, "«no route matched»"),
     "detail-of-no-kind": ({"detail": {"code": 7}}, "{'code': 7}"),
     "disabled": (
@@ -81,6 +82,15 @@ def test_vllm_names_the_flag_of_an_endpoint_that_isnt_there() -> None:
 
 @pytest.mark.parametrize("decode", [of_vllm, of_sglang])
 def test_a_stream_and_a_page_are_no_json(decode: Callable[[Any], Any]) -> None:
-    for text in ('data: {"id": 1}\n\n', b"<html>502</html>", "", b"\xff\xfe\x00", "[" * 100_000):
+    for text in ('data: {"id": 1}\n\n', b"<html>502</html>", "", b"\xff\xfe\x00"):
         with pytest.raises(InvalidRoutes, match=r"isn't JSON.*a stream"):
             decode(text)
+
+
+@pytest.mark.parametrize("decode", [of_vllm, of_sglang])
+@pytest.mark.parametrize(
+    "text", ['{"choices": [{"index": 0', b' {"meta_info": {}}{"meta_info": {}}', "[" * 100_000]
+)
+def test_an_answer_that_was_cut_off_is_told_from_a_stream(text: Any, decode: Callable[[Any], Any]) -> None:
+    with pytest.raises(InvalidRoutes, match=r"isn't JSON.*cut off on its way"):
+        decode(text)

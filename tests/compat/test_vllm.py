@@ -719,6 +719,18 @@ def test_none_from_a_completion_that_ended_is_an_error(
         from_vllm(made, QWEN, version=version, missing=missing)
 
 
+@pytest.mark.parametrize("over_http", [False, True])
+def test_one_of_several_completions_without_routes_isnt_blamed_on_the_switch(over_http: bool) -> None:
+    made: Any = (answer if over_http else request_output)("0.33.0", QWEN, *siblings(QWEN, 3))
+    if over_http:
+        del made["choices"][1]["routed_experts"]
+    else:
+        made.outputs[1].routed_experts = None
+    with refused("completion 1", "no routes", "other completions of this request have theirs") as caught:
+        from_vllm(made, QWEN, version="0.33.0")
+    assert "enable_return_routed_experts" not in str(caught.value)
+
+
 # ---- sections 1 and 2 of the facts: what goes wrong, and in which words
 
 
@@ -1133,6 +1145,7 @@ BAD_OUTPUTS = {
     "an-array": (GOOD, "ndarray"),
     "a-number": (3, "int"),
     "several": ([SimpleNamespace(outputs=[])], "one by one"),
+    "several-answers": ([{"choices": []}], "one by one"),
     "outputs-none": (SimpleNamespace(outputs=None), "SimpleNamespace"),
     "outputs-an-array": (SimpleNamespace(outputs=np.array(3)), "SimpleNamespace"),
 }
