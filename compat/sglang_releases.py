@@ -6,16 +6,26 @@ Read off the released sources, 0.5.7 to 0.5.23; an issue's number is named where
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from npu_replay.door import Fault, Symptom, release
-from npu_replay.engine_arguments import EngineArguments
+from npu_replay.door import Fault, Symptom
+from npu_replay.engine_arguments import EngineArguments, Limit, limits_of
 from npu_replay.errors import ReplayError
+from npu_replay.releases import Releases, release, tells_release
 
 FIRST = "0.5.7"
+_ON_NPU = "0.5.9"
+"""The first release that captures on an NPU."""
+_OPENAI = "0.5.9"
+"""The first release whose OpenAI endpoints have routes."""
+_LOGICAL = {"cuda": "0.5.10", "npu": "0.5.23"}
+"""The first releases with ids of experts under EPLB, not of places."""
+_DRAFTS_APART = "0.5.15"
+"""The first release in which a draft model's MoE layer doesn't write over layer 0 (sglang#26980)."""
+_GATHERS = "0.5.12"
+"""The first release that gathers what DeepEP spreads over the ranks."""
 HONOURS_START = "0.5.12"
 """The first release that leaves out the rows before `routed_experts_start_len`."""
 STOPS_EXACTLY = "0.5.13"
@@ -27,83 +37,87 @@ _ASK = (
     "each request must carry return_routed_experts=True, and the server enable_return_routed_experts=True (a "
     "gateway in between may drop the request's, sglang#20696)"
 )
-_KERNELS = (
-    "a MoE runner that routes inside its kernel (moe_runner_backend flashinfer_trtllm, flashinfer_mxfp4 or "
-    "triton_kernel; «auto» takes one on some devices): name another, such as triton"
-)
-_EPLB = "EPLB was on, and these are ids of places, not of experts"
-_OTHER_IDS = "another model than the engine's, or a build that marks padded rows with -1 (sglang#36404)"
 _MIXED = (
     "the batch held requests with and without return_routed_experts, and this one was given another's routes "
     "(sglang#26423, fixed in 0.5.13): let all requests of a server carry it"
 )
-_UNTOLD_START = "the request carried a routed_experts_start_len that from_sglang wasn't told as start_len"
+_OTHER_TOKENS = (
+    "the token ids aren't the engine's own (text that was tokenised again, tokens of several turns)"
+)
 
 FAULTS = (
-    Fault(symptom=Symptom.MISSING, until=FIRST, cause="SGLang returns routes from 0.5.7 on"),
-    Fault(symptom=Symptom.MISSING, cause=_ASK),
+    Fault(symptom=Symptom.MISSING, since=FIRST, cause=_ASK),
     Fault(
-        symptom=Symptom.TOO_FEW_ROWS,
-        until=STOPS_EXACTLY,
-        cause=f"{_MIXED}; or, in 0.5.12, {_UNTOLD_START}; or the token ids aren't the engine's own",
+        symptom=Symptom.MISSING,
+        until=FIRST,
+        sure=True,
+        cause=f"SGLang returns routes from {FIRST} on",
+    ),
+    *(
+        Fault(symptom=symptom, until=STOPS_EXACTLY, cause=_MIXED)
+        for symptom in (Symptom.TOO_FEW_ROWS, Symptom.TOO_MANY_ROWS)
     ),
     Fault(
         symptom=Symptom.TOO_FEW_ROWS,
-        cause=f"{_UNTOLD_START}; or the token ids aren't the engine's own (text that was tokenised "
-        "again, tokens of several turns)",
+        since=HONOURS_START,
+        cause="the request carried a routed_experts_start_len that from_sglang wasn't told as start_len",
     ),
+    Fault(symptom=Symptom.TOO_FEW_ROWS, cause=_OTHER_TOKENS),
+    Fault(symptom=Symptom.TOO_MANY_ROWS, cause=_OTHER_TOKENS),
     Fault(
         symptom=Symptom.TOO_MANY_ROWS,
         until=STOPS_EXACTLY,
-        cause=f"{_MIXED}; or the token ids aren't the engine's own; or speculative decoding ran past the end "
-        "of the request, and the answer doesn't say by how much: the meta_info of /generate does, unless the "
-        "request was retracted",
-    ),
-    Fault(
-        symptom=Symptom.TOO_MANY_ROWS,
-        cause="the token ids aren't the engine's own; or, before 0.5.13, speculative decoding ran past the "
-        "end of the request, which is cut off from an answer of /generate if from_sglang is told the version "
-        "of the engine",
+        cause=f"before {STOPS_EXACTLY} speculative decoding runs past the end of the request. It is cut off "
+        "where from_sglang is told the version, from an answer of /generate, whose meta_info says by how "
+        "much, unless the request was retracted",
     ),
     Fault(
         symptom=Symptom.COLUMNS,
         cause="another model than the engine's, or its config read without the dense layers: SGLang sends "
         "a column for each decoder layer",
     ),
-    Fault(
-        symptom=Symptom.RANGE,
-        until="0.5.10",
-        cause=f"{_EPLB} (fixed in 0.5.10 on CUDA, in 0.5.23 on an NPU); or {_OTHER_IDS}",
+    *(
+        Fault(
+            symptom=Symptom.RANGE,
+            until=until,
+            device=device,
+            cause=f"on {'an NPU' if device == 'npu' else 'CUDA'} EPLB was on, and these are ids of places, "
+            f"not of experts (fixed in {until})",
+        )
+        for device, until in _LOGICAL.items()
     ),
     Fault(
         symptom=Symptom.RANGE,
-        until="0.5.23",
-        cause=f"on an NPU, {_EPLB} (fixed in 0.5.23); or {_OTHER_IDS}",
+        cause="another model than the engine's, or a build that marks padded rows with -1 (sglang#36404)",
     ),
-    Fault(symptom=Symptom.RANGE, cause=_OTHER_IDS),
     Fault(
         symptom=Symptom.ZEROS,
-        until="0.5.9",
-        cause="on an NPU SGLang 0.5.7 and 0.5.8 capture nothing, fixed in 0.5.9; on CUDA: " + _KERNELS,
+        until=_ON_NPU,
+        device="npu",
+        cause="on an NPU SGLang 0.5.7 and 0.5.8 capture nothing, fixed in 0.5.9",
     ),
-    Fault(symptom=Symptom.ZEROS, cause=_KERNELS),
+    Fault(
+        symptom=Symptom.ZEROS,
+        cause="a MoE runner that routes inside its kernel (moe_runner_backend flashinfer_trtllm, "
+        "flashinfer_mxfp4 or triton_kernel; «auto» takes one on some devices): name another, such as triton",
+    ),
     Fault(
         symptom=Symptom.ZERO_ROWS,
-        until="0.5.12",
-        cause="DeepEP, whose rows are gathered from 0.5.12 on; or NGRAM or DFLASH speculation, whose output "
-        "is never captured (sglang#37949); or a decode node, which hasn't the rows of the prompt",
+        until=_GATHERS,
+        cause=f"DeepEP, whose rows are gathered from {_GATHERS} on",
     ),
     Fault(
         symptom=Symptom.ZERO_ROWS,
         until="0.5.18",
         cause="NGRAM or DFLASH speculation, whose output is never captured (sglang#37949, DFLASH fixed in "
-        "0.5.18); or a decode node, which hasn't the rows of the prompt",
+        "0.5.18)",
     ),
     Fault(
         symptom=Symptom.ZERO_ROWS,
-        cause="NGRAM or DSPARK speculation, whose output is never captured (sglang#37949); or a decode node, "
-        "which hasn't the rows of the prompt",
+        since="0.5.18",
+        cause="NGRAM or DSPARK speculation, whose output is never captured (sglang#37949)",
     ),
+    Fault(symptom=Symptom.ZERO_ROWS, cause="a decode node, which hasn't the rows of the prompt"),
     Fault(
         symptom=Symptom.CONSTANT_LAYER,
         cause="pipeline parallelism (layers of other stages are never captured), or layers that route by a "
@@ -116,21 +130,21 @@ FAULTS = (
     ),
     Fault(
         symptom=Symptom.DENSE_COLUMN,
-        until="0.5.15",
+        until=_DRAFTS_APART,
         cause="the MoE layer of a draft model (MTP, EAGLE) wrote over layer 0 of the model (sglang#26980, "
-        "fixed in 0.5.15); or another model than the engine's, whose dense layers are others",
+        f"fixed in {_DRAFTS_APART})",
     ),
     Fault(symptom=Symptom.DENSE_COLUMN, cause="another model than the engine's: its dense layers are others"),
     Fault(
         symptom=Symptom.STALE_ROWS,
-        until="0.5.10",
-        cause="a tier of cache beyond the device (HiCache, sglang#26975, not fixed): what comes back from it "
-        "brings the routes of whoever had the place before",
+        since="0.5.10",
+        cause="padded rows at the edge of a chunk of the prefill, which hold a row of an earlier pass "
+        "(sglang#36404)",
     ),
     Fault(
         symptom=Symptom.STALE_ROWS,
-        cause="padded rows at the edge of a chunk of the prefill, which hold a row of an earlier pass "
-        "(sglang#36404); or a tier of cache beyond the device (HiCache, sglang#26975, not fixed)",
+        cause="a tier of cache beyond the device (HiCache, sglang#26975, not fixed): what comes back from it "
+        "brings the routes of whoever had the place before",
     ),
 )
 """What is known to be wrong with SGLang's routes; of several that fit, the likeliest first."""
@@ -160,14 +174,14 @@ def engine_arguments(
     device = "npu" if plan.get("device") == "npu" else device
     _refuse_release(version, device)
     for clash in _CLASHES:
-        if clash.applies(version, device) and clash.planned(plan):
+        if clash.holds(version, device) and clash.planned(plan):
             raise ReplayError(
                 f"routes would be wrong or missing: {clash.why}",
                 where=f"SGLang {version}",
                 expected=clash.expected,
                 got=", ".join(f"{key}={plan[key]!r}" for key in clash.keys if plan.get(key) is not None),
             )
-    limits = tuple(limit.words for limit in _LIMITS if limit.applies(version, device))
+    limits = tuple(limits_of(_LIMITS, version, device))
     turned_on = {**plan, **_one_draft_a_step(plan), "enable_return_routed_experts": True}
     return EngineArguments(turned_on, limits, negates=False)
 
@@ -188,15 +202,6 @@ def request_arguments(version: str, *, start_len: int = 0) -> dict[str, Any]:
         raise ReplayError("routes can't start before the prompt", expected="0 or more", got=start_len)
     honoured = start_len > 0 and release(version) >= release(HONOURS_START)
     return {"return_routed_experts": True, **({"routed_experts_start_len": start_len} if honoured else {})}
-
-
-def is_release(version: str) -> bool:
-    """Does it tell a release? «nightly» doesn't, nor does the «0.1.dev…» of a build without tags.
-
-    Raises:
-        ReplayError: it is no text.
-    """
-    return any(release(version)) and re.match(r"v?\d+\.\d+\.\d", version) is not None
 
 
 _OTHER_NAMES = {
@@ -252,51 +257,36 @@ def _one_draft_a_step(plan: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _refuse_release(version: str, device: str) -> None:
+def refusal(version: str, device: str) -> ReplayError | None:
+    """Why that release returns no routes there; None where it does."""
     where = f"SGLang {version}"
-    if not is_release(version):
+    if release(version) < release(FIRST):
+        return ReplayError(
+            "this release can't return routes", where=where, expected=f"{FIRST} or later", got=version
+        )
+    if device == "npu" and release(version) < release(_ON_NPU):
+        return ReplayError(
+            "this release returns zeros on an NPU", where=where, expected=f"{_ON_NPU} or later", got=version
+        )
+    return None
+
+
+def _refuse_release(version: str, device: str) -> None:
+    release(version)  # or an error, for what is no text
+    if not tells_release(version, numbers=3):
         raise ReplayError(
             "this is no release of SGLang",
             where="version",
             expected="a version such as 0.5.23; for a build of your own, the release that it comes from",
             got=version,
         )
-    if release(version) < release(FIRST):
-        raise ReplayError(
-            "this release can't return routes", where=where, expected="0.5.7 or later", got=version
-        )
-    if device == "npu" and release(version) < release("0.5.9"):
-        raise ReplayError(
-            "this release returns zeros on an NPU", where=where, expected="0.5.9 or later", got=version
-        )
+    problem = refusal(version, device)
+    if problem is not None:
+        raise problem
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Span:
-    """The releases and the device that something is true of."""
-
-    since: str = ""
-    until: str = ""
-    device: str = ""
-
-    def applies(self, version: str, device: str) -> bool:
-        at = release(version)
-        return (
-            (not self.since or at >= release(self.since))
-            and (not self.until or at < release(self.until))
-            and self.device in ("", device)
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Limit(_Span):
-    """What a release can't do, in words."""
-
-    words: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Clash(_Span):
+class _Clash(Releases):
     """A plan under which the routes would be wrong or missing."""
 
     keys: tuple[str, ...]
@@ -393,14 +383,14 @@ _CLASHES = (
         expected="speculative_eagle_topk=1",
     ),
     _Clash(
-        until="0.5.15",
+        until=_DRAFTS_APART,
         keys=("speculative_algorithm",),
         planned=_is("speculative_algorithm", "eagle", "nextn", "mtp", "frozen_kv_mtp"),
         why="the MoE layer of the draft writes over layer 0 of the model (sglang#26980, fixed in 0.5.15)",
         expected="no speculation, or 0.5.15 or later",
     ),
     _Clash(
-        until="0.5.10",
+        until=_LOGICAL["cuda"],
         device="cuda",
         keys=_EPLB_KEYS,
         planned=_moves_experts,
@@ -408,7 +398,7 @@ _CLASHES = (
         expected="no EPLB, or 0.5.10 or later",
     ),
     _Clash(
-        until="0.5.23",
+        until=_LOGICAL["npu"],
         device="npu",
         keys=_EPLB_KEYS,
         planned=_moves_experts,
@@ -417,7 +407,7 @@ _CLASHES = (
         expected="no EPLB, or 0.5.23 or later",
     ),
     _Clash(
-        until="0.5.12",
+        until=_GATHERS,
         keys=("moe_a2a_backend", "enable_deepep_moe"),
         planned=lambda plan: (
             bool(plan.get("enable_deepep_moe")) or plan.get("moe_a2a_backend") not in (None, "none")
@@ -448,63 +438,64 @@ _CLASHES = (
 )
 
 _LIMITS = (
-    _Limit(words=_ASK),
-    _Limit(
+    Limit(words=_ASK),
+    Limit(
         until=STOPS_EXACTLY,
         words="all requests of the server must ask for routes: beside one that doesn't, others are given "
         "each other's or the server dies (sglang#26423, fixed in 0.5.13)",
     ),
-    _Limit(
-        until="0.5.9", words="routes come from /generate only: the OpenAI endpoints have them from 0.5.9 on"
+    Limit(
+        until=_OPENAI,
+        words=f"routes come from /generate only: the OpenAI endpoints have them from {_OPENAI} on",
     ),
-    _Limit(
-        since="0.5.9",
+    Limit(
+        since=_OPENAI,
         words="the OpenAI endpoints give the routes of the first choice only (ask for n=1), and don't say "
         "that a request was retracted",
     ),
-    _Limit(
+    Limit(
         until="0.5.10",
         words="under skip_tokenizer_init routes are a tensor, which the HTTP server can't send: call the "
         "engine in-process",
     ),
-    _Limit(until="0.5.11", words="the scheduler waits for the routes of each step, which slows it down"),
-    _Limit(
+    Limit(until="0.5.11", words="the scheduler waits for the routes of each step, which slows it down"),
+    Limit(
         until=HONOURS_START,
         words="routed_experts_start_len is ignored: all rows come (from_sglang leaves out those before it)",
     ),
-    _Limit(
-        until="0.5.15",
+    Limit(
+        until=_DRAFTS_APART,
         words="a draft model for speculation must have no MoE layers (sglang#26980, fixed in 0.5.15)",
     ),
-    _Limit(
+    Limit(
         words="speculative decoding with many requests may overflow the capture's buffer: keep "
         "max_running_requests * speculative_num_draft_tokens within chunked_prefill_size (sglang#38717)"
     ),
-    _Limit(
+    Limit(
         since=HONOURS_START,
         words="of the all-to-all back ends, tokens are gathered for deepep only: look at the first routes of "
         "any other",
     ),
-    _Limit(words="moe_runner_backend='auto' may take one that routes inside its kernel: name it"),
-    _Limit(words="the model's config must say num_experts_per_tok and num_hidden_layers by these names"),
-    _Limit(words="layers that route by a table of tokens (DeepSeek-V4's hash layers) aren't captured"),
-    _Limit(
+    Limit(words="moe_runner_backend='auto' may take one that routes inside its kernel: name it"),
+    Limit(words="the model's config must say num_experts_per_tok and num_hidden_layers by these names"),
+    Limit(words="layers that route by a table of tokens (DeepSeek-V4's hash layers) aren't captured"),
+    Limit(
         words="a hit in the prefix cache returns the rows that older weights made: flush the cache at each "
         "weight update (flush_cache=True)"
     ),
-    _Limit(
+    Limit(
         until=SAYS_SPANS,
         words="a request that is retracted is computed again, with the weights of then: its rows may not be "
         "those that sampled its tokens, and this release doesn't say so (0.5.19 does)",
     ),
-    _Limit(
+    Limit(
         since=SAYS_SPANS,
         words="a request that is retracted over a weight update is computed again: its rows aren't those "
         "that sampled its tokens, and from_sglang refuses them",
     ),
-    _Limit(since=SAYS_SPANS, words="beam search with routes is rejected by the engine"),
-    _Limit(words="with max_new_tokens=0 the last token of the prompt has no row (sglang#20964)"),
-    _Limit(
+    Limit(since=SAYS_SPANS, words="beam search with routes is rejected by the engine"),
+    Limit(words="with max_new_tokens=0 the last token of the prompt has no row (sglang#20964)"),
+    Limit(
         since="0.5.10",
         words="padded rows at the edge of a prefill chunk may hold an old row (sglang#36404): checked when "
         "routes come in",

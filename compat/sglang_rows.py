@@ -17,9 +17,10 @@ import torch
 from npu_replay import array_text
 from npu_replay.compat.sglang_answer import Answer
 from npu_replay.compat.sglang_releases import HONOURS_START, STOPS_EXACTLY
-from npu_replay.door import Symptom, release
+from npu_replay.door import Symptom
 from npu_replay.errors import InvalidRoutes
 from npu_replay.id_checks import Array
+from npu_replay.releases import release
 from npu_replay.routed_model import RoutedModel
 
 TAKEN_BACK = 64

@@ -14,15 +14,15 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from npu_replay.compat import import_hook, probe, vllm_ascend
+from npu_replay.compat import import_hook, probe, sglang_releases, vllm_ascend, vllm_releases
 from npu_replay.compat.patching import Patches
 from npu_replay.compat.undoing import undo_everything
-from npu_replay.door import release
 from npu_replay.errors import ReplayError
+from npu_replay.releases import release
 
 logger = logging.getLogger(__name__)
 
@@ -40,32 +40,6 @@ _OWN_REPLAY = ("megatron", "veomni")
 
 _WHAT = "the check of verl's config"
 _WHY = "refuses a config that replay would be off with in silence, or wrong"
-
-
-def _unusable_vllm(version: str) -> ReplayError | None:
-    """0.15 gives zeros alone, 0.21 splits what verl takes for one, and before 0.14 there are none."""
-    if release(version) >= (0, 14) and release(version)[:2] not in ((0, 15), (0, 21)):
-        return None
-    return ReplayError(
-        "no routes",
-        expected="vllm 0.14, 0.16 to 0.20, or 0.22 and later",
-        got=f"vllm {version}",
-        cause="R3 on an image whose engine can't",
-    )
-
-
-def _unusable_sglang(version: str) -> ReplayError | None:
-    if release(version) >= (0, 5, 7):
-        return None
-    return ReplayError(
-        "no routes",
-        expected="sglang 0.5.7 and later",
-        got=f"sglang {version}",
-        cause="R3 on an image whose engine can't",
-    )
-
-
-_UNUSABLE = {"vllm": _unusable_vllm, "sglang": _unusable_sglang}
 
 
 def install() -> None:
@@ -191,18 +165,12 @@ def _engine_without_routes(config: Any) -> Iterator[ReplayError]:
             cause="R3 with an engine that can't. Use R2, or another rollout engine",
         )
         return
-    for product in probe.products():
+    found = {product.name: product for product in probe.products() if product.found}
+    for product in found.values():
         serves = product.name == name or (name == "vllm" and product.name == "vllm-ascend")
-        if serves and product.found and product.version:
-            yield from _release_without_routes(config, product)
-
-
-def _release_without_routes(config: Any, product: probe.Product) -> Iterator[ReplayError]:
-    if product.name == "vllm-ascend":
-        problem = vllm_ascend.refusal(product.version, _rollout_setting(config))
-    else:
-        problem = _UNUSABLE[product.name](product.version)
-    if problem is not None:
+        problem = _release_without_routes(config, product, found) if serves and product.version else None
+        if problem is None:
+            continue
         yield ReplayError(
             f"{product.name} {product.version} gives no routes that verl can use",
             where="verl's config",
@@ -210,6 +178,24 @@ def _release_without_routes(config: Any, product: probe.Product) -> Iterator[Rep
             got=f"{problem.got} ({product.where})",
             cause=f"{problem.cause}. R2 needs no routes of the engine",
         )
+
+
+def _release_without_routes(
+    config: Any, product: probe.Product, found: Mapping[str, probe.Product]
+) -> ReplayError | None:
+    if product.name == "vllm-ascend":
+        return vllm_ascend.refusal(product.version, _rollout_setting(config))
+    if product.name == "sglang":
+        return sglang_releases.refusal(product.version, "npu" if "torch_npu" in found else "cuda")
+    plugin = found["vllm-ascend"].version if "vllm-ascend" in found else ""
+    if release(product.version)[:2] == (0, 21):
+        return ReplayError(
+            "no routes",
+            expected="vllm 0.14, 0.16 to 0.20, or 0.22 and later",
+            got=f"vllm {product.version}",
+            cause="0.21 splits what verl takes for one array",
+        )
+    return vllm_releases.refusal(product.version, plugin)
 
 
 def _rollout_setting(config: Any) -> vllm_ascend.Setting:

@@ -24,7 +24,7 @@ from npu_replay.announcing import announce
 from npu_replay.compat import probe
 from npu_replay.compat.verl_files import Files
 from npu_replay.compat.verl_switch import switch
-from npu_replay.errors import ReplayError
+from npu_replay.errors import ReplayError, share
 from npu_replay.feeding import Feed, Tap
 from npu_replay.roll_call import all_here
 
@@ -213,10 +213,10 @@ class Pass:
 
     def _read_ceiling(self) -> ReplayError | None:
         try:
-            share = bad_samples.share(os.environ.get(_CEILING, "").strip() or 0.01, _CEILING)
+            ceiling = share(os.environ.get(_CEILING, "").strip() or 0.01, _CEILING, "samples")
         except ReplayError as error:
             return error
-        self._ceiling = round(share * 1e6)
+        self._ceiling = round(ceiling * 1e6)
         return None
 
     def _differing(self, sums: dict[str, int]) -> ReplayError | None:

@@ -20,7 +20,6 @@ Probes: `capability`. Offers: `from_vllm`, `engine_arguments`. Nothing to undo.
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -30,13 +29,14 @@ import numpy as np
 import torch
 
 from npu_replay import array_text
-from npu_replay.compat import vllm_ascend as ascend
+from npu_replay.compat import probe
 from npu_replay.compat import vllm_releases as releases
 from npu_replay.compat.vllm_arguments import capability, engine_arguments
 from npu_replay.compat.vllm_completions import Completion, completions
-from npu_replay.door import Missing, Source, Symptom, admit, release
+from npu_replay.door import Missing, Source, Symptom, admit
 from npu_replay.errors import ReplayError, whole_number
 from npu_replay.id_checks import Array
+from npu_replay.releases import release
 from npu_replay.routed_experts import RoutedExperts
 from npu_replay.routed_model import RoutedModel
 from npu_replay.token_ids import as_token_ids
@@ -73,8 +73,9 @@ def from_vllm(
             them with return_token_ids), or where tokens were taken off its end. How many were, the output's
             own ids tell, or the `usage` of an answer that has one choice.
         start: the routed_experts_prompt_start that the request was sent with.
-        version: vLLM's release, for the words of errors. Where neither this nor the next is given, what is
-            installed is asked, for a RequestOutput. One that tells no release («nightly») stands for any.
+        version: vLLM's release, for the words of errors. Where it isn't given an answer over HTTP is asked
+            and, where the next isn't either, what is installed, for a RequestOutput. One that tells no
+            release («nightly») stands for any.
         vllm_ascend: the same of vllm-ascend.
         weight_version: which weights sampled. Where it isn't given and vLLM says one for all tokens, that.
         missing: "native" leaves rows that are zero in all layers, or another token's, without a route, and so
@@ -92,7 +93,8 @@ def from_vllm(
     known = RoutedModel.of(model)
     found = completions(output)
     start = whole_number(start, "start", where="from_vllm")
-    asked = _Asked(start, missing, weight_version, *_releases(found[0], version, vllm_ascend))
+    captured = any(one.rows is not None for one in found)
+    asked = _Asked(start, missing, weight_version, *_releases(found[0], version, vllm_ascend), captured)
     prompts = _one_each(prompt_token_ids, len(found), "prompt_token_ids")
     outputs = _one_each(output_token_ids, len(found), "output_token_ids")
     tokens = [
@@ -105,29 +107,28 @@ def from_vllm(
 
 @dataclass(frozen=True)
 class _Asked:
-    """What the caller of `from_vllm` said, for all completions."""
+    """What the caller of `from_vllm` said, for all completions; and whether any of them has routes."""
 
     start: int
     missing: Missing
     weight_version: int | str | None
     version: str
     vllm_ascend: str
-
-    @property
-    def release(self) -> str:
-        """Empty where the version doesn't tell it."""
-        return self.version if releases.tells_release(self.version) else ""
+    captured: bool
 
     def source(self, one: Completion, field: str = "") -> Source:
-        faults = releases.faults(http=one.http, stop_string=one.stop_string)
-        if self.vllm_ascend:
-            faults = (*ascend.faults(self.vllm_ascend), *faults)
         return Source(
-            engine="vLLM" if self.release else f"vLLM {self.version}".rstrip(),
-            version=self.release,
+            engine="vLLM",
+            version=self.version,
+            device=releases.device_of(self.version, self.vllm_ascend),
             sample=one.sample,
             field=field or f"{one.place}.routed_experts",
-            faults=faults,
+            faults=releases.faults(
+                http=one.http,
+                stop_string=one.stop_string,
+                alone=self.captured and one.rows is None,
+                vllm_ascend=self.vllm_ascend,
+            ),
         )
 
 
@@ -149,19 +150,12 @@ class _Tokens:
 
 
 def _releases(first: Completion, version: str | None, vllm_ascend: str | None) -> tuple[str, str]:
-    """Those that were said; where neither was, those that are installed, if the output is of this process."""
+    """Those that were said; else the answer's own, or what is installed, if the output is of this process."""
     for said in (version, vllm_ascend):
         release(said or "")  # or an error, for what is no text
     if first.http or version is not None or vllm_ascend is not None:
-        return version or "", vllm_ascend or ""
-    return _installed("vllm"), _installed("vllm-ascend")
-
-
-def _installed(product: str) -> str:
-    try:
-        return importlib.metadata.version(product) or ""
-    except Exception:  # noqa: BLE001 - not installed as a distribution, or its metadata is damaged
-        return ""
+        return first.version if version is None else version, vllm_ascend or ""
+    return probe.installed("vllm"), probe.installed("vllm-ascend")
 
 
 # ---- token ids
@@ -316,10 +310,11 @@ def _routes(one: Completion, tokens: _Tokens, model: RoutedModel, asked: _Asked)
 
 
 def _never_captured(rows: Array, model: RoutedModel, asked: _Asked) -> bool:
-    """Zeros throughout, which no caller can mean: missing="native" is for rows that are lost now and then. In
-    0.15 they are wrong with a top-k of 1, too."""
+    """Zeros throughout, which no caller can mean: missing="native" is for rows that are lost now and then. Of
+    a release that never captures they are wrong with a top-k of 1, too."""
     suspect = asked.missing == "native" and model.topk > 1
-    return bool(suspect or release(asked.release)[:2] == (0, 15)) and len(rows) > 0 and not rows.any()
+    suspect = suspect or releases.never_captures(asked.version, asked.vllm_ascend)
+    return suspect and len(rows) > 0 and not rows.any()
 
 
 def _lacks_rows(one: Completion, tokens: _Tokens, start: int) -> bool:
@@ -333,7 +328,7 @@ def _lacks_rows(one: Completion, tokens: _Tokens, start: int) -> bool:
 
 
 def _are_known_to_be_dropped(one: Completion, asked: _Asked) -> bool:
-    return asked.missing == "native" and one.stop_string and releases.drops_at_stop_string(asked.release)
+    return asked.missing == "native" and one.stop_string and releases.drops_at_stop_string(asked.version)
 
 
 def _no_rows(one: Completion, source: Source) -> Exception:

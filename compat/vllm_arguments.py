@@ -14,12 +14,27 @@ from typing import Any, Literal
 
 from npu_replay.compat import model_config
 from npu_replay.compat import vllm_ascend as ascend
+from npu_replay.compat import vllm_releases as releases
 from npu_replay.compat.probe import Capability, Product
 from npu_replay.compat.vllm_planned import as_mapping, count, read
-from npu_replay.compat.vllm_releases import FIRST, NEWEST, SWITCH, tells_release
-from npu_replay.door import release
-from npu_replay.engine_arguments import EngineArguments
+from npu_replay.compat.vllm_releases import (
+    BY_BLOCK,
+    CPU,
+    DRAFTS_OVERWRITE,
+    HTTP,
+    HYBRIDS,
+    MEMORY_BY_RANK,
+    NEWEST,
+    PHYSICAL,
+    REFUSES_KERNELS,
+    REFUSES_STAGES,
+    SCALE_OUT,
+    SCHEDULER,
+    SWITCH,
+)
+from npu_replay.engine_arguments import EngineArguments, Limit, limits_of
 from npu_replay.errors import ReplayError
+from npu_replay.releases import Releases, release, tells_release
 from npu_replay.routed_model import RoutedModel
 
 CAPABILITY = "routes of vLLM"
@@ -69,8 +84,8 @@ def engine_arguments(
     _refuse_clashes(version, given)
     if setting.model is not None:
         _refuse_model(version, setting.model)
-    environment = dict(_V2) if release(version) >= release("0.31.0") else {}
-    said = limits(version, given, on_ascend=bool(vllm_ascend))
+    environment = dict(_V2) if release(version) >= release(BY_BLOCK) else {}
+    said = limits(version, given, releases.device_of(version, vllm_ascend or ""))
     if vllm_ascend:
         _refuse_pair(version, vllm_ascend)
         ascend.check(vllm_ascend, setting)
@@ -108,21 +123,9 @@ def _refuse_release(version: str, vllm_ascend: str | None) -> None:
     _refuse_untold("vLLM", version, "version")
     if vllm_ascend:
         _refuse_untold("vllm-ascend", vllm_ascend, "vllm_ascend")
-    at = release(version)
-    if at < release(FIRST):
-        problem, cause = f"vLLM {version} has no routes", "an old release"
-    elif (0, 15) <= at < (0, 16) and not vllm_ascend:
-        problem = f"vLLM {version} gives zeros for every id"
-        cause = "0.15 never binds the capture; fixed in 0.16.0 (vllm#33013)"
-    else:
-        return
-    raise ReplayError(
-        problem,
-        where="rollout",
-        expected="vLLM 0.14, or 0.16.0 and later; best 0.22.0 and later",
-        got=version,
-        cause=cause,
-    )
+    problem = releases.refusal(version, vllm_ascend or "")
+    if problem is not None:
+        raise problem
 
 
 def _refuse_untold(product: str, version: Any, parameter: str) -> None:
@@ -138,7 +141,7 @@ def _refuse_untold(product: str, version: Any, parameter: str) -> None:
 
 def _refuse_clashes(version: str, given: Mapping[str, Any]) -> None:
     for clash in CLASHES:
-        if clash.in_release(version) and clash.clashes(given.get(clash.argument), given):
+        if clash.holds(version) and clash.clashes(given.get(clash.argument), given):
             raise ReplayError(
                 f"vLLM {version} gives no routes, or wrong ones, with this {clash.argument}",
                 where="rollout",
@@ -161,7 +164,7 @@ def _refuse_model(version: str, model: Any) -> None:
             "vllm#42593); or a family whose config has other keys, which RoutedModel(...) says by hand",
         ) from error
     at = release(version)
-    if at < release("0.21.0") and model_config.is_hybrid(model):
+    if at < release(HYBRIDS) and model_config.is_hybrid(model):
         raise ReplayError(
             f"vLLM {version} reads the rows of a model with linear attention from the wrong place",
             where="rollout",
@@ -169,7 +172,7 @@ def _refuse_model(version: str, model: Any) -> None:
             got="a hybrid model",
             cause="it has several KV cache groups, whose slots are counted otherwise (vllm#37118, #40692)",
         )
-    if at < release("0.22.0") and not model_config.names_topk(model):
+    if at < release(SCHEDULER) and not model_config.names_topk(model):
         raise ReplayError(
             f"vLLM {version} doesn't find this model's top-k",
             where="rollout",
@@ -181,7 +184,7 @@ def _refuse_model(version: str, model: Any) -> None:
 
 
 def _refuse_pair(version: str, vllm_ascend: str) -> None:
-    if release(version) >= release("0.31.0") > release(vllm_ascend):
+    if release(version) >= release(BY_BLOCK) > release(vllm_ascend):
         raise ReplayError(
             f"vllm-ascend {vllm_ascend} has no part in the way that vLLM {version} takes with routes",
             where="rollout",
@@ -202,24 +205,6 @@ def _unlike(version: str, vllm_ascend: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Releases:
-    """A run of releases.
-
-    Attributes:
-        since: the first; empty: from the beginning.
-        until: the first after the last; empty: none that is known.
-    """
-
-    since: str = ""
-    until: str = ""
-
-    def in_release(self, version: str) -> bool:
-        """Is that release one of them?"""
-        at = release(version)
-        return (not self.since or at >= release(self.since)) and (not self.until or at < release(self.until))
-
-
-@dataclass(frozen=True, kw_only=True)
 class Clash(Releases):
     """A planned argument with which releases return no routes, or wrong ones.
 
@@ -234,19 +219,6 @@ class Clash(Releases):
     clashes: Callable[[Any, Mapping[str, Any]], bool]
     instead: str
     why: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limit(Releases):
-    """What releases can't do, or do wrong, whatever they are started with.
-
-    Attributes:
-        sentence: what, in words.
-        on_ascend: on Ascend alone, or elsewhere alone; None: anywhere.
-    """
-
-    sentence: str
-    on_ascend: bool | None = None
 
 
 def _several(value: Any, _: Mapping[str, Any]) -> bool:
@@ -316,7 +288,7 @@ CLASHES = (
     Clash(
         argument="pipeline_parallel_size",
         clashes=_several,
-        until="0.21.0",
+        until=REFUSES_STAGES,
         instead="1: no release captures over pipeline stages",
         why="only the last stage's layers are captured, the others are zeros, and it isn't refused "
         "(vllm#35623)",
@@ -324,7 +296,7 @@ CLASHES = (
     Clash(
         argument="pipeline_parallel_size",
         clashes=_several,
-        since="0.21.0",
+        since=REFUSES_STAGES,
         instead="1: no release captures over pipeline stages",
         why="vLLM refuses it when it starts",
     ),
@@ -337,24 +309,28 @@ CLASHES = (
         )
         for argument in ("decode_context_parallel_size", "prefill_context_parallel_size")
     ),
-    Clash(
-        argument="enable_eplb",
-        clashes=_on,
-        until="0.16.0",
-        instead="False, or vLLM 0.16.0 or later (best 0.22.0 and later)",
-        why="ids are captured after experts were mapped to their copies, so they are physical (vllm#33013)",
+    *(
+        Clash(
+            argument="enable_eplb",
+            clashes=_on,
+            since=run.since,
+            until=run.until,
+            instead=f"False, or vLLM 0.16.0 to 0.20.2, or {SCHEDULER} or later",
+            why="ids are captured after experts were mapped to their copies: they are physical (vllm#33013)",
+        )
+        for run in PHYSICAL
     ),
     Clash(
         argument="data_parallel_size",
         clashes=_several,
-        until="0.16.0",
+        until=MEMORY_BY_RANK,
         instead="1, or vLLM 0.16.0 or later (best 0.22.0 and later)",
         why="the shared memory that rows go through has one name for all data-parallel ranks",
     ),
     Clash(
         argument="data_parallel_size",
         clashes=_several_with_experts_spread,
-        since="0.16.0",
+        since=MEMORY_BY_RANK,
         until="0.20.0",
         instead="1, enable_expert_parallel=False, or vLLM 0.20.0 or later",
         why="an assertion fails in the first step where each rank routes its own tokens (modular kernels)",
@@ -369,22 +345,22 @@ CLASHES = (
     Clash(
         argument="kv_transfer_config",
         clashes=_given,
-        until="0.22.0",
+        until=SCHEDULER,
         instead="no KV connector, or one that offloads with vLLM 0.31.0 or later",
         why="tokens whose KV blocks come from outside have no rows, and it isn't refused",
     ),
     Clash(
         argument="kv_transfer_config",
         clashes=_given,
-        since="0.22.0",
-        until="0.31.0",
+        since=SCHEDULER,
+        until=BY_BLOCK,
         instead="no KV connector, or one that offloads with vLLM 0.31.0 or later",
         why="vLLM refuses it when it starts",
     ),
     Clash(
         argument="kv_transfer_config",
         clashes=_disaggregates,
-        since="0.31.0",
+        since=BY_BLOCK,
         instead="connectors that offload; prefill and decode in one engine",
         why="vLLM refuses those of Nixl, MoRIIO and Mooncake when it starts: rows don't travel with KV "
         "blocks",
@@ -392,7 +368,7 @@ CLASHES = (
     Clash(
         argument="kv_offloading_size",
         clashes=_given,
-        until="0.31.0",
+        until=BY_BLOCK,
         instead="nothing, or vLLM 0.31.0 or later",
         why="it is a KV connector: tokens whose KV blocks come back from outside have no rows",
     ),
@@ -400,7 +376,7 @@ CLASHES = (
         argument="async_scheduling",
         clashes=_on,
         since="0.21.0",
-        until="0.22.0",
+        until=SCHEDULER,
         instead="False, or vLLM 0.22.0 or later",
         why="vLLM refuses it when it starts",
     ),
@@ -408,14 +384,14 @@ CLASHES = (
         argument="enable_prefix_caching",
         clashes=_on,
         since="0.21.0",
-        until="0.22.0",
+        until=SCHEDULER,
         instead="False, or vLLM 0.22.0 or later",
         why="tokens that come from the cache have rows of zeros",
     ),
     Clash(
         argument="enable_prefix_caching",
         clashes=_off,
-        since="0.31.0",
+        since=BY_BLOCK,
         instead="True, or vLLM 0.22.0 to 0.30.0",
         why="rows are kept by KV block from 0.31.0 on, and vLLM refuses to start without",
     ),
@@ -423,12 +399,12 @@ CLASHES = (
         Clash(
             argument="speculative_config",
             clashes=_drafts_by_mtp,
-            since=since,
-            until=until,
+            since=run.since,
+            until=run.until,
             instead="another method, or vLLM 0.26.0 or later",
             why="the draft's MoE layer calls itself layer 0 and overwrites the model's (vllm#48622)",
         )
-        for since, until in (("", "0.21.0"), ("0.22.0", "0.26.0"))
+        for run in DRAFTS_OVERWRITE
     ),
     Clash(
         argument="speculative_config",
@@ -442,14 +418,14 @@ CLASHES = (
     Clash(
         argument="speculative_config",
         clashes=_verifies_adaptively,
-        since="0.31.0",
+        since=BY_BLOCK,
         instead="enable_adaptive_verification=False",
         why="vLLM refuses it when it starts",
     ),
     Clash(
         argument="moe_backend",
         clashes=_is_monolithic,
-        until="0.27.0",
+        until=REFUSES_KERNELS,
         instead='"triton" or another, or vLLM 0.27.0 or later',
         why="the kernel chooses experts by itself, past the capture, and every id is 0 (vllm#44116)",
     ),
@@ -466,96 +442,107 @@ def switched_on(version: str) -> dict[str, Any]:
     """The arguments that make that release return routes."""
     found: dict[str, Any] = {SWITCH: True}
     at = release(version)
-    if at < release("0.22.0"):
+    if at < release(SCHEDULER):
         found["async_scheduling"] = False
-    if release("0.21.0") <= at < release("0.22.0"):
+    if release("0.21.0") <= at < release(SCHEDULER):
         found["enable_prefix_caching"] = False
-    if at >= release("0.31.0"):
+    if at >= release(BY_BLOCK):
         found["enable_prefix_caching"] = True
     return found
 
 
 LIMITS = (
     Limit(
-        until="0.22.0",
-        sentence="a completion that a stop string ends has no routes before 0.22.0 (stop_token_ids are fine)",
+        until=SCHEDULER,
+        words="a completion that a stop string ends has no routes before 0.22.0 (stop_token_ids are fine)",
     ),
-    Limit(until="0.22.0", sentence="an aborted request has no routes before 0.22.0"),
-    Limit(until="0.21.0", sentence="there are no routes over HTTP before 0.21.0"),
+    Limit(until=SCHEDULER, words="an aborted request has no routes before 0.22.0"),
+    Limit(until=HTTP, words=f"there are no routes over HTTP before {HTTP}"),
     Limit(
         until="0.21.0",
-        sentence="rows go through shared memory of one host, as large as the KV cache has slots, times "
+        words="rows go through shared memory of one host, as large as the KV cache has slots, times "
         "layers and top-k: see that /dev/shm has room",
     ),
     Limit(
         until="0.21.0",
-        sentence="async_scheduling=False is passed: with it, rows are read from slots that may have been "
+        words="async_scheduling=False is passed: with it, rows are read from slots that may have been "
         "given away",
     ),
     Limit(
         since="0.21.0",
-        until="0.22.0",
-        sentence="0.21.0 drops the routes of preempted requests, and takes no sequence parallelism, and no "
+        until=SCHEDULER,
+        words="0.21.0 drops the routes of preempted requests, and takes no sequence parallelism, and no "
         "data parallelism without modular kernels",
     ),
     Limit(
-        until="0.27.0",
-        on_ascend=False,
-        sentence="FlashInfer's monolithic MoE kernels, which vLLM takes by itself on Blackwell and for "
-        "NVFP4, give zeros before 0.27.0 (vllm#44116): pass moe_backend='triton' or another there",
+        until=REFUSES_KERNELS,
+        device="cuda",
+        words="FlashInfer's monolithic MoE kernels, which vLLM takes by itself on Blackwell and for NVFP4, "
+        f"give zeros before {REFUSES_KERNELS} (vllm#44116): pass moe_backend='triton' or another there",
     ),
     Limit(
         until="0.28.0",
-        on_ascend=False,
-        sentence="Model Runner V2 captures nothing before 0.28.0: vLLM falls back to V1, or refuses to start "
+        device="cuda",
+        words="Model Runner V2 captures nothing before 0.28.0: vLLM falls back to V1, or refuses to start "
         "where VLLM_USE_V2_MODEL_RUNNER=1 asks for V2, so leave it unset",
     ),
     Limit(
         until="0.17.0",
-        on_ascend=False,
-        sentence="rows are captured on CUDA devices alone before 0.17.0",
+        device="cuda",
+        words="rows are captured on CUDA devices alone before 0.17.0",
     ),
     Limit(
-        until="0.22.0",
-        sentence="sequence parallelism of MoE layers ends in an AssertionError before 0.22.0, or is refused",
+        until=CPU,
+        device="cpu",
+        words=f"on a CPU every id is 0 before {CPU}, and from {REFUSES_KERNELS} on vLLM refuses to start",
     ),
     Limit(
-        since="0.22.0",
-        until="0.31.0",
-        sentence="the scheduler keeps rows of every KV cache slot in host memory: slots times layers times "
+        since=SCALE_OUT,
+        words="/inference/v1/generate is served with --enable-scale-out alone (or --tokens-only) from "
+        f"{SCALE_OUT} on",
+    ),
+    Limit(
+        since=BY_BLOCK,
+        words="Model Runner V2 needs Triton: without it, as on most CPUs, vLLM refuses to start («Model "
+        "Runner V2 requires Triton»), so take an earlier release there",
+    ),
+    Limit(
+        until=SCHEDULER,
+        words="sequence parallelism of MoE layers ends in an AssertionError before 0.22.0, or is refused",
+    ),
+    Limit(
+        since=SCHEDULER,
+        until=BY_BLOCK,
+        words="the scheduler keeps rows of every KV cache slot in host memory: slots times layers times "
         "top-k bytes",
     ),
     Limit(
-        since="0.22.0",
-        until="0.31.0",
-        sentence="a routed_experts_prompt_start that isn't below the prompt's length ends the engine "
+        since=SCHEDULER,
+        until=BY_BLOCK,
+        words="a routed_experts_prompt_start that isn't below the prompt's length ends the engine "
         "before 0.31.0",
     ),
     Limit(
-        until="0.31.0",
-        sentence="outputs that are merged while they wait in a stream lose their routes before 0.31.0: use "
+        until=BY_BLOCK,
+        words="outputs that are merged while they wait in a stream lose their routes before 0.31.0: use "
         "RequestOutputKind.FINAL_ONLY",
     ),
     Limit(
-        since="0.22.0",
-        sentence="tokens from the prefix cache have the rows of whoever computed them first: reset it when "
+        since=SCHEDULER,
+        words="tokens from the prefix cache have the rows of whoever computed them first: reset it when "
         "weights change",
     ),
     Limit(
-        since="0.31.0",
-        sentence="rows are kept in aux_output_config's max_bytes; where that is too small, requests fail "
+        since=BY_BLOCK,
+        words="rows are kept in aux_output_config's max_bytes; where that is too small, requests fail "
         "with BlockObjectStoreError",
     ),
 )
 
 
-def limits(version: str, planned: Mapping[str, Any], *, on_ascend: bool) -> tuple[str, ...]:
+def limits(version: str, planned: Mapping[str, Any], device: str) -> tuple[str, ...]:
     """What that release can't do or does wrong, where its arguments don't tell, one sentence each."""
-    found = [
-        limit.sentence
-        for limit in LIMITS
-        if limit.in_release(version) and limit.on_ascend in (None, on_ascend)
-    ]
+    found = limits_of(LIMITS, version, device)
     if release(version) > release(NEWEST):
         found.insert(
             0, f"vLLM {version} is newer than {NEWEST}, the newest that was looked at: taken for its like"
@@ -565,7 +552,7 @@ def limits(version: str, planned: Mapping[str, Any], *, on_ascend: bool) -> tupl
             "a DFlash draft that mixes sliding-window and full attention needs Model Runner V2, which "
             "captures nothing before 0.28.0: vLLM refuses it when it starts"
         )
-    if _may_draft(planned, release(version)):
+    if _may_draft(planned, version):
         found.append("a draft model that has MoE layers of its own overwrites layer 0 before 0.26.0")
     return tuple(found)
 
@@ -575,9 +562,12 @@ def _may_need_v2(planned: Mapping[str, Any], at: tuple[int, ...]) -> bool:
     return method == "dflash" and release("0.26.0") <= at < release("0.28.0")
 
 
-def _may_draft(planned: Mapping[str, Any], at: tuple[int, ...]) -> bool:
+def _may_draft(planned: Mapping[str, Any], version: str) -> bool:
     config = as_mapping(planned.get("speculative_config"))
     method = str(config.get("method") or "").lower()
     without_model = ("ngram", "suffix", "medusa", "mlp_speculator")
-    fixed = release("0.21.0") <= at < release("0.22.0") or at >= release("0.26.0")
-    return bool(config) and not fixed and not method.startswith(without_model)
+    return (
+        bool(config)
+        and any(run.holds(version) for run in DRAFTS_OVERWRITE)
+        and not method.startswith(without_model)
+    )

@@ -4,27 +4,33 @@
                   0.14.0rc1     nothing
     0.15.0rc1     0.19.1rc1     unquantized           logical  AscendUnquantizedFusedMoEMethod.apply
     0.20.2rc1     0.20.2rc1     unquantized           logical  the same, without the capturer's singleton
-    0.21.0rc1     0.23.0.post1  unquantized           logical  the same; tokens that are split over ranks too
+    0.21.0rc1     0.23.0.post1  unquantized           logical  the same
     0.24.0rc1     0.26.0rc1     nothing: all zeros             the same, behind a config that is never set
     0.27.1rc1     0.29.0rc1     all                   logical  the routers, by vLLM's own binder
     0.30.0rc1     0.30.0rc2     all                   logical  the same, by Model Runner V2 alone
 
-All of it was read in the released source, and none of it was run. Nothing of it is imported or changed. Where
+0.21.0rc1 has a patch that puts together the tokens that data or sequence parallelism split (#9728); on vLLM's
+release of the same number it is installed from 0.25.1rc1 on.
+
+All of it was read in the released source; 0.18.0, 0.23.0 and 0.30.0rc2 were run on a CPU with stand-ins for
+the NPU's operators. Nothing of it is imported or changed. Where
 `npu_replay` makes a release capture that doesn't by itself, it will be done here: `refusal` then says so.
 
 Probes: `capability`. Offers: `Setting`, `check`, `refusal`, `limits`, `needs_v2`, `needs_sync`,
-`faults`. Nothing to undo.
+`faults`, `guesses`. Nothing to undo.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
 
 from npu_replay.compat import model_config
 from npu_replay.compat.probe import Capability, Product
-from npu_replay.door import Fault, Symptom, release
+from npu_replay.door import Fault, Symptom
 from npu_replay.errors import ReplayError
+from npu_replay.releases import release
 
 CAPABILITY = "routes of vllm-ascend"
 NEWEST = "0.30.0rc2"
@@ -48,7 +54,9 @@ class Row:
     Attributes:
         since: the first of them.
         captures: what of a model's layers is captured.
-        splits: are tokens that data or sequence parallelism split put together right?
+        splits: are tokens that data or sequence parallelism split put together right, on vLLM's release of
+            the same number? Else an assertion ends the engine as soon as ranks have different numbers.
+        lost: what stands in rows that were never written.
         hybrids: are models with linear attention read by the right KV cache group: by no model runner, by the
             second alone, or by all?
         runner: the model runner without which there are none; empty if any will do.
@@ -57,19 +65,20 @@ class Row:
     since: str
     captures: Captures
     splits: bool = False
+    lost: Literal["zeros", "an earlier step's"] = "zeros"
     hybrids: Literal["never", "V2", "always"] = "never"
     runner: str = ""
 
 
+_UNCLEARED: Final = "an earlier step's"  # vLLM's buffer is never cleared from 0.28 on
 TABLE = (
     Row(since="0.0.0", captures="nothing"),
     Row(since="0.15.0", captures="unquantized"),
-    Row(since="0.20.2", captures="unquantized"),
-    Row(since="0.21.0", captures="unquantized", splits=True),
-    Row(since="0.24.0", captures="zeros", splits=True),
+    Row(since="0.24.0", captures="zeros"),
+    Row(since="0.25.1", captures="zeros", splits=True),
     Row(since="0.27.1", captures="all", splits=True),
-    Row(since="0.28.0", captures="all", splits=True, hybrids="V2"),
-    Row(since="0.30.0", captures="all", splits=True, hybrids="always", runner="V2"),
+    Row(since="0.28.0", captures="all", splits=True, lost=_UNCLEARED, hybrids="V2"),
+    Row(since="0.30.0", captures="all", splits=True, lost=_UNCLEARED, hybrids="always", runner="V2"),
 )
 
 
@@ -180,20 +189,23 @@ def refusal(version: str, setting: Setting) -> ReplayError | None:
     if not known.splits and setting.data_parallel > 1:
         return _refused(
             version,
-            "captures the wrong rows under data parallelism",
-            "data_parallel_size=1, or vllm-ascend 0.21.0rc1 and later",
+            "ends in an AssertionError under data parallelism, once ranks have different numbers of tokens",
+            "data_parallel_size=1, or vllm-ascend 0.27.1rc1 and later",
             f"data_parallel_size={setting.data_parallel}",
-            "tokens of several ranks are put together before they are routed (vllm-ascend#9728)",
+            "vLLM's own capture runs there, which knows no tokens that are padded or put together before "
+            "they are routed; what mends it (vllm-ascend#9728) is installed from 0.25.1rc1 on",
         )
     if setting.soc is not None and _splits_tokens(setting):
+        remedy = "data_parallel_size above 1, or " if known.splits else ""
         return _refused(
             version,
             f"captures one token in {setting.tensor_parallel} on {setting.soc}: the other rows would be "
-            "zeros",
-            "data_parallel_size above 1, or expert parallelism off",
+            f"{known.lost}",
+            f"{remedy}expert parallelism off",
             f"tensor_parallel_size={setting.tensor_parallel} with expert parallelism and no data parallelism",
             "tokens are split over the tensor-parallel ranks before they are routed, and without data "
-            "parallelism the capture takes each rank's part for the whole",
+            "parallelism the capture takes each rank's part for the whole"
+            + (", in a buffer that is never cleared" if known.lost == _UNCLEARED else ""),
         )
     return None
 
@@ -219,9 +231,9 @@ def limits(version: str, setting: Setting = Setting()) -> tuple[str, ...]:
         )
     if setting.soc is None and _splits_tokens(setting):
         found.append(
-            f"vllm-ascend {version} loses rows with expert parallelism over tensor_parallel_size="
-            f"{setting.tensor_parallel} and no data parallelism, on A3, A5, and A2 from 16 ranks on (say "
-            "soc= to have it checked)"
+            f"vllm-ascend {version} loses rows, which are {known.lost} then, with expert parallelism over "
+            f"tensor_parallel_size={setting.tensor_parallel} and no data parallelism, on A3, A5, and A2 from "
+            "16 ranks on (say soc= to have it checked)"
         )
     return tuple(found)
 
@@ -237,33 +249,46 @@ def needs_sync(version: str) -> bool:
     return release(version) < release("0.23.0")
 
 
+_NEVER = {
+    "zeros": f"skips the capture, as 0.24.0rc1 to 0.26.0rc1 all do (vllm-ascend#16314). {_WORKING}",
+    "unquantized": "captures no quantized experts. Take an unquantized model, or 0.27.1rc1 and later",
+}
+"""Why all ids are 0, by what is captured."""
+
+
 def faults(version: str) -> tuple[Fault, ...]:
-    """What can be wrong with routes of that release, for the door's messages."""
-    known, name = row_of(version), f"vllm-ascend {version}"
-    found = []
-    if known.captures == "zeros":
-        found.append(_fault(Symptom.ZEROS, f"{name} skips the capture (vllm-ascend#16314). {_WORKING}"))
-    if known.captures == "unquantized":
-        found.append(
-            _fault(
-                Symptom.ZEROS,
-                f"{name} captures no quantized experts. Take an unquantized model, or 0.27.1rc1 and later",
-            )
-        )
-    if _is_of_main(version):
-        found.append(
-            _fault(
-                Symptom.RANGE,
-                f"{name} gives physical ids, if it was built of the main branch between 1 and 12 August 2026 "
-                "(vllm-ascend#13268; mended by #13882)",
-            )
-        )
-    group = f"{name} reads a hybrid model's rows from KV cache group 0, which may be another than attention's"
-    split = (
-        f"{name} captures one tensor-parallel rank's tokens with expert parallelism and no data parallelism"
+    """What can be wrong with routes of that release, for the door's messages. They hold of any vLLM's."""
+    name = f"vllm-ascend {version}"
+    of_main = Fault(
+        symptom=Symptom.RANGE,
+        cause=f"{name} gives physical ids, if it was built of the main branch between 1 and 12 August 2026 "
+        "(vllm-ascend#13268; mended by #13882)",
     )
-    found.append(_fault(Symptom.ZERO_ROWS, split if known.hybrids == "always" else f"{split}; or {group}"))
-    return tuple(found)
+    return (*((of_main,) if _is_of_main(version) else ()), *_faults_of(row_of(version), name))
+
+
+def guesses() -> Iterator[Fault]:
+    """The same where nobody says which release it is, or whether there is one: by vLLM's, which has its
+    number."""
+    for known, until in zip(TABLE[1:], (*(row.since for row in TABLE[2:]), ""), strict=True):
+        for fault in _faults_of(known, "on Ascend, vllm-ascend"):
+            yield replace(fault, since=known.since, until=until, device="npu")
+
+
+def _faults_of(known: Row, name: str) -> Iterator[Fault]:
+    if known.captures in _NEVER:
+        yield Fault(symptom=Symptom.ZEROS, cause=f"{name} {_NEVER[known.captures]}")
+    if known.hybrids != "always":
+        yield Fault(
+            symptom=Symptom.ZERO_ROWS,
+            cause=f"{name} reads a hybrid model's rows from KV cache group 0, which may be another than "
+            "attention's",
+        )
+    yield Fault(
+        symptom=Symptom.ZERO_ROWS if known.lost == "zeros" else Symptom.STALE_ROWS,
+        cause=f"{name} captures one tensor-parallel rank's tokens with expert parallelism and no data "
+        f"parallelism, and the other rows are {known.lost}",
+    )
 
 
 def capability(product: Product) -> Capability:
@@ -304,7 +329,3 @@ def _refused(version: str, problem: str, expected: str, got: str, cause: str) ->
     return ReplayError(
         f"vllm-ascend {version} {problem}", where="rollout", expected=expected, got=got, cause=cause
     )
-
-
-def _fault(symptom: Symptom, cause: str) -> Fault:
-    return Fault(symptom=symptom, cause=cause)

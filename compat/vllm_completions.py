@@ -15,14 +15,21 @@ Probes: nothing. Offers: `Completion`, `completions`. Nothing to undo.
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from npu_replay.compat.server_answers import opened
+from npu_replay.compat.vllm_releases import BEAMS, SCALE_OUT
 from npu_replay.errors import InvalidRoutes
 
 _NOT_ENDED = ("abort", "error")
+_ANSWER = "an answer of /v1/completions, /v1/chat/completions or /inference/v1/generate"
+_NOT_FOUND = (
+    f"a path that this server hasn't got. From {SCALE_OUT} on it serves /inference/v1/generate with "
+    "--enable-scale-out alone (or --tokens-only)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +48,7 @@ class Completion:
         finish_reason: the engine's word for why it ended; None if it didn't say.
         stop_reason: the stop string that ended it, if one did.
         weight_versions: the engine's own spans of weight versions, where it gives them.
+        version: the engine's release, where an answer over HTTP says it (`system_fingerprint`).
         prompt_count, sampled_count: how many ids of each the engine ran, where an answer over HTTP says so of
             this completion alone.
     """
@@ -56,6 +64,7 @@ class Completion:
     finish_reason: str | None
     stop_reason: str | None
     weight_versions: Any
+    version: str = ""
     prompt_count: int | None = None
     sampled_count: int | None = None
 
@@ -91,41 +100,21 @@ def completions(output: Any) -> list[Completion]:
     Raises:
         InvalidRoutes: it is something else, an error message, or a piece of a stream.
     """
-    if isinstance(output, (str, bytes, bytearray)):
-        output = _parsed(output)
-    elif hasattr(output, "choices") and callable(getattr(output, "model_dump", None)):
-        output = output.model_dump()
+    output = opened(output, "vLLM", _ANSWER, not_found=_NOT_FOUND)
     found = _of_response(output) if isinstance(output, Mapping) else _of_request_output(output)
     if not found:
         raise _wrong("the answer has no completions", "one at least", 0)
     return found
 
 
-def _parsed(text: str | bytes | bytearray) -> Mapping[str, Any]:
-    try:
-        answer = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        shown = f"{bytes(text[:40])!r}" if not isinstance(text, str) else repr(text[:40])
-        raise _wrong(
-            "the answer isn't JSON",
-            "an answer of vLLM's server, whole",
-            f"{shown} ({type(error).__name__})",
-            "a stream, whose pieces begin with «data:», or an error page of something between",
-        ) from error
-    if not isinstance(answer, dict):
-        raise _wrong("the answer isn't an object", "an answer of vLLM's server", type(answer).__name__)
-    return answer
-
-
 def _of_response(answer: Mapping[str, Any]) -> list[Completion]:
     choices = answer.get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, Mapping) for choice in choices):
-        said = answer.get("error", answer.get("message"))
         raise _wrong(
             "the answer has no choices",
-            "an answer of /v1/completions, /v1/chat/completions or /inference/v1/generate",
-            str(said)[:200] if said is not None else f"the keys {sorted(map(str, answer))[:8]}",
-            "the server's error message" if said is not None else "another endpoint",
+            _ANSWER,
+            f"the keys {sorted(map(str, answer))[:8]}",
+            "another endpoint",
         )
     if any("delta" in choice for choice in choices):
         raise _wrong(
@@ -149,6 +138,7 @@ def _of_response(answer: Mapping[str, Any]) -> list[Completion]:
             finish_reason=_word(choice.get("finish_reason")),
             stop_reason=_word(choice.get("stop_reason")),
             weight_versions=choice.get("weight_versions"),
+            version=_release(answer.get("system_fingerprint")),
             prompt_count=counts[0],
             sampled_count=counts[1],
         )
@@ -177,13 +167,17 @@ def _count(value: Any) -> int | None:
 
 def _of_request_output(output: Any) -> list[Completion]:
     outputs = getattr(output, "outputs", None)
+    if hasattr(output, "sequences") and outputs is None:
+        raise _wrong("beam search gives no routes", "a RequestOutput", type(output).__name__, BEAMS)
     if isinstance(output, Sequence) or not isinstance(outputs, (list, tuple)):
-        several = isinstance(output, Sequence) and len(output) and hasattr(output[0], "outputs")
+        several = isinstance(output, Sequence) and any(
+            hasattr(one, "outputs") or isinstance(one, Mapping) for one in output[:1]
+        )
         raise _wrong(
             "this isn't what vLLM gives for one request",
             "a RequestOutput, or an answer over HTTP as a dict or as JSON",
             f"{type(output).__name__} of {len(output)}" if several else type(output).__name__,
-            "LLM.generate() returns a list: take its RequestOutputs one by one" if several else "",
+            "a list, as LLM.generate() returns it: take what is in it one by one" if several else "",
         )
     return [
         Completion(
@@ -205,6 +199,12 @@ def _of_request_output(output: Any) -> list[Completion]:
 
 def _request(name: Any) -> str:
     return f"request {name[:80]}" if isinstance(name, str) and name else ""
+
+
+def _release(fingerprint: Any) -> str:
+    """«vllm-0.30.0-tp2-3ea666b7», or another's fingerprint, or the user's own words."""
+    found = re.match(r"vllm-(\d+\.[\w.+]+)", fingerprint) if isinstance(fingerprint, str) else None
+    return found[1][:80] if found else ""
 
 
 def _word(value: Any) -> str | None:

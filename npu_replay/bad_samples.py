@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from npu_replay.errors import MicroBatchError, ReplayError, listed, shown, whole_number
+from npu_replay.errors import MicroBatchError, ReplayError, listed, whole_number
 from npu_replay.routed_experts import RoutedExperts
 
 _log = logging.getLogger(__name__)
@@ -48,23 +48,6 @@ def find(
             error = _misfit(f"sequence {number}", routes, layers, lacking[routes.layers], usual)
         if error is not None:
             found[number] = error
-    return found
-
-
-def share(ceiling: Any, name: str = "ceiling") -> float:
-    """The share of bad samples that is let through, 0 to 1, from a caller or from text.
-
-    Raises:
-        MicroBatchError: it is no such share.
-    """
-    try:
-        found = float(ceiling)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        found = -1.0
-    if not 0 <= found <= 1:
-        raise MicroBatchError(
-            f"{name} is a share of the samples", expected="a number, 0 to 1", got=shown(ceiling)
-        )
     return found
 
 

@@ -8,7 +8,6 @@ the likeliest fault of that engine and release.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -18,8 +17,9 @@ import numpy as np
 import torch
 
 from npu_replay import id_checks
-from npu_replay.errors import InvalidRoutes, ReplayError, one_of, shown
+from npu_replay.errors import InvalidRoutes, one_of, shown
 from npu_replay.id_checks import Array
+from npu_replay.releases import Releases, tells_release
 from npu_replay.routed_experts import RoutedExperts, narrow_array_dtype
 from npu_replay.routed_model import RoutedModel
 from npu_replay.token_ids import as_token_ids
@@ -27,6 +27,10 @@ from npu_replay.token_ids import as_token_ids
 Missing = Literal["error", "native"]
 
 _log = logging.getLogger(__name__)
+
+
+_CAUSES = 5
+"""So many causes are named at most."""
 
 
 class Symptom(str, Enum):
@@ -49,27 +53,18 @@ class Symptom(str, Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
-    """One known fault of an engine.
+class Fault(Releases):
+    """One known fault of an engine: the releases that have it, how it shows, what it is.
 
     Attributes:
         symptom: how it shows.
-        since: the first release that has it; empty: all.
-        until: the first that hasn't; empty: none that is known.
         cause: for the user: what it is, what to do.
+        sure: it explains the symptom by itself: in its releases no other is named after it.
     """
 
     symptom: Symptom
-    since: str = ""
-    until: str = ""
     cause: str
-
-    def in_release(self, version: str) -> bool:
-        """Has that release this fault? Unknown releases may have any."""
-        if not version:
-            return True
-        at = release(version)
-        return (not self.since or at >= release(self.since)) and (not self.until or at < release(self.until))
+    sure: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +74,16 @@ class Source:
     Attributes:
         engine: «vLLM».
         version: its release, where known.
+        device: what it ran on, where known: «cuda», «npu», «cpu».
         sample: «request 17, completion 2».
         field: where in the engine's answer: «choices[0].routed_experts».
-        faults: what is known to be wrong with the engine; the first that fits is named.
+        faults: what is known to be wrong with the engine, the likeliest first; the first few that fit are
+            named.
     """
 
     engine: str
     version: str = ""
+    device: str = ""
     sample: str = ""
     field: str = ""
     faults: tuple[Fault, ...] = ()
@@ -105,22 +103,17 @@ class Source:
         )
 
     def _cause(self, symptom: Symptom) -> str:
-        fitting = [
-            fault for fault in self.faults if fault.symptom is symptom and fault.in_release(self.version)
-        ]
-        if self.version and fitting:
-            return fitting[0].cause
-        return "; or ".join(fault.cause for fault in fitting[:2])
-
-
-def release(version: str) -> tuple[int, ...]:
-    """«0.5.12.post1» as (0, 5, 12), «0.24.0rc1» as (0, 24, 0): for comparing; zeros where nothing is said."""
-    if not isinstance(version, str):
-        raise ReplayError(
-            "a release is told as text", where="version", expected="«0.23.0»", got=shown(version)
-        )
-    numbers = [int(number[:9]) for number in re.findall(r"\d+", version.split("rc")[0])[:3]]
-    return tuple(numbers + [0] * (3 - len(numbers)))
+        causes: list[str] = []
+        for fault in self.faults:
+            if (
+                fault.symptom is symptom
+                and fault.holds(self.version, self.device)
+                and fault.cause not in causes
+            ):
+                causes.append(fault.cause)
+                if fault.sure and tells_release(self.version):
+                    break
+        return "; or ".join(causes[:_CAUSES])
 
 
 def admit(

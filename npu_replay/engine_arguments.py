@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from npu_replay.errors import ReplayError
+from npu_replay.releases import Releases
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit(Releases):
+    """What releases can't do, or do wrong, whatever they are started with: one sentence."""
+
+    words: str
+
+
+def limits_of(table: Iterable[Limit], version: str, device: str) -> list[str]:
+    """The sentences of a table that hold of that release, there."""
+    return [limit.words for limit in table if limit.holds(version, device)]
 
 
 @dataclass(frozen=True)

@@ -141,3 +141,18 @@ def described(function: object) -> str:
     """«mindspeed.core.transformer.moe.moe_utils.topk_softmax_with_capacity»: whose function this is."""
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{getattr(function, '__module__', None) or '?'}.{name}"
+
+
+def share(value: Any, what: str, of: str) -> float:
+    """A share of the samples, say, from 0 to 1, from a caller or from text.
+
+    Raises:
+        ReplayError: it is no such share.
+    """
+    try:
+        found = -1.0 if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        found = -1.0
+    if not 0 <= found <= 1:
+        raise ReplayError(f"{what} is a share of the {of}", expected="a number, 0 to 1", got=shown(value))
+    return found

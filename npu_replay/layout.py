@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from npu_replay import bad_samples, probing
-from npu_replay.errors import MicroBatchError, ReplayError, listed, one_of, shown, whole_number
+from npu_replay.errors import MicroBatchError, ReplayError, listed, one_of, share, shown, whole_number
 from npu_replay.inputs import LaidOut
 from npu_replay.parallel_layout import Context, ParallelLayout
 from npu_replay.routed_experts import RoutedExperts, is_plain
@@ -255,7 +255,7 @@ class TokenLayout:
                 bad ones.
         """
         one_of(on_bad_route, ("error", "native"), "on_bad_route", kind=MicroBatchError)
-        ceiling = bad_samples.share(ceiling)
+        ceiling = share(ceiling, "ceiling", "samples")
         wanted = None
         if layers is not None:
             wanted = tuple(whole_number(layer, "a layer") for layer in listed(layers, "the layers"))

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from npu_replay import seam
-from npu_replay.errors import MicroBatchError, ReplayError, RouterError, micro_batch
+from npu_replay.errors import MicroBatchError, ReplayError, RouterError, micro_batch, share
 from npu_replay.inputs import copied
 from npu_replay.routed_experts import RoutedExperts
 from npu_replay.routers import Model, Router
@@ -97,7 +97,9 @@ class Replaying(Session):
         super().__init__(model)
         self._aux_loss = counted_by_aux_losses(aux_loss)
         self._live_mismatch = live_mismatch
-        self._max_live_mismatch = None if max_live_mismatch is None else share(max_live_mismatch)
+        self._most: float | None = None
+        if max_live_mismatch is not None:
+            self._most = share(max_live_mismatch, "max_live_mismatch", "token-layers")
         self._differing = Count()
         self._compared = 0
         self._chunk_of: dict[int, int] = {}
@@ -200,7 +202,7 @@ class Replaying(Session):
 
         def choose(own: seam.Own) -> torch.Tensor:
             chosen = ids.long()
-            if self._live_mismatch or (self._max_live_mismatch is not None and forward.number == 0):
+            if self._live_mismatch or (self._most is not None and forward.number == 0):
                 self._count_differing(chosen, own(), routes, missing)
             if missing is not None:
                 chosen.index_copy_(0, missing, own(missing))
@@ -214,8 +216,8 @@ class Replaying(Session):
 
     def _end(self, chunk: int, output: object) -> None:
         super()._end(chunk, output)
-        if self._max_live_mismatch is not None and self._timeline.ended[chunk] == 1:
-            self._check_live_mismatch(chunk, self._max_live_mismatch)
+        if self._most is not None and self._timeline.ended[chunk] == 1:
+            self._check_live_mismatch(chunk, self._most)
 
     def _check_live_mismatch(self, chunk: int, most: float) -> None:
         """At the end of a chunk's first forward: are the routes anywhere near its routers' own choice?"""
@@ -362,13 +364,6 @@ class Replay(Replaying):
 
 def _belong(routes: RoutedExperts, tokens: torch.Tensor) -> bool:
     return routes.inputs is not None and routes.inputs.fit(tokens)
-
-
-def share(value: Any, name: str = "max_live_mismatch") -> float:
-    """A share from 0 to 1, or a ReplayError that says what it is instead."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise ReplayError(f"{name} is a share of the token-layers", expected="0 to 1", got=repr(value))
-    return float(value)
 
 
 def checked_routes(routes: Sequence[RoutedExperts]) -> list[RoutedExperts]:

@@ -18,8 +18,8 @@ import numpy as np
 
 import sglang_outputs
 import vllm_outputs
-from npu_replay.door import release
 from npu_replay.id_checks import Array
+from npu_replay.releases import release
 from npu_replay.routed_model import RoutedModel
 
 Engine = Literal["vllm", "sglang"]

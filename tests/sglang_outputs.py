@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from npu_replay.door import release
 from npu_replay.id_checks import Array
+from npu_replay.releases import release
 from npu_replay.routed_model import RoutedModel
 
 RELEASES = (

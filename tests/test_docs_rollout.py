@@ -182,6 +182,14 @@ def test_the_table_of_vllm_is_what_engine_arguments_says() -> None:
         assert adds == ", ".join(words), release
 
 
+def ends_with_data_parallelism(version: str, vllm_ascend: str, ranks: int) -> bool:
+    try:
+        vllm.engine_arguments(version, vllm_ascend=vllm_ascend, planned={"data_parallel_size": ranks})
+    except ReplayError as error:
+        return "AssertionError" in str(error)
+    return False
+
+
 def test_the_table_of_vllm_ascend_is_what_engine_arguments_says() -> None:
     for release, says in table("vllm-ascend"):
         beside = "0.23.0" if release == "0.13.0" else release.split("rc")[0]
@@ -194,6 +202,10 @@ def test_the_table_of_vllm_ascend_is_what_engine_arguments_says() -> None:
                 vllm.engine_arguments(beside, vllm_ascend=release)
             continue
         limits = " ".join(vllm.engine_arguments(beside, vllm_ascend=release).limits)
+        for ranks in (1, 2):
+            assert ("without data" in says and ranks > 1) == ends_with_data_parallelism(
+                beside, release, ranks
+            )
         assert ("unquantized experts" in says) == ("unquantized experts alone" in limits), release
         assert ("Model Runner V2" in says) == ("Model Runner V2 alone" in limits), release
 

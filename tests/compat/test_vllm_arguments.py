@@ -125,7 +125,7 @@ REFUSED = {
     "pcp": (EVERY, {"prefill_context_parallel_size": 2}, "no release captures under context parallelism"),
     "pooling": (EVERY, {"runner": "pooling"}, '"generate"'),
     "off": (EVERY, {SWITCH: False}, "True, or nothing"),
-    "t32-eplb": (("0.14.0", "0.14.1"), {"enable_eplb": True}, "vLLM 0.16.0 or later"),
+    "t32-eplb": (("0.14.0", "0.14.1", "0.21.0"), {"enable_eplb": True}, "0.22.0 or later"),
     "dp": (("0.14.0", "0.14.1"), {"data_parallel_size": 2}, "vLLM 0.16.0 or later"),
     "dp-ep": (
         ("0.16.0", "0.17.0", "0.18.0", "0.19.1"),
@@ -149,7 +149,7 @@ REFUSED = {
         {"speculative_config": json.dumps({"model": "deepseek-ai/DSpark_qwen3_8b_block7"})},
         "vLLM 0.28.0 or later",
     ),
-    "eplb-text": (("0.14.0",), {"enable_eplb": "True"}, "vLLM 0.16.0 or later"),
+    "eplb-text": (("0.14.0",), {"enable_eplb": "True"}, "vLLM 0.16.0 to 0.20.2"),
     "off-text": (("0.33.0",), {SWITCH: "false"}, "True, or nothing"),
     "dp-ep-text": (
         ("0.16.0",),
@@ -203,7 +203,7 @@ ALLOWED = {
             "runner": "generate",
         },
     ),
-    "eplb": (("0.16.0", "0.33.0"), {"enable_eplb": True}),
+    "eplb": (("0.16.0", "0.20.2", "0.22.0", "0.33.0"), {"enable_eplb": True}),
     "dp": (("0.16.0", "0.20.2", "0.33.0"), {"data_parallel_size": 2}),
     "dp-ep": (("0.20.0", "0.33.0"), {"data_parallel_size": 2, "enable_expert_parallel": True}),
     "nodes": (("0.21.0", "0.22.0"), {"nnodes": 2}),
@@ -401,6 +401,9 @@ LIMITED = [
     ("0.30.0", "in host memory"),
     ("0.30.0", "routed_experts_prompt_start"),
     ("0.33.0", "BlockObjectStoreError"),
+    ("0.31.0", "Model Runner V2 requires Triton"),
+    ("0.30.0", "/inference/v1/generate is served with --enable-scale-out alone"),
+    ("0.29.0", "on a CPU every id is 0 before 0.30.0"),
     ("0.33.0", "reset it when weights change"),
 ]
 
@@ -421,6 +424,9 @@ def test_what_a_release_cant_do_is_said(version: str, words: str) -> None:
         ("0.22.0", "an aborted request"),
         ("0.22.0", "preempted requests"),
         ("0.27.0", "monolithic"),
+        ("0.30.0", "requires Triton"),
+        ("0.29.0", "--enable-scale-out"),
+        ("0.30.0", "on a CPU"),
         ("0.28.0", "Model Runner V2"),
         ("0.31.0", "FINAL_ONLY"),
         ("0.30.0", "BlockObjectStoreError"),
@@ -430,9 +436,23 @@ def test_what_a_release_has_mended_isnt_said(version: str, words: str) -> None:
     assert not any(words in limit for limit in engine_arguments(version).limits)
 
 
+@pytest.mark.parametrize(("version", "works"), [("0.20.2", False), ("0.28.0", False), ("0.30.0", True)])
+def test_a_build_for_a_cpu_is_refused_where_its_kernels_choose_past_the_capture(
+    version: str, works: bool
+) -> None:
+    product = Product("vllm", found=True, version=f"{version}+cpu")
+    assert (capability(product).state == "works") == works
+    if works:
+        found = engine_arguments(f"{version}+cpu").limits
+        assert not any("NVIDIA" in limit or "FlashInfer" in limit for limit in found)
+        return
+    with refused(f"vLLM {version}+cpu gives zeros for every id", "on a CPU", "take 0.30.0"):
+        engine_arguments(f"{version}+cpu")
+
+
 def test_every_limit_and_every_clash_is_of_some_release() -> None:
     for row in (*LIMITS, *CLASHES):
-        assert any(row.in_release(version) for version in EVERY), row
+        assert any(row.holds(version) for version in EVERY), row
 
 
 @pytest.mark.parametrize(

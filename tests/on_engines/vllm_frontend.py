@@ -21,7 +21,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from npu_replay.door import release
+from npu_replay.releases import release
 from npu_replay.routed_model import RoutedModel
 from vllm_outputs import Sampled, engine_rows
 

@@ -223,6 +223,32 @@ def test_r3_with_a_release_of_the_engine_that_gives_no_routes_is_refused(
 
 
 @WORKERS
+def test_0_15_0_is_taken_on_the_vllm_ascend_that_captures_by_itself(
+    legacy: bool, no_engine_installed: list[probe.Product]
+) -> None:
+    """As engine_arguments and from_vllm take it."""
+    no_engine_installed.append(probe.Product("vllm", True, "0.15.0", "/somewhere"))
+    no_engine_installed.append(probe.Product("vllm-ascend", True, "0.15.0rc1", "/somewhere"))
+    key, _ = read_and_ignored(legacy)
+    verl_config.check_actor(with_workers(job({key: "R3", FLAG: True}), legacy))
+
+
+@WORKERS
+def test_zeros_of_sglang_on_an_npu_are_refused(
+    legacy: bool, no_engine_installed: list[probe.Product]
+) -> None:
+    if not engine_workers_replay():
+        pytest.skip("0.7.0 never asks SGLang at all")
+    key, _ = read_and_ignored(legacy)
+    lines = {key: "R3", FLAG: True, "actor_rollout_ref.rollout.name": "sglang"}
+    no_engine_installed.append(probe.Product("sglang", True, "0.5.8", "/somewhere"))
+    verl_config.check_actor(with_workers(job(lines), legacy))
+    no_engine_installed.append(probe.Product("torch_npu", True, "2.7.1", "/somewhere"))
+    with pytest.raises(ReplayError, match=r"sglang 0\.5\.8 gives no routes.*0\.5\.9 or later"):
+        verl_config.check_actor(with_workers(job(lines), legacy))
+
+
+@WORKERS
 def test_a_quantized_rollout_on_ascend_is_refused_where_it_gives_zeros(
     legacy: bool, no_engine_installed: list[probe.Product]
 ) -> None:
