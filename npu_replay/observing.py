@@ -19,6 +19,7 @@ from npu_replay.marking import Marks
 from npu_replay.recompute import in_backward
 from npu_replay.routed_experts import RoutedExperts, narrow_dtype, without_layers
 from npu_replay.routers import Handle, Model, Router, chunks_of, find, mark
+from npu_replay.staging import stacked
 from npu_replay.timeline import Timeline
 
 
@@ -150,10 +151,10 @@ class Observation:
                 )
         seen = [self._seen[router.label, number] for router in routers]
         return RoutedExperts(
-            ids=torch.stack([ids for ids, _ in seen], dim=1),
+            ids=stacked([ids for ids, _ in seen], dim=1),
             layers=[router.label for router in routers],
             num_experts=routers[0].num_experts,
-            recorded=torch.stack([whole for _, whole in seen]).all(dim=0),
+            recorded=stacked([whole for _, whole in seen]).all(dim=0),
         )
 
 

@@ -9,6 +9,7 @@ from npu_replay.errors import ReplayError, RouterError, micro_batch
 from npu_replay.routed_experts import RoutedExperts, without_layers
 from npu_replay.routers import Model, Router
 from npu_replay.session import Key, Session, narrowed
+from npu_replay.staging import stacked
 from npu_replay.timeline import Forward
 
 
@@ -95,6 +96,5 @@ def micro_batch_routes(ids: dict[Key, torch.Tensor], routers: list[Router], numb
                     got=ours,
                     cause="pass the parts of the model to record() one by one",
                 )
-    stacked = torch.stack([ids[router.label, number] for router in routers], dim=1)
-    labels = [router.label for router in routers]
-    return RoutedExperts._adopt(stacked.cpu(), labels, first.num_experts)
+    chosen = stacked([ids[router.label, number] for router in routers], dim=1).cpu()
+    return RoutedExperts._adopt(chosen, [router.label for router in routers], first.num_experts)

@@ -14,7 +14,7 @@ from npu_replay.errors import MicroBatchError, ReplayError, RouterError, micro_b
 from npu_replay.routed_experts import RoutedExperts
 from npu_replay.routers import Model, Router
 from npu_replay.session import Session, narrowed
-from npu_replay.staging import Packet, Staged, to_device
+from npu_replay.staging import Packet, Staged, added, to_device
 from npu_replay.timeline import Forward
 
 
@@ -200,7 +200,7 @@ class Replaying(Session):
         differ = (theirs.sort(dim=1).values != ours.sort(dim=1).values).any(dim=1)
         if missing is not None:
             differ[missing] = False
-        self._differing += differ.sum()
+        self._differing = added(self._differing, differ.sum())
         self._compared += int(routes.recorded.sum())
 
 

@@ -35,6 +35,7 @@ from npu_replay.marking import Marks
 from npu_replay.recompute import in_backward
 from npu_replay.routed_experts import narrow_dtype
 from npu_replay.routers import Model, Router, chunks_of, find
+from npu_replay.staging import added, stacked
 from npu_replay.timeline import Forward, Timeline
 
 Key: TypeAlias = "tuple[int, int]"  # layer label, micro-batch
@@ -371,7 +372,7 @@ class Session:
         with torch.no_grad():
             shown = router.shows(output)
             if len(shown) == len(ids):
-                self._dropped += (~shown.gather(1, ids)).sum()
+                self._dropped = added(self._dropped, (~shown.gather(1, ids)).sum())
                 self._chosen += ids.numel()
 
     def _recompute(self, router: Router, number: int, rows: int, device: torch.device) -> seam.Choose:
@@ -432,7 +433,7 @@ class Session:
                 self._no_effect(router, forward, "the router never reached its top-k", known)
         keys = [(router, (router.label, forward.number)) for router in self._routers[chunk]]
         flagged = [(router, self._flags.pop(key)) for router, key in keys if key in self._flags]
-        flags = torch.stack([flag for _, flag in flagged]).tolist() if flagged else []
+        flags = stacked([flag for _, flag in flagged]).tolist() if flagged else []
         for (router, _), wrong in zip(flagged, flags, strict=True):
             if wrong:
                 self._no_effect(

@@ -1,4 +1,4 @@
-"""One micro-batch's routes on their way to the device."""
+"""One micro-batch's routes on their way to the devices, and what comes from routers on several of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Staged: TypeAlias = "tuple[dict[int, torch.Tensor], torch.Tensor | None]"
 
 
 class Packet:
-    """Routes of one micro-batch for some layers, and their copy on the device.
+    """Routes of one micro-batch for some layers, and their copy on each device that their routers are on.
 
     Args:
         routes: rows as the routers have them.
@@ -24,19 +24,19 @@ class Packet:
         self.routes = routes
         missing = (~routes.recorded).nonzero()[:, 0]
         self.missing: torch.Tensor | None = missing if len(missing) else None
-        self._staged: Staged | None = None
+        self._staged: dict[torch.device, Staged] = {}
 
     def staged(self, labels: Sequence[int], device: torch.device) -> Staged:
         """These layers on the device, narrow; sent once, and without waiting for them."""
-        if self._staged is None:
+        if device not in self._staged:
             ids = to_device(self.routes.only(labels).ids, device)
             missing = None if self.missing is None else to_device(self.missing, device)
-            self._staged = dict(zip(labels, ids.unbind(1), strict=True)), missing
-        return self._staged
+            self._staged[device] = dict(zip(labels, ids.unbind(1), strict=True)), missing
+        return self._staged[device]
 
     def unstage(self) -> None:
-        """Let go of the copy on the device; what a recompute needs is kept by itself."""
-        self._staged = None
+        """Let go of the copies; what a recompute needs is kept by itself."""
+        self._staged.clear()
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -48,3 +48,13 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     except (RuntimeError, NotImplementedError):  # a device without such memory, or no more of it
         return tensor.to(device)
     return pinned.to(device, non_blocking=True)
+
+
+def stacked(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Tensors of routers that may be on several devices, on that of the first."""
+    return torch.stack([tensor.to(tensors[0].device) for tensor in tensors], dim=dim)
+
+
+def added(total: torch.Tensor | int, more: torch.Tensor) -> torch.Tensor:
+    """A sum over routers that may be on several devices; nobody waits for it."""
+    return total + (more.to(total.device) if isinstance(total, torch.Tensor) else more)
