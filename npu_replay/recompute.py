@@ -42,14 +42,15 @@ def running_node_number(known: Container[Any]) -> int | None:
     """The sequence number of the node whose backward is running, as it was made in the forward.
 
     Inside a reentrant checkpoint the running node may itself be a product of the outer recompute, so the
-    outermost custom Function on the Python stack that a router was called in (`known`) is asked; a frame's
-    `f_back` leads through autograd's C++ into the outer backward.
+    innermost custom Function on the Python stack that a router was called in in a forward (`known`) is asked; a
+    frame's `f_back` leads through autograd's C++ into the outer backward. Not the outermost: where a model is on
+    several devices, one's thread takes up another micro-batch's checkpoint while it waits inside the first.
     """
     node: Any = torch._C._current_autograd_node()
     if node is None:
         return None
     enclosing = [ctx for ctx in _functions(sys._getframe(1), "backward") if ctx in known]
-    number = int((enclosing[-1] if enclosing else node)._sequence_nr())
+    number = int((enclosing[0] if enclosing else node)._sequence_nr())
     return None if number == _NO_NUMBER else number
 
 
