@@ -42,9 +42,9 @@ def running_node_number(known: Container[Any]) -> int | None:
     """The sequence number of the node whose backward is running, as it was made in the forward.
 
     Inside a reentrant checkpoint the running node may itself be a product of the outer recompute, so the
-    innermost custom Function on the Python stack that a router was called in in a forward (`known`) is asked; a
-    frame's `f_back` leads through autograd's C++ into the outer backward. Not the outermost: where a model is on
-    several devices, one's thread takes up another micro-batch's checkpoint while it waits inside the first.
+    innermost custom Function on the Python stack in whose forward a router was called (`known`) is asked; a
+    frame's `f_back` leads through autograd's C++ into the outer backward. Not the outermost: where a model is
+    on several devices, the thread of one takes up another micro-batch's checkpoint while it waits.
     """
     node: Any = torch._C._current_autograd_node()
     if node is None:
