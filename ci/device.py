@@ -111,6 +111,7 @@ def parts(kind: str, count: int, *, quick: bool) -> list[Part]:
     """What is tried on so many devices of a kind."""
     tests = [
         _tests("test_core.py", (), 90),
+        _tests("test_spread.py", (), 60),
         _tests("test_transformers.py", ("transformers",), 120),
         _tests("test_sharded.py", ("transformers",), 90),
         _tests("test_megatron.py", ("megatron.core", "einops"), 150),

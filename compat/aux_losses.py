@@ -37,9 +37,11 @@ def of(router: Any) -> AuxLosses | None:
         return None
     kind = type(router)
     if hasattr(kind, _BY_PARTIAL):
-        return AuxLosses(follow=_follow(kind), recount=functools.partial(_recount, router, (_BY_PARTIAL,)))
+        return AuxLosses(follow=_follow(kind), recount=functools.partial(_Recounted, router, (_BY_PARTIAL,)))
     methods = tuple(name for name in _BY_ARGUMENT if hasattr(kind, name))
-    return AuxLosses(follow=False, recount=functools.partial(_recount, router, methods)) if methods else None
+    if not methods:
+        return None
+    return AuxLosses(follow=False, recount=functools.partial(_Recounted, router, methods))
 
 
 def _coefficient(config: Any) -> bool:
@@ -53,14 +55,20 @@ def _follow(kind: Any) -> bool:
     return scores is None or "scatter" not in inspect.unwrap(scores).__code__.co_names
 
 
-class _Bound:
-    """Methods of one router, bound until they are removed."""
+class _Recounted:
+    """Methods of one router, bound until they are removed. On a copy of the router they change nothing."""
 
-    def __init__(self, router: Any, methods: dict[str, Callable[..., Any]]) -> None:
+    def __init__(self, router: Any, names: tuple[str, ...], ids: Ids) -> None:
         self._router = router
-        self._before = {name: vars(router).get(name) for name in methods}
-        for name, method in methods.items():
-            setattr(router, name, types.MethodType(method, router))
+        self._ids: Ids | None = ids
+        self._before = {name: vars(router).get(name) for name in names}
+        for name in names:
+            change = _in_partial if name == _BY_PARTIAL else _in_arguments
+            setattr(router, name, types.MethodType(change(_unbound(router, name), self), router))
+
+    def ids(self, router: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Those that the router's call counts, and those that it uses; None leaves it alone."""
+        return self._ids() if self._ids is not None and router is self._router else None
 
     def remove(self) -> None:
         for name, before in self._before.items():
@@ -68,15 +76,18 @@ class _Bound:
                 vars(self._router).pop(name, None)
             else:
                 setattr(self._router, name, before)
+        self._router = self._ids = None  # a copy may still have the methods
 
 
-def _recount(router: Any, names: tuple[str, ...], ids: Ids) -> _Bound:
-    """Have the losses count these ids for as long as the handle isn't removed."""
-    change = _in_partial if names == (_BY_PARTIAL,) else _in_arguments
-    return _Bound(router, {name: change(getattr(router, name), ids) for name in names})
+def _unbound(router: Any, name: str) -> Callable[..., Any]:
+    """A method as a function of the router that is called: that may be a copy."""
+    method = getattr(router, name)
+    if isinstance(method, types.MethodType) and method.__self__ is router:
+        return method.__func__
+    return functools.wraps(method)(lambda _, *args, **kwargs: method(*args, **kwargs))
 
 
-def _in_arguments(method: Callable[..., Any], ids: Ids) -> Callable[..., Any]:
+def _in_arguments(method: Callable[..., Any], recount: _Recounted) -> Callable[..., Any]:
     @functools.wraps(method)
     def counted(
         self: Any,
@@ -86,21 +97,20 @@ def _in_arguments(method: Callable[..., Any], ids: Ids) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        asked = ids()
+        asked = recount.ids(self)
         if asked is not None:
             padding = ~routing_map.any(dim=1, keepdim=True)  # rows that a padding_mask has taken out
             routing_map = _map(asked[0], routing_map).masked_fill(padding, 0)
-        return method(probs, scores, routing_map, *args, **kwargs)
+        return method(self, probs, scores, routing_map, *args, **kwargs)
 
     return counted
 
 
-def _in_partial(method: Callable[..., Any], ids: Ids) -> Callable[..., Any]:
+def _in_partial(method: Callable[..., Any], recount: _Recounted) -> Callable[..., Any]:
     @functools.wraps(method)
     def counted(self: Any, activation: torch.Tensor, load_balancing_loss_func: Any) -> Any:
-        return method(
-            activation=activation, load_balancing_loss_func=recounted(load_balancing_loss_func, ids())
-        )
+        loss = recounted(load_balancing_loss_func, recount.ids(self))
+        return method(self, activation=activation, load_balancing_loss_func=loss)
 
     return counted
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from npu_replay import dynamo_names
+from npu_replay import compiler_names
 from npu_replay.compat.patching import Patches
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def lend() -> Iterator[None]:
         yield
         return
     patches = Patches("Megatron-core runs without CUDA")
-    dynamo_knew = dynamo_names.known()
+    dynamo_knew = compiler_names.dynamo_knows()
     try:
         if not torch.cuda.is_available():
             _lend_torch(patches)
@@ -102,7 +102,7 @@ def lend() -> Iterator[None]:
     finally:
         patches.undo()
         if not dynamo_knew:
-            dynamo_names.forget()
+            compiler_names.dynamo_forgets()
 
 
 def _lent() -> bool:

@@ -72,6 +72,7 @@ class MegatronRouters(RouterKind):
             gathers=gathered_ranks(config),
             spare=spare(module),
             aux_losses=aux_losses.of(module),
+            row_order="sequence",
             bypass=_bypass(config),
             mend=_without_exact_zeros if config.moe_token_dispatcher_type == "flex" else None,
         )

@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from npu_replay.errors import RecomputeError, RouterError
+from npu_replay.hooks import Hook
 from npu_replay.marking import Marks
-from npu_replay.routers import Router
+from npu_replay.routers import Handle, Router
 
 _PLACE = "core/transformer/moe/moe_feature/fb_overlap/transformer_layer.py"
 _SIGNS = {"checkpoint", "bwd_layer_graph"}
@@ -41,7 +41,7 @@ def place_is_known(mindspeed: Path) -> bool:
     return any(isinstance(value, ast.Attribute) and value.attr == "layer_inputs" for value in unpacked)
 
 
-def mark(chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[RemovableHandle]:
+def mark(chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[Handle]:
     """Hang the hooks on the overlapped layers of a chunk.
 
     Raises:
@@ -58,13 +58,7 @@ def mark(chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[Remo
                 cause="a branch of MindSpeed that is built otherwise, or moe_fb_overlap set after the model "
                 "was built; turn activation recompute or moe_fb_overlap off",
             )
-    handles: list[RemovableHandle] = []
-    for router, layer in layers:
-        if layer is not None:
-            before, after = _hooks(layer, router, marks)
-            handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(layer.register_forward_hook(after))
-    return handles
+    return [_Overlapped(layer, router, marks) for router, layer in layers if layer is not None]
 
 
 class _Rerun:
@@ -92,23 +86,35 @@ class _Inputs(tuple[Any, ...]):
         return super().__iter__()
 
 
-def _hooks(layer: nn.Module, router: Router, marks: Marks) -> tuple[Callable[..., None], Callable[..., None]]:
-    expected: list[_Rerun] = []
+class _Overlapped:
+    """The two hooks of a layer, until they are removed."""
 
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        expected.clear()
-        if module is layer and kwargs.get("checkpoint"):
-            expected.append(_Rerun(router.module, marks))
+    def __init__(self, layer: nn.Module, router: Router, marks: Marks) -> None:
+        self._router = router
+        self._marks = marks
+        self._expected: _Rerun | None = None
+        begins, ends = Hook(self, _Overlapped._begins, layer), Hook(self, _Overlapped._ends, layer)
+        self._handles = (
+            layer.register_forward_pre_hook(begins, with_kwargs=True),
+            layer.register_forward_hook(ends),
+        )
 
-    def after(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        if module is layer and expected:
-            graph = _graph(output, router)
-            if not isinstance(graph.layer_inputs, _Inputs):
-                graph.layer_inputs = _Inputs(graph.layer_inputs)
-                graph.layer_inputs.reruns = []
-            graph.layer_inputs.reruns.append(expected.pop())
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
-    return before, after
+    def _begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._expected = _Rerun(self._router.module, self._marks) if kwargs.get("checkpoint") else None
+
+    def _ends(self, args: tuple[Any, ...], output: object) -> None:
+        if self._expected is None:
+            return
+        graph = _graph(output, self._router)
+        if not isinstance(graph.layer_inputs, _Inputs):
+            graph.layer_inputs = _Inputs(graph.layer_inputs)
+            graph.layer_inputs.reruns = []
+        graph.layer_inputs.reruns.append(self._expected)
+        self._expected = None
 
 
 def _graph(output: object, router: Router) -> Any:

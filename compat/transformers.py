@@ -66,6 +66,7 @@ class TransformersRouters(RouterKind):
             shows=_Shows(kind.__name__, experts, topk),
             layer=int(layer.group(1)) if layer else None,
             masks=_masks(module),
+            row_order="batch",
             bypass=f"{kind.__name__} doesn't choose by a top-{topk} of scores [rows, {experts}], which alone "
             "can be replayed (docs/models.md); or a fused kernel or a captured graph took its place",
         )

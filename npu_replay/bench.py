@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import npu_replay
-from npu_replay import RoutedExperts, bench_decode, bench_gather, bench_import, seam, session
+from npu_replay import RoutedExperts, bench_decode, bench_gather, bench_import, inputs, seam, session
 from npu_replay.demo import megatron_model
 from npu_replay.devices import megatron_on, one_thread, pick
 from npu_replay.errors import ReplayError
@@ -63,8 +63,8 @@ class Row:
 
     Attributes:
         what: "router" (its forward), "other top-k" (one that is no routing), "gather" (routes into a rank's
-            rows), "decode" (an engine's answer into routes), "step" (forward and backward of a model) or
-            "import" (in a new process).
+            rows), "decode" (an engine's answer into routes), "step" (forward and backward of a model),
+            "inputs" (the tokens of a micro-batch, by its forward) or "import" (in a new process).
         tokens: none where it doesn't depend on them.
         microseconds: median time of one call.
         ratio: median of the rounds' ratios to the first way, with its quartiles.
@@ -133,6 +133,7 @@ def measure(device: torch.device, pairs: int, tell: Callable[[str], None]) -> It
     for tokens in TOKENS:
         tell(f"whole step, {tokens} tokens")
         yield from _step_rows(tokens, device, max(3, pairs // 10))
+    yield from _input_rows(TOKENS[-1], device, max(3, pairs // 10))
     tell("import")
     yield from _summary("import", 0, bench_import.times(max(3, pairs // 5)))
 
@@ -262,7 +263,7 @@ def _decode_rows(rounds: int) -> Iterator[Row]:
 def _step_rows(tokens: int, device: torch.device, rounds: int) -> Iterator[Row]:
     length = min(tokens, LENGTH)
     batch = torch.randint(0, 64, (tokens // length, length), device=device)
-    inputs = megatron_model.causal(batch)
+    arguments = megatron_model.causal(batch)
 
     def model(**changes: Any) -> nn.Module:
         torch.manual_seed(0)
@@ -271,7 +272,7 @@ def _step_rows(tokens: int, device: torch.device, rounds: int) -> Iterator[Row]:
         return built
 
     def step(of: nn.Module) -> None:
-        of(input_ids=batch, labels=batch, **inputs).mean().backward()
+        of(input_ids=batch, labels=batch, **arguments).mean().backward()
 
     ours = model()
     with npu_replay.record(ours) as recording:
@@ -287,6 +288,25 @@ def _step_rows(tokens: int, device: torch.device, rounds: int) -> Iterator[Row]:
         _set_native(native, routes[0], device)
         ways.append(Way("Megatron's own", lambda: step(native)))
     yield from _rows("step", tokens, ways, rounds, 1, per=1, device=device, warm=False)
+
+
+def _input_rows(tokens: int, device: torch.device, rounds: int) -> Iterator[Row]:
+    """What it costs to keep a micro-batch's token ids and to hold them against the routes, by its forward."""
+    batch = torch.randint(0, 64, (tokens // LENGTH, LENGTH), device=device)
+    arguments = megatron_model.causal(batch)
+    torch.manual_seed(0)
+    model = megatron_model.model(megatron_model.config(**STEP), length=LENGTH).to(device)
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(input_ids=batch, labels=batch, **arguments)
+
+    def check() -> None:
+        if (kept := inputs.copied((), {"input_ids": batch})) is not None:
+            inputs.Recorded.of(kept.cpu()).fit(kept.cpu())
+
+    ways = [Way("forward", forward), Way("tokens kept and checked", check)]
+    yield from _rows("inputs", tokens, ways, rounds, 1, per=1, device=device)
 
 
 def _rows(

@@ -14,9 +14,9 @@ from npu_replay.recording import Recording, micro_batch_routes
 from npu_replay.replaying import Replaying
 from npu_replay.routed_experts import RoutedExperts
 from npu_replay.routers import Model, Router
-from npu_replay.session import Key
 from npu_replay.staging import Packet, Staged
 from npu_replay.timeline import Forward
+from npu_replay.witness import Key
 
 
 class Feed(Replaying):
@@ -126,6 +126,9 @@ class Tap(Recording):
         chunks[chunk](...)
         routes = session.take(chunk)
     """
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model, inputs=False)  # what a framework does with them it checks by itself
 
     def take(self, chunk: int) -> RoutedExperts:
         """The routes of a chunk's last forward, rows as its routers had them; no layers without routers."""

@@ -6,6 +6,8 @@ Routes ride the same road as the tokens: one index `row -> packed token or none`
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -15,6 +17,7 @@ import torch
 
 from npu_replay import bad_samples, probing
 from npu_replay.errors import MicroBatchError, ReplayError, whole_number
+from npu_replay.inputs import LaidOut
 from npu_replay.parallel_layout import Context, ParallelLayout
 from npu_replay.routed_experts import RoutedExperts
 
@@ -23,6 +26,8 @@ Order: TypeAlias = Literal["sequence", "batch"]
 those of Hugging Face do (b*s)."""
 
 _ALONE = ParallelLayout()
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +39,9 @@ class TokenLayout:
         lengths: tokens of each sequence.
         fingerprints: of each sequence's tokens, if they are to be checked; None for one that isn't.
         parallel: the rank that it was made for, if it was said; `collect` holds it against its own.
+        order: how [batch, sequence] became the rows; None where there is but one way.
+        fed: int64, the packed token in each place of what the model is called with, or -1 for padding; None
+            where it isn't known, or a rank has only a part of each sequence.
 
     Raises:
         MicroBatchError: rows that are no tokens of these sequences, or hold a token twice.
@@ -43,6 +51,8 @@ class TokenLayout:
     lengths: tuple[int, ...]
     fingerprints: Sequence[int | None] | None = None
     parallel: ParallelLayout | None = None
+    order: Order | None = None
+    fed: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         rows = torch.as_tensor(self.rows).detach().cpu()
@@ -107,7 +117,7 @@ class TokenLayout:
             start = 0 if side == "right" else length - size
             grid[row, start : start + size] = torch.arange(first, first + size)
         here = _context_cut(grid, rank, context, "the padded length")
-        return cls(_flattened(here, order, rank), sizes, fingerprints, parallel)
+        return cls._of_places(here, order, sizes, fingerprints, parallel)
 
     @classmethod
     def packed(
@@ -157,7 +167,7 @@ class TokenLayout:
         else:
             stream = _end_padded(stream, align_end * rank.context_pieces(context))
             here = _context_cut(stream, rank, context, "the whole stream")
-        return cls(_sequence_slice(here, rank), sizes, fingerprints, parallel)
+        return cls._of_places(here, "sequence", sizes, fingerprints, parallel)
 
     @classmethod
     def from_probe(
@@ -192,9 +202,23 @@ class TokenLayout:
         sizes = _sizes(lengths)
         rank = parallel or _ALONE
         places = probing.places(fn, sizes, tokens=tokens, padding_alone=rank.cp > 1)
-        flat = places.dim() == 1
-        rows = _sequence_slice(places, rank) if flat else _flattened(places, order, rank)
-        return cls(rows, sizes, fingerprints, parallel)
+        return cls._of_places(places, order, sizes, fingerprints, parallel)
+
+    @classmethod
+    def _of_places(
+        cls,
+        places: torch.Tensor,
+        order: Order,
+        sizes: tuple[int, ...],
+        fingerprints: Sequence[int | None] | None,
+        parallel: ParallelLayout | None,
+    ) -> TokenLayout:
+        """From what this rank's model is called with: packed tokens, [rows] or [batch, sequence]."""
+        rank = parallel or _ALONE
+        rows = _sequence_slice(places, rank) if places.dim() == 1 else _flattened(places, order, rank)
+        alike = places.dim() == 1 or 1 in places.shape
+        whole = places.reshape(-1) if rank.cp == 1 else None
+        return cls(rows, sizes, fingerprints, parallel, None if alike else order, whole)
 
     def gather(
         self,
@@ -245,7 +269,11 @@ class TokenLayout:
             gathered = RoutedExperts.unrecorded(
                 len(self.rows), layers=labels, topk=like.topk, num_experts=like.num_experts
             )
-        object.__setattr__(gathered, "bad_samples", len(bad))
+        if self.fingerprints is None and any(routes.fingerprint is not None for routes in real.values()):
+            _say_unchecked()
+        gathered._about(bad_samples=len(bad), row_order=self.order)
+        if self.fed is not None and self.fingerprints is not None:
+            gathered._about(inputs=LaidOut(self.fed, self.lengths, self.fingerprints))
         return gathered
 
     def bad_routes(
@@ -299,6 +327,15 @@ class TokenLayout:
             place[starts[number] : starts[number] + len(routes)] = torch.arange(first, first + len(routes))
             first += len(routes)
         return place[self.rows]
+
+
+@functools.cache
+def _say_unchecked() -> None:
+    _log.warning(
+        "[npu_replay] these routes know which tokens they belong to, and nothing holds them against the "
+        "batch: a shuffled or retokenised one would pass. Give the layout "
+        "fingerprints=[npu_replay.fingerprint(tokens) for tokens in sequences]"
+    )
 
 
 def _marks(fingerprints: Sequence[int | None]) -> tuple[int | None, ...]:

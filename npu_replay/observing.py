@@ -7,19 +7,17 @@ may be open around or inside one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
 
 from npu_replay.errors import MicroBatchError, NoEffect, ReplayError, micro_batch
+from npu_replay.hooks import Hook
 from npu_replay.marking import Marks
 from npu_replay.recompute import in_backward
 from npu_replay.routed_experts import RoutedExperts, narrow_dtype, without_layers
 from npu_replay.routers import Handle, Model, Router, chunks_of, find, mark
-from npu_replay.staging import stacked
 from npu_replay.timeline import Timeline
 
 
@@ -65,10 +63,14 @@ class Observation:
     def _attach(self, found: list[list[Router]]) -> None:
         for chunk, routers in enumerate(found):
             module = self._chunks[chunk]
-            self._handles.append(module.register_forward_pre_hook(self._begins(chunk)))
+            begins, ends = (
+                Hook(self, act, module, chunk) for act in (Observation._begins, Observation._ends)
+            )
+            self._handles.append(module.register_forward_pre_hook(begins, with_kwargs=True))
             for router in routers:
-                self._handles.append(router.module.register_forward_hook(self._reads(router, chunk)))
-            self._handles.append(module.register_forward_hook(self._ends(chunk), always_call=True))
+                reads = Hook(self, Observation._reads, router.module, router, chunk)
+                self._handles.append(router.module.register_forward_hook(reads))
+            self._handles.append(module.register_forward_hook(ends, always_call=True))
             self._marks.append(Marks(functools.partial(self._timeline.number, chunk)))
             self._handles.extend(mark(module, routers, self._marks[chunk]))
 
@@ -104,37 +106,25 @@ class Observation:
             )
         return ended[0]
 
-    def _begins(self, chunk: int) -> Callable[..., None]:
-        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if module is self._chunks[chunk] and not in_backward():
-                self._marks[chunk].clear()
-                self._timeline.begin(chunk)
+    def _begins(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not in_backward():
+            self._marks[chunk].clear()
+            self._timeline.begin(chunk)
 
-        return before
+    def _ends(self, chunk: int, args: tuple[Any, ...], output: object) -> None:
+        if not in_backward():
+            self._timeline.end(chunk, output)
 
-    def _ends(self, chunk: int) -> Callable[..., None]:
-        def after(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-            if module is self._chunks[chunk] and not in_backward():
-                self._timeline.end(chunk, output)
-
-        return after
-
-    def _reads(self, router: Router, chunk: int) -> Callable[..., None]:
-        def after(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-            if module is not router.module or in_backward():
-                return
-            if self._marks[chunk].take_announced(module) is not None:
-                return  # a recompute that runs outside backward
-            with torch.no_grad():
-                shown = router.shows(output)
-                # Not by a top-k: an armed router further out would take it for its own.
-                order = shown.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
-                ids = order[:, : router.topk]
-                whole = shown.sum(dim=1) == router.topk
-            number = self._timeline.live(chunk).number
-            self._seen[router.label, number] = ids.to(narrow_dtype(router.num_experts)).cpu(), whole.cpu()
-
-        return after
+    def _reads(self, router: Router, chunk: int, args: tuple[Any, ...], output: object) -> None:
+        if in_backward() or self._marks[chunk].take_announced(router.module) is not None:
+            return  # a recompute
+        with torch.no_grad():
+            shown = router.shows(output)
+            # Not by a top-k: an armed router further out would take it for its own.
+            order = shown.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
+            ids = order[:, : router.topk].to(narrow_dtype(router.num_experts))
+            whole = shown.sum(dim=1) == router.topk
+        self._seen[router.label, self._timeline.live(chunk).number] = ids.cpu(), whole.cpu()
 
     def _micro_batch(self, number: int) -> RoutedExperts:
         if not self._routers:
@@ -151,10 +141,10 @@ class Observation:
                 )
         seen = [self._seen[router.label, number] for router in routers]
         return RoutedExperts(
-            ids=stacked([ids for ids, _ in seen], dim=1),
+            ids=torch.stack([ids for ids, _ in seen], dim=1),
             layers=[router.label for router in routers],
             num_experts=routers[0].num_experts,
-            recorded=stacked([whole for _, whole in seen]).all(dim=0),
+            recorded=torch.stack([whole for _, whole in seen]).all(dim=0),
         )
 
 

@@ -6,8 +6,9 @@ import torch
 
 from npu_replay import seam
 from npu_replay.routers import Model, Router
-from npu_replay.session import Key, Session, narrowed
+from npu_replay.session import Session, narrowed
 from npu_replay.timeline import Forward
+from npu_replay.witness import Key
 
 
 def pin_recompute(model: Model) -> Pinning:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from npu_replay import seam
 from npu_replay.errors import ReplayError, RouterError, micro_batch
+from npu_replay.inputs import Recorded, copied
 from npu_replay.routed_experts import RoutedExperts, without_layers
 from npu_replay.routers import Model, Router
-from npu_replay.session import Key, Session, narrowed
-from npu_replay.staging import stacked
+from npu_replay.session import Session, narrowed
 from npu_replay.timeline import Forward
+from npu_replay.witness import Key
 
 
-def record(model: Model) -> Recording:
+def record(model: Model, *, inputs: bool = True) -> Recording:
     """Record the experts that the routers of `model` choose.
 
         with npu_replay.record(model) as recording:
@@ -24,12 +27,14 @@ def record(model: Model) -> Recording:
 
     Args:
         model: the module that the training loop calls, or the list of virtual-pipeline chunks.
+        inputs: keep with the routes which token ids the model was called with, so that a replay of another
+            micro-batch's routes is refused. False for a model that is fed others in the update.
 
     Raises:
         ReplayError: on entering, if a router can't be recorded or is in another block; in the block, if a
             router's choice can't be seen; on leaving, if nothing ran or a recompute is still to come.
     """
-    return Recording(model)
+    return Recording(model, inputs=inputs)
 
 
 class Recording(Session):
@@ -37,8 +42,9 @@ class Recording(Session):
 
     name = "record"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, *, inputs: bool = True) -> None:
         super().__init__(model)
+        self._keeps_inputs = inputs
         self._ids: dict[Key, torch.Tensor] = {}
         self._routes: list[RoutedExperts] | None = None
 
@@ -64,6 +70,9 @@ class Recording(Session):
     def _again(self, router: Router, number: int, device: torch.device) -> torch.Tensor:
         return self._ids[router.label, number]
 
+    def _tokens_wanted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        return copied(args, kwargs) if self._keeps_inputs else None
+
     def _forget(self, key: Key) -> None:
         self._ids.pop(key, None)
 
@@ -74,6 +83,9 @@ class Recording(Session):
     def _finish(self) -> None:
         count = self._timeline.ended[0]
         self._routes = [micro_batch_routes(self._ids, self._all_routers(), number) for number in range(count)]
+        for number, tokens in self._tokens.items():
+            if number < count:
+                self._routes[number]._about(inputs=Recorded.of(tokens.cpu()))
 
 
 def micro_batch_routes(ids: dict[Key, torch.Tensor], routers: list[Router], number: int) -> RoutedExperts:
@@ -96,5 +108,9 @@ def micro_batch_routes(ids: dict[Key, torch.Tensor], routers: list[Router], numb
                     got=ours,
                     cause="pass the parts of the model to record() one by one",
                 )
-    chosen = stacked([ids[router.label, number] for router in routers], dim=1).cpu()
-    return RoutedExperts._adopt(chosen, [router.label for router in routers], first.num_experts)
+    found = [ids[router.label, number] for router in routers]
+    if len({one.device for one in found}) > 1:
+        found = [one.cpu() for one in found]
+    stacked = torch.stack(found, dim=1)
+    labels = [router.label for router in routers]
+    return RoutedExperts._adopt(stacked.cpu(), labels, first.num_experts)

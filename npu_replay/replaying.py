@@ -5,17 +5,19 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable, Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from npu_replay import seam
 from npu_replay.errors import MicroBatchError, ReplayError, RouterError, micro_batch
+from npu_replay.inputs import copied
 from npu_replay.routed_experts import RoutedExperts
 from npu_replay.routers import Model, Router
 from npu_replay.session import Session, narrowed
-from npu_replay.staging import Packet, Staged, added, to_device
+from npu_replay.staging import Packet, Staged, to_device
 from npu_replay.timeline import Forward
+from npu_replay.witness import Count
 
 
 def replay(
@@ -23,6 +25,7 @@ def replay(
     routes: Sequence[RoutedExperts],
     *,
     live_mismatch: bool = False,
+    max_live_mismatch: float | None = None,
     aux_loss: AuxLoss | None = None,
 ) -> Replay:
     """Make the routers of `model` choose the experts in `routes`.
@@ -36,13 +39,18 @@ def replay(
         routes: one RoutedExperts a micro-batch, in forward order; rows as the routers have them (Megatron:
             sequence-major; Hugging Face: batch-major). See TokenLayout for getting them there.
         live_mismatch: also count where the router would have chosen otherwise (costs its top-k).
+        max_live_mismatch: the share of token-layers, 0 to 1, up to which the first micro-batch's routes may
+            differ from the router's own choice. Above it they are another batch's, or lie in other rows than
+            the tokens: an error at the end of that micro-batch. Costs a top-k there alone.
         aux_loss: which experts the routers' aux losses count: "live", what the router would choose now, or
             "replayed"; the same on every Megatron-core. Left out: NPU_REPLAY_AUX_LOSS, else "live".
 
     Raises:
         ReplayError: see docs/errors.md for what rises where.
     """
-    return Replay(model, routes, live_mismatch=live_mismatch, aux_loss=aux_loss)
+    return Replay(
+        model, routes, live_mismatch=live_mismatch, max_live_mismatch=max_live_mismatch, aux_loss=aux_loss
+    )
 
 
 AuxLoss: TypeAlias = Literal["live", "replayed"]
@@ -72,18 +80,25 @@ class Replaying(Session):
 
     Args:
         model: see Session.
-        live_mismatch: also count where the router would have chosen otherwise. Costs its top-k.
-        aux_loss: see replay.
+        live_mismatch, max_live_mismatch, aux_loss: see replay.
     """
 
     name = "replay"
     foreign = True
 
-    def __init__(self, model: Model, *, live_mismatch: bool = False, aux_loss: AuxLoss | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        *,
+        live_mismatch: bool = False,
+        max_live_mismatch: float | None = None,
+        aux_loss: AuxLoss | None = None,
+    ) -> None:
         super().__init__(model)
         self._aux_loss = counted_by_aux_losses(aux_loss)
         self._live_mismatch = live_mismatch
-        self._differing: torch.Tensor | int = 0
+        self._max_live_mismatch = None if max_live_mismatch is None else share(max_live_mismatch)
+        self._differing = Count()
         self._compared = 0
         self._chunk_of: dict[int, int] = {}
 
@@ -157,6 +172,15 @@ class Replaying(Session):
                         got=theirs,
                         cause="rollout engine and trainer run different models or configs",
                     )
+            if None not in (router.row_order, routes.row_order) and router.row_order != routes.row_order:
+                raise RouterError(
+                    "the routes were laid out in another order of rows than the model's",
+                    where=where,
+                    expected=f"TokenLayout with order={router.row_order!r}",
+                    got=f"order={routes.row_order!r}",
+                    cause="order= left at Megatron's, sequence-major, for a model of transformers, which is "
+                    "batch-major",
+                )
 
     def _live(self, router: Router, forward: Forward, rows: int, device: torch.device) -> seam.Choose:
         self._check_forward(forward)
@@ -176,17 +200,36 @@ class Replaying(Session):
 
         def choose(own: seam.Own) -> torch.Tensor:
             chosen = ids.long()
-            if self._live_mismatch:
+            if self._live_mismatch or (self._max_live_mismatch is not None and forward.number == 0):
                 self._count_differing(chosen, own(), routes, missing)
             if missing is not None:
                 chosen.index_copy_(0, missing, own(missing))
-                if forward.grad or key in self._pending:
+                if key in self._pending:
                     self._kept[key] = narrowed(chosen, router)
             elif key in self._pending:
                 self._kept[key] = ids
             return chosen
 
         return choose
+
+    def _end(self, chunk: int, output: object) -> None:
+        super()._end(chunk, output)
+        if self._max_live_mismatch is not None and self._timeline.ended[chunk] == 1:
+            self._check_live_mismatch(chunk, self._max_live_mismatch)
+
+    def _check_live_mismatch(self, chunk: int, most: float) -> None:
+        """At the end of a chunk's first forward: are the routes anywhere near its routers' own choice?"""
+        counted = self.counts()
+        if not counted["compared"] or counted["differing"] <= most * counted["compared"]:
+            return
+        raise MicroBatchError(
+            "the routes are far from what the routers would choose for these tokens",
+            where=f"{micro_batch(0)}, chunk {chunk}",
+            expected=f"at most {most:.0%} of the token-layers (max_live_mismatch) to differ",
+            got=f"{counted['differing'] / counted['compared']:.0%}",
+            cause="routes of another micro-batch or of other weights, rows in another order (TokenLayout's "
+            "order=, side=), or a rollout in so low a precision that a higher ceiling is right",
+        )
 
     def _again(self, router: Router, number: int, device: torch.device) -> torch.Tensor:
         packet = self._packet(self._chunk_of[router.label], number)
@@ -200,7 +243,7 @@ class Replaying(Session):
         differ = (theirs.sort(dim=1).values != ours.sort(dim=1).values).any(dim=1)
         if missing is not None:
             differ[missing] = False
-        self._differing = added(self._differing, differ.sum())
+        self._differing.add(differ)
         self._compared += int(routes.recorded.sum())
 
 
@@ -212,7 +255,7 @@ class Replay(Replaying):
         routes: one RoutedExperts a micro-batch, in forward order; rows as the routers have them. Columns
             are picked by layer label, others are ignored. A row without a route takes the router's own
             choice.
-        live_mismatch: also count where the router would have chosen otherwise. Costs its top-k.
+        live_mismatch, max_live_mismatch, aux_loss: see replay.
     """
 
     def __init__(
@@ -221,9 +264,12 @@ class Replay(Replaying):
         routes: Sequence[RoutedExperts],
         *,
         live_mismatch: bool = False,
+        max_live_mismatch: float | None = None,
         aux_loss: AuxLoss | None = None,
     ) -> None:
-        super().__init__(model, live_mismatch=live_mismatch, aux_loss=aux_loss)
+        super().__init__(
+            model, live_mismatch=live_mismatch, max_live_mismatch=max_live_mismatch, aux_loss=aux_loss
+        )
         self._packets = [Packet(one) for one in checked_routes(routes)]
 
     def metrics(self) -> dict[str, float]:
@@ -264,8 +310,33 @@ class Replay(Replaying):
     def _is_checked(self, number: int) -> bool:
         return super()._is_checked(number) or number == len(self._packets) - 1
 
+    def _tokens_wanted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        known = self._packets[self._timeline.number(0)].routes.inputs is not None
+        return copied(args, kwargs) if known else None
+
+    def _check_inputs(self) -> None:
+        """Were the micro-batches so far called with the tokens that their routes belong to?"""
+        for number in [one for one in sorted(self._tokens) if one < self._timeline.ended[0]]:
+            tokens = self._tokens.pop(number).cpu()
+            inputs = self._packets[number].routes.inputs
+            if inputs is None or inputs.fit(tokens):
+                continue
+            others = [n for n, packet in enumerate(self._packets) if _belong(packet.routes, tokens)]
+            raise MicroBatchError(
+                "the model was called with other tokens than those that the routes belong to",
+                where=micro_batch(number),
+                expected="the tokens of the record, or of the layout's fingerprints, in their places",
+                got=f"those of the routes of {micro_batch(others[0])}" if others else "others",
+                cause="micro-batches in another order than their routes (a shuffle, dynamic batches), "
+                "padding on another side or to another length than the layout's, or fingerprints of more "
+                "tokens than the model is fed. record(inputs=False), or a layout without fingerprints, "
+                "checks none",
+            )
+
     def _end(self, chunk: int, output: object) -> None:
         super()._end(chunk, output)
+        if self._is_checked(self._timeline.ended[0] - 1):
+            self._check_inputs()
         for packet in self._packets[: min(self._timeline.ended)]:
             packet.unstage()
 
@@ -276,6 +347,7 @@ class Replay(Replaying):
 
     def _check_complete(self) -> None:
         super()._check_complete()
+        self._check_inputs()
         done = self._timeline.ended[0]
         if done < len(self._packets):
             raise MicroBatchError(
@@ -286,6 +358,17 @@ class Replay(Replaying):
                 cause="a schedule that was cut short, a forward that raised and was skipped (what came after "
                 "it then had the routes before its own), or routes of more than this rank's micro-batches",
             )
+
+
+def _belong(routes: RoutedExperts, tokens: torch.Tensor) -> bool:
+    return routes.inputs is not None and routes.inputs.fit(tokens)
+
+
+def share(value: Any, name: str = "max_live_mismatch") -> float:
+    """A share from 0 to 1, or a ReplayError that says what it is instead."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ReplayError(f"{name} is a share of the token-layers", expected="0 to 1", got=repr(value))
+    return float(value)
 
 
 def checked_routes(routes: Sequence[RoutedExperts]) -> list[RoutedExperts]:

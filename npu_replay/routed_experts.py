@@ -7,13 +7,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
 
 from npu_replay import id_checks, route_bytes, route_file
 from npu_replay.errors import InvalidRoutes, RouteFileError
+
+if TYPE_CHECKING:
+    from npu_replay.inputs import Inputs
 
 IdArray: TypeAlias = "torch.Tensor | np.ndarray"
 
@@ -64,6 +67,10 @@ class RoutedExperts:
 
     bad_samples: ClassVar[int] = 0
     """Sequences in it whose routes couldn't be used; `TokenLayout.gather` says so of what it returns."""
+    row_order: ClassVar[str | None] = None
+    """How [batch, sequence] became its rows, "sequence" or "batch", where `TokenLayout.gather` knows."""
+    inputs: ClassVar[Inputs | None] = None
+    """The tokens of its micro-batch; `record` and `TokenLayout.gather` say so. Not in its bytes or files."""
 
     def __init__(
         self,
@@ -102,6 +109,11 @@ class RoutedExperts:
             narrow = narrow.clone()  # frozen: what the caller does to his array later must not show here
         mark, version = _checked_fingerprint(fingerprint), _checked_version(weight_version)
         self._set(narrow.contiguous(), labels, num_experts, rows, mark, version)
+
+    def _about(self, **known: object) -> None:
+        """Say something of a whole micro-batch's routes."""
+        for name, value in known.items():
+            object.__setattr__(self, name, value)
 
     def _set(self, *values: object) -> None:
         for field, value in zip(fields(self), values, strict=True):

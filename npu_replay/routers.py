@@ -65,6 +65,7 @@ class Router:
             could lose one of them.
         spare: its top-k asks for so many more than it uses; they come last.
         aux_losses: None if it has none.
+        row_order: how its rows come of [batch, sequence]: "sequence" (s*b), "batch" (b*s); None if not known.
         bypass: why its top-k might never run, in words for an error; empty if nothing is known.
         path: where it sits in the model, `find` fills it in.
     """
@@ -80,6 +81,7 @@ class Router:
     mend: Callable[[object, torch.Tensor], object] | None = None
     spare: int = 0
     aux_losses: AuxLosses | None = None
+    row_order: str | None = None
     bypass: str = ""
     path: str = ""
 
@@ -230,8 +232,22 @@ def _described(chunk: nn.Module) -> Iterator[Router]:
         for kind in kinds:
             router = kind.describe(module, path)
             if router is not None:
+                _check_size(router, path)
                 yield replace(router, path=path)
                 break
+
+
+def _check_size(router: Router, path: str) -> None:
+    from npu_replay.routed_experts import MAX_EXPERTS  # here: who imports npu_replay may need no routes
+
+    if router.num_experts > MAX_EXPERTS:
+        raise RouterError(
+            "the router has more experts than ids are kept for",
+            where=path or "the module itself",
+            expected=f"up to {MAX_EXPERTS}",
+            got=router.num_experts,
+            cause="a layer of another kind that is described as a router",
+        )
 
 
 def _check_any(found: list[list[Router]], chunks: Sequence[nn.Module]) -> None:

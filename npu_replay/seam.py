@@ -18,16 +18,18 @@ Two ways to catch that top-k, measured in docs/architecture.md:
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
-from torch.utils._python_dispatch import _disable_current_modes
 
-from npu_replay import dynamo_names
+from npu_replay import compiler_names
 from npu_replay.errors import RouterError
+from npu_replay.hooks import outside_modes
 
 
 class Own(Protocol):
@@ -75,7 +77,8 @@ class Call:
 
     Afterwards `ids` are the ids that were used and `way` how the top-k was caught; None where none was, and
     then `seen` names what was called instead, as far as it was watched. `own_ids` are the router's own, where
-    it was asked to compare.
+    it was asked to compare. `inside` may be set to the frame that runs the router: an interrupt skips the
+    forward hook, and a call whose frame has gone answers nothing any more.
     """
 
     __slots__ = (
@@ -85,6 +88,7 @@ class Call:
         "compares",
         "given",
         "ids",
+        "inside",
         "keeps",
         "masks",
         "num_experts",
@@ -125,6 +129,7 @@ class Call:
         self.spare = spare
         self.compares = compares
         self.given = given
+        self.inside: FrameType | None = None
         self.ids: torch.Tensor | None = None
         self.own_ids: torch.Tensor | None = None
         self.suspect: torch.Tensor | None = None
@@ -160,7 +165,21 @@ class Call:
             )
             and kwargs.get("largest", True)
             and "out" not in kwargs
+            and self._is_running()
         )
+
+    def _is_running(self) -> bool:
+        """Is the router's frame still among those that called this? If not, the call is left for good."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame is not self.inside:
+            frame = frame.f_back
+        if frame is self.inside:
+            return True  # also where none was set
+        _armed.call = self._outer
+        if self.watching and _watch.is_innermost():
+            self.watching = False
+            _watch.leave()
+        return False
 
     def answer(
         self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], way: str
@@ -185,7 +204,7 @@ class Call:
             )
 
         values, ids = self._decide(native, scores, args[1:], rest)
-        self.ids, self.way = ids[:, : self.topk], way
+        self.ids, self.way = ids[:, : self.topk] if self.spare else ids, way
         if self.keeps:
             _armed.call = self  # for the second top-k
         return torch.return_types.topk((values, ids))
@@ -202,22 +221,18 @@ class Call:
             ids: torch.Tensor = native(asked, *args, **kwargs)[1]
             return ids[:, : self.topk] if self.spare else ids
 
-        if torch._C._len_torch_dispatch_stack():
-            with _disable_current_modes():  # a selective checkpoint would keep our operations for its own
-                ids = self._chosen(own)
-        else:
+        with outside_modes():
             ids = self._chosen(own)
         if self.spare:
             values, places = native(scores, *args, **kwargs)
-            if self.verify:
-                self.suspect = torch.isneginf(values).any()
-            return values, torch.cat([ids, places[:, self.topk :]], dim=1)
-        source = self._unmasked(scores)
-        values = source.gather(1, ids)
+            ids, source = torch.cat([ids, places[:, self.topk :]], dim=1), scores
+        else:
+            source = self._unmasked(scores)
+            values = source.gather(1, ids)
         if self.verify:
-            self.suspect = _suspect(
-                values.detach(), scores.detach(), mask_unseen=self.masks and source is scores
-            )
+            mask_unseen = self.masks and source is scores and not self.spare
+            with outside_modes():
+                self.suspect = _suspect(values.detach(), scores.detach(), mask_unseen=mask_unseen)
         return values, ids
 
     @contextlib.contextmanager
@@ -269,11 +284,13 @@ class Call:
         kept = native(scores, *args[1:], **kwargs)
         if not scores.is_floating_point():
             return kept
-        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, ids, True)
-        lifted = scores.detach().masked_fill(chosen & (scores == 0), least_positive(scores.dtype))
-        again = native(lifted, *args[1:], **kwargs)[1]
-        lost = chosen.gather(0, kept[1]).sum(dim=0) < chosen.gather(0, again).sum(dim=0)
-        places = torch.where(lost, again, kept[1])
+        with outside_modes():
+            found = scores.detach()
+            chosen = torch.zeros_like(found, dtype=torch.bool).scatter(1, ids, True)
+            lifted = found.masked_fill(chosen & (found == 0), least_positive(found.dtype))
+            again = native(lifted, *args[1:], **kwargs)[1]
+            lost = chosen.gather(0, kept[1]).sum(dim=0) < chosen.gather(0, again).sum(dim=0)
+            places = torch.where(lost, again, kept[1])
         return torch.return_types.topk((scores.gather(0, places), places))
 
     def masked(self, result: torch.Tensor, source: torch.Tensor) -> None:
@@ -342,56 +359,71 @@ def _scores_k_dim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, A
     )
 
 
-def _guarded(native: Any) -> Any:
-    """`native`, answered through the armed call of this thread, if there is one."""
+class _Guarded:
+    """One of torch's two names for top-k, answered through the armed call of this thread, if there is one."""
 
-    def topk(*args: Any, **kwargs: Any) -> Any:
-        call = _armed.call
-        if call is None or not call.matches(*_scores_k_dim(args, kwargs), kwargs):
-            return native(*args, **kwargs)
-        return call.answer(native, args, kwargs, "guard")
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self.own_attribute = "topk" in vars(owner)  # Tensor's is inherited from its C base
+        self.native = native = owner.topk
 
-    topk.__doc__ = native.__doc__
-    return topk
+        def topk(*args: Any, **kwargs: Any) -> Any:
+            call = _armed.call
+            if call is None:
+                if not guard.is_open:  # who wrapped it inside a block has laid it back after the block
+                    self.lay_back()
+                return native(*args, **kwargs)
+            if not call.matches(*_scores_k_dim(args, kwargs), kwargs):
+                return native(*args, **kwargs)
+            return call.answer(native, args, kwargs, "guard")
+
+        topk.__doc__ = native.__doc__
+        self.answered = topk
+        owner.topk = topk
+
+    def lay_back(self) -> None:
+        """Give the name back, unless it was wrapped meanwhile: then ours stays below and passes all on."""
+        if self.owner.topk is not self.answered:
+            return
+        if self.own_attribute:
+            self.owner.topk = self.native
+        else:
+            del self.owner.topk
 
 
 class _Guard:
     """torch's two names for top-k, replaced while at least one session is open."""
 
     def __init__(self) -> None:
+        self.is_open = False
         self._lock = threading.Lock()
-        self._open = 0
+        self._holders = 0
         self._dynamo_knew = False
-        self._names: list[tuple[Any, Any, Any, bool]] = []
+        self._names: list[_Guarded] = []
 
     def install(self) -> None:
         with self._lock:
-            self._open += 1
-            if self._open > 1:
+            self._holders += 1
+            if self._holders > 1:
                 return
-            self._dynamo_knew = dynamo_names.known()
-            owners: tuple[Any, Any] = (torch, torch.Tensor)
-            for owner in owners:
-                native = owner.topk
-                guarded = _guarded(native)
-                self._names.append((owner, native, guarded, "topk" in vars(owner)))
-                owner.topk = guarded
+            for left in self._names:
+                left.lay_back()
+            self._dynamo_knew = compiler_names.dynamo_knows()
+            self._names = [_Guarded(torch), _Guarded(torch.Tensor)]
+            compiler_names.teach_script(self._names[0].answered, "topk")
+            self.is_open = True
 
     def remove(self) -> None:
         with self._lock:
-            self._open -= 1
-            if self._open:
+            self._holders -= 1
+            if self._holders:
                 return
-            for owner, native, guarded, own_attribute in self._names:
-                if owner.topk is not guarded:
-                    continue  # wrapped meanwhile by somebody else: ours stays below and passes all through
-                if own_attribute:
-                    owner.topk = native
-                else:
-                    del owner.topk  # Tensor's is inherited from its C base
-            self._names.clear()
+            self.is_open = False
+            for name in self._names:
+                name.lay_back()
+            compiler_names.unteach_script(self._names[0].answered, self._names[0].native, "topk")
             if not self._dynamo_knew:
-                dynamo_names.forget()
+                compiler_names.dynamo_forgets()
 
 
 guard = _Guard()

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,21 +25,19 @@ from torch import nn
 from npu_replay import compiled, routers, seam
 from npu_replay.errors import (
     MicroBatchError,
-    NoEffect,
     RecomputeError,
     ReplayError,
     RouterError,
     described,
     micro_batch,
 )
+from npu_replay.hooks import Hook
 from npu_replay.marking import Marks
 from npu_replay.recompute import in_backward
 from npu_replay.routed_experts import narrow_dtype
 from npu_replay.routers import Model, Router, chunks_of, find
-from npu_replay.staging import added, stacked
 from npu_replay.timeline import Forward, Timeline
-
-Key: TypeAlias = "tuple[int, int]"  # layer label, micro-batch
+from npu_replay.witness import Key, Witness
 
 
 class _Running(NamedTuple):
@@ -87,18 +86,15 @@ class Session:
         self._way: dict[int, str | None] = {}
         self._handles: list[routers.Handle] = []
         self._stance: AbstractContextManager[None] | None = None
-        self._flags: dict[Key, torch.Tensor] = {}
-        self._unreached: dict[Key, list[str]] = {}  # and what was called instead
-        self._pending: dict[Key, weakref.ref[Any]] = {}
+        self._witness = Witness()
+        self._pending: dict[Key, list[weakref.ref[Any]]] = {}
         self._recomputed: set[Key] = set()
         self._kept: dict[Key, torch.Tensor] = {}
+        self._tokens: dict[int, torch.Tensor] = {}
         self._calls = _Calls()
         self._marks: list[Marks] = []
         self._functions: dict[str, object] = {}
         self._seconds = 0.0
-        self._strayed: torch.Tensor | bool = False
-        self._dropped: torch.Tensor | int = 0
-        self._chosen = 0
         self._count = 0
         self._state = "new"
 
@@ -125,6 +121,10 @@ class Session:
             )
         return ids
 
+    def _tokens_wanted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """The token ids of this call of the first chunk, to be held against its routes; None for none."""
+        return None
+
     def _compares(self, router: Router) -> bool:
         """Is this call's own choice wanted beside the ids that are used?"""
         return False
@@ -150,8 +150,10 @@ class Session:
 
     def _clear(self) -> None:
         """The block is over: keep neither the model nor ids that only a recompute would want."""
-        for kept in (self._flags, self._unreached, self._pending, self._kept, self._routers, self._chunks):
+        for kept in (self._witness, self._pending, self._kept, self._tokens):
             kept.clear()
+        for held in (self._routers, self._chunks):
+            held.clear()
         self._marks.clear()
 
     # The block
@@ -212,8 +214,8 @@ class Session:
         return {
             "routers": self._count,
             "microseconds": int(self._seconds * 1e6),
-            "dropped": int(self._dropped),
-            "chosen": self._chosen,
+            "dropped": int(self._witness.dropped),
+            "chosen": self._witness.chosen,
         }
 
     def _check_nesting(self) -> None:
@@ -231,17 +233,20 @@ class Session:
     def _attach(self) -> None:
         for chunk, module in enumerate(self._chunks):
             # The chunk first: it may itself be the router, and its forward begins before its top-k.
-            self._hook(module, *_chunk_hooks(self, chunk))
+            self._hook(module, Session._chunk_begins, Session._chunk_ends, chunk)
             for router in self._routers[chunk]:
                 _sessions[id(router.module)] = self
-                self._hook(router.module, *_router_hooks(self, router, chunk))
+                self._hook(router.module, Session._router_begins, Session._router_ends, router, chunk)
             self._marks.append(Marks(functools.partial(self._timeline.number, chunk)))
             self._handles.extend(routers.mark(module, self._routers[chunk], self._marks[chunk]))
 
-    def _hook(self, module: nn.Module, before: Callable[..., None], after: Callable[..., object]) -> None:
+    def _hook(
+        self, module: nn.Module, before: Callable[..., object], after: Callable[..., object], *at: Any
+    ) -> None:
         # The last thing before the forward and the first after it: other hooks' top-k isn't the router's.
-        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(after, prepend=True, always_call=True))
+        begins, ends = Hook(self, before, module, *at), Hook(self, after, module, *at)
+        self._handles.append(module.register_forward_pre_hook(begins, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(ends, prepend=True, always_call=True))
 
     def _close(self) -> None:
         if self._state != "open":
@@ -264,6 +269,20 @@ class Session:
 
     # The chunks' hooks
 
+    def _chunk_begins(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if in_backward():
+            self._timeline.rerun(chunk)
+        else:
+            self._begin(chunk)
+            if chunk == 0 and (tokens := self._tokens_wanted(args, kwargs)) is not None:
+                self._tokens[self._timeline.number(chunk)] = tokens
+
+    def _chunk_ends(self, chunk: int, args: tuple[Any, ...], output: object) -> None:
+        if in_backward():
+            self._timeline.rerun_ended()
+        else:
+            self._end(chunk, output)
+
     def _begin(self, chunk: int) -> None:
         self._calls.unwind()  # an interrupt (KeyboardInterrupt, a cancelled task) runs no forward hook
         self._marks[chunk].clear()
@@ -277,22 +296,41 @@ class Session:
             return  # its beginning was refused
         forward, complete = ended
         if complete:
-            self._check_effect(chunk, forward)
+            self._witness.check(self._routers[chunk], forward.called, forward.number)
         else:
             for layer in forward.called:
                 self._drop((layer, forward.number))
 
     def _drop(self, key: Key) -> None:
-        for kept in (self._flags, self._pending):
-            kept.pop(key, None)
-        self._unreached.pop(key, None)
+        self._witness.forget(key)
+        self._pending.pop(key, None)
         self._recomputed.discard(key)
         self._forget(key)
 
     # The routers' hooks
 
+    def _router_begins(
+        self, router: Router, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        started = time.perf_counter()
+        running = self._arm(router, chunk, _first_tensor(args, kwargs))
+        if running is not None:
+            running.call.inside = sys._getframe(2)  # that of the module's __call__; Hook's is between
+            self._calls.stack.append(running)
+        self._seconds += time.perf_counter() - started
+
+    def _router_ends(self, router: Router, chunk: int, args: tuple[Any, ...], output: object) -> object:
+        stack = self._calls.stack
+        if not stack or stack[-1].module is not router.module:
+            return None  # the pre-hook raised or left it alone
+        started = time.perf_counter()
+        mended = self._disarm(router, chunk, stack.pop(), output)
+        self._seconds += time.perf_counter() - started
+        return mended
+
     def _arm(self, router: Router, chunk: int, hidden: torch.Tensor) -> _Running | None:
         """The beginning of a router's call; None leaves it alone."""
+        _refuse_batched(router, hidden)
         rows = hidden.numel() // hidden.shape[-1] * router.gathers
         verify = False
         again = self._recompute_of(router, chunk)
@@ -304,11 +342,10 @@ class Session:
             forward.called.add(router.label)
             verify = self._is_checked(forward.number)
             key = router.label, forward.number
-            checkpoint = self._marks[chunk].take_foreseen(router.module)
-            if checkpoint is None:
-                checkpoint = self._timeline.checkpoint(forward)
-            if checkpoint is not None:
-                self._await_recompute(key, checkpoint)
+            foreseen = self._marks[chunk].take_foreseen(router.module)
+            around = self._timeline.enclosing(forward) + ([] if foreseen is None else [foreseen])
+            if around:
+                self._await_recompute(key, around)
             choose = self._live(router, forward, rows, hidden.device)
         call = seam.Call(
             rows,
@@ -356,24 +393,9 @@ class Session:
                     cause=routers.explained(router, call.seen)
                     or "a recompute that takes another path than the forward",
                 )
-            if call.way == "fused" and call.suspect is not None:
-                self._strayed = call.suspect | self._strayed
-            return
-        key = router.label, self._timeline.live(chunk).number
-        if call.ids is None:
-            self._unreached[key] = call.seen
-        elif call.suspect is not None:
-            self._flags[key] = _effect(router, call, call.ids, call.suspect, output)
-            if router.drops:
-                self._count_dropped(router, call.ids, output)
-
-    def _count_dropped(self, router: Router, ids: torch.Tensor, output: object) -> None:
-        """Count the chosen experts that the output doesn't show: over their capacity."""
-        with torch.no_grad():
-            shown = router.shows(output)
-            if len(shown) == len(ids):
-                self._dropped = added(self._dropped, (~shown.gather(1, ids)).sum())
-                self._chosen += ids.numel()
+            self._witness.saw_again(call)
+        else:
+            self._witness.saw(router, self._timeline.live(chunk).number, call, output)
 
     def _recompute(self, router: Router, number: int, rows: int, device: torch.device) -> seam.Choose:
         ids = self._again(router, number, device)
@@ -388,16 +410,19 @@ class Session:
         self._recomputed.add((router.label, number))
         return lambda own: ids.long()
 
-    def _await_recompute(self, key: Key, checkpoint: Any) -> None:
+    def _await_recompute(self, key: Key, around: list[Any]) -> None:
         """Note that autograd may yet recompute this call, and forget it when the graph dies."""
         me = weakref.ref(self)
 
         def died(_: object) -> None:
             session = me()
-            if session is not None:
+            if session is not None and not session._may_recompute(key):
                 session._graph_died(key)
 
-        self._pending[key] = weakref.ref(checkpoint, died)
+        self._pending[key] = [weakref.ref(one, died) for one in around]
+
+    def _may_recompute(self, key: Key) -> bool:
+        return any(one() is not None for one in self._pending.get(key, ()))
 
     def _graph_died(self, key: Key) -> None:
         self._pending.pop(key, None)
@@ -422,37 +447,10 @@ class Session:
             "a graph of before this block that MindSpeed's moe_fb_overlap runs again in it",
         )
 
-    def _check_effect(self, chunk: int, forward: Forward) -> None:
-        """After every forward: was each top-k reached? After some: do the outputs show the ids?"""
-        for router in self._routers[chunk]:
-            key = router.label, forward.number
-            if router.label not in forward.called:
-                self._no_effect(router, forward, "the router was not called", _PAST_CALL)
-            if key in self._unreached:
-                known = routers.explained(router, self._unreached[key]) or _NO_TOPK
-                self._no_effect(router, forward, "the router never reached its top-k", known)
-        keys = [(router, (router.label, forward.number)) for router in self._routers[chunk]]
-        flagged = [(router, self._flags.pop(key)) for router, key in keys if key in self._flags]
-        flags = stacked([flag for _, flag in flagged]).tolist() if flagged else []
-        for (router, _), wrong in zip(flagged, flags, strict=True):
-            if wrong:
-                self._no_effect(
-                    router, forward, "the router's output doesn't show the chosen experts", _CHANGED
-                )
-
-    def _no_effect(self, router: Router, forward: Forward, problem: str, cause: str) -> None:
-        raise NoEffect(
-            problem,
-            where=f"{micro_batch(forward.number, router.label)} ({router.path or 'the module itself'})",
-            expected=f"a top-{router.topk} over {router.num_experts} experts whose result is used",
-            got="none, or another selection",
-            cause=cause,
-        )
-
     def _due(self) -> list[Key]:
         """The calls that autograd may yet recompute and hasn't."""
-        pending = list(self._pending.items())
-        return [key for key, alive in pending if key not in self._recomputed and alive() is not None]
+        pending = list(self._pending)
+        return [key for key in pending if key not in self._recomputed and self._may_recompute(key)]
 
     def _check_functions(self, where: str) -> None:
         """Is the code that routes the same as when the block was entered?"""
@@ -494,7 +492,7 @@ class Session:
                 got=ended,
                 cause="a schedule that was cut short, or a chunk that is missing from the list",
             )
-        if bool(self._strayed):
+        if int(self._witness.strayed):
             raise RecomputeError(
                 "a fused router chose other experts in a recompute than in its forward",
                 expected="the same ones: its kernel can't be given them",
@@ -513,24 +511,10 @@ class Session:
                 where=micro_batch(number, layer),
                 expected="backward inside the block",
                 got="a graph with checkpoints that is still alive",
-                cause="loss.backward() after the with block; or outputs kept from a forward that should have "
-                "run under torch.no_grad()",
+                cause="loss.backward() after the with block; a loss that was skipped (NaN, say) and is still "
+                "held: `del loss` inside the block; or outputs kept from a forward that should have run "
+                "under torch.no_grad()",
             )
-
-
-_PAST_CALL = (
-    "a graph that was compiled or captured and runs no hook (torch.compile: pass the compiled module itself, "
-    "and compile before the block), another path to the experts than the router's __call__, or a layer that "
-    "this forward skipped"
-)
-_NO_TOPK = (
-    "a fused router kernel, a selection without torch.topk (a hash, a kernel; or somebody has replaced "
-    "torch.topk inside the block), or a compiled function around the model (torch.compile: pass the compiled "
-    "module itself, and compile before the block)"
-)
-_CHANGED = (
-    "code after the top-k that changes the ids (a forced load balance), or an output that npu_replay misreads"
-)
 
 
 def narrowed(ids: torch.Tensor, router: Router) -> torch.Tensor:
@@ -541,78 +525,15 @@ def narrowed(ids: torch.Tensor, router: Router) -> torch.Tensor:
     return ids.to(narrow_dtype(router.num_experts))
 
 
-def _effect(
-    router: Router, call: seam.Call, ids: torch.Tensor, suspect: torch.Tensor, output: object
-) -> torch.Tensor:
-    """A flag on the device: does the router's own output show other experts than it was given?"""
-    with torch.no_grad():
-        shown = router.shows(output)
-        if shown.shape != (call.rows, router.num_experts):
-            return torch.ones_like(suspect)
-        chosen = torch.zeros_like(shown).scatter(1, ids, True)
-        differ = shown & ~chosen if router.drops else shown != chosen
-        return differ.any() | suspect
-
-
-def _router_hooks(
-    session: Session, router: Router, chunk: int
-) -> tuple[Callable[..., None], Callable[..., object]]:
-    """Plain functions: copy.deepcopy of the model then shares them, and doesn't copy the session."""
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module is not router.module:
-            return _detach(module, router.module, before, after)
-        started = time.perf_counter()
-        running = session._arm(router, chunk, _first_tensor(args, kwargs))
-        if running is not None:
-            session._calls.stack.append(running)
-        session._seconds += time.perf_counter() - started
-
-    def after(module: nn.Module, args: tuple[Any, ...], output: object) -> object:
-        stack = session._calls.stack
-        if not stack or stack[-1].module is not module:
-            return None  # the pre-hook raised or left it alone, or this is a copy of the router
-        started = time.perf_counter()
-        mended = session._disarm(router, chunk, stack.pop(), output)
-        session._seconds += time.perf_counter() - started
-        return mended
-
-    return before, after
-
-
-def _chunk_hooks(session: Session, chunk: int) -> tuple[Callable[..., None], Callable[..., None]]:
-    ours = session._chunks[chunk]
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module is not ours:
-            return _detach(module, ours, before, after)
-        if in_backward():
-            session._timeline.rerun(chunk)
-        else:
-            session._begin(chunk)
-
-    def after(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        if module is not ours:
-            return
-        if in_backward():
-            session._timeline.rerun_ended()
-        else:
-            session._end(chunk, output)
-
-    return before, after
-
-
-def _detach(
-    module: nn.Module, original: nn.Module, before: Callable[..., None], after: Callable[..., object]
-) -> None:
-    """Take our hooks off a copy of the model that was made while the block was open."""
-    if module._forward_hooks is original._forward_hooks:
-        return  # a shallow copy: what is taken off it would be taken off the model too
-    for hooks, ours in ((module._forward_pre_hooks, before), (module._forward_hooks, after)):
-        for number in [number for number, hook in hooks.items() if hook is ours]:
-            hooks.pop(number)
-            module._forward_pre_hooks_with_kwargs.pop(number, None)
-            module._forward_hooks_always_called.pop(number, None)
+def _refuse_batched(router: Router, hidden: torch.Tensor) -> None:
+    if torch._C._functorch.is_batchedtensor(hidden):
+        raise RouterError(
+            "the router runs under vmap, where its rows can't be told apart",
+            where=f"layer {router.label} ({router.path or 'the module itself'})",
+            expected="hidden states [..., hidden]",
+            got="a batched tensor of torch.vmap",
+            cause="torch.vmap, torch.func.jacrev or the like around the model; loop over the batch instead",
+        )
 
 
 def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

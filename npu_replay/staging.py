@@ -1,4 +1,4 @@
-"""One micro-batch's routes on their way to the devices, and what comes from routers on several of them."""
+"""One micro-batch's routes on their way to the device, or to each device of a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Staged: TypeAlias = "tuple[dict[int, torch.Tensor], torch.Tensor | None]"
 
 
 class Packet:
-    """Routes of one micro-batch for some layers, and their copy on each device that their routers are on.
+    """Routes of one micro-batch for some layers, and their copies on devices.
 
     Args:
         routes: rows as the routers have them.
@@ -27,7 +27,7 @@ class Packet:
         self._staged: dict[torch.device, Staged] = {}
 
     def staged(self, labels: Sequence[int], device: torch.device) -> Staged:
-        """These layers on the device, narrow; sent once, and without waiting for them."""
+        """These layers on the device, narrow; sent to each device once, and without waiting for them."""
         if device not in self._staged:
             ids = to_device(self.routes.only(labels).ids, device)
             missing = None if self.missing is None else to_device(self.missing, device)
@@ -35,7 +35,7 @@ class Packet:
         return self._staged[device]
 
     def unstage(self) -> None:
-        """Let go of the copies; what a recompute needs is kept by itself."""
+        """Let go of the copies on devices; what a recompute needs is kept by itself."""
         self._staged.clear()
 
 
@@ -48,13 +48,3 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     except (RuntimeError, NotImplementedError):  # a device without such memory, or no more of it
         return tensor.to(device)
     return pinned.to(device, non_blocking=True)
-
-
-def stacked(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """Tensors of routers that may be on several devices, on that of the first."""
-    return torch.stack([tensor.to(tensors[0].device) for tensor in tensors], dim=dim)
-
-
-def added(total: torch.Tensor | int, more: torch.Tensor) -> torch.Tensor:
-    """A sum over routers that may be on several devices; nobody waits for it."""
-    return total + (more.to(total.device) if isinstance(total, torch.Tensor) else more)

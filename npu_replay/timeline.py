@@ -1,11 +1,13 @@
 """Which micro-batch is running, and whose recompute a call inside backward is.
 
-One micro-batch is one `__call__` of a model chunk. At the end of each the counter of autograd's sequence
-numbers is noted; the node that runs in backward then falls between two notes. Ends and not starts are
-noted: a reentrant checkpoint around the whole model makes its node before the model's forward begins.
+One micro-batch is one `__call__` of a model chunk. Whatever encloses that call, or a router's call in it, and
+may run it again (`recompute.enclosing`) is noted with it: a checkpoint around the loss, one around several
+layers and one around each of them may all enclose the same call. A recompute is led back by the innermost of
+them that runs it.
 
-A non-reentrant checkpoint that reaches past the model, with the loss in it, is recomputed for a node that was
-made after the end. It runs the model's `__call__` again, so there the checkpoint itself is asked.
+Where nothing that was noted runs, as in a tensor's hook, the number of autograd's running node tells: the
+counter is noted at the end of each forward, and the number falls between two notes. Ends and not starts are
+noted: a reentrant checkpoint around the whole model makes its node before the model's forward begins.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import sys
 import threading
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -32,7 +34,7 @@ class Forward:
     chunk: int
     number: int
     grad: bool
-    enclosing: Any
+    enclosing: list[Any]
     handling: BaseException | None
     called: set[int] = field(default_factory=set)
     """Layer labels of the routers called so far."""
@@ -57,8 +59,7 @@ class Timeline:
         self._owners: list[Owner | None] = []
         self._thread: int | None = None
         self._start = (threading.get_ident(), recompute.sequence_number())
-        self._functions: WeakSet[Any] = WeakSet()
-        self._regions: WeakKeyDictionary[Any, set[Owner]] = WeakKeyDictionary()
+        self._noted: WeakKeyDictionary[Any, set[Owner]] = WeakKeyDictionary()
         self._reruns = _Reruns()
 
     def begin(self, chunk: int) -> Forward:
@@ -66,11 +67,9 @@ class Timeline:
         self._check_thread(chunk)
         self._reruns.owners.clear()
         grad = torch.is_grad_enabled()
-        enclosing = None if grad else recompute.enclosing_function()
+        enclosing = recompute.enclosing(functions=not grad)
         forward = Forward(chunk, self.ended[chunk], grad, enclosing, sys.exc_info()[1])
-        region = recompute.open_region()
-        if region is not None:
-            self._regions.setdefault(region, set()).add((chunk, forward.number))
+        self._note(enclosing, (chunk, forward.number))
         self._open[chunk] = forward
         return forward
 
@@ -88,7 +87,7 @@ class Timeline:
         self._owners.append(None if raised else (chunk, forward.number))
         if not raised:
             self.ended[chunk] += 1
-        forward.enclosing = None
+        forward.enclosing.clear()
         return forward, not raised
 
     def live(self, chunk: int) -> Forward:
@@ -98,30 +97,23 @@ class Timeline:
             return forward
         if self.bypassed is None or self.bypassed.chunk != chunk:
             self._check_thread(chunk)
-            self.bypassed = Forward(chunk, self.ended[chunk], torch.is_grad_enabled(), None, None)
+            self.bypassed = Forward(chunk, self.ended[chunk], torch.is_grad_enabled(), [], None)
         return self.bypassed
 
     def number(self, chunk: int) -> int:
         """The micro-batch whose forward a chunk runs now."""
         return self.live(chunk).number
 
-    def checkpoint(self, forward: Forward) -> Any:
-        """What is alive as long as autograd may recompute the router that is being called; None if it can't.
-
-        The node of a reentrant checkpoint, or the region of a non-reentrant one.
-        """
-        if torch.is_grad_enabled():
-            return recompute.open_region()
-        ctx = forward.enclosing
-        if ctx is None and forward.grad:
-            ctx = recompute.enclosing_function()
-        if ctx is not None:
-            self._functions.add(ctx)
-        return ctx
+    def enclosing(self, forward: Forward) -> list[Any]:
+        """All that may run the router's call again that begins now, alive as long as it may."""
+        inner = recompute.enclosing(functions=forward.grad and not torch.is_grad_enabled())
+        if inner:
+            self._note(inner, (forward.chunk, forward.number))
+        return forward.enclosing + inner
 
     def rerun(self, chunk: int) -> None:
         """A chunk's forward starts again, inside backward."""
-        self._reruns.owners.append(self._checked(self._rerun_owner(chunk), chunk, "the model"))
+        self._reruns.owners.append(self._owner(chunk, "the model"))
 
     def rerun_ended(self) -> None:
         """That forward is over, or was stopped as soon as it had recomputed enough."""
@@ -130,40 +122,51 @@ class Timeline:
 
     def recomputed(self, chunk: int, layer: int) -> int:
         """The number of the micro-batch whose recompute a router's call inside backward is."""
-        if self._reruns.owners and self._reruns.owners[-1][0] == chunk:
-            return self._reruns.owners[-1][1]
-        where = f"layer {layer}"
-        return self._checked(self._owner_by_number(where), chunk, where)[1]
+        reruns = self._reruns.owners
+        owner = reruns[-1] if reruns and reruns[-1][0] == chunk else self._owner(chunk, f"layer {layer}")
+        # A checkpoint that this recompute makes anew may run on another thread, without the outer one.
+        self._note(recompute.enclosing(functions=not torch.is_grad_enabled()), owner)
+        return owner[1]
 
     def forget(self) -> None:
         """Drop all ends but the last: no graph made before it can recompute any more."""
         del self._ends[:-1], self._owners[:-1]
 
-    def _rerun_owner(self, chunk: int) -> Owner | None:
-        regions = recompute.recomputing_regions()
-        for region in reversed(regions):
-            owners = {owner for owner in self._regions.get(region, ()) if owner[0] == chunk}
-            if len(owners) == 1:
-                return owners.pop()
-            if owners:
-                raise RecomputeError(
-                    "one checkpoint holds several forwards of the model, and their recomputes look alike",
-                    where="in backward",
-                    expected="a checkpoint for each forward",
-                    got=f"{len(owners)} forwards in one",
-                    cause="checkpoint() around a loop over micro-batches",
-                )
-        return self._owner_by_number("the model")
+    def _note(self, enclosing: list[Any], owner: Owner) -> None:
+        for one in enclosing:
+            self._noted.setdefault(one, set()).add(owner)
 
-    def _owner_by_number(self, where: str) -> Owner | None:
-        """The chunk and micro-batch in whose forward the running node was made."""
+    def _owner(self, chunk: int, where: str) -> Owner:
+        """The chunk and micro-batch whose forward is run again."""
         if (problem := recompute.probe()) is not None:
             raise RecomputeError(
                 f"on torch {torch.__version__} a recompute can't be led back to its forward ({problem})",
                 where=f"{where}, in backward",
-                cause="a torch release that npu_replay doesn't know; turn activation recompute off",
+                cause="what the brackets name: a broken package that torch imports, a patched checkpoint, "
+                "or a torch that npu_replay doesn't know; mend it, or turn activation recompute off",
             )
-        number = recompute.running_node_number(self._functions)
+        owners = self._owners_on_stack(chunk)
+        if len(owners) > 1:
+            raise RecomputeError(
+                "one checkpoint holds several forwards of the model, and their recomputes look alike",
+                where=f"{where}, in backward",
+                expected="a checkpoint for each forward",
+                got=f"{len(owners)} forwards in one",
+                cause="checkpoint() around a loop over micro-batches",
+            )
+        return self._checked(owners.pop() if owners else self._owner_by_number(where), chunk, where)
+
+    def _owners_on_stack(self, chunk: int) -> set[Owner]:
+        """The forwards in what runs again now: in the innermost of it that was noted."""
+        found = (
+            {owner for owner in self._noted.get(one, ()) if owner[0] == chunk}
+            for one in recompute.recomputing()
+        )
+        return next(filter(None, found), set())
+
+    def _owner_by_number(self, where: str) -> Owner | None:
+        """The chunk and micro-batch in whose forward the running node was made."""
+        number = recompute.running_node_number()
         if number is None:
             raise RecomputeError(
                 f"{where} was run in backward, but by no node of the model's graph",

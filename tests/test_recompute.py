@@ -20,21 +20,25 @@ def torch_tells_its_hooks(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
         pytest.skip("this torch doesn't tell its saved-tensor hooks")
 
 
+def innermost() -> Any:
+    return next(iter(recompute.enclosing(functions=False)), None)
+
+
 def test_a_region_is_that_of_the_innermost_checkpoint() -> None:
     seen: dict[str, Any] = {}
 
     def inner(x: torch.Tensor) -> torch.Tensor:
-        seen["inner"] = recompute.open_region()
+        seen["inner"] = innermost()
         return x.sin()
 
     def outer(x: torch.Tensor) -> torch.Tensor:
-        seen["before"] = recompute.open_region()
+        seen["before"] = innermost()
         x = checkpoint(inner, x.cos(), use_reentrant=False)
-        seen["after"] = recompute.open_region()
+        seen["after"] = innermost()
         return x.exp()
 
     output = checkpoint(outer, torch.ones(2, requires_grad=True), use_reentrant=False)
-    assert recompute.open_region() is None
+    assert innermost() is None
     assert seen["before"] is seen["after"]
     assert len({id(region) for region in (None, seen["before"], seen["inner"])}) == 3
     del output
@@ -46,7 +50,7 @@ def test_a_region_is_alive_as_long_as_it_may_have_to_recompute(ends: str) -> Non
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         if not recompute.in_backward():
-            regions.append(weakref.ref(recompute.open_region()))
+            regions.append(weakref.ref(innermost()))
         return x.sin()
 
     output = checkpoint(forward, torch.ones(2, requires_grad=True), use_reentrant=False)
@@ -62,8 +66,8 @@ def test_the_region_that_recomputes_is_the_one_that_was_open() -> None:
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         if recompute.in_backward():
-            assert recompute.recomputing_regions() == [opened[-1]]
-        opened.append(recompute.open_region() if not opened else opened[0])
+            assert recompute.recomputing() == [opened[-1]]
+        opened.append(innermost() if not opened else opened[0])
         return x.sin()
 
     checkpoint(forward, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
@@ -74,7 +78,7 @@ def test_a_reentrant_checkpoint_has_no_region() -> None:
     seen: list[Any] = []
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        seen.append(recompute.open_region())
+        seen.append(innermost())
         return x.sin()
 
     checkpoint(forward, torch.ones(2, requires_grad=True), use_reentrant=True)

@@ -263,6 +263,24 @@ def test_somebody_who_wraps_topk_meanwhile_keeps_his_wrapper() -> None:
         torch.topk = native
 
 
+def test_a_wrapper_that_is_taken_off_after_the_block_leaves_nothing_of_ours() -> None:
+    """A library that patches torch.topk inside a block lays back, later, what it found there."""
+    natives = torch.topk, torch.Tensor.topk
+    scores = torch.rand(ROWS, EXPERTS)
+    with npu_replay.record(ToyModel()) as recording:
+        recording._chunks[0](tokens())
+        found = torch.topk, torch.Tensor.topk
+        torch.topk = torch.Tensor.topk = lambda *args, **kwargs: found[0](*args, **kwargs)
+    torch.topk, torch.Tensor.topk = found
+    assert torch.equal(torch.topk(scores, TOPK).indices, natives[0](scores, TOPK).indices)
+    assert torch.equal(scores.topk(TOPK).indices, natives[0](scores, TOPK).indices)
+    assert (torch.topk, torch.Tensor.topk) == natives
+    torch.topk = found[0]  # and where nobody called it: the next block takes it off
+    with npu_replay.record(ToyModel()) as recording:
+        recording._chunks[0](tokens())
+    assert torch.topk is natives[0]
+
+
 def test_the_safety_net_is_left_as_soon_as_the_top_k_is_caught() -> None:
     """Functions that a framework compiled would compile anew under a mode."""
     modes: list[object] = []

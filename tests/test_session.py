@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import pickle
 import re
 import threading
 import weakref
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -666,7 +669,239 @@ def test_a_selective_checkpoint_never_keeps_our_own_operations(saved: str, holes
     assert all(map(torch.equal, *grads))
 
 
+class Logged(TorchDispatchMode):
+    """What reaches the dispatcher, as a selective checkpoint's own modes see it."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Called(TorchFunctionMode):
+    """The same, one storey above."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(getattr(func, "__name__", str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("kind", ["record", "replay", "replay with holes", "live mismatch", "pin_recompute"])
+@pytest.mark.parametrize("mode", [Logged, Called])
+def test_no_mode_of_anybodys_sees_our_own_operations(mode: type[Any], kind: str, drops: bool) -> None:
+    """A policy that keeps each second scatter would keep another one in the recompute than in the forward."""
+    model = ToyModel(ToyRouter(drops=drops), ToyRouter(drops=drops, masks=True))
+    routes = random_routes(model)
+    if kind == "replay with holes":
+        holes = torch.arange(ROWS) % 2 == 0
+        one = routes[0]
+        routes = [RoutedExperts(ids=one.ids, layers=one.layers, num_experts=EXPERTS, recorded=holes)]
+    block = {
+        "record": lambda: npu_replay.record(model),
+        "live mismatch": lambda: npu_replay.replay(model, routes, live_mismatch=True),
+        "pin_recompute": lambda: npu_replay.pin_recompute(model),
+    }.get(kind, lambda: npu_replay.replay(model, routes))
+    passes: list[list[str]] = []
+
+    def watched(x: torch.Tensor) -> torch.Tensor:
+        passes.append([])
+        with mode(passes[-1]):
+            return model(x)
+
+    def checkpointed() -> torch.Tensor:
+        x = tokens().requires_grad_()
+        return checkpoint(watched, x, use_reentrant=False, early_stop=False).square().mean()
+
+    with block():
+        checkpointed().backward()
+    checkpointed()
+    # The checkpoint itself detaches in its recompute; a gather is what a top-k is answered with.
+    forward, again, untouched = ([name for name in one if "detach" not in name] for one in passes)
+    assert forward == again
+    if mode is Logged:
+        answered = [name.replace("topk", "gather") for name in untouched]
+        assert [name for name in forward if "topk" not in name] == answered
+
+
+@pytest.mark.parametrize("saved", ["scatter", "zeros_like", "unbind", "any", "stack", "isneginf", "ne"])
+def test_a_selective_checkpoint_that_counts_is_not_shifted(saved: str) -> None:
+    """It keeps each second operation of a kind, by its number."""
+    counts = {False: 0, True: 0}
+
+    def policy(ctx: Any, op: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
+        if op.name().split("::")[1].split(".")[0] != saved:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        counts[ctx.is_recompute] += 1
+        keep = counts[ctx.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def own(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A router that calls all of these itself."""
+        flat = torch.zeros_like(scores).scatter(1, scores.argmax(1, keepdim=True), 1.0)
+        wrong = torch.stack(flat.unbind(1), dim=1).ne(0).any() | torch.isneginf(scores).any()
+        values, ids = torch.topk(scores, router.topk)
+        return values * torch.where(wrong, 1.0, 2.0), ids
+
+    grads = []
+    for selective in (False, True):
+        model = ToyModel(ToyRouter(select=own, drops=True), ToyRouter(select=own))
+
+        def contexts() -> tuple[Any, Any]:
+            return create_selective_checkpoint_contexts(policy)
+
+        with npu_replay.replay(model, random_routes(model), live_mismatch=True):
+            x = tokens().requires_grad_()
+            output = checkpoint(model, x, use_reentrant=False, context_fn=contexts) if selective else model(x)
+            output.square().mean().backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *grads))
+
+
+# Copies of the model, and what is held
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "copied dicts": lambda model: with_copied_hooks(model),
+}
+BLOCKS: dict[str, Callable[[ToyModel], Any]] = {
+    "record": npu_replay.record,
+    "replay": lambda model: npu_replay.replay(model, random_routes(model)),
+    "pin_recompute": npu_replay.pin_recompute,
+    "observe": npu_replay.observe,
+}
+
+
+def with_copied_hooks(model: ToyModel) -> ToyModel:
+    """As frameworks do that copy `__dict__` by hand: the hooks themselves go along."""
+    twin = ToyModel()
+    twin.load_state_dict(model.state_dict())
+    for one, other in zip(twin.modules(), model.modules(), strict=True):
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
+            setattr(one, name, getattr(other, name).copy())
+    return twin
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_made_inside_a_block_is_a_plain_model(how: str, kind: str) -> None:
+    model = ToyModel()
+    expected = model(tokens(3))
+    block = BLOCKS[kind](model)
+    with block:
+        model(tokens())
+        twin = COPIES[how](model)
+        assert torch.equal(twin(tokens(3)), expected)
+    alive = weakref.ref(model), weakref.ref(block)
+    assert hooks(model) == 0
+    del model, block
+    gc.collect()
+    assert [one() for one in alive] == [None, None]
+    assert torch.equal(twin(tokens(3)), expected)
+    assert len(record(twin)) == 1
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_pickle_made_inside_a_block_asks_for_nothing_of_ours(kind: str) -> None:
+    model = ToyModel()
+    with BLOCKS[kind](model):
+        model(tokens())
+        assert b"npu_replay" not in pickle.dumps(model)
+
+
+@pytest.mark.parametrize("how", [None, *RECOMPUTE])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_block_is_no_garbage_that_waits_for_the_collector(kind: str, how: str | None) -> None:
+    """Megatron's --manual-gc: a cycle would keep each step's routes in host memory."""
+    model = ToyModel(recompute=how)
+    with BLOCKS[kind](model):  # the first recompute of a process is probed for
+        run(model, 0)
+    gc.collect()
+    gc.disable()
+    try:
+        block = BLOCKS[kind](model)
+        with block:
+            run(model, 0)
+        alive = weakref.ref(block)
+        del block
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("how", [None, *RECOMPUTE])
+def test_ids_are_kept_for_a_recompute_alone(how: str | None) -> None:
+    """Of every layer and micro-batch they would be a GB on the device by the end of a long step."""
+    model = ToyModel(recompute=how)
+    one = random_routes(model)[0]
+    partial = RoutedExperts(
+        ids=one.ids, layers=one.layers, num_experts=EXPERTS, recorded=torch.arange(ROWS) % 2 == 0
+    )
+    kept = []
+    with npu_replay.replay(model, [partial] * 4) as session:
+        for seed in range(4):
+            loss = model(tokens(seed).requires_grad_()).sum()
+            kept.append(len(session._kept))
+            loss.backward()
+            del loss
+    assert kept == ([0] * 4 if how is None else [len(model.layers)] * 4)
+
+
 # Odd but legitimate use
+
+
+def test_a_top_k_after_an_interrupt_is_the_callers_own() -> None:
+    def interrupt(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise KeyboardInterrupt
+
+    for masks in (False, True):
+        model = ToyModel(ToyRouter(), ToyRouter(masks=masks))
+        scores = torch.rand(ROWS, EXPERTS)
+        native = NATIVE[0](scores, TOPK).indices
+        with npu_replay.replay(model, random_routes(model)):
+            model.layers[1].router.select, kept = interrupt, model.layers[1].router.select
+            try:
+                model(tokens())
+            except KeyboardInterrupt:
+                assert torch.equal(torch.topk(scores, TOPK).indices, native)
+            assert torch.equal(scores.topk(TOPK, dim=-1).indices, native)
+            assert torch.overrides._get_current_function_mode() is None
+            model.layers[1].router.select = kept
+            model(tokens())
+
+
+def test_a_skipped_loss_that_is_still_held_is_named() -> None:
+    model = ToyModel(recompute="non-reentrant")
+    with pytest.raises(RecomputeError, match=says("`del loss`")), npu_replay.record(model):
+        run(model, 0)
+        loss = model(tokens().requires_grad_() * float("nan")).sum()
+    assert loss.isnan()
+
+
+@pytest.mark.parametrize("kind", ["record", "replay", "pin_recompute"])
+def test_a_router_under_vmap_is_refused_by_name(kind: str) -> None:
+    model = ToyModel()
+    with BLOCKS[kind](model):
+        with pytest.raises(RouterError, match=says("layer 0", "vmap", "batched")):
+            torch.vmap(model)(torch.stack([tokens(), tokens(1)]))
+        model(tokens())
+
+
+@pytest.mark.parametrize("kind", ["record", "observe", "pin_recompute"])
+def test_more_experts_than_ids_are_kept_for_are_refused_on_entering(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("toys.EXPERTS", 40_000)
+    with pytest.raises(RouterError, match=says("more experts", "32767", "40000")), BLOCKS[kind](ToyModel()):
+        pass
 
 
 def test_a_router_alone_is_a_model() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
 import logging
+import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -158,6 +162,36 @@ def test_the_expert_bias_counts_the_experts_that_tokens_were_sent_to(asked: Any)
         assert router.module.local_tokens_per_expert.tolist() == [0] * 6 + [rows] * 2
 
 
+class Counting:
+    """A router whose aux loss says whose it is."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def apply_load_balancing_loss(self, activation: Any, load_balancing_loss_func: Any) -> Any:
+        return self.name, load_balancing_loss_func.keywords["tokens_per_expert"].tolist()
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda router: pickle.loads(pickle.dumps(router))])
+def test_a_copy_made_inside_a_block_counts_its_own(how: Any) -> None:
+    """What a block binds is bound on the router alone; a copy neither counts for it nor holds it."""
+    router = Counting("first")
+    ids = torch.tensor([[0, 1], [0, 1]])
+    loss = functools.partial(lambda: 0, tokens_per_expert=torch.tensor([1, 1, 2]))
+    handle = aux_losses._Recounted(router, ("apply_load_balancing_loss",), lambda: (ids, ids))
+    twin = how(router)
+    twin.name = "second"
+    call = {"activation": 1, "load_balancing_loss_func": loss}
+    assert router.apply_load_balancing_loss(**call) == ("first", [2, 2, 0])
+    assert twin.apply_load_balancing_loss(**call) == ("second", [1, 1, 2])
+    handle.remove()
+    alive = weakref.ref(router)
+    del router, handle
+    gc.collect()
+    assert alive() is None
+    assert twin.apply_load_balancing_loss(**call) == ("second", [1, 1, 2])
+
+
 def test_a_loss_of_another_kind_is_left_alone_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     class Router:
         def apply_load_balancing_loss(self, activation: Any, load_balancing_loss_func: Any) -> Any:
@@ -165,7 +199,7 @@ def test_a_loss_of_another_kind_is_left_alone_and_said_once(caplog: pytest.LogCa
 
     aux_losses._say_unknown.cache_clear()
     router = Router()
-    handle = aux_losses._recount(
+    handle = aux_losses._Recounted(
         router, ("apply_load_balancing_loss",), lambda: (torch.tensor([[0, 1]]),) * 2
     )
     loss = functools.partial(lambda: 5)

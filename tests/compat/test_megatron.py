@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import npu_replay
 from megatron_cases import (
@@ -22,9 +26,9 @@ from megatron_cases import (
     routers,
     same,
 )
-from npu_replay import RoutedExperts
+from npu_replay import RoutedExperts, TokenLayout, fingerprint
 from npu_replay.demo import megatron_model
-from npu_replay.errors import RouterError
+from npu_replay.errors import MicroBatchError, RouterError
 
 pytestmark = [
     pytest.mark.megatron,
@@ -433,3 +437,51 @@ def test_a_saturated_router_under_capacity_drops_whom_it_dropped(factor: float, 
         assert bool((kept_again | ~(kept & chosen)).all()), "who had a place keeps it"
         lost += int((chosen & ~kept & kept_again).sum())
     assert lost > 0 or factor < 3, "room for all: the zeros that were lost have a place"
+
+
+@pytest.mark.parametrize("operation", ["scatter", "zeros_like", "unbind", "gather", "any"])
+@pytest.mark.parametrize(
+    "variant", ["softmax_after_topk", "groups_sigmoid_bias", "capacity_probs", "aux_loss"]
+)
+def test_a_selective_checkpoint_that_keeps_an_operation_of_ours_is_not_shifted(
+    variant: str, operation: str
+) -> None:
+    def policy(ctx: object, op: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
+        keep = op.name().split("::")[1].split(".")[0] == operation
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    found = []
+    for selective in (False, True):
+        trainer = build(VARIANTS[variant])
+        for layer in trainer.model.decoder.layers if selective else ():
+            layer.forward = functools.partial(
+                checkpoint,
+                layer.forward,
+                use_reentrant=False,
+                context_fn=functools.partial(create_selective_checkpoint_contexts, policy),
+            )
+        with npu_replay.replay(trainer.model, random_routes(recorded(build(VARIANTS[variant])))):
+            found.append(trainer.run("sum"))
+    assert same(*found)
+
+
+def test_swapped_micro_batches_and_a_layout_of_another_order_are_refused() -> None:
+    trainer = build({})
+    routes = recorded(trainer)
+    with (
+        pytest.raises(MicroBatchError, match=r"micro-batch 0: .*routes of micro-batch 1"),
+        npu_replay.replay(trainer.model, [routes[1], routes[0], routes[2]]),
+    ):
+        trainer.run()
+    sequences = TokenLayout.padded([LENGTH] * BATCH).scatter(routes[0])
+    laid = TokenLayout.padded([LENGTH] * BATCH, order="batch").gather(sequences)
+    with (
+        pytest.raises(RouterError, match=r"another order of rows.*order='sequence'.*order='batch'"),
+        npu_replay.replay(trainer.model, [laid]),
+    ):
+        pass
+    marks = [fingerprint(tokens) for tokens in trainer.batches[0]]
+    laid = TokenLayout.padded([LENGTH] * BATCH, fingerprints=marks).gather(sequences)
+    trainer.batches = trainer.batches[:1]
+    with npu_replay.replay(trainer.model, [laid], max_live_mismatch=0.0):
+        trainer.run()

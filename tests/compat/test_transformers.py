@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import sys
 import threading
@@ -15,11 +16,13 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import npu_replay
-from npu_replay import RoutedExperts, routers
-from npu_replay.errors import NoEffect, RouterError
+from npu_replay import RoutedExperts, TokenLayout, routers
+from npu_replay.errors import MicroBatchError, NoEffect, RouterError
+from npu_replay.hooks import Hook
 
 transformers.logging.set_verbosity_error()
 
@@ -476,7 +479,7 @@ def test_a_compiled_module_is_replayed_and_its_graphs_stay_as_they_are_s1(what: 
 # Copies
 
 
-def test_a_copy_made_inside_a_block_records_nothing_and_loses_its_hooks_s3() -> None:
+def test_a_copy_made_inside_a_block_records_nothing_s3() -> None:
     model = build("qwen3_moe")
     with npu_replay.record(model) as recording:
         train(model)
@@ -484,8 +487,8 @@ def test_a_copy_made_inside_a_block_records_nothing_and_loses_its_hooks_s3() -> 
         train(twin)
         train(twin)
     assert len(recording.routes) == 2
-    train(twin)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in twin.modules())
+    left = [h for m in twin.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+    assert not any(isinstance(hook, Hook) for hook in left)
 
 
 def test_a_copy_made_inside_a_block_can_have_a_block_of_its_own_s3() -> None:
@@ -497,6 +500,51 @@ def test_a_copy_made_inside_a_block_can_have_a_block_of_its_own_s3() -> None:
     with npu_replay.replay(twin, recording.routes), Shown(twin) as shown:
         train(twin)
     assert shown.follow(recording.routes)
+
+
+# Selective checkpoints
+
+COUNTED = ["scatter", "zeros_like", "unbind", "gather", "topk", "any"]
+
+
+@pytest.mark.parametrize("operation", COUNTED)
+def test_a_selective_checkpoint_that_keeps_an_operation_of_ours_is_not_shifted(operation: str) -> None:
+    def policy(ctx: Any, op: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
+        keep = op.name().split("::")[1].split(".")[0] == operation
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    found = []
+    for selective in (False, True):
+        model = build("qwen3_moe")
+        for layer in model.model.layers if selective else ():
+            layer.forward = functools.partial(
+                checkpoint,
+                layer.forward,
+                use_reentrant=False,
+                context_fn=functools.partial(create_selective_checkpoint_contexts, policy),
+            )
+        with npu_replay.replay(model, foreign(model)), Shown(model) as shown:
+            found.append(train(model))
+        assert shown.follow(foreign(model))
+    assert same(*found)
+
+
+# Routes of another micro-batch, or in Megatron's rows
+
+
+def test_swapped_micro_batches_and_megatrons_order_of_rows_are_refused() -> None:
+    model = build("qwen3_moe")
+    one = batches()[0]
+    with npu_replay.record(model) as recording, torch.no_grad():
+        model(input_ids=one), model(one.flip(0))
+    swapped = recording.routes[::-1]
+    with pytest.raises(MicroBatchError, match="routes of micro-batch 1"), npu_replay.replay(model, swapped):
+        model(one)
+    lengths = [one.shape[1]] * 2
+    layout = TokenLayout.padded(lengths, order="batch")
+    laid = TokenLayout.padded(lengths).gather(layout.scatter(recording.routes[0]))
+    with pytest.raises(RouterError, match="TokenLayout with order='batch'"), npu_replay.replay(model, [laid]):
+        pass
 
 
 # What is not a router, and what is refused

@@ -59,7 +59,7 @@ def test_without_an_accelerator_it_says_so_and_stops(tmp_path: Path) -> None:
     [
         ("cpu", "", 15),
         pytest.param(
-            *("simulated", "simulated npu", 22),
+            *("simulated", "simulated npu", 19),
             marks=pytest.mark.skipif(bool(npu_device.lacking()), reason=npu_device.lacking() or "-"),
         ),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -54,6 +55,50 @@ def test_a_graph_with_a_top_k_compiles_before_inside_and_after_a_block(first: st
     code = textwrap.dedent(COMPILED).format(first=first, lend=textwrap.dedent(lend))
     result = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", code],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": "tests:" + ":".join(sys.path), "OMP_NUM_THREADS": "1"},
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+SCRIPTED = """
+    import torch
+
+    import npu_replay
+    from npu_replay import routers
+    from toys import ToyModel, ToyRouters, tokens
+
+    routers.register("toy", ToyRouters())
+    model = ToyModel()
+    scores = torch.rand(4, 8)
+
+    def best(x: torch.Tensor) -> torch.Tensor:
+        return torch.topk(x, 2)[0] + x.topk(2)[0]
+
+    def again(x: torch.Tensor) -> torch.Tensor:
+        return torch.topk(x, 2)[0] + x.topk(2)[0]
+
+    expected = best(scores)
+    if {first!r} == "before":
+        assert torch.equal(torch.jit.script(best)(scores), expected)
+    with npu_replay.record(model):
+        model(tokens())
+        if {first!r} != "after":
+            assert torch.equal(torch.jit.script(best)(scores), expected)
+    assert torch.equal(torch.jit.script(again)(scores), expected)
+"""
+
+
+@pytest.mark.parametrize("first", ["before", "inside", "after"])
+def test_torchscript_compiles_a_top_k_before_inside_and_after_a_block(first: str, tmp_path: Path) -> None:
+    """It has a table of torch's names too, which it makes once. A function is compiled once as well."""
+    code = textwrap.dedent(SCRIPTED).format(first=first)
+    (tmp_path / "scripted.py").write_text(code)
+    result = subprocess.run(
+        [sys.executable, str(tmp_path / "scripted.py")],
         capture_output=True,
         text=True,
         env={"PYTHONPATH": "tests:" + ":".join(sys.path), "OMP_NUM_THREADS": "1"},

@@ -1,0 +1,64 @@
+"""Hooks on modules, for the length of a block: what a copy of the model takes along is nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def outside_modes() -> AbstractContextManager[None]:
+    """Where our own operations run: no dispatch mode and no function mode sees them.
+
+    A selective checkpoint, a profiler or a user's own mode counts operations, and ours come in a forward
+    and not in its recompute.
+    """
+    if torch._C._len_torch_dispatch_stack():
+        return _outside_dispatch()
+    return torch._C.DisableTorchFunction()  # a class of C++: half a µs
+
+
+@contextlib.contextmanager
+def _outside_dispatch() -> Any:
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+class Hook:
+    """A forward hook, or a pre-hook with keywords, of one module.
+
+    It holds neither the module nor its owner: the model may be copied in any way while a block is open, and
+    the copy keeps nothing alive. In a deep copy or a pickle it becomes a function that does nothing.
+
+    Args:
+        owner: whose hook it is; once it is gone, the hook does nothing.
+        act: called as act(owner, *at, args, last); `last` is the output of the module, or a pre-hook's
+            keywords. What it returns is what the hook returns.
+        module: whose hook it is. A shallow copy shares its hooks, and is left alone.
+        at: what else `act` has to know.
+    """
+
+    __slots__ = ("__weakref__", "_act", "_at", "_module", "_owner")
+
+    def __init__(self, owner: object, act: Callable[..., Any], module: nn.Module, *at: Any) -> None:
+        self._owner = weakref.ref(owner)
+        self._act = act
+        self._module = weakref.ref(module)
+        self._at = at
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], last: Any) -> Any:
+        owner = self._owner()
+        if owner is None or module is not self._module():
+            return None
+        with outside_modes():
+            return self._act(owner, *self._at, args, last)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Something of Python's own that takes any arguments: a pickle then asks for no npu_replay."""
+        return getattr, (contextlib.nullcontext, "__exit__")

@@ -1,0 +1,82 @@
+"""What a model is called with, held against the tokens that its routes belong to.
+
+Two micro-batches of one shape that have changed places look alike to a router, and so do rows that are
+padded on the other side. Their token ids don't.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Protocol
+
+import torch
+
+from npu_replay.fingerprint import fingerprint
+
+_NAMES = ("input_ids", "tokens")
+
+
+class Inputs(Protocol):
+    """The tokens that routes belong to, as a model is called with them."""
+
+    def fit(self, tokens: torch.Tensor) -> bool:
+        """Are these they? `tokens` is int64, as it was passed, on the CPU."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Those of a forward that was recorded.
+
+    Attributes:
+        mark: the fingerprint of all of them, in the order of memory.
+    """
+
+    mark: int
+
+    @classmethod
+    def of(cls, tokens: torch.Tensor) -> Recorded:
+        return cls(fingerprint(tokens.flatten()))
+
+    def fit(self, tokens: torch.Tensor) -> bool:
+        return fingerprint(tokens.flatten()) == self.mark
+
+
+@dataclass(frozen=True, eq=False)
+class LaidOut:
+    """Those of a layout, sequence by sequence.
+
+    Attributes:
+        fed: int64 [tokens fed], the packed token in each place, or -1 for padding.
+        lengths: tokens of each sequence.
+        marks: the fingerprint of each sequence; None for one that isn't checked.
+    """
+
+    fed: torch.Tensor
+    lengths: tuple[int, ...]
+    marks: Sequence[int | None]
+
+    def fit(self, tokens: torch.Tensor) -> bool:
+        if tokens.numel() != len(self.fed):
+            return True  # no token ids of this batch; rows that don't fit are found by the routers
+        there = self.fed >= 0
+        packed = torch.zeros(sum(self.lengths), dtype=torch.int64)
+        packed[self.fed[there]] = tokens.flatten()[there]
+        spans = pairwise(accumulate(self.lengths, initial=0))
+        return all(
+            mark is None or fingerprint(packed[first:end]) == mark
+            for (first, end), mark in zip(spans, self.marks, strict=True)
+        )
+
+
+def copied(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """A copy of the token ids that a model is called with, where they are; None if it gets none.
+
+    They are its first argument, or the one named input_ids or tokens.
+    """
+    given = [kwargs.get(name) for name in _NAMES] + list(args[:1])
+    found = next((one for one in given if isinstance(one, torch.Tensor)), None)
+    if found is None or found.dtype not in (torch.int64, torch.int32) or found.dim() == 0:
+        return None
+    return found.detach().clone()  # loaders and captured graphs write the next batch into the same memory

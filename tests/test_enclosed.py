@@ -1,0 +1,398 @@
+"""Checkpoints in checkpoints, in hooks, in functions: whatever encloses a forward, a recompute is its own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+
+import npu_replay
+from npu_replay import RoutedExperts, recompute, routers
+from npu_replay.errors import RecomputeError
+from toys import EXPERTS, ROWS, TOPK, ToyLayer, ToyModel, ToyRouter, ToyRouters, plain, tokens
+
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+
+KINDS = ["record", "replay", "replay with holes", "pin_recompute"]
+HOW = ["reentrant", "non-reentrant"]
+Run = Callable[[torch.Tensor], torch.Tensor]
+Loss = Callable[[nn.Module, torch.Tensor, int], torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def toy_routers() -> Iterator[None]:
+    routers.register("toy", ToyRouters())
+    yield
+    routers.unregister("toy")
+
+
+@pytest.fixture(params=["hooks told", "hooks not told"])
+def either_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.7 doesn't tell which saved-tensor hooks are on."""
+    if request.param == "hooks not told":
+        monkeypatch.setattr(recompute, "_top_hooks", None)
+
+
+class Drifting(ToyRouter):
+    """Chooses anew in each call: what isn't pinned or replayed in a recompute shows in the gradients."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__(select=self._drift)
+
+    def _drift(self, _: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        Drifting.calls += not recompute.in_backward()
+        seed = 1000 + Drifting.calls if recompute.in_backward() else Drifting.calls
+        noise = torch.randn(scores.shape, generator=torch.Generator().manual_seed(seed))
+        ids = plain(self, scores.detach() + noise)[1]
+        return scores.gather(1, ids), ids
+
+
+def foreign(model: ToyModel, count: int, holes: bool) -> list[RoutedExperts]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        RoutedExperts(
+            ids=torch.rand(ROWS, len(model.layers), EXPERTS, generator=generator).topk(TOPK).indices,
+            layers=range(len(model.layers)),
+            num_experts=EXPERTS,
+            recorded=torch.arange(ROWS) % 3 != 0 if holes else None,
+        )
+        for _ in range(count)
+    ]
+
+
+def block(kind: str, model: ToyModel, count: int) -> Any:
+    if kind.startswith("replay"):
+        return npu_replay.replay(model, foreign(model, count, "holes" in kind))
+    return getattr(npu_replay, kind)(model)
+
+
+def gradients(kind: str, model: ToyModel, loss: Loss, order: str) -> list[torch.Tensor]:
+    """Of three micro-batches; their losses differ, so a swapped recompute shows."""
+    Drifting.calls = 0
+    model.zero_grad()
+    with block(kind, model, 3):
+        losses = [loss(model, tokens(seed).requires_grad_(), seed) for seed in range(3)]
+        if order == "sum":
+            sum(losses).backward()
+        else:
+            for number in (1, 2, 0):
+                losses[number].backward()
+        del losses
+    return [torch.zeros(()) if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def plainly(model: nn.Module, x: torch.Tensor, seed: int) -> torch.Tensor:
+    return (model(x).sin() * (seed + 1)).square().mean()
+
+
+def check_same(
+    kind: str, loss: Loss, order: str = "sum", model: Callable[[], ToyModel] | None = None
+) -> None:
+    """The gradients are those of a model without any checkpoint."""
+    make = model or (lambda: ToyModel(Drifting(), Drifting()))
+    expected = gradients(kind, make(), plainly, order)
+    found = gradients(kind, make(), loss, order)
+    assert all(map(torch.equal, found, expected))
+
+
+# One in another
+
+
+@pytest.mark.parametrize("order", ["sum", "1, 2, 0"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("inner", HOW)
+@pytest.mark.parametrize("outer", HOW)
+@pytest.mark.usefixtures("either_torch")
+def test_a_checkpoint_around_the_loss_and_one_around_the_model(
+    outer: str, inner: str, kind: str, order: str
+) -> None:
+    def loss(model: nn.Module, x: torch.Tensor, seed: int) -> torch.Tensor:
+        def whole(x: torch.Tensor) -> torch.Tensor:
+            hidden = checkpoint(model, x, use_reentrant=inner == "reentrant")
+            return (hidden.sin() * (seed + 1)).square().mean()
+
+        return checkpoint(whole, x, use_reentrant=outer == "reentrant")
+
+    check_same(kind, loss, order)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("hooks", ["save_on_cpu", "own"])
+def test_a_loss_in_a_checkpoint_with_saved_tensor_hooks_around_the_model(
+    hooks: str, how: str, kind: str
+) -> None:
+    def loss(model: nn.Module, x: torch.Tensor, seed: int) -> torch.Tensor:
+        def whole(x: torch.Tensor) -> torch.Tensor:
+            with saving(hooks):
+                hidden = model(x)
+            return (hidden.sin() * (seed + 1)).square().mean()
+
+        return checkpoint(whole, x, use_reentrant=how == "reentrant")
+
+    check_same(kind, loss)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layers", HOW)
+@pytest.mark.parametrize("inner", HOW)
+@pytest.mark.parametrize("outer", HOW)
+def test_checkpoints_three_deep(outer: str, inner: str, layers: str, kind: str) -> None:
+    def loss(model: nn.Module, x: torch.Tensor, seed: int) -> torch.Tensor:
+        def whole(x: torch.Tensor) -> torch.Tensor:
+            hidden = checkpoint(model, x, use_reentrant=inner == "reentrant")
+            return (hidden.sin() * (seed + 1)).square().mean()
+
+        model.recompute = layers
+        return checkpoint(whole, x, use_reentrant=outer == "reentrant")
+
+    check_same(kind, loss)
+
+
+def saving(how: str) -> contextlib.AbstractContextManager[Any]:
+    if how == "save_on_cpu":
+        return torch.autograd.graph.save_on_cpu()
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+
+
+# Several forwards in one
+
+
+@pytest.mark.parametrize("kind", ["record", "replay", "pin_recompute"])
+@pytest.mark.parametrize("inner", [None, *HOW])
+@pytest.mark.parametrize("how", HOW)
+def test_several_forwards_in_one_checkpoint_are_refused(how: str, inner: str | None, kind: str) -> None:
+    """Their recomputes look alike; its only node is older than all of them."""
+    model = ToyModel(recompute=inner)
+
+    def both(x: torch.Tensor) -> torch.Tensor:
+        return sum((model(x * scale).square().mean() for scale in (1, 2, 3)), torch.zeros(()))
+
+    with (
+        pytest.raises(RecomputeError, match="one checkpoint holds several forwards"),
+        block(kind, model, 3),
+    ):
+        checkpoint(both, tokens().requires_grad_(), use_reentrant=how == "reentrant").backward()
+
+
+# Routers that autograd doesn't see
+
+
+class Hidden(ToyLayer):
+    """A layer that runs its router under no_grad, or under somebody's saved-tensor hooks."""
+
+    def __init__(self, router: ToyRouter, under: str) -> None:
+        super().__init__(router)
+        self.under = under
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        mixed = hidden * self.experts.sum()  # saves something outside of the hooks
+        with torch.no_grad() if self.under == "no_grad" else saving(self.under):
+            values, ids = self.router(hidden)
+            picked = torch.einsum("tk,tkhg->thg", values, self.experts[ids])
+        return mixed.tanh() + torch.einsum("thg,th->tg", picked.detach() * self.experts.mean(), hidden)
+
+
+def hidden_model(under: str, recompute: str | None = None) -> ToyModel:
+    model = ToyModel(Drifting(), Drifting(), recompute=recompute)
+    torch.manual_seed(3)
+    model.layers = nn.ModuleList(Hidden(Drifting(), under) for _ in range(2))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+UNDER = ["no_grad", "save_on_cpu", "own"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("under", UNDER)
+def test_a_router_that_autograd_does_not_see_is_recomputed_as_it_was(under: str, how: str, kind: str) -> None:
+    expected = gradients(kind, hidden_model(under), plainly, "sum")
+    found = gradients(kind, hidden_model(under, how), plainly, "sum")
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("under", UNDER)
+def test_such_a_router_is_due_when_the_block_ends_before_backward(under: str, how: str, kind: str) -> None:
+    model = hidden_model(under, how)
+    with pytest.raises(RecomputeError, match="the block ended before 2 router calls"), block(kind, model, 1):
+        kept = model(tokens().requires_grad_())
+    assert len(kept) == ROWS
+
+
+# Functions with setup_context, whose forward gets no ctx
+
+
+class Rerun(torch.autograd.Function):
+    """A checkpoint of somebody's own, in the newer style."""
+
+    @staticmethod
+    def forward(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return run(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.run = inputs[0]
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None]:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            output = ctx.run(x)
+        torch.autograd.backward(output, grad)
+        return None, x.grad
+
+
+class Wrapped(Rerun):
+    """The same, behind what torch.amp puts around a forward."""
+
+    @staticmethod
+    def forward(*args: Any) -> torch.Tensor:
+        return Rerun.forward(*args)
+
+
+@pytest.mark.parametrize("order", ["sum", "1, 2, 0"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", ["layers", "model", "loss"])
+@pytest.mark.parametrize("function", [Rerun, Wrapped])
+def test_a_function_with_setup_context_finds_its_own_micro_batch(
+    function: type[Rerun], where: str, kind: str, order: str
+) -> None:
+    def loss(model: nn.Module, x: torch.Tensor, seed: int) -> torch.Tensor:
+        if where == "loss":
+            return function.apply(lambda x: plainly(model, x, seed), x)
+        if where == "model":
+            return plainly(lambda x: function.apply(model, x), x, seed)
+        return plainly(model, x, seed)
+
+    def in_layers() -> ToyModel:
+        model = ToyModel(Drifting(), Drifting())
+        for layer in model.layers:
+            forward = layer.forward
+            layer.forward = lambda x, forward=forward: function.apply(forward, x)
+        return model
+
+    if where == "layers":
+        expected = gradients(kind, ToyModel(Drifting(), Drifting()), plainly, order)
+        found = gradients(kind, in_layers(), loss, order)
+        assert all(map(torch.equal, found, expected))
+    else:
+        check_same(kind, loss, order)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_function_with_setup_context_is_due_when_the_block_ends_before_backward(kind: str) -> None:
+    model = ToyModel()
+    with pytest.raises(RecomputeError, match="the block ended before 2 router calls"), block(kind, model, 1):
+        kept = Rerun.apply(model, tokens().requires_grad_())
+    assert len(kept) == ROWS
+
+
+def test_only_the_function_that_runs_is_found_among_many() -> None:
+    alive = [Rerun.apply(torch.sin, tokens(seed).requires_grad_()) for seed in range(3)]
+    seen: list[Any] = []
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        seen.extend(recompute.enclosing(functions=True))
+        return x * 2
+
+    output = Rerun.apply(run, tokens().requires_grad_())
+    assert [one is output.grad_fn for one in seen] == [True]
+    assert len(alive) == 3
+
+
+# Any of them in any other
+
+
+def selective(run: Run) -> Run:
+    kept = {torch.ops.aten.scatter.src, torch.ops.aten.gather.default, torch.ops.aten.mm.default}
+
+    def policy(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    return lambda x: checkpoint(run, x, use_reentrant=False, context_fn=contexts)
+
+
+def under(how: str) -> Callable[[Run], Run]:
+    def wrap(run: Run) -> Run:
+        def within(x: torch.Tensor) -> torch.Tensor:
+            with saving(how):
+                return run(x)
+
+        return within
+
+    return wrap
+
+
+WRAPS: list[Callable[[Run], Run]] = [
+    lambda run: lambda x: checkpoint(run, x, use_reentrant=True),
+    lambda run: lambda x: checkpoint(run, x, use_reentrant=False),
+    lambda run: lambda x: Rerun.apply(run, x),
+    selective,
+    under("save_on_cpu"),
+    under("own"),
+]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_of_them_in_any_other(seed: int) -> None:
+    """Around each layer, around the model and around the loss, none to two of them, in any order."""
+    rng = random.Random(seed)
+    kind, early_stop = rng.choice(KINDS), rng.random() < 0.8
+    inner, middle, outer = ([rng.choice(WRAPS) for _ in range(rng.randint(0, 2))] for _ in range(3))
+
+    def nested(run: Run, wraps: list[Callable[[Run], Run]]) -> Run:
+        return functools.reduce(lambda wrapped, wrap: wrap(wrapped), wraps, run)
+
+    def loss(model: nn.Module, x: torch.Tensor, seed: int) -> torch.Tensor:
+        whole = nested(model, middle)
+        return nested(lambda x: plainly(whole, x, seed), outer)(x)
+
+    model = ToyModel(Drifting(), Drifting())
+    order = rng.choice(["sum", "1, 2, 0"])
+    expected = gradients(kind, ToyModel(Drifting(), Drifting()), plainly, order)
+    for layer in model.layers:
+        layer.forward = nested(layer.forward, inner)
+    with set_checkpoint_early_stop(early_stop):
+        found = gradients(kind, model, loss, order)
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(found, expected, strict=True))
+
+
+# What was lifted off lies as it lay
+
+
+def test_saved_tensor_hooks_are_laid_back_as_they_were() -> None:
+    packed: list[str] = []
+
+    def hooks(name: str) -> contextlib.AbstractContextManager[Any]:
+        return torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(name) or x, lambda x: x)
+
+    x = torch.ones(2, requires_grad=True)
+    with hooks("outer"):
+        with hooks("inner"):
+            assert recompute.enclosing(functions=False) == []
+            x.sin()
+        x.sin()
+    x.sin()
+    assert packed == ["inner", "outer"]

@@ -1,0 +1,323 @@
+"""Routes of another micro-batch, or in other rows than the tokens, are an error. A router can't tell them."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import npu_replay
+from npu_replay import RoutedExperts, TokenLayout, fingerprint, layout, routers
+from npu_replay.errors import MicroBatchError, ReplayError, RouterError
+from toys import EXPERTS, HIDDEN, TOPK, ToyModel, ToyRouters, hooks
+
+BATCH, LENGTH, VOCAB = 3, 6, 50
+
+
+@pytest.fixture(autouse=True)
+def toy_routers() -> Iterator[None]:
+    routers.register("toy", ToyRouters())
+    layout._say_unchecked.cache_clear()
+    yield
+    routers.unregister("toy")
+
+
+class Embedded(nn.Module):
+    """A toy model that is called with token ids [batch, sequence], as transformers' are."""
+
+    def __init__(self, row_order: str | None = None) -> None:
+        super().__init__()
+        self.inner = ToyModel()
+        for layer in self.inner.layers:
+            layer.router.about = {"row_order": row_order}
+        self.embedding = nn.Embedding(VOCAB, HIDDEN)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        return self.inner(self.embedding(input_ids).reshape(-1, HIDDEN))
+
+
+def batches(count: int = 3) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randint(VOCAB, (BATCH, LENGTH), generator=generator) for _ in range(count)]
+
+
+def recorded(model: nn.Module, count: int = 3, **options: Any) -> list[RoutedExperts]:
+    with torch.no_grad(), npu_replay.record(model, **options) as recording:
+        for batch in batches(count):
+            model(batch)
+    return recording.routes
+
+
+def samples(lengths: list[int], seed: int = 1) -> tuple[list[np.ndarray], list[RoutedExperts]]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = [torch.randint(VOCAB, (n,), generator=generator).numpy() for n in lengths]
+    routes = [
+        RoutedExperts(
+            ids=torch.rand(len(one), 2, EXPERTS, generator=generator).topk(TOPK).indices,
+            layers=[0, 1],
+            num_experts=EXPERTS,
+            fingerprint=fingerprint(one),
+        )
+        for one in tokens
+    ]
+    return tokens, routes
+
+
+def padded(tokens: list[np.ndarray], side: str = "right") -> torch.Tensor:
+    grid = torch.zeros(len(tokens), LENGTH, dtype=torch.int64)
+    for row, one in zip(grid, tokens, strict=True):
+        row[slice(0, len(one)) if side == "right" else slice(LENGTH - len(one), None)] = torch.from_numpy(one)
+    return grid
+
+
+# R2
+
+
+@pytest.mark.parametrize("how", ["positional", "input_ids", "tokens"])
+def test_swapped_micro_batches_of_a_record_are_an_error(how: str) -> None:
+    class Named(Embedded):
+        def forward(self, input_ids: Any = None, tokens: Any = None) -> torch.Tensor:
+            return super().forward(tokens if input_ids is None else input_ids)
+
+    model = Named()
+    call: Callable[..., torch.Tensor] = model if how == "positional" else lambda one: model(**{how: one})
+    with npu_replay.record(model) as recording:
+        for batch in batches():
+            call(batch)
+    first, second, third = batches()
+    with npu_replay.replay(model, recording.routes):
+        for batch in (first, second, third):
+            call(batch)
+    with (
+        pytest.raises(
+            MicroBatchError, match=r"micro-batch 1: .*other tokens.*got those of the routes of micro-batch 2"
+        ),
+        npu_replay.replay(model, recording.routes),
+    ):
+        for batch in (first, third, second):
+            call(batch)
+    assert hooks(model) == 0
+
+
+def test_it_shows_in_the_forward_of_a_checked_micro_batch_and_else_when_the_block_ends() -> None:
+    model = Embedded()
+    routes = recorded(model, 8)
+    order = [0, 1, 2, 3, 4, 6, 5, 7]  # 5 and 6 are not among those whose outputs are checked
+    done = []
+    with pytest.raises(MicroBatchError, match="micro-batch 5"), npu_replay.replay(model, routes):
+        for number in order:
+            model(batches(8)[number])
+            done.append(number)
+    assert done == order[:-1]  # the last is checked too, before an optimizer steps
+    with pytest.raises(MicroBatchError, match="micro-batch 0"), npu_replay.replay(model, routes):
+        model(batches(2)[1])
+
+
+def test_a_batch_that_is_overwritten_after_its_forward_counts_as_it_was() -> None:
+    """Loaders and captured graphs write the next batch into the same memory."""
+    model, buffer = Embedded(), torch.empty(BATCH, LENGTH, dtype=torch.int64)
+    blocks = []
+    for _ in range(2):
+        block = npu_replay.replay(model, blocks[0].routes) if blocks else npu_replay.record(model)
+        with block:
+            for batch in batches():
+                model(buffer.copy_(batch))
+        blocks.append(block)
+    assert blocks[1].metrics()["micro_batches"] == 3
+
+
+def test_epochs_take_the_same_routes_again() -> None:
+    model = Embedded()
+    routes = recorded(model)
+    with npu_replay.replay(model, routes * 2):
+        for batch in batches() * 2:
+            model(batch)
+
+
+def test_a_record_may_leave_the_tokens_out() -> None:
+    model = Embedded()
+    routes = recorded(model, inputs=False)
+    with npu_replay.replay(model, routes):
+        for batch in reversed(batches()):
+            model(batch)
+
+
+def test_embeddings_are_no_tokens() -> None:
+    model = ToyModel()
+    hidden = torch.randn(2, 10, HIDDEN)
+    with npu_replay.record(model) as recording:
+        model(hidden[0])
+    with npu_replay.replay(model, recording.routes):
+        model(hidden[1])
+    assert recording.routes[0].inputs is None
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_forward_that_raised_and_is_tried_again_has_its_own_tokens() -> None:
+    model = Embedded()
+    routes = recorded(model)
+    first, second, third = batches()
+    with npu_replay.replay(model, routes):
+        model(first)
+        handle = model.inner.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(third)
+        handle.remove()
+        model(second), model(third)
+
+
+# Gathered routes
+
+
+def gathered(
+    side: str = "right", order: str = "batch", seeds: tuple[int, ...] = (1, 2)
+) -> list[RoutedExperts]:
+    found = []
+    for seed in seeds:
+        tokens, routes = samples([6, 4, 3], seed)
+        grid = TokenLayout.padded(
+            [6, 4, 3], LENGTH, side=side, order=order, fingerprints=[fingerprint(one) for one in tokens]
+        )
+        found.append(grid.gather(routes))
+    return found
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_gathered_routes_belong_to_their_tokens(side: str) -> None:
+    model = Embedded()
+    with npu_replay.replay(model, gathered(side)):
+        for seed in (1, 2):
+            model(padded(samples([6, 4, 3], seed)[0], side))
+
+
+def test_gathered_routes_of_another_micro_batch_are_an_error() -> None:
+    model = Embedded()
+    with (
+        pytest.raises(MicroBatchError, match=r"micro-batch 0: .*routes of micro-batch 1"),
+        npu_replay.replay(model, gathered()),
+    ):
+        model(padded(samples([6, 4, 3], 2)[0]))
+
+
+def test_padding_on_the_other_side_is_an_error() -> None:
+    model = Embedded()
+    with (
+        pytest.raises(MicroBatchError, match=r"micro-batch 0: .*padding on the other side"),
+        npu_replay.replay(model, gathered("right")),
+    ):
+        model(padded(samples([6, 4, 3])[0], "left"))
+
+
+def test_packed_sequences_are_held_against_their_tokens_too() -> None:
+    model = Embedded()
+    tokens, routes = samples([5, 2, 4])
+    marks = [fingerprint(one) for one in tokens]
+    packed = TokenLayout.packed([5, 2, 4], align=4, fingerprints=marks).gather(routes)
+    stream = torch.cat([torch.from_numpy(np.pad(one, (0, -len(one) % 4))) for one in tokens])[None]
+    with npu_replay.replay(model, [packed]):
+        model(stream)
+    with pytest.raises(MicroBatchError, match="other tokens"), npu_replay.replay(model, [packed]):
+        model(stream.flip(1))
+
+
+def test_a_rank_with_a_part_of_each_sequence_checks_no_tokens() -> None:
+    tokens, routes = samples([8, 8])
+    rank = npu_replay.ParallelLayout(cp=2, cp_rank=1)
+    marks = [fingerprint(one) for one in tokens]
+    part = TokenLayout.packed([8, 8], parallel=rank, fingerprints=marks)
+    assert part.fed is None
+    assert part.gather(routes).inputs is None
+
+
+# The order of rows
+
+
+@pytest.mark.parametrize(("laid", "model"), [("sequence", "batch"), ("batch", "sequence")])
+def test_rows_in_another_order_than_the_models_are_refused_on_entering(laid: str, model: str) -> None:
+    routes = gathered(order=laid)
+    with (
+        pytest.raises(RouterError, match=rf"layer 0.*another order.*order='{model}', got order='{laid}'"),
+        npu_replay.replay(Embedded(model), routes),
+    ):
+        pass
+    fitting = Embedded(laid)
+    with npu_replay.replay(fitting, routes):
+        for seed in (1, 2):
+            fitting(padded(samples([6, 4, 3], seed)[0]))
+
+
+@pytest.mark.parametrize("model", ["sequence", "batch", None])
+def test_rows_that_have_but_one_order_fit_any_model(model: str | None) -> None:
+    tokens, routes = samples([6])
+    mark = [fingerprint(tokens[0])]
+    for one in (
+        TokenLayout.padded([6], fingerprints=mark),
+        TokenLayout.packed([6], fingerprints=mark),
+        TokenLayout.padded([6], order="batch", fingerprints=mark),
+    ):
+        toy = Embedded(model)
+        with npu_replay.replay(toy, [one.gather(routes)]):
+            toy(torch.from_numpy(tokens[0])[None])
+
+
+# Fingerprints that nobody asks for
+
+
+def test_fingerprints_that_the_layout_does_not_ask_for_are_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _, routes = samples([6, 4, 3])
+    grid = TokenLayout.padded([6, 4, 3])
+    with caplog.at_level(logging.WARNING):
+        grid.gather(routes)
+        grid.gather(routes)
+    (said,) = caplog.messages
+    assert "fingerprints=[npu_replay.fingerprint(tokens) for tokens in sequences]" in said
+
+
+def test_routes_without_fingerprints_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    _, routes = samples([6, 4, 3])
+    bare = [RoutedExperts(ids=one.ids, layers=one.layers, num_experts=EXPERTS) for one in routes]
+    with caplog.at_level(logging.WARNING):
+        TokenLayout.padded([6, 4, 3]).gather(bare)
+    assert not caplog.messages
+
+
+# max_live_mismatch
+
+
+def test_routes_far_from_the_live_choice_are_an_error_at_the_end_of_the_first_micro_batch() -> None:
+    model = Embedded()
+    own = recorded(model, 3, inputs=False)
+    swapped = [own[1], own[0], own[2]]
+    forwards = 0
+    with (
+        pytest.raises(
+            MicroBatchError, match=re.compile("micro-batch 0.*at most 30%.*max_live_mismatch", re.S)
+        ),
+        npu_replay.replay(model, swapped, max_live_mismatch=0.3),
+    ):
+        for batch in batches():
+            model(batch)
+            forwards += 1
+    assert forwards == 0
+    with npu_replay.replay(model, own, max_live_mismatch=0.3) as session:
+        for batch in batches():
+            model(batch)
+    assert session.metrics()["live_mismatch"] == 0
+    assert session.counts()["compared"] == own[0].recorded.sum() * 2, "it costs a top-k in the first alone"
+    with npu_replay.replay(model, swapped, max_live_mismatch=1):
+        for batch in batches():
+            model(batch)
+
+
+@pytest.mark.parametrize("wrong", [-0.1, 1.1, "0.3", True, float("nan")])
+def test_a_ceiling_that_is_no_share_is_refused(wrong: Any) -> None:
+    with pytest.raises(ReplayError, match="max_live_mismatch is a share"):
+        npu_replay.replay(ToyModel(), gathered(), max_live_mismatch=wrong)
