@@ -292,10 +292,11 @@ def _step_rows(tokens: int, device: torch.device, rounds: int) -> Iterator[Row]:
 
 def _input_rows(tokens: int, device: torch.device, rounds: int) -> Iterator[Row]:
     """What it costs to keep a micro-batch's token ids and to hold them against the routes, by its forward."""
-    batch = torch.randint(0, 64, (tokens // LENGTH, LENGTH), device=device)
+    length = min(tokens, LENGTH)
+    batch = torch.randint(0, 64, (tokens // length, length), device=device)
     arguments = megatron_model.causal(batch)
     torch.manual_seed(0)
-    model = megatron_model.model(megatron_model.config(**STEP), length=LENGTH).to(device)
+    model = megatron_model.model(megatron_model.config(**STEP), length=length).to(device)
 
     def forward() -> None:
         with torch.no_grad():
