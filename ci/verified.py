@@ -1,10 +1,11 @@
-"""The table of user-verified runs in docs/matrix.md, made from the reports in docs/verified/.
+"""The tables of user-verified runs in docs/matrix.md and docs/performance.md, from docs/verified/.
 
     python ci/verified.py            # check every report, and print the rows
-    python ci/verified.py --write    # and put them into docs/matrix.md
+    python ci/verified.py --write    # and put them into the pages
     python ci/verified.py FILE ...   # check these reports alone
 
-Each report is a JSON file that `npu-replay smoke --json` wrote. docs/smoke.md says what is in it.
+Each report is a JSON file that `npu-replay smoke --json` wrote (docs/smoke.md says what is in it), or that
+`bash ci/device.sh` did: a row of its parts, and its bench as ratios.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "matrix.md"
 FOLDER = ROOT / "docs" / "verified"
+COSTS = ROOT / "docs" / "performance.md"
 START, END = "<!-- verified -->", "<!-- end of verified -->"
+SMOKE, DEVICE = "npu_replay smoke", "npu_replay device"
 TITLES = (
     "device",
     "CANN or CUDA",
@@ -27,6 +30,19 @@ TITLES = (
     "MindSpeed",
     "processes",
     "features",
+    "npu_replay",
+    "day",
+    "report",
+)
+DEVICE_TITLES = (
+    "device",
+    "CANN or CUDA",
+    "torch, Python",
+    "Megatron-core",
+    "transformers",
+    "passed",
+    "failed",
+    "not tried",
     "npu_replay",
     "day",
     "report",
@@ -60,14 +76,37 @@ RESULT: dict[str, Any] = {
     "seconds": (float, int),
     "trace": (list,),
 }
+DEVICE_SCHEMA: dict[str, Any] = {
+    "schema": _COUNT,
+    "kind": _TEXT,
+    "passed": (bool,),
+    "date": _TEXT,
+    "quick": (bool,),
+    "devices": _COUNT,
+    "versions": SCHEMA["versions"] | dict.fromkeys(("transformers", "pytest"), _TEXT),
+    "machine": SCHEMA["machine"],
+    "parts": (list,),
+}
+PART: dict[str, Any] = {
+    "part": _TEXT,
+    "result": _TEXT,
+    "why": _TEXT,
+    "rc": (int, type(None)),
+    "seconds": (float, int),
+    "passed": _COUNT,
+    "skipped": (list,),
+    "found": (dict, type(None)),
+}
 
 
 def problems(found: Any) -> list[str]:
     """What is wrong with a report; nothing if it is one."""
+    if isinstance(found, dict) and found.get("kind") == DEVICE:
+        return _device_problems(found)
     wrong = list(_differences(found, SCHEMA, "the report"))
     if wrong:
         return wrong
-    if (found["schema"], found["kind"]) != (1, "npu_replay smoke"):
+    if (found["schema"], found["kind"]) != (1, SMOKE):
         return [f"schema {found['schema']} of {found['kind']!r} isn't known here"]
     for number, one in enumerate(found["results"]):
         wrong += _differences(one, RESULT, f"result {number}")
@@ -75,6 +114,22 @@ def problems(found: Any) -> list[str]:
             wrong.append(f"result {number} is {one['result']!r}")
     if not wrong and found["passed"] != (bool(found["results"]) and not _named(found, "FAIL")):
         wrong.append("passed doesn't agree with the results")
+    return wrong
+
+
+def _device_problems(found: dict[str, Any]) -> list[str]:
+    wrong = list(_differences(found, DEVICE_SCHEMA, "the report"))
+    if wrong:
+        return wrong
+    if found["schema"] != 1:
+        return [f"schema {found['schema']} of {DEVICE!r} isn't known here"]
+    for number, one in enumerate(found["parts"]):
+        wrong += _differences(one, PART, f"part {number}")
+        if not wrong and one["result"] not in ("PASS", "FAIL", "MISSING"):
+            wrong.append(f"part {number} is {one['result']!r}")
+    results = {part["result"] for part in found["parts"]} if not wrong else set()
+    if not wrong and found["passed"] != ("FAIL" not in results and "PASS" in results):
+        wrong.append("passed doesn't agree with the parts")
     return wrong
 
 
@@ -118,6 +173,55 @@ def row(found: dict[str, Any], name: str) -> str:
     return f"| {' | '.join(_plain(cell) for cell in cells)} |"
 
 
+def device_row(found: dict[str, Any], name: str) -> str:
+    """A report of ci/device.sh as a row of its table."""
+    machine, versions = found["machine"], found["versions"]
+    parts = {
+        result: ", ".join(_tried(part) for part in found["parts"] if part["result"] == result)
+        for result in ("PASS", "FAIL", "MISSING")
+    }
+    cells = (
+        f"{found['devices']} x {machine['name'] or 'a CPU'}, {machine['processor']}",
+        machine["cann"] or machine["cuda"],
+        f"{versions['torch']}, {versions['python']}",
+        versions["megatron-core"],
+        versions["transformers"],
+        *parts.values(),
+        versions["npu_replay"],
+        found["date"][:10],
+        f"[{name}](verified/{name}.json)",
+    )
+    return f"| {' | '.join(_plain(cell) for cell in cells)} |"
+
+
+def _tried(part: dict[str, Any]) -> str:
+    return f"{part['part']} ({part['passed']})" if part["passed"] else str(part["part"])
+
+
+def bench_table(reports: dict[str, dict[str, Any]]) -> str:
+    """What the bench of each report of ci/device.sh measured, as ratios to the first way."""
+    rows: dict[tuple[str, int, str], dict[str, str]] = {}
+    for name, report in reports.items():
+        for part in report["parts"]:
+            for row in (part["found"] or {}).get("rows", []) if part["part"] == "bench" else []:
+                ratio = f"{row['ratio']:.2f} ({row['ratio_low']:.2f}-{row['ratio_high']:.2f})"
+                rows.setdefault((row["what"], row["tokens"], row["way"]), {})[name] = ratio
+    names = [name for name in reports if any(name in ratios for ratios in rows.values())]
+    lines = [_line(["", "tokens", "way", *(f"[{name}](verified/{name}.json)" for name in names)])]
+    lines.append("|---" * (3 + len(names)) + "|")
+    for (what, tokens, way), ratios in rows.items():
+        cells = [ratios.get(name, "") for name in names]
+        if any(
+            not cell.startswith("1.00 (1.00-1.00)") for cell in cells
+        ):  # the way that the others are held against
+            lines.append(_line([what, f"{tokens:,}" if tokens else "", way, *cells]))
+    return "\n".join(lines)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(_plain(cell) for cell in cells)} |"
+
+
 def _named(found: dict[str, Any], result: str) -> list[str]:
     """The features with such a result, in order, each once."""
     names = [one["feature"] for one in found["results"] if one["result"] == result]
@@ -130,15 +234,28 @@ def _plain(cell: str) -> str:
 
 
 def table(folder: Path = FOLDER) -> str:
-    """The rows of all reports, those on accelerators first.
+    """The rows of all reports, those on accelerators first: smoke's, then those of ci/device.sh.
 
     Raises:
         ValueError: one isn't a report; says which and why.
     """
+    tables = []
+    for kind, titles, make in ((SMOKE, TITLES, row), (DEVICE, DEVICE_TITLES, device_row)):
+        reports = of_kind(kind, folder)
+        rows = [make(report, name) for name, report in reports.items()]
+        tables.append("\n".join([_line(titles), "|---" * len(titles) + "|", *rows]))
+    return "\n\n".join(tables)
+
+
+def of_kind(kind: str, folder: Path = FOLDER) -> dict[str, dict[str, Any]]:
+    """The reports of a kind by name, those on accelerators first."""
     reports = {path.stem: read(path) for path in sorted(folder.glob("*.json"))}
-    order = sorted(reports, key=lambda name: (reports[name]["machine"]["device"] == "cpu", name))
-    lines = [f"| {' | '.join(TITLES)} |", "|---" * len(TITLES) + "|"]
-    return "\n".join([*lines, *(row(reports[name], name) for name in order)])
+    names = [name for name, report in reports.items() if report["kind"] == kind]
+    return {name: reports[name] for name in sorted(names, key=lambda name: (_on_cpu(reports[name]), name))}
+
+
+def _on_cpu(report: dict[str, Any]) -> bool:
+    return bool(report["machine"]["device"] == "cpu")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -166,7 +283,9 @@ def main(arguments: Sequence[str]) -> int:
     files = [Path(name) for name in arguments if name != "--write"]
     try:
         if files:
-            print("\n".join(row(read(path), path.stem) for path in files))
+            for path in files:
+                report = read(path)
+                print((row if report["kind"] == SMOKE else device_row)(report, path.stem))
             return 0
         rows = table()
     except ValueError as error:
@@ -175,6 +294,8 @@ def main(arguments: Sequence[str]) -> int:
     print(rows)
     if "--write" in arguments:
         PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
+        costs = bench_table(of_kind(DEVICE))
+        COSTS.write_text(rewritten(COSTS.read_text(encoding="utf-8"), costs), encoding="utf-8")
     return 0
 
 

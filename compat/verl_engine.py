@@ -19,14 +19,13 @@ import torch.distributed as dist
 from torch import nn
 
 from npu_replay import bad_samples
-from npu_replay.agreement import agreed
 from npu_replay.announcing import announce
 from npu_replay.compat import probe
 from npu_replay.compat.verl_files import Files
 from npu_replay.compat.verl_switch import switch
 from npu_replay.errors import ReplayError, share
 from npu_replay.feeding import Feed, Tap
-from npu_replay.roll_call import all_here
+from npu_replay.ranks import agreed, all_here
 
 PREFIX = "npu_replay/"
 _CEILING = "NPU_REPLAY_BAD_SAMPLES"

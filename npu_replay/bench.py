@@ -92,14 +92,9 @@ def main(*, device: str, pairs: int, out: Path | None, force: bool) -> list[Row]
     from rich.progress import Progress
 
     console = Console()
-    with ExitStack() as stack:
-        stack.enter_context(one_thread())
-        where = pick(device)
-        stack.enter_context(megatron_on(where))
-        bar = stack.enter_context(Progress(console=console, transient=True))
+    with Progress(console=console, transient=True) as bar:
         task = bar.add_task("measuring", total=None)
-        rows = list(measure(where, pairs, lambda title: bar.update(task, description=title)))
-        about = _about(where)
+        about, rows = measured(pick(device), pairs, lambda title: bar.update(task, description=title))
     console.print(_heading(about), soft_wrap=True)
     console.print(_table(rows))
     console.print(bench_gather.sizes(), soft_wrap=True)
@@ -112,6 +107,15 @@ def main(*, device: str, pairs: int, out: Path | None, force: bool) -> list[Row]
         write_whole(out, json.dumps(result, indent=1).encode(), overwrite=force)
         console.print(f"Wrote {out}", soft_wrap=True)
     return rows
+
+
+def measured(
+    device: torch.device, pairs: int, tell: Callable[[str], None]
+) -> tuple[dict[str, Any], list[Row]]:
+    """What was measured on, and all rows."""
+    with one_thread(), megatron_on(device):
+        rows = list(measure(device, pairs, tell))
+        return _about(device), rows
 
 
 def measure(device: torch.device, pairs: int, tell: Callable[[str], None]) -> Iterator[Row]:
@@ -288,10 +292,11 @@ def _step_rows(tokens: int, device: torch.device, rounds: int) -> Iterator[Row]:
 
 def _input_rows(tokens: int, device: torch.device, rounds: int) -> Iterator[Row]:
     """What it costs to keep a micro-batch's token ids and to hold them against the routes, by its forward."""
-    batch = torch.randint(0, 64, (tokens // LENGTH, LENGTH), device=device)
+    length = min(tokens, LENGTH)
+    batch = torch.randint(0, 64, (tokens // length, length), device=device)
     arguments = megatron_model.causal(batch)
     torch.manual_seed(0)
-    model = megatron_model.model(megatron_model.config(**STEP), length=LENGTH).to(device)
+    model = megatron_model.model(megatron_model.config(**STEP), length=length).to(device)
 
     def forward() -> None:
         with torch.no_grad():

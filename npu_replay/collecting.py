@@ -1,29 +1,39 @@
 """collect: routes recorded on all ranks, back to one RoutedExperts a sequence.
 
 Every rank has what its routers saw: some rows (sequence and context parallelism) of some layers (pipeline
-stages). A status goes round before anything is sent, and whoever finds an error carries it through every
+stages). What each has goes round before anything is sent, and whoever finds an error carries it through every
 group, so that all ranks leave together. Then each block of rows and layers crosses the network once, as
-bytes, since back ends lack narrow integers.
+bytes, since back ends lack narrow integers, in pieces that go straight into the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from npu_replay.attendance import missing
 from npu_replay.errors import MicroBatchError, ReplayError, micro_batch
 from npu_replay.layout import TokenLayout
-from npu_replay.merging import Block, digest, union
+from npu_replay.merging import Block, Part, Union
 from npu_replay.parallel_layout import ParallelLayout
+from npu_replay.ranks import Circle, StoppedByRank
 from npu_replay.recording import Recording
 from npu_replay.routed_experts import RoutedExperts
 
+PIECE = 1 << 24
+"""Bytes that are sent at once: beside the result a rank needs no more than this."""
+
 Groups: TypeAlias = "ParallelLayout | dist.ProcessGroup | Sequence[dist.ProcessGroup]"
+
+
+_PURPOSE = "a rank of the group didn't come to collect(), or is gone"
+_CAUSE = (
+    "an exception before collect() on that rank or on one that it waits for in turn (see its log), or ranks "
+    "that are further apart in time than `patience`"
+)
 
 
 def collect(
@@ -48,9 +58,9 @@ def collect(
         groups: a ParallelLayout that was read from a running framework; or process groups, which are merged
             over one after the other: first the ranks that share a pipeline stage, then the stages.
         everywhere: every rank gets the result; else only the first rank of the groups, and the others None.
-        patience: seconds to wait for a rank that doesn't come, where the back end is gloo; others have the
-            timeout of their group. Give more where ranks may be further apart (one writes a checkpoint): a
-            group in which one was waited for in vain is of no more use.
+        patience: seconds to wait for a rank that doesn't come; twice that in a second group, whose ranks may
+            wait in a first one. Give more where ranks may be further apart (one writes a checkpoint): a group
+            in which one was waited for in vain is of no more use.
 
     Returns:
         The sequences of all micro-batches in order, with all rows and layers that the ranks have, and the
@@ -60,26 +70,28 @@ def collect(
         ReplayError: on every rank, if any rank's arguments don't fit, a token was recorded by no rank, or
             by two in different ways; or if a rank didn't come.
     """
-    over = _listed(groups)
+    listed = _listed(groups)
+    # One who has waited in vain in a group comes late to the next, where it says so: the others give it time.
+    over = [Circle(group, patience * (number + 1), _PURPOSE, _CAUSE) for number, group in enumerate(listed)]
     error: Exception | None = None
     blocks: list[Block | None] = []
-    offers: list[_Offer] = []
     merged: list[RoutedExperts] = []
     try:
         layouts = _checked_layouts(layouts, groups)
         blocks = [_block(*one) for one in _numbered(routes, layouts)]
-        offers = _offers(blocks, layouts)
     except Exception as problem:  # noqa: BLE001  whatever it is, the other ranks wait for us
         error = problem
-    for group in over:
-        error, told = _agreed(group, error, (everywhere, offers), patience)
-        if error is None:
-            blocks, offers, error = _exchanged(group, blocks, told, layouts, everywhere=everywhere)
-    first = all(dist.get_rank(group) == 0 for group in over)
+    for circle in over:
+        blocks, error = _exchanged(circle, blocks, error, layouts, everywhere=everywhere)
+    first = all(circle.me == 0 for circle in over)
     if error is None and (everywhere or first):
-        merged, error = _sequences(blocks, layouts, groups)
-    for group in over:
-        error, _ = _agreed(group, error, (everywhere, []), patience)
+        try:
+            merged = list(_sequences(blocks, layouts, groups))
+        except Exception as problem:  # noqa: BLE001  as above
+            error = problem
+    for circle in over:
+        circle.patience += patience * len(over)
+        error, _ = _agreed(circle, error)
     if error is not None:
         raise error
     return merged if everywhere or first else None
@@ -87,31 +99,17 @@ def collect(
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank says of one micro-batch before it sends anything.
+    """What a rank says before it sends anything.
 
     Attributes:
-        batch: a digest of the lengths and fingerprints, the same on every rank.
-        place: a digest of the tokens and layers that it has; None without any.
-        content: a digest of the routes.
-        size: bytes to send.
+        everywhere: as it was asked.
+        batches: the lengths and fingerprints of each micro-batch.
+        parts: what it has of each; None without MoE layers.
     """
 
-    batch: str
-    place: str | None = None
-    content: str = ""
-    size: int = 0
-
-
-_Told: TypeAlias = "tuple[bool, list[_Offer]]"
-"""What a rank says before anything is sent: `everywhere`, and an offer for each micro-batch."""
-
-
-class _Elsewhere(ReplayError):
-    """Another rank's error, as it is told here."""
-
-    def __init__(self, rank: int, text: str) -> None:
-        super().__init__(f"rank {rank} stopped, and so does this one: {text.removeprefix('[npu_replay] ')}")
-        self.rank, self.text = rank, text
+    everywhere: bool
+    batches: list[object]
+    parts: list[Part | None]
 
 
 def _listed(groups: Groups) -> list[Any]:
@@ -194,79 +192,163 @@ def _block(number: int, routes: object, layout: object) -> Block | None:
             got=len(routes),
             cause="a layout made for other lengths, another padding, or another rank",
         )
+    filled = (layout.rows >= 0).nonzero()[:, 0]
+    tokens, order = layout.rows[filled].sort()
     held = torch.zeros(sum(layout.lengths), dtype=torch.bool)
-    held[layout.rows[layout.rows >= 0]] = True
-    return Block(held, layout.packed_rows(routes).take(held))
-
-
-def _offers(blocks: Sequence[Block | None], layouts: Sequence[TokenLayout]) -> list[_Offer]:
-    offers = []
-    for block, layout in zip(blocks, layouts, strict=True):
-        batch = digest(repr((layout.lengths, layout.fingerprints)).encode())
-        if block is None:
-            offers.append(_Offer(batch))
-        else:
-            offers.append(_Offer(batch, block.place, digest(block.data), len(block.data)))
-    return offers
+    held[tokens] = True
+    return Block(held, routes.take(filled[order]))
 
 
 def _agreed(
-    group: Any, error: Exception | None, say: _Told, patience: float
-) -> tuple[Exception | None, list[_Told]]:
-    """Exchange errors and offers; the error is the own one, or says which rank has one."""
-    size = dist.get_world_size(group)
-    told: list[Any] = [None] * size
-    origin = (error.rank, error.text) if isinstance(error, _Elsewhere) else (dist.get_rank(), str(error))
+    circle: Circle, error: Exception | None, say: object = None
+) -> tuple[Exception | None, list[Any]]:
+    """What the ranks of the group say; the error is the own one, or says which rank has one."""
     try:
-        absent = missing(group, patience) if dist.get_backend(group) == "gloo" else []
-        if absent:
-            raise _lost(f"ranks {absent} within {patience:g} s", "nothing from them") from error
-        dist.all_gather_object(told, (None if error is None else origin, say), group)
-    except RuntimeError as gone:
-        if isinstance(gone, ReplayError):
-            raise
-        raise _lost(f"all {size} ranks of the group", str(gone).splitlines()[0]) from gone
+        told = circle.tell(error, say)
+    except Exception as lost:  # noqa: BLE001  it goes on to the other groups
+        return error or lost, []
     problems = [problem for problem, _ in told if problem is not None]
     if error is None and problems:
-        error = _Elsewhere(*problems[0])
+        error = StoppedByRank(*problems[0])
     return error, [said for _, said in told]
 
 
-def _lost(expected: str, got: str) -> ReplayError:
-    return ReplayError(
-        "a rank of the group didn't come to collect(), or is gone",
-        where=f"rank {dist.get_rank()}",
-        expected=expected,
-        got=got,
-        cause="an exception before collect() on that rank or on one that it waits for in turn (see its log), "
-        "or ranks that are further apart in time than `patience`",
-    )
-
-
 def _exchanged(
-    group: Any,
+    circle: Circle,
     blocks: list[Block | None],
-    told: list[_Told],
+    error: Exception | None,
     layouts: Sequence[TokenLayout],
     *,
     everywhere: bool,
-) -> tuple[list[Block | None], list[_Offer], Exception | None]:
+) -> tuple[list[Block | None], Exception | None]:
     """Each micro-batch with what all ranks of the group have of it; None on a rank that isn't to get it."""
+    offer = plan = None
     try:
-        _check_alike_asked([asked for asked, _ in told])
-        offers = [offers for _, offers in told]
-        senders = [_senders(number, [one[number] for one in offers]) for number in _same_batches(offers)]
-    except ReplayError as error:
-        return blocks, [], error
-    sent = _sent(group, blocks, offers, senders, everywhere=everywhere)
+        if error is None:
+            offer = _Offer(
+                everywhere,
+                [(layout.lengths, layout.fingerprints) for layout in layouts],
+                [None if block is None else block.part() for block in blocks],
+            )
+    except Exception as problem:  # noqa: BLE001  the other ranks wait for us
+        error = problem
+    error, offers = _agreed(circle, error, offer)
+    if error is not None:
+        return blocks, error
     try:
-        parts: list[list[Block]] = [[] for _ in layouts]
-        for number, data in sent:
-            parts[number].append(Block.from_data(data, sum(layouts[number].lengths)))
-        united = [union(number, some) for number, some in enumerate(parts)]
-        return united, _offers(united, layouts), None
-    except Exception as error:  # noqa: BLE001  the other ranks have to hear of it
-        return blocks, [], error
+        plan = _Plan(circle, blocks, offers, layouts)
+    except Exception as problem:  # noqa: BLE001  as above
+        error = problem
+    error, _ = _agreed(circle, error)  # nobody sends before all have the memory for it
+    if error is not None or plan is None:
+        return blocks, error
+    try:
+        return plan.carried_out(), None
+    except Exception as problem:  # noqa: BLE001  the other ranks have to hear of it
+        return blocks, problem
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some rows of what one rank of the group sends of one micro-batch."""
+
+    number: int
+    rank: int
+    part: Part
+    first: int
+    end: int
+
+    @property
+    def bytes(self) -> int:
+        return (self.end - self.first) * self.part.row_bytes
+
+
+class _Plan:
+    """Who sends what in one group, with the memory that this rank needs for it.
+
+    Raises:
+        ReplayError: what the ranks have doesn't go together.
+    """
+
+    def __init__(
+        self,
+        circle: Circle,
+        blocks: list[Block | None],
+        offers: list[_Offer],
+        layouts: Sequence[TokenLayout],
+    ) -> None:
+        _check_alike_asked([offer.everywhere for offer in offers])
+        _check_same_batches([offer.batches for offer in offers])
+        self._circle, self._blocks = circle, blocks
+        self._everywhere = offers[0].everywhere
+        self._tokens = [sum(layout.lengths) for layout in layouts]
+        self._senders = [
+            _senders(number, [offer.parts[number] for offer in offers]) for number in range(len(layouts))
+        ]
+        self._unions = [self._union(number) for number in range(len(layouts))]
+        self._buffer = torch.empty(
+            max((piece.bytes for piece in self._pieces()), default=0), dtype=torch.uint8
+        )
+        self._there = self._buffer.to(circle.device)
+
+    def carried_out(self) -> list[Block | None]:
+        """What this rank has of each micro-batch when all have sent.
+
+        Raises:
+            ReplayError: two ranks' routes don't go together, or ranks are gone.
+        """
+        problem: Exception | None = None
+        for piece in self._pieces():
+            data, union = self._moved(piece), self._unions[piece.number]
+            if union is not None and problem is None:
+                try:
+                    union.put(piece.part, piece.first, data)
+                except Exception as wrong:  # noqa: BLE001  the others go on sending, and hear of it afterwards
+                    problem = wrong
+        if problem is not None:
+            raise problem
+        return [
+            (self._blocks[number] if self._alone(number) else None) if union is None else union.block()
+            for number, union in enumerate(self._unions)
+        ]
+
+    def _receives(self) -> bool:
+        return self._everywhere or self._circle.me == 0
+
+    def _alone(self, number: int) -> bool:
+        """Is what this rank has of the micro-batch all that there is, and to stay here?"""
+        return self._receives() and [rank for rank, _ in self._senders[number]] == [self._circle.me]
+
+    def _union(self, number: int) -> Union | None:
+        parts = [part for _, part in self._senders[number]]
+        if not parts or not self._receives() or self._alone(number):
+            return None
+        return Union(number, self._tokens[number], parts)
+
+    def _pieces(self) -> Iterator[_Piece]:
+        for number, senders in enumerate(self._senders):
+            for rank, part in senders:
+                step = max(1, PIECE // part.row_bytes)
+                for first in range(0, part.rows, step):
+                    yield _Piece(number, rank, part, first, min(first + step, part.rows))
+
+    def _moved(self, piece: _Piece) -> torch.Tensor:
+        """The piece's ids as bytes, on each rank that is to get them."""
+        circle, block = self._circle, self._blocks[piece.number]
+        mine, sent = self._buffer[: piece.bytes], self._there[: piece.bytes]
+        if piece.rank == circle.me and block is not None:
+            mine = block.rows(piece.first, piece.end)
+            sent = mine if circle.device.type == "cpu" else sent.copy_(mine)
+        if self._everywhere:
+            source = circle.ranks[piece.rank]
+            circle.run(lambda: dist.broadcast(sent, source, circle.group, async_op=True))
+        elif piece.rank != 0 and circle.me == piece.rank:
+            circle.run(lambda: dist.isend(sent, circle.ranks[0], circle.group))
+        elif piece.rank != 0 and circle.me == 0:
+            circle.run(lambda: dist.irecv(sent, circle.ranks[piece.rank], circle.group))
+        if sent.device != mine.device and piece.rank != circle.me:
+            mine.copy_(sent)
+        return mine
 
 
 def _check_alike_asked(asked: list[bool]) -> None:
@@ -279,28 +361,26 @@ def _check_alike_asked(asked: list[bool]) -> None:
         )
 
 
-def _same_batches(offers: list[list[_Offer]]) -> range:
-    """The micro-batches, if all ranks speak of the same."""
-    for rank, theirs in enumerate(offers):
-        if [one.batch for one in theirs] != [one.batch for one in offers[0]]:
+def _check_same_batches(batches: list[list[object]]) -> None:
+    for rank, theirs in enumerate(batches):
+        if theirs != batches[0]:
             raise MicroBatchError(
                 "the ranks have layouts of other sequences",
                 where=f"rank {rank} of the group",
-                expected=f"the lengths and fingerprints of rank 0, {len(offers[0])} micro-batches",
+                expected=f"the lengths and fingerprints of rank 0, {len(batches[0])} micro-batches",
                 got=f"others, {len(theirs)} micro-batches",
                 cause="ranks of different data-parallel replicas in one group, or batches cut differently",
             )
-    return range(len(offers[0]))
 
 
-def _senders(number: int, offers: list[_Offer]) -> list[int]:
+def _senders(number: int, parts: list[Part | None]) -> list[tuple[int, Part]]:
     """The ranks that send: one for each place, though tensor-parallel ranks may have the same rows."""
-    first: dict[str, int] = {}
-    for rank, offer in enumerate(offers):
-        if offer.place is None:
+    first: dict[object, tuple[int, Part]] = {}
+    for rank, part in enumerate(parts):
+        if part is None:
             continue
-        twin = first.setdefault(offer.place, rank)
-        if offers[twin].content != offer.content:
+        twin, theirs = first.setdefault(part.place, (rank, part))
+        if theirs != part:
             raise MicroBatchError(
                 "two ranks recorded the same tokens and layers differently",
                 where=micro_batch(number),
@@ -309,69 +389,16 @@ def _senders(number: int, offers: list[_Offer]) -> list[int]:
                 cause="sequence parallelism that the layouts don't know of, or ranks whose weights or inputs "
                 "have drifted apart",
             )
-    return sorted(first.values())
-
-
-def _sent(
-    group: Any,
-    blocks: list[Block | None],
-    offers: list[list[_Offer]],
-    senders: list[list[int]],
-    *,
-    everywhere: bool,
-) -> list[tuple[int, memoryview]]:
-    """The blocks' bytes of every sender, with their micro-batch; none on a rank that isn't to get them."""
-    me, device = dist.get_rank(group), _device(group)
-    found: list[tuple[int, memoryview]] = []
-    for rank in range(len(offers)):
-        theirs = [number for number, ranks in enumerate(senders) if rank in ranks]
-        if not theirs:
-            continue
-        data = torch.empty(sum(offers[rank][number].size for number in theirs), dtype=torch.uint8)
-        if rank == me:
-            joined = b"".join(block.data for number in theirs if (block := blocks[number]) is not None)
-            data = torch.frombuffer(bytearray(joined), dtype=torch.uint8)
-        try:
-            data = _moved(data.to(device), group, rank, me, everywhere=everywhere).cpu()
-        except RuntimeError as gone:
-            raise _lost("the routes of all ranks", str(gone).splitlines()[0]) from gone
-        view = memoryview(data.numpy())  # type: ignore[arg-type]  # a buffer, though its stub doesn't say so
-        for number in theirs if everywhere or me == 0 else ():
-            end = offers[rank][number].size
-            found.append((number, view[:end]))
-            view = view[end:]
-    return found
-
-
-def _moved(data: torch.Tensor, group: Any, source: int, me: int, *, everywhere: bool) -> torch.Tensor:
-    """Bring `data` from the group's rank `source` to all of its ranks, or to its first."""
-    if everywhere:
-        dist.broadcast(data, _global(group, source), group)
-    elif source != 0 and me == source:
-        dist.send(data, _global(group, 0), group)
-    elif source != 0 and me == 0:
-        dist.recv(data, _global(group, source), group)
-    return data
-
-
-def _global(group: Any, rank: int) -> int:
-    return dist.get_global_rank(group, rank)
-
-
-def _device(group: Any) -> torch.device:
-    """Where the group's back end wants tensors: the CPU if it can."""
-    kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
-    return torch.device("cpu" if "cpu" in kinds else kinds[0])
+    return list(first.values())
 
 
 def _sequences(
     blocks: list[Block | None], layouts: Sequence[TokenLayout], groups: Groups
-) -> tuple[list[RoutedExperts], Exception | None]:
-    found: list[RoutedExperts] = []
+) -> Iterator[RoutedExperts]:
     decoder = groups.decoder if isinstance(groups, ParallelLayout) else None
     for number, (block, layout) in enumerate(zip(blocks, layouts, strict=True)):
         if block is None:
-            return [], MicroBatchError(
+            raise MicroBatchError(
                 "no rank recorded any layer",
                 where=micro_batch(number),
                 expected="routes of at least one MoE layer on some rank of the groups",
@@ -379,7 +406,7 @@ def _sequences(
                 cause="a dense model, or groups that don't reach the stages with MoE layers",
             )
         if not bool(block.held.all()):
-            return [], MicroBatchError(
+            raise MicroBatchError(
                 f"{int((~block.held).sum())} tokens were recorded by no rank",
                 where=f"{micro_batch(number)}, token {int((~block.held).nonzero()[0])}",
                 expected=f"all {len(block.held)} tokens on some rank of the groups",
@@ -388,12 +415,11 @@ def _sequences(
                 "parallel ranks",
             )
         if decoder is not None and block.routes.layers != decoder.moe:
-            return [], MicroBatchError(
+            raise MicroBatchError(
                 "some MoE layers of the model were recorded by no rank",
                 where=micro_batch(number),
                 expected=list(decoder.moe),
                 got=list(block.routes.layers),
                 cause="groups that leave out pipeline stages, or routers that were not in the record block",
             )
-        found += layout.sequences(block.routes)
-    return found, None
+        yield from layout.sequences(block.routes)

@@ -14,6 +14,7 @@ What a real NPU has and this hasn't:
 - work that runs beside the host: its one stream has always finished, so nobody sees a wait that is missing;
 - pinned memory: `pin_memory()` raises NotImplementedError, and copies are plain ones;
 - collectives between ranks (device/stand_in/torch_npu has a group of one rank);
+- storages that grow and shrink (FSDP2 lets go of gathered weights so);
 - a second device, memory statistics, autocast, graphs, random numbers of its own (they are the CPU's);
 - torch.compile: there is no compiler for it, so what runs on it needs TORCHDYNAMO_DISABLE=1;
 - torch_npu's own operators, and its kernels' choice of dtypes: it has the CPU's, and lacks what those lack (a

@@ -46,6 +46,9 @@ def test_the_page_shows_the_reports_that_are_here(verified: ModuleType) -> None:
     page = verified.PAGE.read_text(encoding="utf-8")
     assert page == verified.rewritten(page, verified.table()), "run python ci/verified.py --write"
     assert list(verified.FOLDER.glob("*.json"))
+    costs = verified.COSTS.read_text(encoding="utf-8")
+    measured = verified.bench_table(verified.of_kind(verified.DEVICE))
+    assert costs == verified.rewritten(costs, measured), "run python ci/verified.py --write"
 
 
 def test_what_the_command_writes_is_a_report(verified: ModuleType) -> None:
@@ -97,8 +100,54 @@ def test_accelerators_come_first(verified: ModuleType, tmp_path: Path) -> None:
         found = written(*GOOD)
         found["machine"]["device"] = device
         (tmp_path / f"{name}.json").write_text(json.dumps(found))
-    lines = verified.table(tmp_path).splitlines()
-    assert [line.rpartition("(verified/")[2][0] for line in lines[2:]] == ["b", "a"]
+    smoke, _ = verified.table(tmp_path).split("\n\n")
+    assert [line.rpartition("(verified/")[2][0] for line in smoke.splitlines()[2:]] == ["b", "a"]
+
+
+def device_report(verified: ModuleType, **changes: Any) -> dict[str, Any]:
+    """One of ci/device.sh, in which smoke failed."""
+    found: dict[str, Any] = json.loads((verified.FOLDER / "device-cpu-quick.json").read_text())
+    smoke = next(part for part in found["parts"] if part["part"] == "smoke")
+    smoke.update(result="FAIL", rc=1, why="it broke")
+    return found | {"passed": False} | changes
+
+
+def test_a_device_report_is_shown_part_by_part(verified: ModuleType, tmp_path: Path) -> None:
+    found = device_report(verified, devices=8)
+    found["machine"] |= {"device": "cuda", "name": "H100", "cuda": "13.0"}
+    assert verified.problems(found) == []
+    (tmp_path / "someone.json").write_text(json.dumps(found))
+    smoke, device = verified.table(tmp_path).split("\n\n")
+    assert len(smoke.splitlines()) == 2
+    line = device.splitlines()[2]
+    assert line.startswith("| 8 x H100, x86_64 | 13.0 |")
+    assert "| test_core.py (15), doctor, bench | smoke |  |" in line
+
+
+def test_the_benchs_ratios_are_shown_by_report(verified: ModuleType) -> None:
+    row = {"what": "router", "tokens": 64, "ratio_low": 1.0, "ratio_high": 1.0, "ratio": 1.0}
+    rows = [row | {"way": "live"}, row | {"way": "record", "ratio": 1.02, "ratio_high": 1.1}]
+    reports = {name: device_report(verified) for name in ("a", "b")}
+    for part in reports["b"]["parts"]:
+        part["found"] = {"rows": rows} if part["part"] == "bench" else None
+    assert "| [a](verified/a.json) | [b](verified/b.json) |" in verified.bench_table(reports)
+    lines = verified.bench_table({"b": reports["b"]}).splitlines()
+    assert lines[2:] == ["| router | 64 | record | 1.02 (1.00-1.10) |"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"passed": True}, "passed doesn't agree"),
+        ({"parts": [{"part": "smoke"}]}, "part 0: "),
+        ({"host": "node17"}, "host missing or not known"),
+        ({"schema": 2}, "schema 2"),
+    ],
+)
+def test_what_is_no_device_report_is_refused(
+    verified: ModuleType, changes: dict[str, Any], said: str
+) -> None:
+    assert said in "; ".join(verified.problems(device_report(verified, **changes)))
 
 
 def test_the_script_names_a_file_that_is_no_report(

@@ -1,8 +1,11 @@
 """The tests in this folder that are marked `accelerator` run on the accelerator of this machine.
 
 pytest -m accelerator       # on a CUDA or NPU machine; test_simulated_npu.py runs them on a simulated one
+
+NPU_REPLAY_TEST_DEVICE=cpu runs those on the CPU that don't need another device (ci/device.sh does).
 """
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +13,8 @@ import torch
 
 from npu_replay import devices
 
-DEVICE = devices.pick("auto")
+ASKED = os.environ.get("NPU_REPLAY_TEST_DEVICE", "auto")
+DEVICE = devices.pick(ASKED)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -18,7 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if DEVICE.type != "cpu":
+    if DEVICE.type != "cpu" or ASKED == "cpu":
         return
     skip = pytest.mark.skip(reason="torch has no accelerator here (npu-replay doctor says why)")
     for item in items:
@@ -29,6 +33,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return DEVICE
+
+
+@pytest.fixture
+def accelerator(device: torch.device) -> torch.device:
+    """The device, for a test that can't be run on the CPU instead."""
+    if device.type == "cpu":
+        pytest.skip("the CPU is here instead of an accelerator")
+    return device
 
 
 @pytest.fixture(scope="module")

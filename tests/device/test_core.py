@@ -108,6 +108,7 @@ def test_foreign_routes_give_the_cpus_losses_and_gradients(
     assert not same(run(model, device), found), "the routes were the routers' own"
 
 
+@pytest.mark.usefixtures("accelerator")
 @pytest.mark.parametrize("recompute", RECOMPUTE[1:])
 def test_every_recompute_finds_its_own_micro_batch_from_the_devices_thread(
     recompute: str, device: torch.device
@@ -129,6 +130,33 @@ def test_rows_without_a_route_take_the_routers_own_choice(device: torch.device) 
     found = replayed(ToyModel(recompute="reentrant").to(device), partial, device)
     check_close(found, replayed(ToyModel(), partial, torch.device("cpu")))
     assert not same(found, replayed(ToyModel().to(device), foreign(), device))
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE, ids=str)
+def test_gathered_routes_go_there_by_pinned_memory(
+    recompute: str | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several micro-batches are on their way at once; none of the copies may be let go before it is there."""
+    layout = npu_replay.TokenLayout.padded([ROWS - 3, 2], length=ROWS // 2 + 3, order="batch")
+    sequences = [one.take(range(size)) for one, size in zip(foreign(), layout.lengths, strict=False)]
+    gathered = [layout.gather(sequences) for _ in SEEDS]
+    rows = len(layout.rows)
+    pins = []
+    pin = torch.Tensor.pin_memory
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pins.append(self.shape) or pin(self))
+
+    def losses(where: torch.device) -> Result:
+        model = ToyModel(recompute=recompute).to(where)
+        with npu_replay.replay(model, gathered):
+            model.zero_grad()
+            each = [model(tokens(seed, rows).to(where).requires_grad_()).square().mean() for seed in SEEDS]
+            torch.stack(each).sum().backward()
+        return [one.detach().cpu() for one in each], [weight.grad.cpu() for weight in model.parameters()]
+
+    expected = losses(torch.device("cpu"))
+    assert not pins
+    check_close(losses(device), expected)
+    assert device.type == "cpu" or len(pins) >= len(SEEDS)
 
 
 def test_live_mismatch_is_counted(device: torch.device) -> None:
@@ -158,6 +186,7 @@ def test_the_self_test_passes(device: torch.device) -> None:
     assert self_test.run(device.type).problem == ""
 
 
+@pytest.mark.usefixtures("accelerator")
 def test_the_device_is_the_one_that_auto_picks_and_the_report_names(device: torch.device) -> None:
     states = {capability.name: capability.state for capability in npu_replay.report().capabilities}
     assert states[device.type.upper()] == "works"
@@ -167,6 +196,7 @@ def test_the_device_is_the_one_that_auto_picks_and_the_report_names(device: torc
         devices.pick("xpu")
 
 
+@pytest.mark.usefixtures("accelerator")
 def test_the_toy_model_runs_where_it_is_said(device: torch.device) -> None:
     with pytest.raises(RuntimeError, match=r"same device|expected all tensors"):
         ToyModel().to(device)(torch.randn(ROWS, HIDDEN))

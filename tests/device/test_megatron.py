@@ -76,6 +76,14 @@ def test_the_bench_runs_and_names_the_device(
     bench_gather._rollout.cache_clear()
     rows = bench.main(device="auto", pairs=1, out=None, force=False)
     bench_gather._rollout.cache_clear()
-    assert {row.what for row in rows} == {"router", "other top-k", "gather", "decode", "import", "step"}
+    assert {row.what for row in rows} == {
+        "router",
+        "other top-k",
+        "gather",
+        "decode",
+        "import",
+        "inputs",
+        "step",
+    }
     module = getattr(torch, device.type)
     assert module.get_device_name() in capsys.readouterr().out

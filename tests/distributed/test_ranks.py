@@ -1,4 +1,7 @@
-"""Figures and errors of all ranks, over real gloo processes. Run as a script it is one of three."""
+"""Figures and errors of all ranks, over real gloo processes. Run as a script it is one of three.
+
+Ranks that are killed or fail at some moment of collect are in test_leaving.py.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return processes.by_case(__file__, tmp_path_factory.mktemp("agreement"), PROCESSES)
+    return processes.by_case(__file__, tmp_path_factory.mktemp("ranks"), PROCESSES)
 
 
 def test_figures_are_added_up(results: dict[str, list[str]]) -> None:
@@ -47,7 +50,7 @@ def test_a_store_that_has_gone_is_said_to_be_gone(monkeypatch: pytest.MonkeyPatc
     """Whoever keeps it has failed before; the others would show a torch.distributed.DistNetworkError."""
     import torch.distributed as dist
 
-    from npu_replay import roll_call
+    from npu_replay import ranks
     from npu_replay.errors import ReplayError
 
     class Closed:
@@ -59,7 +62,7 @@ def test_a_store_that_has_gone_is_said_to_be_gone(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", Closed)
     with pytest.raises(ReplayError, match=r"rank 1: .*it no longer answers \(Broken pipe\).*rank 0"):
-        roll_call.all_here()
+        ranks.all_here()
 
 
 def test_they_go_on_together_afterwards(results: dict[str, list[str]]) -> None:
@@ -69,9 +72,8 @@ def test_they_go_on_together_afterwards(results: dict[str, list[str]]) -> None:
 def _run_as_one_process() -> None:
     import torch.distributed as dist
 
-    from npu_replay.agreement import agreed
     from npu_replay.errors import ReplayError
-    from npu_replay.roll_call import all_here
+    from npu_replay.ranks import agreed, all_here
 
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
     store = dist.FileStore(f"{folder}/store", PROCESSES)

@@ -1,0 +1,341 @@
+"""What ci/device.sh runs: parts in processes of their own, and one JSON of what they found.
+
+Only Python's own library is imported here: torch comes in the parts, so that none can take the others along.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+BUDGET = 570.0
+"""Seconds for all parts together."""
+PASS, FAIL, MISSING = "PASS", "FAIL", "MISSING"
+NOT_HERE = 2
+
+_LOOK = """
+import importlib.metadata, json, sys, torch
+from npu_replay import devices
+from npu_replay.smoke_report import machine, versions
+kind = devices.available()[0] if sys.argv[1] == "auto" else devices.pick(sys.argv[1]).type
+known = versions()
+for name in ("transformers", "pytest"):
+    try:
+        known[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        known[name] = ""
+found = {"machine": machine(torch.device(kind)), "versions": known}
+count = 1 if kind == "cpu" else getattr(torch, kind).device_count()
+print("\\n" + json.dumps(found | {"count": count}))
+"""
+_DOCTOR = """
+import json, sys
+from dataclasses import asdict
+from npu_replay.doctor import diagnose
+found = diagnose(imports=True)
+told = {"trials": [asdict(one) for one in found.trials], "faults": [asdict(one) for one in found.faults]}
+json.dump(told, open(sys.argv[1], "w"))
+for fault in found.faults:
+    print(fault.problem)
+sys.exit(not found.works)
+"""
+_BENCH = """
+import json, sys
+from dataclasses import asdict
+from npu_replay import bench, devices
+if sys.argv[3] == "quick":
+    bench.TOKENS, bench.ROUTER, pairs = (64,), bench.ROUTER | {"hidden_size": 64}, 1
+else:
+    pairs = 20
+about, rows = bench.measured(devices.pick(sys.argv[2]), pairs, print)
+json.dump({"about": about, "rows": [asdict(row) for row in rows]}, open(sys.argv[1], "w"))
+"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing to try.
+
+    Attributes:
+        name: in the JSON.
+        needs: modules that it can't be without.
+        seconds: its time limit.
+        command: after the interpreter; {out} is a file for what it found.
+    """
+
+    name: str
+    needs: tuple[str, ...]
+    seconds: float
+    command: tuple[str, ...]
+
+
+@dataclass
+class Result:
+    """How a part went.
+
+    Attributes:
+        result: PASS, FAIL, or MISSING where it couldn't be tried.
+        why: the last lines of a failure, or what is missing.
+        rc: its exit code; None if it wasn't started, or was stopped.
+        passed, skipped: of a part's tests; each skipped one with its reason.
+        found: what it wrote.
+    """
+
+    part: str
+    result: str
+    why: str = ""
+    rc: int | None = None
+    seconds: float = 0.0
+    passed: int = 0
+    skipped: list[str] = field(default_factory=list)
+    found: Any = None
+
+
+def parts(kind: str, count: int, *, quick: bool) -> list[Part]:
+    """What is tried on so many devices of a kind."""
+    tests = [
+        _tests("test_core.py", (), 90),
+        _tests("test_spread.py", (), 60),
+        _tests("test_transformers.py", ("transformers",), 120),
+        _tests("test_sharded.py", ("transformers",), 90),
+        _tests("test_megatron.py", ("megatron.core", "einops"), 150),
+    ]
+    splits = {8: "--tp 2 --pp 2 --ep 4", 4: "--tp 2 --pp 2 --ep 2", 2: "--tp 2 --ep 2", 1: ""}
+    split = next(sizes for ranks, sizes in splits.items() if count % ranks == 0).split()
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count))
+    smoke = (
+        "-m",
+        "npu_replay",
+        "smoke",
+        *split,
+        "--recompute",
+        "--device",
+        kind,
+        "--json",
+        "{out}",
+        "--force",
+    )
+    how = "quick" if quick else "full"
+    return [
+        *(tests[:1] if quick else tests),
+        Part("doctor", (), 120, ("-c", _DOCTOR, "{out}")),
+        Part("smoke", ("megatron.core",), 150, (*torchrun, *smoke) if count > 1 else smoke),
+        Part("bench", ("megatron.core",), 180, ("-c", _BENCH, "{out}", kind, how)),
+    ]
+
+
+def _tests(file: str, needs: tuple[str, ...], seconds: float) -> Part:
+    # Options of the project's own that need plug-ins are left out: pytest alone is enough.
+    alone = ("-p", "no:cacheprovider", "-o", "addopts=--strict-markers --import-mode=importlib")
+    command = ("-m", "pytest", "-q", "-m", "accelerator", *alone, "--rootdir", str(ROOT))
+    config = ("-c", str(ROOT / "pyproject.toml"), "--junitxml", "{out}")
+    return Part(file, ("pytest", *needs), seconds, (*command, *config, str(ROOT / "tests" / "device" / file)))
+
+
+class Bench:
+    """Runs parts in an environment, until the time for all of them is over."""
+
+    def __init__(self, environment: dict[str, str], folder: Path, logs: Path) -> None:
+        self._environment, self._folder, self._logs = environment, folder, logs
+        self._end = time.monotonic() + BUDGET
+
+    def run(self, part: Part) -> Result:
+        """A part to its end, or to its time limit."""
+        missing = [name for name in part.needs if not self._importable(name)]
+        if missing:
+            why = f"{', '.join(missing)} can't be imported; --wheels FOLDER may have it"
+            return Result(part.name, MISSING, why)
+        out = self._folder / f"{part.name}.out"
+        seconds = min(part.seconds, self._end - time.monotonic())
+        if seconds <= 0:
+            return Result(part.name, FAIL, f"no time left of {BUDGET:g} s for all parts")
+        started = time.monotonic()
+        rc, said = self.call([word.replace("{out}", str(out)) for word in part.command], seconds, part.name)
+        result = Result(
+            part.name, PASS if rc == 0 else FAIL, rc=rc, seconds=round(time.monotonic() - started, 1)
+        )
+        if rc is None:
+            result.why = f"stopped after {seconds:.0f} s"
+        elif rc:
+            result.why = "; ".join(_plain(said.splitlines())[-3:])
+        if out.exists():
+            _read(result, out)
+        return result
+
+    def call(self, arguments: Sequence[str], seconds: float, name: str) -> tuple[int | None, str]:
+        """Exit code (none: it was stopped) and output of an interpreter with these arguments."""
+        log = self._logs / f"{name}.log"
+        with log.open("w+b") as file:
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                env=self._environment,
+                cwd=self._folder,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                rc: int | None = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                rc = None
+            with contextlib.suppress(ProcessLookupError):  # what it started and left goes too
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return rc, log.read_text(encoding="utf-8", errors="replace")
+
+    def _importable(self, name: str) -> bool:
+        code = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+        return self.call(["-c", code, name], 60, "needs")[0] == 0
+
+
+def _plain(lines: list[str]) -> list[str]:
+    """Without empty lines, and without this machine's paths."""
+    clean = (line.strip().replace(str(ROOT), ".").replace(str(Path.home()), "~") for line in lines)
+    return [line for line in clean if line]
+
+
+def _read(result: Result, out: Path) -> None:
+    """What a part left: a test report, or JSON."""
+    if not result.part.endswith(".py"):
+        with contextlib.suppress(ValueError):  # it was stopped while it wrote
+            result.found = json.loads(out.read_text(encoding="utf-8"))
+        return
+    failed = []
+    for case in ElementTree.parse(out).getroot().iter("testcase"):
+        name = str(case.get("name"))
+        skip = case.find("skipped")
+        if skip is not None:
+            result.skipped.append(f"{name}: {skip.get('message')}")
+        elif case.find("failure") is not None or case.find("error") is not None:
+            failed.append(name)
+        else:
+            result.passed += 1
+    if failed:
+        result.why = f"{len(failed)} failed: {', '.join(failed[:8])}; {result.why}"
+    elif result.result == PASS and not result.passed:
+        result.result, result.why = (
+            MISSING,
+            f"all were skipped: {result.skipped[0] if result.skipped else '-'}",
+        )
+
+
+@contextlib.contextmanager
+def environment(wheels: Path | None, device: str) -> Iterator[tuple[dict[str, str], Path]]:
+    """Environment variables with this clone and what the wheels hold on PYTHONPATH, and a folder for them."""
+    with tempfile.TemporaryDirectory(prefix="npu_replay-device-") as name:
+        folder = Path(name)
+        paths = [_package(folder / "clone"), *_unpacked(wheels, folder / "wheels"), ROOT / "tests"]
+        variables = dict(os.environ)
+        if device == "simulated":
+            paths.append(ROOT / "tests" / "device" / "stand_in")
+            variables |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+        if device == "cpu":
+            variables |= {"NPU_REPLAY_TEST_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        before = variables.get("PYTHONPATH", "")
+        variables["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *([before] if before else [])])
+        variables["PYTHONDONTWRITEBYTECODE"] = "1"
+        yield variables, folder
+
+
+def _package(folder: Path) -> Path:
+    """A folder with the package as installed, compat/ inside. It can go once a clone itself is importable."""
+    package = folder / "npu_replay"
+    package.mkdir(parents=True)
+    for entry in (*(ROOT / "npu_replay").iterdir(), ROOT / "compat"):
+        (package / entry.name).symlink_to(entry)
+    return folder
+
+
+def _unpacked(wheels: Path | None, folder: Path) -> list[Path]:
+    """The wheels whose packages the environment lacks, unpacked; and their folder, for what is so already."""
+    if wheels is None:
+        return []
+    found = [wheels.resolve()]
+    for wheel in sorted(wheels.glob("*.whl")):
+        name = wheel.name.partition("-")[0].replace("_", "-")
+        try:
+            metadata.version(name)
+        except metadata.PackageNotFoundError:
+            place = folder / name
+            with zipfile.ZipFile(wheel) as packed:
+                packed.extractall(place)
+            found += [place, *place.glob("*.data/p*lib")]
+    return found
+
+
+def options(arguments: Sequence[str]) -> argparse.Namespace:
+    """What the command line says."""
+    parser = argparse.ArgumentParser(prog="ci/device.sh", description="All that needs an accelerator, here.")
+    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="wheels of what the environment lacks")
+    parser.add_argument("--out", type=Path, metavar="FILE", default=ROOT / "out" / "device.json")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda", "npu", "simulated"), default="auto")
+    parser.add_argument("--quick", action="store_true", help="some of it, to try this script")
+    told = parser.parse_args(arguments)
+    if told.wheels is not None and not told.wheels.is_dir():
+        parser.error(f"--wheels {told.wheels} is no folder")
+    return told
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Try all parts and write the JSON; 1 if one failed, 2 if there is no such device."""
+    told = options(arguments)
+    out: Path = told.out.resolve()
+    logs = out.with_suffix(".logs")
+    shutil.rmtree(logs, ignore_errors=True)
+    logs.mkdir(parents=True)
+    with environment(told.wheels, told.device) as (variables, folder):
+        bench = Bench(variables, folder, logs)
+        wanted = "npu" if told.device == "simulated" else told.device
+        rc, said = bench.call(["-c", _LOOK, wanted], 120, "device")
+        if rc:
+            print(f"ci/device.sh: the device can't be used: {'; '.join(_plain(said.splitlines())[-2:])}")
+            return NOT_HERE
+        seen = json.loads(said.splitlines()[-1])
+        machine = seen["machine"]
+        if machine["device"] == "cpu" and told.device != "cpu":
+            print(
+                "ci/device.sh: torch finds no accelerator here (--device cpu or simulated tries the script)"
+            )
+            return NOT_HERE
+        print(f"{seen['count']} x {machine['name'] or 'CPU'}, torch {seen['versions']['torch']}", flush=True)
+        results = []
+        for part in parts(machine["device"], seen["count"], quick=told.quick):
+            results.append(bench.run(part))
+            last = results[-1]
+            about = f"{last.passed} passed, {len(last.skipped)} skipped" if last.passed else ""
+            print(f"{last.result:7}  {last.part:20} {last.seconds:6.1f} s  {last.why or about}", flush=True)
+    report = {
+        "schema": 1,
+        "kind": "npu_replay device",
+        "passed": all(one.result != FAIL for one in results) and any(one.result == PASS for one in results),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "quick": told.quick,
+        "devices": seen["count"],
+        "versions": seen["versions"],
+        "machine": machine,
+        "parts": [asdict(one) for one in results],
+    }
+    out.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    print(f"Wrote {out}; what each part printed is in {logs}")
+    return 0 if report["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

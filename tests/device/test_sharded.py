@@ -1,0 +1,93 @@
+"""FSDP2 on an accelerator, over a mesh of this process alone: weights gathered and let go layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import npu_replay
+from npu_replay import RoutedExperts, devices
+
+pytestmark = [pytest.mark.accelerator, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group(device: torch.device) -> Iterator[None]:
+    if device.type != "cpu" and "simulated" in getattr(torch, device.type).get_device_name():
+        pytest.skip("FSDP2 changes the size of storages, which the simulated NPU can't")
+    store = dist.HashStore()
+    dist.init_process_group(devices.backend(device), store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def build(device: torch.device, precision: str, *, recompute: bool) -> nn.Module:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+    )
+    model = Qwen3MoeForCausalLM._from_config(config, experts_implementation="eager").train()
+    for layer in model.model.layers:
+        nn.init.normal_(layer.mlp.gate.weight)
+    model.to(device)
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    mesh = init_device_mesh(device.type, (1,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if precision == "bf16" else None)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def train(model: nn.Module, device: torch.device) -> list[torch.Tensor]:
+    """Losses of two micro-batches, and every gradient of one backward over both."""
+    model.zero_grad()
+    generator = torch.Generator().manual_seed(10)
+    batches = [torch.randint(3, 60, (2, 6), generator=generator).to(device) for _ in range(2)]
+    losses = [model(input_ids=batch, labels=batch, use_cache=False).loss for batch in batches]
+    torch.stack(losses).sum().backward()
+    gradients = [weight.grad.to_local().clone() for weight in model.parameters()]
+    assert all(one.device.type == device.type for one in gradients)
+    return [*(loss.detach() for loss in losses), *gradients]
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_sharded_model_is_recorded_and_replayed(
+    precision: str, recompute: bool, device: torch.device
+) -> None:
+    model = build(device, precision, recompute=recompute)
+    untouched = train(model, device)
+    with npu_replay.record(model) as recording:
+        recorded = train(model, device)
+    with npu_replay.replay(model, recording.routes):
+        replayed = train(model, device)
+    for result in (recorded, replayed):
+        for one, other in zip(result, untouched, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    generator = torch.Generator().manual_seed(3)
+    foreign = [
+        RoutedExperts(
+            ids=torch.rand(12, 2, 8, generator=generator).topk(2).indices, layers=range(2), num_experts=8
+        )
+        for _ in range(2)
+    ]
+    with npu_replay.observe(model) as seen, npu_replay.replay(model, foreign):
+        train(model, device)
+    assert npu_replay.compare(seen.shown, foreign).differing == 0
