@@ -44,7 +44,7 @@ def is_there(requirement: Requirement) -> bool:
 
 
 def is_installed(project_name: str) -> bool:
-    """Whether this checkout is what the environment has installed: only an install has npu_replay.compat."""
+    """Whether this checkout is what the environment has installed, with its command and entry points."""
     spec = find_spec("npu_replay")
     from_here = spec is not None and spec.origin == str(REPOSITORY / "npu_replay" / "__init__.py")
     return from_here and is_there(Requirement(project_name))

@@ -8,7 +8,7 @@
 Importing this imports no framework, and of npu_replay itself little: most names come with their first use.
 """
 
-from npu_replay import torch_loading  # isort: skip # noqa: F401  first: it keeps torch without torch_npu
+from npu_replay import beside, torch_loading  # isort: skip # noqa: F401  first: they find compat, keep torch
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -93,6 +93,7 @@ class Job:
         verdict, device = Verdict(), torch.device("cpu")
         try:
             device = _device(kind)
+            probe.require(probe.MEGATRON, "smoke")
             import_mindspeed()
             importlib.import_module("megatron.core.parallel_state")
         except Exception as error:  # noqa: BLE001  whatever it is, the other ranks wait for us

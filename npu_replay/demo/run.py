@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import npu_replay
+from npu_replay.compat import probe
 from npu_replay.demo import megatron_model, trainer, weights
 from npu_replay.demo.rollout import qwen3_moe, roll_out
 from npu_replay.devices import megatron_on, one_thread, pick
@@ -27,9 +28,9 @@ def main(*, device: str, steps: int, out: Path, seed: int, force: bool) -> dict[
     Raises:
         ReplayError: a file is there already and `force` isn't set, or a part is missing.
     """
+    probe.require(probe.DEMO, "the demo")
     out.mkdir(parents=True, exist_ok=True)
     _check_files(out, force=force)
-    _check_parts()
     from rich.console import Console
 
     from npu_replay import plots
@@ -113,15 +114,3 @@ def _check_files(out: Path, *, force: bool) -> None:
                 where=str(path),
                 cause="an earlier run; pass --force to replace it, or another --out",
             )
-
-
-def _check_parts() -> None:
-    from importlib.util import find_spec
-
-    for name, remedy in (
-        ("transformers", "pip install 'npu-replay[demo]'"),
-        ("matplotlib", "pip install 'npu-replay[plots]'"),
-        ("megatron", "put Megatron-core on PYTHONPATH, or run bash ci/demo.sh, which fetches it"),
-    ):
-        if find_spec(name) is None:
-            raise ReplayError(f"the demo needs {name}, which isn't here", cause=remedy)
