@@ -23,17 +23,9 @@ from npu_replay import installing, routers
 PACKAGE = Path(npu_replay.__file__).parent
 COMPAT = Path(npu_replay.compat.__file__).parent
 AT_IMPORT = {
-    *(
-        "beside",
-        "compat",
-        "compat.import_hook",
-        "compat.patching",
-        "compat.undoing",
-        "errors",
-        "installing",
-        "later",
-    ),
+    *("compat", "compat.import_hook", "compat.patching", "compat.undoing", "errors", "installing", "later"),
     *("torch_loading", "fingerprint", "token_ids", "parallel_layout", "decoder_layers", "routers", "marking"),
+    "beside",
 }
 """All of npu_replay that its import brings."""
 NOT_IMPORTED = (
