@@ -86,15 +86,9 @@ def write_whole(path: Path, data: bytes, *, overwrite: bool) -> None:
     Raises:
         RouteFileError: the file is there and `overwrite` isn't set, or it can't be written.
     """
-    scratch = path.with_name(f".{path.name}.{uuid4().hex[:8]}.part")
+    scratch = _begun(path, overwrite=overwrite)
     try:
-        if not overwrite:
-            _refuse_existing(path)  # before anything is written
-        file = scratch.open("xb")  # with the rights that the umask leaves
-    except OSError as error:
-        raise RouteFileError(f"the file can't be written ({error})", where=str(path)) from error
-    try:
-        with file:
+        with scratch.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -103,6 +97,23 @@ def write_whole(path: Path, data: bytes, *, overwrite: bool) -> None:
         raise RouteFileError(f"the file can't be written ({error})", where=str(path)) from error
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def check_place(path: Path, *, overwrite: bool) -> None:
+    """Refuse before minutes of work what `write_whole` would refuse after them."""
+    _begun(path, overwrite=overwrite).unlink(missing_ok=True)
+
+
+def _begun(path: Path, *, overwrite: bool) -> Path:
+    """An empty file beside it, with the rights that the umask leaves."""
+    scratch = path.with_name(f".{path.name}.{uuid4().hex[:8]}.part")
+    try:
+        if not overwrite:
+            _refuse_existing(path)
+        scratch.touch(exist_ok=False)
+    except OSError as error:
+        raise RouteFileError(f"the file can't be written ({error})", where=str(path)) from error
+    return scratch
 
 
 def _name(scratch: Path, path: Path, *, overwrite: bool) -> None:

@@ -93,8 +93,8 @@ class Job:
         verdict, device = Verdict(), torch.device("cpu")
         try:
             device = _device(kind)
-            probe.require(probe.MEGATRON, "smoke")
             import_mindspeed()
+            probe.require(probe.MEGATRON, "smoke")
             importlib.import_module("megatron.core.parallel_state")
         except Exception as error:  # noqa: BLE001  whatever it is, the other ranks wait for us
             verdict = caught(error)

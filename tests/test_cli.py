@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -156,6 +157,32 @@ runpy.run_module("npu_replay", run_name="__main__")
     assert line.startswith(f"npu-replay {arguments.split()[0]} needs" if arguments else "npu-replay needs")
     assert f"pip install 'npu-replay[{extra}]'" in line
     assert "npu-replay doctor and npu-replay smoke" in line
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("demo", "--out", "file/out"),
+        ("bench", "--out", "file/out.json"),
+        ("bench", "--out", "nothing/out.json"),
+        ("inspect", "file", "--out", "file/out.png"),
+        ("compare", "file", "file", "--json", "nothing/out.json"),
+    ],
+    ids=" ".join,
+)
+def test_where_nothing_can_be_written_is_said_before_the_work(
+    invoke: Callable[..., Result],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(npu_replay.compat.probe, "require", lambda *_: None)
+    Path("file").touch()
+    result = invoke(*arguments)
+    assert result.exit_code == 1
+    assert re.search("can't be (made|written)", result.stderr)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("command", ["demo", "bench", "smoke"])

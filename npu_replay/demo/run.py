@@ -17,7 +17,7 @@ from npu_replay.demo import megatron_model, trainer, weights
 from npu_replay.demo.rollout import qwen3_moe, roll_out
 from npu_replay.devices import megatron_on, one_thread, pick
 from npu_replay.errors import ReplayError
-from npu_replay.route_file import write_whole
+from npu_replay.route_file import check_place, write_whole
 
 JSON, PNG = "demo.json", "demo.png"
 
@@ -29,8 +29,8 @@ def main(*, device: str, steps: int, out: Path, seed: int, force: bool) -> dict[
         ReplayError: a file is there already and `force` isn't set, or a part is missing.
     """
     probe.require(probe.DEMO, "the demo")
-    out.mkdir(parents=True, exist_ok=True)
-    _check_files(out, force=force)
+    for name in (JSON, PNG):
+        check_place(_made(out) / name, overwrite=force)
     from rich.console import Console
 
     from npu_replay import plots
@@ -105,12 +105,11 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _check_files(out: Path, *, force: bool) -> None:
-    """Before minutes are spent."""
-    for path in (out / JSON, out / PNG):
-        if path.exists() and not force:
-            raise ReplayError(
-                "the file is there already and is not overwritten",
-                where=str(path),
-                cause="an earlier run; pass --force to replace it, or another --out",
-            )
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ReplayError(
+            f"the folder can't be made ({error})", where=str(folder), cause="another --out is meant"
+        ) from error
+    return folder
