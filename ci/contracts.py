@@ -19,17 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import tomllib
 from packaging.version import Version
 from source_files import Release
 from source_stubs import differences
 
 if TYPE_CHECKING:
     from releases import Index
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "contracts.md"

@@ -27,13 +27,13 @@ fail() {
 # The first interpreter that runs and can make environments: a python3.11 on the path may be a shim of nothing.
 find_python() {
     local candidate
-    for candidate in python3.11 python3; do
-        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+    for candidate in python3.11 python3 python3.12; do
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
             echo "$candidate"
             return
         fi
     done
-    fail "needs Python 3.11 (3.10 at least) with venv and ensurepip, as python3.11 or python3 on the path"
+    fail "needs Python 3.11 or newer with venv and ensurepip, as python3.11, python3 or python3.12 on the path"
 }
 
 make_environment() {
@@ -53,7 +53,8 @@ make_environment() {
     rm -f "$repository/.venv/stamp"
     "$base" -m venv "$repository/.venv" || fail "could not make $repository/.venv"
 
-    local install=(python -m pip install -qq --constraint "$repository/ci/constraints.txt")
+    # Not quietly: these are minutes.
+    local install=(python -m pip install --constraint "$repository/ci/constraints.txt")
     # torch goes first and by its exact version: another one may be gigabytes of CUDA packages.
     "${install[@]}" "$torch_pin" setuptools ||
         fail "could not install $torch_pin for $("$base" -V): pip has to reach it, and Python 3.11 is what it is tested with"

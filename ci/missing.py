@@ -1,7 +1,7 @@
 """Print what an active environment lacks to run the tests and the demo: one requirement a line.
 
 The requirements are those of pyproject.toml; arguments name other extras than `demo` and `dev`. It has to
-work where nothing but pip is installed, so the two parsers that it needs are pip's own copies. It imports
+work where nothing but pip is installed, so the parser that it needs is pip's own copy. It imports
 none of the packages it asks about.
 """
 
@@ -10,12 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+import tomllib
 from pip._vendor.packaging.requirements import Requirement
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    from pip._vendor import tomli as tomllib
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -44,7 +40,7 @@ def is_there(requirement: Requirement) -> bool:
 
 
 def is_installed(project_name: str) -> bool:
-    """Whether this checkout is what the environment has installed: only an install has npu_replay.compat."""
+    """Whether this checkout is what the environment has installed, with its command and entry points."""
     spec = find_spec("npu_replay")
     from_here = spec is not None and spec.origin == str(REPOSITORY / "npu_replay" / "__init__.py")
     return from_here and is_there(Requirement(project_name))

@@ -8,6 +8,9 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+if __name__ == "compat":  # the clone is on the path, and somebody asks for a compat of theirs
+    raise ModuleNotFoundError(f"No module named 'compat' ({__file__} is npu_replay.compat)", name="compat")
+
 if TYPE_CHECKING:
     from npu_replay.compat import (
         aux_losses,

@@ -17,6 +17,10 @@ from types import ModuleType
 from typing import Literal
 
 from npu_replay.compat import import_hook
+from npu_replay.errors import ReplayError
+
+MEGATRON, DEMO = "replay on Megatron-core", "demo"
+_GET_MEGATRON = "put Megatron-LM on PYTHONPATH, or pip install --no-deps megatron-core"
 
 State = Literal["native", "shimmed", "works", "missing", "broken"]
 """native: the product's own. shimmed: npu_replay lends or patches it. works: npu_replay does it itself.
@@ -125,6 +129,20 @@ def capabilities(found: Iterable[Product]) -> tuple[Capability, ...]:
         _extra("command line", "cli", "npu-replay", by_name["typer"], by_name["rich"]),
         _demo(by_name),
     )
+
+
+def require(name: str, by: str) -> None:
+    """Refuse to go on with something that needs this capability, where it isn't there.
+
+    Raises:
+        ReplayError: says what is missing, and what doctor says to do about it.
+    """
+    found = next(one for one in capabilities(products()) if one.name == name)
+    if not found.there:
+        raise ReplayError(
+            f"{by} can't run here: {found.why}",
+            cause=f"it isn't installed whole, or isn't on PYTHONPATH. Do this: {found.remedy}",
+        )
 
 
 # Products
@@ -291,14 +309,9 @@ def _says(error: Exception) -> str:
 
 
 def _megatron(product: Product, mindspeed: Product) -> Capability:
-    name = "replay on Megatron-core"
+    name = MEGATRON
     if not product.usable:
-        return Capability(
-            name,
-            _unusable(product),
-            _lacks(product),
-            "put Megatron-LM on PYTHONPATH, or pip install --no-deps megatron-core",
-        )
+        return Capability(name, _unusable(product), _lacks(product), _GET_MEGATRON)
     whose = "TopKRouter is recognised" + (", with MindSpeed's patches too" if mindspeed.usable else "")
     fuses = _has_field(Path(product.where), "moe_router_fusion")
     return Capability(name, "works", whose + ("; moe_router_fusion too" if fuses else ""))
@@ -355,9 +368,9 @@ def _demo(by_name: dict[str, Product]) -> Capability:
     if lacking:
         remedy = "pip install 'npu-replay[demo]'"
         if not by_name["megatron-core"].usable:
-            remedy += ", and Megatron-core as above"
-        return Capability("demo", "missing", "; ".join(lacking), remedy)
-    return Capability("demo", "works", "npu-replay demo")
+            remedy += f"; {_GET_MEGATRON}"
+        return Capability(DEMO, "missing", "; ".join(lacking), remedy)
+    return Capability(DEMO, "works", "npu-replay demo")
 
 
 def _lacks(product: Product) -> str:

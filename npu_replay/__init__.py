@@ -8,17 +8,24 @@
 Importing this imports no framework, and of npu_replay itself little: most names come with their first use.
 """
 
-from npu_replay import torch_loading  # isort: skip # noqa: F401  first: it keeps torch without torch_npu
+from npu_replay import beside, torch_loading  # isort: skip # noqa: F401  first: they find compat, keep torch
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from npu_replay import compat
-from npu_replay.errors import ReplayError
+from npu_replay import compat, routers
+from npu_replay.errors import (
+    InvalidRoutes,
+    MicroBatchError,
+    NoEffect,
+    RecomputeError,
+    ReplayError,
+    RouteFileError,
+    RouterError,
+)
 from npu_replay.fingerprint import fingerprint  # now: imported later, its module would take its name
 from npu_replay.installing import install, uninstall
 from npu_replay.later import later
 from npu_replay.parallel_layout import ParallelLayout, register_reader
-from npu_replay.routers import register
 
 if TYPE_CHECKING:
     from npu_replay.collecting import collect
@@ -27,10 +34,10 @@ if TYPE_CHECKING:
     from npu_replay.decoder_layers import DecoderLayers
     from npu_replay.layout import TokenLayout
     from npu_replay.mismatch import compare
-    from npu_replay.observing import observe
-    from npu_replay.pinning import pin_recompute
-    from npu_replay.recording import record
-    from npu_replay.replaying import replay
+    from npu_replay.observing import Observation, observe
+    from npu_replay.pinning import Pinning, pin_recompute
+    from npu_replay.recording import Recording, record
+    from npu_replay.replaying import Replay, replay
     from npu_replay.reporting import report
     from npu_replay.rollout import Rollout, Turn
     from npu_replay.route_store import RouteStore
@@ -41,12 +48,22 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DecoderLayers",
+    "InvalidRoutes",
+    "MicroBatchError",
+    "NoEffect",
+    "Observation",
     "ParallelLayout",
+    "Pinning",
+    "RecomputeError",
+    "Recording",
+    "Replay",
     "ReplayError",
     "Rollout",
+    "RouteFileError",
     "RouteStore",
     "RoutedExperts",
     "RoutedModel",
+    "RouterError",
     "TokenLayout",
     "Turn",
     "collect",
@@ -61,11 +78,16 @@ __all__ = [
     "record",
     "replay",
     "report",
+    "routers",
     "uninstall",
 ]
 
 _HOMES = {
     "DecoderLayers": "decoder_layers",
+    "Observation": "observing",
+    "Pinning": "pinning",
+    "Recording": "recording",
+    "Replay": "replaying",
     "Rollout": "rollout",
     "RouteStore": "route_store",
     "RoutedExperts": "routed_experts",
@@ -96,7 +118,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
         return sorted(globals().keys() | _HOMES.keys())
 
 
-register("megatron-core", later("npu_replay.compat.megatron:MegatronRouters"))
-register("transformers", later("npu_replay.compat.transformers:TransformersRouters"))
+routers.register("megatron-core", later("npu_replay.compat.megatron:MegatronRouters"))
+routers.register("transformers", later("npu_replay.compat.transformers:TransformersRouters"))
 register_reader("megatron-core", later("npu_replay.compat.megatron_layout:read"))
 install()

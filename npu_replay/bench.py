@@ -24,10 +24,10 @@ from torch import nn
 
 import npu_replay
 from npu_replay import RoutedExperts, bench_decode, bench_gather, bench_import, inputs, seam, session
+from npu_replay.compat import probe
 from npu_replay.demo import megatron_model
 from npu_replay.devices import megatron_on, one_thread, pick
-from npu_replay.errors import ReplayError
-from npu_replay.route_file import write_whole
+from npu_replay.route_file import check_place, write_whole
 
 TOKENS = (64, 1024, 8192)
 ROUTER: dict[str, Any] = {
@@ -86,8 +86,9 @@ class Row:
 
 def main(*, device: str, pairs: int, out: Path | None, force: bool) -> list[Row]:
     """Measure, print the table, and write it to `out` as JSON if one is given."""
-    if out is not None and out.exists() and not force:
-        raise ReplayError("the file is there already and is not overwritten", where=str(out), cause="--force")
+    probe.require(probe.MEGATRON, "npu-replay bench")
+    if out is not None:
+        check_place(out, overwrite=force)
     from rich.console import Console
     from rich.progress import Progress
 

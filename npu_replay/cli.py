@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
+_WITHOUT = ("doctor", "smoke")
+"""The commands that work without: for containers that are left as they are."""
 _MISSING = (
-    "npu-replay needs the packages typer and rich ({error}): pip install 'npu-replay[cli]'. "
-    'Without them: python -c "import npu_replay; print(npu_replay.report())"'
+    "{command} needs the packages typer and rich ({error}): pip install 'npu-replay[{extra}]', or "
+    "pip install typer rich. Without them there are npu-replay doctor and npu-replay smoke"
 )
 
 
 def main() -> None:
-    """Run the command that sys.argv asks for; exits 2 where typer or rich is missing and it isn't smoke."""
+    """Run the command that sys.argv asks for; exits 2 where it needs typer or rich and one is missing."""
     try:
         import rich  # noqa: F401 - typer has worked without it
         import typer  # noqa: F401
     except ImportError as error:
-        if sys.argv[1:2] == ["smoke"]:  # for containers that are left as they are
-            from npu_replay.smoke import run_command_line
-
-            run_command_line(sys.argv[2:])
-        print(_MISSING.format(error=error), file=sys.stderr)
+        command = next(iter(sys.argv[1:]), "")
+        if command in _WITHOUT:
+            import_module(f"npu_replay.{command}").run_command_line(sys.argv[2:])
+        extra = "demo" if command == "demo" else "cli"
+        asked = f"npu-replay {command}".rstrip()
+        print(_MISSING.format(command=asked, error=error, extra=extra), file=sys.stderr)
         raise SystemExit(2) from None
     from npu_replay.commands import app
 

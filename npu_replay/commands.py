@@ -197,8 +197,10 @@ def inspect(
 ) -> None:
     """Say what a file or an engine's answer holds, and whether its routes are right (else exits 1)."""
     from npu_replay.inspecting import inspect as look
+    from npu_replay.route_file import check_place, write_whole
 
-    _refuse_existing(out, "--out", force=force)
+    if out is not None:
+        check_place(out, overwrite=force)
     found = look(
         path,
         config=config,
@@ -217,7 +219,6 @@ def inspect(
         _console().print(render(found))
     if out is not None:
         from npu_replay import plots
-        from npu_replay.route_file import write_whole
 
         write_whole(out, plots.routes(found), overwrite=force)
     raise typer.Exit(0 if found.good else 1)
@@ -235,23 +236,14 @@ def compare(
 ) -> None:
     """Say how far two sets of routes of the same tokens are apart (exits 0 if they differ, too)."""
     from npu_replay import comparing
-    from npu_replay.route_file import write_whole
+    from npu_replay.route_file import check_place, write_whole
 
-    _refuse_existing(json, "--json", force=force)
+    if json is not None:
+        check_place(json, overwrite=force)
     found = comparing.compare_paths(a, b)
     _show_comparison(found)
     if json is not None:
         write_whole(json, found.to_json().encode(), overwrite=force)
-
-
-def _refuse_existing(file: Path | None, option: str, *, force: bool) -> None:
-    """Before any work is done."""
-    if file is not None and file.exists() and not force:
-        raise ReplayError(
-            "the file is there already and is not overwritten",
-            where=str(file),
-            cause=f"an earlier run; pass --force to replace it, or another {option}",
-        )
 
 
 def _show_comparison(found: Comparison) -> None:

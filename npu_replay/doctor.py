@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -250,45 +251,87 @@ def _named(found: Report, name: str) -> str:
 _STYLES = {"native": "green", "works": "green", "shimmed": "yellow", "missing": "dim", "broken": "bold red"}
 
 
+@dataclass(frozen=True)
+class _Table:
+    titles: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+
 def render(diagnosis: Diagnosis) -> RenderableType:
     """Tables for a terminal: what is installed, what works, what to do about the rest, and the verdict."""
     from rich.console import Group
-    from rich.text import Text
 
+    return Group(*map(_drawn, _parts(diagnosis)))
+
+
+def plain(diagnosis: Diagnosis) -> str:
+    """The same as text alone, where rich isn't installed."""
+    return "\n".join(map(_aligned, _parts(diagnosis)))
+
+
+def run_command_line(arguments: Sequence[str]) -> None:
+    """The command where typer isn't installed; exits as it does."""
+    about = "Say whether replay works here, and what to do if it doesn't (then exits 1)."
+    parser = argparse.ArgumentParser(prog="npu-replay doctor", description=about)
+    parser.add_argument("--json", action="store_true", help="Print JSON for a program.")
+    parser.add_argument("--imports", action="store_true", help="Also import transformers (some seconds).")
+    options = parser.parse_args(arguments)
+    diagnosis = diagnose(imports=options.imports)
+    sys.stdout.write(f"{diagnosis.to_json() if options.json else plain(diagnosis)}\n")
+    raise SystemExit(0 if diagnosis.works else 1)
+
+
+def _parts(diagnosis: Diagnosis) -> Iterator[_Table | Cell]:
+    """All that is shown, from top to bottom: tables and lines."""
     found = diagnosis.report
-    parts: list[RenderableType] = [_table(("Installed", "Version", "Where"), _installed(found))]
+    yield _Table(("Installed", "Version", "Where"), list(_installed(found)))
     absent = [product.name for product in found.products if not product.found and not product.problem]
     if absent:
-        parts.append(Text(f"Not installed: {', '.join(absent)}", "dim"))
+        yield f"Not installed: {', '.join(absent)}", "dim"
+    yield ""
     states = [(c.name, (c.state, _STYLES[c.state]), c.why) for c in diagnosis.capabilities]
-    parts += ["", _table(("What", "State", "Why"), states)]
+    yield _Table(("What", "State", "Why"), states)
     if found.patches:
+        yield ""
         patches = [(patch.where, patch.why, patch.reason) for patch in found.patches]
-        parts += ["", _table(("Changed by npu_replay", "Why", "For"), patches)]
+        yield _Table(("Changed by npu_replay", "Why", "For"), patches)
     told = {"", *(fault.remedy for fault in diagnosis.faults)}
     remedies = [(c.name, (c.remedy, "cyan")) for c in diagnosis.capabilities if c.remedy not in told]
     if remedies:
-        parts += ["", _table(("If you need it", "Do this"), remedies)]
-    parts.append("")
+        yield ""
+        yield _Table(("If you need it", "Do this"), remedies)
+    yield ""
     if diagnosis.works:
-        parts.append(Text(f"Replay works here: {_where_it_works(diagnosis)}.", "bold green"))
+        yield f"Replay works here: {_where_it_works(diagnosis)}.", "bold green"
     else:
-        parts.append(Text("Replay does not work here:", "bold red"))
+        yield "Replay does not work here:", "bold red"
         for fault in diagnosis.faults:
-            parts += [Text(f"- {fault.problem}"), Text(f"  {fault.remedy}", "cyan")]
-    return Group(*parts)
+            yield f"- {fault.problem}"
+            yield f"  {fault.remedy}", "cyan"
 
 
-def _table(titles: Sequence[str], rows: Iterable[Sequence[Cell]]) -> RenderableType:
+def _drawn(part: _Table | Cell) -> RenderableType:
+    """As Text: a path may hold brackets, which are markup in a plain string."""
     from rich.table import Table
     from rich.text import Text
 
+    if not isinstance(part, _Table):
+        return Text(part) if isinstance(part, str) else Text(*part)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for title in titles:
+    for title in part.titles:
         table.add_column(title, overflow="fold")
-    for row in rows:  # as Text: a path may hold brackets, which are markup in a plain string
-        table.add_row(*(Text(cell) if isinstance(cell, str) else Text(*cell) for cell in row))
+    for row in part.rows:
+        table.add_row(*map(_drawn, row))
     return table
+
+
+def _aligned(part: _Table | Cell) -> str:
+    if not isinstance(part, _Table):
+        return part if isinstance(part, str) else part[0]
+    rows = [part.titles, *(list(map(_aligned, row)) for row in part.rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(lines)
 
 
 def _installed(found: Report) -> Iterable[Sequence[Cell]]:

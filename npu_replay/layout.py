@@ -31,7 +31,7 @@ _MOST_TOKENS = 1 << 31
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TokenLayout:
     """For one rank and micro-batch: the packed token in each row of the router.
 
@@ -81,6 +81,15 @@ class TokenLayout:
                     got=len(self.fingerprints),
                 )
         _check_rows(self.rows, sum(self.lengths))
+
+    def __repr__(self) -> str:
+        tokens = int((self.rows >= 0).sum())
+        marks = ", with fingerprints" if self.fingerprints is not None else ""
+        where = "" if self.parallel is None else f", {self.parallel!r}"
+        return (
+            f"TokenLayout({len(self.rows)} rows, {tokens} of the {sum(self.lengths)} tokens of "
+            f"{len(self.lengths)} sequences{marks}{where})"
+        )
 
     @classmethod
     def padded(

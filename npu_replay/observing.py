@@ -18,7 +18,7 @@ from npu_replay.marking import Marks
 from npu_replay.recompute import in_backward
 from npu_replay.routed_experts import RoutedExperts, narrow_dtype, without_layers
 from npu_replay.routers import Handle, Model, Router, chunks_of, find, mark
-from npu_replay.timeline import Timeline
+from npu_replay.timeline import CALLED_INSIDE, Timeline
 
 
 class Observation:
@@ -33,6 +33,12 @@ class Observation:
         self._marks: list[Marks] = []
         self._seen: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._shown: list[RoutedExperts] | None = None
+
+    def __repr__(self) -> str:
+        state = f"open on {len(self._routers)} routers" if self._handles else "ended"
+        rows = "" if self._shown is None else f", {sum(map(len, self._shown))} rows"
+        batches = max(self._timeline.ended, default=0)
+        return f"Observation({state if self._entered else 'not entered'}, {batches} micro-batches{rows})"
 
     @property
     def shown(self) -> list[RoutedExperts]:
@@ -102,7 +108,9 @@ class Observation:
                 "the chunks ran different numbers of forwards" if max(ended) else "nothing ran in this block",
                 expected="each chunk's __call__ once for each micro-batch",
                 got=ended,
-                cause="another module is called than the one that was passed",
+                cause="another module is called than the one that was passed"
+                if self._timeline.bypassed is None
+                else CALLED_INSIDE,
             )
         return ended[0]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias
 
 from npu_replay.decoder_layers import DecoderLayers
@@ -16,7 +16,7 @@ Context: TypeAlias = Literal["zigzag", "contiguous"]
 _AXES = ("tp", "cp", "pp", "ep", "etp", "dp")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ParallelLayout:
     """The sizes of a job's parallel axes, and this rank's place in each.
 
@@ -72,6 +72,15 @@ class ParallelLayout:
                     expected="a size of at least 1 and a rank below it",
                     got=f"{axis}={size}, {axis}_rank={rank}",
                 )
+
+    def __repr__(self) -> str:
+        """What differs from a process alone; of an axis that is split the rank too."""
+        split = {f"{axis}_rank" for axis in _AXES if getattr(self, axis) > 1}
+        values = ((one, getattr(self, one.name)) for one in fields(self) if one.repr)
+        shown = (
+            f"{one.name}={value!r}" for one, value in values if one.name in split or value != one.default
+        )
+        return f"ParallelLayout({', '.join(shown)})"
 
     def __getstate__(self) -> dict[str, Any]:
         """Process groups stay in their process; a driver asks for numbers."""

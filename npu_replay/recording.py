@@ -48,6 +48,10 @@ class Recording(Session):
         self._ids: dict[Key, torch.Tensor] = {}
         self._routes: list[RoutedExperts] | None = None
 
+    def _holds(self) -> str:
+        rows = "" if self._routes is None else f", routes of {sum(map(len, self._routes))} rows"
+        return super()._holds() + rows
+
     @property
     def routes(self) -> list[RoutedExperts]:
         """One RoutedExperts a micro-batch, in forward order; rows as the routers had them."""

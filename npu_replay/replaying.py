@@ -16,7 +16,7 @@ from npu_replay.routed_experts import RoutedExperts
 from npu_replay.routers import Model, Router
 from npu_replay.session import Session, narrowed
 from npu_replay.staging import Packet, Staged, to_device
-from npu_replay.timeline import Forward
+from npu_replay.timeline import CALLED_INSIDE, Forward
 from npu_replay.witness import Count
 
 
@@ -193,8 +193,7 @@ class Replaying(Session):
                 where=micro_batch(forward.number, router.label),
                 expected=f"{rows} rows",
                 got=len(routes),
-                cause="padding, packing, sequence or context parallelism that the routes were not laid out "
-                "for (TokenLayout does that)",
+                cause=self._why_other_rows(forward),
             )
         layers, missing = self._stage(forward.chunk, forward.number, device)
         ids = layers[router.label]
@@ -232,6 +231,22 @@ class Replaying(Session):
             cause="routes of another micro-batch or of other weights, rows in another order (TokenLayout's "
             "order=, side=), or a rollout in so low a precision that a higher ceiling is right",
         )
+
+    def _why_other_rows(self, forward: Forward) -> str:
+        if forward is self._timeline.bypassed:
+            return CALLED_INSIDE
+        laid_out = (
+            "padding, packing, sequence or context parallelism that the routes were not laid out for "
+            "(TokenLayout does that)"
+        )
+        extra = "an evaluation or a reference pass inside the block, which belongs outside"
+        if not self._chunks[forward.chunk].training:
+            return f"{extra} (the model is in eval mode); or {laid_out}"
+        if self._timeline.had_grad and not forward.grad:
+            return (
+                f"{extra} (this forward runs without grad, earlier ones of the block had it); or {laid_out}"
+            )
+        return f"{laid_out}; or {extra}"
 
     def _again(self, router: Router, number: int, device: torch.device) -> torch.Tensor:
         packet = self._packet(self._chunk_of[router.label], number)
@@ -274,10 +289,15 @@ class Replay(Replaying):
         )
         self._packets = [Packet(one) for one in checked_routes(routes)]
 
+    def _holds(self) -> str:
+        routes = [packet.routes for packet in self._packets]
+        rows, missing = sum(map(len, routes)), sum(int((~one.recorded).sum()) for one in routes)
+        return f"{self._done()} of {len(routes)} micro-batches, {rows} rows, {missing} without a route"
+
     def metrics(self) -> dict[str, float]:
         """Micro-batches, rows, rows without a route, samples with bad routes, seconds; live_mismatch where it
         was asked for; capacity_dropped where tokens are dropped."""
-        done = [packet.routes for packet in self._packets[: max(self._timeline.ended, default=0)]]
+        done = [packet.routes for packet in self._packets[: self._done()]]
         return super().metrics() | {
             "rows": sum(len(routes) for routes in done),
             "rows_without_route": sum(int((~routes.recorded).sum()) for routes in done),
@@ -358,7 +378,8 @@ class Replay(Replaying):
                 expected=f"{len(self._packets)} forwards in this block",
                 got=done,
                 cause="a schedule that was cut short, a forward that raised and was skipped (what came after "
-                "it then had the routes before its own), or routes of more than this rank's micro-batches",
+                "it then had the routes before its own), routes of more than this rank's micro-batches, or "
+                "an evaluation inside the record block",
             )
 
 

@@ -94,7 +94,7 @@ class _Rows:
         self.settled |= others.settled
 
 
-@dataclass(eq=False)  # it grows: two that are alike now are two samples still
+@dataclass(eq=False, repr=False)  # it grows: two that are alike now are two samples still
 class Rollout:
     """One sample: what its turns have shown so far.
 
@@ -131,6 +131,11 @@ class Rollout:
 
     def __len__(self) -> int:
         return len(self._tokens)
+
+    def __repr__(self) -> str:
+        name = f"{self.name!r}, " if self.name else ""
+        rows = int(self._rows.recorded.sum())
+        return f"Rollout({name}{self.turns} turns, {len(self)} tokens, {rows} rows with a route)"
 
     @property
     def prompt_length(self) -> int:

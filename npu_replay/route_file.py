@@ -93,6 +93,13 @@ def write_whole(path: Path, data: bytes, *, overwrite: bool) -> None:
         pass
 
 
+def check_place(path: Path, *, overwrite: bool) -> None:
+    """Refuse before minutes of work what `write_whole` would refuse after them."""
+    scratch, file = _begun(path, overwrite=overwrite)
+    scratch.unlink(missing_ok=True)
+    file.close()
+
+
 @contextmanager
 def written(path: Path, data: bytes, *, overwrite: bool) -> Iterator[None]:
     """`write_whole`, and what belongs to the file is done in the block: until it ends, or this process does,
@@ -101,12 +108,7 @@ def written(path: Path, data: bytes, *, overwrite: bool) -> Iterator[None]:
     Raises:
         RouteFileError: the file is there and `overwrite` isn't set, or it can't be written.
     """
-    try:
-        if not overwrite:
-            _refuse_existing(path)  # before anything is written
-        scratch, file = _scratch(path)
-    except OSError as error:
-        raise RouteFileError(f"the file can't be written ({error})", where=str(path)) from error
+    scratch, file = _begun(path, overwrite=overwrite)
     with file:  # and locked
         try:
             file.write(data)
@@ -120,6 +122,15 @@ def written(path: Path, data: bytes, *, overwrite: bool) -> Iterator[None]:
                 raise RouteFileError(f"the file can't be written ({error})", where=str(path)) from error
             raise
         yield
+
+
+def _begun(path: Path, *, overwrite: bool) -> tuple[Path, BinaryIO]:
+    try:
+        if not overwrite:
+            _refuse_existing(path)  # before anything is written
+        return _scratch(path)
+    except OSError as error:
+        raise RouteFileError(f"the file can't be written ({error})", where=str(path)) from error
 
 
 def _scratch(path: Path) -> tuple[Path, BinaryIO]:

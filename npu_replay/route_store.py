@@ -83,6 +83,9 @@ class RouteStore(Mapping[str, RoutedExperts]):
                 others,
             )
 
+    def __repr__(self) -> str:
+        return f"RouteStore({str(self.folder)!r}, {len(self)} samples)"
+
     @staticmethod
     def writer(
         folder: str | os.PathLike[str], *, name: str = "routes", shard_bytes: int = SHARD_BYTES
@@ -201,6 +204,9 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
                 where=str(first),
                 cause="an earlier job, or two ranks with one name: take another folder, or another name",
             )
+
+    def __repr__(self) -> str:
+        return f"RouteWriter({str(self.folder)!r}, {self.name!r}, {len(self._keys)} samples)"
 
     def add(self, routes: RoutedExperts, key: str | None = None) -> None:
         """Write the routes of one sequence, under its fingerprint if no key is given.

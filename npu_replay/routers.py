@@ -262,7 +262,7 @@ def _check_any(found: list[list[Router]], chunks: Sequence[nn.Module]) -> None:
         expected=f"at least one router of {', '.join(_kinds) or 'a registered kind'}",
         got="none",
         cause="a dense model, a wrapper that hides the modules, or a model family that npu_replay doesn't "
-        "know (docs/models.md lists those it does)",
+        "know (docs/models.md lists those it does, docs/routers.md teaches it another)",
     )
 
 

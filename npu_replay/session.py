@@ -36,7 +36,7 @@ from npu_replay.marking import Marks
 from npu_replay.recompute import in_backward
 from npu_replay.routed_experts import narrow_dtype
 from npu_replay.routers import Model, Router, chunks_of, find
-from npu_replay.timeline import Forward, Timeline
+from npu_replay.timeline import CALLED_INSIDE, Forward, Timeline
 from npu_replay.witness import Key, Witness
 
 
@@ -98,7 +98,15 @@ class Session:
         self._count = 0
         self._state = "new"
 
+    def __repr__(self) -> str:
+        states = {"new": "not entered", "open": f"open on {self._count} routers", "closed": "ended"}
+        return f"{type(self).__name__}({states[self._state]}, {self._holds()})"
+
     # What a kind of session decides
+
+    def _holds(self) -> str:
+        """What repr shows beside the state."""
+        return f"{self._done()} micro-batches"
 
     def _check_model(self) -> None:
         """Refuse what doesn't fit, before any hook is registered."""
@@ -193,6 +201,10 @@ class Session:
         finally:
             self._clear()
 
+    def _done(self) -> int:
+        """Micro-batches whose forward has ended."""
+        return max(self._timeline.ended, default=0)
+
     def metrics(self) -> dict[str, float]:
         """Plain numbers for any tracker: micro-batches, routers, seconds spent here.
 
@@ -200,7 +212,7 @@ class Session:
         that lost their token, in the micro-batches whose outputs are checked (0, 1, 2, 4, 8, ...).
         """
         figures = {
-            "micro_batches": max(self._timeline.ended, default=0),
+            "micro_batches": self._done(),
             "routers": self._count,
             "seconds": self._seconds,
         }
@@ -440,8 +452,7 @@ class Session:
             where=micro_batch(forward.number, router.label),
             expected="one call of each router in one __call__ of the model",
             got="a second call",
-            cause="the model's forward() or an inner module was called directly, past the __call__ of the "
-            "module that was passed (Megatron's overlap_moe_expert_parallel_comm does)"
+            cause=f"{CALLED_INSIDE}; Megatron's overlap_moe_expert_parallel_comm does so too"
             if bypassed
             else "a model that runs its layers several times in one forward, one sequence after another; or "
             "a graph of before this block that MindSpeed's moe_fb_overlap runs again in it",
@@ -475,7 +486,7 @@ class Session:
                 where=micro_batch(bypassed.number),
                 expected="each micro-batch to be one __call__ of that module",
                 got="a call of its forward() or of an inner module",
-                cause="pass the module that the training loop really calls",
+                cause=CALLED_INSIDE,
             )
         ended = self._timeline.ended
         if max(ended) == 0:

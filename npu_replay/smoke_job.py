@@ -94,6 +94,7 @@ class Job:
         try:
             device = _device(kind)
             import_mindspeed()
+            probe.require(probe.MEGATRON, "smoke")
             importlib.import_module("megatron.core.parallel_state")
         except Exception as error:  # noqa: BLE001  whatever it is, the other ranks wait for us
             verdict = caught(error)

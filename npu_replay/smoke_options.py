@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,7 @@ class Options:
                 f"{'is' if processes == 1 else 'are'} {processes}: torchrun --nproc-per-node {multiple} "
                 "(a multiple of tp * cp * pp and of etp * ep * pp; count those of all nodes)"
             )
-        if self.json is not None and self.json.exists() and not self.force:
+        if self.json is not None and os.path.exists(self.json) and not self.force:
             return f"{self.json} is there already and is not overwritten; --force does"
         return ""
 

@@ -24,6 +24,11 @@ import torch
 from npu_replay import recompute
 from npu_replay.errors import MicroBatchError, RecomputeError, micro_batch
 
+CALLED_INSIDE = (
+    "the block was given a wrapper, and the loop calls the module inside it (model.module, say) or forward() "
+    "itself, past the __call__ of what was given; give the block the module that the loop really calls"
+)
+
 Owner: TypeAlias = "tuple[int, int]"  # chunk, micro-batch
 
 
@@ -54,6 +59,7 @@ class Timeline:
         """Begins with the block: what was made before it is none of ours."""
         self.ended = [0] * chunks
         self.bypassed: Forward | None = None
+        self.had_grad = False
         self._open: list[Forward | None] = [None] * chunks
         self._ends: list[int] = []
         self._owners: list[Owner | None] = []
@@ -67,6 +73,7 @@ class Timeline:
         self._check_thread(chunk)
         self._reruns.owners.clear()
         grad = torch.is_grad_enabled()
+        self.had_grad |= grad
         enclosing = recompute.enclosing(functions=not grad)
         forward = Forward(chunk, self.ended[chunk], grad, enclosing, sys.exc_info()[1])
         self._note(enclosing, (chunk, forward.number))
@@ -188,7 +195,9 @@ class Timeline:
             got="a forward that raised, ran before the block, or went past the model's __call__"
             if owner is None
             else f"micro-batch {owner[1]} of chunk {owner[0]}",
-            cause="forward and backward are not in the same block",
+            cause="forward and backward are not in the same block"
+            if self.bypassed is None
+            else CALLED_INSIDE,
         )
 
     def _running(self) -> Owner | None:

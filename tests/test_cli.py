@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -134,16 +136,69 @@ def test_a_fault_of_ours_keeps_its_traceback(
     assert invoke("bench").exception is error
 
 
-def test_without_typer_one_line_says_how_to_get_it() -> None:
-    code = """
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+@pytest.mark.parametrize(
+    ("arguments", "extra"),
+    [("inspect x", "cli"), ("compare x y", "cli"), ("bench", "cli"), ("demo", "demo"), ("", "cli")],
+)
+def test_without_typer_or_rich_one_line_says_how_to_get_them(
+    missing: str, arguments: str, extra: str
+) -> None:
+    code = f"""
 import runpy, sys
-sys.modules["typer"] = None
-sys.argv = ["npu-replay", "doctor"]
+sys.modules["{missing}"] = None
+sys.argv = ["npu-replay", *{arguments.split()}]
 runpy.run_module("npu_replay", run_name="__main__")
 """
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=False)
     assert done.returncode == 2
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
-    assert "pip install 'npu-replay[cli]'" in line
-    assert "npu_replay.report()" in line
+    assert line.startswith(f"npu-replay {arguments.split()[0]} needs" if arguments else "npu-replay needs")
+    assert f"pip install 'npu-replay[{extra}]'" in line
+    assert "npu-replay doctor and npu-replay smoke" in line
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("demo", "--out", "file/out"),
+        ("bench", "--out", "file/out.json"),
+        ("bench", "--out", "nothing/out.json"),
+        ("inspect", "file", "--out", "file/out.png"),
+        ("compare", "file", "file", "--json", "nothing/out.json"),
+    ],
+    ids=" ".join,
+)
+def test_where_nothing_can_be_written_is_said_before_the_work(
+    invoke: Callable[..., Result],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(npu_replay.compat.probe, "require", lambda *_: None)
+    Path("file").touch()
+    result = invoke(*arguments)
+    assert result.exit_code == 1
+    assert re.search("can't be (made|written)", result.stderr)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("command", ["demo", "bench", "smoke"])
+def test_without_megatron_a_command_says_what_doctor_says(command: str, tmp_path: Path) -> None:
+    (tmp_path / "megatron").mkdir()  # another product's half of the name
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "npu_replay", command],
+        text=True,
+        capture_output=True,
+        check=False,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert done.returncode == 1
+    said = done.stdout + done.stderr
+    assert "put Megatron-LM on PYTHONPATH" in said
+    assert "Traceback" not in said
+    assert [path.name for path in tmp_path.iterdir()] == ["megatron"]

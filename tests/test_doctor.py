@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -74,10 +75,12 @@ def test_with_megatron_it_says_that_replay_works_and_exits_0() -> None:
     assert "Replay works here: on Megatron-core" in result.text
 
 
-def test_without_any_framework_it_says_how_to_get_one_and_exits_1(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        HIDE.format(hidden=("megatron", "transformers", "safetensors"))
-    )
+@pytest.mark.parametrize("also", [(), ("typer", "rich")], ids=["", "without typer and rich"])
+def test_without_any_framework_it_says_how_to_get_one_and_exits_1(
+    tmp_path: Path, also: tuple[str, ...]
+) -> None:
+    hidden = ("megatron", "transformers", "safetensors", *also)
+    (tmp_path / "sitecustomize.py").write_text(HIDE.format(hidden=hidden))
     result = run(path=str(tmp_path))
     assert result.code == 1
     assert row(result.text, "replay on Megatron-core") == "missing megatron-core is not installed"
@@ -85,6 +88,26 @@ def test_without_any_framework_it_says_how_to_get_one_and_exits_1(tmp_path: Path
     assert "pip install 'npu-replay[files]'" in result.text
     assert "no framework whose routers are recognised" in result.text
     assert "put Megatron-LM on PYTHONPATH" in result.text
+
+
+def test_without_typer_and_rich_it_says_the_same() -> None:
+    from rich.console import Console
+
+    found = diagnose()
+    drawn = Console(width=400, record=True, file=io.StringIO())
+    drawn.print(doctor.render(found))
+    assert doctor.plain(found).split() == drawn.export_text().split()
+    columns = [line.index("works") for line in doctor.plain(found).splitlines() if "  works  " in line]
+    assert len(columns) > 1
+    assert len(set(columns)) == 1
+
+
+def test_without_typer_it_takes_the_same_options(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HIDE.format(hidden=("typer", "megatron")))
+    result = run("--json", "--imports", path=str(tmp_path))
+    found = json.loads(result.text)
+    assert result.code == (0 if found["works"] else 1)
+    assert any(one["why"].endswith("; imports") for one in found["capabilities"])
 
 
 @pytest.mark.slow

@@ -1125,3 +1125,12 @@ def test_a_probe_with_the_real_tokens_finds_ids_that_are_treated_apart() -> None
 def test_a_probe_of_other_data_is_no_rank_of_padding(fn: Callable[[list[torch.Tensor]], Any]) -> None:
     with pytest.raises(MicroBatchError, match=says("none of the token numbers came out")):
         TokenLayout.from_probe(fn, [4], parallel=ParallelLayout(cp=2))
+
+
+def test_repr_says_what_a_layout_holds() -> None:
+    assert repr(TokenLayout.padded([3, 4])) == "TokenLayout(8 rows, 7 of the 7 tokens of 2 sequences)"
+    rank = ParallelLayout(tp=2, tp_rank=1, sequence_parallel=True)
+    layout = TokenLayout.padded([3, 4], parallel=rank, fingerprints=[1, 2])
+    assert (
+        repr(layout) == f"TokenLayout(4 rows, 3 of the 7 tokens of 2 sequences, with fingerprints, {rank!r})"
+    )

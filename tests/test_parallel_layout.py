@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,13 @@ def test_what_does_not_come_out_even_is_refused(
                     model.stage(pp, vp, pp_rank, vp_rank)
             else:
                 assert model.stage(pp, vp, pp_rank, vp_rank) == tuple(dealt[pp_rank, vp_rank])
+
+
+def test_repr_says_what_differs_from_a_process_alone() -> None:
+    assert repr(ParallelLayout()) == "ParallelLayout()"
+    layout = ParallelLayout(tp=2, pp=4, pp_rank=3, sequence_parallel=True, groups=("a group",))
+    assert repr(layout) == "ParallelLayout(tp=2, tp_rank=0, pp=4, pp_rank=3, sequence_parallel=True)"
+    assert eval(repr(layout)) == replace(layout, groups=())
 
 
 def test_layers_of_real_models() -> None:

@@ -62,6 +62,12 @@ def test_one_turn_has_no_row_for_the_last_token() -> None:
     assert rollout.routes.weight_version == 1
 
 
+def test_repr_says_what_a_rollout_holds() -> None:
+    rollout = Rollout(MODEL, name="sample 3")
+    rollout.extend(turn([5, 6], [7, 8]))
+    assert repr(rollout) == "Rollout('sample 3', 1 turns, 4 tokens, 3 rows with a route)"
+
+
 def test_the_next_turn_fills_the_last_row_and_the_tools_rows() -> None:
     """The dummy last row of a turn must not stay (NeMo-RL#3485)."""
     rollout = Rollout(MODEL)

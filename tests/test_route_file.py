@@ -260,6 +260,18 @@ def test_metadata_that_makes_no_sense_is_refused(path: Path, said: str) -> None:
         RoutedExperts.load(path)
 
 
+def test_a_place_is_checked_without_a_trace(tmp_path: Path) -> None:
+    route_file.check_place(tmp_path / "new", overwrite=False)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "old").write_text("kept")
+    route_file.check_place(tmp_path / "old", overwrite=True)
+    assert (tmp_path / "old").read_text() == "kept"
+    for place in ("old", "nothing/new", "old/new"):
+        with pytest.raises(RouteFileError, match=r"not overwritten|can't be written"):
+            route_file.check_place(tmp_path / place, overwrite=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
 def write_said(path: Path, said: dict[str, Any], ids: torch.Tensor, recorded: torch.Tensor) -> None:
     """A file with a right digest, whatever it says."""
     data = [tensor.view(torch.uint8).numpy().tobytes() for tensor in (ids, recorded)]

@@ -60,6 +60,13 @@ def test_thousands_of_samples_come_back(tmp_path: Path) -> None:
         assert store.of(tokens_of(number)).weight_version == f"step {number}"
 
 
+def test_repr_says_how_many_samples_there_are(tmp_path: Path) -> None:
+    with RouteStore.writer(tmp_path) as writer:
+        writer.add(sample(0))
+        assert repr(writer) == f"RouteWriter({str(tmp_path)!r}, 'routes', 1 samples)"
+    assert repr(RouteStore(tmp_path)) == f"RouteStore({str(tmp_path)!r}, 1 samples)"
+
+
 def test_int16_ids_and_own_keys(tmp_path: Path) -> None:
     with RouteStore.writer(tmp_path) as writer:
         writer.add(sample(1, experts=300), key="a/b.c")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
@@ -1112,3 +1113,83 @@ def test_an_observation_of_a_stage_without_routers_is_entered_once_too() -> None
     with pytest.raises(ReplayError, match="this observe block was entered before"), block:
         pass
     assert [shown.layers for shown in block.shown] == [()]
+
+
+class Wrapper(nn.Module):
+    """As DDP and Float16Module are."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.module(hidden)
+        return out
+
+
+@pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("rows", [ROWS, ROWS - 3], ids=["", "other rows"])
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("block", ["record", "replay", "pin_recompute", "observe"])
+def test_a_block_on_a_wrapper_whose_module_is_called_says_so(
+    block: str, times: int, rows: int, recompute: str | None
+) -> None:
+    wrapper = Wrapper(ToyModel(recompute=recompute))
+    with torch.no_grad(), npu_replay.record(wrapper) as recording:
+        for seed in range(2):
+            wrapper(tokens(seed))
+    given = (recording.routes,) if block == "replay" else ()
+    with (
+        pytest.raises(ReplayError, match="given a wrapper, and the loop calls the module inside it"),
+        getattr(npu_replay, block)(wrapper, *given),
+    ):
+        for seed in range(times):
+            wrapper.module(tokens(seed, rows).requires_grad_()).sum().backward()
+
+
+@pytest.mark.parametrize("how", ["eval mode", "without grad"])
+def test_an_evaluation_inside_a_replay_is_named_before_padding(how: str) -> None:
+    model = ToyModel()
+    with npu_replay.record(model) as recording:
+        run(model, 0, 1)
+    with (
+        pytest.raises(MicroBatchError, match=rf"cause: an evaluation .*\(.*{how}.*\); or padding"),
+        npu_replay.replay(model, recording.routes),
+    ):
+        model(tokens(0)).sum().backward()
+        model.train(how != "eval mode")
+        with torch.no_grad():
+            model(tokens(1, ROWS - 3))
+
+
+def test_where_nothing_shows_an_evaluation_padding_is_named_first() -> None:
+    model = ToyModel()
+    with npu_replay.record(model) as recording:
+        run(model, 0)
+    with (
+        pytest.raises(MicroBatchError, match=r"cause: padding.*; or an evaluation"),
+        npu_replay.replay(model, recording.routes),
+    ):
+        model(tokens(0, ROWS - 3))
+
+
+def test_repr_says_what_a_block_holds() -> None:
+    model = ToyModel()
+    recording = npu_replay.record(model)
+    assert repr(recording) == "Recording(not entered, 0 micro-batches)"
+    with recording:
+        run(model, 0, 1)
+        assert repr(recording) == "Recording(open on 2 routers, 2 micro-batches)"
+    assert repr(recording) == f"Recording(ended, 2 micro-batches, routes of {2 * ROWS} rows)"
+    with npu_replay.replay(model, recording.routes) as replay, npu_replay.observe(model) as observation:
+        run(model, 0)
+        rows = f"{2 * ROWS} rows, 0 without a route"
+        assert repr(replay) == f"Replay(open on 2 routers, 1 of 2 micro-batches, {rows})"
+        assert repr(observation) == "Observation(open on 2 routers, 1 micro-batches)"
+        run(model, 1)
+    assert repr(replay) == f"Replay(ended, 2 of 2 micro-batches, {rows})"
+    assert repr(observation) == f"Observation(ended, 2 micro-batches, {2 * ROWS} rows)"
+    with npu_replay.pin_recompute(model) as pinning:
+        run(model, 0)
+    assert repr(pinning) == "Pinning(ended, 1 micro-batches)"
+    assert repr(npu_replay.observe(model)) == "Observation(not entered, 0 micro-batches)"

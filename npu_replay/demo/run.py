@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 import npu_replay
+from npu_replay.compat import probe
 from npu_replay.demo import megatron_model, trainer, weights
 from npu_replay.demo.rollout import qwen3_moe, roll_out
 from npu_replay.devices import megatron_on, one_thread, pick
 from npu_replay.errors import ReplayError
-from npu_replay.route_file import write_whole
+from npu_replay.route_file import check_place, write_whole
 
 JSON, PNG = "demo.json", "demo.png"
 
@@ -27,9 +28,9 @@ def main(*, device: str, steps: int, out: Path, seed: int, force: bool) -> dict[
     Raises:
         ReplayError: a file is there already and `force` isn't set, or a part is missing.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    _check_files(out, force=force)
-    _check_parts()
+    probe.require(probe.DEMO, "the demo")
+    for name in (JSON, PNG):
+        check_place(_made(out) / name, overwrite=force)
     from rich.console import Console
 
     from npu_replay import plots
@@ -104,24 +105,11 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _check_files(out: Path, *, force: bool) -> None:
-    """Before minutes are spent."""
-    for path in (out / JSON, out / PNG):
-        if path.exists() and not force:
-            raise ReplayError(
-                "the file is there already and is not overwritten",
-                where=str(path),
-                cause="an earlier run; pass --force to replace it, or another --out",
-            )
-
-
-def _check_parts() -> None:
-    from importlib.util import find_spec
-
-    for name, remedy in (
-        ("transformers", "pip install 'npu-replay[demo]'"),
-        ("matplotlib", "pip install 'npu-replay[plots]'"),
-        ("megatron", "put Megatron-core on PYTHONPATH, or run bash ci/demo.sh, which fetches it"),
-    ):
-        if find_spec(name) is None:
-            raise ReplayError(f"the demo needs {name}, which isn't here", cause=remedy)
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ReplayError(
+            f"the folder can't be made ({error})", where=str(folder), cause="another --out is meant"
+        ) from error
+    return folder

@@ -1,14 +1,16 @@
-"""The package as others install it: what the wheel holds, and what an install changes and makes importable.
+"""The package as others get it: what a wheel holds, what an install changes, what is imported from where.
 
-Both are made from a copy of the sources, so that no earlier build leaks in, and nothing is downloaded.
+Wheel and installs are made from a copy of the sources, so that no earlier build leaks in, and nothing is
+downloaded.
 """
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,13 +30,13 @@ FRAMEWORKS = ("megatron", "transformers", "mindspeed", "torch_npu", "vllm", "sgl
 pytestmark = pytest.mark.packaging
 
 
-def run(*command: str | Path, cwd: Path) -> str:
+def run(*command: str | Path, cwd: Path, path: Path | str = "") -> str:
     """The output of `command`, run where no variable can lend it this checkout; a git hook sets GIT_DIR."""
     environment = {
         name: value
         for name, value in os.environ.items()
         if name not in ("PYTHONPATH", "VIRTUAL_ENV") and not name.startswith("GIT_")
-    }
+    } | {"PYTHONPATH": str(path)}
     done = subprocess.run(
         [str(part) for part in command], cwd=cwd, env=environment, text=True, capture_output=True, check=False
     )
@@ -45,10 +47,11 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment, and a folder without any Python in it to run from."""
+    """A virtual environment, the folder to run from, without any Python in it at first, and a PYTHONPATH."""
 
     python: Path
     elsewhere: Path
+    path: Path | str = ""
 
     @classmethod
     def make(cls, folder: Path, *options: str) -> "Environment":
@@ -67,7 +70,10 @@ class Environment:
         return run(self.python, "-m", "pip", "list", "--format=freeze", cwd=self.elsewhere).splitlines()
 
     def execute(self, code: str) -> str:
-        return run(self.python, "-c", code, cwd=self.elsewhere)
+        return self.run("-c", code)
+
+    def run(self, *arguments: str) -> str:
+        return run(self.python, *arguments, cwd=self.elsewhere, path=self.path)
 
 
 @pytest.fixture(scope="session")
@@ -126,11 +132,59 @@ def editable_install(sources: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return environment
 
 
-@pytest.fixture(params=["wheel", "editable"])
+@pytest.fixture(scope="session")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """An environment without npu_replay."""
+    environment = Environment.make(tmp_path_factory.mktemp("bare"), "--without-pip")
+    environment.lend(*LENT)
+    return environment
+
+
+@pytest.fixture(scope="session")
+def clone(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another copy of the sources, in which nothing is ever installed or built."""
+    folder = tmp_path_factory.mktemp("another clone") / "npu replay"
+    shutil.copytree(sources, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def zipped(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The clone as an archive, as a cluster's launcher ships it."""
+    return Path(shutil.make_archive(str(tmp_path_factory.mktemp("zip") / "clone"), "zip", clone))
+
+
+def place(environment: Environment) -> Path:
+    """The folder that npu_replay comes from, its two parts from the same one."""
+    code = "import npu_replay, npu_replay.compat as c; print(npu_replay.__file__, c.__file__, sep='\\n')"
+    ours, compat = (Path(line).parent for line in environment.execute(code).splitlines())
+    assert compat in (ours / "compat", ours.parent / "compat")
+    return ours.parent
+
+
+WAYS = {
+    "wheel": lambda request: request("wheel_install")[0],
+    "wheel on the path": lambda request: replace(request("bare"), path=request("wheel")),
+    "wheel, standing in a clone": lambda request: replace(
+        request("wheel_install")[0], elsewhere=request("clone")
+    ),
+    "editable": lambda request: request("editable_install"),
+    "editable, standing in it": lambda request: replace(
+        request("editable_install"), elsewhere=request("sources")
+    ),
+    "editable, standing in another clone": lambda request: replace(
+        request("editable_install"), elsewhere=request("clone")
+    ),
+    "standing in a clone": lambda request: replace(request("bare"), elsewhere=request("clone")),
+    "clone on the path": lambda request: replace(request("bare"), path=request("clone")),
+    "zipped clone on the path": lambda request: replace(request("bare"), path=request("zipped")),
+}
+
+
+@pytest.fixture(params=WAYS)
 def environment(request: pytest.FixtureRequest) -> Environment:
-    if request.param == "wheel":
-        return request.getfixturevalue("wheel_install")[0]
-    return request.getfixturevalue("editable_install")
+    found: Environment = WAYS[request.param](request.getfixturevalue)
+    return found
 
 
 def test_wheel_is_pure_python(wheel: Path) -> None:
@@ -162,7 +216,40 @@ def test_installing_the_wheel_adds_one_line_and_changes_no_other(
 
 
 def test_compat_imports_as_part_of_npu_replay(environment: Environment) -> None:
-    environment.execute("import npu_replay.compat")
+    place(environment)
+
+
+def test_the_clone_that_is_asked_is_the_clone_that_answers(
+    wheel_install: tuple[Environment, list[str], list[str]], editable_install: Environment, clone: Path
+) -> None:
+    for environment in (wheel_install[0], editable_install):
+        assert place(replace(environment, elsewhere=clone)) == clone
+        assert place(replace(environment, path=clone)) == clone
+        assert place(environment) != clone
+
+
+def test_it_runs_as_a_module(environment: Environment) -> None:
+    """doctor, since it needs neither typer nor rich; and it starts processes that import npu_replay too."""
+    diagnosis = json.loads(environment.run("-m", "npu_replay", "doctor", "--json"))
+    assert diagnosis["works"]
+    assert [trial["problem"] for trial in diagnosis["self_test"]] == [""]
+
+
+def test_finders_pickles_and_reload_know_compat(environment: Environment) -> None:
+    """In a process of its own, so that nothing has imported npu_replay before it is unpickled."""
+    code = """
+import importlib, pickle
+from importlib.util import find_spec
+assert find_spec("npu_replay.compat.probe").name == "npu_replay.compat.probe"
+product = pickle.loads(b"cnpu_replay.compat.probe\\nProduct\\n(Vit\\nI01\\ntR.")
+import npu_replay
+npu_replay.compat.vllm
+for module in (npu_replay.compat.probe, npu_replay.compat, npu_replay):
+    importlib.reload(module)
+assert find_spec("npu_replay.compat.nothing") is None
+print(product)
+"""
+    assert environment.execute(code).startswith("Product(name='it'")
 
 
 def test_compat_does_not_import_as_a_top_level_module(environment: Environment) -> None:
@@ -174,6 +261,28 @@ except ModuleNotFoundError as error:
     print(error.name)
 """
     assert environment.execute(code).strip() == "compat"
+
+
+def test_half_a_clone_is_an_error_that_says_so(bare: Environment, clone: Path, tmp_path: Path) -> None:
+    shutil.copytree(clone / "npu_replay", tmp_path / "npu_replay")
+    code = """
+try:
+    import npu_replay
+except ImportError as error:
+    print(error)
+"""
+    said = replace(bare, path=tmp_path).execute(code)
+    assert str(tmp_path / "npu_replay") in said
+    assert "compat" in said
+    assert "circular" not in said
+
+
+def test_a_folder_that_an_older_tree_left_is_no_compat(
+    bare: Environment, clone: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(clone, tmp_path / "clone")
+    (tmp_path / "clone" / "npu_replay" / "compat" / "__pycache__").mkdir(parents=True)
+    assert place(replace(bare, path=tmp_path / "clone")) == tmp_path / "clone"
 
 
 def test_importing_npu_replay_imports_no_framework(environment: Environment) -> None:

@@ -1,0 +1,44 @@
+"""In a clone npu_replay.compat is the folder compat/ beside this package; a wheel has it inside.
+
+Importing this makes it found in a clone that is on the path, as Megatron-LM's and MindSpeed's are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+
+_NAME = "npu_replay.compat"
+_PACKAGE = Path(__file__).parent
+
+
+def _look(folder: Path) -> ModuleSpec | None:
+    """The package in `folder`, a zip's too; a folder without __init__.py, left by an older tree, is none."""
+    spec = PathFinder.find_spec(_NAME, [str(folder)])
+    return spec if spec is not None and spec.origin is not None else None
+
+
+class _Beside:
+    """On sys.meta_path, so that find_spec and reload know of it; it finds this one package."""
+
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != _NAME:
+            return None
+        spec = _look(_PACKAGE.parent)
+        if spec is None:
+            raise ImportError(
+                f"npu_replay in {_PACKAGE} lacks its other half: copy the clone's compat/ too, to "
+                f"{_PACKAGE.parent / 'compat'}, or install it: pip install --no-deps CLONE"
+            )
+        return spec
+
+
+# First: an editable install of another clone would give that one's.
+if _look(_PACKAGE) is None:
+    sys.meta_path.insert(0, _Beside())

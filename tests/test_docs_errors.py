@@ -1,0 +1,53 @@
+"""docs/errors.md: its classes are those of the code, and its example is what a user reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import npu_replay
+from npu_replay import ReplayError, routers
+from npu_replay.compat import router_replay
+from toys import HIDDEN, ToyModel, ToyRouters
+
+TEXT = (Path(__file__).parents[1] / "docs" / "errors.md").read_text(encoding="utf-8")
+CLASSES = {
+    name
+    for line in TEXT.splitlines()
+    if line.startswith("| ")
+    for name in re.findall(r"`(\w+)`", line.split("|")[3])
+} - {"IndexError", "ValueError"}
+
+
+@pytest.fixture(autouse=True)
+def _toys() -> Iterator[None]:
+    routers.register("toys", ToyRouters())
+    yield
+    routers.unregister("toys")
+
+
+def test_every_class_is_there_and_none_is_missing() -> None:
+    of_router_replay = {"NoTarget", "AnotherNumber"}
+    public = {
+        name
+        for name in npu_replay.__all__
+        if isinstance(one := getattr(npu_replay, name), type) and issubclass(one, ReplayError)
+    }
+    assert public | of_router_replay == CLASSES
+    assert all(issubclass(getattr(router_replay, name), ReplayError) for name in of_router_replay)
+
+
+def test_the_example_is_what_a_user_reads() -> None:
+    model = ToyModel()
+    with torch.no_grad(), npu_replay.record(model) as recording:
+        for tokens in (5, 10):
+            model(torch.randn(tokens, HIDDEN))
+    with pytest.raises(ReplayError) as raised, npu_replay.replay(model, recording.routes):
+        model(torch.randn(5, HIDDEN))
+        model(torch.randn(7, HIDDEN))
+    (example,) = re.findall(r"```text\n(.*?)```", TEXT, re.DOTALL)
+    assert " ".join(example.split()) == str(raised.value)

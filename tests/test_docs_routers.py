@@ -1,0 +1,54 @@
+"""docs/routers.md: its example runs, and its routers are recorded and replayed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import npu_replay
+from npu_replay import routers
+
+TEXT = (Path(__file__).parents[1] / "docs" / "routers.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def example() -> Iterator[dict[str, Any]]:
+    """What the page's example leaves behind."""
+    (block,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    names: dict[str, Any] = {}
+    torch.manual_seed(0)
+    exec(compile(block, "docs/routers.md", "exec"), names)
+    yield names
+    routers.unregister("my model")
+
+
+def test_the_example_records_every_layer_and_trains(example: dict[str, Any]) -> None:
+    (routes,) = example["recording"].routes
+    assert (len(routes), routes.layers, routes.num_experts, routes.topk) == (10, (0, 1, 2), 8, 2)
+    assert all(weight.grad is not None for weight in example["model"].parameters())
+
+
+def test_its_replay_has_an_effect(example: dict[str, Any]) -> None:
+    model, batch = example["model"], example["batch"]
+    (routes,) = example["recording"].routes
+    with torch.no_grad():
+        for layer in model:
+            layer.gate.weight.neg_()
+    with npu_replay.observe(model) as free:
+        model(batch)
+    with npu_replay.observe(model) as seen, npu_replay.replay(model, [routes]):
+        model(batch)
+    assert npu_replay.compare([routes], free.shown).router_mismatch > 0
+    assert npu_replay.compare([routes], seen.shown).router_mismatch == 0
+
+
+def test_what_the_page_names_is_there() -> None:
+    fields = re.findall(r"^\| `(\w+)", TEXT, re.MULTILINE)
+    assert set(fields) < set(routers.Router.__dataclass_fields__)
+    for name in re.findall(r"`routers\.(\w+)", TEXT):
+        assert hasattr(routers, name)

@@ -1,0 +1,67 @@
+"""ci/demo.sh and what it stands on, run as people run them, in a copy of the repository."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A copy with what has been fetched here, in a folder whose name has a space in it."""
+    copy = tmp_path / "a clone"
+    copy.mkdir()
+    for folder in ("npu_replay", "compat", "ci"):
+        shutil.copytree(REPOSITORY / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPOSITORY / "pyproject.toml", copy)
+    (copy / ".work").symlink_to(REPOSITORY / ".work")
+    return copy
+
+
+def script(clone: Path, name: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run it from elsewhere, in this environment, with the copy's npu_replay."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    given = {"VIRTUAL_ENV": sys.prefix, "PYTHONPATH": str(clone), "PATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        ["bash", str(clone / "ci" / name), *arguments],
+        cwd=clone.parent,
+        env=os.environ | given | variables,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("answer", ["exit 127", 'exec "$REAL" -c "raise SystemExit(1)"'], ids=["shim", "old"])
+def test_without_a_python_that_will_do_it_says_which_one_it_needs(
+    clone: Path, tmp_path: Path, answer: str
+) -> None:
+    for name in ("python3.11", "python3", "python3.12"):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{answer}\n")
+        (tmp_path / name).chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    done = script(clone, "demo.sh", VIRTUAL_ENV="", CONDA_PREFIX="", PATH=path, REAL=sys.executable)
+    assert done.returncode == 1
+    assert "needs Python 3.11 or newer" in done.stderr
+    assert not (clone / ".venv").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (REPOSITORY / ".work" / "megatron" / "0.12.1").is_dir(), reason="ci/environment.sh fetches Megatron"
+)
+def test_the_demo_can_be_run_again(clone: Path) -> None:
+    for steps in ("1", "2"):
+        done = script(clone, "demo.sh", "--steps", steps)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f'"steps": {steps}' in (clone / "out" / "demo" / "demo.json").read_text()
+    given = script(clone, "demo.sh", "--steps", "1", "--out", str(clone / "out" / "demo"))
+    assert given.returncode == 1
+    assert "not overwritten" in given.stderr
