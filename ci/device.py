@@ -241,7 +241,7 @@ def environment(wheels: Path | None, device: str) -> Iterator[tuple[dict[str, st
     """Environment variables with this clone and what the wheels hold on PYTHONPATH, and a folder for them."""
     with tempfile.TemporaryDirectory(prefix="npu_replay-device-") as name:
         folder = Path(name)
-        paths = [_package(folder / "clone"), *_unpacked(wheels, folder / "wheels"), ROOT / "tests"]
+        paths = [ROOT, *_unpacked(wheels, folder / "wheels"), ROOT / "tests"]
         variables = dict(os.environ)
         if device == "simulated":
             paths.append(ROOT / "tests" / "device" / "stand_in")
@@ -252,15 +252,6 @@ def environment(wheels: Path | None, device: str) -> Iterator[tuple[dict[str, st
         variables["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *([before] if before else [])])
         variables["PYTHONDONTWRITEBYTECODE"] = "1"
         yield variables, folder
-
-
-def _package(folder: Path) -> Path:
-    """A folder with the package as installed, compat/ inside. It can go once a clone itself is importable."""
-    package = folder / "npu_replay"
-    package.mkdir(parents=True)
-    for entry in (*(ROOT / "npu_replay").iterdir(), ROOT / "compat"):
-        (package / entry.name).symlink_to(entry)
-    return folder
 
 
 def _unpacked(wheels: Path | None, folder: Path) -> list[Path]:

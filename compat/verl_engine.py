@@ -29,6 +29,7 @@ from npu_replay.ranks import agreed, all_here
 
 PREFIX = "npu_replay/"
 _CEILING = "NPU_REPLAY_BAD_SAMPLES"
+_FAR = "NPU_REPLAY_MAX_LIVE_MISMATCH"
 
 _COUNTED = (
     *("rows", "routed", "samples", "bad_samples"),
@@ -191,6 +192,16 @@ class Pass:
         """On every n-th update, since it costs the live router's top-k."""
         every = int(_setting("NPU_REPLAY_METRICS_EVERY", 10))
         return self.trains and every > 0 and self.engine.updates % every == 0
+
+    def most_live_mismatch(self) -> float | None:
+        """In the first update's first micro-batch: routes that are laid out wrong show there.
+
+        Raises:
+            ReplayError: the environment says no share.
+        """
+        if not self.trains or self.engine.updates:
+            return None
+        return share(os.environ.get(_FAR, "").strip() or 0.3, _FAR, "token-layers")
 
     def count(self, **figures: int) -> None:
         """Add to the figures of this pass."""

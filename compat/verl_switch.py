@@ -45,6 +45,9 @@ class Job(Protocol):
     def compares(self) -> bool:
         """Is the live router's choice counted in this pass?"""
 
+    def most_live_mismatch(self) -> float | None:
+        """How far from the live choice the first micro-batch's routes may be; None for any."""
+
     def count(self, **figures: int) -> None:
         """Add to the figures of this pass."""
 
@@ -220,7 +223,11 @@ class Switch:
             kind: Any = (
                 DeferringTap(job.chunks)
                 if record
-                else DeferringFeed(job.chunks, live_mismatch=job.compares())
+                else DeferringFeed(
+                    job.chunks,
+                    live_mismatch=job.compares(),
+                    max_live_mismatch=job.most_live_mismatch(),
+                )
             )
             self._sessions.append(kind.__enter__())
         except ReplayError as error:

@@ -28,11 +28,13 @@ class Feed(Replaying):
 
     Args:
         model: see Session.
-        live_mismatch: also count where the router would have chosen otherwise. Costs its top-k.
+        live_mismatch, max_live_mismatch: see replay.
     """
 
-    def __init__(self, model: Model, *, live_mismatch: bool = False) -> None:
-        super().__init__(model, live_mismatch=live_mismatch)
+    def __init__(
+        self, model: Model, *, live_mismatch: bool = False, max_live_mismatch: float | None = None
+    ) -> None:
+        super().__init__(model, live_mismatch=live_mismatch, max_live_mismatch=max_live_mismatch)
         self._packets: dict[tuple[int, int], Packet] = {}
         self._rows = 0
         self._rows_without_route = 0

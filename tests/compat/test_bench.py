@@ -66,6 +66,6 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
     with pytest.raises(npu_replay.ReplayError, match=r"not overwritten.*--force"):
         bench.main(device="auto", pairs=2, out=out, force=False)
     assert (torch.topk, torch.Tensor.topk, session._ways) == natives
-    assert seam.guard._open == 0
+    assert seam.guard._holders == 0
     bench_gather._rollout.cache_clear()
     bench_decode._sample.cache_clear()

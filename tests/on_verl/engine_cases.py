@@ -655,6 +655,30 @@ def _own_setting() -> None:
     update()
 
 
+@case("routes far from the routers' own choice")
+def _far() -> None:
+    """Of other samples, or in other rows than the tokens: said in the first update, before it steps."""
+    tiny = begin(mode="R3")
+    actor = job.actor_worker(tiny)
+    data = job.batch(tiny.split, job.rollout_routes(tiny))
+    data.batch["old_log_probs"] = torch.zeros(len(data), job.RESPONSE)
+
+    def update() -> Any:
+        return actor.update_actor(job.update_batch(data, tiny))
+
+    name = "NPU_REPLAY_MAX_LIVE_MISMATCH"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(name)
+        _leave(actor, update, "far from what the routers would choose for these tokens", first=0)
+        patch.setenv(name, "much")
+        _leave(actor, update, f"{name} is a share of the token-layers", first=0)
+    assert not actor.actor.engine.gradients
+    update()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(name)
+        update()  # not the first any more
+
+
 @case("one rank fails in a way that nobody has thought of")
 def _unthought() -> None:
     """Where it opens a pass, and where pipeline stages gather: the others don't wait for it."""
