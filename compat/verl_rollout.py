@@ -30,7 +30,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import os
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import ContextVar
@@ -472,7 +471,7 @@ def _say_dropped() -> None:
 
 
 def _refuse_silent_engine() -> None:
-    if os.environ.get("NPU_REPLAY_STRICT") == "0":
+    if not import_hook.strict():
         return
     raise ReplayError(
         "enable_rollout_routing_replay is on, but the rollout engine returned no routes",

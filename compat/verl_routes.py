@@ -282,9 +282,10 @@ def without_layers(
 def wire_dtype(config: Any, utils: Any) -> tuple[torch.dtype, bool]:
     """What routes travel as through verl's own code, and whether as bytes.
 
-    0.7 and 0.8 narrow to uint8 on the way, whatever the number of experts; ids above 255 go through as bytes.
+    As in verl: int16 from 0.9 on. 0.7 and 0.8 narrow to uint8 on the way, whatever the number of experts; ids
+    above 255 go through as bytes.
     """
+    if hasattr(utils, "merge_nested_router_maps"):
+        return torch.int16, False
     narrow = narrow_dtype(int(config.num_moe_experts))
-    if narrow == torch.uint8:
-        return torch.uint8, False
-    return narrow, not hasattr(utils, "merge_nested_router_maps")
+    return narrow, narrow != torch.uint8
