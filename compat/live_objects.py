@@ -6,7 +6,7 @@ import gc
 from typing import Any
 
 
-def alive(kind: type) -> list[Any]:
+def alive(kind: Any) -> list[Any]:
     """Every object of this kind, or of a kind made from it; not by isinstance, which asks proxies.
 
     An instance refers to its class, so the collector finds a few classes' by their referrers, in C: 0.14 s in
@@ -21,10 +21,12 @@ def alive(kind: type) -> list[Any]:
 
 def _made_from(kind: type) -> set[type]:
     """The kind and all that inherit from it."""
-    found, new = {kind}, [kind]
+    found: set[type] = {kind}
+    new: set[type] = {kind}
     while new:
-        new = [one for known in new for one in type.__subclasses__(known) if one not in found]
-        found.update(new)
+        below: list[list[type]] = [type.__subclasses__(known) for known in new]
+        new = {one for kinds in below for one in kinds} - found
+        found |= new
     return found
 
 

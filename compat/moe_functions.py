@@ -2,8 +2,8 @@
 
 Each is asked for by itself, and added or replaced only where the release lacks it:
 
-    topk_routing_with_score_function      before 0.14 there is none; before 0.16 it takes no router_replay, and
-                                          no dense_output, which came with 0.17
+    topk_routing_with_score_function      before 0.14 there is none; before 0.16 it takes no router_replay
+                                          (then it is given dense_output too, which came with 0.17)
     apply_router_token_dropping           before 0.14 a part of topk_softmax_with_capacity
     compute_routing_scores_for_aux_loss   before 0.14 a method of TopKRouter, another one in 0.12 and 0.13
     is_vp_first_stage, is_vp_last_stage   before 0.14 there are none, before 0.13 not even their module
@@ -42,8 +42,8 @@ Pair: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 
 
 class NoFusedRouter(ReplayError, ValueError):
-    """The fused router was asked for in a release without one, or for what it hasn't got. Later releases raise
-    a ValueError where they have none."""
+    """The fused router was asked for in a release without one, where later releases raise a ValueError; or for
+    what it hasn't got."""
 
 
 def install() -> None:
@@ -142,7 +142,7 @@ def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
                 where=_TOPK,
                 expected="fused=False, or dense_output=False",
                 got="both on",
-                cause="its kernel returns a map, in which the experts have no order; upstream returns that map",
+                cause="its kernel returns a map, without an order of the experts; upstream returns that map",
             )
         how = {
             "use_pre_softmax": use_pre_softmax,
