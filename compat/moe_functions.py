@@ -42,8 +42,7 @@ Pair: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 
 
 class NoFusedRouter(ReplayError, ValueError):
-    """The fused router was asked for in a release without one, where later releases raise a ValueError; or for
-    what it hasn't got."""
+    """The fused router isn't there, or hasn't got what was asked of it. Later releases raise a ValueError."""
 
 
 def install() -> None:

@@ -235,7 +235,7 @@ def apply_router_replay_patch() -> None:
 
 
 def _hand_over() -> None:
-    """The routers have verl's RouterReplay, as after verl's own patch: loops set targets on it and read it."""
+    """Routers have verl's RouterReplay, as after verl's own patch: loops set targets on it and read it."""
     global _handed_over
     _handed_over = True
     replayed_routers.hand_over(RouterReplay.of)

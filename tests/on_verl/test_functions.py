@@ -127,15 +127,13 @@ def _with_dense_column(routes: torch.Tensor) -> torch.Tensor:
 
 
 def test_experts_in_a_dense_layers_column_are_refused(verl: Verl) -> None:
-    """The labels have shifted by one: each layer would replay its neighbour's routes, and all ids look right."""
+    """The labels have shifted: each layer would replay its neighbour's routes, and all ids look right."""
     job, batch = Job("dense_first", None), batches()
     routes = verl.record(batch, job.forward, job.config, job.model)
     each = [one.roll(1, dims=-2) for one in _with_dense_column(routes).unbind()]
     jagged = routes.is_nested
     wrong = torch.nested.as_nested_tensor(each, layout=torch.jagged) if jagged else torch.stack(each)
-    with pytest.raises(
-        InvalidRoutes, match=r"sample 0 of the micro-batch, layer 0: a dense layer has experts"
-    ):
+    with pytest.raises(InvalidRoutes, match=r"sample 0 .*, layer 0: a dense layer has experts"):
         verl.replayed(batch, wrong, job.forward, job.config, job.model, backward=backward_sum)
 
 
