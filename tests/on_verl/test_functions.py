@@ -65,10 +65,12 @@ def no_action() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def verl() -> Verl:
+def verl() -> Iterator[Verl]:
     found = Verl()
     found.patch.apply_router_replay_patch()
-    return found
+    yield found
+    replayed_routers._patches.undo()  # other tests' routers have Megatron's
+    replayed_routers.install()
 
 
 @pytest.mark.parametrize("recompute", [None, "full"])
