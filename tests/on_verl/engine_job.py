@@ -466,7 +466,7 @@ def rows(numbers: Sequence[int], split: Split) -> list[tuple[int, int] | None]:
 
 
 def rollout_routes(tiny: Tiny) -> list[torch.Tensor]:
-    """What a rollout engine hands over of this rank's samples: a column a decoder layer, zeros for dense ones.
+    """What a rollout engine hands over of this rank's samples: a column a layer, zeros for dense ones.
 
     The last token has none, and neither have two in the middle of each longer response, which a tool wrote.
     """
