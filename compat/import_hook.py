@@ -28,6 +28,8 @@ Shim = Callable[[Any], None]
 During = Callable[[], AbstractContextManager[None]]
 Preparation = Callable[[], object]
 
+STRICT = "NPU_REPLAY_STRICT"
+
 _preparing: dict[str, dict[str, Preparation]] = {}
 _waiting: dict[str, dict[str, Shim]] = {}
 _during: dict[str, dict[str, During]] = {}
@@ -95,16 +97,19 @@ def disabled() -> bool:
     return os.environ.get("NPU_REPLAY_DISABLE", "") not in ("", "0")
 
 
+def strict() -> bool:
+    """Does a job stop where npu_replay can't do its part? NPU_REPLAY_STRICT=0 lets it go on without."""
+    return os.environ.get(STRICT) != "0"
+
+
 def refuse_failures() -> None:
     """Run what still waits for a module that is there, and refuse to go on without a shim that failed.
 
-    NPU_REPLAY_STRICT=0 goes on.
-
     Raises:
-        ReplayError: says what failed, and how.
+        ReplayError: says what failed, and how; not where nothing is strict.
     """
     run_waiting()
-    if not _failures or os.environ.get("NPU_REPLAY_STRICT") == "0":
+    if not _failures or not strict():
         return
     raise ReplayError(
         f"{'; '.join(f'{name} failed: {error}' for name, error in _failures.items())}",

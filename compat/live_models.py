@@ -2,19 +2,20 @@
 
 A framework's functions may ask for a replay without naming a model. What is alive is asked of the garbage
 collector: a list that is filled as models are built holds those that were thrown away too, and a class that
-is patched to fill it loses the patch. It takes a tenth of a second, once for each block.
+is patched to fill it loses the patch. An engine's pass names its model, and asks nothing here.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
 from torch import nn
 
+from npu_replay.compat import megatron_layout, replayed_routers
 from npu_replay.compat.config_flags import asks_for_replay
 from npu_replay.compat.live_objects import alive
 
@@ -23,10 +24,22 @@ _ROUTER_MODULE = "megatron.core.transformer.moe.router"
 
 def routers() -> list[Any]:
     """The live TopKRouters whose config asks for replay, in the order of their making; also those of MTP."""
+    if _are_of_several_models(_flagged()):
+        gc.collect()  # one that was thrown away lives on in a cycle
+    return _flagged()
+
+
+def _are_of_several_models(found: list[Any]) -> bool:
+    several = len({id(one.config) for one in found}) > 1
+    return several or len({one.layer_number for one in found}) < len(found)
+
+
+def _flagged() -> list[Any]:
     product: Any = sys.modules.get(_ROUTER_MODULE)
     if product is None:
         return []
-    return [one for one in alive(product.TopKRouter) if asks_for_replay(one.config)]
+    found = [one for one in alive(product.TopKRouter) if asks_for_replay(one.config)]
+    return sorted(found, key=replayed_routers.in_making)
 
 
 def models() -> list[list[nn.Module]]:
@@ -35,11 +48,7 @@ def models() -> list[list[nn.Module]]:
     Chunks that share a config are one model's, unless they hold the same decoder layer twice: then it was
     built twice.
     """
-    found = _grouped(routers())
-    if len(found) > 1:
-        gc.collect()  # a model that was thrown away lives on in a cycle
-        found = _grouped(routers())
-    return [chunks for _, chunks, _ in found]
+    return [chunks for _, chunks, _ in _grouped(routers())]
 
 
 def _grouped(wanted: list[Any]) -> list[tuple[Any, list[nn.Module], set[int]]]:
@@ -64,12 +73,21 @@ def _by_root(wanted: Iterable[Any], parents: dict[int, nn.Module]) -> list[tuple
         line = [router]  # outwards
         while (parent := parents.get(id(line[-1]))) is not None:
             line.append(parent)
-        if any(outer._modules.get("mtp") is inner for inner, outer in pairwise(line)):
-            continue  # multi-token prediction
+        if megatron_layout.is_in_mtp(_path(line)):
+            continue
         if isinstance(line[-1], nn.ModuleList) and len(line) > 1:
             line.pop()  # a list around whole chunks, which nobody calls
         roots.setdefault(id(line[-1]), (line[-1], []))[1].append(router)
     return list(roots.values())
+
+
+def _path(line: Sequence[nn.Module]) -> str:
+    """A module's name, from outside: of the innermost of these, each of which is the next one's child."""
+    names = [
+        next(name for name, child in outer._modules.items() if child is inner)
+        for inner, outer in pairwise(line)
+    ]
+    return ".".join(reversed(names))
 
 
 def _parents() -> dict[int, nn.Module]:

@@ -18,6 +18,7 @@ from npu_replay.compat import (
     mindspeed,
     mindspeed_llm,
     mindspeed_overlap,
+    router_replay,
     torch_npu,
 )
 from npu_replay.errors import NoEffect, RouterError
@@ -40,8 +41,8 @@ class MegatronRouters(RouterKind):
         product: Any = sys.modules.get(_ROUTER_MODULE)
         if product is None or not isinstance(module, product.Router):
             return None
-        if "mtp" in path.split("."):
-            return None  # multi-token prediction: its layer numbers start anew and mean no decoder layer
+        if megatron_layout.is_in_mtp(path):
+            return None
         if not isinstance(module, product.TopKRouter):
             raise RouterError(
                 f"{type(module).__name__} can't be replayed",
@@ -227,7 +228,10 @@ def _refuse_overlap(config: Any, path: str) -> None:
 
 def _upstream_replay(module: Any) -> Any:
     """The action of RouterReplay, upstream's from 0.16 on or ours before, that answers a router's top-k."""
-    action = getattr(getattr(module, "router_replay", None), "router_replay_action", None)
+    replay = getattr(module, "router_replay", None)
+    if router_replay.is_by_session(replay):
+        return None
+    action = router_replay.action_of(replay)
     return action if getattr(action, "name", "").startswith("REPLAY") else None
 
 

@@ -126,9 +126,15 @@ def _decoder_layers_in(chunks: Sequence[nn.Module]) -> set[int]:
         for path, module in chunk.named_modules()
         if product is not None
         and (isinstance(module, product.TransformerLayer) or mindspeed_llm.is_noop(module))
-        and "mtp" not in path.split(".")
+        and not is_in_mtp(path)
         and not _is_in_a_tower(module)
     }
+
+
+def is_in_mtp(path: str) -> bool:
+    """Is this module, by its path in the model, a part of multi-token prediction? Its layer numbers start
+    anew, and mean no decoder layer."""
+    return "mtp" in path.split(".")
 
 
 def _is_in_a_tower(layer: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 Each is asked for by itself, and added or replaced only where the release lacks it:
 
     topk_routing_with_score_function      before 0.14 there is none; before 0.16 it takes no router_replay
+                                          (then it is given dense_output too, which came with 0.17)
     apply_router_token_dropping           before 0.14 a part of topk_softmax_with_capacity
     compute_routing_scores_for_aux_loss   before 0.14 a method of TopKRouter, another one in 0.12 and 0.13
     is_vp_first_stage, is_vp_last_stage   before 0.14 there are none, before 0.13 not even their module
@@ -25,7 +26,7 @@ import torch
 from npu_replay.compat import fused_router, import_hook, served_modules
 from npu_replay.compat.patching import Patch, Patches
 from npu_replay.compat.router_replay import Asked, asked, is_idle
-from npu_replay.errors import ReplayError
+from npu_replay.errors import NoEffect, ReplayError
 
 MODULE = "megatron.core.transformer.moe.moe_utils"
 STAGES = "megatron.core.pipeline_parallel.utils"
@@ -41,7 +42,7 @@ Pair: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 
 
 class NoFusedRouter(ReplayError, ValueError):
-    """The fused router was asked for in a release without one. Later releases raise a ValueError there."""
+    """The fused router isn't there, or hasn't got what was asked of it. Later releases raise a ValueError."""
 
 
 def install() -> None:
@@ -110,6 +111,7 @@ def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
         expert_bias: torch.Tensor | None = None,
         fused: bool = False,
         router_replay: Any = None,
+        dense_output: bool = False,
     ) -> Pair:
         """Choose each token's experts, or take them from `router_replay`, and weigh them.
 
@@ -124,10 +126,23 @@ def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
             expert_bias: float [experts]: added to a sigmoid's scores for the choice alone.
             fused: by Transformer Engine's kernel; a replay goes without it.
             router_replay: a RouterReplay; what its action says is done.
+            dense_output: the chosen experts alone, in the order of the top-k.
 
         Returns:
-            The probabilities in the logits' dtype, and the map, bool; both [rows, experts].
+            The probabilities in the logits' dtype, and the map, bool; both [rows, experts]. With
+            `dense_output` the probabilities and the ids, int64; both [rows, topk].
+
+        Raises:
+            ReplayError: a dense output of the fused kernel, or of a function that calls no top-k.
         """
+        if dense_output and fused:
+            raise NoFusedRouter(
+                "the fused router has no dense output",
+                where=_TOPK,
+                expected="fused=False, or dense_output=False",
+                got="both on",
+                cause="its kernel returns a map, without an order of the experts; upstream returns that map",
+            )
         how = {
             "use_pre_softmax": use_pre_softmax,
             "num_groups": num_groups,
@@ -137,24 +152,51 @@ def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
             "expert_bias": expert_bias,
             "fused": fused,
         }
-        if is_idle(router_replay):
+        idle = is_idle(router_replay)
+        if idle and not dense_output:
             return native(logits, topk, **how)
-        with _asking(router_replay, logits, topk, num_groups, group_topk):
-            return native(logits, topk, **how)
+        asks = _Nobody() if idle else router_replay
+        with _asking(asks, logits, topk, num_groups, group_topk) as call:
+            probs, routing_map = native(logits, topk, **how)
+        return _dense(probs, call) if dense_output else (probs, routing_map)
 
     return topk_routing_with_score_function
+
+
+class _Nobody:
+    """In the place of a RouterReplay: the top-k is only watched."""
+
+    def get_replay_topk(
+        self, scores: Any, topk: int, num_groups: Any, group_topk: Any, default_compute_topk: Any
+    ) -> Any:
+        """The router's own."""
+        return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+
+
+def _dense(probs: torch.Tensor, call: Asked) -> Pair:
+    """The chosen experts' probabilities and ids, in the order of the top-k."""
+    if call.ids is None:
+        raise NoEffect(
+            "this release's routing calls no top-k, so there is no order for a dense output",
+            where=_TOPK,
+            expected=f"a top-{call.topk} over {call.num_experts} experts",
+            got=", ".join(dict.fromkeys(call.seen)) or "nothing",
+            cause="another function in the place of Megatron's, such as MindSpeed's fix_router",
+        )
+    return probs.gather(1, call.ids), call.ids
 
 
 @contextlib.contextmanager
 def _asking(
     replay: Any, logits: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None
-) -> Iterator[None]:
+) -> Iterator[Asked]:
     """Let the next top-k over the logits, or the fused kernel, ask `replay`."""
     rows, num_experts = logits.shape[0], logits.shape[-1]
     kernel = fused_router.hold()
     try:
-        with asked(Asked(replay, rows, num_experts, topk, num_groups=num_groups, group_topk=group_topk)):
-            yield
+        call = Asked(replay, rows, num_experts, topk, num_groups=num_groups, group_topk=group_topk)
+        with asked(call):
+            yield call
     finally:
         kernel.remove()
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
+import math
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -75,11 +78,22 @@ def _router_init(init: Callable[..., None]) -> Any:
     return router_init
 
 
+def in_making(router: Any) -> tuple[float, int]:
+    """A key that sorts routers in the order of their making; copies come last, layer by layer."""
+    return _numbers.get(router, math.inf), router.layer_number or 0
+
+
+_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_next = itertools.count()
+
+
 def _equip(router: Any) -> None:
+    _numbers.setdefault(router, next(_next))
     router_methods.equip(router)
     expert_bias.equip(router)
     kind = _router_replay()
     _give(router, kind)
+    _take_framework(router)
     if kind is router_replay.RouterReplay:
         names = ["forward", "routing", "set_layer_number"]
         losses = aux_losses.of(router)
@@ -111,6 +125,73 @@ def _give(router: Any, kind: type) -> None:
     if flagged and kind is router_replay.RouterReplay:
         router.router_replay.layer_number = router.layer_number
         router_replay.belongs(router.router_replay, router)
+
+
+def hand_over(of: Callable[[Any], Any]) -> None:
+    """Have `of(router)` for the `router_replay` of each router that asks for replay: a framework's, by which
+    its loops turn a replay on. Those that are there get it now, others as they are built."""
+    install()  # a line of ours in the report would say that it was
+    product: Any = sys.modules[MODULE]
+    if not _framework:
+        _patches.add(_HandedOver(product.TopKRouter, "router_replay", "the framework's own", None, None))
+    _framework[:] = [of]
+    for router in _in_order(product.TopKRouter):
+        _take_framework(router)
+
+
+def _take_framework(router: Any) -> None:
+    own = getattr(router, "router_replay", None)
+    everyone = getattr(type(own), _EVERYONE, None)
+    if not _framework or everyone is None:
+        return
+    _handed[router] = own
+    framework = _framework[0](router)
+    framework.layer_number = getattr(own, "layer_number", None)
+    _swap(router, own, framework, everyone)
+    weakref.finalize(router, _drop, everyone, weakref.ref(framework)).atexit = False
+
+
+def _swap(router: Any, old: Any, new: Any, everyone: list[Any]) -> None:
+    """Also in Megatron's list of all, so that its own API reaches what the routers have."""
+    everyone[:] = [new if one is old else one for one in everyone]
+    router.router_replay = new
+
+
+def _drop(everyone: list[Any], dead: weakref.ref[Any]) -> None:
+    everyone[:] = [one for one in everyone if one is not dead()]
+
+
+_EVERYONE = "global_router_replay_instances"
+_framework: list[Callable[[Any], Any]] = []
+"""Makes a framework's own, while one has taken over."""
+_handed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""What each router had before."""
+
+
+@dataclass(frozen=True, eq=False)
+class _HandedOver(Patch):
+    """The framework's `router_replay` of all routers: a line of the report."""
+
+    @property
+    def where(self) -> str:
+        return f"{self.name} of each TopKRouter"
+
+    def undo(self) -> bool:
+        """Give each router again what it had before; a copy that was made since, a new one."""
+        _framework.clear()
+        for router in alive(self.owner):
+            framework = getattr(router, self.name, None)
+            if router_replay.is_by_session(framework):
+                own = _handed.get(router) or _of_no_list(_router_replay())
+                _swap(router, framework, own, getattr(type(own), _EVERYONE))
+        _handed.clear()
+        return True
+
+
+def _of_no_list(kind: type) -> Any:
+    made = kind()
+    router_replay.leave(made)
+    return made
 
 
 _given: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()

@@ -12,6 +12,7 @@ neither. Where upstream's goes on in silence, or stops with an AttributeError of
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -98,7 +99,7 @@ class RouterReplay:
         everyone = _everyone()
         _check_count(len(all_layers_topk_indices), "tensors")
         for replay, ids in zip(everyone, all_layers_topk_indices, strict=True):
-            _check_ids(ids, replay._place())
+            _check_ids(ids, _place(replay))
         for replay, ids in zip(everyone, all_layers_topk_indices, strict=True):
             replay.set_target_indices(ids)
 
@@ -155,7 +156,7 @@ class RouterReplay:
         Raises:
             RouterError: no two-dimensional tensor of integers.
         """
-        _check_ids(topk_indices, self._place())
+        _check_ids(topk_indices, _place(self))
         self.target_topk_idx = topk_indices
         self.replay_backward_list.append(topk_indices)
 
@@ -170,7 +171,7 @@ class RouterReplay:
             if place.shape != topk_indices.shape:
                 raise RouterError(
                     "the static buffer doesn't fit what is recorded",
-                    where=self._place(),
+                    where=_place(self),
                     expected=f"at least {list(topk_indices.shape)}",
                     got=list(self.static_buffer.shape),
                 )
@@ -184,8 +185,12 @@ class RouterReplay:
         self.replay_backward_list = []
 
     def set_router_replay_action(self, router_replay_action: RouterReplayAction) -> None:
-        """Set this router's action."""
-        self.router_replay_action = router_replay_action
+        """Set this router's action; one of a framework's own enum that means the same will do.
+
+        Raises:
+            RouterError: no such action.
+        """
+        self.router_replay_action = _known(router_replay_action, _place(self))
 
     def clear_router_replay_action(self) -> None:
         """Let this router choose itself."""
@@ -224,7 +229,7 @@ class RouterReplay:
             return scores.gather(1, ids), ids
         if default_compute_topk is None:
             raise RouterError(
-                "there is no top-k to ask", where=self._place(), expected="default_compute_topk", got=None
+                "there is no top-k to ask", where=_place(self), expected="default_compute_topk", got=None
             )
         values, ids = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.router_replay_action is RouterReplayAction.RECORD:
@@ -240,7 +245,7 @@ class RouterReplay:
         if ids is None or ids.shape != (rows, topk):
             raise NoTarget(
                 f"{self.router_replay_action} has no ids for this call of the router",
-                where=self._place(),
+                where=_place(self),
                 expected=f"targets of shape {[rows, topk]}",
                 got="none" if ids is None else list(ids.shape),
                 cause="more recomputes than targets since clear_global_indices(), or a backward that doesn't "
@@ -249,9 +254,6 @@ class RouterReplay:
                 else "set_replay_data() was not called before this forward, or with ids of another",
             )
         return ids
-
-    def _place(self) -> str:
-        return "a router" if self.layer_number is None else f"the router of layer_number {self.layer_number}"
 
 
 def is_replaying(replay: Any) -> bool:
@@ -265,16 +267,29 @@ def action_of(replay: Any) -> Any:
     return getattr(replay, "router_replay_action", None)
 
 
+def is_by_session(replay: Any) -> bool:
+    """Does it only open and close sessions of npu_replay, which answer the top-k? A class says so."""
+    return bool(getattr(type(replay), "npu_replay_by_session", False))
+
+
 def is_idle(replay: Any) -> bool:
     """Would asking it change nothing? Upstream asks in every call, and a framework may have wrapped that."""
     if replay is None:
         return True
     ask = getattr(replay, "get_replay_topk", None)
-    if ask is None:
+    if ask is None or is_by_session(replay):
         return True  # a framework's own, whose routing knows what to do with it
-    asks = getattr(ask, "__code__", None)
-    plain = asks is not None and asks.co_filename.endswith("router_replay.py")  # upstream's, or this file
-    return plain and action_of(replay) is None
+    return action_of(replay) is None and _is_plain(ask)
+
+
+def _is_plain(ask: Any) -> bool:
+    """Is it upstream's own method, or ours? Each was made in its module, whose names it looks up; a wrapper
+    or a framework's own, wherever it lies and whatever it is called, looks them up elsewhere."""
+    names = getattr(ask, "__globals__", None)
+    return names is not None and any(names is vars(one) for one in (sys.modules.get(MODULE), _here) if one)
+
+
+_here = sys.modules[__name__]
 
 
 def belongs(replay: RouterReplay, router: nn.Module) -> None:
@@ -383,6 +398,11 @@ def _answered_by_hand(replay: RouterReplay, ids: torch.Tensor) -> None:
         call.ids, call.way = ids, "inner"
 
 
+def _place(replay: Any) -> str:
+    number = replay.layer_number
+    return "a router" if number is None else f"the router of layer_number {number}"
+
+
 def _nobody(own: seam.Own) -> torch.Tensor:
     raise NotImplementedError  # Asked decides otherwise
 
@@ -402,6 +422,22 @@ def _forget(dead: weakref.ref[RouterReplay]) -> None:
     replay = dead()
     if replay is not None:
         leave(replay)
+
+
+def _known(action: Any, where: str) -> RouterReplayAction | None:
+    """Frameworks have enums of their own with the same values."""
+    if action is None:
+        return None
+    known = {one.value: one for one in RouterReplayAction}
+    value = getattr(action, "value", action)
+    if isinstance(value, str) and value in known:
+        return known[value]
+    raise RouterError(
+        "this is no action of a RouterReplay",
+        where=where,
+        expected="RouterReplayAction." + ", ".join(one.name for one in RouterReplayAction),
+        got=action,
+    )
 
 
 def _check_ids(ids: Any, where: str) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
-from npu_replay.compat import import_hook, pristine, verl_engine, verl_functions
+from npu_replay.compat import import_hook, pristine, replayed_routers, verl_engine, verl_functions
 from npu_replay.compat.patching import Patch, Patches
 from npu_replay.compat.verl_router_replay import RouterReplay
 from npu_replay.compat.verl_switch import switch
@@ -65,6 +64,8 @@ _NEEDED = {
 
 _patches = Patches(_WHAT)
 _given_up: list[Exception] = []
+_handed_over = False
+"""Has an engine been built, or verl's patch been asked for?"""
 _originals: dict[str, tuple[Any, Any]] = {}
 """What was replaced: verl's and ours, by name."""
 _shimmed: set[ModuleType] = set()
@@ -91,6 +92,8 @@ def install() -> None:
         import_hook.when_imported(module, f"{_WHAT} ({module})", apply, during=_silenced)
     if any(_patches) and not _given_up:
         verl_engine.take_back()
+        if _handed_over:
+            _hand_over()
 
 
 def _all_or_nothing(shim: Callable[[Any], None], module: Any) -> None:
@@ -113,7 +116,7 @@ def _give_up(error: Exception) -> None:
     _shimmed.clear()
     patch = sys.modules.get(PATCH)
     original = getattr(patch, "apply_router_replay_patch", None)  # its absence may be what is wrong
-    if patch is not None and original is not None and os.environ.get("NPU_REPLAY_STRICT") != "0":
+    if patch is not None and original is not None and import_hook.strict():
 
         @functools.wraps(original)
         def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -228,6 +231,14 @@ def apply_router_replay_patch() -> None:
     import_hook.refuse_failures()
     _undo_verls()
     _refuse_strangers()
+    _hand_over()
+
+
+def _hand_over() -> None:
+    """Routers have verl's RouterReplay, as after verl's own patch: loops set targets on it and read it."""
+    global _handed_over
+    _handed_over = True
+    replayed_routers.hand_over(RouterReplay.of)
 
 
 def _undo_verls() -> None:

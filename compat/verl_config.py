@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -77,7 +76,7 @@ def check_actor(config: Any, *, legacy: bool | None = None) -> None:
     problems = list(_problems(config, legacy))
     if not problems:
         return
-    if os.environ.get("NPU_REPLAY_STRICT") != "0":
+    if import_hook.strict():
         raise problems[0]
     for problem in problems:
         logger.error("%s", problem)

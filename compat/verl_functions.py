@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from npu_replay import collecting
 from npu_replay.compat import megatron_layout, verl_routes
-from npu_replay.compat.verl_router_replay import RouterReplay
+from npu_replay.compat.verl_router_replay import RouterReplay, value_of
 from npu_replay.compat.verl_switch import BACKWARD, RECORD, REPLAY, switch
 from npu_replay.errors import MicroBatchError, ReplayError
 from npu_replay.feeding import Feed, Tap
@@ -179,8 +179,8 @@ def reorder_and_merge_vpp_layers(
 
 
 def merge_nested_router_maps(router_maps: list[torch.Tensor]) -> torch.Tensor:
-    """The samples of several jagged tensors in one."""
-    samples = [sample for one in router_maps for sample in one.unbind()]
+    """The samples of several jagged tensors in one, int16."""
+    samples = [sample.to(torch.int16) for one in router_maps for sample in one.unbind()]
     return torch.nested.as_nested_tensor(samples, layout=torch.jagged)
 
 
@@ -415,7 +415,7 @@ def iter_model_routers(model: Any) -> Iterator[tuple[int, RouterReplay]]:
 
 def set_model_router_replay_action(model: Any, router_replay_action: Any) -> None:
     """Set the action."""
-    switch.set(router_replay_action.value)
+    switch.set(value_of(router_replay_action))
 
 
 class RouterReplayHelper:

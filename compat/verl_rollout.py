@@ -30,7 +30,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import os
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import ContextVar
@@ -42,6 +41,7 @@ import torch
 
 from npu_replay.compat import import_hook
 from npu_replay.compat.patching import Patches
+from npu_replay.compat.verl_door import Door
 from npu_replay.errors import ReplayError
 
 logger = logging.getLogger(__name__)
@@ -106,16 +106,19 @@ class Turns:
 
     Args:
         wanted: a turn that the engine ended by itself must have routes.
+        door: checks them, where the model is known.
     """
 
-    def __init__(self, wanted: bool = False) -> None:
-        self.wanted = wanted
+    def __init__(self, wanted: bool = False, door: Door | None = None) -> None:
+        self.wanted, self.door = wanted, door
         self._branches: list[_Branch] = []
 
     def __len__(self) -> int:
         return len(self._branches)
 
-    def add(self, prompt: Array, sampled: Array, routes: Any, *, aborted: bool) -> None:
+    def add(
+        self, prompt: Array, sampled: Array, routes: Any, *, aborted: bool, checked: bool = False
+    ) -> None:
         """One turn.
 
         Args:
@@ -123,9 +126,10 @@ class Turns:
             sampled: [tokens], what it returned. A turn without any has run nothing that counts.
             routes: [tokens - 1, layers, topk] of both, or None.
             aborted: it was stopped from outside, and may have fewer rows.
+            checked: it was put together from parts that have passed the door.
 
         Raises:
-            ReplayError: of another shape, or none from an engine that should have some.
+            ReplayError: none from an engine that should have some, or what the door finds.
         """
         if not len(sampled):
             return
@@ -133,6 +137,8 @@ class Turns:
             _refuse_silent_engine()
         tokens = np.concatenate([prompt, sampled])
         rows = None if routes is None else _usable(_as_array(routes), len(prompt), len(tokens), aborted)
+        if rows is not None and self.door is not None and not checked:
+            rows = self.door.admitted(rows, tokens, ended=not aborted)
         earlier, common = self._nearest(tokens)
         branch = _Branch.after(earlier, common, tokens)
         branch.fill(rows, sampled_from=len(prompt) - 1)
@@ -218,16 +224,18 @@ class _Sample:
         wanted: the rollout was told to return routes.
         dropped: R2 records its own.
         lengths: of the longest prompt and response, in tokens; None where the config doesn't tell.
+        door: of its worker.
     """
 
     client: Any
     wanted: bool
     dropped: bool
     lengths: tuple[int, int] | None
+    door: Door | None = None
     turns: Turns = field(init=False)
 
     def __post_init__(self) -> None:
-        self.turns = Turns(self.wanted and not self.dropped)
+        self.turns = Turns(self.wanted and not self.dropped, self.door)
 
     @classmethod
     def of(cls, worker: Any) -> _Sample:
@@ -235,11 +243,15 @@ class _Sample:
         rollout = getattr(worker, "rollout_config", None) or _setting(config, "actor_rollout_ref", "rollout")
         lengths = (_setting(rollout, "prompt_length"), _setting(rollout, "response_length"))
         wanted = bool(_setting(rollout, "enable_rollout_routing_replay"))
+        dropped = wanted and _records_itself(_setting(config, "actor_rollout_ref", "actor"))
+        if wanted and not dropped and worker not in _doors:
+            _doors[worker] = Door.of(worker, str(_setting(rollout, "name")))
         return cls(
             getattr(worker, "llm_client", None) or getattr(worker, "server_manager", None),
             wanted,
-            wanted and _records_itself(_setting(config, "actor_rollout_ref", "actor")),
+            dropped,
             (int(lengths[0]), int(lengths[1])) if all(isinstance(n, int) for n in lengths) else None,
+            _doors.get(worker),
         )
 
     def with_budget(self, client: Any, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -282,6 +294,7 @@ class _Sample:
 _sample: ContextVar[_Sample | None] = ContextVar("npu_replay_sample", default=None)
 _resumed: ContextVar[tuple[Any, Turns] | None] = ContextVar("npu_replay_resumed", default=None)
 """The client whose `generate` is under way, and the turns of it if it makes several."""
+_doors: weakref.WeakKeyDictionary[Any, Door | None] = weakref.WeakKeyDictionary()
 _shapes: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], np.dtype[Any]]] = weakref.WeakKeyDictionary()
 """Layers and top-k, by worker, for samples that have no routes of their own."""
 
@@ -309,7 +322,7 @@ def _watched_generate(original: Method) -> Method:
             sample = None
         if sample is not None:
             kwargs = sample.with_budget(self, kwargs)
-        turns = Turns(sample is not None and sample.turns.wanted)
+        turns = Turns() if sample is None else Turns(sample.turns.wanted, sample.turns.door)
         token = _resumed.set((self, turns))
         try:
             output = await original(self, *args, **kwargs)
@@ -321,8 +334,9 @@ def _watched_generate(original: Method) -> Method:
         if len(turns):
             output.routed_experts, _ = turns.routes_of(np.concatenate([prompt, sampled]))
         if sample is not None:
-            aborted = bool(len(turns)) or _is_aborted(output)
-            sample.turns.add(prompt, sampled, output.routed_experts, aborted=aborted)
+            resumed = bool(len(turns))
+            aborted = resumed or _is_aborted(output)
+            sample.turns.add(prompt, sampled, output.routed_experts, aborted=aborted, checked=resumed)
         return output
 
     return generate
@@ -472,7 +486,7 @@ def _say_dropped() -> None:
 
 
 def _refuse_silent_engine() -> None:
-    if os.environ.get("NPU_REPLAY_STRICT") == "0":
+    if not import_hook.strict():
         return
     raise ReplayError(
         "enable_rollout_routing_replay is on, but the rollout engine returned no routes",

@@ -6,7 +6,6 @@ last. Here it holds nothing but its router: the switch knows what is on.
 
 from __future__ import annotations
 
-import gc
 import sys
 import weakref
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from npu_replay.compat import live_models
-from npu_replay.compat.verl_switch import switch
+from npu_replay.compat.verl_switch import BACKWARD, RECORD, REPLAY, switch
 from npu_replay.errors import ReplayError, RouterError
 
 _made: WeakKeyDictionary[nn.Module, RouterReplay] = WeakKeyDictionary()
@@ -30,12 +29,17 @@ class _Live(type):
     @property
     def router_instances(cls) -> list[RouterReplay]:
         """One for each live router that asks for replay, as they were made; a new list each time."""
-        gc.collect()  # routers of a model that was thrown away live on in a cycle
         return [RouterReplay.of(router) for router in live_models.routers()]
 
 
 class RouterReplay(metaclass=_Live):
-    """One router's replay. Ask `RouterReplay.of(router)`; it is not made by hand."""
+    """One router's replay. Ask `RouterReplay.of(router)`, or the router; it is not made by hand.
+
+    It is also what Megatron's own API reaches while verl's replay is on, so it has that one's methods too.
+    """
+
+    npu_replay_by_session = True
+    """The session that it opens answers the router's top-k; nobody else has to."""
 
     def __init__(self, router: nn.Module | None = None) -> None:
         if router is None:
@@ -46,6 +50,10 @@ class RouterReplay(metaclass=_Live):
                 cause="code that makes its own, beside npu_replay",
             )
         self._router = weakref.ref(router)
+        self.layer_number: int | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RouterReplay.of, (self._router(),)  # a copy's belongs to the router's copy
 
     @classmethod
     def of(cls, router: nn.Module) -> RouterReplay:
@@ -77,12 +85,38 @@ class RouterReplay(metaclass=_Live):
         switch.target(router, topk_indices, replay_mask)
 
     def clear_indices(self) -> None:
-        """Forget targets that were not used yet."""
+        """Forget what was recorded, and targets that were not used yet."""
         switch.drop_targets()
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Any = None,
+    ) -> Any:
+        """The router's own top-k, which a session answers: Megatron-core from 0.16 on asks in each call."""
+        return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+
+    def set_static_buffer(self, buffer: torch.Tensor) -> None:
+        """Megatron's inference records into buffers, which a session has none of.
+
+        Raises:
+            RouterError: always.
+        """
+        raise RouterError(
+            "routes are recorded into no static buffer while verl's replay is on",
+            expected="verl's own record, or Megatron's inference in a process without verl's replay",
+            got=f"a buffer of {list(buffer.shape)}",
+        )
+
+    def clear_static_buffer(self) -> None:
+        """There is none."""
 
     def set_router_replay_action(self, router_replay_action: Any) -> None:
         """Set the action; it holds for all routers, as verl uses it."""
-        switch.set(router_replay_action.value)
+        switch.set(value_of(router_replay_action))
 
     def clear_router_replay_action(self) -> None:
         """No action any more, on any router."""
@@ -108,13 +142,13 @@ class RouterReplay(metaclass=_Live):
 
     @staticmethod
     def clear_global_indices() -> None:
-        """Forget targets that were not used yet."""
+        """Forget what was recorded, and targets that were not used yet."""
         switch.drop_targets()
 
     @staticmethod
     def set_global_router_replay_action(router_replay_action: Any) -> None:
         """Begin a record or a replay."""
-        switch.set(router_replay_action.value)
+        switch.set(value_of(router_replay_action))
 
     @staticmethod
     def clear_global_router_replay_action() -> None:
@@ -124,6 +158,22 @@ class RouterReplay(metaclass=_Live):
             ReplayError: where no engine runs it: what was done isn't complete, or had no effect.
         """
         switch.clear()
+
+
+def value_of(action: Any) -> str:
+    """What an action means, of verl's enum, Megatron's or another with the same values.
+
+    Raises:
+        RouterError: no such action.
+    """
+    value = getattr(action, "value", None)
+    if value in (RECORD, REPLAY, BACKWARD):
+        return str(value)
+    raise RouterError(
+        "this is no action of a RouterReplay",
+        expected="RouterReplayAction.RECORD, REPLAY_FORWARD or REPLAY_BACKWARD; clear_..._action() for none",
+        got=action,
+    )
 
 
 def actions() -> list[Any]:

@@ -13,11 +13,14 @@ from typing import Any
 
 import torch
 
+from npu_replay import door
 from npu_replay.compat import megatron_layout
+from npu_replay.decoder_layers import DecoderLayers
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
 from npu_replay.layout import TokenLayout
 from npu_replay.parallel_layout import ParallelLayout
 from npu_replay.routed_experts import RoutedExperts, narrow_dtype
+from npu_replay.routed_model import RoutedModel
 
 _PACKERS = ("preprocess_thd_engine", "preprocess_thd_no_padding")
 """verl's packing of jagged batches, from 0.8 on and before."""
@@ -152,7 +155,7 @@ def sequences_of(
         raise MicroBatchError("another number of masks than sequences", expected=len(each), got=len(masks))
     found: list[RoutedExperts | ReplayError] = []
     for number, (ids, keep) in enumerate(zip(each, masks, strict=True)):
-        found.append(_checked(number, ids[:, columns], decoder.moe, config, keep, zeros_are_none))
+        found.append(_checked(number, ids, columns, decoder, config, keep, zeros_are_none))
     return found
 
 
@@ -173,19 +176,33 @@ def _columns(count: int, decoder: Any) -> slice | list[int]:
 def _checked(
     number: int,
     here: torch.Tensor,
-    labels: Sequence[int],
+    columns: slice | list[int],
+    decoder: DecoderLayers,
     config: Any,
     keep: torch.Tensor | None,
     zeros_are_none: bool,
 ) -> RoutedExperts | ReplayError:
     """The routes of one sample; or what is wrong with them, and in which sample."""
     try:
-        return _sequence(here, labels, config, keep, zeros_are_none)
+        if isinstance(columns, list) and len(columns) < decoder.count:
+            _check_dense(here, decoder, config)
+        return _sequence(here[:, columns], decoder.moe, config, keep, zeros_are_none)
     except InvalidRoutes as error:
         where = f"sample {number} of the micro-batch" + (f", {error.where}" if error.where else "")
         return InvalidRoutes(
             error.problem, where=where, expected=error.expected, got=error.got, cause=error.cause
         )
+
+
+def _check_dense(rows: torch.Tensor, decoder: DecoderLayers, config: Any) -> None:
+    """An engine's labels may have shifted: then its dense layers have experts."""
+    model = RoutedModel(
+        layers=tuple(decoder.moe),
+        num_layers=decoder.count,
+        num_experts=int(config.num_moe_experts),
+        topk=int(config.moe_router_topk),
+    )
+    door._check_dense(rows.to(torch.int64).numpy(), model, door.Source(engine=""), 0)
 
 
 def _sequence(
@@ -282,9 +299,10 @@ def without_layers(
 def wire_dtype(config: Any, utils: Any) -> tuple[torch.dtype, bool]:
     """What routes travel as through verl's own code, and whether as bytes.
 
-    0.7 and 0.8 narrow to uint8 on the way, whatever the number of experts; ids above 255 go through as bytes.
+    As in verl: int16 from 0.9 on. 0.7 and 0.8 narrow to uint8 on the way, whatever the number of experts; ids
+    above 255 go through as bytes.
     """
+    if hasattr(utils, "merge_nested_router_maps"):
+        return torch.int16, False
     narrow = narrow_dtype(int(config.num_moe_experts))
-    if narrow == torch.uint8:
-        return torch.uint8, False
-    return narrow, not hasattr(utils, "merge_nested_router_maps")
+    return narrow, narrow != torch.uint8

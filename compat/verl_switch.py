@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -66,6 +67,7 @@ class Switch:
         self.job: Job | None = None
         self._sessions: list[Feed | Tap] = []
         self._targets: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._last: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()
         self._off = 0
         self._expected = 0
 
@@ -90,8 +92,9 @@ class Switch:
             self._close()
 
     def drop_targets(self) -> None:
-        """Forget routes that were set on routers and not used yet."""
+        """Forget what was recorded, and routes that were set on routers and not used yet."""
         self._targets.clear()
+        self._last.clear()
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -171,13 +174,15 @@ class Switch:
     # Single routers
 
     def recorded(self, router: nn.Module) -> torch.Tensor | None:
-        """The ids of a router's last recorded call, int64 [rows, topk]; None without one."""
+        """The ids of a router's last recorded call, int64 [rows, topk]; None without one. They outlast the
+        record where no engine runs it, as in verl."""
         for session in self._sessions:
             for one in session._all_routers():
                 if one.module is router and isinstance(session, Tap):
                     ids = session.last(one)
                     return None if ids is None else ids.long()
-        return None
+        kept = self._last.get(router)
+        return None if kept is None else kept.long()
 
     def target(self, router: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
         """Give one router the routes of its next forward; they count when all of its chunk have theirs."""
@@ -199,6 +204,7 @@ class Switch:
 
     def _open(self) -> None:
         record = self.action == RECORD
+        self._last.clear()
         if self.job is not None:
             self.job.begin(self._opened(self.job, record))
             return
@@ -258,6 +264,10 @@ class Switch:
     def _close(self) -> None:
         """Close all that is open. Models that ran nothing were not meant, if another did."""
         sessions, self._sessions = self._sessions, []
+        for session in sessions:
+            if isinstance(session, Tap):
+                found = {one.module: session.last(one) for one in session._all_routers()}
+                self._last.update({module: ids for module, ids in found.items() if ids is not None})
         used = [one for one in sessions if max(one._timeline.ended, default=0)] or sessions[:1]
         for session in sessions:
             if session not in used:

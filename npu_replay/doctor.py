@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from npu_replay import self_test
-from npu_replay.compat import mindspeed, torch_npu
+from npu_replay.compat import import_hook, mindspeed, torch_npu
 from npu_replay.compat.probe import Capability, Product
 from npu_replay.devices import ACCELERATORS
 from npu_replay.reporting import Report, report
@@ -186,7 +186,7 @@ def _try_import(*modules: str) -> Trial:
 
 
 def _is_fatal(trial: Trial) -> bool:
-    return bool(trial.problem or (trial.refusal and os.environ.get("NPU_REPLAY_STRICT") != "0"))
+    return bool(trial.problem or (trial.refusal and import_hook.strict()))
 
 
 def _judged(capability: Capability, product: str, trial: Trial, modules: Iterable[str]) -> Capability:

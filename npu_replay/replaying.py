@@ -226,8 +226,8 @@ class Replaying(Session):
         raise MicroBatchError(
             "the routes are far from what the routers would choose for these tokens",
             where=f"{micro_batch(0)}, chunk {chunk}",
-            expected=f"at most {most:.0%} of the token-layers to differ: max_live_mismatch=, or in a verl job "
-            "NPU_REPLAY_MAX_LIVE_MISMATCH",
+            expected=f"at most {most:.0%} of the token-layers to differ (max_live_mismatch, or in a verl "
+            "job NPU_REPLAY_MAX_LIVE_MISMATCH)",
             got=f"{counted['differing'] / counted['compared']:.0%}",
             cause="routes of another micro-batch or of other weights, rows in another order (TokenLayout's "
             "order=, side=), or a rollout in so low a precision that a higher ceiling is right",

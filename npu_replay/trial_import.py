@@ -54,7 +54,7 @@ def _import(module: str) -> str:
 
 
 def _refusal() -> str:
-    os.environ.pop("NPU_REPLAY_STRICT", None)  # whoever asks is told, and judges
+    os.environ.pop(import_hook.STRICT, None)  # whoever asks is told, and judges
     try:
         import_hook.refuse_failures()
     except ReplayError as error:

@@ -68,7 +68,7 @@ def routed(name: str, topk: int, dtype: torch.dtype, **more: Any) -> tuple[torch
         options["expert_bias"] = torch.linspace(-0.4, 0.4, EXPERTS)
     scores = logits(dtype)
     probs, routing_map = function("topk_routing_with_score_function")(scores, topk, **options)
-    return probs.detach(), routing_map, gradient(probs, scores)
+    return probs.detach(), routing_map, gradient(probs, scores)  # with dense_output: ids for the map
 
 
 def gradient(probs: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
@@ -98,13 +98,13 @@ def stage(name: str, vp_stage: int | None, vp_size: int | None) -> object:
         return "AssertionError"
 
 
-def replayed(name: str, topk: int, action: str) -> tuple[torch.Tensor, ...]:
+def replayed(name: str, topk: int, action: str, **more: Any) -> tuple[torch.Tensor, ...]:
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
     replay = RouterReplay()
     replay.set_router_replay_action(RouterReplayAction(action))
     replay.set_target_indices(targets(topk))
-    found = routed(name, topk, torch.float32, router_replay=replay)
+    found = routed(name, topk, torch.float32, router_replay=replay, **more)
     recorded = replay.get_recorded_indices()
     return found if recorded is None else (*found, recorded)
 
@@ -133,6 +133,14 @@ def replay_results() -> Iterator[tuple[str, Any]]:
             yield f"{action} {name}", replayed(name, 2, action)
 
 
+def dense_results() -> Iterator[tuple[str, Any]]:
+    """From 0.17 on."""
+    for name in ROUTING:
+        yield f"dense {name}", routed(name, 2, torch.float32, dense_output=True)
+        for action in ("record", "replay_forward", "replay_backward"):
+            yield f"dense {action} {name}", replayed(name, 2, action, dense_output=True)
+
+
 def wide_results() -> Iterator[tuple[str, Any]]:
     """A capacity above the number of rows, an error before 0.16."""
     for case in DROPPING:
@@ -155,4 +163,6 @@ if __name__ == "__main__":
     found = dict(results())
     if find_spec("megatron.core.transformer.moe.router_replay") is not None:
         found |= dict(replay_results()) | dict(wide_results())
+    if "dense_output" in inspect.signature(function("topk_routing_with_score_function")).parameters:
+        found |= dict(dense_results())
     torch.save({"results": found, "signatures": signatures()}, sys.argv[1])

@@ -29,7 +29,7 @@ from npu_replay.errors import NoEffect
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
-LATER = ("0.14.0", "0.15.3", "0.16.1", "0.19.2")
+LATER = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.19.2")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -104,7 +104,7 @@ def is_exempt(name: str, release: str) -> bool:
 @pytest.mark.slow
 def test_results_are_those_of_later_releases(later: tuple[str, Any]) -> None:
     release, real = later
-    ours = dict(cases.results()) | dict(cases.replay_results())
+    ours = dict(cases.results()) | dict(cases.replay_results()) | dict(cases.dense_results())
     if not native("apply_router_token_dropping"):
         ours |= dict(cases.wide_results())
     compared = [name for name in real["results"] if name in ours and not is_exempt(name, release)]
@@ -116,10 +116,13 @@ def test_results_are_those_of_later_releases(later: tuple[str, Any]) -> None:
 def test_signatures_are_those_of_later_releases(later: tuple[str, Any]) -> None:
     release, real = later
     before_0_16 = release in ("0.14.0", "0.15.3")
+    before_0_17 = before_0_16 or release == "0.16.1"
     for name, ours in cases.signatures().items():
         theirs = real["signatures"][name]
         if name == "topk_routing_with_score_function" and before_0_16:
             theirs = [*theirs, "router_replay=None"]
+        if name == "topk_routing_with_score_function" and before_0_17:
+            theirs = [*theirs, "dense_output=False"]
         assert ours == (theirs if before_0_16 else theirs[: len(ours)]), name
 
 
@@ -241,6 +244,29 @@ def test_a_replay_uses_the_ids_that_it_is_given(name: str) -> None:
     assert bool((probs != 0).eq(wanted).all())
     assert bool(gradient.isfinite().all())
     assert bool((gradient != 0).any())
+
+
+def test_a_dense_output_holds_the_chosen_experts_alone_in_the_order_of_the_top_k() -> None:
+    probs, ids = topk(dense_output=True, use_pre_softmax=True)
+    wanted = cases.logits().softmax(1).topk(2, dim=1)
+    assert torch.equal(ids, wanted.indices)
+    assert torch.equal(probs, wanted.values)
+
+
+def test_a_dense_output_that_can_not_be_had_is_an_error(
+    moe_utils: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Upstream's fused one returns a map instead, and says nothing."""
+    if has_replay():
+        pytest.skip("upstream's own function")
+    with pytest.raises(npu_replay.ReplayError, match="the fused router has no dense output"):
+        topk(fused=True, dense_output=True)
+    if native("topk_routing_with_score_function"):
+        return
+    chosen = torch.ones(cases.ROWS, cases.EXPERTS, dtype=torch.bool)
+    monkeypatch.setattr(moe_utils, "topk_softmax_with_capacity", lambda logits, *_, **__: (logits, chosen, 0))
+    with pytest.raises(NoEffect, match="no order for a dense output"):
+        topk(dense_output=True)
 
 
 def test_the_fused_kernel_that_isnt_there_is_an_error_that_says_so() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from npu_replay.compat.router_replay import AnotherNumber, Asked, RouterReplay, RouterReplayAction, asked
+from npu_replay.compat.router_replay import (
+    AnotherNumber,
+    Asked,
+    RouterReplay,
+    RouterReplayAction,
+    asked,
+    is_idle,
+)
 from npu_replay.errors import NoEffect, RouterError
 
 RECORD, FORWARD, BACKWARD = RouterReplayAction
@@ -220,6 +228,20 @@ def test_no_top_k_at_all_is_an_error() -> None:
 def test_without_an_action_none_is_missed() -> None:
     with asked(Asked(RouterReplay(), rows=2, num_experts=4, topk=2)):
         torch.argsort(SCORES)
+
+
+def test_a_frameworks_replay_is_asked_without_an_action_whatever_its_files_name_is(tmp_path: Path) -> None:
+    """It may answer by rules of its own; upstream's and ours then let the router choose."""
+    file = tmp_path / "my_router_replay.py"
+    file.write_text(
+        "from npu_replay.compat.router_replay import RouterReplay\n"
+        "class Own(RouterReplay):\n"
+        "    def get_replay_topk(self, scores, topk, *args, **kwargs):\n"
+        "        return scores[:, :topk], scores[:, :topk].long()\n"
+    )
+    framework = runpy.run_path(str(file))
+    assert is_idle(RouterReplay())
+    assert not is_idle(framework["Own"]())
 
 
 def test_an_ask_inside_an_ask_of_the_same_replay_answers_both() -> None:

@@ -466,7 +466,7 @@ def rows(numbers: Sequence[int], split: Split) -> list[tuple[int, int] | None]:
 
 
 def rollout_routes(tiny: Tiny) -> list[torch.Tensor]:
-    """What a rollout engine hands over of this rank's samples: ids of all decoder layers, dense ones too.
+    """What a rollout engine hands over of this rank's samples: a column a layer, zeros for dense ones.
 
     The last token has none, and neither have two in the middle of each longer response, which a tool wrote.
     """
@@ -476,6 +476,7 @@ def rollout_routes(tiny: Tiny) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(100 + number)
         ids = torch.rand(length, len(tiny.moe), EXPERTS, generator=generator).topk(TOPK).indices
         ids[-1] = 0
+        ids[:, [layer for layer, sparse in enumerate(tiny.moe) if not sparse]] = 0
         if LENGTHS[number][1] > 6:
             ids[LENGTHS[number][0] + 2 : LENGTHS[number][0] + 4] = 0
         found.append(ids.to(torch.uint8))

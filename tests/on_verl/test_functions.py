@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
+import importlib
+import pickle
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import npu_replay
-from megatron_cases import perturbed
+from megatron_cases import perturbed, routers
 from npu_replay import RoutedExperts
+from npu_replay.compat import replayed_routers, router_methods
 from npu_replay.demo import megatron_model
 from npu_replay.errors import InvalidRoutes, ReplayError
 from verl_loop import (
@@ -50,11 +56,21 @@ def lent() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def no_action() -> Iterator[None]:
+    """What a failed test has left open."""
+    yield
+    npu_replay.compat.verl_switch.switch._abandon()
+    npu_replay.compat.verl_switch.switch.clear()
+
+
 @pytest.fixture(scope="module")
-def verl() -> Verl:
+def verl() -> Iterator[Verl]:
     found = Verl()
     found.patch.apply_router_replay_patch()
-    return found
+    yield found
+    replayed_routers._patches.undo()  # other tests' routers have Megatron's
+    replayed_routers.install()
 
 
 @pytest.mark.parametrize("recompute", [None, "full"])
@@ -83,6 +99,14 @@ def test_ids_above_255_survive_the_way_through_verl(verl: Verl) -> None:
     assert torch.equal(packed(routes, verl).long(), ids)
 
 
+def test_recorded_routes_have_the_type_that_this_verl_carries(verl: Verl) -> None:
+    """A fork's own merging may count on it: its bytes are sent, and read as that type again."""
+    job, batch = Job("softmax_after_topk", None), batches()
+    own = "torch.int16" in Path(verl.utils.__file__).read_text()  # of 0.9 on, whatever the number of experts
+    routes = verl.record(batch, job.forward, job.config, job.model)
+    assert routes.dtype == (torch.int16 if own else torch.uint8)
+
+
 def test_routes_of_all_layers_find_their_routers(verl: Verl) -> None:
     """T2, T3: an engine reports dense layers too; they are dropped by label."""
     job, batch = Job("dense_first", None), batches()
@@ -102,6 +126,17 @@ def _with_dense_column(routes: torch.Tensor) -> torch.Tensor:
     if routes.is_nested:
         return torch.nested.as_nested_tensor([widened(one) for one in routes.unbind()], layout=torch.jagged)
     return widened(routes)
+
+
+def test_experts_in_a_dense_layers_column_are_refused(verl: Verl) -> None:
+    """The labels have shifted: each layer would replay its neighbour's routes, and all ids look right."""
+    job, batch = Job("dense_first", None), batches()
+    routes = verl.record(batch, job.forward, job.config, job.model)
+    each = [one.roll(1, dims=-2) for one in _with_dense_column(routes).unbind()]
+    jagged = routes.is_nested
+    wrong = torch.nested.as_nested_tensor(each, layout=torch.jagged) if jagged else torch.stack(each)
+    with pytest.raises(InvalidRoutes, match=r"sample 0 .*, layer 0: a dense layer has experts"):
+        verl.replayed(batch, wrong, job.forward, job.config, job.model, backward=backward_sum)
 
 
 def test_rows_of_zeros_take_the_routers_own_choice(verl: Verl) -> None:
@@ -160,8 +195,6 @@ def test_routes_that_do_not_fit_are_refused_by_name(verl: Verl, bad: str) -> Non
     if bad in ("range", "twice"):
         assert isinstance(raised.value, InvalidRoutes)
         assert "sample 1 of the micro-batch, layer 1" in str(raised.value)
-    npu_replay.compat.verl_switch.switch._abandon()
-    npu_replay.compat.verl_switch.switch.clear()
 
 
 def test_a_thrown_away_model_is_not_replayed_instead(verl: Verl) -> None:
@@ -220,6 +253,111 @@ def test_a_rejected_sample_takes_the_routers_own_choice(verl: Verl) -> None:
             batch, routes, job.forward, job.config, job.model, backward=backward_sum, masks=masks
         )
     assert [loss.item() for loss in losses] == [loss.item() for loss in wanted_losses]
+
+
+# Loops that go from router to router, as a fork's or a user's own
+
+
+def own_replays(job: Job) -> list[Any]:
+    return [router.module.router_replay for router in routers(job.model)]
+
+
+def test_each_router_has_the_replay_that_verl_lists(verl: Verl) -> None:
+    job = Job("softmax_after_topk", None)
+    listed = verl.replay.router_instances
+    assert len(listed) == len(own_replays(job)) == 4
+    assert all(one is other for one, other in zip(listed, own_replays(job), strict=True))
+
+
+def test_what_was_recorded_is_read_off_the_router_until_it_is_cleared(verl: Verl) -> None:
+    job, batch = Job("softmax_after_topk", None), batches()[:1]
+    (own,) = core_routes(job, batch)
+    for one in own_replays(job):
+        one.set_router_replay_action(verl.actions.RECORD)
+    with torch.no_grad():
+        job.forward(batch[0])
+    verl.replay.clear_global_router_replay_action()
+    found = [one.recorded_topk_idx for one in own_replays(job)]
+    assert torch.equal(torch.stack(found, dim=1), own.ids.long())
+    assert all(
+        a is b or torch.equal(a, b) for a, b in zip(verl.replay.get_recorded_data(), found, strict=True)
+    )
+    verl.replay.clear_global_indices()
+    assert [one.recorded_topk_idx for one in own_replays(job)] == [None] * 4
+    assert not npu_replay.report().open_sessions
+
+
+@pytest.mark.parametrize("of", ["verl", "Megatron"])
+def test_a_target_that_is_set_on_a_router_is_replayed(verl: Verl, of: str) -> None:
+    """Whichever library's enum says so. Live routes in silence would train on other experts."""
+    megatron: Any = importlib.import_module("megatron.core.transformer.moe.router_replay")
+    action = (verl.actions if of == "verl" else megatron.RouterReplayAction).REPLAY_FORWARD
+    job, batch = Job("softmax_after_topk", None), batches()[:1]
+    (own,) = core_routes(job, batch)
+    with perturbed(job.model):
+        (wanted,), _ = core_replay(job, batch, [own], backward_sum)
+        for one, ids in zip(own_replays(job), own.ids.unbind(dim=1), strict=True):
+            one.set_router_replay_action(action)
+            one.set_target_indices(ids.long())
+        loss = job.forward(batch[0])
+        assert loss.item() == wanted.item()
+        assert loss.item() != _live(job, batch[0], own_replays(job))
+
+
+def _live(job: Job, sequences: list[torch.Tensor], replays: list[Any]) -> float:
+    for one in replays:
+        one.clear_router_replay_action()
+    return float(job.forward(sequences).item())
+
+
+def test_megatrons_own_api_reaches_the_same_replays(verl: Verl) -> None:
+    """Two APIs in one process; were each to have objects of its own, one of them would act on none."""
+    megatron: Any = importlib.import_module("megatron.core.transformer.moe.router_replay")
+    theirs, action = megatron.RouterReplay, megatron.RouterReplayAction
+    gc.collect()
+    job, batch = Job("softmax_after_topk", None), batches()[:1]
+    (own,) = core_routes(job, batch)
+    mine = own_replays(job)
+    theirs.global_router_replay_instances[:] = [  # models of other tests whose time hasn't come
+        one for one in theirs.global_router_replay_instances if any(one is other for other in mine)
+    ]
+    with perturbed(job.model):
+        (wanted,), _ = core_replay(job, batch, [own], backward_sum)
+        theirs.set_global_router_replay_action(action.REPLAY_FORWARD)
+        theirs.set_replay_data([ids.long() for ids in own.ids.unbind(dim=1)])
+        assert job.forward(batch[0]).item() == wanted.item()
+        theirs.clear_global_router_replay_action()
+
+
+@pytest.mark.parametrize("action", ["replay_forward", None, 3])
+def test_what_is_no_action_is_refused(verl: Verl, action: object) -> None:
+    job = Job("softmax_after_topk", None)
+    with pytest.raises(ReplayError, match="no action of a RouterReplay"):
+        own_replays(job)[0].set_router_replay_action(action)
+
+
+def test_a_copied_router_has_a_replay_of_its_own(verl: Verl) -> None:
+    job = Job("softmax_after_topk", None)
+    module = routers(job.model)[0].module
+    if any(isinstance(one, torch.distributed.ProcessGroup) for one in vars(module).values()):
+        pytest.skip("this Megatron-core's routers hold process groups, which can't be copied")
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert twin.router_replay is verl.replay.of(twin)
+        assert twin.router_replay is not module.router_replay
+
+
+def test_after_uninstall_a_router_has_megatrons_again_and_after_install_verls(verl: Verl) -> None:
+    job = Job("softmax_after_topk", None)
+    module = routers(job.model)[0].module
+    own = module.router_replay
+    for group in (replayed_routers._patches, router_methods._patches):
+        group.undo()
+    try:
+        left = vars(module).get("router_replay")
+        assert left is None or type(left).__module__ == "megatron.core.transformer.moe.router_replay"
+    finally:
+        npu_replay.install()
+    assert module.router_replay is own
 
 
 @pytest.mark.parametrize("extra", [(), (None,)])

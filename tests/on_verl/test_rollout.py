@@ -24,7 +24,8 @@ import torch
 
 import npu_replay
 from npu_replay import ReplayError
-from npu_replay.compat import import_hook, verl_rollout
+from npu_replay.compat import import_hook, verl_door, verl_rollout
+from npu_replay.errors import InvalidRoutes
 
 transformers = pytest.importorskip("transformers", reason="verl imports transformers")
 pytest.importorskip("verl", reason="needs verl on the path", exc_type=ImportError)
@@ -388,6 +389,138 @@ def test_an_engine_without_routes_is_an_error(monkeypatch: pytest.MonkeyPatch) -
         run(Turn([20, 21], change=NO_ROUTES))
     monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
     assert run(Turn([20, 21], change=NO_ROUTES)).routed_experts is None
+
+
+# The door
+
+
+DEEP = SimpleNamespace(
+    num_hidden_layers=5, first_k_dense_replace=1, n_routed_experts=64, num_experts_per_tok=8
+)
+"""A model with so many choices that two tokens don't agree by chance; its layer 0 is dense."""
+SAMPLED = list(range(20, 20 + RESPONSE_LENGTH))
+
+
+def deep(rows: np.ndarray) -> np.ndarray:
+    """Routes of that model, for as many tokens as these are for."""
+    drawn = np.random.default_rng(3).random((len(rows), 5, 64)).argsort(axis=-1)[..., :8].astype(np.uint8)
+    drawn[:, 0] = 0
+    return drawn
+
+
+def shifted(rows: np.ndarray) -> np.ndarray:
+    return np.roll(deep(rows), 1, axis=1)
+
+
+def stale(rows: np.ndarray) -> np.ndarray:
+    found = deep(rows)
+    found[5:] = found[4]
+    return found
+
+
+def doubled(rows: np.ndarray) -> np.ndarray:
+    found = deep(rows)
+    found[7, 2] = found[7, 2, 0]
+    return found
+
+
+def out_of_range(rows: np.ndarray) -> np.ndarray:
+    found = deep(rows)
+    found[7, 2, 0] = 64
+    return found
+
+
+def one_too_many(rows: np.ndarray) -> np.ndarray:
+    return np.concatenate([deep(rows), deep(rows)[:1]])
+
+
+FAULTY = {
+    "a dense layer has experts": shifted,
+    "rows are another token's in all layers": stale,
+    "name an expert twice": doubled,
+    "an id is out of range": out_of_range,
+    "rows for more tokens than it ran": one_too_many,
+    "top-k isn't the model's": lambda rows: deep(rows)[..., :4],
+    "neither all decoder layers nor the MoE layers": lambda rows: deep(rows)[:, :3],
+}
+
+
+def guarded(*turns: Turn, **changed: Any) -> Any:
+    worker = make_worker(Engine(*turns), make_config(**changed) if changed else None)
+    worker.model_config = SimpleNamespace(hf_config=DEEP)
+    return worker
+
+
+@pytest.mark.parametrize("words", FAULTY)
+def test_what_from_vllm_refuses_is_refused_here_in_the_same_words(words: str) -> None:
+    with pytest.raises(InvalidRoutes, match=rf"vLLM.*{words}"):
+        run(worker=guarded(Turn(SAMPLED, change=FAULTY[words])))
+
+
+def test_good_routes_pass_the_door_as_they_are() -> None:
+    tokens, rows = rows_of(run(worker=guarded(Turn(SAMPLED, change=deep))))
+    np.testing.assert_array_equal(rows[:-1], deep(np.empty(len(tokens) - 1)))
+
+
+def test_rows_that_were_never_written_are_left_to_the_trainer() -> None:
+    def begun_late(rows: np.ndarray) -> np.ndarray:
+        found = deep(rows)
+        found[:3] = 0
+        return found
+
+    tokens, rows = rows_of(run(worker=guarded(Turn(SAMPLED, change=begun_late))))
+    np.testing.assert_array_equal(rows[:-1], begun_late(np.empty(len(tokens) - 1)))
+
+
+@pytest.mark.parametrize("words", FAULTY)
+def test_a_bad_turn_after_many_good_ones_goes_without_its_bad_rows(
+    words: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verl_door, "PROOF", 2)
+    turns = [Turn(SAMPLED, change=deep), Turn(SAMPLED, change=deep), Turn(SAMPLED, change=FAULTY[words])]
+    batch = batch_of(guarded(*turns), 3)["routed_experts"]
+    assert words in caplog.text
+    kept = batch[2].any(dim=-1).any(dim=-1).sum()
+    assert kept == (5 if words.startswith("rows are another") else 0)
+    assert batch[1].any(dim=-1).any(dim=-1).sum() == len(PROMPT) + len(SAMPLED) - 1
+
+
+def test_without_strictness_a_bad_turn_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
+    worker = guarded(Turn(SAMPLED, change=shifted), Turn(SAMPLED, change=deep))
+    batch = batch_of(worker, 2)["routed_experts"]
+    assert [bool(one.any()) for one in batch] == [False, True]
+
+
+def test_an_aborted_turn_is_checked_as_far_as_it_ran() -> None:
+    with pytest.raises(InvalidRoutes, match="another token's"):
+        run(worker=guarded(Turn(SAMPLED, stop="aborted", change=lambda rows: stale(rows)[:12])))
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_each_part_of_a_resumed_turn_is_checked_once(bad: bool) -> None:
+    parts = [Turn(SAMPLED[:6], stop="aborted", change=deep), Turn(SAMPLED[6:], change=stale if bad else deep)]
+    worker, _ = resuming(*parts)
+    worker.model_config = SimpleNamespace(hf_config=DEEP)
+    if bad:
+        with pytest.raises(InvalidRoutes, match="another token's"):
+            run(worker=worker)
+        return
+    tokens, rows = rows_of(run(worker=worker))
+    np.testing.assert_array_equal(rows[:-1], deep(np.empty(len(tokens) - 1)))
+
+
+def test_the_tool_loops_turns_are_checked_each() -> None:
+    turns = [Turn([20, 21, CALL, 2], change=deep), Turn([30, 31], change=stale)]
+    with pytest.raises(InvalidRoutes, match="another token's"):
+        run(loop="tool_agent", worker=guarded(*turns))
+
+
+def test_a_model_that_is_not_known_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    verl_door._say_unchecked.cache_clear()
+    for _ in range(2):
+        run(Turn([20, 21, 22]))
+    assert caplog.text.count("rows of another token can't be told here") == 1
 
 
 # Several turns
