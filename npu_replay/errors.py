@@ -143,16 +143,12 @@ def described(function: object) -> str:
     return f"{getattr(function, '__module__', None) or '?'}.{name}"
 
 
-def share(value: Any, what: str, of: str) -> float:
-    """A share of the samples, say, from 0 to 1, from a caller or from text.
-
-    Raises:
-        ReplayError: it is no such share.
-    """
+def share(value: Any, what: str, of: str, *, kind: type[ReplayError] = ReplayError) -> float:
+    """A share of the samples, say, from 0 to 1, from a caller or from text; an error of `kind` for others."""
     try:
         found = -1.0 if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         found = -1.0
     if not 0 <= found <= 1:
-        raise ReplayError(f"{what} is a share of the {of}", expected="a number, 0 to 1", got=shown(value))
+        raise kind(f"{what} is a share of the {of}", expected="a number, 0 to 1", got=shown(value))
     return found

@@ -264,7 +264,7 @@ class TokenLayout:
                 bad ones.
         """
         one_of(on_bad_route, ("error", "native"), "on_bad_route", kind=MicroBatchError)
-        ceiling = share(ceiling, "ceiling", "samples")
+        ceiling = share(ceiling, "ceiling", "samples", kind=MicroBatchError)
         wanted = None
         if layers is not None:
             wanted = tuple(whole_number(layer, "a layer") for layer in listed(layers, "the layers"))

@@ -58,7 +58,9 @@ def test_the_r3_loop_runs_on_answers_of_every_form(
     names["model"].config.save_pretrained(tmp_path / "Qwen3-30B-A3B")
     routed = RoutedModel.from_config(names["model"].config)
     rollouts = [vllm_outputs.sampled(routed, prompt=20, output=length, seed=length) for length in (10, 16)]
-    padded = torch.zeros(2, 36, dtype=torch.long)
+    tokens = [torch.as_tensor(one.tokens) for one in rollouts]
+    padded = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
+    names["model"].resize_token_embeddings(int(padded.max()) + 1)
     names |= {
         "sequences": [one.tokens for one in rollouts],
         "padded_batch": padded,

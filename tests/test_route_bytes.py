@@ -39,7 +39,7 @@ def any_routes(draw: st.DrawFn) -> RoutedExperts:
         num_experts=experts,
         recorded=random.random(tokens) < draw(st.sampled_from([0.0, 0.5, 1.0])),
         fingerprint=draw(st.none() | st.integers(0, 2**64 - 1)),
-        weight_version=draw(st.none() | st.integers() | st.text(max_size=8)),
+        weight_version=draw(st.none() | st.integers(-(2**63), 2**63 - 1) | st.text(max_size=8)),
     )
 
 
