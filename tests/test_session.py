@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
 )
 
 import npu_replay
@@ -393,6 +394,8 @@ def test_a_forward_that_raised_owes_no_recompute(how: str) -> None:
         handle.remove()
     assert kept.value.__traceback__ is not None
     assert len(recording.routes) == 1
+    del kept
+    gc.collect()  # up to torch 2.7 the hooks of a checkpoint that raised stay on as long as its frame
 
 
 def test_a_forward_inside_an_except_block_counts() -> None:
@@ -719,9 +722,9 @@ def test_no_mode_of_anybodys_sees_our_own_operations(mode: type[Any], kind: str,
 
     def checkpointed() -> torch.Tensor:
         x = tokens().requires_grad_()
-        return checkpoint(watched, x, use_reentrant=False, early_stop=False).square().mean()
+        return checkpoint(watched, x, use_reentrant=False).square().mean()
 
-    with block():
+    with block(), set_checkpoint_early_stop(False):
         checkpointed().backward()
     checkpointed()
     # The checkpoint itself detaches in its recompute; a gather is what a top-k is answered with.
