@@ -45,7 +45,7 @@ class Recorded:
 
 @dataclass(frozen=True, eq=False)
 class LaidOut:
-    """Those of a layout, sequence by sequence.
+    """Those of a layout, sequence by sequence; one that is fed in part isn't looked at.
 
     Attributes:
         fed: int64 [tokens fed], the packed token in each place, or -1 for padding.
@@ -63,9 +63,10 @@ class LaidOut:
         there = self.fed >= 0
         packed = torch.zeros(sum(self.lengths), dtype=torch.int64)
         packed[self.fed[there]] = tokens.flatten()[there]
+        here = torch.zeros(len(packed), dtype=torch.bool).index_fill(0, self.fed[there], True)
         spans = pairwise(accumulate(self.lengths, initial=0))
         return all(
-            mark is None or fingerprint(packed[first:end]) == mark
+            mark is None or not here[first:end].all() or fingerprint(packed[first:end]) == mark
             for (first, end), mark in zip(spans, self.marks, strict=True)
         )
 
@@ -73,10 +74,16 @@ class LaidOut:
 def copied(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     """A copy of the token ids that a model is called with, where they are; None if it gets none.
 
-    They are its first argument, or the one named input_ids or tokens.
+    They are the argument named input_ids or tokens, or the first one if it is [batch, sequence]. What an
+    attention_mask of that shape leaves out counts as 0: padding ids may differ from pass to pass.
     """
-    given = [kwargs.get(name) for name in _NAMES] + list(args[:1])
-    found = next((one for one in given if isinstance(one, torch.Tensor)), None)
-    if found is None or found.dtype not in (torch.int64, torch.int32) or found.dim() == 0:
+    named = (kwargs[name] for name in _NAMES if isinstance(kwargs.get(name), torch.Tensor))
+    found = next(named, args[0] if args and isinstance(args[0], torch.Tensor) and args[0].dim() > 1 else None)
+    if found is None or found.dtype not in (torch.int64, torch.int32) or type(found) is not torch.Tensor:
         return None
+    if found.is_nested or found.dim() == 0:
+        return None
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.shape == found.shape:
+        return found.detach() * (mask != 0)
     return found.detach().clone()  # loaders and captured graphs write the next batch into the same memory

@@ -72,7 +72,8 @@ class Recording(Session):
         return choose
 
     def _again(self, router: Router, number: int, device: torch.device) -> torch.Tensor:
-        return self._ids[router.label, number]
+        ids = self._ids.get((router.label, number))
+        return super()._again(router, number, device) if ids is None else ids
 
     def _tokens_wanted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         return copied(args, kwargs) if self._keeps_inputs else None

@@ -100,8 +100,9 @@ class Replaying(Session):
         self._most: float | None = None
         if max_live_mismatch is not None:
             self._most = share(max_live_mismatch, "max_live_mismatch", "token-layers")
-        self._differing = Count()
-        self._compared = 0
+        self._apart = Apart()
+        self._first: dict[int, Apart] = {}
+        """By chunk, in its first forward."""
         self._chunk_of: dict[int, int] = {}
 
     def _packet(self, chunk: int, number: int) -> Packet:
@@ -122,7 +123,7 @@ class Replaying(Session):
 
     def counts(self) -> dict[str, int]:
         """Also token-layers compared with the live router, and how many of them differed."""
-        return super().counts() | {"differing": int(self._differing), "compared": self._compared}
+        return super().counts() | {"differing": int(self._apart.differing), "compared": self._apart.compared}
 
     def _check_model(self) -> None:
         self._chunk_of = {
@@ -201,8 +202,11 @@ class Replaying(Session):
 
         def choose(own: seam.Own) -> torch.Tensor:
             chosen = ids.long()
-            if self._live_mismatch or (self._most is not None and forward.number == 0):
-                self._count_differing(chosen, own(), routes, missing)
+            tallies = self._tallies(forward)
+            if tallies:
+                differ = _differ(chosen, own(), missing)
+                for tally in tallies:
+                    tally.add(differ, int(routes.recorded.sum()))
             if missing is not None:
                 chosen.index_copy_(0, missing, own(missing))
                 if key in self._pending:
@@ -215,20 +219,27 @@ class Replaying(Session):
 
     def _end(self, chunk: int, output: object) -> None:
         super()._end(chunk, output)
-        if self._most is not None and self._timeline.ended[chunk] == 1:
-            self._check_live_mismatch(chunk, self._most)
+        first = self._first.pop(chunk, None)
+        if first is not None and self._most is not None and self._timeline.ended[chunk]:
+            self._check_live_mismatch(chunk, first.share(), self._most)
 
-    def _check_live_mismatch(self, chunk: int, most: float) -> None:
+    def _tallies(self, forward: Forward) -> list[Apart]:
+        """Where this forward's distance from the live choice is counted."""
+        asked = [self._apart] if self._live_mismatch else []
+        if self._most is not None and forward.number == 0:
+            asked.append(self._first.setdefault(forward.chunk, Apart()))
+        return asked
+
+    def _check_live_mismatch(self, chunk: int, found: float, most: float) -> None:
         """At the end of a chunk's first forward: are the routes anywhere near its routers' own choice?"""
-        counted = self.counts()
-        if not counted["compared"] or counted["differing"] <= most * counted["compared"]:
+        if found <= most:
             return
         raise MicroBatchError(
             "the routes are far from what the routers would choose for these tokens",
             where=f"{micro_batch(0)}, chunk {chunk}",
-            expected=f"at most {most:.0%} of the token-layers to differ (max_live_mismatch, or in a verl "
+            expected=f"at most {most:.1%} of the token-layers to differ (max_live_mismatch, or in a verl "
             "job NPU_REPLAY_MAX_LIVE_MISMATCH)",
-            got=f"{counted['differing'] / counted['compared']:.0%}",
+            got=f"{found:.1%}",
             cause="routes of another micro-batch or of other weights, rows in another order (TokenLayout's "
             "order=, side=), or a rollout in so low a precision that a higher ceiling is right",
         )
@@ -255,14 +266,29 @@ class Replaying(Session):
             return super()._again(router, number, device)
         return to_device(packet.routes.layer_ids(router.label), device)
 
-    def _count_differing(
-        self, theirs: torch.Tensor, ours: torch.Tensor, routes: RoutedExperts, missing: torch.Tensor | None
-    ) -> None:
-        differ = (theirs.sort(dim=1).values != ours.sort(dim=1).values).any(dim=1)
-        if missing is not None:
-            differ[missing] = False
-        self._differing.add(differ)
-        self._compared += int(routes.recorded.sum())
+
+class Apart:
+    """Token-layers with a route, and in how many of them the live router would have chosen otherwise."""
+
+    def __init__(self) -> None:
+        self.differing = Count()
+        self.compared = 0
+
+    def add(self, differ: torch.Tensor, compared: int) -> None:
+        self.differing.add(differ)
+        self.compared += compared
+
+    def share(self) -> float:
+        """Waits for the device."""
+        return int(self.differing) / max(1, self.compared)
+
+
+def _differ(theirs: torch.Tensor, ours: torch.Tensor, missing: torch.Tensor | None) -> torch.Tensor:
+    """[rows] bool: where the sets of experts differ, but for rows without a route."""
+    differ = (theirs.sort(dim=1).values != ours.sort(dim=1).values).any(dim=1)
+    if missing is not None:
+        differ[missing] = False
+    return differ
 
 
 class Replay(Replaying):
@@ -351,7 +377,7 @@ class Replay(Replaying):
                 expected="the tokens of the record, or of the layout's fingerprints, in their places",
                 got=f"those of the routes of {micro_batch(others[0])}" if others else "others",
                 cause="micro-batches in another order than their routes (a shuffle, dynamic batches), "
-                "padding on another side or to another length than the layout's, or fingerprints of more "
+                "padding on another side, to another length or with other ids, or fingerprints of more "
                 "tokens than the model is fed. record(inputs=False), or a layout without fingerprints, "
                 "checks none",
             )

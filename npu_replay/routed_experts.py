@@ -70,7 +70,8 @@ class RoutedExperts:
     row_order: ClassVar[str | None] = None
     """How [batch, sequence] became its rows, "sequence" or "batch", where `TokenLayout.gather` knows."""
     inputs: ClassVar[Inputs | None] = None
-    """The tokens of its micro-batch; `record` and `TokenLayout.gather` say so. Not in its bytes or files."""
+    """The tokens of its micro-batch; `record` and `TokenLayout.gather` say so. Like what is above it goes
+    into a pickle, and not into bytes or files."""
     vouched: ClassVar[bool] = False
     """Is it known that a layer which is the same in all rows is right? Where the trainer's own router chose
     so, or the door saw the tokens. It goes wherever they go, through files and bytes too."""
@@ -391,7 +392,8 @@ class RoutedExperts:
         # when it stores them nor when it reads them.
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         arrays = {name: values[name].contiguous().numpy() for name in ("ids", "recorded")}
-        return _unpickled, (values | arrays, self.bad_samples, self.vouched)
+        known = {name: found for name in _ABOUT if (found := vars(self).get(name)) is not None}
+        return _unpickled, (values | arrays, known)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> RoutedExperts:
@@ -428,7 +430,10 @@ class RoutedExperts:
             raise error.at(path) from None
 
 
-def _unpickled(values: dict[str, Any], bad_samples: int, vouched: bool = False) -> RoutedExperts:
+_ABOUT = ("bad_samples", "vouched", "row_order", "inputs")
+
+
+def _unpickled(values: dict[str, Any], about: dict[str, Any]) -> RoutedExperts:
     arrays = {name: route_bytes.shared_tensor(values[name]) for name in ("ids", "recorded")}
     routes, known = RoutedExperts.__new__(RoutedExperts), values | arrays
     if known.keys() != {field.name for field in fields(RoutedExperts)}:
@@ -437,9 +442,8 @@ def _unpickled(values: dict[str, Any], bad_samples: int, vouched: bool = False) 
             expected="one version on all nodes",
             got=list(known),
         )
-    routes._set(*(known[field.name] for field in fields(RoutedExperts)), vouched=vouched)
-    if bad_samples:
-        object.__setattr__(routes, "bad_samples", bad_samples)
+    routes._set(*(known[field.name] for field in fields(RoutedExperts)), vouched=False)
+    routes._about(**about)
     return routes
 
 

@@ -239,7 +239,8 @@ class Session:
                     where=f"layer {router.label}",
                     expected="one open block for a router",
                     got=f"an open {other.name} block",
-                    cause="a log-prob pass that is called from inside the update",
+                    cause="a log-prob pass that is called from inside the update, or an earlier block that "
+                    "was entered and never left",
                 )
 
     def _attach(self) -> None:
@@ -282,17 +283,13 @@ class Session:
     # The chunks' hooks
 
     def _chunk_begins(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if in_backward():
-            self._timeline.rerun(chunk)
-        else:
+        if not in_backward():
             self._begin(chunk)
             if chunk == 0 and (tokens := self._tokens_wanted(args, kwargs)) is not None:
                 self._tokens[self._timeline.number(chunk)] = tokens
 
     def _chunk_ends(self, chunk: int, args: tuple[Any, ...], output: object) -> None:
-        if in_backward():
-            self._timeline.rerun_ended()
-        else:
+        if not in_backward():
             self._end(chunk, output)
 
     def _begin(self, chunk: int) -> None:
@@ -305,11 +302,21 @@ class Session:
     def _end(self, chunk: int, output: object) -> None:
         ended = self._timeline.end(chunk, output)
         if ended is None:
-            return  # its beginning was refused
+            if output is None:
+                return  # its beginning was refused
+            raise MicroBatchError(
+                "the model was called inside its own forward",
+                where=f"chunk {chunk}, {micro_batch(self._timeline.ended[chunk] - 1)}",
+                expected="one forward after the other",
+                got="one that began and ended in another",
+                cause="a forward hook of somebody's that calls the model, for a metric or a second view",
+            )
         forward, complete = ended
         if complete:
             self._witness.check(self._routers[chunk], forward.called, forward.number)
         else:
+            if chunk == 0:
+                self._tokens.pop(forward.number, None)
             for layer in forward.called:
                 self._drop((layer, forward.number))
 

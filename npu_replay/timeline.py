@@ -39,17 +39,11 @@ class Forward:
     chunk: int
     number: int
     grad: bool
+    made: int
     enclosing: list[Any]
     handling: BaseException | None
     called: set[int] = field(default_factory=set)
     """Layer labels of the routers called so far."""
-
-
-class _Reruns(threading.local):
-    """The forwards that this thread runs again inside backward, innermost last."""
-
-    def __init__(self) -> None:
-        self.owners: list[Owner] = []
 
 
 class Timeline:
@@ -61,21 +55,21 @@ class Timeline:
         self.bypassed: Forward | None = None
         self.had_grad = False
         self._open: list[Forward | None] = [None] * chunks
-        self._ends: list[int] = []
-        self._owners: list[Owner | None] = []
+        self._ends: list[tuple[int, Owner | None]] = []
         self._thread: int | None = None
         self._start = (threading.get_ident(), recompute.sequence_number())
         self._noted: WeakKeyDictionary[Any, set[Owner]] = WeakKeyDictionary()
-        self._reruns = _Reruns()
 
     def begin(self, chunk: int) -> Forward:
         """A chunk's forward starts; one that was left by an exception is dropped."""
         self._check_thread(chunk)
-        self._reruns.owners.clear()
+        if (left := self._open[chunk]) is not None:  # by an interrupt, which runs no forward hook
+            self._withdraw(left)
         grad = torch.is_grad_enabled()
         self.had_grad |= grad
         enclosing = recompute.enclosing(functions=not grad)
-        forward = Forward(chunk, self.ended[chunk], grad, enclosing, sys.exc_info()[1])
+        made = recompute.sequence_number()
+        forward = Forward(chunk, self.ended[chunk], grad, made, enclosing, sys.exc_info()[1])
         self._note(enclosing, (chunk, forward.number))
         self._open[chunk] = forward
         return forward
@@ -90,9 +84,10 @@ class Timeline:
             return None
         self._open[chunk] = None
         raised = output is None and sys.exc_info()[1] is not forward.handling
-        self._ends.append(recompute.sequence_number())
-        self._owners.append(None if raised else (chunk, forward.number))
-        if not raised:
+        self._ends.append((recompute.sequence_number(), None if raised else (chunk, forward.number)))
+        if raised:
+            self._withdraw(forward)
+        else:
             self.ended[chunk] += 1
         forward.enclosing.clear()
         return forward, not raised
@@ -104,7 +99,8 @@ class Timeline:
             return forward
         if self.bypassed is None or self.bypassed.chunk != chunk:
             self._check_thread(chunk)
-            self.bypassed = Forward(chunk, self.ended[chunk], torch.is_grad_enabled(), [], None)
+            made = recompute.sequence_number()
+            self.bypassed = Forward(chunk, self.ended[chunk], torch.is_grad_enabled(), made, [], None)
         return self.bypassed
 
     def number(self, chunk: int) -> int:
@@ -113,35 +109,32 @@ class Timeline:
 
     def enclosing(self, forward: Forward) -> list[Any]:
         """All that may run the router's call again that begins now, alive as long as it may."""
-        inner = recompute.enclosing(functions=forward.grad and not torch.is_grad_enabled())
+        # Where grad was off as the forward began, nodes that were made since say that it was turned on.
+        grows = forward.grad or recompute.sequence_number() != forward.made
+        inner = recompute.enclosing(functions=grows and not torch.is_grad_enabled())
         if inner:
             self._note(inner, (forward.chunk, forward.number))
         return forward.enclosing + inner
 
-    def rerun(self, chunk: int) -> None:
-        """A chunk's forward starts again, inside backward."""
-        self._reruns.owners.append(self._owner(chunk, "the model"))
-
-    def rerun_ended(self) -> None:
-        """That forward is over, or was stopped as soon as it had recomputed enough."""
-        if self._reruns.owners:
-            self._reruns.owners.pop()
-
     def recomputed(self, chunk: int, layer: int) -> int:
         """The number of the micro-batch whose recompute a router's call inside backward is."""
-        reruns = self._reruns.owners
-        owner = reruns[-1] if reruns and reruns[-1][0] == chunk else self._owner(chunk, f"layer {layer}")
+        owner = self._owner(chunk, f"layer {layer}")
         # A checkpoint that this recompute makes anew may run on another thread, without the outer one.
         self._note(recompute.enclosing(functions=not torch.is_grad_enabled()), owner)
         return owner[1]
 
     def forget(self) -> None:
         """Drop all ends but the last: no graph made before it can recompute any more."""
-        del self._ends[:-1], self._owners[:-1]
+        del self._ends[:-1]
 
     def _note(self, enclosing: list[Any], owner: Owner) -> None:
         for one in enclosing:
             self._noted.setdefault(one, set()).add(owner)
+
+    def _withdraw(self, forward: Forward) -> None:
+        """A forward was left by an exception: its number is the next one's, its recomputes are nobody's."""
+        for owners in self._noted.values():
+            owners.discard((forward.chunk, forward.number))
 
     def _owner(self, chunk: int, where: str) -> Owner:
         """The chunk and micro-batch whose forward is run again."""
@@ -182,8 +175,8 @@ class Timeline:
             )
         if number < self._start[1]:
             return None
-        at = bisect.bisect_right(self._ends, number)
-        return self._owners[at] if at < len(self._owners) else self._running()
+        at = bisect.bisect_right(self._ends, number, key=lambda end: end[0])
+        return self._ends[at][1] if at < len(self._ends) else self._running()
 
     def _checked(self, owner: Owner | None, chunk: int, where: str) -> Owner:
         if owner is not None and owner[0] == chunk:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 
 import npu_replay
 from npu_replay import RoutedExperts, recompute, routers
-from npu_replay.errors import RecomputeError
+from npu_replay.errors import MicroBatchError, RecomputeError
 from toys import EXPERTS, ROWS, TOPK, ToyLayer, ToyModel, ToyRouter, ToyRouters, plain, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -396,3 +396,79 @@ def test_saved_tensor_hooks_are_laid_back_as_they_were() -> None:
         x.sin()
     x.sin()
     assert packed == ["inner", "outer"]
+
+
+# Exceptions, interrupts, and forwards in forwards
+
+
+def test_a_recompute_of_a_forward_that_raised_is_nobodys() -> None:
+    """Its number is that of the next one, and its routes are not."""
+    for retried in (False, True):
+        model = ToyModel(Drifting(), Drifting(), recompute="non-reentrant")
+        kept: list[torch.Tensor] = []
+        keeping = model.layers[0].register_forward_hook(lambda *args, kept=kept: kept.append(args[2]))
+        with npu_replay.record(model):
+            handle = model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(tokens(0).requires_grad_())
+            handle.remove(), keeping.remove()
+            if retried:
+                model(tokens(1).requires_grad_())
+            with pytest.raises(RecomputeError, match="no forward of this block"):
+                kept[0].sum().backward()
+            if not retried:
+                model(tokens(1).requires_grad_())
+            kept.clear()
+
+
+def test_an_interrupt_in_a_recompute_leaves_nothing_to_the_next() -> None:
+    grads = []
+    for interrupted in (False, True):
+        Drifting.calls = 0
+        model = ToyModel(Drifting(), Drifting(), recompute="non-reentrant")
+        with npu_replay.replay(model, foreign(model, 2, holes=True)):
+            first = checkpoint(model, tokens(0).requires_grad_(), use_reentrant=True).sum()
+            second = model(tokens(1).requires_grad_()).sum()
+            if interrupted:
+                handle = model.layers[1].router.register_forward_pre_hook(interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    first.backward(retain_graph=True)
+                handle.remove()
+                model.zero_grad()
+            second.backward()
+            grads.append([p.grad.clone() for p in model.parameters()])
+            del first, second
+    assert all(map(torch.equal, *grads))
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", ["record", "replay", "pin_recompute"])
+def test_a_model_that_is_called_inside_its_own_forward_is_refused(kind: str) -> None:
+    model = ToyModel()
+    inside: list[torch.Tensor] = []
+
+    def again(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        if not inside:
+            inside.append(output)
+            model(tokens(5))
+
+    model.layers[1].register_forward_hook(again)
+    with pytest.raises(MicroBatchError, match="called inside its own forward"), block(kind, model, 2):
+        model(tokens())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_grad_that_is_turned_on_inside_the_model_is_seen(kind: str) -> None:
+    model = ToyModel(recompute="reentrant")
+    forward = model.forward
+    model.forward = lambda x: torch.enable_grad()(forward)(x)
+    with (
+        pytest.raises(RecomputeError, match="the block ended before 2 router calls"),
+        block(kind, model, 1),
+        torch.no_grad(),
+    ):
+        kept = model(tokens().requires_grad_())
+    assert kept.requires_grad
