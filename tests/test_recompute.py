@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,3 +91,18 @@ def test_a_reentrant_checkpoint_has_no_region() -> None:
 def test_the_autograd_facts_hold_either_way() -> None:
     recompute.probe.cache_clear()
     assert recompute.probe() is None
+
+
+def test_what_fails_in_the_attempt_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A package that torch imports for a checkpoint may be broken; that is no fault of torch's."""
+    broken = tmp_path / "triton_of_another_build.py"
+    broken.write_text("def get():\n    raise ImportError('no symbol _ZN in libtriton.so')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, broken.stem, raising=False)
+    monkeypatch.setattr(recompute, "checkpoint", lambda *_, **__: import_module(broken.stem).get())
+    recompute.probe.cache_clear()
+    try:
+        said = recompute.probe()
+    finally:
+        recompute.probe.cache_clear()
+    assert said == f"ImportError: no symbol _ZN in libtriton.so, raised in {broken}, line 2"
