@@ -5,7 +5,7 @@ What is found stays on the device, and is read once, at the end of a forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import TypeAlias
 
 import torch
@@ -86,13 +86,12 @@ class Witness:
         self._flags.clear()
         self._unreached.clear()
 
-    def check(self, found: Sequence[Router], called: Iterable[int], number: int) -> None:
+    def check(self, found: Sequence[Router], called: Collection[int], number: int) -> None:
         """After every forward: was each top-k reached? After some: do the outputs show the ids?
 
         Raises:
             NoEffect: a router was not called, never reached its top-k, or shows other experts.
         """
-        called = set(called)
         for router in found:
             key = router.label, number
             if router.label not in called:
