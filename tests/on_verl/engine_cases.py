@@ -647,7 +647,11 @@ def _own_setting() -> None:
         return actor.update_actor(job.update_batch(data, tiny))
 
     name = "NPU_REPLAY_BAD_SAMPLES"
-    for value, words, first in (("0.25", f"{name} differs between the ranks", 0), ("few", "a number", 1)):
+    wrong = (
+        ("0.25", f"{name} differs between the ranks", 0),
+        ("few", f"{name} is a share of the samples", 1),
+    )
+    for value, words, first in wrong:
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:
                 patch.setenv(name, value)
