@@ -82,7 +82,7 @@ class ToyRouters(RouterKind):
 
 def shows(output: object) -> torch.Tensor:
     ids = output[1]
-    return torch.zeros(len(ids), EXPERTS, dtype=torch.bool).scatter(1, ids, True)
+    return torch.zeros(len(ids), EXPERTS, dtype=torch.bool, device=ids.device).scatter(1, ids, True)
 
 
 def tokens(seed: int = 0, rows: int = ROWS) -> torch.Tensor:

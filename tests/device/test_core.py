@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import nn
 
 import npu_replay
 from npu_replay import RoutedExperts, devices, routers, self_test
-from npu_replay.routers import Router
 from toys import EXPERTS, HIDDEN, ROWS, TOPK, ToyModel, ToyRouters, hooks, tokens
 
 pytestmark = [
@@ -25,22 +23,9 @@ RECOMPUTE = (None, "reentrant", "non-reentrant")
 Result = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
-class Routers(ToyRouters):
-    """The toy routers, whose output is read where it is."""
-
-    def describe(self, module: nn.Module, path: str) -> Router | None:
-        found = super().describe(module, path)
-        return None if found is None else replace(found, shows=_shows)
-
-
-def _shows(output: object) -> torch.Tensor:
-    ids = output[1]
-    return torch.zeros(len(ids), EXPERTS, dtype=torch.bool, device=ids.device).scatter(1, ids, True)
-
-
 @pytest.fixture(autouse=True)
 def toy_routers() -> Iterator[None]:
-    routers.register("toy", Routers())
+    routers.register("toy", ToyRouters())
     yield
     routers.unregister("toy")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import npu_replay
 from npu_replay import RoutedExperts, routers
-from npu_replay.routers import Router
 from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, tokens
 
 pytestmark = [
@@ -24,22 +22,9 @@ pytestmark = [
 SEEDS = (0, 1, 2)
 
 
-class Routers(ToyRouters):
-    """The toy routers, whose output is read where it is."""
-
-    def describe(self, module: nn.Module, path: str) -> Router | None:
-        found = super().describe(module, path)
-        return None if found is None else replace(found, shows=_shows)
-
-
-def _shows(output: object) -> torch.Tensor:
-    ids = output[1]
-    return torch.zeros(len(ids), EXPERTS, dtype=torch.bool, device=ids.device).scatter(1, ids, True)
-
-
 @pytest.fixture(autouse=True)
 def toy_routers() -> Iterator[None]:
-    routers.register("toy", Routers())
+    routers.register("toy", ToyRouters())
     yield
     routers.unregister("toy")
 
