@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests with Megatron 0.12.1, then those that need Megatron with 0.16.1.
 #
-#   ci/test.sh                  the quick ones, in some five minutes on two cores: no wheels, no smoke jobs, nothing
+#   ci/test.sh                  the quick ones, in some minutes on two cores: no wheels, no smoke jobs, nothing
 #                               slow, and two of the ways to split a model
 #   ci/test.sh --all            all of them
 #                               (neither has tests/matrix/, which ci/matrix.sh runs on every release)
