@@ -40,7 +40,7 @@ class Recorded:
         return cls(fingerprint(tokens.flatten()))
 
     def fit(self, tokens: torch.Tensor) -> bool:
-        return fingerprint(tokens.flatten()) == self.mark
+        return Recorded.of(tokens) == self
 
 
 @dataclass(frozen=True, eq=False)

@@ -48,13 +48,10 @@ LEND = """
 """
 
 
-@pytest.mark.parametrize("first", ["before", "inside"])
-@pytest.mark.parametrize("lend", ["", LEND], ids=["block", "block_and_lend"])
-def test_a_graph_with_a_top_k_compiles_before_inside_and_after_a_block(first: str, lend: str) -> None:
-    """In a process of its own: dynamo learns torch's names once."""
-    code = textwrap.dedent(COMPILED).format(first=first, lend=textwrap.dedent(lend))
+def run(*arguments: str) -> None:
+    """Run Python, in a process of its own; it has to end well."""
     result = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", code],
+        [sys.executable, *arguments],
         capture_output=True,
         text=True,
         env={"PYTHONPATH": "tests:" + ":".join(sys.path), "OMP_NUM_THREADS": "1"},
@@ -62,6 +59,14 @@ def test_a_graph_with_a_top_k_compiles_before_inside_and_after_a_block(first: st
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]
+
+
+@pytest.mark.parametrize("first", ["before", "inside"])
+@pytest.mark.parametrize("lend", ["", LEND], ids=["block", "block_and_lend"])
+def test_a_graph_with_a_top_k_compiles_before_inside_and_after_a_block(first: str, lend: str) -> None:
+    """In a process of its own: dynamo learns torch's names once."""
+    code = textwrap.dedent(COMPILED).format(first=first, lend=textwrap.dedent(lend))
+    run("-W", "error::UserWarning", "-c", code)
 
 
 SCRIPTED = """
@@ -97,12 +102,4 @@ def test_torchscript_compiles_a_top_k_before_inside_and_after_a_block(first: str
     """It has a table of torch's names too, which it makes once. A function is compiled once as well."""
     code = textwrap.dedent(SCRIPTED).format(first=first)
     (tmp_path / "scripted.py").write_text(code)
-    result = subprocess.run(
-        [sys.executable, str(tmp_path / "scripted.py")],
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": "tests:" + ":".join(sys.path), "OMP_NUM_THREADS": "1"},
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    run(str(tmp_path / "scripted.py"))
