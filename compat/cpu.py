@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from npu_replay import compiler_names
-from npu_replay.compat.patching import Patches
+from npu_replay.compat.patching.patches import Patches
+from npu_replay.sessions import compiler_names
 
 CPU = torch.device("cpu")
 

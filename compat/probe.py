@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-from npu_replay.compat import import_hook
+from npu_replay.compat.patching import import_hook
 from npu_replay.errors import ReplayError
 
 MEGATRON, DEMO = "replay on Megatron-core", "demo"

@@ -26,11 +26,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
-from npu_replay.compat import model_config
 from npu_replay.compat.probe import Capability, Product
-from npu_replay.door import Fault, Symptom
 from npu_replay.errors import ReplayError
-from npu_replay.releases import release
+from npu_replay.rollout import engine_config
+from npu_replay.rollout.admit import Fault, Symptom
+from npu_replay.rollout.releases import release
 
 CAPABILITY = "routes of vllm-ascend"
 NEWEST = "0.30.0rc2"
@@ -108,13 +108,13 @@ class Setting:
         """How the experts are quantized, in words; empty if they aren't, as far as is known."""
         if self.quantization:
             return f"quantization={self.quantization!r}"
-        said = model_config.quantization(self.model)
+        said = engine_config.quantization(self.model)
         return f"a model with {said}" if said else ""
 
     @property
     def hybrid(self) -> bool:
         """Has the model linear attention in some layers, as far as is known?"""
-        return model_config.is_hybrid(self.model)
+        return engine_config.is_hybrid(self.model)
 
     @property
     def ranks_of_experts(self) -> int:

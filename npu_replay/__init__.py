@@ -9,10 +9,10 @@ Importing this imports no framework, and of npu_replay itself little: most names
 """
 
 from npu_replay import beside, torch_loading  # isort: skip # noqa: F401  first: they find compat, keep torch
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from npu_replay import compat, routers
+from npu_replay import compat, lazy, routers
+from npu_replay.compat.patching.install import install, uninstall
 from npu_replay.errors import (
     InvalidRoutes,
     MicroBatchError,
@@ -22,27 +22,25 @@ from npu_replay.errors import (
     RouteFileError,
     RouterError,
 )
-from npu_replay.fingerprint import fingerprint  # now: imported later, its module would take its name
-from npu_replay.installing import install, uninstall
-from npu_replay.later import later
-from npu_replay.parallel_layout import ParallelLayout, register_reader
+from npu_replay.parallel.parallel_layout import ParallelLayout, register_reader
+from npu_replay.routes.fingerprint import fingerprint  # now: imported later, its module would take its name
 
 if TYPE_CHECKING:
-    from npu_replay.collecting import collect
-    from npu_replay.compat.sglang import from_sglang
-    from npu_replay.compat.vllm import from_vllm
-    from npu_replay.decoder_layers import DecoderLayers
-    from npu_replay.layout import TokenLayout
-    from npu_replay.mismatch import compare
-    from npu_replay.observing import Observation, observe
-    from npu_replay.pinning import Pinning, pin_recompute
-    from npu_replay.recording import Recording, record
-    from npu_replay.replaying import Replay, replay
-    from npu_replay.reporting import report
-    from npu_replay.rollout import Rollout, Turn
-    from npu_replay.route_store import RouteStore
-    from npu_replay.routed_experts import RoutedExperts
-    from npu_replay.routed_model import RoutedModel
+    from npu_replay.compat.sglang.decode import from_sglang
+    from npu_replay.compat.vllm.decode import from_vllm
+    from npu_replay.doctor.report import report
+    from npu_replay.parallel.collect import collect
+    from npu_replay.parallel.pipeline_layers import DecoderLayers
+    from npu_replay.parallel.token_layout import TokenLayout
+    from npu_replay.rollout.model_config import RoutedModel
+    from npu_replay.rollout.turns import Rollout, Turn
+    from npu_replay.routes.mismatch import compare
+    from npu_replay.routes.routed_experts import RoutedExperts
+    from npu_replay.routes.store import RouteStore
+    from npu_replay.sessions.observe import Observation, observe
+    from npu_replay.sessions.pin_recompute import Pinning, pin_recompute
+    from npu_replay.sessions.record import Recording, record
+    from npu_replay.sessions.replay import Replay, replay
 
 __version__ = "0.1.0"
 
@@ -83,42 +81,33 @@ __all__ = [
 ]
 
 _HOMES = {
-    "DecoderLayers": "decoder_layers",
-    "Observation": "observing",
-    "Pinning": "pinning",
-    "Recording": "recording",
-    "Replay": "replaying",
-    "Rollout": "rollout",
-    "RouteStore": "route_store",
-    "RoutedExperts": "routed_experts",
-    "RoutedModel": "routed_model",
-    "TokenLayout": "layout",
-    "Turn": "rollout",
-    "collect": "collecting",
-    "compare": "mismatch",
-    "from_sglang": "compat.sglang",
-    "from_vllm": "compat.vllm",
-    "observe": "observing",
-    "pin_recompute": "pinning",
-    "record": "recording",
-    "replay": "replaying",
-    "report": "reporting",
+    "DecoderLayers": "parallel.pipeline_layers",
+    "Observation": "sessions.observe",
+    "Pinning": "sessions.pin_recompute",
+    "Recording": "sessions.record",
+    "Replay": "sessions.replay",
+    "Rollout": "rollout.turns",
+    "RouteStore": "routes.store",
+    "RoutedExperts": "routes.routed_experts",
+    "RoutedModel": "rollout.model_config",
+    "TokenLayout": "parallel.token_layout",
+    "Turn": "rollout.turns",
+    "collect": "parallel.collect",
+    "compare": "routes.mismatch",
+    "from_sglang": "compat.sglang.decode",
+    "from_vllm": "compat.vllm.decode",
+    "observe": "sessions.observe",
+    "pin_recompute": "sessions.pin_recompute",
+    "record": "sessions.record",
+    "replay": "sessions.replay",
+    "report": "doctor.report",
 }
 """The module of each name that comes with its first use."""
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours
+    __getattr__, __dir__ = lazy.names(__name__, _HOMES)
 
-    def __getattr__(name: str) -> Any:
-        if name not in _HOMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-        return value
-
-    def __dir__() -> list[str]:
-        return sorted(globals().keys() | _HOMES.keys())
-
-
-routers.register("megatron-core", later("npu_replay.compat.megatron:MegatronRouters"))
-routers.register("transformers", later("npu_replay.compat.transformers:TransformersRouters"))
-register_reader("megatron-core", later("npu_replay.compat.megatron_layout:read"))
+routers.register("megatron-core", lazy.lazy("npu_replay.compat.megatron.routers:MegatronRouters"))
+routers.register("transformers", lazy.lazy("npu_replay.compat.transformers:TransformersRouters"))
+register_reader("megatron-core", lazy.lazy("npu_replay.compat.megatron.parallel_state:read"))
 install()

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
 
 from npu_replay.errors import RouterError
-from npu_replay.marking import Marks
+
+if TYPE_CHECKING:
+    from npu_replay.sessions.marks import Marks
 
 Model: TypeAlias = "nn.Module | Sequence[nn.Module]"
 """What a block takes: a module, or the list of its virtual-pipeline chunks."""
@@ -238,7 +240,7 @@ def _described(chunk: nn.Module) -> Iterator[Router]:
 
 
 def _check_size(router: Router, path: str) -> None:
-    from npu_replay.id_checks import MAX_EXPERTS  # here: who imports npu_replay may need no routes
+    from npu_replay.routes.checks import MAX_EXPERTS  # here: who imports npu_replay may need no routes
 
     if router.num_experts > MAX_EXPERTS:
         raise RouterError(

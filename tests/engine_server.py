@@ -18,9 +18,9 @@ import numpy as np
 
 import sglang_outputs
 import vllm_outputs
-from npu_replay.id_checks import Array
-from npu_replay.releases import release
-from npu_replay.routed_model import RoutedModel
+from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.rollout.releases import release
+from npu_replay.routes.checks import Array
 
 Engine = Literal["vllm", "sglang"]
 

@@ -113,7 +113,7 @@ def with_npu_replay(came: str) -> dict[str, Any]:
         before = objects()
         answer["untouched"] = described(before)
     import npu_replay
-    from npu_replay.installing import install
+    from npu_replay.compat.patching.install import install
 
     import_megatron()
     first = objects()

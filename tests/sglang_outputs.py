@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from npu_replay.id_checks import Array
-from npu_replay.releases import release
-from npu_replay.routed_model import RoutedModel
+from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.rollout.releases import release
+from npu_replay.routes.checks import Array
 
 RELEASES = (
     *("0.5.7", "0.5.8", "0.5.8.post1", "0.5.9", "0.5.10", "0.5.10.post1", "0.5.11", "0.5.12", "0.5.12.post1"),

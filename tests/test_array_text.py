@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from npu_replay.array_text import from_base64, from_lists, from_npy
-from npu_replay.door import Fault, Source, Symptom
 from npu_replay.errors import InvalidRoutes
+from npu_replay.rollout.admit import Fault, Source, Symptom
+from npu_replay.rollout.payloads import from_base64, from_lists, from_npy
 
 SOURCE = Source(
     engine="Engine",

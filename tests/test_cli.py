@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 import npu_replay
 import npu_replay.commands
-from npu_replay.commands import app
+from npu_replay.cli.commands import app
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def invoke(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
 def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the demo and the bench were called with; they are replaced by stand-ins that note it."""
     seen: dict[str, Any] = {}
-    for name in ("npu_replay.demo.run", "npu_replay.bench"):
+    for name in ("npu_replay.demo.run", "npu_replay.bench.run"):
         module = ModuleType(name)
         module.main = lambda **arguments: seen.update(arguments)  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
@@ -97,7 +97,7 @@ def test_a_replay_error_is_one_message_without_a_traceback(
     invoke: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = npu_replay.ReplayError("[it] went wrong", where="layer 3", expected=1, got=2, cause="a test")
-    monkeypatch.setattr(sys.modules["npu_replay.bench"], "main", raising(error))
+    monkeypatch.setattr(sys.modules["npu_replay.bench.run"], "main", raising(error))
     result = invoke("bench")
     assert result.exit_code == 1
     assert "Error: layer 3: [it] went wrong. Expected 1, got 2. Usual cause: a test" in result.stderr
@@ -111,7 +111,7 @@ def test_debug_lets_the_error_through_on_either_side_of_the_command(
     invoke: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
     error = npu_replay.ReplayError("wrong")
-    monkeypatch.setattr(sys.modules["npu_replay.bench"], "main", raising(error))
+    monkeypatch.setattr(sys.modules["npu_replay.bench.run"], "main", raising(error))
     assert invoke(*arguments).exception is error
 
 
@@ -120,7 +120,7 @@ def test_a_missing_package_leads_to_doctor(
     invoke: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = ModuleNotFoundError("No module named 'einops'")
-    monkeypatch.setattr(sys.modules["npu_replay.bench"], "main", raising(error))
+    monkeypatch.setattr(sys.modules["npu_replay.bench.run"], "main", raising(error))
     result = invoke("bench")
     assert result.exit_code == 1
     assert "No module named 'einops'" in result.stderr
@@ -132,7 +132,7 @@ def test_a_fault_of_ours_keeps_its_traceback(
     invoke: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = ZeroDivisionError()
-    monkeypatch.setattr(sys.modules["npu_replay.bench"], "main", raising(error))
+    monkeypatch.setattr(sys.modules["npu_replay.bench.run"], "main", raising(error))
     assert invoke("bench").exception is error
 
 

@@ -12,9 +12,9 @@ import torch
 from typer.testing import CliRunner, Result
 
 from npu_replay import ReplayError, RoutedExperts, RouteStore, fingerprint
-from npu_replay.commands import app
-from npu_replay.comparing import Comparison, compare_paths, percent
+from npu_replay.cli.commands import app
 from npu_replay.errors import InvalidRoutes
+from npu_replay.inspection.compare import Comparison, compare_paths, percent
 
 TOKENS, LAYERS, EXPERTS, TOPK = 100, (1, 2, 5), 16, 4
 

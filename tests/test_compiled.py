@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import npu_replay
-from npu_replay import compiled, routers
+from npu_replay import routers
 from npu_replay.errors import RouterError
+from npu_replay.sessions import compiled
 from toys import ToyModel, ToyRouters, tokens
 
 

@@ -11,7 +11,7 @@ import torch
 
 import npu_replay
 from npu_replay import ReplayError, routers
-from npu_replay.compat import router_replay
+from npu_replay.compat.megatron_backports import router_replay
 from toys import HIDDEN, ToyModel, ToyRouters
 
 TEXT = (Path(__file__).parents[1] / "docs" / "errors.md").read_text(encoding="utf-8")

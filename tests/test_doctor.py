@@ -16,13 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from npu_replay import doctor, routers, self_test
+from npu_replay import routers
 from npu_replay.compat import probe
 from npu_replay.compat.probe import Product
-from npu_replay.doctor import diagnose
-from npu_replay.self_test import Outcome
-from npu_replay.timeline import Timeline
-from npu_replay.trial_import import Trial
+from npu_replay.doctor import diagnose as doctor
+from npu_replay.doctor import self_test
+from npu_replay.doctor.diagnose import diagnose
+from npu_replay.doctor.self_test import Outcome
+from npu_replay.doctor.trial_import import Trial
+from npu_replay.sessions.micro_batches import Timeline
 
 # Keeps a package from being found, wherever it is installed.
 HIDE = """
@@ -265,7 +267,7 @@ def test_a_recompute_that_cannot_be_told_is_a_fault(
     machine: dict[str, Product], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine["transformers"] = Product("transformers", True, "5.23.0")
-    monkeypatch.setattr("npu_replay.recompute.probe", lambda: "a name is gone")
+    monkeypatch.setattr("npu_replay.sessions.recompute.probe", lambda: "a name is gone")
     assert any("a name is gone" in problem for problem in problems())
 
 
@@ -360,7 +362,9 @@ def test_megatron_is_imported_as_jobs_with_mindspeed_do_and_whose_fault_it_is_is
     fault: list[str],
 ) -> None:
     machine["mindspeed"] = Product("mindspeed", True, "0.12.1", "/nowhere")
-    monkeypatch.setattr("npu_replay.compat.mindspeed.find", lambda name: name)  # a source tree of Megatron-LM
+    monkeypatch.setattr(
+        "npu_replay.compat.mindspeed.features.find", lambda name: name
+    )  # a source tree of Megatron-LM
     fails.update(dict.fromkeys(broken, EINOPS))
     assert problems() == fault
 

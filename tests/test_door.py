@@ -17,11 +17,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from npu_replay import Rollout, RoutedExperts, RouteStore, Turn, fingerprint
-from npu_replay.door import Fault, Source, Symptom, admit
 from npu_replay.errors import InvalidRoutes
-from npu_replay.id_checks import Array
-from npu_replay.inspecting import inspect
-from npu_replay.routed_model import RoutedModel
+from npu_replay.inspection.inspection import inspect
+from npu_replay.rollout.admit import Fault, Source, Symptom, admit
+from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.routes.checks import Array
 
 DTYPES = ["u1", "u2", "i2", "i4", "i8", "u8", ">i4", ">u2"]
 

@@ -19,8 +19,9 @@ from torch.utils.checkpoint import (
 )
 
 import npu_replay
-from npu_replay import RoutedExperts, recompute, routers
+from npu_replay import RoutedExperts, routers
 from npu_replay.errors import MicroBatchError, RecomputeError
+from npu_replay.sessions import recompute
 from toys import EXPERTS, ROWS, TOPK, ToyLayer, ToyModel, ToyRouter, ToyRouters, plain, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

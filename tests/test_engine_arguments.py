@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from npu_replay import ReplayError
-from npu_replay.engine_arguments import EngineArguments
+from npu_replay.rollout.launch import EngineArguments
 
 PLAN = {
     "enable_return_routed_experts": True,

@@ -18,12 +18,13 @@ from hypothesis.extra import numpy as arrays_of
 
 import sglang_outputs
 import vllm_outputs
-from npu_replay import RoutedExperts, array_text, fingerprint
-from npu_replay.compat.sglang import from_sglang
-from npu_replay.compat.vllm import from_vllm
-from npu_replay.door import Source, admit
+from npu_replay import RoutedExperts, fingerprint
+from npu_replay.compat.sglang.decode import from_sglang
+from npu_replay.compat.vllm.decode import from_vllm
 from npu_replay.errors import InvalidRoutes, ReplayError
-from npu_replay.routed_model import RoutedModel
+from npu_replay.rollout import payloads
+from npu_replay.rollout.admit import Source, admit
+from npu_replay.rollout.model_config import RoutedModel
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -209,7 +210,7 @@ def test_a_broken_npy_is_read_or_refused(data: st.DataObject, most: int, order: 
     good = base64.b64decode(vllm_outputs.npy(array))
     bad = data.draw(broken_bytes(good) | st.binary(max_size=60).map(lambda tail: good[:10] + tail))
     try:
-        found = array_text.from_npy(bad, source=SOURCE, most=most)
+        found = payloads.from_npy(bad, source=SOURCE, most=most)
     except InvalidRoutes:
         return
     assert found.ndim == 3
@@ -224,7 +225,7 @@ def test_broken_base64_is_decoded_or_refused(data: st.DataObject, most: int) -> 
     good = base64.b64encode(bytes(range(30))).decode()
     text = data.draw(broken_text(good) | TEXTS | st.text(max_size=12) | JUNK)
     try:
-        found = array_text.from_base64(text, source=SOURCE, most=most)
+        found = payloads.from_base64(text, source=SOURCE, most=most)
     except InvalidRoutes:
         return
     assert len(found) <= most + 3
@@ -235,7 +236,7 @@ def test_broken_base64_is_decoded_or_refused(data: st.DataObject, most: int) -> 
 @given(value=broken(np.arange(24).reshape(4, 3, 2).tolist()) | JUNK)
 def test_broken_lists_are_read_or_refused(value: Any) -> None:
     try:
-        found = array_text.from_lists(value, source=SOURCE, most=(5, 3, 2))
+        found = payloads.from_lists(value, source=SOURCE, most=(5, 3, 2))
     except InvalidRoutes:
         return
     assert found.dtype == np.int64

@@ -21,11 +21,11 @@ import npu_replay
 import sglang_outputs
 import vllm_outputs
 from npu_replay import Rollout, RoutedExperts, TokenLayout, Turn, fingerprint, routers
-from npu_replay.compat.sglang import from_sglang
-from npu_replay.compat.vllm import from_vllm
-from npu_replay.id_checks import Array
-from npu_replay.releases import release
-from npu_replay.routed_model import RoutedModel
+from npu_replay.compat.sglang.decode import from_sglang
+from npu_replay.compat.vllm.decode import from_vllm
+from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.rollout.releases import release
+from npu_replay.routes.checks import Array
 
 transformers.logging.set_verbosity_error()
 

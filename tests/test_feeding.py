@@ -9,9 +9,9 @@ import torch
 
 import npu_replay
 from npu_replay import RoutedExperts, routers
-from npu_replay.deferring import DeferringFeed, DeferringTap
 from npu_replay.errors import MicroBatchError, NoEffect, ReplayError, RouterError
-from npu_replay.feeding import Feed, Tap
+from npu_replay.sessions.deferred import DeferringFeed, DeferringTap
+from npu_replay.sessions.stepwise import Feed, Tap
 from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, hooks, run, same, tokens
 
 

@@ -29,10 +29,10 @@ from npu_replay import (
     RouteStore,
     TokenLayout,
     Turn,
-    route_bytes,
-    route_file,
 )
-from npu_replay.inspecting import inspect
+from npu_replay.inspection.inspection import inspect
+from npu_replay.routes import file as route_file
+from npu_replay.routes import wire as route_bytes
 
 SECONDS = 10
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_replay import id_checks
-from npu_replay.id_checks import Array
+from npu_replay.routes import checks as id_checks
+from npu_replay.routes.checks import Array
 
 DTYPES = ["u1", "u2", "i2", "i4", "i8", ">i4"]
 LAYOUTS = ["plain", "read-only", "by column", "every second column", "last row first", "of a wider array"]

@@ -6,11 +6,8 @@ import ast
 import importlib
 import json
 import os
-import re
 import subprocess
 import sys
-from fnmatch import filter as fnmatch_filter
-from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,14 +15,18 @@ from typing import Any
 import pytest
 
 import npu_replay
-from npu_replay import installing, routers
+from npu_replay import routers
+from npu_replay.compat.patching import install as installing
+from test_house import imported
 
 PACKAGE = Path(npu_replay.__file__).parent
 COMPAT = Path(npu_replay.compat.__file__).parent
 AT_IMPORT = {
-    *("compat", "compat.import_hook", "compat.patching", "compat.undoing", "errors", "installing", "later"),
-    *("torch_loading", "fingerprint", "token_ids", "parallel_layout", "decoder_layers", "routers", "marking"),
-    "beside",
+    *("beside", "errors", "lazy", "routers", "torch_loading"),
+    *("parallel", "parallel.parallel_layout", "parallel.pipeline_layers"),
+    *("routes", "routes.checks", "routes.fingerprint", "routes.token_ids"),
+    *("compat", "compat.patching", "compat.patching.import_hook", "compat.patching.install"),
+    "compat.patching.patches",
 }
 """All of npu_replay that its import brings."""
 NOT_IMPORTED = (
@@ -44,48 +45,16 @@ NOT_IMPORTED = (
     "typer",
     "rich",
 )
-# The face: what a user calls. Everything else in the package is the core.
-FACE = {
-    "__init__",
-    "__main__",
-    "bench",
-    "bench_decode",
-    "bench_gather",
-    "bench_import",
-    "captured",
-    "cli",
-    "commands",
-    "comparing",
-    "devices",
-    "doctor",
-    "inspect_report",
-    "inspecting",
-    "installing",
-    "opening",
-    "plots",
-    "reporting",
-    "smoke",
-    "smoke_checks",
-    "smoke_job",
-    "smoke_model",
-    "smoke_options",
-    "smoke_report",
-    "smoke_witness",
-    "trial_import",
-}
-CORE = sorted(path for path in PACKAGE.glob("*.py") if path.stem not in FACE)
-
-
-def imported(source: Path) -> set[str]:
-    """Every module that a file imports, at its top or anywhere else, in full."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{source.name} imports relatively"
-            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return names
+CORE = sorted(
+    [
+        PACKAGE / "routers.py",
+        *(
+            path
+            for room in ("routes", "sessions", "parallel", "rollout")
+            for path in (PACKAGE / room).glob("*.py")
+        ),
+    ]
+)
 
 
 def answer(code: str, path: Path | None = None, **environment: str) -> Any:
@@ -117,13 +86,13 @@ def test_importing_and_reporting_imports_no_framework() -> None:
     code = f"""
 import npu_replay
 str(npu_replay.report())
-import npu_replay.cli, npu_replay.self_test
+import npu_replay.cli, npu_replay.doctor.self_test
 print(json.dumps([name for name in {NOT_IMPORTED} if name in sys.modules]))
 """
     assert answer(code) == []
 
 
-@pytest.mark.parametrize("first", ["", "import npu_replay.collecting, npu_replay.cli, npu_replay.self_test"])
+@pytest.mark.parametrize("first", ["", "import npu_replay.routes.fingerprint, npu_replay.cli.commands"])
 def test_every_public_name_is_what_its_module_has(first: str) -> None:
     """fingerprint is a module and a function: whoever imports the module mustn't take the function away."""
     code = f"""
@@ -145,7 +114,7 @@ def test_a_name_is_the_same_object_wherever_it_is_taken_from() -> None:
 def test_type_checkers_are_told_the_same_as_a_running_program() -> None:
     homes = {name: f"npu_replay.{home}" for name, home in npu_replay._HOMES.items()}
     assert under_type_checking(npu_replay) == homes
-    modules = {path.stem for path in COMPAT.glob("*.py")} - {"__init__"}
+    modules = {one.name for one in pkgutil.iter_modules(npu_replay.compat.__path__)}
     assert set(npu_replay.compat.__all__) == set(under_type_checking(npu_replay.compat)) == modules
     assert set(dir(npu_replay.compat)) >= modules
 
@@ -170,12 +139,12 @@ print(json.dumps([len(found), len(set(found))]))
     assert answer(code) == [8, 1]
 
 
-@pytest.mark.parametrize("first", ["npu_replay", "npu_replay.session", "npu_replay.routers"])
+@pytest.mark.parametrize("first", ["npu_replay", "npu_replay.sessions.session", "npu_replay.routers"])
 def test_routers_of_all_products_are_known_whatever_is_imported_first(first: str) -> None:
     code = f"""
 import {first}
 from npu_replay import routers
-before = "npu_replay.compat.megatron" in sys.modules
+before = "npu_replay.compat.megatron.routers" in sys.modules
 print(json.dumps([before, [type(kind).__name__ for kind in routers._registered()], routers.kinds()]))
 """
     kinds = ["MegatronRouters", "TransformersRouters"]
@@ -248,45 +217,12 @@ def test_turned_off_no_shim_is_imported_at_all(product: str, tmp_path: Path, ord
 def test_every_shim_can_be_installed() -> None:
     for shims in installing._SHIMS.values():
         for shim in shims:
-            assert callable(getattr(npu_replay.compat, shim).install)
-
-
-@pytest.mark.parametrize("source", CORE, ids=lambda path: path.stem)
-def test_the_core_imports_no_compat_and_no_face(source: Path) -> None:
-    names = imported(source)
-    assert not any(name.split(".")[:2] == ["npu_replay", "compat"] for name in names)
-    assert not {f"npu_replay.{module}" for module in FACE} & names
+            assert callable(importlib.import_module(f"npu_replay.compat.{shim}").install)
 
 
 @pytest.mark.parametrize("source", CORE, ids=lambda path: path.stem)
 def test_the_core_needs_torch_and_numpy_alone(source: Path) -> None:
     allowed = sys.stdlib_module_names | {"torch", "numpy", "npu_replay"}
-    if source.stem in ("route_file", "route_store"):
+    if source.parent.name == "routes":
         allowed |= {"safetensors"}  # on use, with an error that says how to get it
     assert {name.partition(".")[0] for name in imported(source)} <= allowed
-
-
-def test_compat_imports_no_face() -> None:
-    for source in COMPAT.rglob("*.py"):
-        assert not {f"npu_replay.{module}" for module in FACE} & imported(source), source.name
-
-
-def test_the_architecture_page_has_a_room_for_every_module() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
-    table = "".join(line for line in page.splitlines() if line.startswith("|"))
-    rooms = {name.rpartition("/")[2] for name in re.findall(r"`([\w/*]+\.py)`", table)}
-    modules = {path.name for folder in (PACKAGE, COMPAT) for path in folder.glob("[!_]*.py")}
-    assert {name for name in modules if not any(fnmatch(name, room) for room in rooms)} == set()
-    assert {room for room in rooms if not fnmatch_filter(modules, room)} == set()
-
-
-def test_no_module_in_compat_imports_its_product_at_its_top() -> None:
-    for source in COMPAT.rglob("*.py"):
-        for node in ast.parse(source.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.Import):
-                names = {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                names = {str(node.module).partition(".")[0]}
-            else:
-                continue
-            assert not names & set(NOT_IMPORTED), source.name

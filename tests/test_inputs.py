@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 import npu_replay
-from npu_replay import RoutedExperts, TokenLayout, fingerprint, layout, routers
+from npu_replay import RoutedExperts, TokenLayout, fingerprint, routers
 from npu_replay.errors import MicroBatchError, ReplayError, RouterError
+from npu_replay.parallel import token_layout
 from toys import EXPERTS, HIDDEN, TOPK, ToyModel, ToyRouter, ToyRouters, hooks
 
 BATCH, LENGTH, VOCAB = 3, 6, 50
@@ -24,7 +25,7 @@ BATCH, LENGTH, VOCAB = 3, 6, 50
 @pytest.fixture(autouse=True)
 def toy_routers() -> Iterator[None]:
     routers.register("toy", ToyRouters())
-    layout._say_unchecked.cache_clear()
+    token_layout._say_unchecked.cache_clear()
     yield
     routers.unregister("toy")
 
@@ -284,9 +285,9 @@ def test_preprocessing_that_feeds_a_part_of_each_sequence_is_no_error(cut: str) 
     def feed(sequences: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat([one[:-1] if cut == "the last token" else one[: len(one) // 2] for one in sequences])
 
-    layout = TokenLayout.from_probe(feed, [6, 4], fingerprints=marks)
+    token_layout = TokenLayout.from_probe(feed, [6, 4], fingerprints=marks)
     model = Embedded()
-    with npu_replay.replay(model, [layout.gather(routes)]):
+    with npu_replay.replay(model, [token_layout.gather(routes)]):
         model(feed([torch.from_numpy(one) for one in tokens])[None])
 
 

@@ -20,12 +20,13 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 import npu_replay
-from npu_replay import ReplayError, RoutedExperts, RouteStore, fingerprint, opening
-from npu_replay.commands import app
-from npu_replay.compat.vllm import from_vllm
+from npu_replay import ReplayError, RoutedExperts, RouteStore, fingerprint
+from npu_replay.cli.commands import app
+from npu_replay.compat.vllm.decode import from_vllm
 from npu_replay.errors import InvalidRoutes
-from npu_replay.inspecting import Inspection, inspect
-from npu_replay.route_view import STUCK_ROWS, Cell, Tally, View, cells
+from npu_replay.inspection import files as opening
+from npu_replay.inspection.inspection import Inspection, inspect
+from npu_replay.inspection.route_view import STUCK_ROWS, Cell, Tally, View, cells
 
 PROMPT, TOKENS, LAYERS, EXPERTS, TOPK = 90, 120, 8, 32, 4
 CONFIG = {
@@ -706,7 +707,7 @@ def test_the_picture_shows_what_is_wrong(
     fault: Callable[[Any], None],
     marks: dict[int, dict[str, int]],
 ) -> None:
-    from npu_replay import plots
+    from npu_replay.inspection import plots
 
     colours = {
         Cell[word.upper()]: plots._CELLS[Cell[word.upper()]] for what in marks.values() for word in what
@@ -808,7 +809,7 @@ def test_views_of_other_layers_and_sizes_add_up() -> None:
 
 
 def test_one_bad_row_of_thousands_is_drawn() -> None:
-    from npu_replay.plots import _WIDEST, _narrowed
+    from npu_replay.inspection.plots import _WIDEST, _narrowed
 
     found = np.full((10_007, 3), Cell.GOOD, np.uint8)
     found[5000, 1] = Cell.ZEROS  # not one that is the first of its neighbours

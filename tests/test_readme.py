@@ -11,9 +11,11 @@ import tomllib
 import torch
 
 import vllm_outputs
-from npu_replay import RoutedModel, cli, commands, reporting
-from npu_replay.compat import vllm_releases
+from npu_replay import RoutedModel, cli
+from npu_replay.cli import commands
+from npu_replay.compat.vllm import faults
 from npu_replay.demo.rollout import qwen3_moe
+from npu_replay.doctor import report
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -79,16 +81,16 @@ def test_the_versions_are_those_of_the_package_and_of_doctor() -> None:
     assert "torch>=2.7" in project["dependencies"]
     assert "| torch 2.7 to 2.13, Python 3.11 and 3.12; 3.10 installs |" in TEXT
     assert project["requires-python"] == ">=3.10"
-    facts = reporting.TorchFacts("2.3.0", "it doesn't tell", "", 0)
-    assert "2.7 to 2.13" in reporting._recompute(facts).remedy
+    facts = report.TorchFacts("2.3.0", "it doesn't tell", "", 0)
+    assert "2.7 to 2.13" in report._recompute(facts).remedy
     assert "torch from 2.7 on" in (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
     script = (ROOT / "ci" / "environment.sh").read_text(encoding="utf-8")
     assert "version_info < (3, 11)" in script
 
 
 def test_what_it_says_of_vllm_is_what_the_decoder_says() -> None:
-    assert vllm_releases.FIRST == "0.14.0"
-    assert vllm_releases._NO_HTTP.until == "0.21.0"
+    assert faults.FIRST == "0.14.0"
+    assert faults._NO_HTTP.until == "0.21.0"
     assert "vLLM from 0.14 on but 0.15, over HTTP from 0.21 on" in R3
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from npu_replay import recompute
+from npu_replay.sessions import recompute
 
 
 @pytest.fixture(params=["hooks told", "hooks not told"], autouse=True)

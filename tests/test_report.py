@@ -11,11 +11,13 @@ import pytest
 import torch
 
 import npu_replay
-from npu_replay import recompute, reporting, routers
-from npu_replay.compat import patching
-from npu_replay.compat.patching import Patches
+from npu_replay import routers
+from npu_replay.compat.patching import patches as patching
+from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.probe import Product
-from npu_replay.reporting import Report, TorchFacts
+from npu_replay.doctor import report as reporting
+from npu_replay.doctor.report import Report, TorchFacts
+from npu_replay.sessions import recompute
 from toys import ToyModel, ToyRouter, ToyRouters, tokens
 
 

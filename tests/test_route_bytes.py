@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from npu_replay import ReplayError, RoutedExperts
 from npu_replay.errors import InvalidRoutes, RouteFileError
-from npu_replay.route_bytes import MAGIC, digest, header, packed
+from npu_replay.routes.wire import MAGIC, digest, header, packed
 
 
 def routes(tokens: int = 5, experts: int = 8, **changes: Any) -> RoutedExperts:

@@ -18,9 +18,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from npu_replay import ReplayError, RoutedExperts, RouteStore, route_bytes, route_file
+from npu_replay import ReplayError, RoutedExperts, RouteStore
 from npu_replay.errors import InvalidRoutes, RouteFileError
-from npu_replay.tensor_file import TensorFile
+from npu_replay.routes import file as route_file
+from npu_replay.routes import wire as route_bytes
+from npu_replay.routes.tensor_file import TensorFile
 
 
 def routes(tokens: int = 5, experts: int = 8, **changes: Any) -> RoutedExperts:

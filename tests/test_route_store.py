@@ -17,16 +17,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from npu_replay import (
-    ReplayError,
-    RoutedExperts,
-    RouteStore,
-    fingerprint,
-    route_bytes,
-    route_file,
-    route_store,
-)
+from npu_replay import ReplayError, RoutedExperts, RouteStore, fingerprint
 from npu_replay.errors import InvalidRoutes, RouteFileError
+from npu_replay.routes import file as route_file
+from npu_replay.routes import store as route_store
+from npu_replay.routes import wire as route_bytes
 from test_route_file import go_on, hanging_writer
 
 

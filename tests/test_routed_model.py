@@ -14,7 +14,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from npu_replay import ReplayError, routers
-from npu_replay.routed_model import RoutedModel
+from npu_replay.rollout.model_config import RoutedModel
 
 transformers.logging.set_verbosity_error()
 

@@ -11,8 +11,9 @@ import torch
 from torch import topk as topk_taken_early
 
 import npu_replay
-from npu_replay import RoutedExperts, routers, seam, session
+from npu_replay import RoutedExperts, routers
 from npu_replay.errors import NoEffect
+from npu_replay.sessions import seam, session
 from toys import EXPERTS, ROWS, TOPK, Select, ToyModel, ToyRouter, ToyRouters, run, same, tokens
 
 Scores = torch.Tensor

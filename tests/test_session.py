@@ -25,8 +25,9 @@ from torch.utils.checkpoint import (
 )
 
 import npu_replay
-from npu_replay import RoutedExperts, TokenLayout, recompute, routers, staging
+from npu_replay import RoutedExperts, TokenLayout, routers
 from npu_replay.errors import MicroBatchError, NoEffect, RecomputeError, ReplayError, RouterError
+from npu_replay.sessions import recompute, staging
 from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, hooks, run, same, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

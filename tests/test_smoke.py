@@ -13,12 +13,13 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from npu_replay import smoke, smoke_job
-from npu_replay.commands import app
-from npu_replay.smoke_job import Verdict, first_to_fail
-from npu_replay.smoke_model import Split
-from npu_replay.smoke_options import HELP, Options, parse
-from npu_replay.smoke_report import FAIL, PASS, SKIP, Report, Result
+from npu_replay.cli.commands import app
+from npu_replay.smoke import job
+from npu_replay.smoke import run as smoke
+from npu_replay.smoke.job import Verdict, first_to_fail
+from npu_replay.smoke.model import Split
+from npu_replay.smoke.options import HELP, Options, parse
+from npu_replay.smoke.report import FAIL, PASS, SKIP, Report, Result
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_it_runs_where_typer_and_rich_are_missing() -> None:
 def test_a_start_that_fails_is_a_result_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(smoke_job, "import_mindspeed", lambda: 1 / 0)
+    monkeypatch.setattr(job, "import_mindspeed", lambda: 1 / 0)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from npu_replay.smoke import _asked
-from npu_replay.smoke_model import Split
-from npu_replay.smoke_options import Options
-from npu_replay.smoke_report import FAIL, PASS, SKIP, Report, Result
+from npu_replay.smoke.model import Split
+from npu_replay.smoke.options import Options
+from npu_replay.smoke.report import FAIL, PASS, SKIP, Report, Result
+from npu_replay.smoke.run import _asked
 
 ROOT = Path(__file__).parents[1]
 

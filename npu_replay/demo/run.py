@@ -17,7 +17,7 @@ from npu_replay.demo import megatron_model, trainer, weights
 from npu_replay.demo.rollout import qwen3_moe, roll_out
 from npu_replay.devices import megatron_on, one_thread, pick
 from npu_replay.errors import ReplayError
-from npu_replay.route_file import check_place, write_whole
+from npu_replay.routes.file import check_place, write_whole
 
 JSON, PNG = "demo.json", "demo.png"
 
@@ -33,8 +33,8 @@ def main(*, device: str, steps: int, out: Path, seed: int, force: bool) -> dict[
         check_place(_made(out) / name, overwrite=force)
     from rich.console import Console
 
-    from npu_replay import plots
     from npu_replay.demo import tables
+    from npu_replay.inspection import plots
 
     console = Console()
     with contextlib.ExitStack() as stack:

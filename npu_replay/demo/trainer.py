@@ -14,7 +14,7 @@ import npu_replay
 from npu_replay import RoutedExperts, TokenLayout
 from npu_replay.demo import megatron_model
 from npu_replay.demo.rollout import PROMPT, Sample
-from npu_replay.mismatch import differing_token_layers
+from npu_replay.routes.mismatch import differing_token_layers
 
 MICRO_BATCHES = 2
 LEARNING_RATE = 1e-5

@@ -17,7 +17,7 @@ import npu_replay
 import upstream_loop
 from megatron_cases import SIGMOID_BIAS, Trainer, build, perturbed, routers, same
 from npu_replay import RoutedExperts
-from npu_replay.compat import aux_losses
+from npu_replay.compat.megatron import aux_losses
 from npu_replay.errors import ReplayError
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 import npu_replay
-from npu_replay import bench, bench_decode, bench_gather, seam, session
+from npu_replay.bench import decode as bench_decode
+from npu_replay.bench import gather as bench_gather
+from npu_replay.bench import run as bench
+from npu_replay.sessions import seam, session
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 

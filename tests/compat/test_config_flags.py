@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from npu_replay.compat import config_flags
-from npu_replay.compat.config_flags import FLAGS, REPLAY
-from npu_replay.compat.patching import Patches
+from npu_replay.compat.megatron import config_flags
+from npu_replay.compat.megatron.config_flags import FLAGS, REPLAY
+from npu_replay.compat.patching.patches import Patches
 from npu_replay.errors import ReplayError
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]

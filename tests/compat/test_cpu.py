@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from npu_replay.compat import cpu, patching
+from npu_replay.compat import cpu
+from npu_replay.compat.patching import patches
 
 OWNERS = (torch, torch.cuda, torch.Tensor, dist)
 
@@ -33,12 +34,12 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_cuda")
 def test_everything_that_was_lent_is_taken_back() -> None:
-    before, applied = snapshot(*OWNERS), patching.applied()  # other shims may be on
+    before, applied = snapshot(*OWNERS), patches.applied()  # other shims may be on
     with cpu.lend():
         assert not same(before, snapshot(*OWNERS))
-        assert patching.applied() != applied
+        assert patches.applied() != applied
     assert same(before, snapshot(*OWNERS))
-    assert patching.applied() == applied
+    assert patches.applied() == applied
 
 
 @pytest.mark.usefixtures("no_cuda")

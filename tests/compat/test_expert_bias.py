@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 
 import megatron_cases as cases
 import npu_replay
-from npu_replay.compat import expert_bias, router_methods
-from npu_replay.compat.patching import Patches
+from npu_replay.compat.megatron_backports import expert_bias, router_methods
+from npu_replay.compat.patching.patches import Patches
 from npu_replay.demo import megatron_model
 
 MASKS = {
@@ -191,7 +191,7 @@ def counts_right(router: Any, shape: tuple[int, int]) -> bool:
 
 @pytest.mark.megatron
 def test_each_router_gets_it_as_it_is_built_and_gives_it_back(router: Any) -> None:
-    npu_replay.installing.install()
+    npu_replay.compat.patching.install.install()
     built = type(router)(**arguments(router))
     wrong = hasattr(built, "_apply_expert_bias") and expert_bias.wants_column(type(built)._apply_expert_bias)
     assert ("_apply_expert_bias" in vars(built)) == wrong
@@ -261,7 +261,7 @@ def same(a: Any, b: Any) -> bool:
 @pytest.mark.usefixtures("megatron")
 def test_a_padding_mask_passes_through_record_and_replay(variant: str, recompute: str | None) -> None:
     """T7: routing functions of frameworks' own drop it, or fail on it."""
-    npu_replay.installing.install()
+    npu_replay.compat.patching.install.install()
     trainer = Padded(cases.build(VARIANTS[variant], recompute).model, None)
     if not takes_mask(cases.routers(trainer.model)[0].module):
         trainer.mask = padding(cases.LENGTH, cases.BATCH).T

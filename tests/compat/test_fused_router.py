@@ -12,7 +12,7 @@ import fused_kernel
 import npu_replay
 from fused_kernel import FUSION
 from megatron_cases import CAPACITY, FULL, SIGMOID_BIAS, build, perturbed, same
-from npu_replay.compat import fused_router
+from npu_replay.compat.megatron import fused_router
 from npu_replay.errors import NoEffect, RecomputeError
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from npu_replay.compat import import_hook
+from npu_replay.compat.patching import import_hook
 from npu_replay.errors import ReplayError
 
 NAME = "waited_for"
@@ -185,7 +185,7 @@ def said(product: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
     monkeypatch.setattr(import_hook, "said", said, raising=False)
     (product / "__init__.py").write_text(
-        "from npu_replay.compat.import_hook import said\nsaid.append('code')\n"
+        "from npu_replay.compat.patching.import_hook import said\nsaid.append('code')\n"
     )
     (product / "inner.py").write_text("value = 1\n")
     return said

@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 from torch import nn
 
-from npu_replay.compat.live_objects import alive
+from npu_replay.compat.patching.live_objects import alive
 
 
 class Router(nn.Module):

@@ -14,7 +14,7 @@ from torch import nn
 
 import npu_replay
 from npu_replay import DecoderLayers, ParallelLayout, ReplayError
-from npu_replay.compat import megatron_layout
+from npu_replay.compat.megatron import parallel_state as megatron_layout
 from npu_replay.demo import megatron_model
 from npu_replay.devices import pick
 from npu_replay.errors import RouterError

@@ -13,7 +13,7 @@ import torch
 
 import npu_replay
 from megatron_cases import Trainer, build, hooks_left, perturbed, routers, same
-from npu_replay.compat.mindspeed import capability
+from npu_replay.compat.mindspeed.features import capability
 from npu_replay.compat.probe import Capability, Product
 from npu_replay.errors import RouterError
 from npu_replay.routers import functions

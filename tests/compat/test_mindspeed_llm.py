@@ -22,7 +22,7 @@ import mindspeed_llm_routing as mindspeed
 import npu_replay
 from megatron_cases import DEVICE, RECOMPUTE, Trainer, hooks_left, perturbed, random_routes, routers, same
 from npu_replay import DecoderLayers, ParallelLayout, ReplayError, RoutedExperts
-from npu_replay.compat import mindspeed_llm
+from npu_replay.compat.mindspeed import llm
 from npu_replay.demo import megatron_model
 from npu_replay.errors import NoEffect, RouterError
 
@@ -273,9 +273,9 @@ def test_a_map_that_is_still_under_way_is_refused_with_the_flag_to_change(
         vars(router.config).update(changes)
         if refused:
             with pytest.raises(RouterError, match=r"the path.*moe_permutation_async_comm=False"):
-                mindspeed_llm.refuse(router, "the path")
+                llm.refuse(router, "the path")
         else:
-            mindspeed_llm.refuse(router, "the path")
+            llm.refuse(router, "the path")
 
 
 def test_groups_that_cannot_be_told_from_experts_are_refused(build: Callable[..., Trainer]) -> None:
@@ -350,8 +350,8 @@ def test_a_router_that_megatron_routes_is_none_of_mindspeed_llms(monkeypatch: py
     tower = Tower(megatron_model.config())
     router = tower.routers[0]
     router.routing_type = "sparsemixer_topk"
-    assert not mindspeed_llm.routes(router)
-    mindspeed_llm.refuse(router, "")
+    assert not llm.routes(router)
+    llm.refuse(router, "")
 
     @wraps(mindspeed.stand_in_routing)
     def outer(*args: Any) -> Any:
@@ -360,9 +360,9 @@ def test_a_router_that_megatron_routes_is_none_of_mindspeed_llms(monkeypatch: py
     monkeypatch.setattr(mindspeed.stand_in_routing, "__module__", mindspeed.ROUTER)
     outer.__module__ = "somebody.else"
     monkeypatch.setattr(TopKRouter, "routing", outer)
-    assert mindspeed_llm.routes(router)
+    assert llm.routes(router)
     with pytest.raises(RouterError, match="sparsemixer_topk"):
-        mindspeed_llm.refuse(router, "")
+        llm.refuse(router, "")
     assert "mindspeed_llm" not in sys.modules
 
 
@@ -376,12 +376,12 @@ def test_a_hash_layer_is_left_alone_and_the_others_are_replayed(
     tower = Tower(config, recompute=recompute).to(DEVICE)
     if not hasattr(tower.routers[0], "hash"):
         pytest.skip("this MindSpeed-LLM has no hash layers")
-    assert [mindspeed_llm.looks_up(router) for router in tower.routers] == [True, True, False, False]
+    assert [llm.looks_up(router) for router in tower.routers] == [True, True, False, False]
     untouched = tower.run(HIDDEN, TOKENS.t())
     with npu_replay.record(tower) as recording:
         assert same(tower.run(HIDDEN, TOKENS.t()), untouched)
     assert recording.routes[0].layers == (2, 3)
-    assert DecoderLayers(4, moe_layer_freq=mindspeed_llm.layer_kinds(config)).moe == (2, 3)
+    assert DecoderLayers(4, moe_layer_freq=llm.layer_kinds(config)).moe == (2, 3)
     with npu_replay.replay(tower, recording.routes):
         assert same(tower.run(HIDDEN, TOKENS.t()), untouched)
     ids = torch.rand(24, 4, 8, generator=torch.Generator().manual_seed(5)).topk(2).indices
@@ -397,12 +397,12 @@ def test_a_layer_that_is_called_hashed_but_chooses_by_its_scores_is_replayed(
     """MindSpeed-LLM looks up only with sqrtsoftplus."""
     config = configured(Case("none", {"n_hash_layers": 2}), monkeypatch, source)
     tower = Tower(config)
-    assert not any(mindspeed_llm.looks_up(router) for router in tower.routers)
+    assert not any(llm.looks_up(router) for router in tower.routers)
     for router in tower.routers:
         router.config.moe_router_score_function, router.hash = "sqrtsoftplus", False
-    assert not any(mindspeed_llm.looks_up(router) for router in tower.routers)
+    assert not any(llm.looks_up(router) for router in tower.routers)
     config.moe_router_score_function = "softmax"
-    assert mindspeed_llm.layer_kinds(config) == 1
+    assert llm.layer_kinds(config) == 1
 
 
 def test_experts_without_weights_are_experts_like_the_others(
@@ -462,7 +462,7 @@ def test_dense_layers_are_those_that_mindspeed_llm_builds(
     config = SimpleNamespace(
         num_layers=8, first_k_dense_replace=first, moe_layer_freq=every, noop_layers=noop
     )
-    kinds = mindspeed_llm.layer_kinds(config)
+    kinds = llm.layer_kinds(config)
     assert list(DecoderLayers(8, moe_layer_freq=kinds).moe) == built_by_mindspeed_llm(config)
 
 
@@ -481,21 +481,21 @@ def test_dense_layers_are_those_that_mindspeed_llm_builds(
 def test_megatrons_own_words_stay_and_noop_layers_have_no_router(
     config: dict[str, Any], kinds: object
 ) -> None:
-    assert mindspeed_llm.layer_kinds(SimpleNamespace(num_layers=4, **config)) == kinds
+    assert llm.layer_kinds(SimpleNamespace(num_layers=4, **config)) == kinds
 
 
 @pytest.mark.parametrize("noop", ["three", 2.5j, ["x"]])
 def test_noop_layers_that_cannot_be_read_are_an_error(noop: Any) -> None:
     with pytest.raises(ReplayError, match="noop_layers can't be read"):
-        mindspeed_llm.layer_kinds(SimpleNamespace(num_layers=4, moe_layer_freq=1, noop_layers=noop))
+        llm.layer_kinds(SimpleNamespace(num_layers=4, moe_layer_freq=1, noop_layers=noop))
 
 
 @pytest.mark.parametrize("given", ["1,3", [1, 3]])
 def test_a_pipeline_with_a_list_of_layers_is_dealt_out_by_it(given: Any) -> None:
     config = SimpleNamespace(num_layer_list=given)
-    decoder = DecoderLayers(4, table=mindspeed_llm.pipeline_table(config))
+    decoder = DecoderLayers(4, table=llm.pipeline_table(config))
     assert [decoder.stage(2, 1, rank, 0) for rank in range(2)] == [(0,), (1, 2, 3)]
-    assert mindspeed_llm.pipeline_table(SimpleNamespace(num_layer_list=None)) is None
+    assert llm.pipeline_table(SimpleNamespace(num_layer_list=None)) is None
 
 
 class NoopTransformerLayer(nn.Module):
@@ -566,6 +566,6 @@ def test_a_noop_layer_is_no_missing_chunk(
     chunks[0].decoder.layers[1] = noop(2)
     monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: 2)
     config.num_layers, config.virtual_pipeline_model_parallel_size, config.noop_layers = 4, 2, {1}
-    npu_replay.compat.megatron_layout.check_chunks(chunks)
+    npu_replay.compat.megatron.parallel_state.check_chunks(chunks)
     with pytest.raises(RouterError, match="isn't all that this rank has"):
-        npu_replay.compat.megatron_layout.check_chunks(chunks[:1])
+        npu_replay.compat.megatron.parallel_state.check_chunks(chunks[:1])

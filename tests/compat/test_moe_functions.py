@@ -25,7 +25,7 @@ import torch
 import fused_kernel
 import moe_function_cases as cases
 import npu_replay
-from npu_replay.compat import moe_functions
+from npu_replay.compat.megatron_backports import moe_utils as moe_functions
 from npu_replay.errors import NoEffect
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
@@ -35,7 +35,7 @@ LATER = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.19.2")
 
 @pytest.fixture(scope="module", autouse=True)
 def installed() -> None:
-    npu_replay.installing.install()
+    npu_replay.compat.patching.install.install()
 
 
 @pytest.fixture(scope="module", params=LATER)
@@ -148,7 +148,7 @@ def test_what_a_release_has_is_left_alone() -> None:
 def test_twice_is_as_good_as_once() -> None:
     before = {name: cases.function(name) for name in cases.FUNCTIONS}
     reported = lines()
-    npu_replay.installing.install()
+    npu_replay.compat.patching.install.install()
     moe_functions.install()
     assert {name: cases.function(name) for name in cases.FUNCTIONS} == before
     assert lines() == reported

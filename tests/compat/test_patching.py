@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import npu_replay
-from npu_replay.compat import patching
-from npu_replay.compat.patching import Patches
+from npu_replay.compat.patching import patches as patching
+from npu_replay.compat.patching.patches import Patches
 
 
 class Base:

@@ -9,7 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from npu_replay.compat import import_hook, probe
+from npu_replay.compat import probe
+from npu_replay.compat.patching import import_hook
 from npu_replay.compat.probe import Capability, Product
 
 PACKAGE_INFO = "MAJOR = 0\nMINOR = 12\nPATCH = 1\nPRE_RELEASE = {!r}\n__version__ = '.'.join(['unread'])\n"

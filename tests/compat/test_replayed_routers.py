@@ -21,7 +21,8 @@ import npu_replay
 import upstream_loop
 from megatron_cases import BATCH, LENGTH, SIGMOID_BIAS, VARIANTS, Trainer, perturbed, routers, same
 from npu_replay import RoutedExperts
-from npu_replay.compat import import_hook, replayed_routers, router_methods, router_replay
+from npu_replay.compat.megatron_backports import router_init, router_methods, router_replay
+from npu_replay.compat.patching import import_hook
 from npu_replay.demo import megatron_model
 from npu_replay.errors import NoEffect, ReplayError, RouterError
 from upstream_loop import FLAG, api, build_replayed
@@ -401,9 +402,9 @@ def test_a_router_is_replayed_however_it_was_made(way: str, monkeypatch: pytest.
         for module in modules:
             module.routing = types.MethodType(by_its_class, module)
     if way == "built before":
-        for group in (replayed_routers._patches, router_methods._patches):
+        for group in (router_init._patches, router_methods._patches):
             group.undo()
-        replayed_routers.install()
+        router_init.install()
         # Other models of this process may be alive, and have theirs again too.
         api()[0].global_router_replay_instances[:] = [module.router_replay for module in modules]
     _, recorded = upstream_loop.record(trainer)
@@ -507,7 +508,7 @@ def test_a_router_that_can_not_be_equipped_is_built_and_blocks_are_refused(
     def lacking(router: Any) -> None:
         raise AttributeError("'TopKRouter' object has no attribute 'routing_type'")
 
-    monkeypatch.setattr(replayed_routers, "_equip", lacking)
+    monkeypatch.setattr(router_init, "_equip", lacking)
     model = megatron_model.model(megatron_model.config())
     assert len([one for one in caplog.records if "has no attribute 'routing_type'" in one.message]) == 1
     with pytest.raises(ReplayError, match=r"routers that are replayed failed: AttributeError"):
@@ -519,13 +520,13 @@ def test_after_uninstall_a_live_router_is_as_megatron_made_it(ours: Any) -> None
     trainer = build_replayed({})
     module = routers(trainer.model)[0].module
     assert {"forward", "routing", "router_replay"} <= vars(module).keys()
-    for group in (replayed_routers._patches, router_methods._patches):
+    for group in (router_init._patches, router_methods._patches):
         group.undo()
     try:
         assert not {"forward", "routing", "set_layer_number", "router_replay"} & vars(module).keys()
         assert not ours.global_router_replay_instances
     finally:
-        replayed_routers.install()
+        router_init.install()
     mine = [router.module.router_replay for router in routers(trainer.model)]
     assert all(any(one is other for other in ours.global_router_replay_instances) for one in mine)
     ours.global_router_replay_instances[:] = mine
@@ -539,12 +540,12 @@ def test_after_uninstall_a_copied_router_is_as_megatron_made_it(ours: Any) -> No
         pytest.skip("this Megatron-core's routers hold process groups, which can't be copied")
     twin = copy.deepcopy(module)
     assert "router_replay" in vars(twin)
-    for group in (replayed_routers._patches, router_methods._patches):
+    for group in (router_init._patches, router_methods._patches):
         group.undo()
     try:
         assert not {"forward", "routing", "set_layer_number", "router_replay"} & vars(twin).keys()
     finally:
-        replayed_routers.install()
+        router_init.install()
 
 
 @pytest.mark.parametrize("flag", [FLAG, {}], ids=["replayed", "not replayed"])
@@ -555,7 +556,7 @@ def test_a_wrapper_around_a_lent_method_survives_uninstall(ours: Any, flag: dict
     modules = [router.module for router in routers(trainer.model)]
     for module in modules:
         module.forward = functools.partial(module.forward)
-    replayed_routers._patches.undo()
+    router_init._patches.undo()
     left = router_methods._patches.undo()
     try:
         assert ["forward" in patch.where for patch in left] == [True]
@@ -563,4 +564,4 @@ def test_a_wrapper_around_a_lent_method_survives_uninstall(ours: Any, flag: dict
     finally:
         for module in modules:
             del module.forward
-        replayed_routers.install()
+        router_init.install()

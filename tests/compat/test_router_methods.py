@@ -15,8 +15,10 @@ import torch
 from torch.distributed import ProcessGroup
 
 import npu_replay
-from npu_replay.compat import config_flags, patching, router_methods
-from npu_replay.compat.patching import Patches
+from npu_replay.compat.megatron import config_flags
+from npu_replay.compat.megatron_backports import router_methods
+from npu_replay.compat.patching import patches as patching
+from npu_replay.compat.patching.patches import Patches
 from npu_replay.demo import megatron_model
 
 NAMES = ("get_aux_loss_coeff", "is_aux_loss_enabled")

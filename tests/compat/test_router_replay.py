@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from npu_replay.compat.router_replay import (
+from npu_replay.compat.megatron_backports.router_replay import (
     AnotherNumber,
     Asked,
     RouterReplay,
@@ -234,7 +234,7 @@ def test_a_frameworks_replay_is_asked_without_an_action_whatever_its_files_name_
     """It may answer by rules of its own; upstream's and ours then let the router choose."""
     file = tmp_path / "my_router_replay.py"
     file.write_text(
-        "from npu_replay.compat.router_replay import RouterReplay\n"
+        "from npu_replay.compat.megatron_backports.router_replay import RouterReplay\n"
         "class Own(RouterReplay):\n"
         "    def get_replay_topk(self, scores, topk, *args, **kwargs):\n"
         "        return scores[:, :topk], scores[:, :topk].long()\n"
@@ -297,4 +297,9 @@ print(json.dumps([native, found, RouterReplay.__module__, here, after, name in s
     if native:
         assert (module, here, after, imported) == (name, [], True, True)
     else:
-        assert (module, here, after, imported) == ("npu_replay.compat.router_replay", [name], False, False)
+        assert (module, here, after, imported) == (
+            "npu_replay.compat.megatron_backports.router_replay",
+            [name],
+            False,
+            False,
+        )

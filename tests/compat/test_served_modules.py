@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import npu_replay
-from npu_replay.compat import import_hook, patching, served_modules
-from npu_replay.compat.served_modules import serve, withdraw
+from npu_replay.compat.patching import import_hook, patches, served_modules
+from npu_replay.compat.patching.served_modules import serve, withdraw
 
 NAME = "product.inner.new"
 
@@ -25,7 +25,7 @@ NAME = "product.inner.new"
 def product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package on the path that has no module `new`, and nothing else that is served or patched."""
     monkeypatch.setattr(served_modules, "_served", {})
-    monkeypatch.setattr(patching, "_groups", [])
+    monkeypatch.setattr(patches, "_groups", [])
     monkeypatch.setattr(sys, "meta_path", [one for one in sys.meta_path if one is not served_modules._finder])
     inner = tmp_path / "product" / "inner"
     inner.mkdir(parents=True)

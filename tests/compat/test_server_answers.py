@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from npu_replay.compat.sglang import from_sglang
-from npu_replay.compat.vllm import from_vllm
+from npu_replay.compat.sglang.decode import from_sglang
+from npu_replay.compat.vllm.decode import from_vllm
 from npu_replay.errors import InvalidRoutes
 from vllm_outputs import QWEN
 

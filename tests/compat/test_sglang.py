@@ -22,15 +22,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_replay import fingerprint
-from npu_replay.compat import sglang
-from npu_replay.compat.sglang import engine_arguments, from_sglang, request_arguments
-from npu_replay.compat.sglang_releases import FAULTS
-from npu_replay.door import Source, Symptom
+from npu_replay.compat.sglang import decode as sglang
+from npu_replay.compat.sglang.decode import engine_arguments, from_sglang, request_arguments
+from npu_replay.compat.sglang.faults import FAULTS
 from npu_replay.errors import InvalidRoutes, ReplayError
-from npu_replay.id_checks import Array
-from npu_replay.releases import release
-from npu_replay.routed_experts import RoutedExperts
-from npu_replay.routed_model import RoutedModel
+from npu_replay.rollout.admit import Source, Symptom
+from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.rollout.releases import release
+from npu_replay.routes.checks import Array
+from npu_replay.routes.routed_experts import RoutedExperts
 from sglang_outputs import RELEASES, WITH_SGLEXT, Request, true_rows
 
 MODEL = RoutedModel(layers=(1, 2, 3, 4, 5), num_layers=6, num_experts=64, topk=4)

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import npu_replay
 from npu_replay import RoutedExperts, TokenLayout, routers
 from npu_replay.errors import MicroBatchError, NoEffect, RouterError
-from npu_replay.hooks import Hook
+from npu_replay.sessions.hooks import Hook
 
 transformers.logging.set_verbosity_error()
 

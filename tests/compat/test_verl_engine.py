@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from npu_replay import routers
-from npu_replay.compat import verl_engine
-from npu_replay.compat.verl_switch import RECORD, REPLAY, switch
+from npu_replay.compat.verl import engine as verl_engine
+from npu_replay.compat.verl.actions import RECORD, REPLAY, switch
 from npu_replay.errors import MicroBatchError, ReplayError
 from toys import ToyModel, ToyRouters, hooks, tokens
 
@@ -130,7 +130,7 @@ def test_a_forward_without_routes_is_raised_when_the_pass_ends() -> None:
 def test_an_engine_refuses_to_go_on_in_silence_after_uninstall() -> None:
     engine = Engine()
     record(engine)
-    verl_engine.forsake()
+    verl_engine.refuse_engines()
     with pytest.raises(ReplayError, match="uninstalled after this engine"):
         engine.forward_backward_batch(lambda model: None)
 

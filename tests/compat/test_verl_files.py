@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from npu_replay import RouteStore, fingerprint
-from npu_replay.compat.verl_files import Files
+from npu_replay.compat.verl.files import Files
 from npu_replay.errors import ReplayError
 
 CONFIG = SimpleNamespace(

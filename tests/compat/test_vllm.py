@@ -17,12 +17,13 @@ import pytest
 import torch
 
 import vllm_outputs
-from npu_replay import RoutedExperts, bench_decode, fingerprint
-from npu_replay.compat import vllm_releases as releases
-from npu_replay.compat.vllm import from_vllm
-from npu_replay.door import Source, Symptom
+from npu_replay import RoutedExperts, fingerprint
+from npu_replay.bench import decode as bench_decode
+from npu_replay.compat.vllm import faults as releases
+from npu_replay.compat.vllm.decode import from_vllm
 from npu_replay.errors import InvalidRoutes, ReplayError
-from npu_replay.routed_model import RoutedModel
+from npu_replay.rollout.admit import Source, Symptom
+from npu_replay.rollout.model_config import RoutedModel
 from vllm_outputs import (
     DEEPSEEK,
     QWEN,

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from npu_replay.compat.probe import Product
-from npu_replay.compat.vllm import capability, engine_arguments
-from npu_replay.compat.vllm_arguments import CLASHES, LIMITS
-from npu_replay.compat.vllm_releases import NEWEST
+from npu_replay.compat.vllm.decode import capability, engine_arguments
+from npu_replay.compat.vllm.faults import NEWEST
+from npu_replay.compat.vllm.launch import CLASHES, LIMITS
 from npu_replay.errors import ReplayError
-from npu_replay.routed_model import RoutedModel
+from npu_replay.rollout.model_config import RoutedModel
 
 SWITCH = "enable_return_routed_experts"
 SHARED_MEMORY = ("0.14.0", "0.14.1", "0.16.0", "0.17.0", "0.18.0", "0.19.1", "0.20.2")

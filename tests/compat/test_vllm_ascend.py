@@ -11,8 +11,8 @@ import pytest
 from npu_replay.compat import vllm_ascend
 from npu_replay.compat.probe import Product
 from npu_replay.compat.vllm_ascend import Setting, capability, check, limits, needs_v2
-from npu_replay.door import Symptom
 from npu_replay.errors import ReplayError
+from npu_replay.rollout.admit import Symptom
 
 NONE = ("0.11.0", "0.12.0rc1", "0.13.0", "0.14.0rc1")
 UNQUANTIZED = (

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import npu_replay
-from npu_replay import RoutedExperts, devices, routers, self_test
+from npu_replay import RoutedExperts, devices, routers
+from npu_replay.doctor import self_test
 from toys import EXPERTS, HIDDEN, ROWS, TOPK, ToyModel, ToyRouters, hooks, tokens
 
 pytestmark = [

@@ -9,7 +9,9 @@ import torch
 
 import npu_replay
 from megatron_cases import VARIANTS, build, hooks_left, perturbed, routers, same
-from npu_replay import RoutedExperts, bench, bench_gather
+from npu_replay import RoutedExperts
+from npu_replay.bench import gather as bench_gather
+from npu_replay.bench import run as bench
 
 pytestmark = [
     pytest.mark.accelerator,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from npu_replay.demo import megatron_model
-from npu_replay.smoke_model import Gather, Norm
+from npu_replay.smoke.model import Gather, Norm
 
 VOCAB, LAYERS, EXPERTS, TOPK = 64, 4, 8, 2
 EVERY = (1, 1, 1, 1)

@@ -22,13 +22,17 @@ import torch
 import torch.distributed as dist
 
 import npu_replay
-from npu_replay import ReplayError, RoutedExperts, TokenLayout, seam, smoke, smoke_checks, smoke_model
-from npu_replay.compat import patching
-from npu_replay.recording import Recording
-from npu_replay.smoke_job import Job
-from npu_replay.smoke_model import ROUTINGS, Split
-from npu_replay.smoke_options import Options, parse
-from npu_replay.timeline import Timeline
+from npu_replay import ReplayError, RoutedExperts, TokenLayout
+from npu_replay.compat.patching import patches as patching
+from npu_replay.sessions import seam
+from npu_replay.sessions.micro_batches import Timeline
+from npu_replay.sessions.record import Recording
+from npu_replay.smoke import checks as smoke_checks
+from npu_replay.smoke import model as smoke_model
+from npu_replay.smoke import run as smoke
+from npu_replay.smoke.job import Job
+from npu_replay.smoke.model import ROUTINGS, Split
+from npu_replay.smoke.options import Options, parse
 
 Break = Callable[[], contextlib.AbstractContextManager[Any]]
 

@@ -199,7 +199,7 @@ def _merge(parallel: ParallelLayout, tell: Callable[[str, object], None]) -> Non
     import torch.distributed as dist
 
     from npu_replay import ParallelLayout, collect
-    from npu_replay.routed_experts import without_layers
+    from npu_replay.routes.routed_experts import without_layers
 
     layouts = _layouts(parallel)
     recorded, whole = _recorded(parallel, layouts), _sequences()
@@ -234,7 +234,8 @@ def _merge_much(parallel: ParallelLayout, tell: Callable[[str, object], None]) -
     """What a rank's process holds at most in a collect of 50 MB, over what it held before, in results."""
     import torch
 
-    from npu_replay import RoutedExperts, TokenLayout, collect, collecting
+    from npu_replay import RoutedExperts, TokenLayout, collect
+    from npu_replay.parallel import collect as collecting
 
     layout = TokenLayout.packed([1 << 16] * 2, parallel=parallel)
     layers = range(24)[12 * parallel.pp_rank :][:12]
@@ -275,7 +276,7 @@ def _other_rank(parallel: ParallelLayout) -> ParallelLayout:
 def _fail(parallel: ParallelLayout, rank: int, tell: Callable[[str, object], None]) -> None:
     """Each case: the last rank's arguments are wrong, or all ranks' together are."""
     from npu_replay import ParallelLayout, RoutedExperts, TokenLayout, collect
-    from npu_replay.routed_experts import without_layers
+    from npu_replay.routes.routed_experts import without_layers
 
     layouts = _layouts(parallel)
     recorded = _recorded(parallel, layouts)
@@ -323,7 +324,8 @@ def _fail_otherwise(parallel: ParallelLayout, last: bool, tell: Callable[[str, o
     from dataclasses import replace
     from unittest import mock
 
-    from npu_replay import DecoderLayers, collect, collecting
+    from npu_replay import DecoderLayers, collect
+    from npu_replay.parallel import collect as collecting
 
     layouts = _layouts(parallel)
     recorded = _recorded(parallel, layouts)

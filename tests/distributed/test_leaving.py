@@ -30,14 +30,14 @@ the memory, then a piece of each of two ranks; in each of two groups."""
 KILLED = {"before": 0} | {f"wait {number}": number for number in (1, 3, 5, 6, 8, 10, 13, 15)}
 FAILING = {
     # where the memory is wanting: what to patch there
-    "offering": ("npu_replay.merging.Block.part", 1),
-    "preparing": ("npu_replay.collecting.Union", 1),
-    "a buffer": ("npu_replay.collecting.torch.empty", 1),
-    "putting in": ("npu_replay.collecting.Union.put", 1),
-    "the result": ("npu_replay.collecting.Union.block", 2),
-    "saying it": ("npu_replay.ranks.pickle.dumps", 1),
-    "saying it again": ("npu_replay.ranks.pickle.dumps", 4),
-    "hearing it": ("npu_replay.ranks.pickle.loads", 1),
+    "offering": ("npu_replay.parallel.merge.Block.part", 1),
+    "preparing": ("npu_replay.parallel.collect.Union", 1),
+    "a buffer": ("npu_replay.parallel.collect.torch.empty", 1),
+    "putting in": ("npu_replay.parallel.collect.Union.put", 1),
+    "the result": ("npu_replay.parallel.collect.Union.block", 2),
+    "saying it": ("npu_replay.parallel.ranks.pickle.dumps", 1),
+    "saying it again": ("npu_replay.parallel.ranks.pickle.dumps", 4),
+    "hearing it": ("npu_replay.parallel.ranks.pickle.loads", 1),
 }
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -146,7 +146,8 @@ def _collects(rank: int) -> str:
 
 def _killed(rank: int, moment: int) -> Any:
     """The last rank ends itself at its n-th wait for others; at 0 when it begins to collect."""
-    from npu_replay import collecting, ranks
+    from npu_replay.parallel import collect as collecting
+    from npu_replay.parallel import ranks
 
     calls = 0
     wait = ranks.Circle._wait

@@ -50,8 +50,8 @@ def test_a_store_that_has_gone_is_said_to_be_gone(monkeypatch: pytest.MonkeyPatc
     """Whoever keeps it has failed before; the others would show a torch.distributed.DistNetworkError."""
     import torch.distributed as dist
 
-    from npu_replay import ranks
     from npu_replay.errors import ReplayError
+    from npu_replay.parallel import ranks
 
     class Closed:
         def set(self, key: str, value: str) -> None:
@@ -73,7 +73,7 @@ def _run_as_one_process() -> None:
     import torch.distributed as dist
 
     from npu_replay.errors import ReplayError
-    from npu_replay.ranks import agreed, all_here
+    from npu_replay.parallel.ranks import agreed, all_here
 
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
     store = dist.FileStore(f"{folder}/store", PROCESSES)

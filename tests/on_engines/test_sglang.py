@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from npu_replay.compat.sglang import from_sglang
+from npu_replay.compat.sglang.decode import from_sglang
 from npu_replay.errors import InvalidRoutes
-from npu_replay.routed_model import RoutedModel
+from npu_replay.rollout.model_config import RoutedModel
 from on_engines.sglang_frontend import AT, VERSION, meta_info, openai_protocol, openai_rows, own_reader
 from vllm_outputs import DEEPSEEK, QWEN, WIDE, Sampled, expected, sampled
 

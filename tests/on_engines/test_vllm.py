@@ -13,7 +13,7 @@ import vllm.outputs
 from vllm.sampling_params import RequestOutputKind
 
 import vllm_outputs
-from npu_replay.compat.vllm import from_vllm
+from npu_replay.compat.vllm.decode import from_vllm
 from npu_replay.errors import InvalidRoutes
 from on_engines.vllm_frontend import (
     AT,

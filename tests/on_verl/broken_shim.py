@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from npu_replay.compat import import_hook
+from npu_replay.compat.patching import import_hook
 
 
 def _break(module: Any) -> None:

@@ -22,7 +22,7 @@ from verl.utils import tensordict_utils as tu
 import npu_replay
 from distributed.parallel_model import EXPERTS
 from npu_replay import RoutedExperts
-from npu_replay.compat.verl_switch import switch
+from npu_replay.compat.verl.actions import switch
 from npu_replay.errors import ReplayError
 
 CASES: dict[str, Callable[[], None]] = {}

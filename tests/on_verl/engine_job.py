@@ -29,7 +29,7 @@ from verl.utils import tensordict_utils as tu
 import transformers_4
 from distributed import parallel_model
 from distributed.parallel_model import EXPERTS, TOPK, Split, share
-from npu_replay.compat import megatron_layout
+from npu_replay.compat.megatron import parallel_state as megatron_layout
 
 RELEASE: str = verl.__version__
 VOCAB, PROMPT, RESPONSE = 64, 6, 12

@@ -14,8 +14,10 @@ import pytest
 import verl
 from omegaconf import DictConfig, OmegaConf
 
-from npu_replay.compat import import_hook, patching, probe, served_modules, verl_config
-from npu_replay.compat.patching import Patches
+from npu_replay.compat import probe
+from npu_replay.compat.patching import import_hook, patches, served_modules
+from npu_replay.compat.patching.patches import Patches
+from npu_replay.compat.verl import config as verl_config
 from npu_replay.errors import ReplayError
 from verl_configs import FLAG, HAS_LEGACY, NEW, OLD, UNPADDED, engine_workers_replay, job, read_and_ignored
 
@@ -267,7 +269,7 @@ def test_strict_0_logs_every_problem_once_and_undoes_all_changes(
     legacy: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(import_hook, "_waiting", {"never_there": {"a shim": print}})
-    monkeypatch.setattr(patching, "_groups", [])
+    monkeypatch.setattr(patches, "_groups", [])
     target = ModuleType("somebody")
     target.value = 1  # type: ignore[attr-defined]
     Patches("a test").set(target, "value", 2, "to see it undone")

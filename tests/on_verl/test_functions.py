@@ -18,7 +18,7 @@ import torch
 import npu_replay
 from megatron_cases import perturbed, routers
 from npu_replay import RoutedExperts
-from npu_replay.compat import replayed_routers, router_methods
+from npu_replay.compat.megatron_backports import router_init, router_methods
 from npu_replay.demo import megatron_model
 from npu_replay.errors import InvalidRoutes, ReplayError
 from verl_loop import (
@@ -60,8 +60,8 @@ def lent() -> Iterator[None]:
 def no_action() -> Iterator[None]:
     """What a failed test has left open."""
     yield
-    npu_replay.compat.verl_switch.switch._abandon()
-    npu_replay.compat.verl_switch.switch.clear()
+    npu_replay.compat.verl.actions.switch._abandon()
+    npu_replay.compat.verl.actions.switch.clear()
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +69,8 @@ def verl() -> Iterator[Verl]:
     found = Verl()
     found.patch.apply_router_replay_patch()
     yield found
-    replayed_routers._patches.undo()  # other tests' routers have Megatron's
-    replayed_routers.install()
+    router_init._patches.undo()  # other tests' routers have Megatron's
+    router_init.install()
 
 
 @pytest.mark.parametrize("recompute", [None, "full"])
@@ -350,7 +350,7 @@ def test_after_uninstall_a_router_has_megatrons_again_and_after_install_verls(ve
     job = Job("softmax_after_topk", None)
     module = routers(job.model)[0].module
     own = module.router_replay
-    for group in (replayed_routers._patches, router_methods._patches):
+    for group in (router_init._patches, router_methods._patches):
         group.undo()
     try:
         left = vars(module).get("router_replay")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import npu_replay
-from npu_replay.compat import verl, verl_engine
+from npu_replay.compat.verl import engine as verl_engine
+from npu_replay.compat.verl import install as verl
 from npu_replay.errors import ReplayError
 
 

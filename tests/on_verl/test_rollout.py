@@ -24,7 +24,9 @@ import torch
 
 import npu_replay
 from npu_replay import ReplayError
-from npu_replay.compat import import_hook, verl_door, verl_rollout
+from npu_replay.compat.patching import import_hook
+from npu_replay.compat.verl import agent_loop as verl_rollout
+from npu_replay.compat.verl import arrivals
 from npu_replay.errors import InvalidRoutes
 
 transformers = pytest.importorskip("transformers", reason="verl imports transformers")
@@ -476,7 +478,7 @@ def test_rows_that_were_never_written_are_left_to_the_trainer() -> None:
 def test_a_bad_turn_after_many_good_ones_goes_without_its_bad_rows(
     words: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verl_door, "PROOF", 2)
+    monkeypatch.setattr(arrivals, "PROOF", 2)
     turns = [Turn(SAMPLED, change=deep), Turn(SAMPLED, change=deep), Turn(SAMPLED, change=FAULTY[words])]
     batch = batch_of(guarded(*turns), 3)["routed_experts"]
     assert words in caplog.text
@@ -517,7 +519,7 @@ def test_the_tool_loops_turns_are_checked_each() -> None:
 
 
 def test_a_model_that_is_not_known_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    verl_door._say_unchecked.cache_clear()
+    arrivals._say_unchecked.cache_clear()
     for _ in range(2):
         run(Turn([20, 21, 22]))
     assert caplog.text.count("rows of another token can't be told here") == 1

@@ -17,7 +17,7 @@ import verl
 
 from verl_configs import HAS_LEGACY, NEW, OLD, engine_workers_replay
 
-OURS = "npu_replay.compat.verl_router_replay"
+OURS = "npu_replay.compat.verl.router_replay"
 TAKEN_OVER = "verl.utils.megatron.router_replay_patch.RouterReplay"
 CHECKED = "ActorRolloutRefWorker.__init__"
 NO_PLUGINS = {"VERL_USE_EXTERNAL_PLUGINS": "none"}

@@ -1,0 +1,222 @@
+"""Megatron-core's parallel state and pipeline split, of any release, as a ParallelLayout."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from npu_replay.compat.mindspeed import llm
+from npu_replay.errors import ReplayError, RouterError
+from npu_replay.parallel.parallel_layout import ParallelLayout
+from npu_replay.parallel.pipeline_layers import DecoderLayers
+from npu_replay.routers import chunks_of
+
+_STATE = "megatron.core.parallel_state"
+_AXES = {
+    # the name that the parallel state gives an axis
+    "tp": "tensor_model_parallel",
+    "cp": "context_parallel",
+    "pp": "pipeline_model_parallel",
+    "ep": "expert_model_parallel",
+    "etp": "expert_tensor_parallel",
+    "dp": "data_parallel",
+}
+
+
+def read(model: Any, sequence_parallel: bool | None) -> ParallelLayout:
+    """ParallelLayout.from_megatron; see there."""
+    state = _running_state()
+    config = config_of(model)
+    sizes = {axis: int(_ask(state, f"get_{name}_world_size")) for axis, name in _AXES.items()}
+    ranks = {f"{axis}_rank": int(_ask(state, f"get_{name}_rank")) for axis, name in _AXES.items()}
+    layout = ParallelLayout(
+        **sizes,
+        **ranks,
+        vp=_virtual_stages(state, config),
+        sequence_parallel=_slices(config, sequence_parallel, sizes["tp"]),
+        gathers_rows=getattr(config, "moe_token_dispatcher_type", None) == "alltoall_seq",
+        decoder=None if config is None else decoder_layers(config),
+        groups=_groups(state),
+    )
+    if config is not None and config is not model:
+        layout.check(model)
+    return layout
+
+
+def config_of(model: Any) -> Any:
+    """The TransformerConfig of a model, its chunks or a wrapper around one; None for None."""
+    if model is None or hasattr(model, "pipeline_model_parallel_size"):
+        return model
+    config = _config_in(chunks_of(model))
+    if config is not None:
+        return config
+    raise ReplayError(
+        "this model has no Megatron config",
+        expected="a Megatron module, the list of its chunks, or its TransformerConfig",
+        got=type(model).__name__,
+        cause="a model of transformers, which has no parallel layout to read",
+    )
+
+
+def decoder_layers(config: Any) -> DecoderLayers:
+    """The decoder layers of a TransformerConfig, and how its pipeline deals them out."""
+    table = getattr(config, "pipeline_model_parallel_layout", None)
+    experts = getattr(config, "num_moe_experts", None)
+    return DecoderLayers(
+        int(config.num_layers),
+        moe_layer_freq=[0] * int(config.num_layers) if experts is None else llm.layer_kinds(config),
+        first_stage=config.num_layers_in_first_pipeline_stage,
+        last_stage=config.num_layers_in_last_pipeline_stage,
+        embedding_counts=bool(config.account_for_embedding_in_pipeline_split),
+        loss_counts=bool(config.account_for_loss_in_pipeline_split),
+        table=llm.pipeline_table(config) if table is None else _counts(table),
+    )
+
+
+def is_dense_stage(chunks: Sequence[nn.Module]) -> bool:
+    """Is this all of a stage of an MoE model's pipeline, and are its decoder layers dense by the config?"""
+    stage = _stage(chunks)
+    if stage is None or stage.pp == 1:
+        return False
+    return tuple(sorted(_decoder_layers_in(chunks))) == stage.layers and not stage.moe_layers
+
+
+def check_chunks(chunks: Sequence[nn.Module]) -> None:
+    """Refuse some of a rank's virtual stages: the others would run without a replay, unnoticed."""
+    stage = _stage(chunks)
+    if stage is None or stage.vp == 1:
+        return
+    here = _decoder_layers_in(chunks)
+    if len(here) < len(stage.layers):
+        raise RouterError(
+            "this isn't all that this rank has of the model",
+            where=f"pipeline rank {stage.pp_rank} of {stage.pp}, {stage.vp} virtual stages",
+            expected=f"the list of all chunks, decoder layers {list(stage.layers)}",
+            got=f"{len(chunks)} with decoder layers {sorted(here)}",
+            cause="model[0] in the place of model",
+        )
+
+
+def _stage(chunks: Sequence[nn.Module]) -> ParallelLayout | None:
+    """This rank's place in the pipeline; None if these aren't chunks of a running Megatron's MoE model."""
+    state = sys.modules.get(_STATE)
+    if state is None or not state.model_parallel_is_initialized():
+        return None
+    config = _config_in(chunks)
+    if config is None or getattr(config, "num_moe_experts", None) is None:
+        return None
+    return ParallelLayout(
+        pp=int(_ask(state, "get_pipeline_model_parallel_world_size")),
+        pp_rank=int(_ask(state, "get_pipeline_model_parallel_rank")),
+        vp=_virtual_stages(state, config),
+        decoder=decoder_layers(config),
+    )
+
+
+def _decoder_layers_in(chunks: Sequence[nn.Module]) -> set[int]:
+    """The decoder layers of an MoE model that are in these chunks."""
+    product: Any = sys.modules.get("megatron.core.transformer.transformer_layer")
+    return {
+        int(module.layer_number) - 1
+        for chunk in chunks
+        for path, module in chunk.named_modules()
+        if product is not None
+        and (isinstance(module, product.TransformerLayer) or llm.is_noop(module))
+        and not is_in_mtp(path)
+        and not _is_in_a_tower(module)
+    }
+
+
+def is_in_mtp(path: str) -> bool:
+    """Is this module, by its path in the model, a part of multi-token prediction? Its layer numbers start
+    anew, and mean no decoder layer."""
+    return "mtp" in path.split(".")
+
+
+def _is_in_a_tower(layer: nn.Module) -> bool:
+    """A vision tower beside an MoE decoder numbers its layers from 1 too; its config is a dense model's."""
+    config = getattr(layer, "config", None)
+    return config is not None and getattr(config, "num_moe_experts", None) is None
+
+
+def _config_in(chunks: Sequence[nn.Module]) -> Any:
+    """The first Megatron config of the chunks or of what they wrap; None without one."""
+    configs = (getattr(module, "config", None) for chunk in chunks for module in unwrapped(chunk))
+    return next((one for one in configs if hasattr(one, "pipeline_model_parallel_size")), None)
+
+
+def _counts(table: Any) -> list[list[int]]:
+    """Decoder layers of each stage in a PipelineParallelLayerLayout, [pipeline rank][virtual stage]."""
+    return [[sum(kind.name == "decoder" for kind in stage) for stage in rank] for rank in table.layout]
+
+
+def unwrapped(module: Any) -> Iterator[Any]:
+    """A module and what it wraps (DDP, Float16Module), outermost first."""
+    while isinstance(module, nn.Module):
+        yield module
+        module = getattr(module, "module", None)
+
+
+def _running_state() -> Any:
+    if sys.modules.get(_STATE) is None:
+        raise ReplayError(
+            "Megatron-core isn't running in this process",
+            expected="from_megatron() after megatron.core.parallel_state.initialize_model_parallel()",
+            got="megatron.core.parallel_state was never imported",
+            cause="called on the driver; give the numbers by hand there: ParallelLayout(tp=..., tp_rank=...)",
+        )
+    state = importlib.import_module(_STATE)
+    if not state.model_parallel_is_initialized():
+        raise ReplayError(
+            "Megatron-core's parallel state isn't initialised",
+            expected="from_megatron() after initialize_model_parallel()",
+            got="no model parallel groups",
+        )
+    return state
+
+
+def _ask(state: Any, name: str) -> Any:
+    function: Callable[[], Any] | None = getattr(state, name, None)
+    if function is None:
+        raise ReplayError(
+            "this Megatron-core doesn't say how it is split",
+            expected=f"parallel_state.{name}()",
+            got="no such function",
+            cause="a release that npu_replay doesn't know; give the numbers by hand: ParallelLayout(...)",
+        )
+    return function()
+
+
+def _virtual_stages(state: Any, config: Any) -> int:
+    """The config says it in every release, the parallel state only where it was told."""
+    stages = getattr(config, "virtual_pipeline_model_parallel_size", None)
+    if stages is None:
+        stages = _ask(state, "get_virtual_pipeline_model_parallel_world_size")
+    return int(stages or 1)
+
+
+def _slices(config: Any, told: bool | None, tp: int) -> bool:
+    found = told if config is None else bool(config.sequence_parallel)
+    if told is not None and found != told:
+        raise ReplayError(
+            "sequence_parallel is another in the model's config", expected=told, got=config.sequence_parallel
+        )
+    if found is None and tp > 1:
+        raise ReplayError(
+            "whether rows are sliced over the tensor-parallel ranks isn't known",
+            expected="from_megatron(model), or from_megatron(sequence_parallel=True or False)",
+            got=f"from_megatron() with tensor parallelism {tp}",
+        )
+    return bool(found)
+
+
+def _groups(state: Any) -> tuple[Any, ...]:
+    """Those that share a pipeline stage, then the stages."""
+    return (
+        _ask(state, "get_tensor_and_context_parallel_group"),
+        _ask(state, "get_pipeline_model_parallel_group"),
+    )

@@ -1,0 +1,263 @@
+"""Megatron-core: its TopKRouter, of any release, and MindSpeed's, which is the same class."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from npu_replay.compat import torch_npu
+from npu_replay.compat.megatron import aux_losses, fused_router, parallel_state
+from npu_replay.compat.mindspeed import fb_overlap, llm
+from npu_replay.compat.mindspeed import features as mindspeed
+from npu_replay.compat.patching import import_hook
+from npu_replay.errors import NoEffect, RouterError
+from npu_replay.routers import Handle, Router, RouterKind
+from npu_replay.sessions.marks import Marks
+from npu_replay.sessions.seam import least_positive
+
+_ROUTER_MODULE = "megatron.core.transformer.moe.router"
+_METHODS = ("forward", "routing")
+_TOP_K_FUNCTIONS = ("topk_softmax_with_capacity", "topk_routing_with_score_function")
+_TWO_WAYS = "two ways of replaying at once; use npu_replay's blocks or RouterReplay"
+_GRAPH_FLAGS = ("enable_cuda_graph", "external_cuda_graph")
+
+
+class MegatronRouters(RouterKind):
+    """Recognises Megatron's routers. Imports nothing: a model can only hold one if it is imported."""
+
+    def describe(self, module: nn.Module, path: str) -> Router | None:
+        """Describe a TopKRouter; refuse another router class, and what configuration rules out."""
+        product: Any = sys.modules.get(_ROUTER_MODULE)
+        if product is None or not isinstance(module, product.Router):
+            return None
+        if parallel_state.is_in_mtp(path):
+            return None
+        if not isinstance(module, product.TopKRouter):
+            raise RouterError(
+                f"{type(module).__name__} can't be replayed",
+                where=path,
+                expected="a TopKRouter or a subclass",
+                got=f"another subclass of Router ({type(module).__module__})",
+            )
+        import_hook.refuse_failures()
+        mindspeed.refuse_half_import()
+        if llm.looks_up(module):
+            return None  # a hash layer: the token alone decides, in every pass alike
+        config: Any = module.config
+        llm.refuse(module, path)
+        _refuse_graphs(config, path)
+        _refuse_overlap(config, path)
+        _refuse_upstream_replay(module, path)
+        _refuse_gathered_quantiles(module, path)
+        mindspeed.refuse_features(config, path)
+        number: Any = module.layer_number
+        return Router(
+            module=module,
+            num_experts=int(module.num_experts),
+            topk=int(module.topk),
+            shows=_shows_with_drops if _drops(config) else _shows,
+            layer=None if number is None else int(number) - 1,
+            drops=_drops(config),
+            masks=bool(config.moe_router_group_topk),
+            gathers=gathered_ranks(config),
+            spare=spare(module),
+            aux_losses=aux_losses.of(module),
+            row_order="sequence",
+            bypass=_bypass(config),
+            mend=_without_exact_zeros if config.moe_token_dispatcher_type == "flex" else None,
+        )
+
+    def explains(self, operator: str) -> str:
+        """Is this a fused operator that takes the place of the top-k?"""
+        return torch_npu.gating_operator(operator)
+
+    def diverts(self, module: nn.Module) -> str:
+        """Was RouterReplay told to replay since the block was entered?"""
+        action = _upstream_replay(module)
+        return "" if action is None else f"RouterReplay was given {action} inside the block: {_TWO_WAYS}"
+
+    def mark(self, chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[Handle]:
+        """Mark what MindSpeed's moe_fb_overlap runs again; have a fused router's kernel ask too."""
+        handles: list[Handle] = list(fb_overlap.mark(chunk, routers, marks))
+        if any(fused_router.is_on(getattr(router.module, "config", None)) for router in routers):
+            handles.append(fused_router.hold())
+        return handles
+
+    def functions(self, routers: Sequence[Router]) -> dict[str, object]:
+        """What these routers' calls go through, whoever has replaced it: of their classes, of their own."""
+        product: Any = sys.modules.get(_ROUTER_MODULE)
+        if product is None:
+            return {}
+        ours = [router for router in routers if isinstance(router.module, product.TopKRouter)]
+        found = {
+            # Not by getattr: some people's wrappers bind anew at each access.
+            f"{kind.__name__}.{name}": inspect.getattr_static(kind, name, None)
+            for kind in {product.TopKRouter, *(type(router.module) for router in ours)}
+            for name in _METHODS
+        }
+        found |= {
+            f"{router.path}.{name}": vars(router.module)[name]
+            for router in ours
+            for name in _METHODS
+            if name in vars(router.module)
+        }
+        return found | {name: vars(product)[name] for name in _TOP_K_FUNCTIONS if name in vars(product)}
+
+    def accepts_none(self, chunks: Sequence[nn.Module]) -> bool:
+        """A stage of an MoE model's pipeline whose layers are all dense, by its config."""
+        return parallel_state.is_dense_stage(chunks)
+
+    def check_chunks(self, chunks: Sequence[nn.Module]) -> None:
+        """Refuse some of a rank's virtual stages in the place of all of them."""
+        parallel_state.check_chunks(chunks)
+
+
+def _drops(config: Any) -> bool:
+    return config.moe_expert_capacity_factor is not None
+
+
+def _shows(output: object) -> torch.Tensor:
+    """routing_map, bool [rows, experts]: Megatron's routers return (probs, routing_map)."""
+    return _pair(output)[1].bool()
+
+
+def _shows_with_drops(output: object) -> torch.Tensor:
+    """Experts with a probability: with padding to capacity the map also holds tokens that nobody chose."""
+    return _pair(output)[0] != 0
+
+
+def _pair(output: object) -> tuple[torch.Tensor, torch.Tensor]:
+    if isinstance(output, tuple) and len(output) >= 2:
+        probs, routing_map = output[:2]
+        if isinstance(probs, torch.Tensor) and isinstance(routing_map, torch.Tensor):
+            return probs, routing_map
+    raise NoEffect(
+        "the router's output can't be read",
+        expected="(probs, routing_map)",
+        got=type(output).__name__,
+        cause="a fork of Megatron-core whose router returns something else",
+    )
+
+
+def _without_exact_zeros(output: object, ids: torch.Tensor) -> object:
+    """Lift probabilities that underflowed to zero: DeepEP's dispatcher finds the experts by a top-k over
+    the probabilities, so a chosen expert with an exact zero would lose its place to one that nobody chose."""
+    probs, routing_map = _pair(output)
+    chosen = torch.zeros_like(routing_map).scatter(1, ids, True) & routing_map
+    lifted = probs.masked_fill(chosen & (probs == 0), least_positive(probs.dtype))
+    return lifted, *output[1:]  # type: ignore[index]
+
+
+def gathered_ranks(config: Any) -> int:
+    """Megatron 0.12's alltoall_seq gathers the logits of the tensor-parallel group before the top-k."""
+    if config.moe_token_dispatcher_type != "alltoall_seq":
+        return 1
+    return int(config.tensor_model_parallel_size)
+
+
+def spare(router: Any) -> int:
+    """Quantile balancing asks for one expert more than it uses: its score says where the limit lies."""
+    return int(router.routing_type == "quantile_balancing")
+
+
+def _bypass(config: Any) -> str:
+    if fused_router.is_on(config):
+        return (
+            f"moe_router_fusion=True, and a kernel other than {fused_router.MODULE}.{fused_router.KERNEL}; "
+            "set moe_router_fusion=False"
+        )
+    return ""
+
+
+def _refuse_gathered_quantiles(router: Any, path: str) -> None:
+    """Its top-k runs over the tokens of all ranks, and each rank takes its rows."""
+    if router.routing_type != "quantile_balancing":
+        return
+    ranks = 1 if router.tp_cp_group is None else router.tp_cp_group.size()
+    if ranks > 1:
+        raise RouterError(
+            "quantile balancing chooses over the tokens of several ranks at once, and can't be replayed",
+            where=path,
+            expected="one rank in the router's tensor and context parallel group",
+            got=f"{ranks} ranks, moe_router_load_balancing_type='quantile_balancing'",
+            cause="the model's config; take another load balancing for the replay, or no tensor and context "
+            "parallelism",
+        )
+
+
+def _refuse_graphs(config: Any, path: str) -> None:
+    """A captured graph replays its kernels and runs no hook."""
+    flags = [flag for flag in _GRAPH_FLAGS if getattr(config, flag, False)]
+    implementation = getattr(config, "cuda_graph_impl", None)
+    if implementation not in (None, "none"):
+        scope = getattr(config, "cuda_graph_scope", None) or "full"
+        if not _leaves_router_out(scope):
+            flags.append(f"cuda_graph_impl={implementation!r} with cuda_graph_scope={scope!r}")
+    if flags:
+        raise RouterError(
+            "the router is captured in a graph, which runs no hook",
+            where=path,
+            expected="no graph capture around the router",
+            got=", ".join(flags),
+            cause="the model's config; capture the attention alone, or train without graphs",
+        )
+
+
+def _refuse_overlap(config: Any, path: str) -> None:
+    """Combined 1F1B runs pieces of layers of two micro-batches in turn and never calls the model."""
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        raise RouterError(
+            "the schedule runs the layers past the model's __call__, so micro-batches can't be told apart",
+            where=path,
+            expected="overlap_moe_expert_parallel_comm=False",
+            got="overlap_moe_expert_parallel_comm=True",
+            cause="the model's config; combined 1F1B calls build_schedule_plan() instead of the model",
+        )
+
+
+def is_replaying(replay: Any) -> bool:
+    """Are its router's ids given to it? By what the action is called: a framework may have its own."""
+    action = action_of(replay)
+    return action is not None and str(action.value).startswith("replay")
+
+
+def action_of(replay: Any) -> Any:
+    """Its action; None also where a framework's own has no such attribute."""
+    return getattr(replay, "router_replay_action", None)
+
+
+def is_by_session(replay: Any) -> bool:
+    """Does it only open and close sessions of npu_replay, which answer the top-k? A class says so."""
+    return bool(getattr(type(replay), "npu_replay_by_session", False))
+
+
+def _upstream_replay(module: Any) -> Any:
+    """The action of RouterReplay, upstream's from 0.16 on or ours before, that answers a router's top-k."""
+    replay = getattr(module, "router_replay", None)
+    if is_by_session(replay):
+        return None
+    action = action_of(replay)
+    return action if getattr(action, "name", "").startswith("REPLAY") else None
+
+
+def _refuse_upstream_replay(module: Any, path: str) -> None:
+    """It would answer the top-k before a block does."""
+    action = _upstream_replay(module)
+    if action is not None:
+        raise RouterError(
+            "RouterReplay is replaying on this router",
+            where=path,
+            expected="none: RouterReplay.clear_global_router_replay_action()",
+            got=action,
+            cause=_TWO_WAYS,
+        )
+
+
+def _leaves_router_out(scope: Any) -> bool:
+    names = scope if isinstance(scope, (list, tuple)) else [scope]
+    return all(str(getattr(name, "value", name)).split(".")[-1] == "attn" for name in names)

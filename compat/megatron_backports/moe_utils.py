@@ -1,0 +1,363 @@
+"""Functions that frameworks import from later releases of Megatron-core, over those of the one that is here.
+
+Each is asked for by itself, and added or replaced only where the release lacks it:
+
+    topk_routing_with_score_function      before 0.14 there is none; before 0.16 it takes no router_replay
+                                          (then it is given dense_output too, which came with 0.17)
+    apply_router_token_dropping           before 0.14 a part of topk_softmax_with_capacity
+    compute_routing_scores_for_aux_loss   before 0.14 a method of TopKRouter, another one in 0.12 and 0.13
+    is_vp_first_stage, is_vp_last_stage   before 0.14 there are none, before 0.13 not even their module
+
+The release's own functions are looked up when ours are called, so what MindSpeed puts in their place counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import torch
+
+from npu_replay.compat.megatron import fused_router
+from npu_replay.compat.megatron_backports.router_replay import Asked, asked, is_idle
+from npu_replay.compat.patching import import_hook, served_modules
+from npu_replay.compat.patching.patches import Patch, Patches
+from npu_replay.errors import NoEffect, ReplayError
+
+MODULE = "megatron.core.transformer.moe.moe_utils"
+STAGES = "megatron.core.pipeline_parallel.utils"
+
+_WHAT = "functions of later Megatron-core releases"
+_TOPK = "topk_routing_with_score_function"
+_LATER = "a later release's, over this one's own"
+_TINY = 1e-20
+"""Added to a row's sum before it divides, as Megatron does."""
+
+Pair: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
+"""Two tensors [rows, experts]: probabilities or scores, and which experts they are of, bool."""
+
+
+class NoFusedRouter(ReplayError, ValueError):
+    """The fused router isn't there, or hasn't got what was asked of it. Later releases raise a ValueError."""
+
+
+def install() -> None:
+    """Add what this release lacks, now or when it is imported."""
+    import_hook.when_imported(MODULE, f"{_WHAT}: routing", _add_routing)
+    import_hook.when_imported(STAGES, f"{_WHAT}: virtual stages", _add_stages)
+    served_modules.serve(STAGES, _fill_stages, "is_vp_first_stage and is_vp_last_stage", reason=_WHAT)
+
+
+# Which are added
+
+
+def _add_routing(module: Any) -> None:
+    native = getattr(module, _TOPK, None)
+    if native is None:
+        _refuse_unknown(module)
+        _patches.set(module, _TOPK, _with_replay(_without_capacity(module)), _LATER)
+    elif not _takes(native, "router_replay"):
+        _put_everywhere(module, _TOPK, native, _with_replay(native), "takes router_replay")
+    for function in (_token_dropping(module), compute_routing_scores_for_aux_loss):
+        if not hasattr(module, function.__name__):
+            _patches.set(module, function.__name__, function, _LATER)
+
+
+def _add_stages(module: Any) -> None:
+    for function in (is_vp_first_stage, is_vp_last_stage):
+        if not hasattr(module, function.__name__):
+            _patches.set(module, function.__name__, function, _LATER)
+
+
+def _fill_stages(module: Any) -> None:
+    module.is_vp_first_stage = is_vp_first_stage
+    module.is_vp_last_stage = is_vp_last_stage
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+
+
+def _refuse_unknown(module: Any) -> None:
+    if not hasattr(module, "topk_softmax_with_capacity"):
+        raise ReplayError(
+            "no function that routes is known",
+            where=module.__name__,
+            expected=f"{_TOPK} or topk_softmax_with_capacity",
+            got="neither",
+            cause="a fork of Megatron-core, or a release that npu_replay hasn't seen",
+        )
+
+
+# Routing
+
+
+def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
+    """`native`, which decides by `router_replay` where one is given."""
+
+    def topk_routing_with_score_function(
+        logits: torch.Tensor,
+        topk: int,
+        use_pre_softmax: bool = False,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        scaling_factor: float | None = None,
+        score_function: str = "softmax",
+        expert_bias: torch.Tensor | None = None,
+        fused: bool = False,
+        router_replay: Any = None,
+        dense_output: bool = False,
+    ) -> Pair:
+        """Choose each token's experts, or take them from `router_replay`, and weigh them.
+
+        Args:
+            logits: [rows, experts].
+            topk: experts a row.
+            use_pre_softmax: softmax over all experts and not over the chosen ones.
+            num_groups: groups of experts, of which each row may use `group_topk`.
+            group_topk: see `num_groups`.
+            scaling_factor: of the probabilities.
+            score_function: «softmax» or «sigmoid».
+            expert_bias: float [experts]: added to a sigmoid's scores for the choice alone.
+            fused: by Transformer Engine's kernel; a replay goes without it.
+            router_replay: a RouterReplay; what its action says is done.
+            dense_output: the chosen experts alone, in the order of the top-k.
+
+        Returns:
+            The probabilities in the logits' dtype, and the map, bool; both [rows, experts]. With
+            `dense_output` the probabilities and the ids, int64; both [rows, topk].
+
+        Raises:
+            ReplayError: a dense output of the fused kernel, or of a function that calls no top-k.
+        """
+        if dense_output and fused:
+            raise NoFusedRouter(
+                "the fused router has no dense output",
+                where=_TOPK,
+                expected="fused=False, or dense_output=False",
+                got="both on",
+                cause="its kernel returns a map, without an order of the experts; upstream returns that map",
+            )
+        how = {
+            "use_pre_softmax": use_pre_softmax,
+            "num_groups": num_groups,
+            "group_topk": group_topk,
+            "scaling_factor": scaling_factor,
+            "score_function": score_function,
+            "expert_bias": expert_bias,
+            "fused": fused,
+        }
+        idle = is_idle(router_replay)
+        if idle and not dense_output:
+            return native(logits, topk, **how)
+        asks = _Nobody() if idle else router_replay
+        with _asking(asks, logits, topk, num_groups, group_topk) as call:
+            probs, routing_map = native(logits, topk, **how)
+        return _dense(probs, call) if dense_output else (probs, routing_map)
+
+    return topk_routing_with_score_function
+
+
+class _Nobody:
+    """In the place of a RouterReplay: the top-k is only watched."""
+
+    def get_replay_topk(
+        self, scores: Any, topk: int, num_groups: Any, group_topk: Any, default_compute_topk: Any
+    ) -> Any:
+        """The router's own."""
+        return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+
+
+def _dense(probs: torch.Tensor, call: Asked) -> Pair:
+    """The chosen experts' probabilities and ids, in the order of the top-k."""
+    if call.ids is None:
+        raise NoEffect(
+            "this release's routing calls no top-k, so there is no order for a dense output",
+            where=_TOPK,
+            expected=f"a top-{call.topk} over {call.num_experts} experts",
+            got=", ".join(dict.fromkeys(call.seen)) or "nothing",
+            cause="another function in the place of Megatron's, such as MindSpeed's fix_router",
+        )
+    return probs.gather(1, call.ids), call.ids
+
+
+@contextlib.contextmanager
+def _asking(
+    replay: Any, logits: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None
+) -> Iterator[Asked]:
+    """Let the next top-k over the logits, or the fused kernel, ask `replay`."""
+    rows, num_experts = logits.shape[0], logits.shape[-1]
+    kernel = fused_router.hold()
+    try:
+        call = Asked(replay, rows, num_experts, topk, num_groups=num_groups, group_topk=group_topk)
+        with asked(call):
+            yield call
+    finally:
+        kernel.remove()
+
+
+def _without_capacity(module: Any) -> Callable[..., Pair]:
+    """0.12's and 0.13's routing without the part that drops tokens, and without its count of tokens."""
+
+    def native(logits: torch.Tensor, topk: int, *, fused: bool, **how: Any) -> Pair:
+        if fused:
+            _refuse_fused(_TOPK)
+        probs, routing_map, _ = module.topk_softmax_with_capacity(logits, topk, **how)
+        return probs, routing_map
+
+    return native
+
+
+def _token_dropping(module: Any) -> Callable[..., Pair]:
+    def apply_router_token_dropping(
+        routing_probs: torch.Tensor,
+        routing_map: torch.Tensor,
+        router_topk: int,
+        capacity_factor: float,
+        drop_policy: str = "probs",
+        pad_to_capacity: bool = False,
+    ) -> Pair:
+        """Leave each expert no more rows than its capacity.
+
+        Args:
+            routing_probs: [rows, experts].
+            routing_map: bool [rows, experts].
+            router_topk: experts a row.
+            capacity_factor: an expert's capacity in shares of an even load.
+            drop_policy: who goes first: the least probable rows («probs»), or the last ones («position»).
+            pad_to_capacity: fill each expert up with rows that didn't choose it, of no probability.
+
+        Returns:
+            The probabilities and the map of those that stay.
+
+        Raises:
+            ValueError: another policy.
+        """
+        rows, num_experts = routing_probs.shape
+        capacity = module.get_capacity(rows * router_topk, num_experts, capacity_factor)
+        ranked = {"probs": routing_probs, "position": routing_map.int()}.get(drop_policy)
+        if ranked is None:
+            raise ValueError(f"Invalid drop_policy: {drop_policy}")
+        kept = torch.ones_like(routing_map, dtype=torch.bool)
+        if capacity <= rows:
+            # sorted=False as Megatron has it: among equals the choice must be the same.
+            places = torch.topk(ranked, k=capacity, dim=0, sorted=False)[1]
+            kept = torch.zeros_like(kept).scatter(0, places, True)
+        if not pad_to_capacity:
+            kept = kept & routing_map
+        return routing_probs * kept, kept
+
+    return apply_router_token_dropping
+
+
+def compute_routing_scores_for_aux_loss(
+    logits: torch.Tensor, topk: int, score_function: str, fused: bool = False
+) -> Pair:
+    """What the auxiliary losses look at: the live choice, without bias, groups or replay.
+
+    Args:
+        logits: [rows, experts].
+        topk: experts a row.
+        score_function: «softmax» or «sigmoid».
+        fused: by Transformer Engine's kernel.
+
+    Returns:
+        The map, bool, and the scores, each row's sum 1 (float32 for a softmax; the logits' dtype for a
+        sigmoid, as in 0.14 to 0.16; later releases go to float32 first); both [rows, experts].
+
+    Raises:
+        ValueError: another score function, or the fused one, which these releases don't have.
+    """
+    if fused:
+        _refuse_fused("compute_routing_scores_for_aux_loss")
+    if score_function == "softmax":
+        scores = logits.softmax(dim=-1, dtype=torch.float32)
+    elif score_function == "sigmoid":
+        scores = logits.sigmoid()
+        scores = scores / (scores.sum(dim=-1, keepdim=True) + _TINY)
+    else:
+        raise ValueError(f"Invalid score_function: {score_function}")
+    chosen = torch.topk(scores, k=topk, dim=1)[1]
+    return torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True), scores
+
+
+def _refuse_fused(name: str) -> None:
+    raise NoFusedRouter(
+        "the fused router isn't there",
+        where=name,
+        expected="fused=False",
+        got="fused=True",
+        cause="moe_router_fusion=True with Megatron-core 0.12 or 0.13, which call no kernel of "
+        "Transformer Engine's; it came with 0.14",
+    )
+
+
+# Virtual pipeline stages
+
+
+def is_vp_first_stage(vp_stage: int | None, vp_size: int | None) -> bool:
+    """Is this the first of a rank's `vp_size` model chunks? The only one is.
+
+    Raises:
+        AssertionError: a stage other than 0 where there is one chunk.
+    """
+    return _place(vp_stage, vp_size) == 0
+
+
+def is_vp_last_stage(vp_stage: int | None, vp_size: int | None) -> bool:
+    """Is this the last of a rank's `vp_size` model chunks? The only one is.
+
+    Raises:
+        AssertionError: a stage other than 0 where there is one chunk.
+    """
+    return _place(vp_stage, vp_size) == max(vp_size or 1, 1) - 1
+
+
+def _place(vp_stage: int | None, vp_size: int | None) -> int | None:
+    if vp_size is not None and vp_size > 1:
+        return vp_stage
+    if vp_stage not in (None, 0):
+        raise AssertionError(f"Expected vp_stage to be 0 or None with {vp_size=}, but got {vp_stage=}")
+    return 0
+
+
+# A function that others hold too
+
+
+@dataclass(frozen=True, eq=False)
+class _Everywhere(Patch):
+    """A function of a module, also in the modules that took it with `from ... import`, before us or after."""
+
+    def undo(self) -> bool:
+        """Put the original back wherever ours is. Was it still in the module itself?"""
+        held = vars(self.owner).get(self.name) is self.replacement
+        _rebind(self.name, self.replacement, self.original)
+        return held
+
+
+def _put_everywhere(module: Any, name: str, native: Any, ours: Any, why: str) -> None:
+    """MindSpeed replaces a function in all modules that hold the same one, so it has to be one in all."""
+    _rebind(name, native, ours)
+    _patches.add(_Everywhere(module, name, why, native, ours))
+
+
+def _rebind(name: str, old: Any, new: Any) -> None:
+    for module in _modules():
+        if module.get(name) is old:
+            module[name] = new
+
+
+def _modules() -> Iterator[dict[str, Any]]:
+    """The names of every module; not by getattr, which loads a lazy one."""
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType):
+            yield object.__getattribute__(module, "__dict__")
+
+
+_patches = Patches(_WHAT)

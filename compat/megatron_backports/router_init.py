@@ -1,0 +1,299 @@
+"""Each TopKRouter gets what its release lacks as it is built; a replayed one also its `router_replay`.
+
+The one change of a class is that of its constructor. All else is done to the router that it has made: methods
+lent to the instance, where the class hasn't got them or has them without replay. From Megatron-core 0.16 on
+upstream does this itself, but for the ways of choosing that its RouterReplay never hears of.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import math
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from npu_replay.compat.megatron import aux_losses, fused_router
+from npu_replay.compat.megatron import routers as megatron
+from npu_replay.compat.megatron.config_flags import asks_for_replay
+from npu_replay.compat.megatron.routers import is_by_session, is_replaying
+from npu_replay.compat.megatron_backports import expert_bias, router_methods, router_replay
+from npu_replay.compat.mindspeed import repatch
+from npu_replay.compat.patching import import_hook
+from npu_replay.compat.patching.live_objects import alive
+from npu_replay.compat.patching.patches import Patch, Patches
+from npu_replay.errors import described
+from npu_replay.sessions import seam
+
+MODULE = "megatron.core.transformer.moe.router"
+
+_WHAT = "routers that are replayed"
+_WHY = "gives each router what this release lacks, as it is built"
+_UNHEARD = ("sinkhorn", "quantile_balancing")
+"""Load balancing types with a top-k of their own, of which upstream's RouterReplay never hears."""
+
+
+def install() -> None:
+    """Equip Megatron's routers, now or when their module is imported; those that are built from then on."""
+    import_hook.when_imported(MODULE, _WHAT, _wrap)
+
+
+def _wrap(module: Any) -> None:
+    if any(patch.owner is module.TopKRouter for patch in _patches):
+        return
+    try:
+        repatch.wrap_init(_patches, module.TopKRouter, _router_init, _WHY)
+        _patches.add(_Given(module.TopKRouter, "router_replay", "what upstream's have", None, None))
+        for router in _in_order(module.TopKRouter):
+            _equip(router)  # built before npu_replay was imported, or before an uninstall()
+    except Exception:
+        _patches.undo()  # all or nothing
+        raise
+
+
+def _in_order(kind: type) -> list[Any]:
+    """Live routers, model by model and layer by layer: the collector knows of no order."""
+    found = alive(kind)
+    models = list({id(router.config): None for router in found})
+    return sorted(found, key=lambda router: (models.index(id(router.config)), router.layer_number or 0))
+
+
+def _router_init(init: Callable[..., None]) -> Any:
+    @functools.wraps(init)
+    def router_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if list(_patches):  # else uninstalled, and somebody still calls it
+            # A fork's router may lack what is asked of it; its model is built all the same.
+            import_hook.attempt(described(type(self)), _WHAT, lambda: _equip(self))
+
+    return router_init
+
+
+def in_making(router: Any) -> tuple[float, int]:
+    """A key that sorts routers in the order of their making; copies come last, layer by layer."""
+    return _numbers.get(router, math.inf), router.layer_number or 0
+
+
+_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_next = itertools.count()
+
+
+def _equip(router: Any) -> None:
+    _numbers.setdefault(router, next(_next))
+    router_methods.equip(router)
+    expert_bias.equip(router)
+    kind = _router_replay()
+    _give(router, kind)
+    _take_framework(router)
+    if kind is router_replay.RouterReplay:
+        names = ["forward", "routing", "set_layer_number"]
+        losses = aux_losses.of(router)
+        if losses is not None and losses.follow:
+            names.append("apply_load_balancing_loss")
+        router_methods.lend(router, _Asks, names)
+    elif fused_router.is_on(router.config) or router.routing_type in _UNHEARD:
+        router_methods.lend(router, _Asks, ["forward", "routing"])
+
+
+def _router_replay() -> type:
+    """Upstream's, or ours in its place."""
+    try:
+        found: type = importlib.import_module(router_replay.MODULE).RouterReplay
+    except ModuleNotFoundError:  # not served: `router_replay.install` wasn't called
+        return router_replay.RouterReplay
+    return found
+
+
+def _give(router: Any, kind: type) -> None:
+    """A router of a config with the flag has a RouterReplay, any other None; as from 0.16 on."""
+    had = hasattr(router, "router_replay")
+    if had and router.router_replay is not None:
+        return
+    flagged = asks_for_replay(router.config)
+    if flagged or not had:
+        router.router_replay = kind() if flagged else None
+        _given[router] = had
+    if flagged and kind is router_replay.RouterReplay:
+        router.router_replay.layer_number = router.layer_number
+        router_replay.belongs(router.router_replay, router)
+
+
+def hand_over(of: Callable[[Any], Any]) -> None:
+    """Have `of(router)` for the `router_replay` of each router that asks for replay: a framework's, by which
+    its loops turn a replay on. Those that are there get it now, others as they are built."""
+    install()  # a line of ours in the report would say that it was
+    product: Any = sys.modules[MODULE]
+    if not _framework:
+        _patches.add(_HandedOver(product.TopKRouter, "router_replay", "the framework's own", None, None))
+    _framework[:] = [of]
+    for router in _in_order(product.TopKRouter):
+        _take_framework(router)
+
+
+def _take_framework(router: Any) -> None:
+    own = getattr(router, "router_replay", None)
+    everyone = getattr(type(own), _EVERYONE, None)
+    if not _framework or everyone is None:
+        return
+    _handed[router] = own
+    framework = _framework[0](router)
+    framework.layer_number = getattr(own, "layer_number", None)
+    _swap(router, own, framework, everyone)
+    weakref.finalize(router, _drop, everyone, weakref.ref(framework)).atexit = False
+
+
+def _swap(router: Any, old: Any, new: Any, everyone: list[Any]) -> None:
+    """Also in Megatron's list of all, so that its own API reaches what the routers have."""
+    everyone[:] = [new if one is old else one for one in everyone]
+    router.router_replay = new
+
+
+def _drop(everyone: list[Any], dead: weakref.ref[Any]) -> None:
+    everyone[:] = [one for one in everyone if one is not dead()]
+
+
+_EVERYONE = "global_router_replay_instances"
+_framework: list[Callable[[Any], Any]] = []
+"""Makes a framework's own, while one has taken over."""
+_handed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""What each router had before."""
+
+
+@dataclass(frozen=True, eq=False)
+class _HandedOver(Patch):
+    """The framework's `router_replay` of all routers: a line of the report."""
+
+    @property
+    def where(self) -> str:
+        return f"{self.name} of each TopKRouter"
+
+    def undo(self) -> bool:
+        """Give each router again what it had before; a copy that was made since, a new one."""
+        _framework.clear()
+        for router in alive(self.owner):
+            framework = getattr(router, self.name, None)
+            if is_by_session(framework):
+                own = _handed.get(router) or _of_no_list(_router_replay())
+                _swap(router, framework, own, getattr(type(own), _EVERYONE))
+        _handed.clear()
+        return True
+
+
+def _of_no_list(kind: type) -> Any:
+    made = kind()
+    router_replay.leave(made)
+    return made
+
+
+_given: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+"""Routers that got their `router_replay` here; had they the attribute before, as None?"""
+
+
+@dataclass(frozen=True, eq=False)
+class _Given(Patch):
+    """The `router_replay` of all routers that got theirs here: a line of the report."""
+
+    @property
+    def where(self) -> str:
+        return f"{self.name} of each TopKRouter"
+
+    def undo(self) -> bool:
+        """Take them off, off copies of routers too, and out of the list of all."""
+        for router, had in list(_given.items()):
+            replay = vars(router).pop(self.name, None)
+            if had:
+                setattr(router, self.name, None)
+            if hasattr(type(replay), "global_router_replay_instances"):
+                router_replay.leave(replay)
+        _given.clear()
+        for copy in alive(self.owner):
+            if isinstance(vars(copy).get(self.name), router_replay.RouterReplay):
+                delattr(copy, self.name)
+        return True
+
+
+class _Calls(threading.local):
+    """The routers' calls that this thread is in, innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[Any, router_replay.Asked]] = []
+
+
+_calls = _Calls()
+
+
+class _Asks(router_methods.Lent):
+    why = "its top-k asks router_replay"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The router's own, in which its top-k, or its fused kernel, asks `router_replay`."""
+        return _asking(self.router, self.of_class("forward"), args, kwargs)
+
+    def routing(self, *args: Any, **kwargs: Any) -> Any:
+        """The same, for those that call it by itself."""
+        return _asking(self.router, self.of_class("routing"), args, kwargs)
+
+    def apply_load_balancing_loss(self, activation: Any, load_balancing_loss_func: Any) -> Any:
+        """The router's own; in a replay it counts the live choice, as upstream's do."""
+        router, loss = self.router, load_balancing_loss_func
+        for of, call in _calls.stack[-1:]:
+            if of is router and call.own_ids is not None and call.ids is not None:
+                loss = aux_losses.recounted(loss, (call.own_ids, call.ids))
+        return self.of_class("apply_load_balancing_loss")(activation, loss)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """The router's own; its `router_replay` is told."""
+        router = self.router
+        self.of_class("set_layer_number")(layer_number)
+        replay = getattr(router, "router_replay", None)
+        if replay is not None:
+            replay.layer_number = layer_number
+
+
+def _asking(router: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call what the class has, with a call of the router armed if its `router_replay` may want one."""
+    replay = getattr(router, "router_replay", None)  # uninstalled, and somebody's wrapper still calls it
+    outer = seam.armed()
+    asks_already = isinstance(outer, router_replay.Asked) and outer.replay is replay
+    if router_replay.is_idle(replay) or asks_already or _is_left_to_its_own(router, replay):
+        return plain(*args, **kwargs)
+    call = _call(router, replay, next(iter((*args, *kwargs.values()))))
+    handle = fused_router.hold() if fused_router.is_on(router.config) else None
+    _calls.stack.append((router, call))
+    try:
+        with router_replay.asked(call):
+            return plain(*args, **kwargs)
+    finally:
+        _calls.stack.pop()
+        if handle is not None:
+            handle.remove()
+
+
+def _is_left_to_its_own(router: Any, replay: Any) -> bool:
+    """Does a framework that brought its own replay bring the routing that asks it too, as verl's does?"""
+    if isinstance(replay, router_replay.RouterReplay):
+        return False
+    return type(router).routing.__module__.partition(".")[0] not in ("megatron", "mindspeed")
+
+
+def _call(router: Any, replay: Any, inputs: Any) -> router_replay.Asked:
+    """A call of a router whose input or logits end in one dimension that isn't tokens."""
+    config, losses = router.config, aux_losses.of(router)
+    return router_replay.Asked(
+        replay,
+        inputs.numel() // inputs.shape[-1] * megatron.gathered_ranks(config),
+        int(router.num_experts),
+        int(router.topk),
+        num_groups=config.moe_router_num_groups,
+        group_topk=config.moe_router_group_topk,
+        spare=megatron.spare(router),
+        compares=losses is not None and is_replaying(replay) and losses.follow_the_call_of(router),
+    )
+
+
+_patches = Patches(_WHAT, beneath=repatch.undo)

@@ -1,0 +1,450 @@
+"""Megatron-core's RouterReplay for the releases that lack it, 0.12 to 0.15: one for each replayed router.
+
+The same face and meaning as upstream's `megatron.core.transformer.moe.router_replay` of 0.19, which is served
+under that name (`install`). Only how a router comes to ask differs: there its own code calls
+`get_replay_topk`, here its top-k does, through the seam (`Asked`).
+
+As upstream's, it goes by a global action and by a queue of targets for recomputes, which is right as long
+as backward visits the micro-batches in the order of their forwards; `npu_replay.record` and `replay` need
+neither. Where upstream's goes on in silence, or stops with an AttributeError of None, this says what it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from npu_replay.compat.megatron.routers import action_of, is_by_session, is_replaying
+from npu_replay.compat.patching import served_modules
+from npu_replay.errors import NoEffect, ReplayError, RouterError
+from npu_replay.sessions import seam
+
+MODULE = "megatron.core.transformer.moe.router_replay"
+
+Topk = Callable[..., "tuple[torch.Tensor, torch.Tensor]"]
+"""(scores, topk, num_groups, group_topk) -> (values, ids), each [rows, topk]."""
+
+
+def install() -> None:
+    """Let the module be imported where this Megatron-core hasn't got it."""
+    served_modules.serve(
+        MODULE, _fill, "RouterReplay, as from Megatron-core 0.16 on", reason="upstream's routing replay API"
+    )
+
+
+def _fill(module: Any) -> None:
+    module.__doc__ = __doc__
+    module.RouterReplay, module.RouterReplayAction = RouterReplay, RouterReplayAction
+
+
+class AnotherNumber(ReplayError, ValueError, AssertionError):
+    """As many layers as routers were expected; also what upstream raises there."""
+
+
+class NoTarget(RouterError, IndexError):
+    """A replay without ids that fit; also what upstream raises where its queue is empty."""
+
+
+class RouterReplayAction(Enum):
+    """What a router's top-k does."""
+
+    RECORD = "record"
+    REPLAY_FORWARD = "replay_forward"
+    """Use the target that was set last."""
+    REPLAY_BACKWARD = "replay_backward"
+    """Use the oldest target that no recompute has used yet."""
+
+
+class RouterReplay:
+    """Records or replays the expert ids of one router, int [rows, topk], rows as the router has them.
+
+    Attributes:
+        global_router_replay_instances: all of them, in the order of their making. One that belongs to a
+            router goes when the router is garbage: a model that was built and thrown away shifts nothing.
+        target_topk_idx: what the next REPLAY_FORWARD uses.
+        recorded_topk_idx: the ids of the last call under RECORD; a view of the static buffer, if one is set.
+        router_replay_action: None for the router's own choice.
+        replay_backward_list: targets for REPLAY_BACKWARD, oldest first.
+        static_buffer: int [max_rows, topk], recorded ids are copied into its first rows.
+        layer_number: of its router, from 1 on; None without one.
+    """
+
+    global_router_replay_instances: list[RouterReplay] = []  # noqa: RUF012  upstream's name for it, a plain list
+
+    def __init__(self) -> None:
+        self.target_topk_idx: torch.Tensor | None = None
+        self.recorded_topk_idx: torch.Tensor | None = None
+        self.router_replay_action: RouterReplayAction | None = None
+        self.replay_backward_list: list[torch.Tensor] = []
+        self.static_buffer: torch.Tensor | None = None
+        self.layer_number: int | None = None
+        RouterReplay.global_router_replay_instances.append(self)
+
+    # All of them
+
+    @staticmethod
+    def set_replay_data(all_layers_topk_indices: list[torch.Tensor]) -> None:
+        """Set every router's target, in the order of their making.
+
+        Raises:
+            ValueError: another number of tensors than routers.
+            RouterError: one is no tensor of ids; then no router has got its own.
+        """
+        everyone = _everyone()
+        _check_count(len(all_layers_topk_indices), "tensors")
+        for replay, ids in zip(everyone, all_layers_topk_indices, strict=True):
+            _check_ids(ids, _place(replay))
+        for replay, ids in zip(everyone, all_layers_topk_indices, strict=True):
+            replay.set_target_indices(ids)
+
+    @staticmethod
+    def get_recorded_data() -> list[torch.Tensor | None]:
+        """What each router recorded last."""
+        return [replay.get_recorded_indices() for replay in _everyone()]
+
+    @staticmethod
+    def clear_global_indices() -> None:
+        """Forget what was recorded, and all targets."""
+        for replay in _everyone():
+            replay.clear_indices()
+
+    @staticmethod
+    def set_global_router_replay_action(router_replay_action: RouterReplayAction) -> None:
+        """Set every router's action."""
+        for replay in _everyone():
+            replay.set_router_replay_action(router_replay_action)
+
+    @staticmethod
+    def clear_global_router_replay_action() -> None:
+        """Let every router choose itself."""
+        for replay in _everyone():
+            replay.clear_router_replay_action()
+
+    @staticmethod
+    def clear_global_router_replay_instances() -> None:
+        """Forget all of them; they go on working one by one."""
+        _everyone().clear()
+
+    @staticmethod
+    def set_global_static_buffers(static_buffer: torch.Tensor) -> None:
+        """Give every router its slice of a buffer, int [max_rows, routers, topk].
+
+        Raises:
+            AssertionError: another number of layers in it than routers.
+        """
+        _check_count(static_buffer.shape[1], "layers in the buffer")
+        for layer, replay in enumerate(_everyone()):
+            replay.set_static_buffer(static_buffer[:, layer, :])
+
+    @staticmethod
+    def clear_global_static_buffers() -> None:
+        """Take the buffers away."""
+        for replay in _everyone():
+            replay.clear_static_buffer()
+
+    # One
+
+    def set_target_indices(self, topk_indices: Any) -> None:
+        """Set the ids of this router's next forward, int [rows, topk], and queue them for its recompute.
+
+        Raises:
+            RouterError: no two-dimensional tensor of integers.
+        """
+        _check_ids(topk_indices, _place(self))
+        self.target_topk_idx = topk_indices
+        self.replay_backward_list.append(topk_indices)
+
+    def get_recorded_indices(self) -> torch.Tensor | None:
+        """The ids of the last call under RECORD, int64 [rows, topk]."""
+        return self.recorded_topk_idx
+
+    def record_indices(self, topk_indices: torch.Tensor) -> None:
+        """Take ids down; into the static buffer, if one is set."""
+        if self.static_buffer is not None:
+            place = self.static_buffer[: len(topk_indices)]
+            if place.shape != topk_indices.shape:
+                raise RouterError(
+                    "the static buffer doesn't fit what is recorded",
+                    where=_place(self),
+                    expected=f"at least {list(topk_indices.shape)}",
+                    got=list(self.static_buffer.shape),
+                )
+            place.copy_(topk_indices)
+            topk_indices = place
+        self.recorded_topk_idx = topk_indices
+
+    def clear_indices(self) -> None:
+        """Forget what was recorded, and all targets."""
+        self.recorded_topk_idx = self.target_topk_idx = None
+        self.replay_backward_list = []
+
+    def set_router_replay_action(self, router_replay_action: RouterReplayAction) -> None:
+        """Set this router's action; one of a framework's own enum that means the same will do.
+
+        Raises:
+            RouterError: no such action.
+        """
+        self.router_replay_action = _known(router_replay_action, _place(self))
+
+    def clear_router_replay_action(self) -> None:
+        """Let this router choose itself."""
+        self.router_replay_action = None
+
+    def set_static_buffer(self, buffer: torch.Tensor) -> None:
+        """Copy what is recorded into this, int [max_rows, topk]."""
+        self.static_buffer = buffer
+
+    def clear_static_buffer(self) -> None:
+        """Record without a buffer."""
+        self.static_buffer = None
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Topk | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The router's top-k under its action: values and int64 ids, [rows, topk] each.
+
+        Args:
+            scores: float [rows, experts].
+            topk: how many experts a token has.
+            num_groups: passed on to `default_compute_topk`, as is `group_topk`.
+            default_compute_topk: the router's own.
+
+        Raises:
+            NoTarget: a replay without a target, or with one of another shape.
+        """
+        if is_replaying(self):
+            ids = self._target(len(scores), topk).to(scores.device, torch.int64)
+            _answered_by_hand(self, ids)
+            return scores.gather(1, ids), ids
+        if default_compute_topk is None:
+            raise RouterError(
+                "there is no top-k to ask", where=_place(self), expected="default_compute_topk", got=None
+            )
+        values, ids = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.router_replay_action is RouterReplayAction.RECORD:
+            self.record_indices(ids)
+        return values, ids
+
+    def _target(self, rows: int, topk: int) -> torch.Tensor:
+        backward = self.router_replay_action is RouterReplayAction.REPLAY_BACKWARD
+        if backward:
+            ids = self.replay_backward_list.pop(0) if self.replay_backward_list else None
+        else:
+            ids = self.target_topk_idx
+        if ids is None or ids.shape != (rows, topk):
+            raise NoTarget(
+                f"{self.router_replay_action} has no ids for this call of the router",
+                where=_place(self),
+                expected=f"targets of shape {[rows, topk]}",
+                got="none" if ids is None else list(ids.shape),
+                cause="more recomputes than targets since clear_global_indices(), or a backward that doesn't "
+                "go through the micro-batches in the order of their forwards"
+                if backward
+                else "set_replay_data() was not called before this forward, or with ids of another",
+            )
+        return ids
+
+
+def is_idle(replay: Any) -> bool:
+    """Would asking it change nothing? Upstream asks in every call, and a framework may have wrapped that."""
+    if replay is None:
+        return True
+    ask = getattr(replay, "get_replay_topk", None)
+    if ask is None or is_by_session(replay):
+        return True  # a framework's own, whose routing knows what to do with it
+    return action_of(replay) is None and _is_plain(ask)
+
+
+def _is_plain(ask: Any) -> bool:
+    """Is it upstream's own method, or ours? Each was made in its module, whose names it looks up; a wrapper
+    or a framework's own, wherever it lies and whatever it is called, looks them up elsewhere."""
+    names = getattr(ask, "__globals__", None)
+    return names is not None and any(names is vars(one) for one in (sys.modules.get(MODULE), _here) if one)
+
+
+_here = sys.modules[__name__]
+
+
+def belongs(replay: RouterReplay, router: nn.Module) -> None:
+    """Have it go from the list of all when its router is garbage."""
+    weakref.finalize(router, _forget, weakref.ref(replay)).atexit = False
+
+
+class Asked(seam.Call):
+    """A call of a router whose top-k asks a RouterReplay, which may be a framework's own or a subclass.
+
+    Args:
+        replay: has `get_replay_topk`, as upstream's.
+        rows: tokens.
+        num_experts: columns of the scores.
+        topk: experts a token.
+        num_groups: passed on to `replay`, as is `group_topk`.
+        **options: of seam.Call.
+    """
+
+    __slots__ = ("_group_topk", "_num_groups", "replay")
+
+    def __init__(
+        self,
+        replay: Any,
+        rows: int,
+        num_experts: int,
+        topk: int,
+        *,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        **options: bool | int,
+    ) -> None:
+        # Watch sees the masking of groups, and a top-k that was imported by name.
+        super().__init__(
+            rows,
+            num_experts,
+            topk,
+            _nobody,
+            masks=bool(group_topk),
+            watch=True,
+            **options,  # type: ignore[arg-type]
+        )
+        self.replay = replay
+        self._num_groups = num_groups
+        self._group_topk = group_topk
+        self.given = is_replaying(replay)
+
+    def _decide(
+        self, native: Callable[..., Any], scores: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        def own(*_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            """As it was asked: of masked scores, where groups are limited; a block around is asked too."""
+            with self._outer_armed():
+                values, ids = torch.topk(scores, *args, **kwargs)
+            return values[:, : self.topk], ids[:, : self.topk]
+
+        if self.compares:
+            self.own_ids = native(scores.detach(), *args, **kwargs)[1]
+        source = self._unmasked(scores)
+        values, ids = self.replay.get_replay_topk(source, self.topk, self._num_groups, self._group_topk, own)
+        outer = self._outer
+        if isinstance(outer, Asked) and outer.replay is self.replay:
+            outer.ids, outer.way = ids, "inner"  # this one was armed by a routing that knows of it
+        if self.spare:
+            all_values, places = native(scores, *args, **kwargs)
+            return all_values, torch.cat([ids, places[:, self.topk :]], dim=1)
+        return values, ids
+
+    def _noted(self, ids: torch.Tensor) -> None:
+        """A fused call has chosen: have it recorded."""
+        self.replay.get_replay_topk(
+            torch.empty(len(ids), 0, device=ids.device),
+            self.topk,
+            self._num_groups,
+            self._group_topk,
+            lambda *_, **__: (ids, ids),
+        )
+
+
+@contextlib.contextmanager
+def asked(call: Asked) -> Iterator[None]:
+    """Let the next top-k of this thread that fits be answered; there has to be one.
+
+    Raises:
+        NoEffect: there was none.
+    """
+    seam.guard.install()
+    try:
+        with call:
+            yield
+    finally:
+        seam.guard.remove()
+    if call.ids is None and action_of(call.replay) is not None:
+        raise NoEffect(
+            "RouterReplay has an action, and this router calls no top-k that could ask it",
+            expected=f"a top-{call.topk} over {call.num_experts} experts",
+            got=", ".join(dict.fromkeys(call.seen)) or "nothing",
+            cause="a selection that is made without torch.topk: by a hash, by a kernel, or in turn",
+        )
+
+
+def _answered_by_hand(replay: RouterReplay, ids: torch.Tensor) -> None:
+    """A routing that asks by itself, as upstream's does, has been answered; its top-k won't come."""
+    call = seam.armed()
+    if isinstance(call, Asked) and call.replay is replay:
+        call.ids, call.way = ids, "inner"
+
+
+def _place(replay: Any) -> str:
+    number = replay.layer_number
+    return "a router" if number is None else f"the router of layer_number {number}"
+
+
+def _nobody(own: seam.Own) -> torch.Tensor:
+    raise NotImplementedError  # Asked decides otherwise
+
+
+def _everyone() -> list[RouterReplay]:
+    return RouterReplay.global_router_replay_instances
+
+
+def leave(replay: Any) -> None:
+    """Take one out of the list of all: upstream's, or ours."""
+    everyone = type(replay).global_router_replay_instances
+    if any(one is replay for one in everyone):
+        everyone[:] = [one for one in everyone if one is not replay]
+
+
+def _forget(dead: weakref.ref[RouterReplay]) -> None:
+    replay = dead()
+    if replay is not None:
+        leave(replay)
+
+
+def _known(action: Any, where: str) -> RouterReplayAction | None:
+    """Frameworks have enums of their own with the same values."""
+    if action is None:
+        return None
+    known = {one.value: one for one in RouterReplayAction}
+    value = getattr(action, "value", action)
+    if isinstance(value, str) and value in known:
+        return known[value]
+    raise RouterError(
+        "this is no action of a RouterReplay",
+        where=where,
+        expected="RouterReplayAction." + ", ".join(one.name for one in RouterReplayAction),
+        got=action,
+    )
+
+
+def _check_ids(ids: Any, where: str) -> None:
+    if (
+        not isinstance(ids, torch.Tensor)
+        or ids.dim() != 2
+        or ids.is_floating_point()
+        or ids.dtype == torch.bool
+    ):
+        raise RouterError(
+            "these are no expert ids",
+            where=where,
+            expected="a tensor of integers, [rows, topk]",
+            got=f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, torch.Tensor) else ids,
+        )
+
+
+def _check_count(got: int, of: str) -> None:
+    if got != len(_everyone()):
+        raise AnotherNumber(
+            f"another number of {of} than of routers with a replay",
+            expected=len(_everyone()),
+            got=got,
+            cause="layers of another pipeline stage, or a second model in this process with the flag",
+        )

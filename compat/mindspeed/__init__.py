@@ -1,0 +1,1 @@
+"""MindSpeed and MindSpeed-LLM."""

@@ -1,0 +1,147 @@
+"""MindSpeed's moe_fb_overlap: its recomputes, marked where it runs them.
+
+It runs the backward of one micro-batch together with the forward of the next, layer by layer. A layer under
+recompute keeps its inputs in the LayerGraph that it returns, and MindSpeed runs it again by itself, outside
+autograd's backward, in the middle of another micro-batch's forward. In every branch there are two such
+places, and both unpack the graph's `layer_inputs` right before the layer runs. So the inputs say it when they
+are unpacked: the next call of this layer's router belongs to the micro-batch whose graph this is.
+
+Two hooks on the layer, for the length of a block; nothing of MindSpeed's is replaced.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from npu_replay.errors import RecomputeError, RouterError
+from npu_replay.routers import Handle, Router
+from npu_replay.sessions.hooks import Hook
+from npu_replay.sessions.marks import Marks
+
+_PLACE = "core/transformer/moe/moe_feature/fb_overlap/transformer_layer.py"
+_SIGNS = {"checkpoint", "bwd_layer_graph"}
+"""Parameters of a layer's forward that MindSpeed has bound to it."""
+
+
+def place_is_known(mindspeed: Path) -> bool:
+    """Does the source of this MindSpeed unpack `layer_inputs` where it runs a layer again, or not at all?"""
+    source = mindspeed / _PLACE
+    if not source.is_file():
+        return True  # a release without moe_fb_overlap
+    unpacked = (
+        node.value for node in ast.walk(ast.parse(source.read_text("utf-8"))) if isinstance(node, ast.Starred)
+    )
+    return any(isinstance(value, ast.Attribute) and value.attr == "layer_inputs" for value in unpacked)
+
+
+def mark(chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[Handle]:
+    """Hang the hooks on the overlapped layers of a chunk.
+
+    Raises:
+        RouterError: moe_fb_overlap recomputes, but not in layers of the kind that is known.
+    """
+    layers = [(router, _overlapped_layer(chunk, router)) for router in routers]
+    for router, layer in layers:
+        if layer is None and _recomputes_by_itself(router.module):
+            raise RouterError(
+                "moe_fb_overlap recomputes in a place that npu_replay doesn't know",
+                where=router.path,
+                expected=f"a layer whose own forward takes {' and '.join(sorted(_SIGNS))}",
+                got="none around this router",
+                cause="a branch of MindSpeed that is built otherwise, or moe_fb_overlap set after the model "
+                "was built; turn activation recompute or moe_fb_overlap off",
+            )
+    return [_Overlapped(layer, router, marks) for router, layer in layers if layer is not None]
+
+
+class _Rerun:
+    """One run of a layer that MindSpeed may repeat: alive as long as the layer's graph is."""
+
+    def __init__(self, router: nn.Module, marks: Marks) -> None:
+        self._router = router
+        self._marks = marks
+        self._number = marks.running()
+        marks.foresee(router, self)
+
+    def begins(self) -> None:
+        self._marks.announce(self._router, self._number)
+
+
+class _Inputs(tuple[Any, ...]):
+    """What MindSpeed unpacks to run a layer again."""
+
+    reruns: list[_Rerun]
+    """One for each block that is open on the model."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for rerun in self.reruns:
+            rerun.begins()
+        return super().__iter__()
+
+
+class _Overlapped:
+    """The two hooks of a layer, until they are removed."""
+
+    def __init__(self, layer: nn.Module, router: Router, marks: Marks) -> None:
+        self._router = router
+        self._marks = marks
+        self._expected: _Rerun | None = None
+        begins, ends = Hook(self, _Overlapped._begins, layer), Hook(self, _Overlapped._ends, layer)
+        self._handles = (
+            layer.register_forward_pre_hook(begins, with_kwargs=True),
+            layer.register_forward_hook(ends),
+        )
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._expected = _Rerun(self._router.module, self._marks) if kwargs.get("checkpoint") else None
+
+    def _ends(self, args: tuple[Any, ...], output: object) -> None:
+        if self._expected is None:
+            return
+        graph = _graph(output, self._router)
+        if not isinstance(graph.layer_inputs, _Inputs):
+            graph.layer_inputs = _Inputs(graph.layer_inputs)
+            graph.layer_inputs.reruns = []
+        graph.layer_inputs.reruns.append(self._expected)
+        self._expected = None
+
+
+def _graph(output: object, router: Router) -> Any:
+    """The LayerGraph among what a layer returns: (hidden states, context, graph, ...)."""
+    graph = output[2] if isinstance(output, tuple) and len(output) > 2 else None
+    if getattr(graph, "checkpointed", False) and isinstance(getattr(graph, "layer_inputs", None), tuple):
+        return graph
+    raise RecomputeError(
+        "moe_fb_overlap keeps what it runs again in a place that npu_replay doesn't know",
+        where=router.path,
+        expected="a graph with checkpointed and layer_inputs, third in what the layer returns",
+        got=type(output).__name__ if graph is None else f"{type(graph).__name__} without them",
+        cause="a branch of MindSpeed that is built otherwise; turn off recompute or moe_fb_overlap",
+    )
+
+
+def _overlapped_layer(chunk: nn.Module, router: Router) -> nn.Module | None:
+    """The layer around a router, if MindSpeed has bound another forward to it."""
+    path = router.path.split(".")
+    for length in range(len(path) - 1, 0, -1):
+        layer = chunk.get_submodule(".".join(path[:length]))
+        forward = vars(layer).get("forward")
+        if isinstance(forward, MethodType) and inspect.signature(forward).parameters.keys() >= _SIGNS:
+            return layer
+    return None
+
+
+def _recomputes_by_itself(router: nn.Module) -> bool:
+    config: Any = getattr(router, "config", None)
+    return getattr(config, "moe_fb_overlap", False) and config.recompute_granularity == "full"

@@ -1,0 +1,116 @@
+"""MindSpeed: which of its features route in ways that can't be replayed, and whether it is in place at all.
+
+Its other features call Megatron's TopKRouter as it is, and need nothing here. Nothing of MindSpeed is changed
+and nothing is imported: what it does is read off the model's config, to which it copies all its arguments,
+and off the arguments themselves, since its patches hold for every model of the process.
+
+Probes: `capability`. Offers: `patches`, `refuse_features`, `refuse_half_import`. Nothing to undo.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from npu_replay.compat.mindspeed import fb_overlap
+from npu_replay.compat.probe import Capability, Product, find
+from npu_replay.errors import RouterError
+
+CAPABILITY = "replay under MindSpeed"
+_ADAPTOR = "mindspeed.megatron_adaptor"
+_REFUSED = {
+    "fix_router": "it takes experts in turn after the top-k, whatever was chosen; meant for timing runs",
+    "moe_tp_extend_ep": "its own routing runs over the tokens of all tensor-parallel ranks and drops score "
+    "function, expert bias and groups; spread the experts by expert_model_parallel_size instead",
+}
+
+
+def capability(product: Product, megatron: Product) -> Capability:
+    """Replay under MindSpeed, as far as the source of both tells.
+
+    Args:
+        product: what is found of MindSpeed.
+        megatron: what is found of Megatron-core.
+    """
+    name = CAPABILITY
+    if not product.usable:
+        return Capability(
+            name, "broken" if product.problem else "missing", product.problem or "MindSpeed is not installed"
+        )
+    if megatron.usable and find("megatron.training") is None:
+        return Capability(
+            name,
+            "broken",
+            "MindSpeed imports megatron.training, which a megatron-core wheel doesn't have",
+            "put a Megatron-LM source tree first on PYTHONPATH",
+        )
+    if _release(product) and megatron.usable and _release(product) != _release(megatron):
+        return Capability(
+            name,
+            "broken",
+            f"this MindSpeed is made for Megatron-core {product.version}, and {megatron.version} is here",
+            "take the branch of MindSpeed that is named after this Megatron-core, or the other way round",
+        )
+    if not fb_overlap.place_is_known(Path(product.where)):
+        return Capability(
+            name, "works", "but moe_fb_overlap recomputes where npu_replay can't mark it, and is refused then"
+        )
+    return Capability(name, "works", f"recompute of moe_fb_overlap too; refused: {', '.join(_REFUSED)}")
+
+
+def _release(product: Product) -> list[str]:
+    """Major and minor; MindSpeed's distribution has the version of the Megatron-core that it is made for."""
+    return product.version.split(".")[:2] if product.version else []
+
+
+def refuse_features(config: Any, path: str) -> None:
+    """Refuse a router whose choice MindSpeed overrides.
+
+    Raises:
+        RouterError: names the feature and the reason.
+    """
+    for feature, reason in _REFUSED.items():
+        if getattr(config, feature, False) or getattr(_arguments(), feature, False):
+            raise RouterError(
+                f"MindSpeed's {feature} can't be replayed",
+                where=path,
+                expected=f"{feature}=False",
+                got=f"{feature}=True",
+                cause=reason,
+            )
+
+
+def refuse_half_import() -> None:
+    """Refuse to work with a MindSpeed whose import failed half way, and was caught by somebody.
+
+    Raises:
+        RouterError: says how many patches are in place.
+    """
+    known = patches()
+    applied = [name for name, patch in known.items() if patch.is_applied]
+    if not applied or len(applied) == len(known) or _ADAPTOR in sys.modules:
+        return
+    missing = next(name for name in known if name not in applied)
+    raise RouterError(
+        "MindSpeed is half imported",
+        where=f"import {_ADAPTOR}",
+        expected=f"all {len(known)} of its patches in place",
+        got=f"{len(applied)}, without {missing}",
+        cause="its import raised, and somebody caught it; «python -c 'import mindspeed.megatron_adaptor'» "
+        "shows it (a Megatron of another release than this MindSpeed's, a torch_npu that doesn't load)",
+    )
+
+
+def patches() -> dict[str, Any]:
+    """MindSpeed's patches by the full name of what they change; none where it isn't imported."""
+    product: Any = sys.modules.get("mindspeed.patch_utils")
+    return {} if product is None else product.MindSpeedPatchesManager.patches_info
+
+
+def _arguments() -> Any:
+    """MindSpeed's arguments, once it has read them: Megatron's own where those are set."""
+    product: Any = sys.modules.get("mindspeed.args_utils")
+    if product is None or not {_ADAPTOR, "mindspeed_llm"} & sys.modules.keys():
+        return None
+    return product.get_full_args()

@@ -1,0 +1,61 @@
+"""A constructor wrapped so that MindSpeed's own wrapper, and its repatch(), leave ours in place.
+
+MindSpeed keeps what it has patched, and `repatch()` throws away what lies over its own wrapper. So ours lies
+beneath, whichever of the two came first: it is what MindSpeed keeps for the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from npu_replay.compat.mindspeed import features as mindspeed
+from npu_replay.compat.patching.patches import Patch, Patches
+
+Init = Callable[..., None]
+
+
+def wrap_init(patches: Patches, cls: type, wrapped: Callable[[Init], Any], why: str) -> None:
+    """Replace `cls.__init__` by `wrapped(init)`, made with functools.wraps; beneath MindSpeed's own.
+
+    Args:
+        patches: made with `beneath=undo`.
+    """
+    under = patch_of(cls)
+    if under is None:
+        patches.set(cls, "__init__", wrapped(cls.__init__), why)  # type: ignore[misc]
+        return
+    ours = wrapped(under.orig_func)
+    if not _put_below(under, ours):
+        # Somebody's wrapper lies over MindSpeed's: ours goes over that, until a repatch() takes both away.
+        patches.set(cls, "__init__", wrapped(cls.__init__), why)  # type: ignore[misc]
+    patches.add(Patch(cls, "__init__", why, ours.__wrapped__, ours))
+
+
+def patch_of(cls: type) -> Any:
+    """MindSpeed's patch of the `__init__` of `cls`, once it is in place: it keeps what lies below it."""
+    patch = mindspeed.patches().get(f"{cls.__module__}.{cls.__qualname__}.__init__")
+    return None if patch is None or patch.orig_func is None else patch
+
+
+def undo(patch: Patch) -> bool:
+    """Undo a patch of ours that MindSpeed keeps for the original; what it still calls does nothing more."""
+    under = patch_of(patch.owner)
+    if under is None or under.orig_func is not patch.replacement:
+        return False
+    _put_below(under, patch.original)
+    return True
+
+
+def _put_below(under: Any, function: Callable[..., None]) -> bool:
+    """Have MindSpeed take `function` for the original. Does it hold at once?
+
+    Applying MindSpeed's patch anew would throw away a wrapper that somebody has put over it since; then it
+    holds from the next repatch() on, which does the same.
+    """
+    uncovered = vars(under.orig_module).get("__init__") is under.final_patch_func
+    under.orig_func = function
+    if uncovered:
+        under.is_applied = False
+        under.apply_patch()
+    return uncovered

@@ -1,0 +1,1 @@
+"""How somebody else's module is changed: when it is imported, reported, and undone."""

@@ -1,0 +1,74 @@
+"""What npu_replay changes in other modules: all of it put in place, or all of it undone."""
+
+from __future__ import annotations
+
+import logging
+
+from npu_replay.compat.patching import import_hook, patches
+from npu_replay.errors import ReplayError
+from npu_replay.lazy import lazy
+
+logger = logging.getLogger(__name__)
+
+_SHIMS = {
+    # verl first: it takes back what verl has done to Megatron
+    "verl": ("verl.install", "verl.agent_loop", "verl.config"),
+    "megatron.core": (
+        "megatron.config_flags",
+        "megatron_backports.router_replay",
+        "megatron_backports.moe_utils",
+        "megatron_backports.router_init",
+    ),
+    "sglang": ("sglang.old_path",),
+}
+"""The modules of npu_replay.compat that change a package. Each is imported, and its `install` called, in this
+order, before the package's own code runs."""
+
+
+def install() -> None:
+    """Change what has to be changed in other modules, now or when they are imported.
+
+    `import npu_replay` does this; call it to have all of it back after `uninstall`: engines of verl that it
+    had stopped go on, too. Twice is as good as once. With NPU_REPLAY_DISABLE=1 nothing is done.
+    """
+    for package, shims in _SHIMS.items():
+        for shim in shims:
+            module = f"npu_replay.compat.{shim}"
+            import_hook.before_import(package, module, lazy(f"{module}:install"))
+
+
+def uninstall() -> None:
+    """Undo everything that npu_replay has changed in other modules of this process. Twice is as good as once.
+
+    Each process of a job has to be told: npu_replay keeps no connection between them. What somebody else has
+    replaced since is left to them, with one WARNING that names it. Router kinds stay
+    registered: they are npu_replay's own, and change nobody's module.
+
+    Raises:
+        ReplayError: a record, replay or pin_recompute block is open. Nothing has been undone then.
+    """
+    from npu_replay.sessions.session import open_sessions  # here: it imports most of npu_replay
+
+    blocks = open_sessions()
+    if blocks:
+        raise ReplayError(
+            "uninstall() inside an open block",
+            expected="no open record, replay or pin_recompute block",
+            got="; ".join(map(str, blocks)),
+            cause="it was called from the training step; call it after the block has ended",
+        )
+    undo_everything()
+
+
+def undo_everything() -> None:
+    """Undo it, open blocks or none: for `uninstall`, and for a job that goes on without npu_replay.
+
+    What somebody else has replaced since is left to them, with one WARNING that names it.
+    """
+    import_hook.forget()
+    left = patches.undo_all()
+    if left:
+        logger.warning(
+            "[npu_replay] these were left alone, since somebody else has replaced them: %s",
+            ", ".join(patch.where for patch in left),
+        )

@@ -1,0 +1,136 @@
+"""Modules that a product lacks, under the names by which other releases of it have them.
+
+A caller imports `megatron.core.transformer.moe.router_replay`, and the release that is here has no such
+file. So the finder answers for the names that were asked to be served, and for no other, where the parent
+package is the product's and no other finder has the module, neither one before it nor one that came later.
+Nothing is made before somebody imports it.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from npu_replay.compat.patching import import_hook
+from npu_replay.compat.patching.patches import Patch, Patches, when_undone
+
+Build = Callable[[Any], None]
+"""Fills a new module: sets the names in it that the product's own would have."""
+
+
+def serve(
+    name: str, build: Build, why: str, *, reason: str = "", where: Callable[[], bool] = lambda: True
+) -> None:
+    """Let `name` be imported where the product has no module of that name. Twice is as good as once.
+
+    Args:
+        name: in full, «megatron.core.transformer.moe.router_replay».
+        build: called with the new module, once each time that it is made. What it raises, the import raises.
+        why: what is done here, for the report: shown once the module is imported.
+        reason: the capability that is missing without it, for the report; `name` if there is none.
+        where: asked at each import: is this a release for which it is meant?
+    """
+    if import_hook.disabled():
+        return
+    _served.setdefault(name, _Served(name, build, why, where, Patches(reason or f"the names of {name}")))
+    if _finder not in sys.meta_path:
+        sys.meta_path.append(_finder)
+
+
+def withdraw(*names: str) -> None:
+    """Serve these names no more, or none at all, and take the modules away that were made for them."""
+    for name in names or tuple(_served):
+        served = _served.pop(name, None)
+        if served is not None:
+            served.patches.undo()
+    if not _served and _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+
+
+@dataclass(frozen=True)
+class _Served:
+    name: str
+    build: Build
+    why: str
+    where: Callable[[], bool]
+    patches: Patches
+
+
+_served: dict[str, _Served] = {}
+when_undone(withdraw)
+
+
+@dataclass(frozen=True, eq=False)
+class _Module(Patch):
+    """A module that was made, and is the `replacement` for none."""
+
+    @property
+    def where(self) -> str:
+        return self.name
+
+    def undo(self) -> bool:
+        """Take it out of sys.modules and out of its package; what somebody else has put there stays."""
+        if self.replacement.__spec__.loader is not _finder:
+            return True  # reloaded, and the product has it by now
+        if sys.modules.get(self.name) is self.replacement:
+            del sys.modules[self.name]
+        package, _, child = self.name.rpartition(".")
+        parent = sys.modules.get(package)
+        if getattr(parent, child, None) is self.replacement:
+            delattr(parent, child)
+        return True
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds what is served, last of all finders, and loads it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        served = _served.get(fullname)
+        if served is None or fullname in _finding.names or import_hook.disabled():
+            return None
+        if not _is_of_a_product(fullname.rpartition(".")[0]) or not served.where():
+            return None
+        _finding.names.add(fullname)  # another finder may ask all finders in turn, this one too
+        try:
+            later = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else []
+            found = (one.find_spec(fullname, path, target) for one in later if hasattr(one, "find_spec"))
+            if any(spec is not None for spec in found):
+                return None  # its finder is asked next
+        finally:
+            _finding.names.discard(fullname)
+        return ModuleSpec(fullname, self, origin=__name__)
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        served = _served[module.__name__]
+        served.build(module)
+        if any(patch.replacement is module for patch in served.patches):
+            return  # reloaded
+        served.patches.undo()  # one that somebody took out of sys.modules
+        served.patches.add(_Module(sys.modules, served.name, served.why, None, module))
+
+
+_finder = _Finder()
+
+
+class _Finding(threading.local):
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+
+_finding = _Finding()
+
+
+def _is_of_a_product(package: str) -> bool:
+    """Is it imported, and from a file? Not a stand-in that somebody made by hand, nor a bare folder."""
+    return getattr(sys.modules.get(package), "__file__", None) is not None

@@ -1,0 +1,15 @@
+"""SGLang: what it hands over, and what its releases can't do."""
+
+from typing import TYPE_CHECKING
+
+from npu_replay import lazy
+
+if TYPE_CHECKING:
+    from npu_replay.compat.sglang.decode import from_sglang
+    from npu_replay.compat.sglang.faults import engine_arguments, request_arguments
+
+_HOMES = {"engine_arguments": "faults", "from_sglang": "decode", "request_arguments": "faults"}
+__all__ = ["engine_arguments", "from_sglang", "request_arguments"]
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of ours
+    __getattr__, __dir__ = lazy.names(__name__, _HOMES)

@@ -1,0 +1,249 @@
+"""One answer of SGLang's, whichever endpoint gave it: where its routes lie, and what it says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from npu_replay.compat.sglang.faults import FAULTS
+from npu_replay.rollout.admit import Source, Symptom
+from npu_replay.rollout.server_answers import opened
+from npu_replay.routes.checks import Array
+from npu_replay.routes.token_ids import as_token_ids
+
+_FORMS = "meta_info, or the whole answer of /generate or of an OpenAI endpoint"
+_OUTPUT = ("output_ids", "token_ids", "response_token_ids")  # by endpoint
+_DRAFTS = (  # verifications, drafts accepted and drafts proposed: by their names until 0.5.10, 0.5.11, later
+    ("spec_verify_ct",),
+    ("spec_accept_token_num", "spec_accepted_drafts", "spec_num_correct_drafts"),
+    ("spec_draft_token_num", "spec_proposed_drafts", "spec_num_proposed_drafts"),
+)
+_KIMI_STUB = 3
+"""0.5.17 and later leave so many tokens of a Kimi-K3 chat's prompt out of its usage."""
+_SHORT = 80  # characters of somebody else's text in a message
+
+
+@dataclass(frozen=True)
+class WeightSpan:
+    """Output tokens from `start` to before `end` were sampled under the weights `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What one answer says of one sequence; None where it says nothing.
+
+    Attributes:
+        source: for messages: the request's id and the field of the routes.
+        payload: the routes, in whatever form.
+        prompt_ids, output_ids: [n] int64, where the answer repeats them.
+        prompt_tokens, completion_tokens: how many the engine counted.
+        unbilled: so many tokens of the prompt may be missing in `prompt_tokens`.
+        drafted_past: so many tokens were drafted and accepted behind the end, by the engine's counts of
+            speculation; they may have been run.
+        finish: «stop», «length», «abort»; empty for a request that isn't finished.
+        weight_version: the weights at the end; None also for SGLang's own «default», which says nothing.
+        weight_spans: the weights that sampled each part of the output, in SGLang 0.5.19 and later.
+        retractions: how often the request was put back and computed again.
+    """
+
+    source: Source
+    payload: Any
+    prompt_ids: Array | None = None
+    output_ids: Array | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    unbilled: int = 0
+    drafted_past: int = 0
+    finish: str = ""
+    weight_version: str | None = None
+    weight_spans: tuple[WeightSpan, ...] = ()
+    retractions: int = 0
+
+
+def read(found: Any, version: str) -> Answer:
+    """Find the fields in an answer: a meta_info, an answer of /generate, a choice or an answer of OpenAI's;
+    a dict, JSON, or an object of OpenAI's client.
+
+    Raises:
+        InvalidRoutes: it is something else, or a field of it is.
+    """
+    source = Source(engine="SGLang", version=version, faults=FAULTS)
+    found = opened(found, f"SGLang {version}".rstrip(), _FORMS)
+    if not isinstance(found, Mapping):
+        got = f"a list of {len(found)}: give them one by one" if isinstance(found, list) else _named(found)
+        raise source.error(Symptom.UNREADABLE, "this is no answer of SGLang's", expected=_FORMS, got=got)
+    if "choices" in found or "sglext" in found:
+        return _of_openai(found, source)
+    if "meta_info" in found:
+        info = _mapping(found, "meta_info", source)
+        return replace(
+            _of_meta_info(info, source),
+            prompt_ids=_ids(found, "prompt_token_ids", source),
+            output_ids=_first(found, _OUTPUT, source),
+        )
+    return _of_meta_info(found, source)
+
+
+def _of_meta_info(info: Mapping[Any, Any], source: Source) -> Answer:
+    source = _about(source, info.get("id"), "meta_info.routed_experts")
+    key = "num_retractions" if "num_retractions" in info else "total_retractions"  # until 0.5.11
+    retractions = _count(info, key, source) or 0
+    return Answer(
+        source=source,
+        payload=info.get("routed_experts"),
+        prompt_tokens=_count(info, "prompt_tokens", source),
+        completion_tokens=_count(info, "completion_tokens", source),
+        drafted_past=0 if retractions else _drafted_past(info, source),  # a retraction runs tokens again
+        finish=_finish(info.get("finish_reason")),
+        weight_version=_weights(info),
+        weight_spans=_spans(info, source),
+        retractions=retractions,
+    )
+
+
+def _drafted_past(info: Mapping[Any, Any], source: Source) -> int:
+    """What speculation sampled, less what counts: the prefill's token, one a verification, and the drafts
+    that were accepted. The last verification accepts what lies behind the end, too."""
+    rounds, accepted, proposed = (
+        next((found for key in keys if (found := _count(info, key, source)) is not None), None)
+        for keys in _DRAFTS
+    )
+    counted = _count(info, "completion_tokens", source)
+    if not rounds or accepted is None or proposed is None or counted is None:
+        return 0
+    past = 1 + rounds + accepted - counted
+    return past if 0 < past <= proposed // rounds else 0
+
+
+def _of_openai(found: Mapping[Any, Any], source: Source) -> Answer:
+    """SGLang puts the routes beside the choices, so that they stay out of the message."""
+    source = _about(source, found.get("id"), "sglext.routed_experts")
+    choices = found.get("choices", [])
+    if not isinstance(choices, list) or not all(isinstance(choice, Mapping) for choice in choices):
+        raise source.error(
+            Symptom.UNREADABLE, "choices aren't a list of choices", expected=_FORMS, got=_named(choices)
+        )
+    if len(choices) > 1:
+        raise replace(source, faults=()).error(
+            Symptom.MISSING,
+            "an OpenAI endpoint of SGLang gives the routes of its first choice only",
+            expected="n=1; or /generate, one answer at a time; or, from 0.5.13 on, a chat with "
+            "return_meta_info=True and choices[i] one by one",
+            got=f"{len(choices)} choices",
+        )
+    choice: Mapping[Any, Any] = choices[0] if choices else {}
+    beside, info = _mapping(found, "sglext", source), _mapping(choice, "meta_info", source)
+    payload = beside.get("routed_experts")
+    if info:
+        answer = _of_meta_info(info, source)
+        if payload is not None:
+            answer = replace(answer, payload=payload, source=replace(answer.source, field=source.field))
+    else:
+        said, usage = _mapping(found, "metadata", source), _mapping(found, "usage", source)
+        answer = Answer(
+            source=source,
+            payload=payload,
+            prompt_tokens=_count(usage, "prompt_tokens", source) or None,  # 0: it never ran
+            completion_tokens=_count(usage, "completion_tokens", source),
+            unbilled=0 if str(found.get("object")) == "text_completion" else _KIMI_STUB,
+            finish=_finish(choice.get("finish_reason")),
+            weight_version=_weights(said),
+            weight_spans=_spans(said, source),
+        )
+    prompt_ids, output_ids = _ids(choice, "prompt_token_ids", source), _first(choice, _OUTPUT, source)
+    outputs = beside.get("output_ids")  # a list for each choice
+    if output_ids is None and isinstance(outputs, list) and len(outputs) == 1:
+        output_ids = token_ids(outputs[0], "sglext.output_ids", source)
+    if prompt_ids is None:
+        prompt_ids = _ids(beside, "input_ids", source)
+    return replace(answer, prompt_ids=prompt_ids, output_ids=output_ids)
+
+
+def _about(source: Source, request: Any, field: str) -> Source:
+    sample = f"request {str(request)[:_SHORT]}" if isinstance(request, (str, int)) else ""
+    return replace(source, sample=sample, field=field)
+
+
+def _mapping(found: Mapping[Any, Any], key: str, source: Source) -> Mapping[Any, Any]:
+    value = found.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise source.error(Symptom.UNREADABLE, f"{key} is no object", expected="a dict", got=_named(value))
+    return value
+
+
+def _count(found: Mapping[Any, Any], key: str, source: Source) -> int | None:
+    value = found.get(key)
+    if value is None:
+        return None
+    if type(value) is not int or value < 0:
+        raise source.error(
+            Symptom.UNREADABLE, f"{key} is no count", expected="a whole number", got=str(value)[:_SHORT]
+        )
+    return value
+
+
+def _first(found: Mapping[Any, Any], keys: tuple[str, ...], source: Source) -> Array | None:
+    return next((ids for key in keys if (ids := _ids(found, key, source)) is not None), None)
+
+
+def _ids(found: Mapping[Any, Any], key: str, source: Source) -> Array | None:
+    return None if found.get(key) is None else token_ids(found[key], key, source)
+
+
+def token_ids(ids: Sequence[int] | Array | torch.Tensor | Any, name: str, source: Source) -> Array:
+    """Token ids of the caller's or of an answer's, [n] int64.
+
+    Raises:
+        InvalidRoutes: they aren't integers in one row.
+    """
+    found = as_token_ids(ids)
+    if found is not None:
+        return found
+    raise replace(source, field=name).error(
+        Symptom.UNREADABLE, "these aren't token ids", expected="integers, [tokens]", got=_named(ids)
+    )
+
+
+def _finish(reason: Any) -> str:
+    kind = reason.get("type") if isinstance(reason, Mapping) else reason
+    return kind if isinstance(kind, str) else ""
+
+
+def _weights(found: Mapping[Any, Any]) -> str | None:
+    version = found.get("weight_version")
+    known = isinstance(version, (str, int)) and version != "default"
+    return str(version)[:_SHORT] if known else None
+
+
+def _spans(found: Mapping[Any, Any], source: Source) -> tuple[WeightSpan, ...]:
+    spans = found.get("weight_versions")
+    if spans is None:
+        return ()
+    try:
+        found_spans = tuple(
+            WeightSpan(str(span["version"])[:_SHORT], int(span["start"]), int(span["end"])) for span in spans
+        )
+        at = [edge for span in found_spans for edge in (span.start, span.end)]
+        if at == sorted(at) and all(edge >= 0 for edge in at):
+            return found_spans
+        raise ValueError("spans that overlap, or lie in no order")
+    except (TypeError, LookupError, ValueError, OverflowError) as error:
+        raise source.error(
+            Symptom.UNREADABLE,
+            "weight_versions isn't a list of spans, one after the other",
+            expected="dicts of version, start and end, from 0 on",
+            got=str(spans)[:_SHORT],
+        ) from error
+
+
+def _named(value: Any) -> str:
+    return "None" if value is None else f"{type(value).__name__} {str(value)[:_SHORT]!r}"

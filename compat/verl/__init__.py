@@ -1,0 +1,1 @@
+"""verl on Megatron-core and MindSpeed."""

@@ -1,0 +1,502 @@
+"""verl's rollout side: routes are kept, cut and passed on, from the engine's output to the batch.
+
+What it probes: which classes a release has (the worker that runs the agent loops, the clients that ask the
+engine), and which of them resume a call that was aborted. What it changes: `generate` of the clients and
+`_run_agent_loop` and `_postprocess` of the worker; each is wrapped, and its result put right. That holds for
+every agent loop, also for a user's own, where the rollout was told to return routes; other jobs run as ever.
+`npu_replay.uninstall()` undoes it.
+
+Row i of verl's `routed_experts` is token i of prompt and response, in all layers. A row without a route is
+all zeros: no real row is, since a top-k of 2 and more never chooses an expert twice. (With a top-k of 1 it
+can't be told from expert 0 in every layer.) An engine has no row for the token that it sampled last; the next
+turn has.
+
+What is wrong without it, by release:
+
+- 0.7.0: the tool loop drops routes; an engine's read-only array goes to torch; `max_tokens` may exceed the
+  response length; R2 with routes of the rollout fails in a union.
+- 0.7.1: the tool loop doesn't cut routes with the response.
+- 0.8.0: a resume adds numpy arrays with torch; its `max_tokens` grows with each resume where none was given,
+  and shrinks the caller's where one was.
+- 0.7.1 to 0.9.0: the trainers of `experimental.separation` read R2 from a key that is no longer the one to
+  set, and keep the rollout's routes; 0.9.1 replays these instead of recording.
+- 0.8.0 and later: a turn without routes shifts what is added after it.
+- all: each turn replaces the rows of the turns before it; ids of 16 unsigned bits, which torch can hardly
+  work with; a batch of which one sample has no routes fails, or loses them all.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Coroutine, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from npu_replay.compat.patching import import_hook
+from npu_replay.compat.patching.patches import Patches
+from npu_replay.compat.verl.arrivals import Door
+from npu_replay.errors import ReplayError
+
+logger = logging.getLogger(__name__)
+
+AGENT_LOOP = "verl.experimental.agent_loop.agent_loop"
+CLIENTS = {
+    AGENT_LOOP: ("AsyncLLMServerManager",),
+    "verl.workers.rollout.llm_server": ("LLMServerClient", "FullyAsyncLLMServerClient"),
+    "verl.experimental.fully_async_policy.fully_async_rollouter": ("FullyAsyncLLMServerClient",),
+}
+"""Where a release may have the classes that ask the engine, by module."""
+
+_WHAT = "routes from verl's rollout"
+_KEEP = "keeps each token's row of the turn that sampled it, and resumes without doubling or shifting"
+_CORRECT = "gives every sample one row a token, cut with its response"
+_FILL = "one sample without routes doesn't take those of its batch"
+_OF_WORKER = ("_run_agent_loop", "_agent_loop_postprocess", "_postprocess")
+_WIDEST = np.iinfo(np.int16).max
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+Method: TypeAlias = "Callable[..., Coroutine[Any, Any, Any]]"
+
+
+def install() -> None:
+    """Have verl's agent loops keep routes, now or when their modules are imported."""
+    import_hook.when_imported(AGENT_LOOP, _WHAT, _wrap_worker)
+    for module in CLIENTS:
+        import_hook.when_imported(module, f"{_WHAT}: the clients of {module}", _wrap_clients)
+
+
+def _wrap_worker(module: Any) -> None:
+    found: list[Any] = [getattr(module, name, None) for name in ("AgentLoopWorkerBase", "AgentLoopWorker")]
+    workers = [kind for kind in found if isinstance(kind, type) and vars(kind).keys() >= set(_OF_WORKER)]
+    if not workers:
+        raise ReplayError(
+            "verl's agent loop worker isn't there",
+            where=module.__name__,
+            expected=f"AgentLoopWorker or AgentLoopWorkerBase, with {', '.join(_OF_WORKER)}",
+            got=", ".join(name for name in vars(module) if "Worker" in name) or "no worker",
+        )
+    for kind in workers:
+        _patches.set(kind, "_run_agent_loop", _watched_run(vars(kind)["_run_agent_loop"]), _KEEP)
+        _patches.set(kind, "_postprocess", _filling(vars(kind)["_postprocess"]), _FILL)
+
+
+def _wrap_clients(module: Any) -> None:
+    for name in CLIENTS[module.__name__]:
+        kind = getattr(module, name, None)
+        if kind is not None and "generate" in vars(kind):
+            _patches.set(kind, "generate", _watched_generate(vars(kind)["generate"]), _KEEP)
+
+
+# One sample: what its turns have shown
+
+
+class Turns:
+    """What an engine has run for one sample, turn by turn: which tokens, and their routes.
+
+    A row is taken from the first turn that ran its token, so a row that a token was sampled from is the one
+    of that time and of those weights. Where that turn had no routes the row stays without one: a later turn
+    runs the token again, but nobody sampled from that.
+
+    Args:
+        wanted: a turn that the engine ended by itself must have routes.
+        door: checks them, where the model is known.
+    """
+
+    def __init__(self, wanted: bool = False, door: Door | None = None) -> None:
+        self.wanted, self.door = wanted, door
+        self._branches: list[_Branch] = []
+
+    def __len__(self) -> int:
+        return len(self._branches)
+
+    def add(
+        self, prompt: Array, sampled: Array, routes: Any, *, aborted: bool, checked: bool = False
+    ) -> None:
+        """One turn.
+
+        Args:
+            prompt: [tokens], what the engine was given.
+            sampled: [tokens], what it returned. A turn without any has run nothing that counts.
+            routes: [tokens - 1, layers, topk] of both, or None.
+            aborted: it was stopped from outside, and may have fewer rows.
+            checked: it was put together from parts that have passed the door.
+
+        Raises:
+            ReplayError: none from an engine that should have some, or what the door finds.
+        """
+        if not len(sampled):
+            return
+        if routes is None and self.wanted and not aborted:
+            _refuse_silent_engine()
+        tokens = np.concatenate([prompt, sampled])
+        rows = None if routes is None else _usable(_as_array(routes), len(prompt), len(tokens), aborted)
+        if rows is not None and self.door is not None and not checked:
+            rows = self.door.admitted(rows, tokens, ended=not aborted)
+        earlier, common = self._nearest(tokens)
+        branch = _Branch.after(earlier, common, tokens)
+        branch.fill(rows, sampled_from=len(prompt) - 1)
+        if earlier is not None and common == len(earlier.tokens):
+            self._branches.remove(earlier)
+        self._branches.append(branch)
+
+    def routes_of(self, tokens: Array) -> tuple[Array | None, int]:
+        """The rows of a sequence, [tokens, layers, topk], zeros where there is no route, and how many of its
+        tokens the engine has seen just so. No rows if none of its turns had any."""
+        branch, common = self._nearest(tokens)
+        if branch is None or branch.rows is None:
+            return None, common
+        rows = np.zeros((len(tokens), *branch.rows.shape[1:]), branch.rows.dtype)
+        rows[:common] = branch.rows[:common]
+        return rows, common
+
+    def _nearest(self, tokens: Array) -> tuple[_Branch | None, int]:
+        """The branch that begins like `tokens` for longest, and for how long."""
+        common = [_common_length(branch.tokens, tokens) for branch in self._branches]
+        if not common or not max(common):
+            return None, 0
+        best = common.index(max(common))
+        return self._branches[best], common[best]
+
+
+@dataclass(eq=False)
+class _Branch:
+    """One sequence that the engine has run.
+
+    Attributes:
+        tokens: [n].
+        settled: [n], the row is known, or it is known that nobody will ever know it.
+        rows: [n, layers, topk], zeros where there is no route; None before the first route.
+    """
+
+    tokens: Array
+    settled: Array
+    rows: Array | None = None
+
+    @classmethod
+    def after(cls, earlier: _Branch | None, common: int, tokens: Array) -> _Branch:
+        """`tokens`, of which the first `common` go on from `earlier`."""
+        branch = cls(tokens, np.zeros(len(tokens), bool))
+        if earlier is not None:
+            branch.settled[:common] = earlier.settled[:common]
+            if earlier.rows is not None:
+                branch._room(earlier.rows)[:common] = earlier.rows[:common]
+        return branch
+
+    def fill(self, rows: Array | None, sampled_from: int) -> None:
+        """Take the rows that are still open; the last token has not run yet, so its row stays open."""
+        ran = len(self.tokens) - 1
+        if rows is not None:
+            room = self._room(rows)
+            if room.shape[1:] != rows.shape[1:]:
+                raise ReplayError(
+                    "two turns of one sample have routes of different layers or top-k",
+                    where="rollout",
+                    expected=f"[tokens, {room.shape[1]}, {room.shape[2]}]",
+                    got=list(rows.shape),
+                )
+            opened = np.flatnonzero(~self.settled[: min(ran, len(rows))])
+            taken = _narrow(rows[opened])
+            room = self.rows = room.astype(np.result_type(room, taken), copy=False)
+            known = taken.any(axis=(1, 2)) & (taken >= 0).all(axis=(1, 2))
+            room[opened[known]] = taken[known]
+            self.settled[opened[known]] = True
+        self.settled[sampled_from:ran] = True
+
+    def _room(self, like: Array) -> Array:
+        if self.rows is None:
+            self.rows = np.zeros((len(self.tokens), *like.shape[1:]), _narrow(like[:0]).dtype)
+        return self.rows
+
+
+@dataclass(eq=False)
+class _Sample:
+    """One run of an agent loop, and what the job's config says of it.
+
+    Attributes:
+        client: asks the engine for the policy; a teacher's or a judge's turns are none of this sample.
+        wanted: the rollout was told to return routes.
+        dropped: R2 records its own.
+        lengths: of the longest prompt and response, in tokens; None where the config doesn't tell.
+        door: of its worker.
+    """
+
+    client: Any
+    wanted: bool
+    dropped: bool
+    lengths: tuple[int, int] | None
+    door: Door | None = None
+    turns: Turns = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.turns = Turns(self.wanted and not self.dropped, self.door)
+
+    @classmethod
+    def of(cls, worker: Any) -> _Sample:
+        config = getattr(worker, "config", None)
+        rollout = getattr(worker, "rollout_config", None) or _setting(config, "actor_rollout_ref", "rollout")
+        lengths = (_setting(rollout, "prompt_length"), _setting(rollout, "response_length"))
+        wanted = bool(_setting(rollout, "enable_rollout_routing_replay"))
+        dropped = wanted and _records_itself(_setting(config, "actor_rollout_ref", "actor"))
+        if wanted and not dropped and worker not in _doors:
+            _doors[worker] = Door.of(worker, str(_setting(rollout, "name")))
+        return cls(
+            getattr(worker, "llm_client", None) or getattr(worker, "server_manager", None),
+            wanted,
+            dropped,
+            (int(lengths[0]), int(lengths[1])) if all(isinstance(n, int) for n in lengths) else None,
+            _doors.get(worker),
+        )
+
+    def with_budget(self, client: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of `generate` with sampling parameters of their own, since a resume counts down in
+        them, and with an explicit limit, where verl would take a wrong one: the response length, and no more
+        than what prompt and response have together."""
+        given: Any = arguments.get("sampling_params")
+        if not isinstance(given, dict):
+            return arguments
+        limited = dict(given)
+        named = not given.keys().isdisjoint(("max_tokens", "max_new_tokens"))
+        if not named and self.lengths is not None and not hasattr(client, "_configured_response_length"):
+            prompt_length, response_length = self.lengths
+            left = prompt_length + response_length - len(arguments["prompt_ids"])
+            limited["max_tokens"] = max(1, min(response_length, left))
+        return arguments | {"sampling_params": limited}
+
+    def routes_of(self, output: Any, worker: Any) -> Array | None:
+        """The rows of one output of an agent loop, [tokens, layers, topk], writable, uint8 or int16.
+
+        They come from the turns. Where the loop has more to say than these (it asked the engine by a way of
+        its own), its own are taken, brought to length.
+        """
+        if self.dropped:
+            _say_dropped()
+            return None
+        tokens = _ids([*output.prompt_ids, *output.response_ids])
+        own = output.routed_experts
+        rows, seen = self.turns.routes_of(tokens)
+        if own is not None and seen < min(len(own), len(tokens)):
+            rows = _brought_to(_as_array(own), len(tokens))
+        if rows is not None:
+            _shapes[worker] = (rows.shape[1:], rows.dtype)
+        elif self.wanted and worker in _shapes:
+            shape, dtype = _shapes[worker]
+            rows = np.zeros((len(tokens), *shape), dtype)
+        return rows
+
+
+_sample: ContextVar[_Sample | None] = ContextVar("npu_replay_sample", default=None)
+_resumed: ContextVar[tuple[Any, Turns] | None] = ContextVar("npu_replay_resumed", default=None)
+"""The client whose `generate` is under way, and the turns of it if it makes several."""
+_doors: weakref.WeakKeyDictionary[Any, Door | None] = weakref.WeakKeyDictionary()
+_shapes: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], np.dtype[Any]]] = weakref.WeakKeyDictionary()
+"""Layers and top-k, by worker, for samples that have no routes of their own."""
+
+
+# The wrappers
+
+
+def _watched_generate(original: Method) -> Method:
+    """`generate`; one that calls its base class again after an abort is given the merged routes at its end.
+
+    While it runs it sees no routes, so it can't merge them its own way.
+    """
+
+    @functools.wraps(original)
+    async def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        prompt, outer = _ids(kwargs["prompt_ids"]), _resumed.get()
+        if outer is not None and outer[0] is self:
+            output = await original(self, *args, **kwargs)
+            if not hasattr(output, "token_ids"):
+                return output
+            outer[1].add(prompt, _ids(output.token_ids), output.routed_experts, aborted=_is_aborted(output))
+            return output.model_copy(update={"routed_experts": None})
+        sample = _sample.get()
+        if sample is not None and sample.client is not self:
+            sample = None
+        if sample is not None:
+            kwargs = sample.with_budget(self, kwargs)
+        turns = Turns() if sample is None else Turns(sample.turns.wanted, sample.turns.door)
+        token = _resumed.set((self, turns))
+        try:
+            output = await original(self, *args, **kwargs)
+        finally:
+            _resumed.reset(token)
+        if not hasattr(output, "token_ids"):
+            return output
+        sampled = _ids(output.token_ids)
+        if len(turns):
+            output.routed_experts, _ = turns.routes_of(np.concatenate([prompt, sampled]))
+        if sample is not None:
+            resumed = bool(len(turns))
+            aborted = resumed or _is_aborted(output)
+            sample.turns.add(prompt, sampled, output.routed_experts, aborted=aborted, checked=resumed)
+        return output
+
+    return generate
+
+
+def _watched_run(original: Method) -> Method:
+    """`_run_agent_loop`, which runs an agent loop and hands its output to `_agent_loop_postprocess`."""
+
+    @functools.wraps(original)
+    async def run_agent_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sample = _Sample.of(self)
+        if not sample.wanted or not list(_patches):
+            return await original(self, *args, **kwargs)
+        if "_agent_loop_postprocess" not in vars(self):
+            # On the instance: a subclass has its own, and may be one that came with the job's main module.
+            _patches.set(self, "_agent_loop_postprocess", _corrected(self), _CORRECT)
+        token = _sample.set(sample)
+        try:
+            return await original(self, *args, **kwargs)
+        finally:
+            _sample.reset(token)
+
+    return run_agent_loop
+
+
+def _corrected(worker: Any) -> Method:
+    original = worker._agent_loop_postprocess
+
+    @functools.wraps(original)
+    async def agent_loop_postprocess(output: Any, *args: Any, **kwargs: Any) -> Any:
+        sample = _sample.get() or _Sample.of(worker)
+        for one in output if isinstance(output, list) else [output]:
+            one.routed_experts = sample.routes_of(one, worker)
+        return await original(output, *args, **kwargs)
+
+    return agent_loop_postprocess
+
+
+def _filling(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`_postprocess`, which joins the samples of a batch and takes the first for all."""
+
+    @functools.wraps(original)
+    def postprocess(self: Any, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        having = next((one.routed_experts for one in inputs if one.routed_experts is not None), None)
+        if having is not None:
+            for one in inputs:
+                if one.routed_experts is None:
+                    one.routed_experts = torch.zeros_like(having)
+        return original(self, inputs, *args, **kwargs)
+
+    return postprocess
+
+
+# Rows
+
+
+def _as_array(routes: Any) -> Array:
+    rows = routes.detach().cpu().numpy() if isinstance(routes, torch.Tensor) else np.asarray(routes)
+    if rows.ndim != 3 or rows.dtype.kind not in "iu":
+        raise ReplayError(
+            "the rollout engine's routes can't be read",
+            where="rollout",
+            expected="whole numbers, [tokens, layers, topk]",
+            got=f"{type(routes).__name__} of {rows.dtype}, {list(rows.shape)}",
+            cause="an engine of a release that this verl wasn't made for",
+        )
+    return rows
+
+
+def _usable(rows: Array, prompt: int, tokens: int, aborted: bool) -> Array | None:
+    """Rows that begin at the first token, or None: then it can't be told which tokens they are of."""
+    if len(rows) >= tokens - 1 or (aborted and len(rows) >= prompt):
+        return rows
+    count = next(_short)
+    if count & (count - 1) == 0:
+        logger.warning(
+            "[npu_replay] rollout: %d turns so far came with too few routes and go without: expected %d rows "
+            "for %d prompt and %d sampled tokens, got %d. Usual cause: an engine that returns the rows of "
+            "the prompt elsewhere (vllm 0.21), or loses some",
+            count,
+            tokens - 1,
+            prompt,
+            tokens - prompt,
+            len(rows),
+        )
+    return None
+
+
+def _narrow(rows: Array) -> Array:
+    """uint8 as it is, anything else as int16, which torch can work with and every id fits in."""
+    if rows.dtype == np.uint8:
+        return rows
+    if rows.size and rows.max() > _WIDEST:
+        raise ReplayError(
+            "an expert id of the rollout engine is too large",
+            where="rollout",
+            expected=f"at most {_WIDEST}",
+            got=int(rows.max()),
+            cause="memory that was never written, or physical ids",
+        )
+    return rows.astype(np.int16)
+
+
+def _brought_to(rows: Array, tokens: int) -> Array:
+    placed = np.zeros((tokens, *rows.shape[1:]), _narrow(rows[:0]).dtype)
+    taken = _narrow(rows[:tokens])
+    placed[: len(taken)] = taken
+    return placed
+
+
+def _ids(tokens: Any) -> Array:
+    return np.asarray(tokens, dtype=np.int64).reshape(-1)
+
+
+def _common_length(first: Array, second: Array) -> int:
+    length = min(len(first), len(second))
+    differ = first[:length] != second[:length]
+    return int(differ.argmax()) if differ.any() else length
+
+
+def _is_aborted(output: Any) -> bool:
+    return output.stop_reason in ("aborted", "abort")
+
+
+# What the config says
+
+
+def _setting(config: Any, *path: str) -> Any:
+    for name in path:
+        config = getattr(config, name, None)
+    return config
+
+
+def _records_itself(actor: Any) -> bool:
+    """Does the actor replay what it recorded itself (R2)? Releases have the mode in different places."""
+    places = (actor, _setting(actor, "megatron"), _setting(actor, "veomni"))
+    modes = {_setting(place, "router_replay", "mode") for place in places}
+    return "R2" in modes and "R3" not in modes
+
+
+@functools.cache
+def _say_dropped() -> None:
+    logger.warning(
+        "[npu_replay] enable_rollout_routing_replay is on, but router_replay.mode is R2, which records its "
+        "own routes: those of the rollout are dropped. Turn it off, or take R3"
+    )
+
+
+def _refuse_silent_engine() -> None:
+    if not import_hook.strict():
+        return
+    raise ReplayError(
+        "enable_rollout_routing_replay is on, but the rollout engine returned no routes",
+        where="rollout",
+        expected="routed_experts in the output of every turn that wasn't aborted",
+        got=None,
+        cause="an engine that can't capture them (vllm below 0.14, vllm-ascend below 0.15, a model without "
+        "experts); turn the option off, or take R2",
+    )
+
+
+_short = itertools.count(1)
+_patches = Patches(_WHAT)

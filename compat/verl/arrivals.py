@@ -1,0 +1,111 @@
+"""The door in verl's agent loops: what an engine gave a turn is checked where the turn's tokens are known.
+
+What it probes: the model's Hugging Face config on the worker of the agent loops, and the engine's release.
+What it offers: `Door`. It changes nothing. The trainer checks again what it can tell without tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import numpy as np
+
+from npu_replay.compat import probe
+from npu_replay.compat.patching import import_hook
+from npu_replay.compat.sglang import faults as sglang_releases
+from npu_replay.compat.vllm import faults as vllm_releases
+from npu_replay.errors import InvalidRoutes, ReplayError
+from npu_replay.rollout.admit import Source, admit
+from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.routes.checks import Array
+
+logger = logging.getLogger(__name__)
+
+PROOF = 64
+"""So many turns have to pass before one that doesn't is taken for a single one; what is wrong with the engine
+or its settings shows at once, in all."""
+
+_FAULTS = {
+    "vllm": ("vLLM", vllm_releases.faults(http=False, stop_string=False)),
+    "sglang": ("SGLang", sglang_releases.FAULTS),
+}
+
+
+class Door:
+    """Of one worker.
+
+    Args:
+        model: which layers route, and over how many experts.
+        source: the engine, for messages.
+    """
+
+    def __init__(self, model: RoutedModel, source: Source) -> None:
+        self._model, self._source = model, source
+        self._passed = self._refused = 0
+
+    @classmethod
+    def of(cls, worker: Any, engine: str) -> Door | None:
+        """None where the model's config isn't there, or doesn't tell; said once."""
+        config = getattr(getattr(worker, "model_config", None), "hf_config", None)
+        why = "the worker of the agent loops has no config of the model"
+        try:
+            if config is not None:
+                return cls(RoutedModel.of(config), _source(engine))
+        except ReplayError as error:
+            why = str(error)
+        _say_unchecked(why)
+        return None
+
+    def admitted(self, rows: Array, tokens: Array, *, ended: bool) -> Array | None:
+        """The rows of one turn, zeros where they are another token's; None if they can't be used at all.
+
+        Args:
+            rows: [n, columns, topk], as the engine gave them; row i is token i.
+            tokens: [tokens], of prompt and output; the last has no row. So have others of a turn that was
+                aborted.
+            ended: the engine ended the turn by itself.
+
+        Raises:
+            InvalidRoutes: what is wrong, unless many turns have passed before, or NPU_REPLAY_STRICT=0.
+        """
+        if not ended:
+            tokens = tokens[: len(rows) + 1]
+        lenient = self._passed >= PROOF or not import_hook.strict()
+        # Rows that were never written are the trainer's to count: a cached prefix, a turn that was cut.
+        written = bool(rows.size) and bool(rows.any(axis=(1, 2)).all())
+        try:
+            found = admit(
+                rows,
+                model=self._model,
+                tokens=tokens,
+                source=self._source,
+                ended=ended,
+                missing="error" if written and not lenient else "native",
+            )
+        except InvalidRoutes as error:
+            if not lenient:
+                raise
+            self._refused += 1
+            if self._refused & (self._refused - 1) == 0:
+                logger.warning("%s. %d turns so far go without their routes", error, self._refused)
+            return None
+        self._passed += 1
+        known = found.recorded.numpy()[: len(rows)]
+        return rows if known.all() else np.where(known[:, None, None], rows, 0)
+
+
+def _source(engine: str) -> Source:
+    name, faults = _FAULTS.get(engine, (engine, ()))
+    version = next((one.version for one in probe.products() if one.name == engine and one.found), "")
+    return Source(engine=name, version=version or "", sample="a turn of an agent loop", faults=faults)
+
+
+@functools.cache
+def _say_unchecked(why: str) -> None:
+    logger.warning(
+        "[npu_replay] rollout: rows of another token can't be told here, since the model isn't known; all "
+        "else is checked in the trainer. %s",
+        why,
+    )

@@ -1,0 +1,408 @@
+"""What of a verl job's config can't replay: said when its workers are built, not in silence for a whole run.
+
+verl reads one key for the mode and ignores all others; which one depends on the release and on the workers:
+
+    0.7.x, legacy workers      actor.router_replay.mode
+    0.7.1 on, engine workers   actor.megatron.router_replay.mode
+
+What is asked here is what the config and verl's own source have, not which release it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from npu_replay.compat import probe, vllm_ascend
+from npu_replay.compat.patching import import_hook
+from npu_replay.compat.patching.install import undo_everything
+from npu_replay.compat.patching.patches import Patches
+from npu_replay.compat.sglang import faults as sglang_faults
+from npu_replay.compat.vllm import faults as vllm_faults
+from npu_replay.errors import ReplayError
+from npu_replay.rollout.releases import release
+
+logger = logging.getLogger(__name__)
+
+CONFIG = "verl.utils.config"
+ENGINE_WORKERS = "verl.workers.engine_workers"
+LEGACY_WORKERS = ("verl.workers.megatron_workers", "verl.workers.fsdp_workers")
+
+OFF = "disabled"
+_ROOT = "actor_rollout_ref"
+_MODE = "router_replay"
+_FLAG = "enable_rollout_routing_replay"
+_ENGINES = ("megatron", "mindspeed", "veomni", "fsdp", "fsdp_config", "torchtitan", "automodel")
+_OWN_REPLAY = ("megatron", "veomni")
+"""The strategies whose mode verl's engine workers read. What VeOmni's does is its own."""
+
+_WHAT = "the check of verl's config"
+_WHY = "refuses a config that replay would be off with in silence, or wrong"
+
+
+def install() -> None:
+    """Have verl's workers and its own check of the config refuse what can't replay, now or when imported."""
+    import_hook.when_imported(CONFIG, _WHAT, _guard_validation)
+    for module in (ENGINE_WORKERS, *LEGACY_WORKERS):
+        import_hook.when_imported(module, _WHAT, _guard_workers)
+
+
+def mode_of(config: Any, *, legacy: bool | None = None) -> str:
+    """The mode that verl's Megatron workers act on: "disabled", "R2" or "R3".
+
+    Args:
+        config: the worker's whole `actor_rollout_ref`: a DictConfig, dict or dataclass.
+        legacy: are they 0.7's legacy workers? Left out, the config is asked.
+    """
+    key = _key_that_is_read(config, legacy)
+    return _mode_at(config, key) if key is not None and key[0] != "veomni" else OFF
+
+
+def check_actor(config: Any, *, legacy: bool | None = None) -> None:
+    """Refuse a config with which replay would be off in silence, or wrong.
+
+    With NPU_REPLAY_STRICT=0 each problem is one ERROR in the log, npu_replay undoes all that it has changed
+    in this process, and the job goes on as if it weren't there.
+
+    Args:
+        config: the worker's whole `actor_rollout_ref`: a DictConfig, dict or dataclass. Where it still hangs
+            in the job's whole config, that is looked at too.
+        legacy: are the workers 0.7's legacy ones? Left out, the config is asked.
+
+    Raises:
+        ReplayError: says which keys, what is wrong with them, and what to set instead.
+    """
+    problems = list(_problems(config, legacy))
+    if not problems:
+        return
+    if import_hook.strict():
+        raise problems[0]
+    for problem in problems:
+        logger.error("%s", problem)
+    undo_everything()
+
+
+# ---- what is wrong with a config
+
+
+def _problems(config: Any, legacy: bool | None) -> Iterator[ReplayError]:
+    key = _key_that_is_read(config, legacy)
+    mode = OFF if key is None else _mode_at(config, key)
+    yield from _misplaced_modes(config, key, mode)
+    if mode != OFF and key is not None:
+        where = _dotted(key)
+        yield from _routes_of_the_rollout(config, mode, where)
+        yield from _bypassed_record(config, mode, where)
+        yield from _files(config, key, mode, where)
+        if key[0] != "veomni":
+            yield from _layout(config, key, mode, where)
+
+
+def _misplaced_modes(config: Any, key: tuple[str, ...] | None, mode: str) -> Iterator[ReplayError]:
+    """A mode that nobody reads: replay would be off, or another than was asked for, in silence."""
+    strategy = _at(config, "actor", "strategy")
+    for other in [(_MODE,), *((engine, _MODE) for engine in _ENGINES)]:
+        asked = _mode_at(config, other)
+        if other == key or asked in (OFF, mode):
+            continue
+        if key is None:
+            yield ReplayError(
+                f"{_dotted(other)}={asked} is set, and nothing reads it: these workers know no replay for "
+                f"actor.strategy={strategy}",
+                where="verl's config",
+                expected="strategy megatron, in a release and with workers that replay",
+                got=f"strategy {strategy}",
+                cause="an FSDP job with the lines of a Megatron recipe. Take this one out, or train with "
+                "Megatron (verl 0.7.0 replays in its legacy workers alone)",
+            )
+        else:
+            yield ReplayError(
+                f"{_dotted(other)}={asked} is set, and these workers don't read it",
+                where="verl's config",
+                expected=f"{_dotted(key)}={asked}",
+                got=f"{_dotted(key)}={mode}",
+                cause=f"a line of another verl release, or of its documentation. Set {_dotted(key)}={asked}",
+            )
+
+
+def _routes_of_the_rollout(config: Any, mode: str, where: str) -> Iterator[ReplayError]:
+    """R3 needs the rollout's routes, and R2 must not get them."""
+    flag = f"{_ROOT}.rollout.{_FLAG}"
+    sent = bool(_at(config, "rollout", _FLAG))
+    from_files = any(_at(config, "actor", *key, "replay_file") for key in ((_MODE,), ("megatron", _MODE)))
+    if mode == "R3" and not sent and not from_files:
+        yield ReplayError(
+            f"{where}=R3 needs the rollout's routes, and the rollout isn't asked for them",
+            where="verl's config",
+            expected=f"{flag}=True",
+            got=f"{flag}=False",
+            cause=f"one of the two lines is missing. Set {flag}=True, or {where}=R2",
+        )
+    if mode == "R2" and sent:
+        yield ReplayError(
+            f"{where}=R2 records its own routes, and the rollout sends others",
+            where="verl's config",
+            expected=f"{flag}=False",
+            got=f"{flag}=True",
+            cause=f"R3 is meant: set {where}=R3. Or R2 is: set {flag}=False",
+        )
+    if mode == "R3" and sent:
+        yield from _engine_without_routes(config)
+
+
+def _engine_without_routes(config: Any) -> Iterator[ReplayError]:
+    """A rollout engine, or a release of it, that has no routes to give."""
+    name = str(_at(config, "rollout", "name"))
+    asks = _asks_for_routes(name)
+    if asks is False:
+        yield ReplayError(
+            f"{_ROOT}.rollout.name={name} gives no routes: this verl never asks {name} for them",
+            where="verl's config",
+            expected="a rollout that verl asks for routes: " + " or ".join(_engines_that_are_asked()),
+            got=name,
+            cause="R3 with an engine that can't. Use R2, or another rollout engine",
+        )
+        return
+    found = {product.name: product for product in probe.products() if product.found}
+    for product in found.values():
+        serves = product.name == name or (name == "vllm" and product.name == "vllm-ascend")
+        problem = _release_without_routes(config, product, found) if serves and product.version else None
+        if problem is None:
+            continue
+        yield ReplayError(
+            f"{product.name} {product.version} gives no routes that verl can use",
+            where="verl's config",
+            expected=problem.expected,
+            got=f"{problem.got} ({product.where})",
+            cause=f"{problem.cause}. R2 needs no routes of the engine",
+        )
+
+
+def _release_without_routes(
+    config: Any, product: probe.Product, found: Mapping[str, probe.Product]
+) -> ReplayError | None:
+    if product.name == "vllm-ascend":
+        return vllm_ascend.refusal(product.version, _rollout_setting(config))
+    if product.name == "sglang":
+        return sglang_faults.refusal(product.version, "npu" if "torch_npu" in found else "cuda")
+    plugin = found["vllm-ascend"].version if "vllm-ascend" in found else ""
+    if release(product.version)[:2] == (0, 21):
+        return ReplayError(
+            "no routes",
+            expected="vllm 0.14, 0.16 to 0.20, or 0.22 and later",
+            got=f"vllm {product.version}",
+            cause="0.21 splits what verl takes for one array",
+        )
+    return vllm_faults.refusal(product.version, plugin)
+
+
+def _rollout_setting(config: Any) -> vllm_ascend.Setting:
+    """What decides whether vllm-ascend's routes are right, as far as verl's config says it."""
+    rollout = functools.partial(_at, config, "rollout")
+    return vllm_ascend.Setting(
+        model=_at(config, "model", "path"),
+        quantization=rollout("quantization"),
+        data_parallel=rollout("data_parallel_size") or 1,
+        tensor_parallel=rollout("tensor_model_parallel_size") or 1,
+        expert_parallel=(rollout("expert_parallel_size") or 1) > 1,
+    )
+
+
+def _bypassed_record(config: Any, mode: str, where: str) -> Iterator[ReplayError]:
+    """R2 records in the old-log-prob pass, which bypass mode leaves out (T20)."""
+    bypass = bool(_at(_whole(config), "algorithm", "rollout_correction", "bypass_mode"))
+    if mode == "R2" and (bypass or _at(config, "actor", "policy_loss", "loss_mode") == "bypass_mode"):
+        yield ReplayError(
+            f"{where}=R2 records while old log-probs are computed, and bypass mode leaves that pass out",
+            where="verl's config",
+            expected="algorithm.rollout_correction.bypass_mode=False",
+            got="True",
+            cause="R2 together with the rollout's own log-probs. Use R3, or switch bypass mode off",
+        )
+
+
+def _files(config: Any, key: tuple[str, ...], mode: str, where: str) -> Iterator[ReplayError]:
+    """Folders of routes: npu_replay reads and writes them in the engine workers."""
+    given = {name: _at(config, "actor", *key, name) for name in ("record_file", "replay_file")}
+    here = where.removesuffix(".mode")
+    if key == (_MODE,) and any(given.values()):
+        yield ReplayError(
+            "these workers don't write or read routes",
+            where="verl's config",
+            expected=f"no {here}.record_file and {here}.replay_file, or engine workers",
+            got=given,
+            cause="0.7's legacy workers; trainer.use_legacy_worker_impl=disable takes the others",
+        )
+    elif given["replay_file"] and mode != "R3":
+        yield ReplayError(
+            f"{where}={mode} records anew, and {here}.replay_file asks for a replay",
+            where="verl's config",
+            expected=f"{where}=R3",
+            got=mode,
+            cause=f"set {where}=R3 to replay the file's routes, or take replay_file out",
+        )
+
+
+def _layout(config: Any, key: tuple[str, ...], mode: str, where: str) -> Iterator[ReplayError]:
+    """What verl's way of packing tokens, or of scheduling them, doesn't replay."""
+    # Legacy workers ask the engine's config, the others overwrite that with the model's.
+    unpad = ("actor", "megatron") if key == (_MODE,) else ("model",)
+    if _at(config, *unpad, "use_remove_padding") is False:
+        name = f"{_ROOT}.{'.'.join(unpad)}.use_remove_padding"
+        yield ReplayError(
+            f"{where}={mode} needs packed sequences",
+            where="verl's config",
+            expected=f"{name}=True",
+            got="False",
+            cause="the default of 0.7's Megatron trainer. verl lays routes out for packed sequences alone, "
+            f"and padded rows would get other tokens' routes. Set {name}=True",
+        )
+    engine = ("actor", "megatron")
+    stages = _at(config, *engine, "virtual_pipeline_model_parallel_size")
+    if _at(config, *engine, "dynamic_context_parallel") and stages not in (None, 1):
+        yield ReplayError(
+            f"{where}={mode} knows no dynamic context parallelism over virtual pipeline stages",
+            where="verl's config",
+            expected="one of actor.megatron.dynamic_context_parallel and "
+            "actor.megatron.virtual_pipeline_model_parallel_size at most",
+            got=f"True and {stages}",
+            cause="each micro-batch has a split of its own there, and verl merges stages by one. "
+            "Take one of them out",
+        )
+
+
+# ---- reading a config
+
+
+def _key_that_is_read(config: Any, legacy: bool | None) -> tuple[str, ...] | None:
+    """Below `actor`: where these workers read the mode; None if they know no replay for this strategy."""
+    strategy = _at(config, "actor", "strategy")
+    if _legacy(config) if legacy is None else legacy:
+        return (_MODE,) if strategy == "megatron" and _at(config, "actor", _MODE) is not None else None
+    if strategy in _OWN_REPLAY and _at(config, "actor", strategy, _MODE) is not None:
+        return (strategy, _MODE)
+    return None
+
+
+def _legacy(config: Any) -> bool:
+    """Are the workers 0.7's legacy ones? They are the default there, and later releases lack the switch."""
+    switch = _at(_whole(config), "trainer", "use_legacy_worker_impl")
+    if switch is not None:
+        return bool(switch != "disable")
+    return _at(config, "actor", "megatron", _MODE) is None and _at(config, "actor", _MODE) is not None
+
+
+def _mode_at(config: Any, key: tuple[str, ...]) -> str:
+    return str(_at(config, "actor", *key, "mode") or OFF)
+
+
+def _whole(config: Any) -> Any:
+    """The job's config that this one hangs in; itself, if it hangs in none."""
+    root = getattr(config, "_get_root", None)
+    return config if root is None else root()
+
+
+def _at(config: Any, *path: str) -> Any:
+    """What lies there in a DictConfig, dict or dataclass; None where the way ends before."""
+    for name in path:
+        if config is None or isinstance(config, str):
+            return None
+        get = getattr(config, "get", None)
+        config = getattr(config, name, None) if get is None else get(name, None)
+    return config
+
+
+def _dotted(key: tuple[str, ...]) -> str:
+    return ".".join((_ROOT, "actor", *key, "mode"))
+
+
+# ---- asking verl and the engines
+
+
+def _rollouts() -> dict[str, bool]:
+    """Each rollout engine that this verl has a folder for, and whether its server asks it for routes."""
+    where = next((product.where for product in probe.products() if product.name == "verl"), "")
+    folders = Path(where, "workers", "rollout").glob("*_rollout") if where else ()
+    return {
+        folder.name.removesuffix("_rollout"): any(
+            _FLAG in file.read_text(encoding="utf-8", errors="replace") for file in folder.rglob("*.py")
+        )
+        for folder in folders
+    }
+
+
+def _asks_for_routes(name: str) -> bool | None:
+    """Does this verl ask that rollout engine for routes? None for an engine that isn't verl's own."""
+    return {"hf": False, "naive": False, **_rollouts()}.get(name)
+
+
+def _engines_that_are_asked() -> list[str]:
+    return sorted(name for name, asked in _rollouts().items() if asked)
+
+
+# ---- where it is asked
+
+
+def _guard_validation(module: Any) -> None:
+    """verl's own check of the whole config, which the driver makes before any worker is there."""
+    validate = module.validate_config
+
+    @functools.wraps(validate)
+    def validate_config(config: Any, *args: Any, **kwargs: Any) -> Any:
+        if list(_patches):
+            check_actor(_at(config, _ROOT))
+        return validate(config, *args, **kwargs)
+
+    _patches.set(module, "validate_config", validate_config, _WHY)
+
+
+def _guard_workers(module: Any) -> None:
+    """The workers, as they are made; and the first of their own methods that is called after that.
+
+    The second is for a job that names npu_replay as its external_lib: workers import that in `init_model`.
+    """
+    cls = getattr(module, "ActorRolloutRefWorker", None)
+    if cls is None:
+        raise AttributeError("no class ActorRolloutRefWorker")
+    legacy = module.__name__ != ENGINE_WORKERS
+    _patches.set(cls, "__init__", _checking_after(cls.__init__, legacy), _WHY)
+    for name in ("_build_model_optimizer", "set_dispatch_collect"):
+        if hasattr(cls, name):
+            _patches.set(cls, name, _checking_before(getattr(cls, name), legacy), _WHY)
+
+
+def _checking_after(method: Callable[..., Any], legacy: bool) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        _check_worker(self, legacy)
+        return result
+
+    return checked
+
+
+def _checking_before(method: Callable[..., Any], legacy: bool) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_worker(self, legacy)
+        return method(self, *args, **kwargs)
+
+    return checked
+
+
+def _check_worker(worker: Any, legacy: bool) -> None:
+    config = getattr(worker, "config", None)
+    if not list(_patches) or worker in _checked or config is None or "actor" not in str(worker.role):
+        return
+    check_actor(config, legacy=legacy)
+    if mode_of(config, legacy=legacy) != OFF:
+        import_hook.refuse_failures()
+    _checked.add(worker)
+
+
+_checked: weakref.WeakSet[Any] = weakref.WeakSet()
+_patches = Patches("a verl job whose replay is off in silence")

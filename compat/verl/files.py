@@ -1,0 +1,130 @@
+"""verl's router_replay.record_file and replay_file, which verl reads and forgets: folders of a RouteStore.
+
+With record_file the routes of every sample that the actor computes log-probs for are written there, those it
+recorded (R2) or was given (R3); with replay_file, in mode R3, they are read there by the tokens of each
+sample, and the rollout need not send any. One writer a data-parallel rank, one shard a pass.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from npu_replay.compat.verl import tensors
+from npu_replay.errors import MicroBatchError, ReplayError
+from npu_replay.routes.fingerprint import fingerprint
+from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
+from npu_replay.routes.store import RouteStore, RouteWriter, key_of
+
+logger = logging.getLogger(__name__)
+
+ROUTES, TOKENS = "routed_experts", "input_ids"
+
+
+@dataclass
+class Files:
+    """The folders of one engine.
+
+    Attributes:
+        record: where routes are written; None: nowhere.
+        replay: where they are read.
+    """
+
+    record: Path | None
+    replay: Path | None
+    _writer: RouteWriter | None = None
+    _store: RouteStore | None = None
+    _written: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, settings: Any) -> Files | None:
+        """Those that verl's router_replay settings name; None for neither."""
+        record, replay = (getattr(settings, name, None) for name in ("record_file", "replay_file"))
+        if not record and not replay:
+            return None
+        return cls(Path(record) if record else None, Path(replay) if replay else None)
+
+    def give(self, data: Any) -> None:
+        """Before a pass: put the routes of these samples into the batch.
+
+        Raises:
+            ReplayError: a sample's aren't there, or nothing can be written.
+        """
+        if self.record is not None and self._writer is None:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            self._writer = RouteStore.writer(self.record, name=f"rank-{rank:05d}")
+        if self.replay is None:
+            return
+        if self._store is None:
+            self._store = RouteStore(self.replay)
+        found = [self._store.of(tokens) for tokens in _samples(data)]
+        if not found:
+            return
+        dtype = narrow_dtype(found[0].num_experts)
+        data[ROUTES] = tensors.to_verl(found, data[TOKENS], None, dtype).to(data[TOKENS].device)
+
+    def keep(self, data: Any, output: Any, config: Any, mode: str) -> None:
+        """After a pass, on the rank with its output: write the routes of samples that weren't written yet.
+
+        Raises:
+            ReplayError: the disk is full, say.
+        """
+        routes = data.get(ROUTES, None)
+        if routes is None and isinstance(output, dict):
+            routes = output.get("model_output", {}).get(ROUTES)
+        if self._writer is None or routes is None:
+            return
+        zeros_are_none = mode == "R3" or int(config.moe_router_topk) > 1
+        found = tensors.sequences_of(routes, None, config, zeros_are_none=zeros_are_none)
+        for tokens, one in zip(_samples(data), found, strict=True):
+            mark = fingerprint(tokens)
+            if mark in self._written:
+                continue
+            try:
+                if isinstance(one, ReplayError):
+                    raise one
+                whole = _of_whole(one, len(tokens), mark)
+            except ReplayError as error:
+                logger.warning("[npu_replay] routes that can't be used are not written: %s", error)
+                continue
+            self._written.add(mark)
+            self._writer.add(whole, key_of(mark))
+        self._writer.flush()
+
+
+def _of_whole(routes: RoutedExperts, tokens: int, mark: int) -> RoutedExperts:
+    """One row a token: the rollout engine has none for the last.
+
+    Raises:
+        MicroBatchError: more or fewer rows: nobody knows whose they are.
+    """
+    if len(routes) == tokens - 1:
+        rows = torch.arange(tokens)
+        rows[-1] = -1
+        routes = routes.take(rows)
+    if len(routes) != tokens:
+        raise MicroBatchError(
+            "the routes have another number of tokens than the sample",
+            expected=f"{tokens} (or {tokens - 1}: the last token has no route)",
+            got=len(routes),
+        )
+    return routes.sequence(0, tokens, fingerprint=mark)
+
+
+def _samples(data: Any) -> Iterator[torch.Tensor]:
+    """The token ids of each sample of a jagged batch."""
+    tokens = data[TOKENS]
+    if not tokens.is_nested:
+        raise ReplayError(
+            "a padded batch has no place for routes from files",
+            where="router_replay.record_file, replay_file",
+            expected="model.use_remove_padding=True, and verl's engine workers",
+            got=f"input_ids {list(tokens.shape)}",
+        )
+    yield from tokens.detach().cpu().unbind()

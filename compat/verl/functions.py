@@ -1,0 +1,451 @@
+"""The functions of verl's router_replay_utils that a job calls, over TokenLayout, ParallelLayout and collect.
+
+Same names, arguments and results as verl's; those that a release lacks are not added to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from npu_replay.compat.megatron import parallel_state as megatron_layout
+from npu_replay.compat.verl import tensors
+from npu_replay.compat.verl.actions import BACKWARD, RECORD, REPLAY, switch
+from npu_replay.compat.verl.router_replay import RouterReplay, value_of
+from npu_replay.errors import MicroBatchError, ReplayError
+from npu_replay.parallel import collect as collecting
+from npu_replay.parallel.parallel_layout import ParallelLayout
+from npu_replay.routers import find
+from npu_replay.routes.routed_experts import RoutedExperts
+from npu_replay.sessions.stepwise import Feed, Tap
+
+logger = logging.getLogger(__name__)
+
+UTILS = "verl.utils.megatron.router_replay_utils"
+
+
+def _timed(function: Any) -> Any:
+    """Count the seconds of a function into the pass that runs."""
+
+    @functools.wraps(function)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if switch.job is not None:
+                switch.job.count(microseconds=int((time.perf_counter() - started) * 1e6))
+
+    return timed
+
+
+# Layers
+
+
+def get_num_layers_to_build(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
+    """Decoder layers of a pipeline stage."""
+    return len(_stage(config, vp_stage, pp_rank))
+
+
+def is_moe_layer(tf_config: Any, layer_idx: int) -> bool:
+    """Is this decoder layer, 0-based, a MoE layer?"""
+    return layer_idx in megatron_layout.decoder_layers(tf_config).moe
+
+
+def get_moe_num_layers_to_build(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
+    """MoE layers of a pipeline stage."""
+    moe = megatron_layout.decoder_layers(config).moe
+    return sum(layer in moe for layer in _stage(config, vp_stage, pp_rank))
+
+
+def get_current_rank_layer_info(tf_config: Any, vp_rank: int | None = None) -> dict[str, int]:
+    """The decoder layers of a stage of this rank: start, end, count."""
+    layers = _stage(tf_config, vp_rank, None)
+    start = layers[0] if layers else 0
+    return {"start": start, "end": start + len(layers), "count": len(layers)}
+
+
+def _stage(config: Any, vp_stage: int | None, pp_rank: int | None) -> tuple[int, ...]:
+    """The 0-based decoder layers of a stage. Its rank is this one's where it isn't given."""
+    if pp_rank is None:
+        from megatron.core import parallel_state
+
+        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    stages = config.virtual_pipeline_model_parallel_size or 1
+    decoder = megatron_layout.decoder_layers(config)
+    return decoder.stage(config.pipeline_model_parallel_size, stages, int(pp_rank), vp_stage or 0)
+
+
+# Record
+
+
+@_timed
+def merge_router_topk_indices(
+    attention_mask: torch.Tensor | None,
+    input_ids: torch.Tensor,
+    mini_layer_topk_idx_list: list[torch.Tensor],
+    tf_config: Any,
+    vp_rank: int | None = None,
+    local_cp_size: int | None = None,
+    model: Any = None,
+) -> None:
+    """Append what a chunk's routers chose in its last forward, for the whole sequences of the micro-batch.
+
+    Shaped [batch, sequence, layers of the chunk, topk], or jagged. Every rank of the chunk's tensor and
+    context parallel group has to call it.
+    """
+    dtype, as_bytes = tensors.wire_dtype(tf_config, sys.modules[UTILS])
+    tap, chunk = switch.tapping(model, tf_config, vp_rank)
+    if tap._routers[chunk]:
+        whole = _whole_sequences(tap, chunk, input_ids, attention_mask, tf_config, local_cp_size)
+        merged = tensors.to_verl(whole, input_ids, attention_mask, dtype)
+    else:
+        merged = tensors.without_layers(input_ids, attention_mask, int(tf_config.moe_router_topk), dtype)
+    mini_layer_topk_idx_list.append(_bytes(merged) if as_bytes else merged)
+
+
+def _whole_sequences(
+    tap: Tap,
+    chunk: int,
+    tokens: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    config: Any,
+    local_cp_size: int | None,
+) -> list[RoutedExperts]:
+    """What a chunk just recorded, from all ranks that share its rows; blank where an error waits."""
+    layout: Any = None
+    routes: Any = None
+    try:
+        layout = tensors.layout_of(tokens, attention_mask, config, sys.modules[UTILS], local_cp_size)
+        routes = tap.take(chunk)
+    except ReplayError as error:
+        switch.defer(error)  # the others of the group hear of it in collect
+    try:
+        # The ranks of a stage run their micro-batches together; only a checkpoint or a slow step parts them.
+        return collecting.collect([routes], [layout], _row_groups(local_cp_size), patience=600.0) or []
+    except ReplayError as error:
+        switch.defer(error)
+    labels = [router.label for router in tap._routers[chunk]]
+    lengths = tensors.lengths_of(tokens, attention_mask)
+    return [tensors.blank(size, labels, config) for size in lengths]
+
+
+def _row_groups(local_cp_size: int | None) -> list[Any]:
+    """The groups over which the rows of one stage are spread."""
+    if not dist.is_initialized():
+        return []
+    from megatron.core import parallel_state
+
+    if local_cp_size is None:
+        return [parallel_state.get_tensor_and_context_parallel_group()]
+    dynamic = parallel_state.get_dynamic_data_context_parallel_groups(group_size=local_cp_size)
+    return [parallel_state.get_tensor_model_parallel_group(), dynamic]
+
+
+def reorder_and_merge_vpp_layers(
+    micro_batch_tensor_list: list[torch.Tensor],
+    num_microbatches: int,
+    vpp_size: int,
+    microbatch_group_size_per_vp_stage: int,
+) -> torch.Tensor:
+    """What was merged after each forward of an interleaved schedule, in the order of micro-batches.
+
+    Shaped [all samples, sequence, layers of all chunks, topk], or jagged.
+    """
+    from megatron.core.pipeline_parallel.schedules import get_schedule_table
+
+    table = get_schedule_table(num_microbatches, vpp_size, microbatch_group_size_per_vp_stage)
+    if len(micro_batch_tensor_list) != len(table):
+        raise MicroBatchError(
+            "the recorded forwards don't match the interleaved schedule",
+            expected=f"{len(table)}: {num_microbatches} micro-batches of {vpp_size} chunks",
+            got=len(micro_batch_tensor_list),
+            cause="a chunk whose forwards weren't recorded, or a schedule with another group size",
+        )
+    of_chunk: list[list[torch.Tensor]] = [[] for _ in range(vpp_size)]
+    for (_, chunk), one in zip(table, micro_batch_tensor_list, strict=True):
+        of_chunk[chunk].extend(one.unbind())
+    samples = [torch.cat(parts, dim=1) for parts in zip(*of_chunk, strict=True)]
+    if micro_batch_tensor_list[0].is_nested:
+        return torch.nested.as_nested_tensor(samples, layout=torch.jagged)
+    return torch.stack(samples)
+
+
+def merge_nested_router_maps(router_maps: list[torch.Tensor]) -> torch.Tensor:
+    """The samples of several jagged tensors in one, int16."""
+    samples = [sample.to(torch.int16) for one in router_maps for sample in one.unbind()]
+    return torch.nested.as_nested_tensor(samples, layout=torch.jagged)
+
+
+@_timed
+def pp_gather(local_layers_router_map: torch.Tensor, tf_config: Any) -> torch.Tensor:
+    """All MoE layers of the model, in order, from those of each pipeline stage; on the CPU.
+
+    Every rank of the pipeline has to call it, one without MoE layers too. An error on one is raised on all.
+    """
+    if int(tf_config.pipeline_model_parallel_size) <= 1:
+        return _gathered(local_layers_router_map.detach().cpu(), tf_config)
+    labels: list[int] = []
+    samples: list[Any] = []
+    error: Exception | None = None
+    try:
+        local = local_layers_router_map.detach().cpu()
+        labels, samples = _of_this_stage(local, tf_config)
+    except Exception as problem:  # noqa: BLE001  the other stages wait to hear of it, whatever it is
+        error = problem
+    group = _pipeline_group()
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, (labels, samples, _line(error)), group)
+    for rank, (_, _, theirs) in enumerate(told):
+        if theirs is not None:
+            raise MicroBatchError(theirs, where=f"pipeline rank {rank}") from error
+    order = np.argsort([label for stage, _, _ in told for label in stage], kind="stable")
+    whole = [
+        torch.from_numpy(np.concatenate(parts, axis=1)[:, order])
+        for parts in zip(*(theirs for _, theirs, _ in told), strict=True)
+    ]
+    stacked = (
+        torch.nested.as_nested_tensor(whole, layout=torch.jagged) if local.is_nested else torch.stack(whole)
+    )
+    return _gathered(stacked, tf_config)
+
+
+def _gathered(routes: torch.Tensor, config: Any) -> torch.Tensor:
+    """What travelled as bytes as ids again."""
+    dtype, as_bytes = tensors.wire_dtype(config, sys.modules[UTILS])
+    return _ids(routes, dtype) if as_bytes else routes
+
+
+def _of_this_stage(local: torch.Tensor, config: Any) -> tuple[list[int], list[Any]]:
+    """What it tells the others: the decoder layers of its columns, chunk by chunk, and its samples."""
+    tensors.wire_dtype(config, sys.modules[UTILS])  # what fails in `_gathered` is known to all before
+    samples = [sample.numpy() for sample in local.unbind()]
+    parallel = ParallelLayout.from_megatron(config)
+    moe = set(parallel.moe_layers)
+    labels = [layer for chunk in parallel.chunk_layers for layer in chunk if layer in moe]
+    columns = samples[0].shape[1] if samples else len(labels)
+    if columns != len(labels):
+        raise MicroBatchError(f"{columns} recorded layers for the {len(labels)} MoE layers of this stage")
+    return labels, samples
+
+
+def _line(error: Exception | None) -> str | None:
+    """For the other ranks; None where nothing is wrong."""
+    if error is None:
+        return None
+    return error.line if isinstance(error, ReplayError) else repr(error)
+
+
+def _pipeline_group() -> Any:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_pipeline_model_parallel_group()
+
+
+def _bytes(ids: torch.Tensor) -> torch.Tensor:
+    """Ids as bytes, the last dimension as much longer."""
+    if not ids.is_nested:
+        return ids.contiguous().view(torch.uint8)
+    each = [one.contiguous().view(torch.uint8) for one in ids.unbind()]
+    return torch.nested.as_nested_tensor(each, layout=torch.jagged)
+
+
+def _ids(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The inverse."""
+    if not data.is_nested:
+        return data.contiguous().view(dtype)
+    each = [one.contiguous().view(dtype) for one in data.unbind()]
+    return torch.nested.as_nested_tensor(each, layout=torch.jagged)
+
+
+# Replay
+
+
+@_timed
+def set_router_replay_data(
+    layers_topk_idx: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    tf_config: Any,
+    vp_rank: int | None = None,
+    replay_mask: torch.Tensor | None = None,
+    local_cp_size: int | None = None,
+    model: Any = None,
+) -> None:
+    """Give a chunk the routes of its next forward, from those of whole sequences.
+
+    Args:
+        layers_topk_idx: [batch, sequence, layers, topk], or jagged; all decoder layers, or the MoE layers.
+        attention_mask: [batch, sequence], of a padded batch.
+        tf_config: the model's TransformerConfig.
+        vp_rank: the virtual stage, where the model isn't given.
+        replay_mask: jagged, the rows to replay; the others take the router's own choice.
+        local_cp_size: ranks that share this micro-batch under dynamic context parallelism.
+        model: the chunk.
+
+    Raises:
+        ReplayError: no routes, or routes that don't fit. While an engine's schedule runs it waits for its
+            end.
+    """
+    feed, chunk = switch.feeding(model, tf_config, vp_rank)
+    if not feed.labels(chunk):
+        return
+    try:
+        if layers_topk_idx is None:
+            raise MicroBatchError(
+                "this micro-batch has no routes",
+                expected="routed_experts in the batch",
+                got="None",
+                cause="R2: the old log-probs weren't computed by the actor in this step (bypass mode); R3: "
+                "the rollout didn't hand its routes on (enable_rollout_routing_replay=False)",
+            )
+        _feed(feed, chunk, layers_topk_idx, attention_mask, tf_config, replay_mask, local_cp_size)
+    except ReplayError as error:
+        switch.defer(error)
+
+
+def _feed(
+    feed: Feed,
+    chunk: int,
+    routes: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    config: Any,
+    mask: torch.Tensor | None,
+    local_cp_size: int | None,
+) -> None:
+    labels = feed.labels(chunk)
+    layout = tensors.layout_of(routes, attention_mask, config, sys.modules[UTILS], local_cp_size)
+    from_rollout = mask is not None if switch.job is None else switch.job.r3
+    found = tensors.sequences_of(
+        routes,
+        attention_mask,
+        config,
+        mask=mask,
+        # A row of one expert a layer may well be all zeros in a record.
+        zeros_are_none=from_rollout or int(config.moe_router_topk) > 1,
+    )
+    for number, error in getattr(routes, _BAD, {}).items():
+        found[number] = error
+    unwanted = tensors.unwanted(mask)
+    problems = tensors.problems(found, layout, labels)
+    bad = {number: error for number, error in problems.items() if number not in unwanted}
+    if bad and not (switch.job is not None and switch.job.tolerant):
+        raise next(iter(bad.values()))
+    for number, error in bad.items():
+        logger.warning("[npu_replay] sample %d takes the routers' own choice: %s", number, error)
+    good = {number: one for number, one in enumerate(found) if number not in problems}
+    here = tensors.laid_out(good, layout, labels, config)
+    feed.feed(chunk, here)
+    if switch.job is not None and chunk == feed.first_chunk:
+        switch.job.count(rows=int((layout.rows >= 0).sum()), routed=int(here.recorded.sum()))
+        if tensors.speaks_for_samples(layout.parallel):
+            switch.job.count(samples=len(found), bad_samples=len(bad))
+
+
+def build_r3_replay_mask(input_ids: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """The rows of each sequence to replay, bool, jagged: all but the last, which the engine never saw.
+
+    None of a sequence without a response. Rows without a route among them are told by their zeros.
+    """
+    lengths = tensors.offsets(input_ids).diff().tolist()
+    if response_mask.is_nested:
+        responses = [int(one.sum()) for one in response_mask.unbind()]
+    else:
+        responses = response_mask.sum(dim=-1).tolist()
+    each = [
+        (torch.arange(length) < length - 1) & bool(response)
+        for length, response in zip(lengths, responses, strict=True)
+    ]
+    return torch.nested.nested_tensor_from_jagged(
+        torch.cat(each).to(input_ids.device), tensors.offsets(input_ids)
+    )
+
+
+def align_r3_router_replay_data(layers_topk_idx: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+    """One row of routes for each token: zeros for a last token that has none."""
+    lengths = [int(size) for size in tensors.offsets(input_ids).diff().tolist()]
+    parts = list(layers_topk_idx.unbind())
+    if len(parts) != len(lengths):
+        switch.defer(
+            MicroBatchError(
+                "another number of route sequences than samples", expected=len(lengths), got=len(parts)
+            )
+        )
+        parts = [parts[0][:0]] * len(lengths)
+    aligned, bad = [], {}
+    for number, (routes, length) in enumerate(zip(parts, lengths, strict=True)):
+        if len(routes) not in (length, length - 1):
+            bad[number] = MicroBatchError(
+                "the routes have another number of tokens than the sample",
+                where=f"sample {number} of the micro-batch",
+                expected=f"{length} (or {length - 1}: the last token has no route)",
+                got=len(routes),
+                cause="a response that was cut after the rollout, or routes of another sequence",
+            )
+            routes = routes[:0]
+        aligned.append(torch.cat([routes, routes.new_zeros(length - len(routes), *routes.shape[1:])]))
+    if bad and switch.job is None:
+        raise next(iter(bad.values()))
+    whole = torch.nested.as_nested_tensor(aligned, layout=torch.jagged)
+    # In a schedule the other ranks wait for this one: it is set_router_replay_data that says what is wrong.
+    setattr(whole, _BAD, bad)
+    return whole
+
+
+_BAD = "npu_replay_bad_samples"
+"""Under this name aligned routes carry the errors of samples that couldn't be aligned, by number."""
+
+
+# Questions
+
+
+def iter_model_routers(model: Any) -> Iterator[tuple[int, RouterReplay]]:
+    """(layer_number, RouterReplay) of each router of a model's decoder, 1-based, ascending."""
+    chunks = list(model) if isinstance(model, list | tuple) else [model]
+    for routers in find(chunks):
+        for router in routers:
+            yield router.label + 1, RouterReplay.of(router.module)
+
+
+def set_model_router_replay_action(model: Any, router_replay_action: Any) -> None:
+    """Set the action."""
+    switch.set(value_of(router_replay_action))
+
+
+class RouterReplayHelper:
+    """What a forward step asks."""
+
+    @staticmethod
+    def get_micro_batch_router_list(tf_config: Any, vp_rank: int | None = None) -> list[RouterReplay]:
+        """The RouterReplays of a chunk's routers, ascending; none while no action is on."""
+        if not switch.action:
+            return []
+        session: Any
+        session, chunk = (
+            switch.tapping(None, tf_config, vp_rank)
+            if switch.is_(RECORD)
+            else switch.feeding(None, tf_config, vp_rank)
+        )
+        return [RouterReplay.of(router.module) for router in session._routers[chunk]]
+
+    @staticmethod
+    def is_r2_record_action(tf_config: Any, vp_rank: int | None = None, model: Any = None) -> bool:
+        """Is a record on? Also on a stage of dense layers, whose ranks have to join what gathers."""
+        return switch.is_(RECORD)
+
+    @staticmethod
+    def is_replay_forward_action(tf_config: Any, vp_rank: int | None = None, model: Any = None) -> bool:
+        """Is a replay on, and a forward next?"""
+        return switch.is_(REPLAY)
+
+    @staticmethod
+    def is_replay_backward_action(tf_config: Any, vp_rank: int | None = None, model: Any = None) -> bool:
+        """Is a replay on, and a backward next?"""
+        return switch.is_(BACKWARD)

@@ -1,0 +1,370 @@
+"""verl: its router replay becomes npu_replay's, in every release from 0.7.0 on.
+
+Waits for verl's modules and, when they are imported: puts RouterReplay, `apply_router_replay_patch` and the
+functions of router_replay_utils in the place of verl's, also where they were bound already; wraps the pass of
+an engine; keeps reference passes through the actor out. Megatron is left as it is.
+
+Probes: the names and signatures that it replaces. Offers: `install`. Undone by `npu_replay.uninstall()`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import ModuleType
+from typing import Any
+
+from npu_replay.compat.megatron_backports import router_init
+from npu_replay.compat.patching import class_source, import_hook
+from npu_replay.compat.patching.patches import Patch, Patches
+from npu_replay.compat.verl import engine as verl_engine
+from npu_replay.compat.verl import functions as verl_functions
+from npu_replay.compat.verl.actions import switch
+from npu_replay.compat.verl.router_replay import RouterReplay
+from npu_replay.errors import ReplayError, described
+
+PATCH = "verl.utils.megatron.router_replay_patch"
+UTILS = verl_functions.UTILS
+ENGINE = "verl.workers.engine.megatron.transformer_impl"
+ACTOR = "verl.workers.actor.megatron_actor"
+WORKERS = "verl.workers.megatron_workers"
+MINDSPEED = "verl.workers.engine.mindspeed.transformer_impl"
+_USERS = (UTILS, ENGINE, MINDSPEED, ACTOR, WORKERS)
+"""Modules that bind names of PATCH and UTILS with `from ... import`."""
+
+_WHAT = "router replay of verl"
+_WARNING = "NPU not support router replay"
+
+_FUNCTIONS = (
+    "get_num_layers_to_build",
+    "is_moe_layer",
+    "get_moe_num_layers_to_build",
+    "get_current_rank_layer_info",
+    "merge_router_topk_indices",
+    "reorder_and_merge_vpp_layers",
+    "merge_nested_router_maps",
+    "pp_gather",
+    "set_router_replay_data",
+    "build_r3_replay_mask",
+    "align_r3_router_replay_data",
+    "iter_model_routers",
+    "set_model_router_replay_action",
+    "RouterReplayHelper",
+)
+_NEEDED = {
+    PATCH: ("RouterReplay", "RouterReplayAction", "apply_router_replay_patch"),
+    UTILS: (
+        "merge_router_topk_indices",
+        "pp_gather",
+        "set_router_replay_data",
+        "RouterReplayHelper",
+    ),
+}
+
+_patches = Patches(_WHAT)
+_given_up: list[Exception] = []
+_handed_over = False
+"""Has an engine been built, or verl's patch been asked for?"""
+_originals: dict[str, tuple[Any, Any]] = {}
+"""What was replaced: verl's and ours, by name."""
+_shimmed: set[ModuleType] = set()
+"""Modules that a shim has changed, until they are given back."""
+
+
+def install() -> None:
+    """Take verl's router replay over, now or when it is imported. What is taken already stays as it is."""
+    if import_hook.disabled():
+        return
+    _given_up.clear()
+    if not any(_patches):  # never taken, or given back since
+        _shimmed.clear()
+        _originals.clear()
+    for module, shim in (
+        (PATCH, _replace_patch),
+        (UTILS, _replace_functions),
+        (ENGINE, _wrap_engine),
+        (ACTOR, _wrap_actor),
+        (WORKERS, _wrap_workers),
+        (MINDSPEED, lambda module: None),
+    ):
+        apply = functools.partial(_all_or_nothing, shim)
+        import_hook.when_imported(module, f"{_WHAT} ({module})", apply, during=_silenced)
+    if any(_patches) and not _given_up:
+        verl_engine.restore_engines()
+        if _handed_over:
+            _hand_over()
+
+
+def _all_or_nothing(shim: Callable[[Any], None], module: Any) -> None:
+    """Run a shim; where one fails, verl's own is put back everywhere, and refuses to start."""
+    if _given_up or module in _shimmed:
+        return
+    try:
+        shim(module)
+        _rebind_in(module)
+        _shimmed.add(module)
+    except Exception as error:
+        _give_up(error)
+        raise
+
+
+def _give_up(error: Exception) -> None:
+    _given_up.append(error)
+    _patches.undo()
+    _originals.clear()
+    _shimmed.clear()
+    patch = sys.modules.get(PATCH)
+    original = getattr(patch, "apply_router_replay_patch", None)  # its absence may be what is wrong
+    if patch is not None and original is not None and import_hook.strict():
+
+        @functools.wraps(original)
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            import_hook.refuse_failures()
+            return original(*args, **kwargs)
+
+        _put(
+            patch,
+            "apply_router_replay_patch",
+            refuse,
+            "says why replay can't be done, when an engine is built",
+        )
+        for user in _USERS:
+            _rebind_in(sys.modules.get(user))
+
+
+# What is replaced
+
+
+def _replace_patch(module: Any) -> None:
+    _check_names(module)
+    _put(module, "RouterReplay", RouterReplay, "one a router, over npu_replay's sessions")
+    _put(module, "apply_router_replay_patch", apply_router_replay_patch, "leaves Megatron's routing as it is")
+    _undo_verls()
+
+
+def _replace_functions(module: Any) -> None:
+    _check_names(module)
+    for name in _FUNCTIONS:
+        if hasattr(module, name):
+            ours = getattr(verl_functions, name)
+            _check_signature(module, name, getattr(module, name), ours)
+            _put(module, name, ours, "right on every Megatron-core")
+
+
+def _wrap_engine(module: Any) -> None:
+    cls = module.MegatronEngine
+    if hasattr(module, "apply_router_replay_patch"):  # 0.7.0's engine has no router replay
+        _wrap_pass(cls, lambda self: self.module, lambda self: self.engine_config.router_replay)
+    if hasattr(cls, "disable_adapter"):
+        _wrap_disable_adapter(cls)
+
+
+def _wrap_disable_adapter(cls: Any) -> None:
+    """A LoRA actor without its adapter is the reference; verl asks it for log-probs with replay on."""
+    original = cls.disable_adapter
+
+    @functools.wraps(original)
+    @contextmanager
+    def disable_adapter(self: Any) -> Iterator[Any]:
+        with switch.off(), original(self) as given:
+            yield given
+
+    _patches.set(cls, "disable_adapter", disable_adapter, "a reference pass is never replayed")
+
+
+def _wrap_actor(module: Any) -> None:
+    cls = module.MegatronPPOActor
+    _wrap_pass(cls, lambda self: self.actor_module, lambda self: self.config.router_replay)
+    _wrap_expecting(cls, "update_policy")
+
+
+def _wrap_expecting(cls: Any, name: str) -> None:
+    """0.7's workers set the action before the pass; which chunks it means is known in it."""
+    original = getattr(cls, name)
+
+    @functools.wraps(original)
+    def expecting(*args: Any, **kwargs: Any) -> Any:
+        with switch.expecting():
+            return original(*args, **kwargs)
+
+    _patches.set(cls, name, expecting, "the action waits for the pass")
+
+
+def _wrap_pass(cls: Any, chunks_of: Callable[[Any], Any], settings_of: Callable[[Any], Any]) -> None:
+    name = "forward_backward_batch"
+    original = getattr(cls, name, None)
+    if original is None:
+        raise _unknown(described(cls), f"a method {name}", "none")
+    _patches.set(
+        cls,
+        name,
+        verl_engine.wrapped(original, chunks_of, settings_of),
+        "one pass: ranks leave together, figures",
+    )
+
+
+def _wrap_workers(module: Any) -> None:
+    """0.7's reference pass of a LoRA actor goes through compute_log_prob, which would record or replay it."""
+    cls = module.ActorRolloutRefWorker
+    original = cls.compute_ref_log_prob
+
+    @functools.wraps(original)
+    def compute_ref_log_prob(self: Any, data: Any) -> Any:
+        with switch.off():
+            output = original(self, data)
+        batch = getattr(output, "batch", None)
+        if batch is not None and "routed_experts" in batch.keys():  # noqa: SIM118  a TensorDict iterates over rows
+            del batch["routed_experts"]
+        return output
+
+    _patches.set(cls, "compute_ref_log_prob", compute_ref_log_prob, "a reference pass is never replayed")
+    _wrap_expecting(cls, "compute_log_prob")
+
+
+def apply_router_replay_patch() -> None:
+    """Make sure that replay can be done; Megatron is left as it is.
+
+    Raises:
+        ReplayError: what had to be changed at import couldn't be, or somebody else's routing is in place.
+    """
+    import_hook.refuse_failures()
+    _undo_verls()
+    _refuse_strangers()
+    _hand_over()
+
+
+def _hand_over() -> None:
+    """Routers have verl's RouterReplay, as after verl's own patch: loops set targets on it and read it."""
+    global _handed_over
+    _handed_over = True
+    router_init.hand_over(RouterReplay.of)
+
+
+def _undo_verls() -> None:
+    """Where verl's own patch came first, put Megatron's functions back."""
+    router: Any = sys.modules.get("megatron.core.transformer.moe.router")
+    if router is None:
+        return
+    cls: Any = router.TopKRouter
+    if "_router_replay_patched" in vars(cls):
+        routing, init = vars(cls).get("routing"), vars(cls).get("__init__")
+        if _is_verls(routing):
+            cls.routing = class_source.method(cls, "routing")
+        if _is_verls(init):
+            cls.__init__ = _inner(init, "original_init") or class_source.method(cls, "__init__")
+        if _is_verls(vars(cls).get("_hash_routing")):
+            cls._hash_routing = class_source.method(cls, "_hash_routing")
+        del cls._router_replay_patched
+    dispatchers: Any = sys.modules.get("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher = getattr(dispatchers, "MoEAlltoAllTokenDispatcher", None)
+    if dispatcher is not None and "_preprocess_patched" in vars(dispatcher):
+        if _is_verls(dispatcher.preprocess):
+            kept = _inner(dispatcher.preprocess, "original_preprocess")
+            dispatcher.preprocess = kept or class_source.method(dispatcher, "preprocess")
+        del dispatcher._preprocess_patched
+
+
+def _is_verls(function: Any) -> bool:
+    """Was it made in verl's patch? Its wrappers carry the name of what they wrap; their code doesn't."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename.endswith("router_replay_patch.py")
+
+
+def _inner(function: Any, name: str) -> Any:
+    """What a wrapper keeps under a name in its closure."""
+    names = function.__code__.co_freevars
+    return function.__closure__[names.index(name)].cell_contents if name in names else None
+
+
+def _refuse_strangers() -> None:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    routing: Any = inspect.getattr_static(TopKRouter, "routing")
+    owner = str(getattr(routing, "__module__", "")).split(".")[0]
+    if owner not in ("megatron", "mindspeed", "mindspeed_llm"):
+        raise ReplayError(
+            "somebody else's routing is in the place of Megatron's",
+            where="TopKRouter.routing",
+            expected="Megatron's own, or MindSpeed's",
+            got=described(routing),
+            cause="another replay patch in this process; remove it, or turn npu_replay off with "
+            "NPU_REPLAY_DISABLE=1",
+        )
+
+
+# How it is replaced
+
+
+def _put(module: ModuleType, name: str, ours: Any, why: str) -> None:
+    """Replace a name, and remember it for the modules that bind it."""
+    original = getattr(module, name)
+    _patches.set(module, name, ours, why)
+    _originals[name] = original, ours
+    for user in _USERS:
+        _rebind_in(sys.modules.get(user))
+
+
+def _rebind_in(module: Any) -> None:
+    """Rebind what a module took with `from ... import`: before us verl's, after us ours."""
+    if module is None:
+        return
+    for name, (original, ours) in _originals.items():
+        bound = vars(module).get(name)
+        if bound is original:
+            _patches.set(module, name, ours, "bound here by from ... import")
+        elif bound is ours and not any(patch.owner is module and patch.name == name for patch in _patches):
+            _patches.add(Patch(module, name, "bound here by from ... import", original, ours))
+
+
+def _check_names(module: Any) -> None:
+    for name in _NEEDED[module.__name__]:
+        found = getattr(module, name, None)
+        if found is None:
+            raise _unknown(module.__name__, name, "no such name")
+        if getattr(found, "__module__", module.__name__) != module.__name__:
+            raise ReplayError(
+                f"somebody else has replaced {name}",
+                where=module.__name__,
+                expected="verl's own",
+                got=described(found),
+                cause="another patch of verl's router replay; remove it, or turn npu_replay off with "
+                "NPU_REPLAY_DISABLE=1",
+            )
+
+
+def _check_signature(module: Any, name: str, theirs: Any, ours: Any) -> None:
+    if inspect.isclass(theirs):
+        return
+    more = inspect.signature(theirs).parameters.keys() - inspect.signature(ours).parameters.keys()
+    if more:
+        raise _unknown(module.__name__, f"{name} with known arguments", f"also {', '.join(sorted(more))}")
+
+
+def _unknown(where: str, expected: str, got: str) -> ReplayError:
+    verl: Any = sys.modules.get("verl")
+    return ReplayError(
+        "this verl's router replay is another than npu_replay knows",
+        where=where,
+        expected=expected,
+        got=f"{got} in verl {getattr(verl, '__version__', '?')}",
+        cause="a newer verl; update npu_replay, or turn it off with NPU_REPLAY_DISABLE=1",
+    )
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    """verl warns at import that an NPU has no router replay, where names of Megatron-core 0.14 are missing.
+
+    Nothing of what is missing is called any more. Other filters that are made meanwhile stay.
+    """
+    warnings.filterwarnings("ignore", message=_WARNING)
+    ours = warnings.filters[0]
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # somebody has reset them
+            warnings.filters.remove(ours)  # type: ignore[attr-defined]  # a list, though typed as a Sequence

@@ -1,0 +1,182 @@
+"""verl's RouterReplay, of which there is one a router: the same face, over npu_replay's sessions.
+
+verl's own keeps a list of all that were ever made, a queue of targets for the backward, and what was recorded
+last. Here it holds nothing but its router: the switch knows what is on.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from npu_replay.compat.verl import live_models
+from npu_replay.compat.verl.actions import BACKWARD, RECORD, REPLAY, switch
+from npu_replay.errors import ReplayError, RouterError
+
+_made: WeakKeyDictionary[nn.Module, RouterReplay] = WeakKeyDictionary()
+
+
+class AnotherNumber(ReplayError, ValueError):
+    """As many tensors as routers were expected; a ValueError too, as it is in verl and Megatron."""
+
+
+class _Live(type):
+    @property
+    def router_instances(cls) -> list[RouterReplay]:
+        """One for each live router that asks for replay, as they were made; a new list each time."""
+        return [RouterReplay.of(router) for router in live_models.routers()]
+
+
+class RouterReplay(metaclass=_Live):
+    """One router's replay. Ask `RouterReplay.of(router)`, or the router; it is not made by hand.
+
+    It is also what Megatron's own API reaches while verl's replay is on, so it has that one's methods too.
+    """
+
+    npu_replay_by_session = True
+    """The session that it opens answers the router's top-k; nobody else has to."""
+
+    def __init__(self, router: nn.Module | None = None) -> None:
+        if router is None:
+            raise RouterError(
+                "a RouterReplay belongs to a router",
+                expected="RouterReplay.of(router), or the routers of a model",
+                got="RouterReplay()",
+                cause="code that makes its own, beside npu_replay",
+            )
+        self._router = weakref.ref(router)
+        self.layer_number: int | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RouterReplay.of, (self._router(),)  # a copy's belongs to the router's copy
+
+    @classmethod
+    def of(cls, router: nn.Module) -> RouterReplay:
+        """The one of this router."""
+        if router not in _made:
+            _made[router] = cls(router)
+        return _made[router]
+
+    @property
+    def router_replay_action(self) -> Any:
+        """verl's action, or None."""
+        return next((action for action in actions() if action.value == switch.action), None)
+
+    @property
+    def recorded_topk_idx(self) -> torch.Tensor | None:
+        """What was recorded in this router's last call, int64 [rows, topk]."""
+        router = self._router()
+        return None if router is None else switch.recorded(router)
+
+    def get_recorded_indices(self) -> torch.Tensor | None:
+        """The same."""
+        return self.recorded_topk_idx
+
+    def set_target_indices(self, topk_indices: torch.Tensor, replay_mask: torch.Tensor | None = None) -> None:
+        """The ids of this router's next forward, [rows, topk]; where the mask is False it chooses itself."""
+        router = self._router()
+        if router is None:
+            raise RouterError("this router is gone", expected="a live model", got="a target for a dead one")
+        switch.target(router, topk_indices, replay_mask)
+
+    def clear_indices(self) -> None:
+        """Forget what was recorded, and targets that were not used yet."""
+        switch.drop_targets()
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Any = None,
+    ) -> Any:
+        """The router's own top-k, which a session answers: Megatron-core from 0.16 on asks in each call."""
+        return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+
+    def set_static_buffer(self, buffer: torch.Tensor) -> None:
+        """Megatron's inference records into buffers, which a session has none of.
+
+        Raises:
+            RouterError: always.
+        """
+        raise RouterError(
+            "routes are recorded into no static buffer while verl's replay is on",
+            expected="verl's own record, or Megatron's inference in a process without verl's replay",
+            got=f"a buffer of {list(buffer.shape)}",
+        )
+
+    def clear_static_buffer(self) -> None:
+        """There is none."""
+
+    def set_router_replay_action(self, router_replay_action: Any) -> None:
+        """Set the action; it holds for all routers, as verl uses it."""
+        switch.set(value_of(router_replay_action))
+
+    def clear_router_replay_action(self) -> None:
+        """No action any more, on any router."""
+        switch.clear()
+
+    @staticmethod
+    def set_replay_data(all_layers_topk_indices: list[torch.Tensor]) -> None:
+        """Targets of all routers, in their order."""
+        routers = RouterReplay.router_instances
+        if len(all_layers_topk_indices) != len(routers):
+            raise AnotherNumber(
+                "another number of replay tensors than routers",
+                expected=len(routers),
+                got=len(all_layers_topk_indices),
+            )
+        for router, ids in zip(routers, all_layers_topk_indices, strict=True):
+            router.set_target_indices(ids)
+
+    @staticmethod
+    def get_recorded_data() -> list[torch.Tensor | None]:
+        """What was recorded in the last call of each router, in their order."""
+        return [router.recorded_topk_idx for router in RouterReplay.router_instances]
+
+    @staticmethod
+    def clear_global_indices() -> None:
+        """Forget what was recorded, and targets that were not used yet."""
+        switch.drop_targets()
+
+    @staticmethod
+    def set_global_router_replay_action(router_replay_action: Any) -> None:
+        """Begin a record or a replay."""
+        switch.set(value_of(router_replay_action))
+
+    @staticmethod
+    def clear_global_router_replay_action() -> None:
+        """End it.
+
+        Raises:
+            ReplayError: where no engine runs it: what was done isn't complete, or had no effect.
+        """
+        switch.clear()
+
+
+def value_of(action: Any) -> str:
+    """What an action means, of verl's enum, Megatron's or another with the same values.
+
+    Raises:
+        RouterError: no such action.
+    """
+    value = getattr(action, "value", None)
+    if value in (RECORD, REPLAY, BACKWARD):
+        return str(value)
+    raise RouterError(
+        "this is no action of a RouterReplay",
+        expected="RouterReplayAction.RECORD, REPLAY_FORWARD or REPLAY_BACKWARD; clear_..._action() for none",
+        got=action,
+    )
+
+
+def actions() -> list[Any]:
+    """verl's RouterReplayAction, if it is imported."""
+    module: Any = sys.modules.get("verl.utils.megatron.router_replay_patch")
+    return [] if module is None else list(module.RouterReplayAction)

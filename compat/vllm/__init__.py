@@ -1,0 +1,15 @@
+"""vLLM: what it hands over, and what its releases can't do."""
+
+from typing import TYPE_CHECKING
+
+from npu_replay import lazy
+
+if TYPE_CHECKING:
+    from npu_replay.compat.vllm.decode import from_vllm
+    from npu_replay.compat.vllm.launch import engine_arguments
+
+_HOMES = {"engine_arguments": "launch", "from_vllm": "decode"}
+__all__ = ["engine_arguments", "from_vllm"]
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of ours
+    __getattr__, __dir__ = lazy.names(__name__, _HOMES)

@@ -1,0 +1,1 @@
+"""`npu-replay bench`: what it costs."""

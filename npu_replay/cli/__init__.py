@@ -1,0 +1,35 @@
+"""The console entry point, which also has something to say where the command line's packages are missing."""
+
+from __future__ import annotations
+
+import sys
+
+from npu_replay.lazy import lazy
+
+_WITHOUT = {
+    "doctor": "npu_replay.doctor.diagnose:run_command_line",
+    "smoke": "npu_replay.smoke.run:run_command_line",
+}
+"""The commands that work without: for containers that are left as they are."""
+_MISSING = (
+    "{command} needs the packages typer and rich ({error}): pip install 'npu-replay[{extra}]', or "
+    "pip install typer rich. Without them there are npu-replay doctor and npu-replay smoke"
+)
+
+
+def main() -> None:
+    """Run the command that sys.argv asks for; exits 2 where it needs typer or rich and one is missing."""
+    try:
+        import rich  # noqa: F401 - typer has worked without it
+        import typer  # noqa: F401
+    except ImportError as error:
+        command = next(iter(sys.argv[1:]), "")
+        if command in _WITHOUT:
+            lazy(_WITHOUT[command])(sys.argv[2:])
+        extra = "demo" if command == "demo" else "cli"
+        asked = f"npu-replay {command}".rstrip()
+        print(_MISSING.format(command=asked, error=error, extra=extra), file=sys.stderr)
+        raise SystemExit(2) from None
+    from npu_replay.cli.commands import app
+
+    app()

@@ -1,0 +1,304 @@
+"""The commands: what each takes, and how an error looks. Their modules are imported when one is run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import typer.core
+
+from npu_replay.errors import ReplayError
+from npu_replay.smoke import options as smoke_options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from npu_replay.inspection.compare import Comparison
+
+_DEBUG = "npu_replay.debug"
+_HELP = smoke_options.HELP
+
+
+class _Commands(typer.core.TyperGroup):
+    """Shows what a user can mend as one message; --debug shows where it came from."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ReplayError, ModuleNotFoundError) as error:
+            if ctx.meta.get(_DEBUG):
+                raise
+            # Anything else is a fault of npu_replay's, and keeps its traceback.
+            _show(error)
+            raise typer.Exit(1) from None
+
+
+def _show(error: Exception) -> None:
+    from rich.text import Text
+
+    if isinstance(error, ReplayError):
+        message, hint = str(error).removeprefix("[npu_replay] "), "--debug shows where it came from"
+    else:
+        message, hint = str(error), "npu-replay doctor says what is missing, and how to get it"
+    console = _console(stderr=True)
+    console.print(Text.assemble(("Error: ", "bold red"), message), soft_wrap=True)
+    console.print(Text(hint, "dim"), soft_wrap=True)
+
+
+def _console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    # Nobody's terminal: a log, where 80 columns would break paths in two.
+    wide = not (sys.stderr if stderr else sys.stdout).isatty() and "COLUMNS" not in os.environ
+    return Console(stderr=stderr, width=110 if wide else None, highlight=False)
+
+
+app = typer.Typer(
+    name="npu-replay",
+    cls=_Commands,
+    help="Routing replay for mixture-of-experts reinforcement learning.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Device(str, Enum):
+    """Where to run."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+    npu = "npu"
+
+
+def _set_debug(ctx: typer.Context, value: bool) -> None:
+    if value:
+        ctx.meta[_DEBUG] = True
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        from npu_replay import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+DeviceOption = Annotated[
+    Device, typer.Option(help="Where to run; auto takes an accelerator if there is one.")
+]
+ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite what an earlier run wrote.")]
+DebugOption = Annotated[
+    bool, typer.Option("--debug", callback=_set_debug, help="Show the traceback of an error.")
+]
+VersionOption = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+]
+
+
+@app.callback()
+def everything(debug: DebugOption = False, version: VersionOption = False) -> None:
+    """Take the options that stand before a command."""
+
+
+@app.command()
+def demo(
+    device: DeviceOption = Device.auto,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps, with and without replay.")] = 8,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the figures and numbers.")] = Path(
+        "npu_replay_demo"
+    ),
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the sampling.")] = 0,
+    force: ForceOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Train a small MoE model with and without replay, and show the difference."""
+    from npu_replay.demo.run import main
+
+    main(device=device.value, steps=steps, out=out, seed=seed, force=force)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program.")] = False,
+    imports: Annotated[
+        bool, typer.Option("--imports", help="Also import transformers (some seconds).")
+    ] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Say whether replay works here, and what to do if it doesn't (then exits 1)."""
+    from npu_replay.doctor.diagnose import diagnose, render
+
+    diagnosis = diagnose(imports=imports)
+    if as_json:
+        typer.echo(diagnosis.to_json())
+    else:
+        _console().print(render(diagnosis))
+    raise typer.Exit(0 if diagnosis.works else 1)
+
+
+@app.command()
+def bench(
+    device: DeviceOption = Device.auto,
+    pairs: Annotated[int, typer.Option(min=1, help="Interleaved pairs of runs to take the median of.")] = 50,
+    out: Annotated[Path | None, typer.Option(dir_okay=False, help="JSON file for the numbers.")] = None,
+    force: ForceOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Measure what record and replay cost a router's forward."""
+    from npu_replay.bench.run import main
+
+    main(device=device.value, pairs=pairs, out=out, force=force)
+
+
+class RolloutEngine(str, Enum):
+    """Whose answer it is."""
+
+    auto = "auto"
+    vllm = "vllm"
+    sglang = "sglang"
+
+
+@app.command()
+def inspect(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", help="A file of routes, a folder of them, an .npy array, or an engine's answer."
+        ),
+    ],
+    config: Annotated[Path | None, typer.Option(help="The model's config.json, or its folder.")] = None,
+    engine: Annotated[
+        RolloutEngine, typer.Option(help="Which engine made it; auto finds out, for an answer.")
+    ] = RolloutEngine.auto,
+    engine_version: Annotated[
+        str, typer.Option(metavar="V", help="The engine's release, such as 0.23.0: for likelier causes.")
+    ] = "",
+    prompt_ids: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="JSON of the prompt's token ids, or a list of such.")
+    ] = None,
+    output_ids: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="The same of the sampled ids.")
+    ] = None,
+    start: Annotated[int, typer.Option(min=0, help="Which token the first row is of.")] = 0,
+    sample: Annotated[
+        str | None, typer.Option(metavar="KEY", help="One sample of a folder, one completion of an answer.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(dir_okay=False, help="PNG file for the picture.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program.")] = False,
+    force: ForceOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Say what a file or an engine's answer holds, and whether its routes are right (else exits 1)."""
+    from npu_replay.inspection.inspection import inspect as look
+    from npu_replay.routes.file import check_place, write_whole
+
+    if out is not None:
+        check_place(out, overwrite=force)
+    found = look(
+        path,
+        config=config,
+        engine=None if engine is RolloutEngine.auto else engine.value,
+        version=engine_version,
+        prompt_ids=prompt_ids,
+        output_ids=output_ids,
+        start=start,
+        sample=sample,
+    )
+    if as_json:
+        typer.echo(found.to_json())
+    else:
+        from npu_replay.inspection.show import render
+
+        _console().print(render(found))
+    if out is not None:
+        from npu_replay.inspection import plots
+
+        write_whole(out, plots.routes(found), overwrite=force)
+    raise typer.Exit(0 if found.good else 1)
+
+
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A file of routes, or a folder of them.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The same kind of thing, to hold against it.")],
+    json: Annotated[
+        Path | None, typer.Option(dir_okay=False, metavar="FILE", help="JSON file for the numbers.")
+    ] = None,
+    force: ForceOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Say how far two sets of routes of the same tokens are apart (exits 0 if they differ, too)."""
+    from npu_replay.inspection import compare as comparing
+    from npu_replay.routes.file import check_place, write_whole
+
+    if json is not None:
+        check_place(json, overwrite=force)
+    found = comparing.compare_paths(a, b)
+    _show_comparison(found)
+    if json is not None:
+        write_whole(json, found.to_json().encode(), overwrite=force)
+
+
+def _show_comparison(found: Comparison) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from npu_replay.inspection import compare as comparing
+
+    console = _console()
+    for name, path in (("A", found.a), ("B", found.b)):
+        console.print(Text.assemble((f"{name}: ", "bold"), path), soft_wrap=True)
+    for line in comparing.about(found):
+        console.print(Text(line), soft_wrap=True)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for title in comparing.TITLES:
+        table.add_column(title, justify="left" if title == "Layer" else "right", vertical="bottom")
+    for cells in comparing.table_rows(found):
+        table.add_row(*cells, style="bold" if cells[0] == "all" else None)
+    console.print("", table, "", sep="\n")
+    colour = "bold yellow" if found.whole.differing else "bold green"
+    console.print(Text(comparing.verdict(found), colour), soft_wrap=True)
+
+
+@app.command(help=smoke_options.ABOUT)
+def smoke(
+    tp: Annotated[int, typer.Option(help=_HELP["tp"])] = 1,
+    pp: Annotated[int, typer.Option(help=_HELP["pp"])] = 1,
+    ep: Annotated[int, typer.Option(help=_HELP["ep"])] = 1,
+    cp: Annotated[int, typer.Option(help=_HELP["cp"])] = 1,
+    vp: Annotated[int, typer.Option(help=_HELP["vp"])] = 1,
+    etp: Annotated[int, typer.Option(help=_HELP["etp"])] = 1,
+    recompute: Annotated[bool, typer.Option("--recompute", help=_HELP["recompute"])] = False,
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help=_HELP["sequence_parallel"])
+    ] = False,
+    device: DeviceOption = Device.auto,
+    json: Annotated[Path | None, typer.Option(dir_okay=False, metavar="FILE", help=_HELP["json"])] = None,
+    force: ForceOption = False,
+    patience: Annotated[float, typer.Option(help=_HELP["patience"])] = smoke_options.Options.patience,
+    debug: DebugOption = False,
+) -> None:
+    from npu_replay.smoke.run import main
+
+    options = smoke_options.Options(
+        tp=tp,
+        pp=pp,
+        ep=ep,
+        cp=cp,
+        vp=vp,
+        etp=etp,
+        recompute=recompute,
+        sequence_parallel=sequence_parallel,
+        device=device.value,
+        json=json,
+        force=force,
+        patience=patience,
+    )
+    raise typer.Exit(main(options))

@@ -1,0 +1,307 @@
+"""Judge one sequence's routes by the door's checks, and keep what can be seen of those that are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError, RouterError
+from npu_replay.inspection.route_view import View
+from npu_replay.rollout.admit import Source, Symptom, admit
+from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.routes.checks import CONSTANT_ROWS, MAX_EXPERTS, MAX_LAYERS, Array
+from npu_replay.routes.fingerprint import fingerprint
+from npu_replay.routes.routed_experts import RoutedExperts
+
+WITHOUT_MODEL = (
+    "ids against the number of experts, columns against the decoder layers, dense layers: give --config"
+)
+WITHOUT_TOKENS = (
+    "rows against tokens, rows that are another token's: give the ids (--prompt-ids, --output-ids)"
+)
+_TOPK_1 = "rows that were never captured: with a top-k of 1 they look like expert 0"
+_ROOM = 1 << 30  # bytes that rows may take which aren't there
+_DISTINCT, _MARK = 32, (1 << 60) - 1
+FEW_ROWS = f"constant layers: a sequence has fewer than {CONSTANT_ROWS} rows"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Known:
+    """What is known beside the data.
+
+    Attributes:
+        model: which layers route; None where nobody said.
+        prompts, outputs: [tokens] int64 each; one for all sequences, or one each; empty where nobody said.
+        start: the token of the first row.
+    """
+
+    model: RoutedModel | None = None
+    prompts: tuple[Array, ...] = ()
+    outputs: tuple[Array, ...] = ()
+    start: int = 0
+
+    def prompt(self, number: int = 0) -> Array | None:
+        """That sequence's prompt."""
+        return _one_of(self.prompts, number, "--prompt-ids")
+
+    def output(self, number: int = 0) -> Array | None:
+        """That sequence's output."""
+        return _one_of(self.outputs, number, "--output-ids")
+
+    def tokens(self) -> Array | None:
+        """Of the only sequence, prompt and output.
+
+        Raises:
+            ReplayError: one of them was given and the other wasn't.
+        """
+        prompt, output = self.prompt(), self.output()
+        if prompt is None and output is None:
+            return None
+        if prompt is None or output is None:
+            raise ReplayError(
+                "an array of routes needs the ids of the prompt and of the output",
+                expected="--prompt-ids and --output-ids (a file with [] where there are none)",
+                got=f"only {'--output-ids' if prompt is None else '--prompt-ids'}",
+            )
+        return np.concatenate([prompt, output])
+
+
+def _one_of(lists: Sequence[Array], number: int, option: str) -> Array | None:
+    if len(lists) <= 1:
+        return lists[0] if lists else None
+    if number >= len(lists):
+        raise ReplayError(
+            f"{option} has fewer lists than there are sequences",
+            expected="one list of ids, or a list for each",
+            got=f"{len(lists)}, none for sequence {number}",
+        )
+    return lists[number]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sample:
+    """One sequence, and what is thought of it.
+
+    Attributes:
+        name: «completion 2», a store's key; empty where there is one only.
+        view: what can be seen; None for nothing.
+        problem: why it is refused; None if it isn't.
+        tokens: of the sequence, as far as is known.
+        rows: of the array.
+        dtype, nbytes: of the ids as they came.
+        unchecked: what couldn't be checked, and what it takes.
+        facts: what else it says of itself.
+    """
+
+    name: str = ""
+    view: View | None = None
+    problem: ReplayError | None = None
+    tokens: int | None = None
+    rows: int | None = None
+    dtype: str = ""
+    nbytes: int = 0
+    unchecked: tuple[str, ...] = ()
+    facts: tuple[str, ...] = ()
+
+
+def judge_rows(
+    rows: Array, known: Known, source: Source, *, tokens: Array | None, name: str = "", ended: bool = True
+) -> Sample:
+    """Judge an engine's array, [rows, columns, topk], of any integers; one in another shape is refused."""
+    problem: ReplayError | None = None
+    model = known.model or guessed_model(rows)
+    if model is None:
+        problem = source.error(
+            Symptom.SHAPE,
+            "this isn't an array of expert ids",
+            expected="integers, [tokens, layers, topk]",
+            got=f"{rows.dtype} {list(rows.shape)}",
+        )
+    elif tokens is None and not len(rows):
+        problem = source.error(Symptom.MISSING, "there are no rows", expected="one a token", got=0)
+    else:
+        ids = stand_ins(rows, known.start + len(rows) + 1, known.start) if tokens is None else tokens
+        try:
+            admit(rows, model=model, tokens=ids, source=source, start=known.start, ended=ended)
+        except ReplayError as error:
+            problem = error
+    return Sample(
+        name=name,
+        view=view_of_rows(rows, model, tokens, known.start),
+        problem=problem,
+        tokens=None if tokens is None else len(tokens),
+        rows=len(rows) if rows.ndim else None,
+        dtype=str(rows.dtype),
+        nbytes=rows.nbytes,
+        unchecked=_unchecked(known, tokens, rows),
+    )
+
+
+def stand_ins(rows: Array, count: int, start: int = 0) -> Array:
+    """Ids of tokens that nobody knows, [count]. Rows that are the same get the same, so that none counts as
+    another token's; different ones where nearly all are the same, which is right for no tokens."""
+    ids = np.arange(count)
+    marks = [hash(row.tobytes()) >> 2 & _MARK for row in rows[: count - start]]
+    if len({*marks}) >= _DISTINCT:
+        ids[start : start + len(marks)] = marks
+    return ids
+
+
+def view_of_rows(rows: Array, model: RoutedModel | None, tokens: Array | None, start: int = 0) -> View | None:
+    """What can be seen of an engine's array; rows that it should have and hasn't are without a route."""
+    if rows.ndim != 3 or rows.dtype.kind not in "iu" or not rows.size:
+        return None
+    model = model or guessed_model(rows)
+    labels = tuple(range(rows.shape[1]))
+    dense: tuple[int, ...] = ()
+    if model is not None and len(labels) == model.num_layers:
+        dense = model.dense
+    elif model is not None and len(labels) == len(model.sparse):
+        labels = model.sparse
+    there = len(rows)
+    lacking = 0 if tokens is None else max(0, len(tokens) - 1 - start - there)
+    if lacking * rows[0].nbytes > _ROOM:
+        lacking = 0
+    if lacking:
+        rows = np.concatenate([rows, np.zeros((lacking, *rows.shape[1:]), rows.dtype)])
+    fits = tokens is not None and start + len(rows) <= len(tokens)
+    return View(
+        ids=rows,
+        layers=labels,
+        num_experts=MAX_EXPERTS if model is None else min(model.num_experts, MAX_EXPERTS),
+        dense=frozenset(dense),
+        recorded=np.arange(len(rows)) < there if lacking else None,
+        tokens=tokens[start : start + len(rows)] if tokens is not None and fits else None,
+        first=start,
+    )
+
+
+def guessed_model(rows: Array) -> RoutedModel | None:
+    """The smallest model that an array may be of: columns of zeros are taken for dense layers, the highest id
+    for the last expert. None where the array has no such shape."""
+    if rows.ndim != 3 or rows.dtype.kind not in "iu" or 0 in rows.shape[1:]:
+        return None
+    columns, topk = rows.shape[1:]
+    if columns > MAX_LAYERS or topk > MAX_EXPERTS:
+        return None
+    routed = tuple(np.flatnonzero(rows.any(axis=(0, 2))).tolist()) or tuple(range(columns))
+    highest = int(rows.max()) if rows.size else 0
+    experts = max(min(highest + 1, MAX_EXPERTS), topk)
+    return RoutedModel(layers=routed, num_layers=columns, num_experts=experts, topk=topk)
+
+
+def _unchecked(known: Known, tokens: Array | None, rows: Array) -> tuple[str, ...]:
+    found = [WITHOUT_MODEL] if known.model is None else []
+    found += [WITHOUT_TOKENS] if tokens is None else []
+    found += [_TOPK_1] if rows.ndim == 3 and rows.shape[2] == 1 else []
+    found += [FEW_ROWS] if len(rows) < CONSTANT_ROWS else []
+    return tuple(found)
+
+
+def judge_routes(routes: RoutedExperts, known: Known, *, name: str = "", where: str = "") -> Sample:
+    """Judge routes that were built, so that their shape, range and duplicates are right already."""
+    tokens = known.tokens()
+    problem: ReplayError | None = None
+    try:
+        if known.model is not None:
+            _check_model(routes, known.model, where)
+        if tokens is not None:
+            _check_tokens(routes, tokens, where)
+        _check_rows(routes, tokens, where)
+    except ReplayError as error:
+        problem = error
+    ids = routes.ids.numpy()
+    return Sample(
+        name=name,
+        view=view_of_routes(routes, tokens),
+        problem=problem,
+        tokens=len(ids),
+        rows=len(ids),
+        dtype=str(ids.dtype),
+        nbytes=ids.nbytes,
+        unchecked=tuple(_unchecked_of_routes(routes, known, tokens)),
+        facts=facts_of(routes),
+    )
+
+
+def view_of_routes(routes: RoutedExperts, tokens: Array | None) -> View:
+    """All of them can be seen."""
+    return View(
+        ids=routes.ids.numpy(),
+        layers=routes.layers,
+        num_experts=routes.num_experts,
+        recorded=routes.recorded.numpy(),
+        tokens=tokens if tokens is not None and len(tokens) == len(routes) else None,
+    )
+
+
+def facts_of(routes: RoutedExperts) -> tuple[str, ...]:
+    """What routes say of themselves beside the ids."""
+    facts = [f"weights {routes.weight_version}"] if routes.weight_version is not None else []
+    facts += [f"fingerprint {routes.fingerprint:#018x}"] if routes.fingerprint is not None else []
+    return tuple(facts)
+
+
+def _check_model(routes: RoutedExperts, model: RoutedModel, where: str) -> None:
+    if (routes.num_experts, routes.topk) != (model.num_experts, model.topk) or not {*routes.layers} <= {
+        *model.layers
+    }:
+        raise RouterError(
+            "these are routes of another model",
+            where=where,
+            expected=f"top-{model.topk} of {model.num_experts} experts in some of layers {model.layers}",
+            got=f"top-{routes.topk} of {routes.num_experts} in layers {routes.layers}",
+        )
+
+
+def _check_tokens(routes: RoutedExperts, tokens: Array, where: str) -> None:
+    if len(tokens) != len(routes):
+        raise MicroBatchError(
+            "these are routes of another number of tokens",
+            where=where,
+            expected=len(tokens),
+            got=len(routes),
+        )
+    if routes.fingerprint is not None and routes.fingerprint != fingerprint(tokens):
+        raise MicroBatchError(
+            "these are routes of other tokens",
+            where=where,
+            expected=f"fingerprint {fingerprint(tokens):#018x}",
+            got=f"{routes.fingerprint:#018x}",
+            cause="text that was decoded and tokenised again, or routes of another sample",
+        )
+
+
+def _check_rows(routes: RoutedExperts, tokens: Array | None, where: str) -> None:
+    """Constant layers and rows of other tokens, by the door, which wants one token more than rows."""
+    ids, recorded = routes.ids.numpy(), routes.recorded.numpy()
+    if not routes.layers or not recorded.any():
+        raise InvalidRoutes(
+            "there is no route in it", where=where, expected="rows with a route", got=f"none of {len(routes)}"
+        )
+    known = tokens
+    if known is None:  # vouched for, they may all be one token's
+        known = np.zeros(len(ids), np.int64) if routes.vouched else stand_ins(ids, len(ids))
+    if routes.topk == 1:  # where a row of zeros is a route of expert 0
+        ids, known = ids[recorded], known[recorded]
+    model = RoutedModel(
+        layers=routes.layers,
+        num_layers=routes.layers[-1] + 1,
+        num_experts=routes.num_experts,
+        topk=routes.topk,
+    )
+    source = Source(engine="saved routes", field=where)
+    admit(ids, model=model, tokens=np.append(known, 0), source=source, missing="native")
+
+
+def _unchecked_of_routes(routes: RoutedExperts, known: Known, tokens: Array | None) -> list[str]:
+    found = [] if known.model is not None else ["layers and experts against the model: give --config"]
+    if tokens is None:
+        found.append(
+            "its tokens, and rows that are another token's: give the ids (--prompt-ids, --output-ids)"
+        )
+    found += [_TOPK_1] if routes.topk == 1 else []
+    found += [FEW_ROWS] if int(routes.recorded.sum()) < CONSTANT_ROWS else []
+    return found

@@ -1,0 +1,49 @@
+"""Names that are told now, and imported with their first use.
+
+What `import npu_replay` announces (public names, shims, router kinds, readers) is written so: most processes
+need few of them, and all together take longer to import than everything else of npu_replay.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def lazy(where: str) -> Callable[..., Any]:
+    """A function or class of a module that need not be imported yet.
+
+    Args:
+        where: «package.module:name».
+
+    Two threads that call it first at the same moment are no danger: Python imports a module once, under a
+    lock of its own.
+    """
+    module, _, name = where.partition(":")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(import_module(module), name)(*args, **kwargs)
+
+    return call
+
+
+def names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of a package whose names are imported with their first use.
+
+    Args:
+        package: its `__name__`.
+        homes: the module of each name, relative to the package; a name that is its own home is a module.
+    """
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        found = import_module(f"{package}.{homes[name]}")
+        if homes[name] == name:
+            return found
+        value = vars(sys.modules[package])[name] = getattr(found, name)
+        return value
+
+    return get, lambda: sorted(vars(sys.modules[package]).keys() | homes.keys())

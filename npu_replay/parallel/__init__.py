@@ -1,0 +1,1 @@
+"""Parallel training: which token, layer and rank."""

@@ -1,0 +1,188 @@
+"""ParallelLayout: how a training job is split over ranks, and which part of it this rank is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeAlias
+
+from npu_replay.errors import ReplayError, RouterError, one_of, shown, whole_number
+from npu_replay.parallel.pipeline_layers import DecoderLayers
+from npu_replay.routers import Model, chunks_of, find
+
+Context: TypeAlias = Literal["zigzag", "contiguous"]
+"""How context parallelism cuts a sequence: two chunks a rank, one from each end, or one piece a rank."""
+
+_AXES = ("tp", "cp", "pp", "ep", "etp", "dp")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ParallelLayout:
+    """The sizes of a job's parallel axes, and this rank's place in each.
+
+    Args:
+        tp, tp_rank: tensor parallelism.
+        cp, cp_rank: context parallelism.
+        pp, pp_rank: pipeline parallelism.
+        vp: virtual stages of each pipeline rank; all of them live here.
+        ep, ep_rank: expert parallelism.
+        etp, etp_rank: tensor parallelism within experts.
+        dp, dp_rank: data parallelism.
+        sequence_parallel: each tensor-parallel rank has a slice of the rows.
+        gathers_rows: but its routers see those of the whole tensor-parallel group (alltoall_seq of
+            Megatron-core 0.12, which gathers the logits first).
+        decoder: the model's decoder layers, for asking which live here.
+        groups: the process groups that `collect` merges over, one after the other: the ranks that share a
+            pipeline stage, then the stages.
+
+    Raises:
+        ReplayError: a size below 1, or a rank that is not below its size.
+    """
+
+    tp: int = 1
+    tp_rank: int = 0
+    cp: int = 1
+    cp_rank: int = 0
+    pp: int = 1
+    pp_rank: int = 0
+    vp: int = 1
+    ep: int = 1
+    ep_rank: int = 0
+    etp: int = 1
+    etp_rank: int = 0
+    dp: int = 1
+    dp_rank: int = 0
+    sequence_parallel: bool = False
+    gathers_rows: bool = False
+    decoder: DecoderLayers | None = None
+    groups: tuple[Any, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.decoder, DecoderLayers | None):
+            raise ReplayError(
+                "decoder says which layers there are", expected="DecoderLayers(...)", got=shown(self.decoder)
+            )
+        for axis in (*_AXES, "vp"):
+            for name in {axis, f"{axis}_rank"} & vars(self).keys():
+                object.__setattr__(self, name, whole_number(getattr(self, name), name))
+            size, rank = getattr(self, axis), getattr(self, f"{axis}_rank", 0)
+            if size < 1 or not 0 <= rank < size:
+                raise ReplayError(
+                    f"this rank has no place in {axis}",
+                    expected="a size of at least 1 and a rank below it",
+                    got=f"{axis}={size}, {axis}_rank={rank}",
+                )
+
+    def __repr__(self) -> str:
+        """What differs from a process alone; of an axis that is split the rank too."""
+        split = {f"{axis}_rank" for axis in _AXES if getattr(self, axis) > 1}
+        values = ((one, getattr(self, one.name)) for one in fields(self) if one.repr)
+        shown = (
+            f"{one.name}={value!r}" for one, value in values if one.name in split or value != one.default
+        )
+        return f"ParallelLayout({', '.join(shown)})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Process groups stay in their process; a driver asks for numbers."""
+        return vars(self) | {"groups": ()}
+
+    def __copy__(self) -> ParallelLayout:
+        return self  # frozen, and a copy within the process keeps its groups
+
+    def __deepcopy__(self, memo: object) -> ParallelLayout:
+        return self
+
+    @classmethod
+    def from_megatron(cls, model: Any = None, *, sequence_parallel: bool | None = None) -> ParallelLayout:
+        """Read it from the running Megatron-core, of any release.
+
+        Args:
+            model: the model, its chunks, or its config; without one, `decoder` stays None.
+            sequence_parallel: needed only without a model and with tensor parallelism.
+
+        Raises:
+            ReplayError: Megatron's parallel state isn't initialised, or what is needed isn't told.
+            RouterError: the built model has routers in other layers than its config says.
+        """
+        return _reader("megatron-core")(model, sequence_parallel)
+
+    @property
+    def chunk_layers(self) -> tuple[tuple[int, ...], ...]:
+        """The decoder layers of each virtual stage on this rank, 0-based."""
+        if self.decoder is None:
+            raise ReplayError(
+                "this layout doesn't know the model's decoder layers",
+                expected="ParallelLayout(decoder=DecoderLayers(...)) or from_megatron(model)",
+                got="decoder=None",
+            )
+        return tuple(self.decoder.stage(self.pp, self.vp, self.pp_rank, stage) for stage in range(self.vp))
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The decoder layers on this rank, ascending; multi-token prediction is none of them."""
+        return tuple(sorted(layer for chunk in self.chunk_layers for layer in chunk))
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Those of them that have a router; empty on a stage of dense layers."""
+        here = self.layers
+        moe = set(self.decoder.moe) if self.decoder is not None else set()
+        return tuple(layer for layer in here if layer in moe)
+
+    @property
+    def slices_rows(self) -> int:
+        """Tensor-parallel ranks that the router's rows are shared out to; 1 if each sees all."""
+        return self.tp if self.sequence_parallel and not self.gathers_rows else 1
+
+    @property
+    def cut(self) -> tuple[int, ...]:
+        """What decides which rows this rank has: context parallel size and rank, slices of rows and which."""
+        slices = self.slices_rows
+        return self.cp, self.cp_rank, slices, self.tp_rank if slices > 1 else 0
+
+    def context_pieces(self, context: Context = "zigzag") -> int:
+        """Pieces that context parallelism cuts a sequence into."""
+        one_of(context, ("zigzag", "contiguous"), "context")
+        if self.cp == 1:
+            return 1
+        return 2 * self.cp if context == "zigzag" else self.cp
+
+    def alignment(self, context: Context = "zigzag") -> int:
+        """Tokens that a sequence has to be padded to a multiple of, so that every rank gets equal shares."""
+        return self.context_pieces(context) * (self.tp if self.sequence_parallel else 1)
+
+    def check(self, model: Model) -> None:
+        """Hold `moe_layers` against the routers of the built model, which are the truth.
+
+        Raises:
+            RouterError: they differ. Replay goes by the routers' own numbers, so either this list is wrong
+                or the product numbers its layers wrongly.
+        """
+        chunks = chunks_of(model)
+        found = sorted(router.label for routers in find(chunks) for router in routers)
+        if tuple(found) != self.moe_layers:
+            raise RouterError(
+                "the routers of the model are in other decoder layers than its config says",
+                where=f"pipeline rank {self.pp_rank} of {self.pp}, {self.vp} virtual stages",
+                expected=list(self.moe_layers),
+                got=found,
+                cause="another pipeline split than the config's, or layer numbers that come out wrong "
+                "(Megatron-core 0.12 and 0.13, virtual stages and only num_layers_in_last_pipeline_stage)",
+            )
+
+
+Reader: TypeAlias = Callable[[Any, "bool | None"], ParallelLayout]
+_readers: dict[str, Reader] = {}
+
+
+def register_reader(product: str, reader: Reader) -> None:
+    """Make a product's running parallel state readable. Registering a name again replaces it."""
+    _readers[product] = reader
+
+
+def _reader(product: str) -> Reader:
+    if product not in _readers:
+        raise ReplayError(
+            f"nobody registered how to read {product}", expected="import npu_replay", got=list(_readers)
+        )
+    return _readers[product]

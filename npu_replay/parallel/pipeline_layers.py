@@ -1,0 +1,172 @@
+"""DecoderLayers: which decoder layers a model has, and how a pipeline deals them out to its stages.
+
+The rules are Megatron-core's (`get_num_layers_to_build` and `get_transformer_layer_offset`, 0.12 to 0.19);
+layers are 0-based here, and multi-token prediction is none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from npu_replay.errors import ReplayError, listed, whole_number
+from npu_replay.routes.checks import MAX_LAYERS
+
+Counts = tuple[tuple[int, ...], ...]
+"""Decoder layers of each stage, [pipeline rank][virtual stage]."""
+
+
+@dataclass(frozen=True)
+class DecoderLayers:
+    """The decoder layers of a whole model.
+
+    Args:
+        count: how many there are (num_layers).
+        moe_layer_freq: n: each n-th layer is MoE, beginning with the first; or a list with 1 for MoE, 0 for
+            dense, for each layer.
+        first_stage: layers of the first pipeline rank, over all its virtual stages
+            (num_layers_in_first_pipeline_stage).
+        last_stage: the same of the last (num_layers_in_last_pipeline_stage).
+        embedding_counts: the embedding takes a layer's place (account_for_embedding_in_pipeline_split).
+        loss_counts: and so does the loss (account_for_loss_in_pipeline_split).
+        table: layers of each stage, [pipeline rank][virtual stage], instead of the rules above
+            (pipeline_model_parallel_layout).
+
+    Raises:
+        ReplayError: a list of another length or of others than 0 and 1, numbers that are negative or aren't
+            whole, a table with another number of layers, more layers than any model has.
+    """
+
+    count: int
+    moe_layer_freq: int | Sequence[int] = 1
+    first_stage: int | None = None
+    last_stage: int | None = None
+    embedding_counts: bool = False
+    loss_counts: bool = False
+    table: Sequence[Sequence[int]] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("count", "first_stage", "last_stage"):
+            if name == "count" or getattr(self, name) is not None:
+                object.__setattr__(self, name, whole_number(getattr(self, name), name))
+                _check(getattr(self, name) >= 0, f"{name} is negative", ">= 0", getattr(self, name))
+        _check(
+            self.count <= MAX_LAYERS, "no model has so many decoder layers", f"<= {MAX_LAYERS}", self.count
+        )
+        given: Any = self.moe_layer_freq  # numpy's integers too, and a config's string
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            freq = whole_number(given, "moe_layer_freq")
+            object.__setattr__(self, "moe_layer_freq", freq)
+            _check(freq >= 1, "moe_layer_freq must be positive", ">= 1", freq)
+        else:
+            given = _whole(given, "moe_layer_freq", MAX_LAYERS)
+            object.__setattr__(self, "moe_layer_freq", given)
+            _check(
+                {*given} <= {0, 1}, "moe_layer_freq has others than 0 and 1", "1 for MoE, 0 for dense", given
+            )
+            _check(
+                len(given) == self.count,
+                "moe_layer_freq has another length than there are layers",
+                self.count,
+                len(given),
+            )
+        if self.table is not None:
+            stages = listed(self.table, "the pipeline layout", most=MAX_LAYERS)
+            table = tuple(_whole(stage, "a stage of the pipeline layout", MAX_LAYERS) for stage in stages)
+            object.__setattr__(self, "table", table)
+            total = sum(map(sum, table))
+            least = min((count for stage in table for count in stage), default=0)
+            _check(least >= 0, "the pipeline layout has a negative number of layers", ">= 0", least)
+            _check(total == self.count, "the pipeline layout has other layers", self.count, total)
+
+    @property
+    def moe(self) -> tuple[int, ...]:
+        """The layers with a router, ascending."""
+        freq = self.moe_layer_freq
+        if isinstance(freq, int):
+            return tuple(range(0, self.count, freq))
+        return tuple(layer for layer, is_moe in enumerate(freq) if is_moe)
+
+    def stage(self, pp: int, vp: int, pp_rank: int, vp_rank: int) -> tuple[int, ...]:
+        """The layers of one virtual stage of one pipeline rank, ascending.
+
+        Args:
+            pp: pipeline ranks.
+            vp: virtual stages of each; 1 without interleaving.
+            pp_rank: which rank.
+            vp_rank: which of its virtual stages.
+
+        Raises:
+            ReplayError: the layers can't be dealt out evenly to that many stages.
+        """
+        pp, vp, pp_rank, vp_rank = (
+            whole_number(number, "a pipeline's size or rank") for number in (pp, vp, pp_rank, vp_rank)
+        )
+        for rank, size in ((pp_rank, pp), (vp_rank, vp)):
+            _check(
+                0 <= rank < size, "there is no such stage", f"ranks below {pp} and {vp}", (pp_rank, vp_rank)
+            )
+        counts = self._counts(pp, vp)
+        # A virtual stage follows the same virtual stage of the rank before it.
+        before = sum(counts[rank][stage] for stage in range(vp) for rank in range(pp) if stage < vp_rank)
+        before += sum(counts[rank][vp_rank] for rank in range(pp_rank))
+        return tuple(range(before, before + counts[pp_rank][vp_rank]))
+
+    def _counts(self, pp: int, vp: int) -> Counts:
+        if self.table is not None:
+            shape = [len(stage) for stage in self.table]
+            _check(shape == [vp] * pp, "the pipeline layout has another shape", f"{pp} x {vp}", shape)
+            return tuple(tuple(stage) for stage in self.table)
+        if pp == 1:
+            for given in (self.first_stage, self.last_stage):
+                _check(given in (None, self.count), "the one stage has all layers", self.count, given)
+            return (self._shared(self.count, vp),)
+        if self.first_stage is not None or self.last_stage is not None:
+            return tuple(self._shared(count, vp) for count in self._uneven(pp))
+        total = self.count + self.embedding_counts + self.loss_counts
+        counts = [list(self._shared(_share(total, pp, "pipeline ranks"), vp)) for _ in range(pp)]
+        counts[0][0] -= self.embedding_counts
+        counts[-1][-1] -= self.loss_counts
+        return tuple(tuple(stage) for stage in counts)
+
+    def _uneven(self, pp: int) -> list[int]:
+        _check(
+            not (self.embedding_counts or self.loss_counts),
+            "an uneven pipeline can't count embedding or loss as layers",
+            "one or the other, as Megatron-core has it",
+            "both",
+        )
+        rest = self.count - (self.first_stage or 0) - (self.last_stage or 0)
+        between = pp - (self.first_stage is not None) - (self.last_stage is not None)
+        share = _share(rest, between, "pipeline ranks between") if between else 0
+        _check(between > 0 or rest == 0, "first and last stage leave layers over", 0, rest)
+        counts = [share] * pp
+        if self.first_stage is not None:
+            counts[0] = self.first_stage
+        if self.last_stage is not None:
+            counts[-1] = self.last_stage
+        return counts
+
+    @staticmethod
+    def _shared(count: int, vp: int) -> tuple[int, ...]:
+        return (_share(count, vp, "virtual stages"),) * vp
+
+
+def _whole(given: Any, what: str, most: int) -> tuple[int, ...]:
+    return tuple(whole_number(one, f"each entry of {what}") for one in listed(given, what, most=most))
+
+
+def _share(count: int, parts: int, of: str) -> int:
+    _check(
+        count >= 0 and count % parts == 0,
+        f"the decoder layers can't be dealt out evenly to the {of}",
+        f"a multiple of {parts}",
+        count,
+    )
+    return count // parts
+
+
+def _check(fine: bool, problem: str, expected: object, got: object) -> None:
+    if not fine:
+        raise ReplayError(problem, expected=expected, got=got, cause="numbers of another model or pipeline")

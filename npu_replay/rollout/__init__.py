@@ -1,0 +1,1 @@
+"""What comes in from a rollout engine, whichever it is."""

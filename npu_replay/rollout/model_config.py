@@ -1,0 +1,365 @@
+"""RoutedModel: which layers of a model route, and over how many experts; read from its config.json."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from npu_replay import json_text
+from npu_replay.errors import ReplayError, listed, shown, whole_number
+from npu_replay.routes.checks import MAX_EXPERTS, MAX_LAYERS
+from npu_replay.routes.tensor_file import plain_file
+
+_EXPERTS = (
+    "num_experts",
+    "n_routed_experts",
+    "num_local_experts",
+    "moe_num_experts",
+    "num_routed_experts",
+    "n_experts",
+    "num_moe_experts",
+)
+_TOPK = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+    "top_k_experts",
+    "experts_per_token",
+    "moe_router_topk",
+    "num_selected_experts",
+)
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
+
+_KINDS: dict[str, tuple[str, ...]] = {
+    "mlp_layer_types": ("sparse", "moe", "hash_moe"),
+    "layers_block_type": ("moe",),  # Nemotron-H
+    "hybrid_override_pattern": ("E",),  # Nemotron-H's own config.json
+}
+"""Lists of what each layer is, and the words in them for a layer with experts."""
+_FIRST = (
+    "first_k_dense_replace",
+    "moe_first_k_dense_replace",
+    "num_dense_layers",
+    "moe_layer_start_index",  # Ernie 4.5
+    "dense_mlp_idx",  # Inkling
+)
+_STEP = (
+    "decoder_sparse_step",  # Qwen
+    "interleave_moe_layer_step",  # Llama 4
+    "moe_layer_interval",  # Ernie 4.5
+    "moe_layer_frequency",  # Arctic
+)
+_RULES = (
+    *_FIRST,
+    *_STEP,
+    "expert_layer_period",  # Jamba
+    "mlp_only_layers",  # Qwen
+    "enable_moe_block",  # Gemma 4
+)
+_DEEPEST = 16  # a model's config may hold its language model's
+_BY_HAND = "give RoutedModel(layers=..., num_layers=..., num_experts=..., topk=...)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutedModel:
+    """What has to be known of a model to read a rollout engine's array of its routes.
+
+    Attributes:
+        layers: the decoder layers with a router, global and 0-based, ascending.
+        num_layers: decoder layers in all, dense ones included.
+        num_experts: routed experts of a layer.
+        topk: experts a token in a layer.
+        hashed: the decoder layers that look their experts up by token id (DeepSeek-V4): an engine reports
+            them, every pass chooses the same, and nothing is replayed there.
+
+    Raises:
+        ReplayError: the numbers don't go together.
+    """
+
+    layers: tuple[int, ...]
+    num_layers: int
+    num_experts: int
+    topk: int
+    hashed: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_experts", "topk"):
+            object.__setattr__(self, name, whole_number(getattr(self, name), name, "RoutedModel"))
+        for name in ("layers", "hashed"):
+            given = listed(getattr(self, name), name, "RoutedModel", most=MAX_LAYERS)
+            whole = (whole_number(one, f"each entry of {name}", "RoutedModel") for one in given)
+            object.__setattr__(self, name, tuple(whole))
+        _check_most(self.num_layers, MAX_LAYERS, "decoder layers", "RoutedModel")
+        _check_most(self.num_experts, MAX_EXPERTS, "experts in a layer", "RoutedModel")
+        layers, every = self.layers, [*self.layers, *self.hashed]
+        if (
+            not layers
+            or list(layers) != sorted(layers)
+            or len(set(every)) != len(every)
+            or not 0 <= min(every) <= max(every) < self.num_layers
+        ):
+            raise ReplayError(
+                "these can't be the MoE layers of a model",
+                where="RoutedModel",
+                expected=f"ascending 0-based decoder layers below {self.num_layers}, one at least",
+                got=shown(layers, 200) + (f", hashed {shown(self.hashed, 200)}" if self.hashed else ""),
+                cause="a model without experts, or 1-based numbers (Megatron's layer_number)",
+            )
+        if not 1 <= self.topk <= self.num_experts:
+            raise ReplayError(
+                "bad top-k",
+                where="RoutedModel",
+                expected=f"1 to {self.num_experts} experts a token",
+                got=self.topk,
+            )
+
+    @property
+    def dense(self) -> tuple[int, ...]:
+        """The decoder layers without experts."""
+        sparse = {*self.layers, *self.hashed}
+        return tuple(layer for layer in range(self.num_layers) if layer not in sparse)
+
+    @property
+    def sparse(self) -> tuple[int, ...]:
+        """The decoder layers with experts, `layers` and `hashed`, ascending."""
+        return tuple(sorted((*self.layers, *self.hashed)))
+
+    @classmethod
+    def of(cls, model: Any) -> RoutedModel:
+        """`model` as it is if it is one, else what its config says: see `from_config`."""
+        return model if isinstance(model, RoutedModel) else cls.from_config(model)
+
+    @classmethod
+    def from_config(cls, config: Any) -> RoutedModel:
+        """Read a Hugging Face config.
+
+        Args:
+            config: its path or its folder's, its contents, an object with these attributes (transformers'
+                PretrainedConfig), or a model that has one as `.config`. A model of several kinds of input may
+                keep its language model's under `text_config`.
+
+        Raises:
+            ReplayError: a key is missing that no other stands for; names those that were looked for.
+        """
+        found = _Keys.of(config)
+        blocks = found["layers_block_type"]  # a saved Nemotron-H has no other number
+        counted = isinstance(blocks, (list, tuple)) and found["num_hidden_layers"] is None
+        num_layers = len(blocks) if counted else found.number(_LAYERS, "the number of decoder layers")
+        _check_most(num_layers, MAX_LAYERS, "decoder layers", found.name)  # each is looked at below
+        _refuse_zero_experts(found)
+        sparse = _sparse_layers(found, num_layers)
+        hashed = tuple(layer for layer in sparse if _is_hashed(found, layer))
+        return cls(
+            layers=tuple(layer for layer in sparse if layer not in hashed),
+            num_layers=num_layers,
+            num_experts=found.number(_EXPERTS, "the number of routed experts"),
+            topk=found.number(_TOPK, "the experts a token"),
+            hashed=hashed,
+        )
+
+
+def _check_most(given: int, most: int, what: str, where: str) -> None:
+    if given > most:
+        raise ReplayError(f"no model has so many {what}", where=where, expected=f"at most {most}", got=given)
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """A config that is asked by key; what it hasn't, or has as None, is None."""
+
+    config: Any
+    name: str
+
+    @classmethod
+    def of(cls, config: Any) -> _Keys:
+        if isinstance(config, (str, os.PathLike)):
+            config = cls._of_file(Path(config))
+        for _ in range(_DEEPEST):
+            found = cls(config, type(config).__name__)
+            config = found._inner()
+            if config is None:
+                return found
+        raise ReplayError(
+            "this config holds configs without end",
+            where=found.name,
+            expected=f"that of the language model, at most {_DEEPEST} deep",
+            got="another one inside that",
+        )
+
+    def _inner(self) -> Any:
+        """The config inside this one that is to be read instead; None if there is none."""
+        inner = None if isinstance(self.config, Mapping) else getattr(self.config, "config", None)
+        if inner is not None and not hasattr(self.config, "num_hidden_layers"):
+            return inner
+        if any(self[expert] is not None for expert in _EXPERTS):
+            return None
+        return next((self[key] for key in _TEXT if self[key] is not None), None)
+
+    @staticmethod
+    def _of_file(path: Path) -> dict[str, Any]:
+        file = path
+        try:
+            file = path / "config.json" if path.is_dir() else path
+            with plain_file(file) as opened:
+                config = json_text.parse(opened.read())
+        except (OSError, ValueError) as error:
+            raise ReplayError(
+                "the model's config can't be read",
+                where=str(file),
+                expected="a Hugging Face config.json, or the folder that it is in",
+                got=error,
+                cause="the name of a model on a hub, which isn't looked up: download it, and give its folder"
+                if isinstance(error, FileNotFoundError)
+                else "",
+            ) from error
+        if not isinstance(config, dict):
+            raise ReplayError(
+                "this isn't a model's config",
+                where=str(file),
+                expected="an object",
+                got=type(config).__name__,
+            )
+        return config
+
+    def __getitem__(self, key: str) -> Any:
+        if isinstance(self.config, Mapping):
+            return self.config.get(key)
+        return getattr(self.config, key, None)
+
+    def number(self, keys: tuple[str, ...], what: str) -> int:
+        """The first of these keys that has a number above 0."""
+        for key in keys:
+            value = self[key]
+            if isinstance(value, (list, tuple)) and value and all(one == value[0] for one in value):
+                value = value[0]  # the same in each layer
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+        raise ReplayError(
+            f"the model's config doesn't say {what}",
+            where=self.name,
+            expected=f"one of {', '.join(keys)}, above 0",
+            got=", ".join(f"{key}={shown(self[key])}" for key in keys if self[key] is not None)
+            or "none of them",
+            cause=f"a model without experts, or a family with other keys: {_BY_HAND}",
+        )
+
+    def whole(self, key: str) -> int | None:
+        """A whole number, or None if it isn't there."""
+        value = self[key]
+        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+            return value
+        raise self.unknown(key)
+
+    def numbers(self, key: str) -> set[int]:
+        """Whole numbers, in a list or in a text with commas; none if it isn't there."""
+        value = self[key]
+        if value is None:
+            return set()
+        try:
+            found = {int(one) for one in (value.split(",") if isinstance(value, str) else value)}
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise self.unknown(key) from error
+        if len(found) > MAX_LAYERS:
+            raise self.unknown(key)
+        return found
+
+    def kinds(self, key: str, num_layers: int) -> list[str]:
+        """Words or letters, one a layer and perhaps more; none if it isn't there."""
+        value = self[key]
+        if value is None:
+            return []
+        texts = isinstance(value, (list, tuple, str)) and all(isinstance(one, str) for one in value)
+        if not texts or not num_layers <= len(value) <= MAX_LAYERS:
+            raise self.unknown(key)
+        return list(value)
+
+    def unknown(self, key: str) -> ReplayError:
+        """A key that says which layers have experts, in a way that isn't known here."""
+        return ReplayError(
+            f"the model's config says in an unknown way which layers have experts: {key}",
+            where=self.name,
+            expected="what transformers writes",
+            got=shown(self[key], 200),
+            cause=f"a model family that npu_replay doesn't know yet: {_BY_HAND}",
+        )
+
+
+def _refuse_zero_experts(config: _Keys) -> None:
+    """LongCat: ids above those of the routed experts, and two layers counted as one."""
+    if config.whole("zero_expert_num"):
+        raise ReplayError(
+            "a model with zero experts can't be read from its config",
+            where=config.name,
+            expected="routed experts only",
+            got=f"zero_expert_num={shown(config['zero_expert_num'])}",
+            cause=f"a family that counts layers and experts in its own way: {_BY_HAND}",
+        )
+
+
+def _sparse_layers(config: _Keys, num_layers: int) -> list[int]:
+    """The decoder layers with experts: a list of the config's says it, or else rules, of which all hold."""
+    if config["is_moe"] is False or config["enable_moe_block"] is False:  # Doge, Gemma 4
+        return []
+    for key, words in _KINDS.items():
+        kinds = config.kinds(key, num_layers)
+        if key == "layers_block_type" and not {"moe", "mlp"} & set(kinds):
+            continue  # elsewhere it says what attention each layer has (Jamba, Granite)
+        if key == "mlp_layer_types" and set(kinds) - {"dense", *words}:
+            raise config.unknown(key)
+        if kinds:
+            return [layer for layer in range(num_layers) if kinds[layer] in words]
+    for key in ("moe_layers", "moe_layers_enum"):  # Llama 4, Step 3
+        named = config.numbers(key)
+        if config[key] is not None:
+            return [layer for layer in range(num_layers) if layer in named]
+    if all(config[key] is None for key in _RULES) and not isinstance(config["moe_layer_freq"], (list, tuple)):
+        _refuse_two_widths(config)
+    return [layer for layer in range(num_layers) if _by_rules(config, layer)]
+
+
+def _refuse_two_widths(config: _Keys) -> None:
+    """Dense layers and sparse ones, and which is which is only in the family's class in transformers."""
+    dense, sparse = config["intermediate_size"], config["moe_intermediate_size"]
+    if None in (dense, sparse) or dense in (sparse if isinstance(sparse, (list, tuple)) else (sparse,)):
+        return
+    raise ReplayError(
+        "the model's config has dense layers, and doesn't say which they are",
+        where=config.name,
+        expected=f"one of {', '.join((*_KINDS, *_RULES))}",
+        got=f"intermediate_size={shown(dense)}, moe_intermediate_size={shown(sparse)} and none of them",
+        cause="a config.json that leaves it to the family's class: give transformers' config of the model "
+        f"(AutoConfig.from_pretrained), or {_BY_HAND}",
+    )
+
+
+def _by_rules(config: _Keys, layer: int) -> bool:
+    """Has this decoder layer experts? A family writes some of these keys; with none of them, all have."""
+    frequency = config["moe_layer_freq"]
+    if isinstance(frequency, (list, tuple)):
+        if layer >= len(frequency):
+            raise config.unknown("moe_layer_freq")
+        if not frequency[layer]:
+            return False
+    else:
+        every, offset = config.whole("expert_layer_period"), config.whole("expert_layer_offset")  # Jamba
+        if layer % (config.whole("moe_layer_freq") or 1) or layer % (every or 1) != (offset or 0):
+            return False
+    last = config.whole("moe_layer_end_index")
+    return (
+        all(layer >= (config.whole(key) or 0) for key in _FIRST)
+        and (last is None or last < 0 or layer <= last)
+        and all((layer + 1) % (config.whole(key) or 1) == 0 for key in _STEP)
+        and layer not in config.numbers("mlp_only_layers")
+    )
+
+
+def _is_hashed(config: _Keys, layer: int) -> bool:
+    """Does this layer look its experts up by token id? (DeepSeek-V4)"""
+    kinds = config.kinds("mlp_layer_types", layer)
+    return kinds[layer] == "hash_moe" if kinds else layer < (config.whole("num_hash_layers") or 0)

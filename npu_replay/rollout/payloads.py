@@ -1,0 +1,152 @@
+"""Arrays of somebody else's: base64, .npy and nested lists, whose sizes are checked before memory is taken.
+
+No pickle is ever loaded: an .npy of objects is refused by its header.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import math
+import sys
+from typing import Any
+
+import numpy as np
+
+from npu_replay.rollout.admit import Source, Symptom
+from npu_replay.routes.checks import Array
+
+_HEADER = 4096  # bytes; an array of integers needs some 128
+_LONGEST = 1 << 24  # of a side; numpy can't take all sizes where another side is 0
+
+
+def from_base64(text: str | bytes, *, source: Source, most: int) -> bytes:
+    """Decode base64, at most `most` bytes of it.
+
+    Raises:
+        InvalidRoutes: it is longer, or isn't base64.
+    """
+    if not isinstance(text, (str, bytes)):
+        raise source.error(
+            Symptom.UNREADABLE, "this isn't base64", expected="text or bytes", got=type(text).__name__
+        )
+    size = len(text) // 4 * 3
+    if size > most + 3:
+        raise source.error(
+            Symptom.TOO_MANY_ROWS,
+            "there is more text than the sequence can have routes",
+            expected=f"at most {most} bytes when decoded",
+            got=f"some {size}",
+        )
+    try:
+        if len(text) % 4:
+            raise ValueError(f"{len(text)} characters, not a multiple of 4")
+        if sys.version_info < (3, 11):
+            return base64.b64decode(text, validate=True)
+        return binascii.a2b_base64(text, strict_mode=True)  # makes no copy of the text first
+    except ValueError as error:
+        raise source.error(
+            Symptom.UNREADABLE, "this isn't base64", expected="base64 without line ends", got=error
+        ) from error
+
+
+def from_npy(data: bytes | memoryview, *, source: Source, most: int) -> Array:
+    """Read an .npy of integers, [tokens, layers, topk], at most `most` bytes of them.
+
+    Returns:
+        An array that shares memory with `data`.
+
+    Raises:
+        InvalidRoutes: another format, of objects, larger, or not as long as its header says.
+    """
+    try:
+        view = memoryview(data).cast("B")
+    except TypeError as error:
+        raise source.error(
+            Symptom.UNREADABLE, "this isn't an .npy array", expected="bytes", got=type(data).__name__
+        ) from error
+    head = io.BytesIO(view[:_HEADER])
+    shape, by_column, dtype = _header(head, source)
+    size = math.prod(shape) * dtype.itemsize
+    if size > most:
+        raise source.error(
+            Symptom.TOO_MANY_ROWS,
+            "the array is larger than the sequence can have routes",
+            expected=f"at most {most} bytes",
+            got=f"{size}, shape {shape}",
+        )
+    body = view[head.tell() :]
+    if len(body) != size:
+        raise source.error(
+            Symptom.UNREADABLE,
+            "the .npy was cut short or lengthened",
+            expected=f"{size} bytes",
+            got=len(body),
+        )
+    return np.frombuffer(body, dtype).reshape(shape, order="F" if by_column else "C")
+
+
+def _header(head: io.BytesIO, source: Source) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    try:
+        version = np.lib.format.read_magic(head)
+        if version == (1, 0):
+            shape, by_column, dtype = np.lib.format.read_array_header_1_0(head, max_header_size=_HEADER)
+        elif version == (2, 0):
+            shape, by_column, dtype = np.lib.format.read_array_header_2_0(head, max_header_size=_HEADER)
+        else:
+            raise ValueError(f"version {version}")
+    except Exception as error:  # numpy reads it as Python, and lets through whatever that raises
+        raise source.error(
+            Symptom.UNREADABLE, "this isn't an .npy array", expected="its header", got=str(error)[:200]
+        ) from error
+    if dtype.kind not in "iu":
+        raise source.error(
+            Symptom.UNREADABLE, "this isn't an array of integers", expected="integers", got=dtype
+        )
+    if len(shape) != 3 or not all(type(length) is int and 0 <= length < _LONGEST for length in shape):
+        raise source.error(
+            Symptom.SHAPE,
+            "this isn't an array of expert ids",
+            expected=f"[tokens, layers, topk], each below {_LONGEST}",
+            got=str(shape)[:200],
+        )
+    return shape, by_column, dtype
+
+
+def from_lists(value: Any, *, source: Source, most: tuple[int, int, int]) -> Array:
+    """Read nested lists of integers, [tokens, layers, topk], each length at most as in `most`.
+
+    Returns:
+        int64; a list without rows is [0, 0, 0].
+
+    Raises:
+        InvalidRoutes: not lists of lists of lists of integers, ragged, or larger.
+    """
+    if not isinstance(value, list) or len(value) > most[0]:
+        raise _not_lists(value, source, most)
+    if not value:
+        return np.zeros((0, 0, 0), np.int64)
+    columns = len(value[0]) if isinstance(value[0], list) else 0
+    topk = len(value[0][0]) if columns and isinstance(value[0][0], list) else 0
+    if not 0 < columns <= most[1] or not 0 < topk <= most[2]:
+        raise _not_lists(value, source, most)
+    for row in value:
+        if not isinstance(row, list) or len(row) != columns:
+            raise _not_lists(value, source, most)
+        for ids in row:
+            if not isinstance(ids, list) or len(ids) != topk or not all(type(one) is int for one in ids):
+                raise _not_lists(value, source, most)
+    try:
+        return np.array(value, dtype=np.int64)
+    except OverflowError as error:
+        raise _not_lists(value, source, most) from error
+
+
+def _not_lists(value: Any, source: Source, most: tuple[int, int, int]) -> Exception:
+    return source.error(
+        Symptom.UNREADABLE,
+        "these aren't nested lists of expert ids",
+        expected=f"integers, [tokens, layers, topk], at most {list(most)}",
+        got=f"{type(value).__name__} of {len(value)}" if isinstance(value, list) else type(value).__name__,
+    )

@@ -1,0 +1,365 @@
+"""Rollout: the tokens and routes of one sample, growing together turn by turn.
+
+A row says how the engine routed a token when it ran it, which is one step after it sampled it: the last token
+of a turn has no row, and what a tool or an environment puts in between has none either. Both get theirs from
+the next turn, whose prefill runs them. A row from which a token was sampled is another thing: a later turn
+runs that token again, with weights that may have changed since, but nobody sampled from that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+
+from npu_replay.errors import MicroBatchError, ReplayError, as_text, listed, one_of, shown, whole_number
+from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.routes.checks import Array
+from npu_replay.routes.fingerprint import fingerprint
+from npu_replay.routes.routed_experts import RoutedExperts, narrow_array_dtype
+from npu_replay.routes.token_ids import as_token_ids
+
+Keep = Literal["first", "latest"]
+Version: TypeAlias = "int | str | None"
+Tokens: TypeAlias = "Sequence[int] | np.ndarray[Any, Any] | torch.Tensor"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)  # == of token arrays has no single answer
+class Turn:
+    """One call of the rollout engine.
+
+    Attributes:
+        prompt: [n], all token ids that the engine was given.
+        sampled: [m], those that it returned.
+        routes: of both, n + m tokens or one less, as `from_vllm` and `from_sglang` return them.
+        aborted: it was stopped from outside, and may have no routes.
+        weight_versions: of the rows of all n + m tokens, where weights changed within the turn; else all have
+            that of `routes`.
+    """
+
+    prompt: Tokens
+    sampled: Tokens
+    routes: RoutedExperts | None = None
+    aborted: bool = False
+    weight_versions: Sequence[Version] | None = None
+
+
+@dataclass
+class _Rows:
+    """What is known of each token so far; all arrays have one entry a token.
+
+    Attributes:
+        ids: [tokens, layers, topk].
+        recorded: the row is known.
+        settled: a token was sampled from this row, known or not.
+        versions: of the weights that made the row.
+    """
+
+    ids: Array
+    recorded: Array
+    settled: Array
+    versions: Array
+
+    @classmethod
+    def empty(cls, tokens: int, model: RoutedModel) -> _Rows:
+        dtype = narrow_array_dtype(model.num_experts)
+        return cls(
+            np.zeros((tokens, len(model.layers), model.topk), dtype),
+            np.zeros(tokens, bool),
+            np.zeros(tokens, bool),
+            np.full(tokens, None, object),
+        )
+
+    def arrays(self) -> tuple[Array, ...]:
+        return self.ids, self.recorded, self.settled, self.versions
+
+    def first(self, tokens: int) -> _Rows:
+        return _Rows(*(array[:tokens].copy() for array in self.arrays()))
+
+    def followed_by(self, others: _Rows) -> _Rows:
+        return _Rows(*map(np.concatenate, zip(self.arrays(), others.arrays(), strict=True)))
+
+    def take(self, others: _Rows, keep: Keep) -> None:
+        """Fill in rows of the same tokens. The first count, but not for a row that nobody sampled from before
+        and `others` did: what had come of it was cut off."""
+        taken = others.recorded.copy()
+        if keep == "first":
+            taken &= ~self.settled & (~self.recorded | others.settled)
+        self.ids[taken] = others.ids[taken]
+        self.versions[taken] = others.versions[taken]
+        self.recorded |= taken
+        self.settled |= others.settled
+
+
+@dataclass(eq=False, repr=False)  # it grows: two that are alike now are two samples still
+class Rollout:
+    """One sample: what its turns have shown so far.
+
+        rollout = Rollout(model)
+        rollout.extend(Turn(prompt=ids, sampled=output.token_ids, routes=from_vllm(request, model)[0]))
+        rollout.append(tool_tokens)
+        rollout.extend(...)                  # whose prompt begins with rollout.tokens
+        rollout.truncate(rollout.prompt_length + response_length)
+        rollout.tokens, rollout.routes
+
+    Args:
+        model: a RoutedModel, or what `RoutedModel.from_config` takes.
+        missing: "native" takes a turn without routes that wasn't aborted, whose rows then have none; else it
+            is an error.
+        name: of the sample, for messages.
+    """
+
+    model: Any
+    missing: Literal["error", "native"] = "error"
+    name: str = ""
+    turns: int = field(default=0, init=False)
+    """Calls of the engine so far."""
+
+    def __post_init__(self) -> None:
+        self.model = RoutedModel.of(self.model)
+        one_of(self.missing, ("error", "native"), "way with missing routes", self._where)
+        self._tokens: Array = np.empty(0, np.int64)
+        self._rows = _Rows.empty(0, self.model)
+        self._first_sampled: int | None = None
+
+    @property
+    def _where(self) -> str:
+        return f"Rollout {as_text(self.name)}".rstrip()
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __repr__(self) -> str:
+        name = f"{self.name!r}, " if self.name else ""
+        rows = int(self._rows.recorded.sum())
+        return f"Rollout({name}{self.turns} turns, {len(self)} tokens, {rows} rows with a route)"
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens that came before the first that was sampled; all tokens while there is no such one."""
+        return len(self) if self._first_sampled is None else self._first_sampled
+
+    @property
+    def tokens(self) -> Array:
+        """All token ids so far, [tokens] int64."""
+        return self._tokens.copy()
+
+    @property
+    def routes(self) -> RoutedExperts:
+        """One row a token so far, with the fingerprint of `tokens`; and the weight version, if all rows have
+        the same."""
+        versions = set(self._rows.versions[self._rows.recorded].tolist())
+        return RoutedExperts._checked(
+            ids=torch.from_numpy(self._rows.ids.copy()),
+            layers=self.model.layers,
+            num_experts=self.model.num_experts,
+            recorded=torch.from_numpy(self._rows.recorded.copy()),
+            tokens=self._tokens,
+            weight_version=versions.pop() if len(versions) == 1 else None,
+        )
+
+    @property
+    def weight_versions(self) -> list[Version]:
+        """Of each token's row, which weights made it; None where there is no route, or nobody said."""
+        versions: list[Version] = self._rows.versions.tolist()
+        return versions
+
+    def append(self, tokens: Tokens) -> None:
+        """Add tokens that nobody sampled (a tool's answer). Their rows come with the next turn."""
+        added = _ids(tokens)
+        self._grow(np.concatenate([self._tokens, added]))
+
+    def extend(self, turn: Turn, keep: Keep = "first") -> None:
+        """Add a turn.
+
+        Args:
+            turn: prompt and sampled tokens begin with the tokens so far. That is so after an abort too: the
+                engine is given, and runs, everything again.
+            keep: "first" keeps the rows that tokens were sampled from, of the weights of that time; "latest"
+                takes all that this turn has.
+
+        Raises:
+            ReplayError: other tokens than those so far, routes of another sequence or model, or no routes.
+        """
+        _check_keep(keep)
+        if not isinstance(turn, Turn):
+            raise ReplayError("this is no turn", where=self._where, expected="a Turn", got=shown(turn))
+        prompt, sampled = _ids(turn.prompt), _ids(turn.sampled)
+        whole = np.concatenate([prompt, sampled])
+        self._check_goes_on(whole)
+        rows = self._rows_of(turn, whole)
+        sampled_from = max(len(prompt), len(self)) - 1
+        if len(whole) - 1 > sampled_from:
+            rows.settled[max(0, sampled_from) : len(whole) - 1] = True
+        self._merge(whole, rows, keep)
+        if self._first_sampled is None and len(sampled):
+            self._first_sampled = len(prompt)
+        self.turns += 1
+
+    @classmethod
+    def merge(cls, samples: Sequence[Rollout], keep: Keep = "first") -> Rollout:
+        """One sample out of several of which each goes on from the one before (a turn each, say).
+
+        Raises:
+            ReplayError: one doesn't begin with the tokens of the one before, or they are of different models.
+        """
+        _check_keep(keep)
+        samples = listed(samples, "samples", "Rollout")
+        models = [getattr(sample, "model", type(sample)) for sample in samples]
+        if (
+            not models
+            or not isinstance(models[0], RoutedModel)
+            or any(model != models[0] for model in models)
+        ):
+            raise ReplayError(
+                "these samples can't be merged",
+                where="Rollout",
+                expected="one Rollout at least, all of one model",
+                got=models,
+            )
+        merged = cls(samples[0].model, samples[0].missing, samples[0].name)
+        for sample in samples:
+            merged._check_goes_on(sample._tokens)
+            merged._merge(sample._tokens, sample._rows.first(len(sample)), keep)
+            merged.turns += sample.turns
+            if merged._first_sampled is None:
+                merged._first_sampled = sample._first_sampled
+        return merged
+
+    def truncate(self, length: int) -> None:
+        """Drop all tokens from `length` on, and their rows; a longer length changes nothing.
+
+        The last row that is left is sampled from anew, if a turn goes on from here.
+        """
+        length = whole_number(length, "the length to truncate to", self._where)
+        if length < 0:
+            raise ReplayError(
+                "bad length to truncate to", where=self._where, expected="0 or more", got=length
+            )
+        self._tokens = self._tokens[:length].copy()
+        if length < len(self._rows.settled):
+            self._rows = self._rows.first(length)
+            self._rows.settled[-1:] = False
+        if length <= self.prompt_length:
+            self._first_sampled = None
+
+    def _merge(self, whole: Array, rows: _Rows, keep: Keep) -> None:
+        self._grow(whole)
+        self._rows.take(rows, keep)
+
+    def _grow(self, tokens: Array) -> None:
+        self._rows = self._rows.followed_by(_Rows.empty(len(tokens) - len(self), self.model))
+        self._tokens = tokens
+
+    def _check_goes_on(self, whole: Array) -> None:
+        length = min(len(whole), len(self))
+        differ = np.flatnonzero(whole[:length] != self._tokens[:length])
+        if len(differ) == 0 and len(whole) >= len(self):
+            return
+        at = int(differ[0]) if len(differ) else length
+        raise ReplayError(
+            f"turn {self.turns + 1} doesn't go on from the tokens so far: they part at token {at}",
+            where=self._where,
+            expected=f"{_around(self._tokens, at)} ({len(self)} tokens)",
+            got=f"{_around(whole, at)} ({len(whole)} tokens)",
+            cause="text that was decoded and tokenised again (pass token ids on), a chat template that "
+            "rewrites earlier turns (it drops their reasoning, say), or a turn of another sample",
+        )
+
+    def _rows_of(self, turn: Turn, whole: Array) -> _Rows:
+        """The rows that a turn brings, one a token of it."""
+        rows = _Rows.empty(len(whole), self.model)
+        routes = turn.routes
+        if routes is None:
+            if not turn.aborted and self.missing == "error":
+                raise ReplayError(
+                    f"turn {self.turns + 1} has no routes",
+                    where=self._where,
+                    expected="routes of each turn that wasn't aborted",
+                    got=None,
+                    cause="an engine that was started without the capture of routes; "
+                    'missing="native" leaves such rows to the router',
+                )
+            return rows
+        self._check_routes(routes, whole)
+        there = len(routes)
+        rows.ids[:there] = routes.ids.numpy()
+        rows.recorded[:there] = routes.recorded.numpy()
+        versions = np.full(len(whole), routes.weight_version, object)
+        if turn.weight_versions is not None:
+            versions = self._given_versions(turn.weight_versions, len(whole))
+        rows.versions[rows.recorded] = versions[rows.recorded]
+        return rows
+
+    def _given_versions(self, given: Sequence[Version], tokens: int) -> Array:
+        given = listed(given, "weight_versions", self._where)
+        if len(given) != tokens:
+            raise MicroBatchError(
+                "another number of weight versions than tokens",
+                where=f"{self._where}, turn {self.turns + 1}",
+                expected=f"{tokens}, one a token of prompt and sampled tokens",
+                got=len(given),
+            )
+        if not all(version is None or isinstance(version, (int, str)) for version in given):
+            raise MicroBatchError(
+                "weight versions must be integers or strings", expected="int, str or None", got=given
+            )
+        versions = np.empty(tokens, object)
+        versions[:] = list(given)
+        return versions
+
+    def _check_routes(self, routes: RoutedExperts, whole: Array) -> None:
+        where = f"{self._where}, turn {self.turns + 1}"
+        if not isinstance(routes, RoutedExperts):
+            raise MicroBatchError(
+                "these are no routes", where=where, expected="RoutedExperts", got=shown(routes)
+            )
+        wanted = (self.model.layers, self.model.topk, self.model.num_experts)
+        if (routes.layers, routes.topk, routes.num_experts) != wanted:
+            raise MicroBatchError(
+                "these are routes of another model",
+                where=where,
+                expected=f"(layers, top-k, experts) {wanted}",
+                got=(routes.layers, routes.topk, routes.num_experts),
+            )
+        if len(routes) not in (len(whole), len(whole) - 1):
+            raise MicroBatchError(
+                "the routes have another number of tokens than prompt and sampled tokens",
+                where=where,
+                expected=f"{len(whole)} (or one less: the last token has no route)",
+                got=len(routes),
+                cause="routes of this turn's new tokens alone, or of another turn",
+            )
+        if routes.fingerprint is not None and routes.fingerprint != fingerprint(whole):
+            raise MicroBatchError(
+                "the routes belong to other tokens",
+                where=where,
+                expected=f"fingerprint {fingerprint(whole):#018x}",
+                got=f"{routes.fingerprint:#018x}",
+                cause="text that was decoded and tokenised again, or routes of another sample",
+            )
+
+
+def _check_keep(keep: str) -> None:
+    one_of(keep, ("first", "latest"), "way to keep rows", "Rollout")
+
+
+def _ids(tokens: Tokens) -> Array:
+    """[tokens] int64."""
+    ids = as_token_ids(tokens)
+    if ids is not None and (ids >= 0).all():
+        return ids
+    raise ReplayError(
+        "these aren't token ids",
+        where="Rollout",
+        expected="integers from 0 on, [tokens]",
+        got=shown(tokens),
+        cause="text, or a batch of several sequences",
+    )
+
+
+def _around(tokens: Array, at: int) -> str:
+    return f"... {tokens[max(0, at - 2) : at + 3].tolist()}"

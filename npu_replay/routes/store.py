@@ -1,0 +1,350 @@
+"""RouteStore: the routes of many samples in one folder: safetensors shards, and an index for each.
+
+    with RouteStore.writer(folder, name=f"rank-{rank}") as writer:
+        writer.add(routes)                    # by the fingerprint of its tokens
+    RouteStore(folder).of(tokens)
+
+A shard, NAME-00000.safetensors, has two tensors a sample, `KEY.ids` and `KEY.recorded`. NAME-00000.index.json
+says of each what the wire form's header says (`route_bytes.header`), with its checksum; what is the same for
+all samples stands there once. Each of the two files is written whole or not at all, the index last, so a job
+that dies leaves what was written; a shard without its index is removed by the next writer of its name.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from npu_replay import json_text
+from npu_replay.errors import ReplayError, RouteFileError, shown, whole_number
+from npu_replay.routes import file as route_file
+from npu_replay.routes import wire as route_bytes
+from npu_replay.routes.checks import Array
+from npu_replay.routes.fingerprint import fingerprint
+from npu_replay.routes.routed_experts import RoutedExperts
+from npu_replay.routes.tensor_file import UNREADABLE, TensorFile, plain_file
+from npu_replay.routes.token_ids import as_token_ids
+
+FORMAT = "npu_replay.store.1"
+SHARD_BYTES = 1 << 28
+_INDEX = ".index.json"
+_HEADERS = 64  # of shards, that are kept
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Where one sample lies, and what its index says of it: of all in the shard, and of it alone."""
+
+    shard: str
+    common: dict[str, Any]
+    own: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        return str(self.own["digest"])
+
+
+class RouteStore(Mapping[str, RoutedExperts]):
+    """The routes in a folder, by key. Each is read, and held against its checksum, when it is asked for.
+
+    Where two writers have routes for one key (a short answer of two ranks), the first by name counts,
+    and how many differ is logged.
+
+    Raises:
+        RouteFileError: the folder holds no index, or one that can't be read.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = route_file.as_path(folder)
+        self._samples: dict[str, _Entry] = {}
+        self._files: dict[Path, TensorFile] = {}
+        indexes = sorted(self.folder.glob(f"*{_INDEX}"))
+        if not indexes:
+            raise RouteFileError(
+                "there are no routes in this folder",
+                where=str(self.folder),
+                expected=f"NAME{_INDEX}",
+                got="none",
+                cause="another folder, or a job that ended before its first shard was full: close the writer",
+            )
+        others = sum(self._add(_read_index(index)) for index in indexes)
+        if others:
+            logger.warning(
+                "[npu_replay] %s: %d samples were written twice with other routes; the first are used",
+                self.folder,
+                others,
+            )
+
+    def __repr__(self) -> str:
+        return f"RouteStore({str(self.folder)!r}, {len(self)} samples)"
+
+    @staticmethod
+    def writer(
+        folder: str | os.PathLike[str], *, name: str = "routes", shard_bytes: int = SHARD_BYTES
+    ) -> RouteWriter:
+        """Begin to write into a folder, which is made if it isn't there.
+
+        Args:
+            folder: where; other writers may be at work there.
+            name: one for each writer (a rank, say). What an earlier writer of this name left must be gone.
+            shard_bytes: a file is written when so many bytes of ids have come together.
+        """
+        return RouteWriter(route_file.as_path(folder), name, whole_number(shard_bytes, "shard_bytes"))
+
+    def __getitem__(self, key: str) -> RoutedExperts:
+        return self._read(key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._samples
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._samples)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def described(self, key: str) -> tuple[Path, dict[str, Any]]:
+        """The shard that a sample lies in, and what its index says of it."""
+        entry = self._samples[key]
+        return self.folder / entry.shard, entry.common | entry.own
+
+    def of(self, tokens: Any) -> RoutedExperts:
+        """The routes of one sequence of token ids, [tokens].
+
+        Raises:
+            RouteFileError: nobody wrote routes of just these tokens.
+        """
+        mark = fingerprint(tokens)
+        key = key_of(mark)
+        if key not in self:
+            raise RouteFileError(
+                "no routes of these tokens",
+                where=str(self.folder),
+                expected=f"{key} ({len(tokens)} tokens)",
+                got=f"{len(self)} samples with other tokens",
+                cause="another batch than the one that was recorded, or text that was tokenised again",
+            )
+        found = self._read(key, as_token_ids(tokens))
+        if found.fingerprint not in (None, mark) or len(found) not in (len(tokens), len(tokens) - 1):
+            raise RouteFileError(
+                "these are routes of other tokens",
+                where=f"{self.described(key)[0]}, {key}",
+                expected=f"{len(tokens)} tokens, fingerprint {mark:#018x}",
+                got=f"{len(found)}, {found.fingerprint:#018x}" if found.fingerprint else len(found),
+                cause="a key of the caller's own that looks like a fingerprint",
+            )
+        return found
+
+    def _add(self, samples: dict[str, _Entry]) -> int:
+        """Add those that aren't there; how many are there with other routes."""
+        return sum(
+            self._samples.setdefault(key, entry).digest != entry.digest for key, entry in samples.items()
+        )
+
+    def _read(self, key: str, tokens: Array | None = None) -> RoutedExperts:
+        shard, described = self.described(key)
+        where = f"{shard}, {key}"
+        try:
+            ids, recorded = self._file(shard).arrays(f"{key}.ids", f"{key}.recorded")
+            arguments = route_bytes.arguments(described, ids, recorded)
+            return RoutedExperts._adopt(**arguments).check_not_constant(tokens)
+        except ReplayError as error:
+            raise error.at(where) from None
+        except UNREADABLE as error:
+            raise RouteFileError(
+                f"the shard can't be read ({error})",
+                where=where,
+                cause="a file that was cut short, changed or taken away",
+            ) from error
+
+    def _file(self, shard: Path) -> TensorFile:
+        """With its header, which is read once."""
+        if shard not in self._files:
+            while len(self._files) >= _HEADERS:
+                del self._files[next(iter(self._files))]
+            file = TensorFile(shard)
+            if (format_ := file.metadata.get("format")) != FORMAT:
+                raise ValueError(f"format {format_!r}, not {FORMAT!r}")
+            self._files[shard] = file
+        return self._files[shard]
+
+
+class RouteWriter(AbstractContextManager["RouteWriter"]):
+    """Writes samples into a folder, a shard at a time. See `RouteStore.writer`."""
+
+    def __init__(self, folder: Path, name: Any, shard_bytes: int) -> None:
+        route_file.require_safetensors()
+        if not isinstance(name, str) or not name or not name.isprintable() or Path(name).name != name:
+            raise RouteFileError(
+                "bad name of a writer", expected="a file name without folders", got=shown(name)
+            )
+        self.folder, self.name, self.shard_bytes = folder, name, shard_bytes
+        self._keys: set[str] = set()
+        self._waiting: dict[str, RoutedExperts] = {}
+        self._bytes = 0
+        self._shards = 0
+        first = self._file(0, ".safetensors")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._clean_up()
+            taken = first.exists()
+        except OSError as error:
+            raise RouteFileError(f"nothing can be written there ({error})", where=str(folder)) from error
+        if taken:
+            raise RouteFileError(
+                "somebody has written here under this name",
+                where=str(first),
+                cause="an earlier job, or two ranks with one name: take another folder, or another name",
+            )
+
+    def __repr__(self) -> str:
+        return f"RouteWriter({str(self.folder)!r}, {self.name!r}, {len(self._keys)} samples)"
+
+    def add(self, routes: RoutedExperts, key: str | None = None) -> None:
+        """Write the routes of one sequence, under its fingerprint if no key is given.
+
+        Raises:
+            RouteFileError: no key and no fingerprint, or the key is taken; or the disk is full.
+        """
+        if not isinstance(routes, RoutedExperts):
+            raise RouteFileError(
+                "these are no routes",
+                where=str(self.folder),
+                expected="RoutedExperts",
+                got=type(routes).__name__,
+            )
+        if key is None:
+            if routes.fingerprint is None:
+                raise RouteFileError(
+                    "these routes have neither a key nor a fingerprint",
+                    where=str(self.folder),
+                    expected="add(routes, key), or a fingerprint when they were built",
+                    got=routes,
+                )
+            key = key_of(routes.fingerprint)
+        if not _is_key(key):
+            raise RouteFileError("bad key", where=str(self.folder), expected="text", got=shown(key))
+        if key in self._keys:
+            raise RouteFileError(
+                "the key is taken",
+                where=str(self.folder),
+                expected="another key",
+                got=key,
+                cause="two samples of the same tokens: pass a key of your own, add(routes, key); or one "
+                "sample that was added twice",
+            )
+        self._keys.add(key)
+        self._waiting[key] = routes
+        self._bytes += routes.ids.nbytes
+        if self._bytes >= self.shard_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is waiting, as one shard."""
+        if not self._waiting:
+            return
+        from safetensors.numpy import save  # torch's refuses samples that share memory (`only`, `sequence`)
+
+        number, self._shards = self._shards, self._shards + 1  # one that failed is not written again
+        shard, tensors = self._file(number, ".safetensors"), {}
+        for key, routes in self._waiting.items():
+            tensors[f"{key}.ids"] = routes.ids.contiguous().numpy()
+            tensors[f"{key}.recorded"] = routes.recorded.contiguous().numpy()
+        described = {key: _described(routes) for key, routes in self._waiting.items()}
+        first = next(iter(described.values()))
+        common = {
+            name: value
+            for name, value in first.items()
+            if name != "digest" and all(one[name] == value for one in described.values())
+        }
+        own = {
+            key: {name: value for name, value in one.items() if name not in common}
+            for key, one in described.items()
+        }
+        index = {"format": FORMAT, "shard": shard.name, "common": common, "samples": own}
+        with route_file.written(shard, save(tensors, {"format": FORMAT}), overwrite=False):
+            try:
+                route_file.write_whole(
+                    self._file(number, _INDEX), json.dumps(index).encode(), overwrite=False
+                )
+            except BaseException:
+                shard.unlink(missing_ok=True)  # nobody reads it without its index
+                raise
+        self._waiting, self._bytes = {}, 0
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.flush()
+        except Exception as lost:
+            if error is None:
+                raise
+            # What the caller is told of is his own error: it came first, and may be why this one did.
+            logger.error("[npu_replay] %s: the routes that were waiting are lost: %s", self.folder, lost)
+
+    def _clean_up(self) -> None:
+        """What a writer of this name left half done when it was killed; other names' are theirs."""
+        own = glob.escape(self.name) + "-" + "[0-9]" * 5
+        for left in self.folder.glob(f".{own}.*.part"):
+            route_file.remove_left(left)
+        for shard in self.folder.glob(f"{own}.safetensors"):
+            route_file.remove_left(shard, unless=shard.with_suffix(_INDEX))
+
+    def _file(self, number: int, suffix: str) -> Path:
+        return self.folder / f"{self.name}-{number:05d}{suffix}"
+
+
+def key_of(mark: int) -> str:
+    """The key of a sequence with this fingerprint: 16 hexadecimal digits."""
+    return f"{mark:016x}"
+
+
+def _described(routes: RoutedExperts) -> dict[str, Any]:
+    described = route_bytes.header(routes)
+    bits = routes.recorded.numpy().tobytes()
+    return described | {"digest": route_bytes.digest(described, routes.ids.contiguous().numpy().data, bits)}
+
+
+def _is_key(key: Any) -> bool:
+    try:
+        return isinstance(key, str) and bool(key.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def _read_index(path: Path) -> dict[str, _Entry]:
+    try:
+        with plain_file(path) as file:
+            index = json_text.parse(file.read())
+        if index["format"] != FORMAT:
+            raise ValueError(f"format {index['format']!r}, not {FORMAT!r}")
+        shard, common = index["shard"], index["common"]
+        if Path(shard).name != shard:
+            raise ValueError(f"shard {shard!r}")
+        samples = {key: _Entry(shard, common, own) for key, own in index["samples"].items()}
+        for entry in samples.values():
+            described = entry.common | entry.own
+            route_bytes.shape_of(described)
+            if not isinstance(described["digest"], str):
+                raise ValueError("no checksum")
+    except UNREADABLE as error:
+        raise RouteFileError(
+            f"this index of routes can't be read ({error!r})",
+            where=str(path),
+            cause="a file of something else, one that was cut short, or of another version of npu_replay",
+        ) from error
+    return samples

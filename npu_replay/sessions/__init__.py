@@ -1,0 +1,1 @@
+"""The blocks: what hangs on a model while it records or replays."""

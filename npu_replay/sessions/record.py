@@ -1,0 +1,121 @@
+"""record: keep what every router chooses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from npu_replay.errors import ReplayError, RouterError, micro_batch
+from npu_replay.routers import Model, Router
+from npu_replay.routes.inputs import Recorded, copied
+from npu_replay.routes.routed_experts import RoutedExperts, without_layers
+from npu_replay.sessions import seam
+from npu_replay.sessions.micro_batches import Forward
+from npu_replay.sessions.session import Session, narrowed
+from npu_replay.sessions.witness import Key
+
+
+def record(model: Model, *, inputs: bool = True) -> Recording:
+    """Record the experts that the routers of `model` choose.
+
+        with npu_replay.record(model) as recording:
+            forward_backward_func(..., forward_only=True)
+        recording.routes  # one RoutedExperts a micro-batch
+
+    Outputs and gradients stay bit-equal to an untouched run. A recompute takes the recorded ids.
+
+    Args:
+        model: the module that the training loop calls, or the list of virtual-pipeline chunks.
+        inputs: keep with the routes which token ids the model was called with, so that a replay of another
+            micro-batch's routes is refused. False for a model that is fed others in the update.
+
+    Raises:
+        ReplayError: on entering, if a router can't be recorded or is in another block; in the block, if a
+            router's choice can't be seen; on leaving, if nothing ran or a recompute is still to come.
+    """
+    return Recording(model, inputs=inputs)
+
+
+class Recording(Session):
+    """Keeps what every router chooses; `routes` holds it when the block has ended."""
+
+    name = "record"
+
+    def __init__(self, model: Model, *, inputs: bool = True) -> None:
+        super().__init__(model)
+        self._keeps_inputs = inputs
+        self._ids: dict[Key, torch.Tensor] = {}
+        self._routes: list[RoutedExperts] | None = None
+
+    def _holds(self) -> str:
+        rows = "" if self._routes is None else f", routes of {sum(map(len, self._routes))} rows"
+        return super()._holds() + rows
+
+    @property
+    def routes(self) -> list[RoutedExperts]:
+        """One RoutedExperts a micro-batch, in forward order; rows as the routers had them."""
+        if self._routes is None:
+            raise ReplayError(
+                "the routes are complete when the record block has ended without an exception",
+                expected="an ended block",
+                got=f"a block that is {self._state}",
+            )
+        return self._routes
+
+    def _live(self, router: Router, forward: Forward, rows: int, device: torch.device) -> seam.Choose:
+        def choose(own: seam.Own) -> torch.Tensor:
+            ids = own()
+            self._ids[router.label, forward.number] = narrowed(ids, router)
+            return ids
+
+        return choose
+
+    def _again(self, router: Router, number: int, device: torch.device) -> torch.Tensor:
+        ids = self._ids.get((router.label, number))
+        return super()._again(router, number, device) if ids is None else ids
+
+    def _tokens_wanted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        return copied(args, kwargs) if self._keeps_inputs else None
+
+    def _forget(self, key: Key) -> None:
+        self._ids.pop(key, None)
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._ids.clear()
+
+    def _finish(self) -> None:
+        count = self._timeline.ended[0]
+        self._routes = [micro_batch_routes(self._ids, self._all_routers(), number) for number in range(count)]
+        for number, tokens in self._tokens.items():
+            if number < count:
+                self._routes[number]._about(inputs=Recorded.of(tokens.cpu()))
+
+
+def micro_batch_routes(ids: dict[Key, torch.Tensor], routers: list[Router], number: int) -> RoutedExperts:
+    """Put the layers of one micro-batch together."""
+    if not routers:
+        return without_layers()
+    routers = sorted(routers, key=lambda router: router.label)
+    first = routers[0]
+    for router in routers:
+        for what, ours, other in (
+            ("rows", len(ids[router.label, number]), len(ids[first.label, number])),
+            ("top-k", router.topk, first.topk),
+            ("experts", router.num_experts, first.num_experts),
+        ):
+            if ours != other:
+                raise RouterError(
+                    f"the routers differ in {what}, which one RoutedExperts can't hold",
+                    where=micro_batch(number, router.label),
+                    expected=f"{other}, as in layer {first.label}",
+                    got=ours,
+                    cause="pass the parts of the model to record() one by one",
+                )
+    found = [ids[router.label, number] for router in routers]
+    if len({one.device for one in found}) > 1:
+        found = [one.cpu() for one in found]
+    stacked = torch.stack(found, dim=1)
+    labels = [router.label for router in routers]
+    return RoutedExperts._adopt(stacked.cpu(), labels, first.num_experts, vouched=True)

@@ -1,0 +1,1 @@
+"""`npu-replay smoke`: proof on the user's own cluster."""

@@ -1,0 +1,508 @@
+"""The model of `npu-replay smoke`: a small MoE of the Megatron-core that is here, split as a job is split.
+
+Norm and attention core are plain torch: for sequence and context parallelism Megatron's own need Transformer
+Engine, Apex or MindSpeed. All else is the user's: routers, dispatchers, linear layers, pipeline schedules and
+recompute, with whatever MindSpeed has put in their place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import math
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from npu_replay.demo import megatron_model
+from npu_replay.parallel.parallel_layout import ParallelLayout
+from npu_replay.parallel.token_layout import TokenLayout
+from npu_replay.routers import Router, find
+from npu_replay.routes.fingerprint import fingerprint
+
+TOPK = 2
+BATCH = 2
+"""Sequences of a micro-batch."""
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+Token: TypeAlias = "tuple[int, int]"
+"""A sequence's number and a position in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """The sizes of the job's parallel axes, and of a model that can be cut like that."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    vp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    @property
+    def multiple(self) -> int:
+        """The number of processes has to be a multiple of this."""
+        return math.lcm(self.tp * self.cp * self.pp, self.etp * self.ep * self.pp)
+
+    @property
+    def alignment(self) -> int:
+        """A sequence is padded to a multiple of this: two pieces a context-parallel rank, in equal slices."""
+        return (2 * self.cp if self.cp > 1 else 1) * self.tp
+
+    @property
+    def layers(self) -> int:
+        """At least two in each virtual stage: the first of all is dense, and no stage is without a router."""
+        return self.pp * self.vp * max(2, -(-4 // (self.pp * self.vp)))
+
+    @property
+    def experts(self) -> int:
+        """At least eight, as many on each rank, in four groups."""
+        step = math.lcm(self.ep, 4)
+        return step * -(-8 // step)
+
+    @property
+    def micro_batches(self) -> int:
+        """Interleaved schedules want a multiple of the pipeline's stages."""
+        return 3 if self.pp == 1 else 2 * self.pp
+
+    @property
+    def vocabulary(self) -> int:
+        return math.lcm(64, self.tp)
+
+    def initialise(self, timeout_seconds: float) -> None:
+        """Make Megatron's process groups anew."""
+        from megatron.core import parallel_state, tensor_parallel
+
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=self.tp,
+            context_parallel_size=self.cp,
+            pipeline_model_parallel_size=self.pp,
+            virtual_pipeline_model_parallel_size=self.vp if self.vp > 1 else None,
+            expert_model_parallel_size=self.ep,
+            expert_tensor_parallel_size=self.etp,
+            distributed_timeout_minutes=timeout_seconds / 60,
+            create_gloo_process_groups=False,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+
+    def config(self, **changes: Any) -> Any:
+        """A TransformerConfig of the model."""
+        heads = max(4, 2 * self.tp)
+        sizes = {
+            "num_layers": self.layers,
+            "moe_layer_freq": [0] + [1] * (self.layers - 1),
+            "num_attention_heads": heads,
+            "num_query_groups": heads // 2,
+            "ffn_hidden_size": 16 * math.lcm(2, self.tp),
+            "moe_ffn_hidden_size": 16 * math.lcm(2, self.etp),
+            "num_moe_experts": self.experts,
+            "moe_router_topk": TOPK,
+            "tensor_model_parallel_size": self.tp,
+            "sequence_parallel": self.tp > 1,
+            "context_parallel_size": self.cp,
+            "pipeline_model_parallel_size": self.pp,
+            "virtual_pipeline_model_parallel_size": self.vp if self.vp > 1 else None,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.etp,
+            "pipeline_dtype": torch.float32,
+            # Two stages that talk to each other in one batch, both ways round, would mix up what they send.
+            "overlap_p2p_comm": self.vp > 1,
+            "batch_p2p_comm": self.vp == 1,
+            "calculate_per_token_loss": True,  # the schedule leaves the loss as it is: a sum over tokens
+        }
+        return megatron_model.config(**sizes | changes)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """One way of choosing experts.
+
+    Attributes:
+        name: as the report names it.
+        config: Megatron's flags for it.
+        biased: the routers have an expert bias, which is given values that count.
+    """
+
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    biased: bool = False
+
+    def flags(self) -> dict[str, Any]:
+        """Its flags, and the defaults of the other ways': MindSpeed fills in what a config isn't given."""
+        names = {name for routing in ROUTINGS for name in routing.config}
+        known = {name: default for name, default in _config_defaults().items() if name in names}
+        return known | self.config
+
+    def missing(self) -> str:
+        """Why this release of Megatron can't route like that; empty if it can."""
+        lacking = sorted(self.config.keys() - _config_defaults().keys())
+        return f"this Megatron has no {', '.join(lacking)}" if lacking else ""
+
+
+def _config_defaults() -> dict[str, Any]:
+    """The fields of Megatron's config, and their defaults."""
+    from megatron.core.transformer import TransformerConfig
+
+    return {one.name: one.default for one in dataclasses.fields(TransformerConfig)}
+
+
+_SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+ROUTINGS = (
+    Routing("softmax"),
+    Routing("sigmoid+bias", _SIGMOID, biased=True),
+    Routing(
+        "groups",
+        _SIGMOID
+        | {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 2.5},
+        biased=True,
+    ),
+)
+
+
+# The model
+
+
+class Norm(nn.Module):
+    """RMSNorm that may be used with sequence parallelism; Megatron's own without Apex refuses it."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.eps = eps
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * (hidden.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
+
+
+class Attention(nn.Module):
+    """Causal attention; each context-parallel rank gathers all keys and values."""
+
+    def __init__(self, config: Any, **_: Any) -> None:
+        super().__init__()
+        self.scale = config.kv_channels**-0.5
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        """query, key, value [rows, batch, heads, channels]; returns [rows, batch, heads * channels]."""
+        from megatron.core import parallel_state
+
+        ranks, rank = (
+            parallel_state.get_context_parallel_world_size(),
+            parallel_state.get_context_parallel_rank(),
+        )
+        length = len(query) * ranks
+        key, value = (_of_all_ranks(one, query.shape[2]) for one in (key, value))
+        scores = torch.einsum("qbnc,kbnc->bnqk", query, key) * self.scale
+        places = torch.tensor([share(length, ranks, one) for one in range(ranks)], device=query.device)
+        later = places.flatten()[None, :] > places[rank][:, None]
+        chances = scores.masked_fill(later, float("-inf")).softmax(-1)
+        return torch.einsum("bnqk,kbnc->qbnc", chances, value).flatten(2)
+
+
+def _of_all_ranks(mine: torch.Tensor, heads: int) -> torch.Tensor:
+    """Keys or values of all context-parallel ranks, one for each head of the queries."""
+    gathered: torch.Tensor = Gather.apply(mine)  # type: ignore[no-untyped-call]
+    return gathered.repeat_interleave(heads // mine.shape[2], 2)
+
+
+class Gather(torch.autograd.Function):
+    """All context-parallel ranks' rows, one rank after the other."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: torch.Tensor) -> torch.Tensor:
+        from megatron.core import parallel_state
+
+        ctx.group = parallel_state.get_context_parallel_group()
+        everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(ctx.group))]
+        dist.all_gather(everyones, mine.contiguous(), group=ctx.group)
+        return torch.cat(everyones)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.contiguous()
+        dist.all_reduce(total, group=ctx.group)
+        return total.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)]
+
+
+def share(length: int, ranks: int, rank: int) -> list[int]:
+    """The positions of a sequence that one context-parallel rank has: a piece from each end."""
+    if ranks == 1:
+        return list(range(length))
+    piece = length // (2 * ranks)
+    head, tail = rank * piece, length - (rank + 1) * piece
+    return [*range(head, head + piece), *range(tail, tail + piece)]
+
+
+def build(
+    split: Split, routing: Routing, device: torch.device, *, recompute: bool = False
+) -> list[nn.Module]:
+    """This rank's chunks of the model, one for each virtual stage; the same weights at each call."""
+    from megatron.core import parallel_state
+
+    config = split.config(**routing.flags(), **(FULL if recompute else {}))
+    first, last = (parallel_state.get_pipeline_model_parallel_rank() == end for end in (0, split.pp - 1))
+    chunks = []
+    for stage in range(split.vp):
+        if split.vp > 1:  # how a release without vp_stage knows
+            parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
+        ends = {"pre_process": first and stage == 0, "post_process": last and stage == split.vp - 1}
+        chunk = _chunk(config, split, stage if split.vp > 1 else None, **ends)
+        chunks.append(chunk.to(device))
+    _fill(chunks, routing)
+    return chunks
+
+
+def _chunk(config: Any, split: Split, stage: int | None, **ends: bool) -> nn.Module:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    virtual = {}
+    if stage is not None and "vp_stage" in inspect.signature(GPTModel).parameters:
+        virtual = {"vp_stage": stage}
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, **virtual)
+    spec.layer_norm = Norm
+    for layer in spec.layer_specs:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = Norm
+        attention.core_attention = Attention
+    model: nn.Module = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=split.vocabulary,
+        max_sequence_length=8 * split.alignment + 64,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        **ends,
+        **virtual,
+    )
+    return model
+
+
+def routers_of(chunks: Sequence[nn.Module]) -> list[Router]:
+    """All routers of this rank."""
+    return [router for routers in find(chunks) for router in routers]
+
+
+def _fill(chunks: Sequence[nn.Module], routing: Routing) -> None:
+    """Weights that make every choice of an expert count; the same on all ranks that hold the same part."""
+    with torch.no_grad():
+        for chunk in chunks:
+            for name, weight in chunk.named_parameters():
+                noise = _noise(_identity(name, weight, chunk), weight)
+                weight.copy_(1 + 0.1 * noise if weight.dim() == 1 else 0.15 * noise)
+        for router in routers_of(chunks) if routing.biased else ():
+            bias = router.module.get_buffer("expert_bias")
+            bias.copy_(0.1 * _noise(f"bias {router.label}", bias))
+
+
+def _identity(name: str, weight: nn.Parameter, chunk: Any) -> str:
+    """Which part of the whole model this is; layers and experts are numbered from 0 on each rank."""
+    from megatron.core import parallel_state
+
+    def layer(found: re.Match[str]) -> str:
+        return f"layers.{chunk.decoder.layers[int(found[1])].layer_number}."
+
+    expert = "local_experts" in name
+    place = f" ep {parallel_state.get_expert_model_parallel_rank()}" if expert else ""
+    if getattr(weight, "tensor_model_parallel", False):
+        ask = "expert_tensor_parallel" if expert else "tensor_model_parallel"
+        place += f" tp {getattr(parallel_state, f'get_{ask}_rank')()}"
+    return re.sub(r"layers\.(\d+)\.", layer, name) + place
+
+
+def _noise(seed: str, like: torch.Tensor) -> torch.Tensor:
+    """Normal noise on the CPU, the same for the same seed on every machine."""
+    generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
+    return torch.randn(like.shape, generator=generator).to(like.dtype)
+
+
+@contextlib.contextmanager
+def perturbed(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Other router weights for the length of the block: they choose otherwise for many tokens."""
+    weights: dict[int, Any] = {router.label: router.module.weight for router in routers_of(chunks)}
+    kept = {label: weight.detach().clone() for label, weight in weights.items()}
+    with torch.no_grad():
+        for label, weight in weights.items():
+            weight.add_((0.3 * _noise(f"perturbed {label}", weight)).to(weight.device))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for label, weight in weights.items():
+                weight.copy_(kept[label])
+
+
+# Micro-batches
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of this rank, of a padded batch of sequences.
+
+    Attributes:
+        numbers: its sequences.
+        places: the positions that this rank has of each, context parallelism taken off.
+        tokens, labels: int64 [batch, rows] on the device.
+        counts: float32 [batch, rows], whether a label is one.
+        layout: where npu_replay says that the tokens sit in the routers' rows.
+    """
+
+    numbers: tuple[int, ...]
+    lengths: tuple[int, ...]
+    places: tuple[int, ...]
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    counts: torch.Tensor
+    layout: TokenLayout
+
+
+def sequences(split: Split, data_rank: int) -> list[torch.Tensor]:
+    """The token ids of this data-parallel rank's ragged sequences."""
+    generator = torch.Generator().manual_seed(5 + data_rank)
+    count = BATCH * split.micro_batches
+    lengths = torch.randint(5, _length(split), (count,), generator=generator).tolist()
+    return [torch.randint(1, split.vocabulary, (length,), generator=generator) for length in lengths]
+
+
+def _length(split: Split) -> int:
+    """What all are padded to."""
+    return split.alignment * -(-13 // split.alignment)
+
+
+def plan(split: Split, parallel: ParallelLayout, device: torch.device, *, other: bool = False) -> list[Batch]:
+    """This rank's micro-batches; `other` orders the same sequences another way, and pads them further."""
+    whole = sequences(split, parallel.dp_rank)
+    order = list(range(len(whole)))
+    if other:
+        order = order[1:][::-1] + order[:1]
+    length = _length(split) + (split.alignment * 2 if other else 0)
+    parts = [order[first : first + BATCH] for first in range(0, len(order), BATCH)]
+    return [_batch(part, whole, length, parallel, device) for part in parts]
+
+
+def _batch(
+    numbers: Sequence[int],
+    whole: Sequence[torch.Tensor],
+    length: int,
+    parallel: ParallelLayout,
+    device: torch.device,
+) -> Batch:
+    here = [whole[number] for number in numbers]
+    tokens = torch.zeros(len(here), length + 1, dtype=torch.int64)
+    for line, ids in zip(tokens, here, strict=True):
+        line[: len(ids)] = ids
+    places = share(length, parallel.cp, parallel.cp_rank)
+    labels = tokens[:, 1:][:, places]
+    sizes = tuple(len(ids) for ids in here)
+    layout = TokenLayout.padded(
+        sizes, length, parallel=parallel, fingerprints=[fingerprint(ids) for ids in here]
+    )
+    return Batch(
+        tuple(numbers),
+        sizes,
+        tuple(places),
+        tokens[:, :-1][:, places].to(device),
+        labels.to(device),
+        (labels > 0).to(torch.float32).to(device),
+        layout,
+    )
+
+
+# A step
+
+
+@dataclass
+class Outcome:
+    """What a step gave on this rank: the loss of each token (last stage), and the gradient of each weight."""
+
+    losses: dict[Token, float] = field(default_factory=dict)
+    gradients: list[torch.Tensor] = field(default_factory=list)
+
+    def problem(self) -> str:
+        """Why these can't be the numbers of a training step; empty if they can."""
+        if not all(math.isfinite(loss) for loss in self.losses.values()):
+            return "a loss is not finite"
+        if not all(bool(torch.isfinite(gradient).all()) for gradient in self.gradients):
+            return "a gradient is not finite"
+        return ""
+
+    def distance(self, other: Outcome) -> float:
+        """The largest difference of a loss, or of a gradient relative to the largest of its weight; 0.0 means
+        to the last bit, infinite that they can't be compared."""
+        apart = losses_apart(self.losses, other.losses)
+        if len(self.gradients) != len(other.gradients):
+            return math.inf
+        for ours, theirs in zip(self.gradients, other.gradients, strict=True):
+            largest = max(float(theirs.abs().max()), 1e-6)
+            apart = max(apart, float((ours - theirs).abs().max()) / largest)
+        return apart if math.isfinite(apart) else math.inf
+
+
+def losses_apart(ours: dict[Token, float], theirs: dict[Token, float]) -> float:
+    """The largest difference of a token's loss; infinite if these aren't the same tokens."""
+    if ours.keys() != theirs.keys():
+        return math.inf
+    return max((abs(loss - theirs[token]) for token, loss in ours.items()), default=0.0)
+
+
+def step(chunks: Sequence[nn.Module], batches: Sequence[Batch], *, forward_only: bool = False) -> Outcome:
+    """Run Megatron's own schedule over the micro-batches."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    weights = [weight for chunk in chunks for weight in chunk.parameters()]
+    for weight in weights:
+        weight.grad = None
+    found = Outcome()
+
+    def forward(stream: Iterator[Batch], model: nn.Module) -> tuple[torch.Tensor, Any]:
+        one = next(stream)
+        positions = torch.arange(one.tokens.shape[1], device=one.tokens.device)
+        output = model(
+            input_ids=one.tokens,
+            position_ids=positions.expand_as(one.tokens),
+            attention_mask=None,
+            labels=one.labels,
+        )
+
+        def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            _note(found.losses, one, losses)
+            total = (losses * one.counts).sum() / sum(one.lengths)
+            return total, one.counts.sum().int(), total.detach().clone()
+
+        return output, loss
+
+    with torch.set_grad_enabled(not forward_only):
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter(batches) for _ in chunks],
+            model=list(chunks),
+            num_microbatches=len(batches),
+            seq_length=batches[0].tokens.shape[1] * parallel_state.get_context_parallel_world_size(),
+            micro_batch_size=len(batches[0].tokens),
+            forward_only=forward_only,
+        )
+    found.gradients = [weight.grad for weight in weights if weight.grad is not None]
+    for weight in weights:
+        weight.grad = None
+    return found
+
+
+def _note(losses: dict[Token, float], batch: Batch, found: torch.Tensor) -> None:
+    for number, size, line in zip(batch.numbers, batch.lengths, found.tolist(), strict=True):
+        for place, loss in zip(batch.places, line, strict=True):
+            if place < size - 1:  # the last token predicts nothing
+                losses[number, place] = loss

@@ -1,0 +1,208 @@
+"""The report of a smoke run: lines for people, and one JSON to attach and to keep.
+
+It names versions, sizes and results; no host, no user and no path.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import time
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from npu_replay.compat import probe
+from npu_replay.smoke.model import TOPK, Split
+
+SCHEMA = 1
+KIND = "npu_replay smoke"
+PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
+_PRODUCTS = ("megatron-core", "mindspeed", "torch_npu", "numpy")
+_CHECKOUTS = ("megatron-core", "mindspeed")
+_WIDTH = 13
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one feature went with one way of routing.
+
+    Attributes:
+        feature: its name.
+        case: the way of routing; empty where it makes no difference.
+        result: PASS, FAIL or SKIP.
+        why: one line: what was seen, what is wrong, or why it was not tried.
+        rank: the lowest rank that failed; None if none did.
+        seconds: on rank 0.
+        trace: where the exception came from, if one was raised.
+    """
+
+    feature: str
+    case: str
+    result: str
+    why: str
+    rank: int | None = None
+    seconds: float = 0.0
+    trace: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Report:
+    """All that a run has found so far, on one rank."""
+
+    options: dict[str, Any]
+    split: Split
+    processes: int
+    device: torch.device | None = None
+    results: list[Result] = field(default_factory=list)
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def passed(self) -> bool:
+        """Nothing failed, and something was tried."""
+        return bool(self.results) and all(one.result != FAIL for one in self.results)
+
+    def to_json(self) -> str:
+        """All of it, for programs. docs/smoke.md says what each field is."""
+        return json.dumps(
+            {
+                "schema": SCHEMA,
+                "kind": KIND,
+                "passed": self.passed,
+                "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+                "options": self.options,
+                "processes": self.processes,
+                "versions": versions(),
+                "machine": machine(self.device),
+                "sizes": {
+                    "layers": self.split.layers,
+                    "experts": self.split.experts,
+                    "topk": TOPK,
+                    "micro_batches": self.split.micro_batches,
+                },
+                "results": [asdict(one) for one in self.results],
+                "seconds": self._seconds(),
+            },
+            indent=1,
+        )
+
+    def _seconds(self) -> dict[str, float]:
+        """Seconds of each feature on rank 0, and of all."""
+        spent: dict[str, float] = {}
+        for one in self.results:
+            spent[one.feature] = round(spent.get(one.feature, 0.0) + one.seconds, 3)
+        return spent | {"all": round(time.perf_counter() - self.started, 3)}
+
+    def heading(self) -> str:
+        """What is run on what."""
+        sizes = ", ".join(
+            f"{axis} {size}"
+            for axis in ("tp", "cp", "pp", "vp", "ep", "etp")
+            if (size := getattr(self.split, axis)) > 1
+        )
+        known = versions()
+        names = [f"{name} {version}" for name, version in known.items() if version and name != "numpy"]
+        about = machine(self.device)
+        where = about["name"] or about["device"] or "no device"
+        if about["cann"]:
+            where += f", CANN {about['cann']}"
+        processes = f"{self.processes} process{'es' if self.processes > 1 else ''}"
+        what = ", ".join(filter(None, (processes, sizes)))
+        return f"npu-replay smoke: {what}, on {where}\n{', '.join(names)}"
+
+    def lines(self, feature: str) -> str:
+        """The line of a feature; for a failure one for each way of routing that fails."""
+        mine = [one for one in self.results if one.feature == feature]
+        failed = [one for one in mine if one.result == FAIL]
+        if failed:
+            return "\n".join(_line(one.result, feature, _told(one)) for one in failed)
+        tried = [one for one in mine if one.result == PASS]
+        if not tried:
+            return _line(SKIP, feature, mine[0].why)
+        cases = f"{', '.join(one.case for one in tried)}: " if tried[0].case else ""
+        skipped = [f"{one.case} not tried: {one.why}" for one in mine if one.result == SKIP]
+        return _line(PASS, feature, "; ".join([cases + tried[0].why, *skipped]))
+
+    def verdict(self) -> str:
+        """The last line."""
+        names = list(dict.fromkeys(one.feature for one in self.results))
+        failed = [name for name in names if any(r.feature == name and r.result == FAIL for r in self.results)]
+        tried = [name for name in names if any(r.feature == name and r.result != SKIP for r in self.results)]
+        spent = time.perf_counter() - self.started
+        if not self.passed:
+            return f"FAIL: {', '.join(failed) or 'nothing was tried'}, after {spent:.0f} s"
+        return f"PASS: {len(tried)} of {len(tried)} features, in {spent:.0f} s"
+
+
+def _line(result: str, feature: str, why: str) -> str:
+    return f"{result}  {feature:<{_WIDTH}} {why}"
+
+
+def _told(one: Result) -> str:
+    case = f"{one.case}: " if one.case else ""
+    rank = f"rank {one.rank}: " if one.rank is not None else ""
+    return f"{case}{rank}{' '.join(one.why.split())}"
+
+
+# What is here
+
+
+def versions() -> dict[str, str]:
+    """The release of each product, empty where it isn't here, «?» where it doesn't say; with the commit of a
+    checkout."""
+    from npu_replay import __version__  # here: the package's face
+
+    found = {product.name: product for product in probe.products()}
+    known = {"npu_replay": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    for name in _PRODUCTS:
+        product = found[name]
+        version = product.version or "?" if product.found else ""
+        commit = _commit(Path(product.where)) if product.found and name in _CHECKOUTS else ""
+        known[name] = f"{version} ({commit})" if commit else version
+    return known
+
+
+def _commit(folder: Path) -> str:
+    """The first digits of the commit that a checkout is at; empty elsewhere."""
+    for place in (folder, *folder.parents)[:3]:
+        head = place / ".git" / "HEAD"
+        try:
+            said = head.read_text(encoding="utf-8").strip()
+            if said.startswith("ref: "):
+                said = (place / ".git" / said[5:]).read_text(encoding="utf-8").strip()
+        except OSError:
+            continue
+        return said[:8] if re.fullmatch(r"[0-9a-f]{40}", said) else ""
+    return ""
+
+
+def machine(device: torch.device | None) -> dict[str, str]:
+    """The kind of device, its name as its driver says, CANN's release, and the processor."""
+    kind = "" if device is None else device.type
+    name = ""
+    if kind not in ("", "cpu"):
+        name = str(getattr(torch, kind).get_device_name())
+    return {
+        "device": kind,
+        "name": name,
+        "cann": _cann() if kind == "npu" else "",
+        "cuda": (torch.version.cuda or "") if kind == "cuda" else "",
+        "processor": platform.machine(),
+        "system": platform.system(),
+    }
+
+
+def _cann() -> str:
+    """CANN's release, read from where its set_env.sh points to."""
+    for variable in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"):
+        home = os.environ.get(variable)
+        for file in sorted(Path(home).glob("**/ascend_toolkit_install.info")) if home else []:
+            found = re.search(r"^version=(\S+)", file.read_text(errors="replace"), re.MULTILINE)
+            if found:
+                return found[1]
+    return ""

@@ -1,0 +1,178 @@
+"""The house: which room may import which, how large a module may be, and where a product may be named."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from fnmatch import filter as fnmatch_filter
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+import npu_replay
+
+PACKAGE = Path(npu_replay.__file__).parent
+COMPAT = Path(npu_replay.compat.__file__).parent
+PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
+
+FLOORS = (
+    ("errors", "lazy", "torch_loading", "beside", "json_text"),
+    ("routes",),
+    ("routers",),
+    ("sessions", "rollout"),
+    ("parallel",),
+    ("compat.patching",),
+    ("compat.probe",),
+    ("compat.torch_npu", "compat.cuda", "compat.cpu"),
+    ("compat.mindspeed", "compat.transformers"),
+    ("compat.megatron",),
+    ("compat.megatron_backports", "compat.vllm_ascend"),
+    ("compat.vllm", "compat.sglang"),
+    ("compat.verl",),
+    ("devices",),
+    ("doctor",),
+    ("inspection",),
+    ("demo",),
+    ("smoke", "bench"),
+    ("cli",),
+)
+"""The rooms, from the ground up: a room imports those below it, and of its own floor itself alone."""
+ROOMS = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+FACE = ROOMS["devices"]
+"""From this floor on a room may use npu_replay as users do: `from npu_replay import record`."""
+PRODUCTS = {"transformers", "megatron", "mindspeed", "torch_npu", "vllm", "vllm_ascend", "sglang", "verl"}
+ALSO = {"compat.megatron_backports": ("megatron",), "compat.verl": ("megatron",)}
+"""Products that a room imports besides the one it is named for."""
+MOST_LINES = 450
+
+
+def modules() -> dict[str, Path]:
+    """Every module that is shipped, «npu_replay.compat.probe»."""
+    found = {}
+    for root, path in [(PACKAGE, path) for path in PACKAGE.rglob("*.py")] + [
+        (COMPAT, path) for path in COMPAT.rglob("*.py")
+    ]:
+        inside = path.relative_to(root).with_suffix("")
+        parts = [part for part in inside.parts if part != "__init__"]
+        name = ".".join(["npu_replay", *(["compat"] if root == COMPAT and COMPAT != PACKAGE else []), *parts])
+        found[name] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(path: Path) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Every import statement of a file but those for type checkers."""
+    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node
+        waiting += ast.iter_child_nodes(node)
+
+
+def imported(path: Path) -> set[str]:
+    """Every module that a file imports, in full; a name of a package's is the package."""
+    found: set[str] = set()
+    for node in imports(path):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        else:
+            assert node.level == 0, f"{path} imports relatively"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else str(node.module) for name in names}
+    return found
+
+
+def room_of(module: str) -> str:
+    """«routes», «compat.vllm»; empty for npu_replay itself, npu_replay.compat and __main__."""
+    parts = module.split(".")[1:]
+    room = ".".join(parts[: 2 if parts[:1] == ["compat"] else 1])
+    return "" if room in ("", "compat", "__main__") else room
+
+
+INSIDE = {name: {one for one in imported(path) if one in MODULES} for name, path in MODULES.items()}
+
+
+def test_every_room_has_its_floor() -> None:
+    assert {room_of(module) for module in MODULES} - {""} == ROOMS.keys()
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_arrows_run_down(room: str) -> None:
+    up = {
+        f"{module} imports {one}"
+        for module in MODULES
+        if room_of(module) == room
+        for one in INSIDE[module]
+        if not (room_of(one) == room or (room_of(one) and ROOMS[room_of(one)] < ROOMS[room]))
+        and not (one == "npu_replay" and ROOMS[room] >= FACE)
+        and not (one == "npu_replay.compat" and ROOMS[room] >= FACE)
+    }
+    assert up == set()
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    done: set[str] = set()
+
+    def follow(module: str, way: tuple[str, ...]) -> None:
+        assert module not in way, " -> ".join((*way[way.index(module) :], module))
+        if module in done or module == "npu_replay":
+            return
+        for one in INSIDE[module]:
+            follow(one, (*way, module))
+        done.add(module)
+
+    for module in MODULES:
+        follow(module, ())
+
+
+STILL_LONG = {
+    "npu_replay.compat.sglang.faults",
+    "npu_replay.compat.verl.agent_loop",
+    "npu_replay.compat.verl.functions",
+    "npu_replay.compat.vllm.decode",
+    "npu_replay.compat.vllm.launch",
+    "npu_replay.parallel.token_layout",
+    "npu_replay.routes.routed_experts",
+    "npu_replay.sessions.session",
+    "npu_replay.smoke.model",
+}
+
+
+@pytest.mark.parametrize("module", sorted(MODULES.keys() - STILL_LONG))
+def test_a_module_can_be_read_at_one_go(module: str) -> None:
+    assert len(MODULES[module].read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+
+
+def test_no_product_is_imported_outside_its_room() -> None:
+    """And in its room only inside a function: npu_replay imports no framework."""
+    for module, path in MODULES.items():
+        for node in imports(path):
+            names = (
+                [alias.name for alias in node.names] if isinstance(node, ast.Import) else [str(node.module)]
+            )
+            for product in {name.partition(".")[0] for name in names} & PRODUCTS:
+                owner = room_of(module)
+                theirs = {owner.removeprefix("compat."), *ALSO.get(owner, ())}
+                assert product in theirs or ROOMS[owner] >= FACE, (module, product)
+                assert node.col_offset, f"{module} imports {product} at its top"
+
+
+def test_the_architecture_page_has_a_line_for_every_module() -> None:
+    """By package: a heading or row that names `routes/` is followed by the files in it."""
+    page = PAGE.read_text(encoding="utf-8")
+    table = "".join(line for line in page.splitlines() if line.startswith("|"))
+    told = set(re.findall(r"`([\w/*]+\.py)`", table))
+    there = {
+        name.removeprefix("npu_replay.").replace(".", "/") + ".py"
+        for name, path in MODULES.items()
+        if not path.stem.startswith("_")
+    }
+    assert {one for one in there if not any(fnmatch(one, line) for line in told)} == set()
+    assert {line for line in told if not fnmatch_filter(there, line)} == set()
