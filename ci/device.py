@@ -32,7 +32,7 @@ NOT_HERE = 2
 _LOOK = """
 import importlib.metadata, json, sys, torch
 from npu_replay import devices
-from npu_replay.smoke_report import machine, versions
+from npu_replay.smoke.report import machine, versions
 kind = devices.available()[0] if sys.argv[1] == "auto" else devices.pick(sys.argv[1]).type
 known = versions()
 for name in ("transformers", "pytest"):
@@ -47,7 +47,7 @@ print("\\n" + json.dumps(found | {"count": count}))
 _DOCTOR = """
 import json, sys
 from dataclasses import asdict
-from npu_replay.doctor import diagnose
+from npu_replay.doctor.diagnose import diagnose
 found = diagnose(imports=True)
 told = {"trials": [asdict(one) for one in found.trials], "faults": [asdict(one) for one in found.faults]}
 json.dump(told, open(sys.argv[1], "w"))
@@ -58,7 +58,8 @@ sys.exit(not found.works)
 _BENCH = """
 import json, sys
 from dataclasses import asdict
-from npu_replay import bench, devices
+from npu_replay import devices
+from npu_replay.bench import run as bench
 if sys.argv[3] == "quick":
     bench.TOKENS, bench.ROUTER, pairs = (64,), bench.ROUTER | {"hidden_size": 64}, 1
 else:

@@ -5,7 +5,7 @@
 #                               slow, and two of the ways to split a model
 #   ci/test.sh --all            all of them
 #                               (neither has tests/matrix/, which ci/matrix.sh runs on every release)
-#   ci/test.sh ARGUMENT ...     what pytest makes of these: ci/test.sh tests/test_session.py -k recompute
+#   ci/test.sh ARGUMENT ...     what pytest makes of these: ci/test.sh tests/sessions/test_session.py -k recompute
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source ci/environment.sh

@@ -1,6 +1,6 @@
 """Record, replay and recompute, once, with a small router in pure torch: so that «works» was seen.
 
-    python -m npu_replay.self_test npu torch_npu
+    python -m npu_replay.doctor.self_test npu torch_npu
 
 tries one device in a process of its own, where a broken driver harms nobody, and prints one line of JSON.
 The second name is a package to import first, one that brings the device.

@@ -131,7 +131,7 @@ def test_the_npu_is_told_without_importing_anything(
 def test_where_torch_cuda_means_the_npu_nobody_takes_it_for_cuda() -> None:
     code = """
 import npu_replay, torch
-from npu_replay import bench, devices
+from npu_replay import devices
 from npu_replay.compat import torch_npu
 torch_npu.load(); torch_npu.stand_in_for_cuda()
 assert torch.cuda.is_available()

@@ -80,7 +80,7 @@ def test_all_hear_of_a_rank_without_memory_before_their_patience_ends(
 def _work(folder: Path, rank: int) -> None:
     import torch
 
-    import npu_replay.collecting  # noqa: F401  once, for all cases
+    import npu_replay.parallel.collect  # noqa: F401  once, for all cases
 
     torch.set_num_threads(1)
     cases: dict[str, Callable[[], Any]] = {}

@@ -202,7 +202,7 @@ def test_the_counts_of_the_expert_bias_are_those_of_the_replayed_experts(api: Up
 
 
 def test_npu_replays_own_blocks_work_on_a_flagged_model(api: UpstreamApi) -> None:
-    """The flag alone is no obstacle; an action that is set is refused (tests/compat/test_mindspeed.py)."""
+    """The flag alone is no obstacle; an action that is set is refused (compat/mindspeed/test_features.py)."""
     trainer = build(VARIANTS["groups_softmax"] | FULL | FLAG)
     with npu_replay.record(trainer.model) as recording:
         untouched = trainer.run("sum")

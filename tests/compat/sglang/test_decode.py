@@ -302,7 +302,7 @@ def test_sglang_0_5_12_gathers_under_deepep_and_honours_the_start() -> None:
 
 OLD_PATH = """
 import sys
-from npu_replay.compat import sglang
+from npu_replay.compat.sglang import old_path as sglang
 def imported():
     from sglang.srt.layers.moe.routed_experts_capturer import extract_routed_experts_from_meta_info as found
     return found

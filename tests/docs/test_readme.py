@@ -17,7 +17,7 @@ from npu_replay.compat.vllm import faults
 from npu_replay.demo.rollout import qwen3_moe
 from npu_replay.doctor import report
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 R2, R3 = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]

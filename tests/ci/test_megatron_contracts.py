@@ -19,7 +19,7 @@ import pytest
 
 pytestmark = pytest.mark.megatron
 
-CI = Path(__file__).parents[1] / "ci"
+CI = Path(__file__).parents[2] / "ci"
 CORE = "megatron/core/"
 ROUTER = "megatron/core/transformer/moe/router.py"
 FUNCTIONS = "megatron/core/transformer/moe/moe_utils.py"

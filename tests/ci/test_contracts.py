@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-CI = Path(__file__).parents[1] / "ci"
+CI = Path(__file__).parents[2] / "ci"
 
 CONTRACTS = '''
 [engine]

@@ -126,7 +126,7 @@ def test_disable_that_is_set_before_the_import_holds(monkeypatch: pytest.MonkeyP
 
 def test_asked_for_by_the_module_itself_it_waits_for_its_end(product: Path) -> None:
     (product / "__init__.py").write_text(
-        "from npu_replay.compat import import_hook\n"
+        "from npu_replay.compat.patching import import_hook\n"
         "import_hook.when_imported('waited_for', 'doubles', lambda module: setattr(module, 'value', 2))\n"
         "value = 1\n"
     )

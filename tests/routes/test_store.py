@@ -22,7 +22,7 @@ from npu_replay.errors import InvalidRoutes, RouteFileError
 from npu_replay.routes import file as route_file
 from npu_replay.routes import store as route_store
 from npu_replay.routes import wire as route_bytes
-from test_route_file import go_on, hanging_writer
+from writers import go_on, hanging_writer
 
 
 def sample(number: int, tokens: int = 20, experts: int = 64) -> RoutedExperts:
@@ -362,7 +362,8 @@ def test_what_was_read_stays_when_the_shard_is_overwritten_and_a_shorter_one_is_
 
 KILLED_WRITER = """
 import sys
-from npu_replay import RouteStore, RoutedExperts, route_file
+from npu_replay import RouteStore, RoutedExperts
+from npu_replay.routes import file as route_file
 import torch
 whole = route_file.write_whole
 def hang(path, data, *, overwrite):

@@ -288,7 +288,7 @@ print(json.dumps([native, found, RouterReplay.__module__, here, after, name in s
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        cwd=Path(__file__).parent,
+        cwd=Path(__file__).parents[1],
     )
     assert done.returncode == 0, done.stderr[-2000:]
     native, found, module, here, after, imported = json.loads(done.stdout.splitlines()[-1])

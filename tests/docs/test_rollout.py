@@ -26,7 +26,7 @@ from npu_replay.compat.sglang import decode as sglang
 from npu_replay.compat.vllm import decode as vllm
 from npu_replay.demo.rollout import qwen3_moe
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1].parent
 TEXT = (ROOT / "docs" / "rollout.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 SAMPLED = 24

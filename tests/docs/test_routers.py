@@ -13,7 +13,7 @@ import torch
 import npu_replay
 from npu_replay import routers
 
-TEXT = (Path(__file__).parents[1] / "docs" / "routers.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[2] / "docs" / "routers.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from capabilities import CAPABILITIES
 from dealt_cases import HANDS, dealt, every
 from megatron_cases import ALL_RECOMPUTE, VARIANTS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CI = ROOT / "ci"
 
 

@@ -15,7 +15,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import npu_replay
-import npu_replay.commands
 from npu_replay.cli.commands import app
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -10,7 +9,6 @@ import stat
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from npu_replay.errors import InvalidRoutes, RouteFileError
 from npu_replay.routes import file as route_file
 from npu_replay.routes import wire as route_bytes
 from npu_replay.routes.tensor_file import TensorFile
+from writers import go_on, hanging_writer
 
 
 def routes(tokens: int = 5, experts: int = 8, **changes: Any) -> RoutedExperts:
@@ -418,37 +417,6 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(
     change_in_place(path, length=10_000)
     with pytest.raises(ValueError, match="bytes early"):
         list(file.arrays("ids", "recorded"))
-
-
-HANGING_WRITER = """
-import os, sys, time
-from npu_replay import RoutedExperts
-import torch
-def hang(_):
-    print("written", flush=True)
-    sys.stdin.read(1)
-os.fsync = hang
-ids = torch.rand(5000, 2, 8).topk(2).indices
-RoutedExperts(ids=ids, layers=(1, 4), num_experts=8).save(sys.argv[1], overwrite=True)
-"""
-
-
-@contextlib.contextmanager
-def hanging_writer(path: Path, program: str = HANGING_WRITER) -> Iterator[subprocess.Popen[str]]:
-    """A process that has written all of a file and not yet given it its name; a byte lets it go on."""
-    arguments = [sys.executable, "-c", program, str(path)]
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "written\n"
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def go_on(process: subprocess.Popen[str]) -> None:
-    process.communicate("x", timeout=60)
-    assert process.returncode == 0
 
 
 def test_what_a_killed_writer_left_is_removed_by_the_next(path: Path) -> None:

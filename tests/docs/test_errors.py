@@ -14,7 +14,7 @@ from npu_replay import ReplayError, routers
 from npu_replay.compat.megatron_backports import router_replay
 from toys import HIDDEN, ToyModel, ToyRouters
 
-TEXT = (Path(__file__).parents[1] / "docs" / "errors.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[2] / "docs" / "errors.md").read_text(encoding="utf-8")
 CLASSES = {
     name
     for line in TEXT.splitlines()

@@ -18,7 +18,7 @@ from npu_replay.smoke.options import Options
 from npu_replay.smoke.report import FAIL, PASS, SKIP, Report, Result
 from npu_replay.smoke.run import _asked
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
