@@ -18,6 +18,9 @@ def fingerprint(token_ids: torch.Tensor | np.ndarray | Sequence[int]) -> int:
     BLAKE2b with an 8-byte digest over the ids as little-endian int64, read as a little-endian unsigned
     integer. The hash is part of the file format: it won't change.
 
+    >>> npu_replay.fingerprint([151644, 872, 198])
+    1855700983335460597
+
     Raises:
         ReplayError: no integers that fit into int64, or another shape.
     """
