@@ -38,8 +38,8 @@ from npu_replay.rollout.admit import Missing, Source, Symptom, admit
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.releases import release
 from npu_replay.routes.checks import Array, is_ids
+from npu_replay.routes.fingerprint import as_token_ids
 from npu_replay.routes.routed_experts import RoutedExperts
-from npu_replay.routes.token_ids import as_token_ids
 
 __all__ = ["capability", "engine_arguments", "from_vllm"]
 

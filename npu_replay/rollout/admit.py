@@ -21,8 +21,8 @@ from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.releases import Releases, tells_release
 from npu_replay.routes import checks
 from npu_replay.routes.checks import Array, Finding
+from npu_replay.routes.fingerprint import as_token_ids
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_array_dtype
-from npu_replay.routes.token_ids import as_token_ids
 
 Missing = Literal["error", "native"]
 

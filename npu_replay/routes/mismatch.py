@@ -9,7 +9,8 @@ from typing import Any, TypeAlias, overload
 import torch
 
 from npu_replay.errors import InvalidRoutes, ReplayError, shown
-from npu_replay.routes.routed_experts import RoutedExperts, is_plain
+from npu_replay.routes.arguments import is_plain
+from npu_replay.routes.routed_experts import RoutedExperts
 
 Routes: TypeAlias = "RoutedExperts | Sequence[RoutedExperts]"
 

@@ -328,7 +328,7 @@ def test_ids_that_are_no_integers_are_refused(given: Any) -> None:
 
 
 def test_ids_that_are_no_array_are_refused() -> None:
-    assert refused(ids=ids().tolist()).got is list
+    assert "list" in refused(ids=ids().tolist()).got
 
 
 @pytest.mark.parametrize("shape", [(24,), (6, 4), (1, 6, 2, 2)])
@@ -375,7 +375,7 @@ def test_a_topk_that_makes_no_sense_is_refused(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("fingerprint", [-1, 2**64, 1.5, "abc", torch.tensor(0.5)], ids=str)
 def test_a_fingerprint_that_is_none_is_refused(fingerprint: Any) -> None:
-    assert refused(fingerprint=fingerprint).got == fingerprint
+    assert str(fingerprint) in str(refused(fingerprint=fingerprint).got)
 
 
 def test_a_weight_version_that_can_not_be_written_is_refused() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from npu_replay.routes.token_ids import as_token_ids
+from npu_replay.routes.fingerprint import as_token_ids
 
 
 @pytest.mark.parametrize(
