@@ -149,30 +149,23 @@ def listed(
 
 
 def list_of(
-    value: Iterable[_T], kind: type[_T], what: str, error: type[ReplayError] = ReplayError, cause: str = ""
+    value: Any, item: type[_T], what: str, cause: str = "", *, kind: type[ReplayError] = ReplayError
 ) -> list[_T]:
-    """A list of one a micro-batch; an `error` for a single one, for what is no list, and for others in it.
+    """A list of one a micro-batch; an error of `kind` for a single one, for no list, for others in it.
 
-    >>> list_of([3, 4], int, "sizes")
+    >>> list_of((3, 4), int, "sizes")
     [3, 4]
     """
-    if isinstance(value, (kind, str, bytes)) or not isinstance(value, Iterable):
-        single = isinstance(value, kind)
-        raise error(
+    single = isinstance(value, item)
+    found = list(value) if isinstance(value, Iterable) and not single else None
+    wrong = [type(one).__name__ for one in found or () if not isinstance(one, item)]
+    if found is None or wrong:
+        raise kind(
             f"{what} are given as a list",
-            expected=f"one {kind.__name__} a micro-batch",
-            got=f"a single {kind.__name__}" if single else shown(value),
-            cause="[it] was meant" if single else cause,
+            expected=f"one {item.__name__} a micro-batch",
+            got=f"a single {item.__name__}" if single else wrong or shown(value),
+            cause=f"[{what}] was meant" if single else cause,
         )
-    found = list(value)
-    for number, one in enumerate(found):
-        if not isinstance(one, kind):
-            raise error(
-                f"this isn't {kind.__name__}",
-                where=micro_batch(number),
-                expected=kind.__name__,
-                got=type(one),
-            )
     return found
 
 

@@ -496,3 +496,13 @@ def test_a_constant_layer_in_a_folder_is_refused_but_where_the_tokens_explain_it
         with pytest.raises(InvalidRoutes, match="layer 2: all 100 recorded rows are the same") as caught:
             read()
         assert "routes-00000.safetensors" in caught.value.where
+
+
+def test_what_was_vouched_for_and_what_was_not_lie_in_one_shard(tmp_path: Path) -> None:
+    vouched = RoutedExperts.unrecorded(9, layers=(1, 2, 5), topk=4, num_experts=64)
+    with RouteStore.writer(tmp_path) as writer:
+        writer.add(vouched, "vouched")
+        writer.add(sample(1), "not")
+    store = RouteStore(tmp_path)
+    assert (store["vouched"], store["not"]) == (vouched, sample(1))
+    assert (store["vouched"].vouched, store["not"].vouched) == (True, False)
