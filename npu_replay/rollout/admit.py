@@ -255,7 +255,7 @@ def _check_dense(rows: Array, model: RoutedModel, source: Source, start: int) ->
 
 def _refuse(found: Finding | None, symptom: Symptom, model: RoutedModel, source: Source) -> None:
     if found is not None:
-        where = "" if found.column is None else f"layer {model.layers[found.column]}"
+        where = found.layer(model.layers)
         raise source.error(symptom, found.problem, expected=found.expected, got=found.got, where=where)
 
 

@@ -31,7 +31,7 @@ def plain_tensor(value: Any, problem: str, expected: str) -> torch.Tensor:
     return found
 
 
-def integer_tensor(ids: Any) -> torch.Tensor:
+def ids(ids: Any) -> torch.Tensor:
     """Ids of any integer dtype, torch's or numpy's, [tokens, layers, topk], on the CPU; copied only if torch
     can't compute with them where they lie."""
     if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu":
@@ -58,7 +58,7 @@ def integer_tensor(ids: Any) -> torch.Tensor:
     return tensor
 
 
-def checked_labels(layers: Any) -> tuple[int, ...]:
+def labels(layers: Any) -> tuple[int, ...]:
     given = listed(layers, "the layer labels", most=MAX_LAYERS, kind=InvalidRoutes)
     return tuple(whole_number(layer, "a layer label", kind=InvalidRoutes) for layer in given)
 
@@ -80,7 +80,7 @@ def check_columns(labels: tuple[int, ...], columns: int) -> None:
         )
 
 
-def checked_recorded(recorded: IdArray | None, *, tokens: int) -> torch.Tensor:
+def mask(recorded: IdArray | None, *, tokens: int) -> torch.Tensor:
     if recorded is None:
         return torch.ones(tokens, dtype=torch.bool)
     expected, problem = f"bool, shape ({tokens},)", "recorded must say of each token whether it has a route"
@@ -90,19 +90,19 @@ def checked_recorded(recorded: IdArray | None, *, tokens: int) -> torch.Tensor:
     return rows.clone()
 
 
-def checked_sizes(num_experts: Any, topk: int) -> int:
+def num_experts(num_experts: Any, topk: int) -> int:
     count = whole_number(num_experts, "number of experts", least=1, most=MAX_EXPERTS, kind=InvalidRoutes)
     whole_number(topk, "top-k", least=1, most=count, kind=InvalidRoutes)
     return count
 
 
-def checked_fingerprint(mark: Any) -> int | None:
+def fingerprint(mark: Any) -> int | None:
     if mark is None:
         return None
     return whole_number(mark, "fingerprint", least=0, most=2**64 - 1, kind=InvalidRoutes)
 
 
-def checked_version(version: Any) -> int | str | None:
+def weight_version(version: Any) -> int | str | None:
     """It has to go into a header: numpy's and torch's integers become Python's."""
     if version is None or isinstance(version, str):
         return version

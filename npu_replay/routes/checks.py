@@ -43,6 +43,10 @@ class Finding:
     got: object
     column: int | None = None
 
+    def layer(self, layers: tuple[int, ...]) -> str:
+        """«layer 5», by the labels of the columns."""
+        return "" if self.column is None else f"layer {layers[self.column]}"
+
 
 @functools.lru_cache(maxsize=16)
 def choice(num_experts: int, topk: int) -> float:

@@ -18,19 +18,8 @@ import numpy as np
 import torch
 
 from npu_replay.errors import InvalidRoutes, RouteFileError, listed, whole_number
-from npu_replay.routes import checks, serialization
-from npu_replay.routes.arguments import (
-    INTEGERS,
-    IdArray,
-    check_columns,
-    checked_fingerprint,
-    checked_labels,
-    checked_recorded,
-    checked_sizes,
-    checked_version,
-    integer_tensor,
-    plain_tensor,
-)
+from npu_replay.routes import arguments, checks, serialization
+from npu_replay.routes.arguments import IdArray
 from npu_replay.routes.checks import Array, Finding
 from npu_replay.routes.file import as_path
 from npu_replay.routes.fingerprint import fingerprint as fingerprint_of
@@ -149,10 +138,10 @@ class RoutedExperts:
         vouched: bool = False,
     ) -> RoutedExperts:
         """Build one around an array that nobody else will write to, with every check and no copy."""
-        wide, labels = integer_tensor(ids), checked_labels(layers)
-        check_columns(labels, wide.shape[1])
-        rows = checked_recorded(recorded, tokens=wide.shape[0])
-        num_experts = checked_sizes(num_experts, wide.shape[2])
+        wide, labels = arguments.ids(ids), arguments.labels(layers)
+        arguments.check_columns(labels, wide.shape[1])
+        rows = arguments.mask(recorded, tokens=wide.shape[0])
+        num_experts = arguments.num_experts(num_experts, wide.shape[2])
         _refuse(checks.find_outside(wide.numpy(), num_experts, rows.numpy()), labels, _OUTSIDE)
         narrow = wide.to(narrow_dtype(num_experts))
         if bool(narrow[~rows].any()):
@@ -163,8 +152,8 @@ class RoutedExperts:
             layers=labels,
             num_experts=num_experts,
             recorded=rows,
-            fingerprint=checked_fingerprint(fingerprint),
-            weight_version=checked_version(weight_version),
+            fingerprint=arguments.fingerprint(fingerprint),
+            weight_version=arguments.weight_version(weight_version),
             vouched=vouched,
         )
 
@@ -183,10 +172,10 @@ class RoutedExperts:
         return cls.__new__(cls)._about(
             ids=ids,
             layers=layers,
-            num_experts=checked_sizes(num_experts, ids.shape[2]),
+            num_experts=arguments.num_experts(num_experts, ids.shape[2]),
             recorded=recorded,
             fingerprint=fingerprint_of(tokens),
-            weight_version=checked_version(weight_version),
+            weight_version=arguments.weight_version(weight_version),
             vouched=not len(checks.constant_layers(ids.numpy(), recorded.numpy(), num_experts, tokens)),
         )
 
@@ -225,7 +214,7 @@ class RoutedExperts:
 
     def layer_ids(self, layer: int) -> torch.Tensor:
         """The ids of one decoder layer, [tokens, topk], narrow dtype."""
-        return self.ids[:, self._columns(checked_labels([layer]))][:, 0]
+        return self.ids[:, self._columns(arguments.labels([layer]))][:, 0]
 
     def take(self, rows: torch.Tensor | np.ndarray | Sequence[int]) -> RoutedExperts:
         """Return the routes at these rows, in this order.
@@ -237,12 +226,12 @@ class RoutedExperts:
         The result is another sequence, so it carries no fingerprint.
         """
         expected = f"integers below {len(self)}, [n], or a bool mask, [{len(self)}]"
-        index = plain_tensor(rows, "take() was asked for what are no rows", expected)
+        index = arguments.plain_tensor(rows, "take() was asked for what are no rows", expected)
         if index.dtype == torch.bool and index.shape == (len(self),):
             index = index.nonzero()[:, 0]
         elif not index.numel() and index.dtype != torch.bool:
             index = index.long()  # [] is float32
-        whole = index.dtype in INTEGERS
+        whole = index.dtype in arguments.INTEGERS
         largest = int(index.max()) if whole and index.numel() else -1
         if not whole or index.dim() != 1 or largest >= len(self):
             raise InvalidRoutes(
@@ -294,7 +283,7 @@ class RoutedExperts:
                         got=getattr(part, what),
                         cause="routes of different models, or of engines that report other columns",
                     )
-        labels = first.layers if layers is None else checked_labels(layers)
+        labels = first.layers if layers is None else arguments.labels(layers)
         columns = {of: part._columns(labels) for of, part in {part.layers: part for part in parts}.items()}
         versions = {part.weight_version for part in parts}
         return first._derived(
@@ -308,8 +297,8 @@ class RoutedExperts:
     @classmethod
     def unrecorded(cls, tokens: int, *, layers: Sequence[int], topk: int, num_experts: int) -> RoutedExperts:
         """Routes of a sample that has none: no row is recorded, so the router chooses for all of them."""
-        topk, labels = whole_number(topk, "topk", kind=InvalidRoutes), checked_labels(layers)
-        num_experts = checked_sizes(num_experts, topk)
+        topk, labels = whole_number(topk, "topk", kind=InvalidRoutes), arguments.labels(layers)
+        num_experts = arguments.num_experts(num_experts, topk)
         tokens = whole_number(tokens, "number of tokens", least=0, most=_MOST_TOKENS, kind=InvalidRoutes)
         ids = torch.zeros(tokens, len(labels), topk, dtype=narrow_dtype(num_experts))
         none = torch.zeros(tokens, dtype=torch.bool)
@@ -321,7 +310,7 @@ class RoutedExperts:
         Raises:
             InvalidRoutes: one of them isn't here.
         """
-        labels = checked_labels(layers)
+        labels = arguments.labels(layers)
         ids = self.ids[:, self._columns(labels)]
         return self._derived(ids, self.recorded, layers=labels, fingerprint=self.fingerprint)
 
@@ -344,7 +333,7 @@ class RoutedExperts:
     def sequence(self, first: int, end: int, fingerprint: int | None = None) -> RoutedExperts:
         """Return the rows from `first` to before `end` as one sequence; the ids are shared, not copied."""
         rows = slice(whole_number(first, "the first row"), whole_number(end, "the end"))
-        mark = checked_fingerprint(fingerprint)
+        mark = arguments.fingerprint(fingerprint)
         return self._derived(self.ids[rows], self.recorded[rows], fingerprint=mark)
 
     def check_not_constant(self, tokens: Array | None = None) -> RoutedExperts:
@@ -433,5 +422,5 @@ def without_layers() -> RoutedExperts:
 
 def _refuse(found: Finding | None, layers: tuple[int, ...], cause: str) -> None:
     if found is not None:
-        where = "" if found.column is None else f"layer {layers[found.column]}"
+        where = found.layer(layers)
         raise InvalidRoutes(found.problem, where=where, expected=found.expected, got=found.got, cause=cause)
