@@ -212,32 +212,19 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
             RouteFileError: no key and no fingerprint, or the key is taken; or the disk is full.
         """
         if not isinstance(routes, RoutedExperts):
-            raise RouteFileError(
-                "these are no routes",
-                where=str(self.folder),
-                expected="RoutedExperts",
-                got=type(routes).__name__,
-            )
+            raise self._error("these are no routes", "RoutedExperts", type(routes).__name__)
         if key is None:
             if routes.fingerprint is None:
-                raise RouteFileError(
-                    "these routes have neither a key nor a fingerprint",
-                    where=str(self.folder),
-                    expected="add(routes, key), or a fingerprint when they were built",
-                    got=routes,
-                )
+                wanted = "add(routes, key), or a fingerprint when they were built"
+                raise self._error("these routes have neither a key nor a fingerprint", wanted, routes)
             key = key_of(routes.fingerprint)
         if not _is_key(key):
-            raise RouteFileError("bad key", where=str(self.folder), expected="text", got=shown(key))
+            raise self._error("bad key", "text", shown(key))
         if key in self._keys:
-            raise RouteFileError(
-                "the key is taken",
-                where=str(self.folder),
-                expected="another key",
-                got=key,
-                cause="two samples of the same tokens: pass a key of your own, add(routes, key); or one "
-                "sample that was added twice",
+            cause = (
+                "two samples of the same tokens: pass a key of your own, add(routes, key); or one added twice"
             )
+            raise self._error("the key is taken", "another key", key, cause)
         self._keys.add(key)
         self._waiting[key] = routes
         self._bytes += routes.ids.nbytes
@@ -296,6 +283,9 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
             remove_left(left)
         for shard in self.folder.glob(f"{own}.safetensors"):
             remove_left(shard, unless=shard.with_suffix(_INDEX))
+
+    def _error(self, problem: str, expected: str, got: object, cause: str = "") -> RouteFileError:
+        return RouteFileError(problem, where=str(self.folder), expected=expected, got=got, cause=cause)
 
     def _file(self, number: int, suffix: str) -> Path:
         return self.folder / f"{self.name}-{number:05d}{suffix}"
