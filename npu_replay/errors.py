@@ -23,13 +23,7 @@ class ReplayError(RuntimeError):
     """Do all ranks of the job know of it, and leave with it or with one line about it?"""
 
     def __init__(
-        self,
-        problem: str,
-        *,
-        where: str = "",
-        expected: object = None,
-        got: object = None,
-        cause: str = "",
+        self, problem: str, *, where: str = "", expected: object = None, got: object = None, cause: str = ""
     ) -> None:
         self.problem = problem
         self.where = where

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -60,6 +59,8 @@ def ids(ids: Any) -> torch.Tensor:
 
 def labels(layers: Any) -> tuple[int, ...]:
     given = listed(layers, "the layer labels", most=MAX_LAYERS, kind=InvalidRoutes)
+    if {*map(type, given)} <= {int}:
+        return tuple(given)
     return tuple(whole_number(layer, "a layer label", kind=InvalidRoutes) for layer in given)
 
 
@@ -72,7 +73,7 @@ def check_columns(labels: tuple[int, ...], columns: int) -> None:
             got=columns,
             cause="an engine that reports every layer against labels of the MoE layers only, or the reverse",
         )
-    if any(not 0 <= label < MAX_LAYERS for label in labels) or any(a >= b for a, b in pairwise(labels)):
+    if list(labels) != sorted({*labels}) or (labels and not 0 <= labels[0] <= labels[-1] < MAX_LAYERS):
         raise InvalidRoutes(
             "layer labels must be ascending 0-based decoder layers, each once",
             expected=f"for example (0, 1, 2), below {MAX_LAYERS}",

@@ -19,14 +19,7 @@ except ImportError:  # Windows
 
 
 def as_path(path: Any) -> Path:
-    """The path that a caller gave.
-
-    >>> as_path("step_3.routes").name
-    'step_3.routes'
-
-    Raises:
-        RouteFileError: it isn't one.
-    """
+    """The path that a caller gave; a RouteFileError for what is none."""
     try:
         found = Path(path)
     except TypeError:
@@ -38,11 +31,7 @@ def as_path(path: Any) -> Path:
 
 @contextmanager
 def plain_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to be read; nobody waits for the other end of a pipe.
-
-    Raises:
-        OSError, ValueError: it can't be opened, or is something else.
-    """
+    """A file to be read; OSError or ValueError for a pipe, whose other end nobody waits for, and the like."""
 
     def now(name: str, flags: int) -> int:
         return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
@@ -77,11 +66,7 @@ def check_place(path: Path, *, overwrite: bool) -> None:
 @contextmanager
 def written(path: Path, data: bytes, *, overwrite: bool) -> Iterator[None]:
     """`write_whole`, and what belongs to the file is done in the block: until it ends, or this process does,
-    nobody takes the file for left behind (`remove_left`).
-
-    Raises:
-        RouteFileError: the file is there and `overwrite` isn't set, or it can't be written.
-    """
+    nobody takes the file for left behind (`remove_left`)."""
     scratch, file = _scratch(path, overwrite=overwrite)
     with file:  # and locked
         try:
@@ -98,14 +83,8 @@ def written(path: Path, data: bytes, *, overwrite: bool) -> Iterator[None]:
 
 
 def remove_left(path: Path, unless: Path | None = None) -> None:
-    """Remove a file that `written` left half done as its process was killed.
-
-    The lock of a process ends with it, whoever killed it. A file system without locks has nothing removed.
-
-    Args:
-        path: the file; often there is none.
-        unless: a file beside which it isn't half done.
-    """
+    """Remove a file that `written` left half done as its process was killed, and its lock ended with it; not
+    beside the file `unless`, with which it is whole. Without locks nothing is removed."""
     if not path.is_file() or path.is_symlink():
         return
     with suppress(OSError), path.open("r+b") as file:  # to be written, or NFS won't lock it

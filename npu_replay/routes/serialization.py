@@ -203,11 +203,7 @@ def to_buffers(routes: RoutedExperts) -> tuple[bytes, memoryview, bytes]:
 
 
 def from_bytes(data: bytes | bytearray | memoryview) -> dict[str, Any]:
-    """RoutedExperts' arguments; the ids share memory with `data`.
-
-    Raises:
-        RouteFileError: the bytes are foreign, cut short or changed.
-    """
+    """RoutedExperts' arguments; the ids share memory with `data`."""
     try:
         view = memoryview(data).cast("B")
     except (TypeError, ValueError) as error:
@@ -270,11 +266,7 @@ def write_file(routes: RoutedExperts, path: Any, *, overwrite: bool) -> None:
 
 
 def from_file(path: Path) -> dict[str, Any]:
-    """RoutedExperts' arguments.
-
-    Raises:
-        RouteFileError, and those of `UNREADABLE`: the file is foreign, cut short or changed.
-    """
+    """RoutedExperts' arguments; to be called while `reading`."""
     try:
         file = TensorFile(path)
     except FileNotFoundError as error:
@@ -293,14 +285,10 @@ def from_file(path: Path) -> dict[str, Any]:
 
 
 class TensorFile:
-    """A safetensors file, whose header is read now and whose arrays are read when they are asked for, into
-    memory of our own.
+    """A safetensors file; its header is read now, its arrays when they are asked for. Use it while `reading`.
 
-    A memory map shows what the file holds at the moment: whoever writes to it later changes ids that were
-    held against their checksum before, and where it has shrunk the process dies of a signal.
-
-    Raises:
-        OSError, ValueError and others of `UNREADABLE`: it isn't one, or not a whole one.
+    A memory map would show what the file holds at the moment: whoever writes to it changes ids that were held
+    against their checksum before, and where it has shrunk the process dies of a signal.
     """
 
     def __init__(self, path: Path) -> None:
@@ -324,11 +312,7 @@ class TensorFile:
             raise ValueError(f"it is {size} bytes long, and its header says {self._start + end}")
 
     def arrays(self, *names: str) -> Iterator[Array]:
-        """These arrays, each in memory of its own.
-
-        Raises:
-            KeyError and others of `UNREADABLE`: there is none of that name, or the file has shrunk.
-        """
+        """These arrays, each in memory of its own; to be called while `reading`."""
         with plain_file(self.path) as file:
             for name in names:
                 said = self._tensors[name]

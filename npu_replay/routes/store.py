@@ -263,10 +263,7 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         self._waiting, self._bytes = {}, 0
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
             self.flush()
