@@ -23,13 +23,7 @@ class ReplayError(RuntimeError):
     """Do all ranks of the job know of it, and leave with it or with one line about it?"""
 
     def __init__(
-        self,
-        problem: str,
-        *,
-        where: str = "",
-        expected: object = None,
-        got: object = None,
-        cause: str = "",
+        self, problem: str, *, where: str = "", expected: object = None, got: object = None, cause: str = ""
     ) -> None:
         self.problem = problem
         self.where = where
@@ -96,31 +90,76 @@ def as_text(value: object) -> str:
         return shown(value)
 
 
-def whole_number(value: Any, what: str, where: str = "") -> int:
-    """`value` as an int, numpy's and torch's integers too; a ReplayError for anything else."""
+def whole_number(
+    value: Any,
+    what: str,
+    where: str = "",
+    *,
+    least: int | None = None,
+    most: int | None = None,
+    kind: type[ReplayError] = ReplayError,
+) -> int:
+    """`value` as an int, numpy's and torch's integers too; an error of `kind` for anything else, and for what
+    is below `least` or above `most`.
+
+    >>> whole_number(np.int64(7), "top-k", least=1, most=8)
+    7
+    """
     try:
         number = operator.index(value)
         if abs(number) >= 1 << 64:
             raise ValueError("no count, size or id has so many digits")
-        return number
     except (TypeError, ValueError, RuntimeError) as error:  # of several numbers, or of a tensor without data
-        raise ReplayError(
+        raise kind(
             f"{what} must be a whole number", where=where, expected="an integer", got=shown(value)
         ) from error
+    if (least is not None and number < least) or (most is not None and number > most):
+        raise kind(f"bad {what}", where=where, expected=f"{least} to {most}", got=number)
+    return number
 
 
-def listed(value: Iterable[_T], what: str, where: str = "", most: int | None = None) -> list[_T]:
-    """`value` as a list; a ReplayError for what can't be gone through, for text, and for more than `most`."""
+def listed(
+    value: Iterable[_T],
+    what: str,
+    where: str = "",
+    most: int | None = None,
+    *,
+    kind: type[ReplayError] = ReplayError,
+) -> list[_T]:
+    """`value` as a list; an error of `kind` for what can't be gone through, text, and more than `most`.
+
+    >>> listed(range(3), "layers")
+    [0, 1, 2]
+    """
     try:
         if isinstance(value, (str, bytes)):
             raise TypeError("text")
         found = list(value if most is None else islice(value, most + 1))
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ReplayError(
-            f"{what} must be a list", where=where, expected="a list", got=shown(value)
-        ) from error
+        raise kind(f"{what} must be a list", where=where, expected="a list", got=shown(value)) from error
     if most is not None and len(found) > most:
-        raise ReplayError(f"{what} has too many entries", where=where, expected=f"at most {most}", got="more")
+        raise kind(f"{what} has too many entries", where=where, expected=f"at most {most}", got="more")
+    return found
+
+
+def list_of(
+    value: Any, item: type[_T], what: str, cause: str = "", *, kind: type[ReplayError] = ReplayError
+) -> list[_T]:
+    """A list of one a micro-batch; an error of `kind` for a single one, for no list, for others in it.
+
+    >>> list_of((3, 4), int, "sizes")
+    [3, 4]
+    """
+    single = isinstance(value, item)
+    found = list(value) if isinstance(value, Iterable) and not single else None
+    wrong = [type(one).__name__ for one in found or () if not isinstance(one, item)]
+    if found is None or wrong:
+        raise kind(
+            f"{what} are given as a list",
+            expected=f"one {item.__name__} a micro-batch",
+            got=f"a single {item.__name__}" if single else wrong or shown(value),
+            cause=f"[{what}] was meant" if single else cause,
+        )
     return found
 
 

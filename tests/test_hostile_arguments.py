@@ -31,8 +31,7 @@ from npu_replay import (
     Turn,
 )
 from npu_replay.inspection.inspection import inspect
-from npu_replay.routes import file as route_file
-from npu_replay.routes import wire as route_bytes
+from npu_replay.routes import serialization
 
 SECONDS = 10
 
@@ -366,22 +365,23 @@ def test_a_header_that_was_crafted_is_an_error_of_ours_everywhere(
     given = routes(100)
     recorded = given.recorded.numpy().tobytes()
     for number, value in enumerate(SAID):
-        said = route_bytes.header(given) | {name: value}
+        said = serialization.header(given) | {name: value}
         crafted = {}
-        for form, mask in (("bytes", route_bytes.packed(given.recorded)), ("file", recorded)):
+        for form, mask in (("bytes", np.packbits(given.recorded.numpy()).tobytes()), ("file", recorded)):
             bare = {key: one for key, one in said.items() if key != "digest"}
-            about = bare if signed else route_bytes.header(given)
-            mark = route_bytes.digest(about, given.ids.numpy().data, mask)
+            about = bare if signed else serialization.header(given)
+            mark = serialization.digest(about, given.ids.numpy().data, mask)
             crafted[form] = said | ({} if name == "digest" else {"digest": mark})
         text = json.dumps(crafted["bytes"], sort_keys=True).encode()
-        data = b"".join(
-            (route_bytes.MAGIC, struct.pack("<I", len(text)), text, given.ids.numpy().tobytes())
-        ) + route_bytes.packed(given.recorded)
+        data = (
+            b"".join((serialization.MAGIC, struct.pack("<I", len(text)), text, given.ids.numpy().tobytes()))
+            + np.packbits(given.recorded.numpy()).tobytes()
+        )
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "bytes").write_bytes(data)
         tensors = {"ids": given.ids, "recorded": given.recorded}
-        said_so = {"format": route_file.FORMAT, "routes": json.dumps(crafted["file"])}
+        said_so = {"format": serialization.FORMAT, "routes": json.dumps(crafted["file"])}
         save_file(tensors, folder / "file", said_so)
         with RouteStore.writer(folder / "store") as writer:
             writer.add(given, "k")

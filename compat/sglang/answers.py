@@ -12,7 +12,7 @@ from npu_replay.compat.sglang.faults import FAULTS
 from npu_replay.rollout.admit import Source, Symptom
 from npu_replay.rollout.server_answers import opened
 from npu_replay.routes.checks import Array
-from npu_replay.routes.token_ids import as_token_ids
+from npu_replay.routes.fingerprint import as_token_ids
 
 _FORMS = "meta_info, or the whole answer of /generate or of an OpenAI endpoint"
 _OUTPUT = ("output_ids", "token_ids", "response_token_ids")  # by endpoint

@@ -18,12 +18,12 @@ from npu_replay.inspection.captured import Engine
 from npu_replay.inspection.judge import Known, Sample, judge_routes, judge_rows
 from npu_replay.inspection.route_view import View
 from npu_replay.rollout import payloads
-from npu_replay.routes import wire as route_bytes
-from npu_replay.routes.checks import Array
+from npu_replay.routes.checks import Array, is_ids
+from npu_replay.routes.file import plain_file
 from npu_replay.routes.routed_experts import RoutedExperts
+from npu_replay.routes.serialization import DTYPES, MAGIC, UNREADABLE, TensorFile, check_header, shape_of
 from npu_replay.routes.store import FORMAT as STORE_FORMAT
 from npu_replay.routes.store import RouteStore
-from npu_replay.routes.tensor_file import UNREADABLE, TensorFile, plain_file
 
 KINDS = (
     "routes that RoutedExperts.save or to_bytes made, a folder of RouteStore, an .npy array, or a whole "
@@ -51,7 +51,7 @@ def opened(
         return _store(path, known, sample)
     data = _contents(path)
     start = bytes(data[:8])
-    if start == route_bytes.MAGIC:
+    if start == MAGIC:
         what, found = "bytes of RoutedExperts.to_bytes", [_of_bytes(path, data, known)]
     elif start.startswith(b"\x93NUMPY"):
         what, found = _npy(path, data, known, engine, version)
@@ -105,8 +105,9 @@ def _view_of_bytes(data: memoryview) -> View | None:
     try:
         (size,) = struct.unpack_from("<I", data, 8)
         described = json_text.parse(bytes(data[12 : 12 + size]))
-        tokens, layers, topk = route_bytes.shape_of(described)
-        dtype = route_bytes.DTYPES[described["dtype"]]
+        check_header(described)
+        tokens, layers, topk = shape_of(described)
+        dtype = DTYPES[described["dtype"]]
         row = layers * topk * dtype.itemsize
         body = data[12 + size :]
         rows = min(tokens, len(body) // row)
@@ -145,7 +146,7 @@ def _view_of_tensors(path: Path, prefix: str = "", described: dict[str, Any] | N
     try:
         file = TensorFile(path)
         about = json_text.parse(file.metadata["routes"]) if described is None else described
-        route_bytes.shape_of(about)
+        check_header(about)
         ids, recorded = file.arrays(f"{prefix}ids", f"{prefix}recorded")
         return _raw_view(ids, about, recorded)
     except UNREADABLE:
@@ -154,7 +155,7 @@ def _view_of_tensors(path: Path, prefix: str = "", described: dict[str, Any] | N
 
 def _raw_view(ids: Array, described: dict[str, Any], recorded: Array | None = None) -> View | None:
     labels, experts = described["layers"], described["num_experts"]
-    if ids.ndim != 3 or not ids.size or ids.dtype.kind not in "iu":
+    if not is_ids(ids) or not ids.size:
         return None
     good = recorded is not None and recorded.shape == ids.shape[:1] and recorded.dtype == bool
     return View(

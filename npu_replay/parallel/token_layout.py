@@ -18,8 +18,9 @@ import torch
 from npu_replay.errors import MicroBatchError, ReplayError, listed, one_of, share, shown, whole_number
 from npu_replay.parallel import bad_samples, probed_layout
 from npu_replay.parallel.parallel_layout import Context, ParallelLayout
+from npu_replay.routes.arguments import is_plain
 from npu_replay.routes.inputs import LaidOut
-from npu_replay.routes.routed_experts import RoutedExperts, is_plain
+from npu_replay.routes.routed_experts import RoutedExperts
 
 Order: TypeAlias = Literal["sequence", "batch"]
 """How [batch, sequence] is flattened: sequence-major as Megatron's routers see it (s*b), or batch-major as

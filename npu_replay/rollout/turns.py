@@ -18,9 +18,8 @@ import torch
 from npu_replay.errors import MicroBatchError, ReplayError, as_text, listed, one_of, shown, whole_number
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routes.checks import Array
-from npu_replay.routes.fingerprint import fingerprint
+from npu_replay.routes.fingerprint import as_token_ids, fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_array_dtype
-from npu_replay.routes.token_ids import as_token_ids
 
 Keep = Literal["first", "latest"]
 Version: TypeAlias = "int | str | None"

@@ -1,15 +1,16 @@
-"""The fingerprint of a sequence: which tokens a set of routes belongs to."""
+"""The token ids of a sequence, and their fingerprint: which tokens a set of routes belongs to."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from npu_replay.errors import ReplayError, shown
-from npu_replay.routes.token_ids import as_token_ids
+from npu_replay.routes.checks import Array
 
 
 def fingerprint(token_ids: torch.Tensor | np.ndarray | Sequence[int]) -> int:
@@ -35,3 +36,25 @@ def fingerprint(token_ids: torch.Tensor | np.ndarray | Sequence[int]) -> int:
         )
     ids = np.ascontiguousarray(ids, dtype="<i8")
     return int.from_bytes(hashlib.blake2b(ids.data, digest_size=8).digest(), "little")
+
+
+def as_token_ids(value: Any) -> Array | None:
+    """Somebody's token ids as [tokens] int64; None where they aren't one row of integers that fit.
+
+    The caller says whose they are in an error of his own.
+
+    >>> as_token_ids([3, 1])
+    array([3, 1])
+    >>> as_token_ids([[3, 1]]) is None
+    True
+    """
+    try:
+        found = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+        if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+            return None
+        # The caller's own array may change later; what was made of a list is ours already.
+        ids = found.astype(np.int64, copy=not isinstance(value, (list, tuple)))
+    except (ValueError, TypeError, OverflowError, RuntimeError):
+        return None  # ragged, of things that aren't numbers, or a tensor that numpy can't hold
+    wrapped = found.size and int(found.max()) != int(ids.max())
+    return None if wrapped else ids

@@ -9,7 +9,8 @@ from typing import Any, TypeAlias, overload
 import torch
 
 from npu_replay.errors import InvalidRoutes, ReplayError, shown
-from npu_replay.routes.routed_experts import RoutedExperts, is_plain
+from npu_replay.routes.arguments import is_plain
+from npu_replay.routes.routed_experts import RoutedExperts
 
 Routes: TypeAlias = "RoutedExperts | Sequence[RoutedExperts]"
 
@@ -73,6 +74,11 @@ def compare(
         b: the same kind of thing. Of routings, the layers that both have are compared.
         mask: for log-probs, bool, the tokens that count.
 
+    >>> a = npu_replay.RoutedExperts(ids=np.array([[[0, 1]], [[2, 3]]]), layers=[0], num_experts=4)
+    >>> b = npu_replay.RoutedExperts(ids=np.array([[[1, 0]], [[2, 1]]]), layers=[0], num_experts=4)
+    >>> npu_replay.compare(a, b).router_mismatch
+    0.5
+
     Raises:
         ReplayError: they can't be compared; says why.
     """
@@ -86,7 +92,8 @@ def compare(
         )
     if mask is not None:
         raise ReplayError("a mask goes with log-probs; routings say themselves which rows count")
-    return _compare_routings(_joined(a), _joined(b))
+    ours, theirs = (one if isinstance(one, RoutedExperts) else RoutedExperts.concat(one) for one in (a, b))
+    return _compare_routings(ours, theirs)
 
 
 def differing_token_layers(a: RoutedExperts, b: RoutedExperts) -> torch.Tensor:
@@ -97,11 +104,11 @@ def differing_token_layers(a: RoutedExperts, b: RoutedExperts) -> torch.Tensor:
     return (ours != theirs).any(dim=2) & (a.recorded & b.recorded)[:, None]
 
 
-def check_comparable(a: RoutedExperts, b: RoutedExperts) -> None:
-    """Refuse two routings that aren't of the same tokens and experts, or have nothing in common.
+def check_comparable(a: RoutedExperts, b: RoutedExperts) -> tuple[list[int], int]:
+    """The layers that both have, and how many rows are recorded in both.
 
     Raises:
-        InvalidRoutes: in what they differ.
+        InvalidRoutes: they aren't of the same tokens and experts, or have nothing in common.
     """
     for what, ours, theirs in (
         ("tokens", len(a), len(b)),
@@ -110,18 +117,18 @@ def check_comparable(a: RoutedExperts, b: RoutedExperts) -> None:
     ):
         if ours != theirs:
             raise InvalidRoutes(f"these routings differ in {what}", expected=ours, got=theirs)
-    layers, both = set(a.layers) & set(b.layers), int((a.recorded & b.recorded).sum())
+    layers, both = [layer for layer in a.layers if layer in b.layers], int((a.recorded & b.recorded).sum())
     if not layers or not both:
         raise InvalidRoutes(
             "these routings have nothing in common to compare",
             expected="a layer that both have, and a row recorded in both",
             got=f"{len(layers)} common layers, {both} common rows",
         )
+    return layers, both
 
 
 def _compare_routings(a: RoutedExperts, b: RoutedExperts) -> RoutingDifference:
-    check_comparable(a, b)
-    layers, both = [layer for layer in a.layers if layer in b.layers], int((a.recorded & b.recorded).sum())
+    layers, both = check_comparable(a, b)
     differ = differing_token_layers(a, b)
     by_layer = (differ.sum(dim=0) / both).tolist()
     return RoutingDifference(
@@ -134,15 +141,13 @@ def _compare_routings(a: RoutedExperts, b: RoutedExperts) -> RoutingDifference:
 
 
 def _compare_log_probs(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | None) -> LogProbDifference:
-    given: tuple[Any, ...] = (a, b) if mask is None else (a, b, mask)
+    given: list[Any] = [a, b] if mask is None else [a, b, mask]
     for tensor in given:
         if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
             raise ReplayError(
                 "log-probs and their mask are plain tensors", expected="a torch.Tensor", got=shown(tensor)
             )
-    shapes = {tuple(a.shape), tuple(b.shape)}
-    if mask is not None:
-        shapes.add(tuple(mask.shape))
+    shapes = {tuple(tensor.shape) for tensor in given}
     if len(shapes) != 1:
         raise ReplayError("the log-probs have different shapes", expected=tuple(a.shape), got=sorted(shapes))
     chosen = torch.ones_like(a, dtype=torch.bool) if mask is None else mask.bool()
@@ -164,7 +169,3 @@ def _compare_log_probs(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | No
         ratio_max=float(ratio.max()),
         tokens=ours.numel(),
     )
-
-
-def _joined(routes: Routes) -> RoutedExperts:
-    return routes if isinstance(routes, RoutedExperts) else RoutedExperts.concat(routes)

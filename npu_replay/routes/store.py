@@ -1,13 +1,9 @@
 """RouteStore: the routes of many samples in one folder: safetensors shards, and an index for each.
 
-    with RouteStore.writer(folder, name=f"rank-{rank}") as writer:
-        writer.add(routes)                    # by the fingerprint of its tokens
-    RouteStore(folder).of(tokens)
-
 A shard, NAME-00000.safetensors, has two tensors a sample, `KEY.ids` and `KEY.recorded`. NAME-00000.index.json
-says of each what the wire form's header says (`route_bytes.header`), with its checksum; what is the same for
-all samples stands there once. Each of the two files is written whole or not at all, the index last, so a job
-that dies leaves what was written; a shard without its index is removed by the next writer of its name.
+has the header of each (`serialization`); what is the same for all samples stands there once. Each of the two
+files is written whole or not at all, the index last, so a job that dies leaves what was written; a shard
+without its index is removed by the next writer of its name.
 """
 
 from __future__ import annotations
@@ -18,20 +14,25 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from npu_replay import json_text
-from npu_replay.errors import ReplayError, RouteFileError, shown, whole_number
-from npu_replay.routes import file as route_file
-from npu_replay.routes import wire as route_bytes
+from npu_replay.errors import RouteFileError, shown, whole_number
 from npu_replay.routes.checks import Array
-from npu_replay.routes.fingerprint import fingerprint
+from npu_replay.routes.file import as_path, plain_file, remove_left, write_whole, written
+from npu_replay.routes.fingerprint import as_token_ids, fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts
-from npu_replay.routes.tensor_file import UNREADABLE, TensorFile, plain_file
-from npu_replay.routes.token_ids import as_token_ids
+from npu_replay.routes.serialization import (
+    FIELDS,
+    TensorFile,
+    check_header,
+    reading,
+    require_safetensors,
+    signed_header,
+    verified,
+)
 
 FORMAT = "npu_replay.store.1"
 SHARD_BYTES = 1 << 28
@@ -41,8 +42,7 @@ _HEADERS = 64  # of shards, that are kept
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     """Where one sample lies, and what its index says of it: of all in the shard, and of it alone."""
 
     shard: str
@@ -50,8 +50,8 @@ class _Entry:
     own: dict[str, Any]
 
     @property
-    def digest(self) -> str:
-        return str(self.own["digest"])
+    def header(self) -> dict[str, Any]:
+        return self.common | self.own
 
 
 class RouteStore(Mapping[str, RoutedExperts]):
@@ -60,12 +60,19 @@ class RouteStore(Mapping[str, RoutedExperts]):
     Where two writers have routes for one key (a short answer of two ranks), the first by name counts,
     and how many differ is logged.
 
+    >>> tokens = [151644, 872, 198]
+    >>> routes = npu_replay.RoutedExperts.unrecorded(3, layers=[0, 1], topk=2, num_experts=8)
+    >>> with npu_replay.RouteStore.writer("folder", name="rank-0") as writer:
+    ...     writer.add(routes.sequence(0, 3, npu_replay.fingerprint(tokens)))
+    >>> npu_replay.RouteStore("folder").of(tokens)
+    RoutedExperts(3 tokens, 2 layers, top-2 of 8, 3 rows without a route)
+
     Raises:
         RouteFileError: the folder holds no index, or one that can't be read.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = route_file.as_path(folder)
+        self.folder = as_path(folder)
         self._samples: dict[str, _Entry] = {}
         self._files: dict[Path, TensorFile] = {}
         indexes = sorted(self.folder.glob(f"*{_INDEX}"))
@@ -77,7 +84,11 @@ class RouteStore(Mapping[str, RoutedExperts]):
                 got="none",
                 cause="another folder, or a job that ended before its first shard was full: close the writer",
             )
-        others = sum(self._add(_read_index(index)) for index in indexes)
+        others = 0
+        for index in indexes:
+            for key, entry in _read_index(index).items():
+                first = self._samples.setdefault(key, entry)
+                others += first is not entry and first.header["digest"] != entry.header["digest"]
         if others:
             logger.warning(
                 "[npu_replay] %s: %d samples were written twice with other routes; the first are used",
@@ -99,7 +110,7 @@ class RouteStore(Mapping[str, RoutedExperts]):
             name: one for each writer (a rank, say). What an earlier writer of this name left must be gone.
             shard_bytes: a file is written when so many bytes of ids have come together.
         """
-        return RouteWriter(route_file.as_path(folder), name, whole_number(shard_bytes, "shard_bytes"))
+        return RouteWriter(as_path(folder), name, whole_number(shard_bytes, "shard_bytes"))
 
     def __getitem__(self, key: str) -> RoutedExperts:
         return self._read(key)
@@ -114,9 +125,9 @@ class RouteStore(Mapping[str, RoutedExperts]):
         return len(self._samples)
 
     def described(self, key: str) -> tuple[Path, dict[str, Any]]:
-        """The shard that a sample lies in, and what its index says of it."""
+        """The shard that a sample lies in, and its header."""
         entry = self._samples[key]
-        return self.folder / entry.shard, entry.common | entry.own
+        return self.folder / entry.shard, entry.header
 
     def of(self, tokens: Any) -> RoutedExperts:
         """The routes of one sequence of token ids, [tokens].
@@ -145,27 +156,12 @@ class RouteStore(Mapping[str, RoutedExperts]):
             )
         return found
 
-    def _add(self, samples: dict[str, _Entry]) -> int:
-        """Add those that aren't there; how many are there with other routes."""
-        return sum(
-            self._samples.setdefault(key, entry).digest != entry.digest for key, entry in samples.items()
-        )
-
     def _read(self, key: str, tokens: Array | None = None) -> RoutedExperts:
-        shard, described = self.described(key)
-        where = f"{shard}, {key}"
-        try:
+        shard, said = self.described(key)
+        cause = "a file that was cut short, changed or taken away"
+        with reading("the shard can't be read", cause, f"{shard}, {key}"):
             ids, recorded = self._file(shard).arrays(f"{key}.ids", f"{key}.recorded")
-            arguments = route_bytes.arguments(described, ids, recorded)
-            return RoutedExperts._adopt(**arguments).check_not_constant(tokens)
-        except ReplayError as error:
-            raise error.at(where) from None
-        except UNREADABLE as error:
-            raise RouteFileError(
-                f"the shard can't be read ({error})",
-                where=where,
-                cause="a file that was cut short, changed or taken away",
-            ) from error
+            return RoutedExperts._adopt(**verified(said, ids, recorded)).check_not_constant(tokens)
 
     def _file(self, shard: Path) -> TensorFile:
         """With its header, which is read once."""
@@ -173,8 +169,7 @@ class RouteStore(Mapping[str, RoutedExperts]):
             while len(self._files) >= _HEADERS:
                 del self._files[next(iter(self._files))]
             file = TensorFile(shard)
-            if (format_ := file.metadata.get("format")) != FORMAT:
-                raise ValueError(f"format {format_!r}, not {FORMAT!r}")
+            _check_format(file.metadata.get("format"))
             self._files[shard] = file
         return self._files[shard]
 
@@ -183,7 +178,7 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
     """Writes samples into a folder, a shard at a time. See `RouteStore.writer`."""
 
     def __init__(self, folder: Path, name: Any, shard_bytes: int) -> None:
-        route_file.require_safetensors()
+        require_safetensors()
         if not isinstance(name, str) or not name or not name.isprintable() or Path(name).name != name:
             raise RouteFileError(
                 "bad name of a writer", expected="a file name without folders", got=shown(name)
@@ -217,32 +212,19 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
             RouteFileError: no key and no fingerprint, or the key is taken; or the disk is full.
         """
         if not isinstance(routes, RoutedExperts):
-            raise RouteFileError(
-                "these are no routes",
-                where=str(self.folder),
-                expected="RoutedExperts",
-                got=type(routes).__name__,
-            )
+            raise self._error("these are no routes", "RoutedExperts", type(routes).__name__)
         if key is None:
             if routes.fingerprint is None:
-                raise RouteFileError(
-                    "these routes have neither a key nor a fingerprint",
-                    where=str(self.folder),
-                    expected="add(routes, key), or a fingerprint when they were built",
-                    got=routes,
-                )
+                wanted = "add(routes, key), or a fingerprint when they were built"
+                raise self._error("these routes have neither a key nor a fingerprint", wanted, routes)
             key = key_of(routes.fingerprint)
         if not _is_key(key):
-            raise RouteFileError("bad key", where=str(self.folder), expected="text", got=shown(key))
+            raise self._error("bad key", "text", shown(key))
         if key in self._keys:
-            raise RouteFileError(
-                "the key is taken",
-                where=str(self.folder),
-                expected="another key",
-                got=key,
-                cause="two samples of the same tokens: pass a key of your own, add(routes, key); or one "
-                "sample that was added twice",
+            cause = (
+                "two samples of the same tokens: pass a key of your own, add(routes, key); or one added twice"
             )
+            raise self._error("the key is taken", "another key", key, cause)
         self._keys.add(key)
         self._waiting[key] = routes
         self._bytes += routes.ids.nbytes
@@ -256,37 +238,32 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         from safetensors.numpy import save  # torch's refuses samples that share memory (`only`, `sequence`)
 
         number, self._shards = self._shards, self._shards + 1  # one that failed is not written again
-        shard, tensors = self._file(number, ".safetensors"), {}
+        shard, tensors, headers = self._file(number, ".safetensors"), {}, {}
         for key, routes in self._waiting.items():
             tensors[f"{key}.ids"] = routes.ids.contiguous().numpy()
-            tensors[f"{key}.recorded"] = routes.recorded.contiguous().numpy()
-        described = {key: _described(routes) for key, routes in self._waiting.items()}
-        first = next(iter(described.values()))
+            tensors[f"{key}.recorded"] = recorded = routes.recorded.contiguous().numpy()
+            headers[key] = signed_header(routes, recorded.tobytes())
+        said = list(headers.values())
         common = {
             name: value
-            for name, value in first.items()
-            if name != "digest" and all(one[name] == value for one in described.values())
+            for name, value in said[0].items()
+            if name != "digest" and all(one.get(name) == value for one in said)
         }
         own = {
             key: {name: value for name, value in one.items() if name not in common}
-            for key, one in described.items()
+            for key, one in headers.items()
         }
         index = {"format": FORMAT, "shard": shard.name, "common": common, "samples": own}
-        with route_file.written(shard, save(tensors, {"format": FORMAT}), overwrite=False):
+        with written(shard, save(tensors, {"format": FORMAT}), overwrite=False):
             try:
-                route_file.write_whole(
-                    self._file(number, _INDEX), json.dumps(index).encode(), overwrite=False
-                )
+                write_whole(self._file(number, _INDEX), json.dumps(index).encode(), overwrite=False)
             except BaseException:
                 shard.unlink(missing_ok=True)  # nobody reads it without its index
                 raise
         self._waiting, self._bytes = {}, 0
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
             self.flush()
@@ -300,9 +277,12 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         """What a writer of this name left half done when it was killed; other names' are theirs."""
         own = glob.escape(self.name) + "-" + "[0-9]" * 5
         for left in self.folder.glob(f".{own}.*.part"):
-            route_file.remove_left(left)
+            remove_left(left)
         for shard in self.folder.glob(f"{own}.safetensors"):
-            route_file.remove_left(shard, unless=shard.with_suffix(_INDEX))
+            remove_left(shard, unless=shard.with_suffix(_INDEX))
+
+    def _error(self, problem: str, expected: str, got: object, cause: str = "") -> RouteFileError:
+        return RouteFileError(problem, where=str(self.folder), expected=expected, got=got, cause=cause)
 
     def _file(self, number: int, suffix: str) -> Path:
         return self.folder / f"{self.name}-{number:05d}{suffix}"
@@ -313,12 +293,6 @@ def key_of(mark: int) -> str:
     return f"{mark:016x}"
 
 
-def _described(routes: RoutedExperts) -> dict[str, Any]:
-    described = route_bytes.header(routes)
-    bits = routes.recorded.numpy().tobytes()
-    return described | {"digest": route_bytes.digest(described, routes.ids.contiguous().numpy().data, bits)}
-
-
 def _is_key(key: Any) -> bool:
     try:
         return isinstance(key, str) and bool(key.encode())
@@ -326,25 +300,21 @@ def _is_key(key: Any) -> bool:
         return False
 
 
+def _check_format(found: object) -> None:
+    if found != FORMAT:
+        raise ValueError(f"format {found!r}, not {FORMAT!r}")
+
+
 def _read_index(path: Path) -> dict[str, _Entry]:
-    try:
+    cause = "a file of something else, one that was cut short, or of another version of npu_replay"
+    with reading("this index of routes can't be read", cause, path):
         with plain_file(path) as file:
             index = json_text.parse(file.read())
-        if index["format"] != FORMAT:
-            raise ValueError(f"format {index['format']!r}, not {FORMAT!r}")
-        shard, common = index["shard"], index["common"]
+        _check_format(index["format"])
+        shard, common = index["shard"], {**index["common"]}
         if Path(shard).name != shard:
             raise ValueError(f"shard {shard!r}")
-        samples = {key: _Entry(shard, common, own) for key, own in index["samples"].items()}
-        for entry in samples.values():
-            described = entry.common | entry.own
-            route_bytes.shape_of(described)
-            if not isinstance(described["digest"], str):
-                raise ValueError("no checksum")
-    except UNREADABLE as error:
-        raise RouteFileError(
-            f"this index of routes can't be read ({error!r})",
-            where=str(path),
-            cause="a file of something else, one that was cut short, or of another version of npu_replay",
-        ) from error
-    return samples
+        check_header(common, optional=FIELDS)
+        for own in index["samples"].values():
+            check_header(own, optional=common)
+        return {key: _Entry(shard, common, {**own}) for key, own in index["samples"].items()}

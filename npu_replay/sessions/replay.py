@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
 
-from npu_replay.errors import MicroBatchError, ReplayError, RouterError, micro_batch, share
+from npu_replay.errors import MicroBatchError, ReplayError, RouterError, list_of, micro_batch, share
 from npu_replay.routers import Model, Router
 from npu_replay.routes.inputs import copied
 from npu_replay.routes.routed_experts import RoutedExperts
@@ -416,26 +416,7 @@ def _belong(routes: RoutedExperts, tokens: torch.Tensor) -> bool:
 
 def checked_routes(routes: Sequence[RoutedExperts]) -> list[RoutedExperts]:
     """A list of RoutedExperts, or an error that says what it is instead."""
-    if isinstance(routes, RoutedExperts):
-        raise MicroBatchError(
-            "replay takes a list",
-            expected="one RoutedExperts a micro-batch",
-            got="a single RoutedExperts",
-            cause="[routes] was meant",
-        )
-    if not isinstance(routes, Iterable):
-        raise MicroBatchError(
-            "replay takes a list",
-            expected="one RoutedExperts a micro-batch",
-            got=type(routes),
-            cause="recording.routes was meant",
-        )
-    listed = list(routes)
-    for number, one in enumerate(listed):
-        if not isinstance(one, RoutedExperts):
-            raise MicroBatchError(
-                "this isn't RoutedExperts", where=micro_batch(number), expected="RoutedExperts", got=type(one)
-            )
+    listed = list_of(routes, RoutedExperts, "routes", "recording.routes was meant", kind=MicroBatchError)
     if not listed:
         raise MicroBatchError(
             "there are no routes to replay", expected="one RoutedExperts a micro-batch", got="an empty list"

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from npu_replay import ReplayError, RoutedExperts, RouteStore
 from npu_replay.errors import InvalidRoutes, RouteFileError
 from npu_replay.routes import file as route_file
-from npu_replay.routes import wire as route_bytes
-from npu_replay.routes.tensor_file import TensorFile
+from npu_replay.routes import serialization
+from npu_replay.routes.serialization import TensorFile
 from writers import go_on, hanging_writer
 
 
@@ -256,7 +256,7 @@ def test_safetensors_of_something_else_are_refused_by_what_they_say(path: Path) 
 @pytest.mark.parametrize("said", ["[]", "3", "{", "null", '{"layers": 3}'])
 def test_metadata_that_makes_no_sense_is_refused(path: Path, said: str) -> None:
     tensors = {"ids": routes().ids, "recorded": routes().recorded}
-    save_file(tensors, path, {"format": route_file.FORMAT, "routes": said})
+    save_file(tensors, path, {"format": serialization.FORMAT, "routes": said})
     with pytest.raises(RouteFileError):
         RoutedExperts.load(path)
 
@@ -276,15 +276,15 @@ def test_a_place_is_checked_without_a_trace(tmp_path: Path) -> None:
 def write_said(path: Path, said: dict[str, Any], ids: torch.Tensor, recorded: torch.Tensor) -> None:
     """A file with a right digest, whatever it says."""
     data = [tensor.view(torch.uint8).numpy().tobytes() for tensor in (ids, recorded)]
-    text = json.dumps(said | {"digest": route_bytes.digest(said, *data)})
-    save_file({"ids": ids, "recorded": recorded}, path, {"format": route_file.FORMAT, "routes": text})
+    text = json.dumps(said | {"digest": serialization.digest(said, *data)})
+    save_file({"ids": ids, "recorded": recorded}, path, {"format": serialization.FORMAT, "routes": text})
 
 
 @pytest.mark.parametrize(
     "name", ["tokens", "layers", "topk", "num_experts", "dtype", "fingerprint", "weight_version"]
 )
 def test_metadata_that_lack_something_are_refused_though_the_digest_is_right(path: Path, name: str) -> None:
-    said = route_bytes.header(routes())
+    said = serialization.header(routes())
     del said[name]
     write_said(path, said, routes().ids, routes().recorded)
     with pytest.raises(RouteFileError, match=rf"can't be read as routes.*{name}") as caught:
@@ -295,10 +295,10 @@ def test_metadata_that_lack_something_are_refused_though_the_digest_is_right(pat
 @pytest.mark.parametrize("depth", [*range(900, 1000, 5), 5000, 100_000])
 def test_metadata_that_are_nested_deeply_are_refused(path: Path, depth: int) -> None:
     """Some can be read, and are too deep only when they are written again for the checksum."""
-    text = json.dumps(route_bytes.header(routes()) | {"digest": "x", "layers": ["deep", 4]})
+    text = json.dumps(serialization.header(routes()) | {"digest": "x", "layers": ["deep", 4]})
     said = text.replace('"deep"', "[" * depth + "]" * depth)
     tensors = {"ids": routes().ids, "recorded": routes().recorded}
-    save_file(tensors, path, {"format": route_file.FORMAT, "routes": said})
+    save_file(tensors, path, {"format": serialization.FORMAT, "routes": said})
     with pytest.raises(RouteFileError) as caught:
         RoutedExperts.load(path)
     assert caught.value.where == str(path)
@@ -306,7 +306,7 @@ def test_metadata_that_are_nested_deeply_are_refused(path: Path, depth: int) -> 
 
 @pytest.mark.parametrize(("ids", "recorded"), [(torch.bfloat16, torch.bool), (torch.uint8, torch.bfloat16)])
 def test_tensors_that_numpy_has_not_are_refused(path: Path, ids: torch.dtype, recorded: torch.dtype) -> None:
-    said = route_bytes.header(routes()) | {"dtype": str(ids).removeprefix("torch.")}
+    said = serialization.header(routes()) | {"dtype": str(ids).removeprefix("torch.")}
     write_said(path, said, routes().ids.to(ids), routes().recorded.to(recorded))
     with pytest.raises(RouteFileError, match=r"can't be read as routes.*(bfloat16|BF16)"):
         RoutedExperts.load(path)
@@ -575,6 +575,6 @@ def test_a_crafted_header_is_refused(path: Path, before: bytes, after: bytes) ->
 def test_a_mask_of_other_bytes_than_0_and_1_is_refused_though_its_digest_is_right(path: Path) -> None:
     given = routes()
     odd = torch.tensor([0, 1, 2, 3, 255], dtype=torch.uint8)
-    write_said(path, route_bytes.header(given), given.ids, odd.view(torch.bool))
+    write_said(path, serialization.header(given), given.ids, odd.view(torch.bool))
     with pytest.raises(RouteFileError, match="isn't a mask"):
         RoutedExperts.load(path)

@@ -301,7 +301,7 @@ def test_an_id_out_of_range_is_refused_with_its_layer_and_row(bad: int) -> None:
     given[3, 1, 0] = bad
     error = refused(ids=given)
     assert (error.where, error.got) == ("layer 4", bad)
-    assert "1 token-layers" in error.problem
+    assert "1 such token-layers" in error.problem
     assert "row 3" in error.problem
     assert error.expected == "ids from 0 to 7"
     assert "recorded=" in error.cause
@@ -328,7 +328,7 @@ def test_ids_that_are_no_integers_are_refused(given: Any) -> None:
 
 
 def test_ids_that_are_no_array_are_refused() -> None:
-    assert refused(ids=ids().tolist()).got is list
+    assert "list" in refused(ids=ids().tolist()).got
 
 
 @pytest.mark.parametrize("shape", [(24,), (6, 4), (1, 6, 2, 2)])
@@ -375,7 +375,7 @@ def test_a_topk_that_makes_no_sense_is_refused(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("fingerprint", [-1, 2**64, 1.5, "abc", torch.tensor(0.5)], ids=str)
 def test_a_fingerprint_that_is_none_is_refused(fingerprint: Any) -> None:
-    assert refused(fingerprint=fingerprint).got == fingerprint
+    assert str(fingerprint) in str(refused(fingerprint=fingerprint).got)
 
 
 def test_a_weight_version_that_can_not_be_written_is_refused() -> None:

@@ -19,9 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from npu_replay import ReplayError, RoutedExperts, RouteStore, fingerprint
 from npu_replay.errors import InvalidRoutes, RouteFileError
-from npu_replay.routes import file as route_file
+from npu_replay.routes import serialization
 from npu_replay.routes import store as route_store
-from npu_replay.routes import wire as route_bytes
 from writers import go_on, hanging_writer
 
 
@@ -136,7 +135,7 @@ def test_an_error_of_writing_does_not_hide_the_callers_own(
     def full(path: Path, data: bytes, *, overwrite: bool) -> None:
         raise RouteFileError("the file can't be written (no space left)")
 
-    monkeypatch.setattr(route_file, "written", full)
+    monkeypatch.setattr(route_store, "written", full)
     with pytest.raises(ZeroDivisionError), RouteStore.writer(tmp_path) as writer:
         writer.add(sample(1))
         raise ZeroDivisionError
@@ -187,16 +186,16 @@ def test_a_bad_key_stops_none_of_the_others(tmp_path: Path, key: Any) -> None:
 def test_a_writer_goes_on_after_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = RouteStore.writer(tmp_path)
     writer.add(sample(1), key="k")
-    real = route_file.write_whole
+    real = route_store.write_whole
 
     def full(path: Path, data: bytes, *, overwrite: bool) -> None:
         raise RouteFileError("the file can't be written (no space left)")
 
-    monkeypatch.setattr(route_file, "write_whole", full)
+    monkeypatch.setattr(route_store, "write_whole", full)
     with pytest.raises(RouteFileError, match="no space left"):
         writer.flush()
     assert not list(tmp_path.iterdir())  # a shard without its index is nobody's
-    monkeypatch.setattr(route_file, "write_whole", real)
+    monkeypatch.setattr(route_store, "write_whole", real)
     writer.flush()
     assert RouteStore(tmp_path)["k"] == sample(1)
 
@@ -245,10 +244,10 @@ def test_an_index_that_lacks_something_is_refused_though_its_digest_is_right(
         writer.add(sample(1), key="k")
     (index,) = tmp_path.glob("*.index.json")
     written = json.loads(index.read_text())
-    said = route_bytes.header(sample(1)) | change
+    said = serialization.header(sample(1)) | change
     said = {name: value for name, value in said.items() if value is not None}
     ids, recorded = (array.numpy().tobytes() for array in (sample(1).ids, sample(1).recorded))
-    said["digest"] = route_bytes.digest(said, ids, recorded)
+    said["digest"] = serialization.digest(said, ids, recorded)
     index.write_text(json.dumps(written | {"common": {}, "samples": {"k": said}}))
     with pytest.raises(RouteFileError, match=rf"index of routes can't be read.*{next(iter(change))}"):
         RouteStore(tmp_path)["k"]
@@ -363,14 +362,14 @@ def test_what_was_read_stays_when_the_shard_is_overwritten_and_a_shorter_one_is_
 KILLED_WRITER = """
 import sys
 from npu_replay import RouteStore, RoutedExperts
-from npu_replay.routes import file as route_file
+from npu_replay.routes import store as route_store
 import torch
-whole = route_file.write_whole
+whole = route_store.write_whole
 def hang(path, data, *, overwrite):
     print("written", flush=True)
     sys.stdin.read(1)
     whole(path, data, overwrite=overwrite)
-route_file.write_whole = hang
+route_store.write_whole = hang
 with RouteStore.writer(sys.argv[1]) as writer:
     writer.add(RoutedExperts(ids=torch.rand(5000, 2, 8).topk(2).indices, layers=(1, 4), num_experts=8), "k")
 """
@@ -497,3 +496,13 @@ def test_a_constant_layer_in_a_folder_is_refused_but_where_the_tokens_explain_it
         with pytest.raises(InvalidRoutes, match="layer 2: all 100 recorded rows are the same") as caught:
             read()
         assert "routes-00000.safetensors" in caught.value.where
+
+
+def test_what_was_vouched_for_and_what_was_not_lie_in_one_shard(tmp_path: Path) -> None:
+    vouched = RoutedExperts.unrecorded(9, layers=(1, 2, 5), topk=4, num_experts=64)
+    with RouteStore.writer(tmp_path) as writer:
+        writer.add(vouched, "vouched")
+        writer.add(sample(1), "not")
+    store = RouteStore(tmp_path)
+    assert (store["vouched"], store["not"]) == (vouched, sample(1))
+    assert (store["vouched"].vouched, store["not"].vouched) == (True, False)

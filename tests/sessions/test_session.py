@@ -154,7 +154,7 @@ def test_replay_takes_a_list_of_routes() -> None:
     for wrong, words in (
         (routes[0], "a single"),
         ([], "no routes"),
-        ([routes[0].ids], "isn't RoutedExperts"),
+        ([routes[0].ids], r"one RoutedExperts a micro-batch, got \['Tensor'\]"),
     ):
         with pytest.raises(MicroBatchError, match=words):
             npu_replay.replay(model, wrong)
@@ -1008,7 +1008,7 @@ def test_what_is_no_model_and_no_list_of_routes_is_said_in_words() -> None:
     model = ToyModel()
     with npu_replay.record(model) as recording:
         model(tokens())
-    for wrong, words in ((None, "takes a list"), (recording, "recording.routes was meant")):
+    for wrong, words in ((None, "routes are given as a list"), (recording, "recording.routes was meant")):
         with pytest.raises(MicroBatchError, match=words):
             npu_replay.replay(model, wrong)
     for wrong in (None, [model, "chunk"]):

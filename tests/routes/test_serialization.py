@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from npu_replay import ReplayError, RoutedExperts
 from npu_replay.errors import InvalidRoutes, RouteFileError
-from npu_replay.routes.wire import MAGIC, digest, header, packed
+from npu_replay.routes.serialization import MAGIC, digest, header
 
 
 def routes(tokens: int = 5, experts: int = 8, **changes: Any) -> RoutedExperts:
@@ -160,7 +160,7 @@ def test_a_header_that_makes_no_sense_is_refused(header: bytes) -> None:
 def test_a_header_that_lacks_something_is_refused_though_its_digest_is_right(name: str) -> None:
     said = header(routes())
     del said[name]
-    ids, recorded = routes().ids.numpy().tobytes(), packed(routes().recorded)
+    ids, recorded = routes().ids.numpy().tobytes(), np.packbits(routes().recorded.numpy()).tobytes()
     said["digest"] = digest(said, ids, recorded)
     text = json.dumps(said, sort_keys=True).encode()
     with pytest.raises(RouteFileError, match="header of these routes can't be read"):

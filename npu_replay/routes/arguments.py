@@ -1,0 +1,111 @@
+"""What a caller gives for routes: arrays, labels and sizes, checked and made torch's and Python's own."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from npu_replay.errors import InvalidRoutes, listed, shown, whole_number
+from npu_replay.routes.checks import MAX_EXPERTS, MAX_LAYERS
+
+IdArray: TypeAlias = "torch.Tensor | np.ndarray"
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Does it hold numbers that can be looked at one by one?"""
+    return tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_meta or tensor.is_quantized)
+
+
+def plain_tensor(value: Any, problem: str, expected: str) -> torch.Tensor:
+    try:
+        found = torch.as_tensor(np.array(value) if isinstance(value, np.ndarray) else value).detach().cpu()
+        if not is_plain(found):
+            raise TypeError("a tensor without numbers")
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise InvalidRoutes(problem, expected=expected, got=shown(value)) from error
+    return found
+
+
+def ids(ids: Any) -> torch.Tensor:
+    """Ids of any integer dtype, torch's or numpy's, [tokens, layers, topk], on the CPU; copied only if torch
+    can't compute with them where they lie."""
+    if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu":
+        dtype = ids.dtype.newbyteorder("=")
+        if dtype in (np.uint16, np.uint32, np.uint64):
+            dtype = np.dtype(np.int64)  # torch has these dtypes, but no arithmetic on them
+        usable = ids.dtype == dtype and ids.flags.writeable and all(stride >= 0 for stride in ids.strides)
+        tensor = torch.from_numpy(ids if usable else ids.astype(dtype))
+    elif isinstance(ids, torch.Tensor) and ids.dtype in INTEGERS and is_plain(ids):
+        tensor = ids.detach().cpu()
+    else:
+        raise InvalidRoutes(
+            "ids must be an array of integers",
+            expected="torch.Tensor or numpy.ndarray of an integer dtype",
+            got=f"{getattr(ids, 'dtype', type(ids).__name__)}: {shown(ids)}",
+        )
+    if tensor.dim() != 3:
+        raise InvalidRoutes(
+            "ids has the wrong shape",
+            expected="[tokens, layers, topk]",
+            got=list(tensor.shape),
+            cause="a flat payload that wasn't reshaped, or one layer without its axis",
+        )
+    return tensor
+
+
+def labels(layers: Any) -> tuple[int, ...]:
+    given = listed(layers, "the layer labels", most=MAX_LAYERS, kind=InvalidRoutes)
+    if {*map(type, given)} <= {int}:
+        return tuple(given)
+    return tuple(whole_number(layer, "a layer label", kind=InvalidRoutes) for layer in given)
+
+
+def check_columns(labels: tuple[int, ...], columns: int) -> None:
+    short = str(labels) if len(labels) <= 8 else f"({labels[0]}, {labels[1]}, ..., {labels[-1]})"
+    if len(labels) != columns:
+        raise InvalidRoutes(
+            "ids has another number of columns than there are layer labels",
+            expected=f"{len(labels)} columns for layers {short}",
+            got=columns,
+            cause="an engine that reports every layer against labels of the MoE layers only, or the reverse",
+        )
+    if list(labels) != sorted({*labels}) or (labels and not 0 <= labels[0] <= labels[-1] < MAX_LAYERS):
+        raise InvalidRoutes(
+            "layer labels must be ascending 0-based decoder layers, each once",
+            expected=f"for example (0, 1, 2), below {MAX_LAYERS}",
+            got=short,
+        )
+
+
+def mask(recorded: IdArray | None, *, tokens: int) -> torch.Tensor:
+    if recorded is None:
+        return torch.ones(tokens, dtype=torch.bool)
+    expected, problem = f"bool, shape ({tokens},)", "recorded must say of each token whether it has a route"
+    rows = plain_tensor(recorded, problem, expected)
+    if rows.dtype != torch.bool or rows.shape != (tokens,):
+        raise InvalidRoutes(problem, expected=expected, got=f"{rows.dtype}, shape {tuple(rows.shape)}")
+    return rows.clone()
+
+
+def num_experts(num_experts: Any, topk: int) -> int:
+    count = whole_number(num_experts, "number of experts", least=1, most=MAX_EXPERTS, kind=InvalidRoutes)
+    whole_number(topk, "top-k", least=1, most=count, kind=InvalidRoutes)
+    return count
+
+
+def fingerprint(mark: Any) -> int | None:
+    if mark is None:
+        return None
+    return whole_number(mark, "fingerprint", least=0, most=2**64 - 1, kind=InvalidRoutes)
+
+
+def weight_version(version: Any) -> int | str | None:
+    """It has to go into a header: numpy's and torch's integers become Python's."""
+    if version is None or isinstance(version, str):
+        return version
+    what = "weight_version that isn't text"
+    return whole_number(version, what, least=-(2**63), most=2**63 - 1, kind=InvalidRoutes)
