@@ -74,9 +74,12 @@ def test_a_rank_needs_twice_the_result_beside_what_it_recorded(results: dict[str
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("other rows", "micro-batch 1: the recorded routes have another number of rows than the layout"),
+        ("other rows", "micro-batch 1: the routes have another number of rows than the layout"),
         ("too few layouts", "another number of layouts than micro-batches were recorded"),
-        ("not routes", "collect takes one RoutedExperts and one TokenLayout a micro-batch"),
+        (
+            "not routes",
+            "routes are given as a list. Expected one RoutedExperts a micro-batch, got ['int', 'int']",
+        ),
         ("an exception", "no such file"),
         ("other batch", "the ranks have layouts of other sequences"),
         ("twins differ", "two ranks recorded the same tokens and layers differently"),
