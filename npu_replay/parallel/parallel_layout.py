@@ -25,13 +25,9 @@ class ParallelLayout:
     (4, 5, 6, 7)
 
     Args:
-        tp, tp_rank: tensor parallelism.
-        cp, cp_rank: context parallelism.
-        pp, pp_rank: pipeline parallelism.
+        tp, cp, pp, ep, etp, dp: ranks of tensor, context, pipeline and expert parallelism, tensor parallelism
+            within experts, and data parallelism. With `_rank`: which of them this one is.
         vp: virtual stages of each pipeline rank; all of them live here.
-        ep, ep_rank: expert parallelism.
-        etp, etp_rank: tensor parallelism within experts.
-        dp, dp_rank: data parallelism.
         sequence_parallel: each tensor-parallel rank has a slice of the rows.
         gathers_rows: but its routers see those of the whole tensor-parallel group (alltoall_seq of
             Megatron-core 0.12, which gathers the logits first).
@@ -176,10 +172,9 @@ class ParallelLayout:
             )
 
 
-Reader: TypeAlias = Callable[[Any, "bool | None"], ParallelLayout]
-_readers: dict[str, Reader] = {}
+_readers: dict[str, Callable[[Any, bool | None], ParallelLayout]] = {}
 
 
-def register_reader(product: str, reader: Reader) -> None:
+def register_reader(product: str, reader: Callable[[Any, bool | None], ParallelLayout]) -> None:
     """Make a product's running parallel state readable. Registering a name again replaces it."""
     _readers[product] = reader

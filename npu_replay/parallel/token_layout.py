@@ -75,10 +75,8 @@ class TokenLayout:
         tokens = int((self.rows >= 0).sum())
         marks = ", with fingerprints" if self.fingerprints is not None else ""
         where = "" if self.parallel is None else f", {self.parallel!r}"
-        return (
-            f"TokenLayout({len(self.rows)} rows, {tokens} of the {sum(self.lengths)} tokens of "
-            f"{len(self.lengths)} sequences{marks}{where})"
-        )
+        held = f"{tokens} of the {sum(self.lengths)} tokens of {len(self.lengths)} sequences"
+        return f"TokenLayout({len(self.rows)} rows, {held}{marks}{where})"
 
     @classmethod
     def padded(
@@ -119,8 +117,7 @@ class TokenLayout:
         fine = max(sizes, default=0) <= length <= _MOST_TOKENS and length >= 0
         _check(fine, "a sequence is longer than what the batch is padded to", f"<= {length}", sizes)
         one_of(side, ("right", "left"), "side", kind=MicroBatchError)
-        slots = _slots(sizes, [length] * len(sizes), left=side == "left")
-        grid = _joined(slots).view(len(sizes), length)
+        grid = _joined(_slots(sizes, [length] * len(sizes), side == "left")).view(len(sizes), length)
         here = _context_cut(grid, rank, context, "the padded length")
         return cls._of_places(here, order, sizes, fingerprints, parallel)
 
@@ -160,13 +157,9 @@ class TokenLayout:
         rooms = tuple(_rounded(size, multiple) for size in sizes)
         if padded_lengths is not None:
             rooms = _sizes(padded_lengths)
-            _check(
-                len(rooms) == len(sizes) and all(map(operator.ge, rooms, sizes)),
-                "padded_lengths don't add up with the lengths",
-                f"{len(sizes)} numbers, none below {sizes}",
-                rooms,
-                "cu_seqlens_padded of another micro-batch",
-            )
+            fine = len(rooms) == len(sizes) and all(map(operator.ge, rooms, sizes))
+            expected, cause = f"{len(sizes)} numbers, none below {sizes}", "those of another micro-batch"
+            _check(fine, "padded_lengths don't add up with the lengths", expected, rooms, cause)
         slots = _slots(sizes, rooms)
         if context == "zigzag":
             cut = [_context_cut(one, rank, context, f"sequence {number}") for number, one in enumerate(slots)]
@@ -227,8 +220,8 @@ class TokenLayout:
         slices = rank.slices_rows
         problem = "sequence parallelism slices sequence-major rows"
         _check(not batch_major or slices == 1, problem, "order='sequence'", "order='batch'")
-        why = "what this rank has of the sequence", f"sequence parallel {slices}"
-        here = _cut(places, slices, [rank.tp_rank], *why)
+        what, why = "what this rank has of the sequence", f"sequence parallel {slices}"
+        here = _cut(places, slices, [rank.tp_rank], what, why)
         rows = (here if batch_major or here.dim() == 1 else here.T).reshape(-1)
         alike = places.dim() == 1 or 1 in places.shape
         fed = places.reshape(-1) if rank.cp == 1 else None
@@ -247,12 +240,10 @@ class TokenLayout:
         A sequence may have one row fewer than tokens: the last token is never fed to the rollout engine,
         so it has no route. Padding has none either.
 
-        >>> layout = npu_replay.TokenLayout.padded([2, 1])
-        >>> a = npu_replay.RoutedExperts(ids=torch.tensor([[[0]], [[1]]]), layers=[0], num_experts=8)
-        >>> b = npu_replay.RoutedExperts(ids=torch.tensor([[[2]]]), layers=[0], num_experts=8)
-        >>> rows = layout.gather([a, b])
+        >>> routes = npu_replay.RoutedExperts(ids=torch.tensor([[[5]], [[6]]]), layers=[0], num_experts=8)
+        >>> rows = npu_replay.TokenLayout.padded([2], 3).gather([routes])
         >>> rows.ids.flatten().tolist(), rows.recorded.tolist()
-        ([0, 2, 1, 0], [True, True, True, False])
+        ([5, 6, 0], [True, True, False])
 
         Args:
             batch: one a sequence, in the order of the lengths; with on_bad_route="native" also None, or one
@@ -290,13 +281,18 @@ class TokenLayout:
     def rows_of(
         self, good: Mapping[int, RoutedExperts], *, layers: Sequence[int], topk: int, num_experts: int
     ) -> RoutedExperts:
-        """The routes of these sequences, by number, in the router's rows; all other rows have none."""
+        """The routes of these sequences, by number, in the router's rows; all other rows have none.
+
+        Args:
+            good: such as `bad_routes` finds nothing in.
+            layers, topk, num_experts: of the result.
+        """
         if not good:
             return RoutedExperts.unrecorded(len(self.rows), layers=layers, topk=topk, num_experts=num_experts)
         sizes = tuple(len(good[n]) if n in good else 0 for n in range(len(self.lengths)))
         rows = self.rows
         if sizes != self.lengths:
-            rows = torch.cat([*_slots(sizes, self.lengths), torch.tensor([-1])])[rows]  # -1 is the last
+            rows = torch.cat([*_slots(sizes, self.lengths), torch.tensor([-1])])[rows]  # padding: the last
         return RoutedExperts.concat([good[n] for n in sorted(good)], layers).take(rows)
 
     def bad_routes(
@@ -317,28 +313,24 @@ class TokenLayout:
 
         A token without a row here (another rank has it) is not recorded.
 
+        >>> layout = npu_replay.TokenLayout(rows=[1, 0], lengths=[2])
+        >>> rows = npu_replay.RoutedExperts(ids=torch.tensor([[[3]], [[5]]]), layers=[0], num_experts=8)
+        >>> layout.scatter(rows)[0].ids.flatten().tolist()
+        [5, 3]
+
         Raises:
             MicroBatchError: another number of rows than the layout has.
         """
-        return self.sequences(self.packed_rows(routes))
-
-    def packed_rows(self, routes: RoutedExperts) -> RoutedExperts:
-        """The routes in packed order, one row a token, from the router's rows."""
         row_of = self.row_of(routes)
-        return routes.take(row_of)
+        return self.sequences(routes.take(row_of))
 
     def row_of(self, routes: object, where: str = "") -> torch.Tensor:
         """int64 [tokens], the row of each packed token among these rows, or -1."""
         if not isinstance(routes, RoutedExperts):
             raise MicroBatchError("these are no routes", expected="RoutedExperts", got=shown(routes))
-        _check(
-            len(routes) == len(self.rows),
-            "the routes have another number of rows than the layout",
-            len(self.rows),
-            len(routes),
-            "a layout made for other lengths, another padding, or another rank",
-            where,
-        )
+        problem = "the routes have another number of rows than the layout"
+        cause = "a layout made for other lengths, another padding, or another rank"
+        _check(len(routes) == len(self.rows), problem, len(self.rows), len(routes), cause, where)
         row_of = torch.full((sum(self.lengths),), -1, dtype=torch.int64)
         filled = self.rows >= 0
         row_of[self.rows[filled]] = filled.nonzero()[:, 0]
@@ -433,23 +425,15 @@ def _checked_rows(given: Any, tokens: int) -> torch.Tensor:
     _check(rows.dim() == 1, "the rows of a layout are a flat list", "[rows]", list(rows.shape))
     rows = rows.to(torch.int64, copy=True)
     least, most = (int(rows.min()), int(rows.max())) if len(rows) else (-1, -1)
-    _check(
-        least >= -1 and most < tokens,
-        "the layout has a row for a token that isn't there",
-        f"-1 to {tokens - 1}: the lengths add up to {tokens} tokens",
-        f"{least} to {most}",
-        "lengths of another micro-batch",
-    )
+    expected = f"-1 to {tokens - 1}: the lengths add up to {tokens} tokens"
+    problem, cause = "the layout has a row for a token that isn't there", "lengths of another micro-batch"
+    _check(least >= -1 and most < tokens, problem, expected, f"{least} to {most}", cause)
     counts = torch.bincount(rows[rows >= 0], minlength=1)
-    token = int(counts.argmax())
-    _check(
-        int(counts[token]) <= 1,
-        "the layout overlaps itself: a token sits in two rows",
-        "each token in one row at most",
-        int(counts[token]),
-        "padding that repeats a token, or slices of two ranks in one layout",
-        f"token {token}, rows {(rows == token).nonzero()[:, 0].tolist()}",
-    )
+    most, token = int(counts.max()), int(counts.argmax())
+    where = f"token {token}, rows {(rows == token).nonzero()[:, 0].tolist()}"
+    problem = "the layout overlaps itself: a token sits in two rows"
+    cause = "padding that repeats a token, or slices of two ranks in one layout"
+    _check(most <= 1, problem, "each token in one row at most", most, cause, where)
     return rows
 
 
