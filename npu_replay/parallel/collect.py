@@ -217,8 +217,7 @@ class _Plan:
         most = 0
         for number in range(len(blocks)):
             senders = _senders(number, [offer.parts[number] for offer in offers])
-            parts = list(senders.values())
-            self._unions.append(Union(number, parts) if parts and receives else None)
+            self._unions.append(Union(number, [*senders.values()]) if senders and receives else None)
             for rank, part in senders.items():
                 step = max(1, PIECE // part.row_bytes)
                 spans = [(first, min(first + step, part.rows)) for first in range(0, part.rows, step)]
@@ -263,14 +262,14 @@ class _Plan:
 
 def _check_offers(offers: list[_Offer]) -> None:
     """The ranks have to want the same, of the same sequences."""
-    first = offers[0]
-    if any(offer.everywhere != first.everywhere for offer in offers):
+    if len({offer.everywhere for offer in offers}) > 1:
         raise ReplayError(
             "the ranks disagree about who gets the result",
             expected="the same `everywhere` on all ranks",
             got=[offer.everywhere for offer in offers],
             cause="everywhere=rank == 0: the first rank of the groups gets it anyway",
         )
+    first = offers[0]
     for rank, offer in enumerate(offers):
         if offer.batches != first.batches:
             raise MicroBatchError(
@@ -284,12 +283,12 @@ def _check_offers(offers: list[_Offer]) -> None:
 
 def _senders(number: int, parts: list[Part | None]) -> dict[int, Part]:
     """The ranks that send: one for each place, though tensor-parallel ranks may have the same rows."""
-    first: dict[object, int] = {}
+    first: dict[object, tuple[int, Part]] = {}
     for rank, part in enumerate(parts):
         if part is None:
             continue
-        twin = first.setdefault((part.tokens, part.layers), rank)
-        if parts[twin] != part:
+        twin, theirs = first.setdefault((part.tokens, part.layers), (rank, part))
+        if theirs != part:
             raise MicroBatchError(
                 "two ranks recorded the same tokens and layers differently",
                 where=micro_batch(number),
@@ -298,7 +297,7 @@ def _senders(number: int, parts: list[Part | None]) -> dict[int, Part]:
                 cause="sequence parallelism that the layouts don't know of, or ranks whose weights or inputs "
                 "have drifted apart",
             )
-    return {rank: part for rank, part in enumerate(parts) if part is not None and rank in first.values()}
+    return dict(first.values())
 
 
 def _sequences(

@@ -77,16 +77,15 @@ class Union:
     """
 
     def __init__(self, number: int, parts: list[Part]) -> None:
-        kinds = [f"top-{part.topk} of {part.num_experts} experts" for part in parts]
-        for kind in kinds:
-            if kind != kinds[0]:
-                raise MicroBatchError(
-                    "the ranks recorded routers of another shape",
-                    where=micro_batch(number),
-                    expected=kinds[0],
-                    got=kind,
-                    cause="different models or configs on the ranks",
-                )
+        kinds = {f"top-{part.topk} of {part.num_experts} experts" for part in parts}
+        if len(kinds) > 1:
+            raise MicroBatchError(
+                "the ranks recorded routers of another shape",
+                where=micro_batch(number),
+                expected="one top-k and number of experts",
+                got=" and ".join(sorted(kinds)),
+                cause="different models or configs on the ranks",
+            )
         self._number, self._parts = number, parts
         all_tokens = [np.frombuffer(zlib.decompress(part.tokens), np.uint8) for part in parts]
         self._held = torch.from_numpy(np.any(all_tokens, axis=0))

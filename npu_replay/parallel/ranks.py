@@ -253,7 +253,7 @@ def _news(error: Exception | None) -> str | None:
         text = str(error) if isinstance(error, ReplayError) else f"{type(error).__name__}: {error}"
     except Exception as twice:  # noqa: BLE001  somebody's __str__; the ranks have to hear of it all the same
         text = f"{type(error).__name__}, whose text can't be had ({type(twice).__name__})"
-    text = text.removeprefix("[npu_replay] ")
+    text = text.removeprefix("[npu_replay] ").encode(errors="replace").decode()  # stores take UTF-8 alone
     stopped = f"rank {dist.get_rank()} stopped, and so does this one: "
     return text if isinstance(error, RankError) else stopped + text
 

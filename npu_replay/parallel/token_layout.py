@@ -158,7 +158,8 @@ class TokenLayout:
         if padded_lengths is not None:
             rooms = _sizes(padded_lengths)
             fine = len(rooms) == len(sizes) and all(map(operator.ge, rooms, sizes))
-            expected, cause = f"{len(sizes)} numbers, none below {sizes}", "those of another micro-batch"
+            expected = f"{len(sizes)} numbers, none below {sizes}"
+            cause = "cu_seqlens_padded of another micro-batch"
             _check(fine, "padded_lengths don't add up with the lengths", expected, rooms, cause)
         slots = _slots(sizes, rooms)
         if context == "zigzag":
