@@ -55,6 +55,27 @@ def test_a_store_that_has_gone_is_said_to_be_gone(results: dict[str, list[str]])
         assert "rank 0 or its launcher" in told
 
 
+def test_whatever_an_error_says_the_others_can_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for it: a text that can't be had or can't be sent is no reason to leave them there."""
+    import torch.distributed as dist
+
+    from npu_replay.parallel import ranks
+
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    for error, words in (
+        (ValueError("half \udcff"), "ValueError: half ?"),
+        (Mute(), "can't be had (ValueError)"),
+    ):
+        news = ranks._news(error)
+        assert news is not None
+        assert news.startswith("rank 1 stopped, and so does this one: ")
+        assert words in news.encode().decode()
+
+
 def test_they_go_on_together_afterwards(results: dict[str, list[str]]) -> None:
     assert results["again"] == ["{'ranks': 3}"] * PROCESSES
 
