@@ -132,6 +132,7 @@ def _process_groups(groups: Groups) -> list[Any]:
 
 
 def _list_of(kind: type[_T], given: Any, what: str) -> list[_T]:
+    """`given` as a list, if it holds these alone."""
     found = [given] if isinstance(given, kind) else list(given)
     wrong = [type(one).__name__ for one in found if not isinstance(one, kind)]
     if wrong or isinstance(given, kind):
