@@ -138,7 +138,6 @@ STILL_LONG = {
     "npu_replay.compat.verl.functions",
     "npu_replay.compat.vllm.decode",
     "npu_replay.compat.vllm.launch",
-    "npu_replay.parallel.token_layout",
     "npu_replay.sessions.session",
     "npu_replay.smoke.model",
 }

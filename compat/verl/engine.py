@@ -227,7 +227,7 @@ class Pass:
 
     def _read_ceiling(self) -> ReplayError | None:
         try:
-            ceiling = share(os.environ.get(_CEILING, "").strip() or 0.01, _CEILING, "samples")
+            ceiling = share(os.environ.get(_CEILING, "").strip() or bad_samples.CEILING, _CEILING, "samples")
         except ReplayError as error:
             return error
         self._ceiling = round(ceiling * 1e6)

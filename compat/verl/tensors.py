@@ -221,9 +221,8 @@ def laid_out(
     good: Mapping[int, Any], layout: TokenLayout, labels: Sequence[int], config: Any
 ) -> RoutedExperts:
     """The routes of these sequences in this rank's rows; those of all others take the routers' own choice."""
-    if not good:
-        return blank(len(layout.rows), labels, config)
-    return RoutedExperts.concat(list(good.values()), labels).take(layout._rows_in(dict(good)))
+    topk, num_experts = int(config.moe_router_topk), int(config.num_moe_experts)
+    return layout.rows_of(good, layers=labels, topk=topk, num_experts=num_experts)
 
 
 def unwanted(mask: torch.Tensor | None) -> set[int]:

@@ -10,6 +10,9 @@ from typing import Any
 from npu_replay.errors import MicroBatchError, ReplayError, listed, whole_number
 from npu_replay.routes.routed_experts import RoutedExperts
 
+CEILING = 0.01
+"""The share of bad samples that is tolerated where the user says no other."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -36,18 +39,15 @@ def find(
         )
     if layers is not None:
         layers = [whole_number(layer, "a layer") for layer in listed(layers, "the layers")]
-    real = [routes for routes in batch if isinstance(routes, RoutedExperts)]
-    kinds = Counter(_kind(routes, layers) for routes in real)
+    kinds = Counter(_kind(one, layers) for one in batch if isinstance(one, RoutedExperts))
     usual = kinds.most_common(1)[0][0] if kinds else None
-    wanted = () if layers is None else tuple(layers)
-    lacking = {of: [one for one in wanted if one not in of] for of in {routes.layers for routes in real}}
-    found = {}
-    for number, (routes, size) in enumerate(zip(batch, lengths, strict=True)):
-        error = _problem(number, routes, size, None if fingerprints is None else fingerprints[number])
-        if error is None:
-            error = _misfit(f"sequence {number}", routes, layers, lacking[routes.layers], usual)
-        if error is not None:
-            found[number] = error
+    marks = (None,) * len(lengths) if fingerprints is None else fingerprints
+    found: dict[int, ReplayError] = {}
+    for number, (routes, size, mark) in enumerate(zip(batch, lengths, marks, strict=True)):
+        if (wrong := _problem(routes, size, mark, layers, usual)) is not None:
+            problem, expected, got, cause = wrong
+            where = f"sequence {number}"
+            found[number] = MicroBatchError(problem, where=where, expected=expected, got=got, cause=cause)
     return found
 
 
@@ -69,91 +69,66 @@ def above_ceiling(
     )
 
 
-def check_ceiling(bad: dict[int, ReplayError], sequences: int, ceiling: float) -> None:
-    """Raise the first error if none is tolerated, or one about all of them if there are too many."""
-    error = next(iter(bad.values()))
+def tolerate(bad: dict[int, ReplayError], samples: int, ceiling: float) -> None:
+    """Log how many go without their routes, and why the first does.
+
+    Raises:
+        ReplayError: the first, if none is tolerated; or one about all of them, if they are too many.
+    """
+    number, first = next(iter(bad.items()))
     if ceiling == 0:
-        raise error
-    problem = above_ceiling(len(bad), sequences, ceiling, first=error)
-    if problem is not None:
-        raise problem from error
-
-
-def warn(bad: dict[int, ReplayError], sequences: int) -> None:
-    """Say how many go without their routes, and why the first does."""
-    number, error = next(iter(bad.items()))
+        raise first
+    if (too_many := above_ceiling(len(bad), samples, ceiling, first=first)) is not None:
+        raise too_many from first
     _log.warning(
         "[npu_replay] %d of %d sequences go without their routes, which can't be used; sequence %d: %s",
-        len(bad),
-        sequences,
-        number,
-        error.problem,
+        *(len(bad), samples, number, first.problem),
     )
 
 
-def _problem(number: int, routes: object, size: int, mark: int | None) -> ReplayError | None:
-    """Why these aren't the routes of that sequence; None if they are."""
-    where = f"sequence {number}"
+def _problem(
+    routes: object, size: int, mark: int | None, layers: Sequence[int] | None, usual: object
+) -> tuple[str, object, object, str] | None:
+    """What is wrong with the routes of a sequence, what was expected, what came, and the usual cause."""
     if not isinstance(routes, RoutedExperts):
-        return MicroBatchError(
-            "this isn't RoutedExperts",
-            where=where,
-            expected="RoutedExperts",
-            got=type(routes).__name__,
-            cause="a sample that was aborted, or whose routes were dropped on the way"
-            if routes is None
-            else "",
-        )
+        cause = "a sample that was aborted, or whose routes were dropped on the way" if routes is None else ""
+        return "this isn't RoutedExperts", "RoutedExperts", type(routes).__name__, cause
     if len(routes) not in (size, size - 1):
-        return MicroBatchError(
+        return (
             "the routes have another number of tokens than the sequence",
-            where=where,
-            expected=f"{size} (or {size - 1}: the last token has no route)",
-            got=len(routes),
-            cause="a response that was cut after the rollout, or routes of another sequence",
+            f"{size} (or {size - 1}: the last token has no route)",
+            len(routes),
+            "a response that was cut after the rollout, or routes of another sequence",
         )
-    if None not in (mark, routes.fingerprint) and mark != routes.fingerprint:
-        return MicroBatchError(
+    if mark is not None and routes.fingerprint is not None and mark != routes.fingerprint:
+        return (
             "the routes belong to other tokens",
-            where=where,
-            expected=f"fingerprint {mark:#018x}",
-            got=f"{routes.fingerprint:#018x}",
-            cause="retokenised text, a shuffled batch, or parts merged in another order",
+            f"fingerprint {mark:#018x}",
+            f"{routes.fingerprint:#018x}",
+            "retokenised text, a shuffled batch, or parts merged in another order",
         )
     if size > 1 and not bool(routes.recorded.any()):
-        return MicroBatchError(
+        return (
             "no row of these routes is recorded",
-            where=where,
-            expected="a route for most tokens",
-            got=f"none for {len(routes)} tokens",
-            cause="a sample that was aborted, or an engine that captured nothing",
+            "a route for most tokens",
+            f"none for {len(routes)} tokens",
+            "a sample that was aborted, or an engine that captured nothing",
+        )
+    if lacking := set(layers or ()).difference(routes.layers):
+        return (
+            f"nobody recorded decoder layer {min(lacking)}",
+            f"layers {layers}",
+            list(routes.layers),
+            "routes of another pipeline stage, or columns that count the MoE layers only, without dense ones",
+        )
+    if (kind := _kind(routes, layers)) != usual:
+        return (
+            "these routes differ from the others in the batch",
+            f"({'' if layers is not None else 'layers, '}top-k, experts) {usual}",
+            kind,
+            "routes of different models, or of engines that report other columns",
         )
     return None
-
-
-def _misfit(
-    where: str, routes: RoutedExperts, layers: Sequence[int] | None, lacking: list[int], usual: object
-) -> ReplayError | None:
-    """Why these routes can't go into one array with the others of the batch; None if they can."""
-    if lacking:
-        return MicroBatchError(
-            f"nobody recorded decoder layer {lacking[0]}",
-            where=where,
-            expected=f"layers {list(layers or ())}",
-            got=list(routes.layers),
-            cause="routes of another pipeline stage, or counted over the MoE layers only where the model "
-            "has dense layers too",
-        )
-    kind = _kind(routes, layers)
-    if kind == usual:
-        return None
-    return MicroBatchError(
-        "these routes differ from the others in the batch",
-        where=where,
-        expected=f"({'' if layers is not None else 'layers, '}top-k, experts) {usual}",
-        got=kind,
-        cause="routes of different models, or of engines that report other columns",
-    )
 
 
 def _kind(routes: RoutedExperts, layers: Sequence[int] | None) -> tuple[object, ...]:

@@ -8,9 +8,9 @@ bytes, since back ends lack narrow integers, in pieces that go straight into the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from npu_replay.errors import MicroBatchError, ReplayError, micro_batch
 from npu_replay.parallel.merge import Block, Part, Union
 from npu_replay.parallel.parallel_layout import ParallelLayout
-from npu_replay.parallel.ranks import Circle, StoppedByRank
+from npu_replay.parallel.ranks import Circle, Outcome
 from npu_replay.parallel.token_layout import TokenLayout
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions.record import Recording
@@ -26,10 +26,10 @@ from npu_replay.sessions.record import Recording
 PIECE = 1 << 24
 """Bytes that are sent at once: beside the result a rank needs no more than this."""
 
+_T = TypeVar("_T")
 Groups: TypeAlias = "ParallelLayout | dist.ProcessGroup | Sequence[dist.ProcessGroup]"
 
-
-_PURPOSE = "a rank of the group didn't come to collect(), or is gone"
+_PROBLEM = "a rank of the group didn't come to collect(), or is gone"
 _CAUSE = (
     "an exception before collect() on that rank or on one that it waits for in turn (see its log), or ranks "
     "that are further apart in time than `patience`"
@@ -50,7 +50,14 @@ def collect(
             forward_backward_func(..., forward_only=True)
         sequences = npu_replay.collect(recording, layouts, ParallelLayout.from_megatron(chunks))
 
-    Every rank of the groups has to call it, one without any MoE layer too.
+    Every rank of the groups has to call it, one without any MoE layer too. A rank alone undoes its layout:
+
+    >>> layout = npu_replay.TokenLayout.padded([2, 1])
+    >>> ids = torch.tensor([0, 2, 1, 7]).view(4, 1, 1)
+    >>> rows = npu_replay.RoutedExperts(ids=ids, layers=[0], num_experts=8)
+    >>> found = npu_replay.collect([rows], [layout], npu_replay.ParallelLayout())
+    >>> [one.ids.flatten().tolist() for one in found]
+    [[0, 1], [2]]
 
     Args:
         routes: this rank's recording, or its `routes`: one RoutedExperts a micro-batch.
@@ -70,49 +77,42 @@ def collect(
         ReplayError: on every rank, if any rank's arguments don't fit, a token was recorded by no rank, or
             by two in different ways; or if a rank didn't come.
     """
-    listed = _listed(groups)
     # One who has waited in vain in a group comes late to the next, where it says so: the others give it time.
-    over = [Circle(group, patience * (number + 1), _PURPOSE, _CAUSE) for number, group in enumerate(listed)]
-    error: Exception | None = None
-    blocks: list[Block | None] = []
-    merged: list[RoutedExperts] = []
-    try:
-        layouts = _checked_layouts(layouts, groups)
-        blocks = [_block(*one) for one in _numbered(routes, layouts)]
-    except Exception as problem:  # noqa: BLE001  whatever it is, the other ranks wait for us
-        error = problem
-    for circle in over:
-        blocks, error = _exchanged(circle, blocks, error, layouts, everywhere=everywhere)
-    first = all(circle.me == 0 for circle in over)
-    if error is None and (everywhere or first):
-        try:
-            merged = list(_sequences(blocks, layouts, groups))
-        except Exception as problem:  # noqa: BLE001  as above
-            error = problem
-    for circle in over:
-        circle.patience += patience * len(over)
-        error, _ = _agreed(circle, error)
-    if error is not None:
-        raise error
-    return merged if everywhere or first else None
+    circles = [
+        Circle(group, patience * number, _PROBLEM, _CAUSE)
+        for number, group in enumerate(_process_groups(groups), start=1)
+    ]
+    outcome = Outcome()
+    layouts = outcome.attempt(_checked_layouts, layouts, groups) or []
+    blocks = outcome.attempt(_blocks, routes, layouts) or []
+    for circle in circles:
+        blocks = _exchanged(circle, outcome, blocks, layouts, everywhere=everywhere)
+    merged = None
+    if everywhere or all(circle.me == 0 for circle in circles):
+        merged = outcome.attempt(_sequences, blocks, layouts, groups)
+    for circle in circles:
+        circle.patience += patience * len(circles)
+        outcome.agree(circle)
+    if outcome.error is not None:
+        raise outcome.error
+    return merged
 
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank says before it sends anything.
-
-    Attributes:
-        everywhere: as it was asked.
-        batches: the lengths and fingerprints of each micro-batch.
-        parts: what it has of each; None without MoE layers.
-    """
+    """What a rank says before it sends anything."""
 
     everywhere: bool
-    batches: list[object]
-    parts: list[Part | None]
+    batches: list[object]  # the lengths and fingerprints of each micro-batch
+    parts: list[Part | None]  # what it has of each; None without MoE layers
+
+    @classmethod
+    def of(cls, everywhere: bool, blocks: list[Block | None], layouts: Sequence[TokenLayout]) -> _Offer:
+        batches: list[object] = [(layout.lengths, layout.fingerprints) for layout in layouts]
+        return cls(everywhere, batches, [None if block is None else block.part() for block in blocks])
 
 
-def _listed(groups: Groups) -> list[Any]:
+def _process_groups(groups: Groups) -> list[Any]:
     """The process groups that this rank isn't alone in."""
     if isinstance(groups, ParallelLayout):
         if not groups.groups and groups.tp * groups.cp * groups.pp > 1:
@@ -122,145 +122,84 @@ def _listed(groups: Groups) -> list[Any]:
                 got=f"tp={groups.tp}, cp={groups.cp}, pp={groups.pp} given by hand",
             )
         groups = groups.groups
-    listed: list[Any] = list(groups) if isinstance(groups, Iterable) else [groups]
-    for group in listed:
+    found: list[Any] = list(groups) if isinstance(groups, Iterable) else [groups]
+    for group in found:
         if not isinstance(group, dist.ProcessGroup):
             raise ReplayError("this isn't a process group", expected="torch's ProcessGroup", got=type(group))
         if dist.get_rank(group) < 0:
             raise ReplayError("this rank isn't in the group", expected="a group of this rank", got=group)
-    return [group for group in listed if dist.get_world_size(group) > 1]
+    return [group for group in found if dist.get_world_size(group) > 1]
+
+
+def _list_of(kind: type[_T], given: Any, what: str) -> list[_T]:
+    """`given` as a list, if it holds these alone."""
+    found = [given] if isinstance(given, kind) else list(given)
+    wrong = [type(one).__name__ for one in found if not isinstance(one, kind)]
+    if wrong or isinstance(given, kind):
+        raise MicroBatchError(
+            f"{what} are given as a list",
+            expected=f"one {kind.__name__} a micro-batch",
+            got=wrong or f"a single {kind.__name__}",
+        )
+    return found
 
 
 def _checked_layouts(layouts: Any, groups: Groups) -> list[TokenLayout]:
     """The layouts, if they were made for this rank."""
-    if isinstance(layouts, TokenLayout):
-        raise MicroBatchError(
-            "layouts are given as a list",
-            expected="one TokenLayout a micro-batch",
-            got="a single TokenLayout",
-        )
-    listed = list(layouts)
-    for number, layout in enumerate(listed):
-        made_for = layout.parallel if isinstance(layout, TokenLayout) else None
+    found = _list_of(TokenLayout, layouts, "layouts")
+    for number, layout in enumerate(found):
+        made_for = layout.parallel
         if isinstance(groups, ParallelLayout) and made_for is not None and made_for.cut != groups.cut:
+            here, there = (
+                f"cp {one.cp}, rank {one.cp_rank}; rows in {one.slices_rows} slices, tp rank {one.tp_rank}"
+                for one in (groups, made_for)
+            )
             raise MicroBatchError(
                 "the layout was made for another rank",
                 where=micro_batch(number),
-                expected=f"cp {groups.cp}, rank {groups.cp_rank}; rows in {groups.slices_rows} slices, "
-                f"tp rank {groups.tp_rank}",
-                got=f"cp {made_for.cp}, rank {made_for.cp_rank}; rows in {made_for.slices_rows} slices, "
-                f"tp rank {made_for.tp_rank}",
+                expected=here,
+                got=there,
                 cause="the layouts of another rank, or a ParallelLayout that was changed in between",
             )
-    return listed
+    return found
 
 
-def _numbered(routes: Any, layouts: Sequence[TokenLayout]) -> list[tuple[int, RoutedExperts, TokenLayout]]:
-    if isinstance(routes, RoutedExperts):
-        raise MicroBatchError(
-            "routes are given as a list",
-            expected="one RoutedExperts a micro-batch",
-            got="a single one",
-        )
-    listed = list(routes.routes if isinstance(routes, Recording) else routes)
-    if len(listed) != len(layouts):
+def _blocks(routes: Any, layouts: list[TokenLayout]) -> list[Block | None]:
+    """What this rank recorded of each micro-batch, without its padding; None without MoE layers."""
+    recorded = _list_of(RoutedExperts, routes.routes if isinstance(routes, Recording) else routes, "routes")
+    if len(recorded) != len(layouts):
         raise MicroBatchError(
             "another number of layouts than micro-batches were recorded",
-            expected=f"{len(listed)}, one TokenLayout a micro-batch",
+            expected=f"{len(recorded)}, one TokenLayout a micro-batch",
             got=len(layouts),
             cause="forwards that belong to no micro-batch inside the record block",
         )
-    return [(number, one, layout) for number, (one, layout) in enumerate(zip(listed, layouts, strict=True))]
-
-
-def _block(number: int, routes: object, layout: object) -> Block | None:
-    """What this rank recorded of a micro-batch, without its padding; None without MoE layers."""
-    if not isinstance(routes, RoutedExperts) or not isinstance(layout, TokenLayout):
-        raise MicroBatchError(
-            "collect takes one RoutedExperts and one TokenLayout a micro-batch",
-            where=micro_batch(number),
-            expected="RoutedExperts and TokenLayout",
-            got=f"{type(routes).__name__} and {type(layout).__name__}",
-        )
-    if not routes.layers:
-        return None
-    if len(routes) != len(layout.rows):
-        raise MicroBatchError(
-            "the recorded routes have another number of rows than the layout",
-            where=micro_batch(number),
-            expected=f"{len(layout.rows)} rows",
-            got=len(routes),
-            cause="a layout made for other lengths, another padding, or another rank",
-        )
-    filled = (layout.rows >= 0).nonzero()[:, 0]
-    tokens, order = layout.rows[filled].sort()
-    held = torch.zeros(sum(layout.lengths), dtype=torch.bool)
-    held[tokens] = True
-    return Block(held, routes.take(filled[order]))
-
-
-def _agreed(
-    circle: Circle, error: Exception | None, say: object = None
-) -> tuple[Exception | None, list[Any]]:
-    """What the ranks of the group say; the error is the own one, or says which rank has one."""
-    try:
-        told = circle.tell(error, say)
-    except Exception as lost:  # noqa: BLE001  it goes on to the other groups
-        return error or lost, []
-    problems = [problem for problem, _ in told if problem is not None]
-    if error is None and problems:
-        error = StoppedByRank(*problems[0])
-    return error, [said for _, said in told]
+    blocks: list[Block | None] = []
+    for number, (one, layout) in enumerate(zip(recorded, layouts, strict=True)):
+        if not one.layers:
+            blocks.append(None)
+            continue
+        row_of = layout.row_of(one, micro_batch(number))
+        held = row_of >= 0
+        blocks.append(Block(held, one.take(row_of[held])))
+    return blocks
 
 
 def _exchanged(
     circle: Circle,
+    outcome: Outcome,
     blocks: list[Block | None],
-    error: Exception | None,
     layouts: Sequence[TokenLayout],
     *,
     everywhere: bool,
-) -> tuple[list[Block | None], Exception | None]:
+) -> list[Block | None]:
     """Each micro-batch with what all ranks of the group have of it; None on a rank that isn't to get it."""
-    offer = plan = None
-    try:
-        if error is None:
-            offer = _Offer(
-                everywhere,
-                [(layout.lengths, layout.fingerprints) for layout in layouts],
-                [None if block is None else block.part() for block in blocks],
-            )
-    except Exception as problem:  # noqa: BLE001  the other ranks wait for us
-        error = problem
-    error, offers = _agreed(circle, error, offer)
-    if error is not None:
-        return blocks, error
-    try:
-        plan = _Plan(circle, blocks, offers, layouts)
-    except Exception as problem:  # noqa: BLE001  as above
-        error = problem
-    error, _ = _agreed(circle, error)  # nobody sends before all have the memory for it
-    if error is not None or plan is None:
-        return blocks, error
-    try:
-        return plan.carried_out(), None
-    except Exception as problem:  # noqa: BLE001  the other ranks have to hear of it
-        return blocks, problem
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Some rows of what one rank of the group sends of one micro-batch."""
-
-    number: int
-    rank: int
-    part: Part
-    first: int
-    end: int
-
-    @property
-    def bytes(self) -> int:
-        return (self.end - self.first) * self.part.row_bytes
+    offers = outcome.agree(circle, outcome.attempt(_Offer.of, everywhere, blocks, layouts))
+    if outcome.error is not None:
+        return []
+    plan = outcome.attempt(_Plan, circle, blocks, offers)
+    outcome.agree(circle)  # nobody sends before all have the memory for it
+    return [] if plan is None else outcome.attempt(plan.carried_out) or []
 
 
 class _Plan:
@@ -270,25 +209,22 @@ class _Plan:
         ReplayError: what the ranks have doesn't go together.
     """
 
-    def __init__(
-        self,
-        circle: Circle,
-        blocks: list[Block | None],
-        offers: list[_Offer],
-        layouts: Sequence[TokenLayout],
-    ) -> None:
-        _check_alike_asked([offer.everywhere for offer in offers])
-        _check_same_batches([offer.batches for offer in offers])
-        self._circle, self._blocks = circle, blocks
-        self._everywhere = offers[0].everywhere
-        self._tokens = [sum(layout.lengths) for layout in layouts]
-        self._senders = [
-            _senders(number, [offer.parts[number] for offer in offers]) for number in range(len(layouts))
-        ]
-        self._unions = [self._union(number) for number in range(len(layouts))]
-        self._buffer = torch.empty(
-            max((piece.bytes for piece in self._pieces()), default=0), dtype=torch.uint8
-        )
+    def __init__(self, circle: Circle, blocks: list[Block | None], offers: list[_Offer]) -> None:
+        _check_offers(offers)
+        self._circle, self._blocks, self._everywhere = circle, blocks, offers[0].everywhere
+        receives = self._everywhere or circle.me == 0
+        self._unions: list[Union | None] = []
+        self._pieces: list[tuple[int, int, Part, int, int]] = []  # micro-batch, rank, part, first row, end
+        most = 0
+        for number in range(len(blocks)):
+            senders = _senders(number, [offer.parts[number] for offer in offers])
+            self._unions.append(Union(number, [*senders.values()]) if senders and receives else None)
+            for rank, part in senders.items():
+                step = max(1, PIECE // part.row_bytes)
+                spans = [(first, min(first + step, part.rows)) for first in range(0, part.rows, step)]
+                self._pieces += [(number, rank, part, *span) for span in spans]
+                most = max(most, min(step, part.rows) * part.row_bytes)
+        self._buffer = torch.empty(most, dtype=torch.uint8)
         self._there = self._buffer.to(circle.device)
 
     def carried_out(self) -> list[Block | None]:
@@ -297,89 +233,62 @@ class _Plan:
         Raises:
             ReplayError: two ranks' routes don't go together, or ranks are gone.
         """
-        problem: Exception | None = None
-        for piece in self._pieces():
-            data, union = self._moved(piece), self._unions[piece.number]
-            if union is not None and problem is None:
-                try:
-                    union.put(piece.part, piece.first, data)
-                except Exception as wrong:  # noqa: BLE001  the others go on sending, and hear of it afterwards
-                    problem = wrong
-        if problem is not None:
-            raise problem
-        return [
-            (self._blocks[number] if self._alone(number) else None) if union is None else union.block()
-            for number, union in enumerate(self._unions)
-        ]
+        outcome = Outcome()  # the others go on sending, and hear of it afterwards
+        for number, rank, part, first, end in self._pieces:
+            data = self._moved(self._blocks[number], rank, first, end, (end - first) * part.row_bytes)
+            if (union := self._unions[number]) is not None:
+                outcome.attempt(union.put, part, first, data)
+        if outcome.error is not None:
+            raise outcome.error
+        return [None if union is None else union.block() for union in self._unions]
 
-    def _receives(self) -> bool:
-        return self._everywhere or self._circle.me == 0
-
-    def _alone(self, number: int) -> bool:
-        """Is what this rank has of the micro-batch all that there is, and to stay here?"""
-        return self._receives() and [rank for rank, _ in self._senders[number]] == [self._circle.me]
-
-    def _union(self, number: int) -> Union | None:
-        parts = [part for _, part in self._senders[number]]
-        if not parts or not self._receives() or self._alone(number):
-            return None
-        return Union(number, self._tokens[number], parts)
-
-    def _pieces(self) -> Iterator[_Piece]:
-        for number, senders in enumerate(self._senders):
-            for rank, part in senders:
-                step = max(1, PIECE // part.row_bytes)
-                for first in range(0, part.rows, step):
-                    yield _Piece(number, rank, part, first, min(first + step, part.rows))
-
-    def _moved(self, piece: _Piece) -> torch.Tensor:
-        """The piece's ids as bytes, on each rank that is to get them."""
-        circle, block = self._circle, self._blocks[piece.number]
-        mine, sent = self._buffer[: piece.bytes], self._there[: piece.bytes]
-        if piece.rank == circle.me and block is not None:
-            mine = block.rows(piece.first, piece.end)
+    def _moved(self, block: Block | None, rank: int, first: int, end: int, size: int) -> torch.Tensor:
+        """Some rows of a rank's block as bytes, on each rank that is to get them."""
+        circle = self._circle
+        mine, sent = self._buffer[:size], self._there[:size]
+        if rank == circle.me and block is not None:
+            mine = block.rows(first, end)
             sent = mine if circle.device.type == "cpu" else sent.copy_(mine)
         if self._everywhere:
-            source = circle.ranks[piece.rank]
+            source = circle.ranks[rank]
             circle.run(lambda: dist.broadcast(sent, source, circle.group, async_op=True))
-        elif piece.rank != 0 and circle.me == piece.rank:
+        elif rank != 0 and circle.me == rank:
             circle.run(lambda: dist.isend(sent, circle.ranks[0], circle.group))
-        elif piece.rank != 0 and circle.me == 0:
-            circle.run(lambda: dist.irecv(sent, circle.ranks[piece.rank], circle.group))
-        if sent.device != mine.device and piece.rank != circle.me:
+        elif rank != 0 and circle.me == 0:
+            circle.run(lambda: dist.irecv(sent, circle.ranks[rank], circle.group))
+        if sent.device != mine.device and rank != circle.me:
             mine.copy_(sent)
         return mine
 
 
-def _check_alike_asked(asked: list[bool]) -> None:
-    if len(set(asked)) > 1:
+def _check_offers(offers: list[_Offer]) -> None:
+    """The ranks have to want the same, of the same sequences."""
+    if len({offer.everywhere for offer in offers}) > 1:
         raise ReplayError(
             "the ranks disagree about who gets the result",
             expected="the same `everywhere` on all ranks",
-            got=asked,
+            got=[offer.everywhere for offer in offers],
             cause="everywhere=rank == 0: the first rank of the groups gets it anyway",
         )
-
-
-def _check_same_batches(batches: list[list[object]]) -> None:
-    for rank, theirs in enumerate(batches):
-        if theirs != batches[0]:
+    first = offers[0]
+    for rank, offer in enumerate(offers):
+        if offer.batches != first.batches:
             raise MicroBatchError(
                 "the ranks have layouts of other sequences",
                 where=f"rank {rank} of the group",
-                expected=f"the lengths and fingerprints of rank 0, {len(batches[0])} micro-batches",
-                got=f"others, {len(theirs)} micro-batches",
+                expected=f"the lengths and fingerprints of rank 0, {len(first.batches)} micro-batches",
+                got=f"others, {len(offer.batches)} micro-batches",
                 cause="ranks of different data-parallel replicas in one group, or batches cut differently",
             )
 
 
-def _senders(number: int, parts: list[Part | None]) -> list[tuple[int, Part]]:
+def _senders(number: int, parts: list[Part | None]) -> dict[int, Part]:
     """The ranks that send: one for each place, though tensor-parallel ranks may have the same rows."""
     first: dict[object, tuple[int, Part]] = {}
     for rank, part in enumerate(parts):
         if part is None:
             continue
-        twin, theirs = first.setdefault(part.place, (rank, part))
+        twin, theirs = first.setdefault((part.tokens, part.layers), (rank, part))
         if theirs != part:
             raise MicroBatchError(
                 "two ranks recorded the same tokens and layers differently",
@@ -389,13 +298,14 @@ def _senders(number: int, parts: list[Part | None]) -> list[tuple[int, Part]]:
                 cause="sequence parallelism that the layouts don't know of, or ranks whose weights or inputs "
                 "have drifted apart",
             )
-    return list(first.values())
+    return dict(first.values())
 
 
 def _sequences(
     blocks: list[Block | None], layouts: Sequence[TokenLayout], groups: Groups
-) -> Iterator[RoutedExperts]:
+) -> list[RoutedExperts]:
     decoder = groups.decoder if isinstance(groups, ParallelLayout) else None
+    found = []
     for number, (block, layout) in enumerate(zip(blocks, layouts, strict=True)):
         if block is None:
             raise MicroBatchError(
@@ -422,4 +332,5 @@ def _sequences(
                 got=list(block.routes.layers),
                 cause="groups that leave out pipeline stages, or routers that were not in the record block",
             )
-        yield from layout.sequences(block.routes)
+        found += layout.sequences(block.routes)
+    return found

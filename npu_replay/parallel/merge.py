@@ -27,10 +27,10 @@ class Block:
 
     def part(self) -> Part:
         """All that is to be known of it beside its ids."""
-        routes = self.routes
+        routes, tokens = self.routes, self.held.to(torch.uint8)
+        tokens[self.held] += routes.recorded
         return Part(
-            held=_packed(self.held),
-            recorded=_packed(routes.recorded),
+            tokens=zlib.compress(tokens.numpy().data, 1),
             layers=routes.layers,
             rows=len(routes),
             topk=routes.topk,
@@ -50,13 +50,11 @@ class Part:
     """What a rank says of its block before its ids are sent.
 
     Attributes:
-        held: which tokens of the micro-batch, as bits, compressed.
-        recorded: which of those have a route, as bits, compressed.
+        tokens: a byte for each token of the micro-batch, compressed: 0 isn't here, 1 has no route, 2 has one.
         content: a digest of the ids.
     """
 
-    held: bytes
-    recorded: bytes
+    tokens: bytes
     layers: tuple[int, ...]
     rows: int
     topk: int
@@ -66,18 +64,9 @@ class Part:
     content: str
 
     @property
-    def place(self) -> tuple[bytes, tuple[int, ...]]:
-        """The tokens and layers: the same where two ranks have the same."""
-        return self.held, self.layers
-
-    @property
     def row_bytes(self) -> int:
         """Of one token's ids."""
         return len(self.layers) * self.topk * narrow_dtype(self.num_experts).itemsize
-
-    def tokens(self, of: int) -> torch.Tensor:
-        """Which of so many tokens are here."""
-        return _unpacked(self.held, of).nonzero()[:, 0]
 
 
 class Union:
@@ -87,20 +76,28 @@ class Union:
         MicroBatchError: the parts are of routers of another shape.
     """
 
-    def __init__(self, number: int, tokens: int, parts: list[Part]) -> None:
-        _check_alike(number, parts)
-        self._number, self._tokens, self._like = number, tokens, parts[0]
-        self._vouched = all(part.vouched for part in parts)
-        self._versions = {part.weight_version for part in parts}
-        self._held = torch.stack([_unpacked(part.held, tokens) for part in parts]).any(dim=0)
-        self._place = self._held.cumsum(0) - 1
+    def __init__(self, number: int, parts: list[Part]) -> None:
+        kinds = {f"top-{part.topk} of {part.num_experts} experts" for part in parts}
+        if len(kinds) > 1:
+            raise MicroBatchError(
+                "the ranks recorded routers of another shape",
+                where=micro_batch(number),
+                expected="one top-k and number of experts",
+                got=" and ".join(sorted(kinds)),
+                cause="different models or configs on the ranks",
+            )
+        self._number, self._parts = number, parts
+        all_tokens = [np.frombuffer(zlib.decompress(part.tokens), np.uint8) for part in parts]
+        self._held = torch.from_numpy(np.any(all_tokens, axis=0))
+        place = self._held.cumsum(0) - 1
+        self._rows = {part: place[tokens > 0] for part, tokens in zip(parts, all_tokens, strict=True)}
+        self._recorded = torch.ones(int(self._held.sum()), dtype=torch.bool)
+        for part, tokens in zip(parts, all_tokens, strict=True):
+            self._recorded[self._rows[part]] &= torch.from_numpy(tokens[tokens > 0] == 2)
         self._labels = sorted({layer for part in parts for layer in part.layers})
-        shape = (int(self._held.sum()), len(self._labels))
-        self._ids = torch.empty(*shape, self._like.topk, dtype=narrow_dtype(self._like.num_experts))
-        self._known = torch.zeros(shape, dtype=torch.bool)
-        self._recorded = torch.ones(shape[0], dtype=torch.bool)
-        for part in parts:
-            self._recorded[self._place[part.tokens(tokens)]] &= _unpacked(part.recorded, part.rows)
+        self._known = torch.zeros(len(self._recorded), len(self._labels), dtype=torch.bool)
+        shape = *self._known.shape, parts[0].topk
+        self._ids = torch.empty(shape, dtype=narrow_dtype(parts[0].num_experts))
 
     def put(self, part: Part, first: int, data: torch.Tensor) -> None:
         """Put in the ids of the part's rows from `first` on, as bytes.
@@ -109,28 +106,21 @@ class Union:
             MicroBatchError: another part has a different route for one of them.
         """
         ids = data.view(self._ids.dtype).view(-1, len(part.layers), part.topk)
-        rows = self._place[part.tokens(self._tokens)[first : first + len(ids)]]
-        for number, layer in enumerate(part.layers):
+        rows = self._rows[part][first : first + len(ids)]
+        for layer, theirs in zip(part.layers, ids.unbind(1), strict=True):
             column = self._labels.index(layer)
-            self._check_same(layer, rows, self._known[rows, column], ids[:, number], column)
-            self._ids[rows, column] = ids[:, number]
+            twice = self._known[rows, column]
+            differ = (self._ids[rows[twice], column] != theirs[twice]).any(dim=1)
+            if bool(differ.any()):
+                raise MicroBatchError(
+                    "two ranks recorded the same token differently",
+                    where=micro_batch(self._number, layer),
+                    expected="layouts that don't overlap, or the same routes where they do",
+                    got=f"{int(differ.sum())} tokens with two routes",
+                    cause="layouts of another rank, or of another context parallel cut than the trainer's",
+                )
+            self._ids[rows, column] = theirs
             self._known[rows, column] = True
-
-    def _check_same(
-        self, layer: int, rows: torch.Tensor, twice: torch.Tensor, ids: torch.Tensor, column: int
-    ) -> None:
-        """Where another rank had the same token in the same layer, it has to be the same route."""
-        if not bool(twice.any()):
-            return
-        differ = (self._ids[rows[twice], column] != ids[twice]).any(dim=1)
-        if bool(differ.any()):
-            raise MicroBatchError(
-                "two ranks recorded the same token differently",
-                where=micro_batch(self._number, layer),
-                expected="layouts that don't overlap, or the same routes where they do",
-                got=f"{int(differ.sum())} tokens with two routes",
-                cause="layouts of another rank, or of another context parallel cut than the trainer's",
-            )
 
     def block(self) -> Block:
         """All of it, when every part's ids were put in.
@@ -140,45 +130,22 @@ class Union:
         """
         if not bool(self._known.all()):
             row, column = (~self._known).nonzero()[0].tolist()
+            token = int(self._held.nonzero()[row])
             raise MicroBatchError(
                 f"{int((~self._known).sum())} token-layers were recorded by no rank",
-                where=f"{micro_batch(self._number)}, token {int(self._held.nonzero()[row])}, "
-                f"layer {self._labels[column]}",
+                where=f"{micro_batch(self._number)}, token {token}, layer {self._labels[column]}",
                 expected="every token in every layer on some rank of the group",
                 got="none",
                 cause="layouts that don't cover the batch, or a rank that isn't in the group",
             )
         self._ids[~self._recorded] = 0  # recorded by some ranks, and not by others
-        version = next(iter(self._versions)) if len(self._versions) == 1 else None
+        versions = {part.weight_version for part in self._parts}
         routes = RoutedExperts._adopt(
             self._ids,
             self._labels,
-            self._like.num_experts,
+            self._parts[0].num_experts,
             recorded=self._recorded,
-            weight_version=version,
-            vouched=self._vouched,
+            weight_version=versions.pop() if len(versions) == 1 else None,
+            vouched=all(part.vouched for part in self._parts),
         )
         return Block(self._held, routes)
-
-
-def _packed(flags: torch.Tensor) -> bytes:
-    """One bit a flag; most are alike, so that little is left when compressed."""
-    return zlib.compress(np.packbits(flags.numpy()).tobytes(), 1)
-
-
-def _unpacked(data: bytes, count: int) -> torch.Tensor:
-    flags = np.unpackbits(np.frombuffer(zlib.decompress(data), np.uint8), count=count)
-    return torch.from_numpy(flags.astype(bool))
-
-
-def _check_alike(number: int, parts: list[Part]) -> None:
-    kinds = [(part.topk, part.num_experts) for part in parts]
-    for kind in kinds:
-        if kind != kinds[0]:
-            raise MicroBatchError(
-                "the ranks recorded routers of another shape",
-                where=micro_batch(number),
-                expected=f"top-{kinds[0][0]} of {kinds[0][1]} experts",
-                got=f"top-{kind[0]} of {kind[1]}",
-                cause="different models or configs on the ranks",
-            )

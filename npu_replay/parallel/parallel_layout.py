@@ -20,14 +20,14 @@ _AXES = ("tp", "cp", "pp", "ep", "etp", "dp")
 class ParallelLayout:
     """The sizes of a job's parallel axes, and this rank's place in each.
 
+    >>> layers = npu_replay.DecoderLayers(8)
+    >>> npu_replay.ParallelLayout(pp=2, pp_rank=1, decoder=layers).moe_layers
+    (4, 5, 6, 7)
+
     Args:
-        tp, tp_rank: tensor parallelism.
-        cp, cp_rank: context parallelism.
-        pp, pp_rank: pipeline parallelism.
+        tp, cp, pp, ep, etp, dp: ranks of tensor, context, pipeline and expert parallelism, tensor parallelism
+            within experts, and data parallelism. With `_rank`: which of them this one is.
         vp: virtual stages of each pipeline rank; all of them live here.
-        ep, ep_rank: expert parallelism.
-        etp, etp_rank: tensor parallelism within experts.
-        dp, dp_rank: data parallelism.
         sequence_parallel: each tensor-parallel rank has a slice of the rows.
         gathers_rows: but its routers see those of the whole tensor-parallel group (alltoall_seq of
             Megatron-core 0.12, which gathers the logits first).
@@ -86,11 +86,10 @@ class ParallelLayout:
         """Process groups stay in their process; a driver asks for numbers."""
         return vars(self) | {"groups": ()}
 
-    def __copy__(self) -> ParallelLayout:
+    def __deepcopy__(self, memo: object = None) -> ParallelLayout:
         return self  # frozen, and a copy within the process keeps its groups
 
-    def __deepcopy__(self, memo: object) -> ParallelLayout:
-        return self
+    __copy__ = __deepcopy__
 
     @classmethod
     def from_megatron(cls, model: Any = None, *, sequence_parallel: bool | None = None) -> ParallelLayout:
@@ -104,18 +103,13 @@ class ParallelLayout:
             ReplayError: Megatron's parallel state isn't initialised, or what is needed isn't told.
             RouterError: the built model has routers in other layers than its config says.
         """
-        return _reader("megatron-core")(model, sequence_parallel)
+        return _readers["megatron-core"](model, sequence_parallel)
 
     @property
     def chunk_layers(self) -> tuple[tuple[int, ...], ...]:
         """The decoder layers of each virtual stage on this rank, 0-based."""
-        if self.decoder is None:
-            raise ReplayError(
-                "this layout doesn't know the model's decoder layers",
-                expected="ParallelLayout(decoder=DecoderLayers(...)) or from_megatron(model)",
-                got="decoder=None",
-            )
-        return tuple(self.decoder.stage(self.pp, self.vp, self.pp_rank, stage) for stage in range(self.vp))
+        decoder = self._known_decoder()
+        return tuple(decoder.stage(self.pp, self.vp, self.pp_rank, stage) for stage in range(self.vp))
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -125,9 +119,16 @@ class ParallelLayout:
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Those of them that have a router; empty on a stage of dense layers."""
-        here = self.layers
-        moe = set(self.decoder.moe) if self.decoder is not None else set()
-        return tuple(layer for layer in here if layer in moe)
+        return tuple(sorted({*self.layers}.intersection(self._known_decoder().moe)))
+
+    def _known_decoder(self) -> DecoderLayers:
+        if self.decoder is None:
+            raise ReplayError(
+                "this layout doesn't know the model's decoder layers",
+                expected="ParallelLayout(decoder=DecoderLayers(...)) or from_megatron(model)",
+                got="decoder=None",
+            )
+        return self.decoder
 
     @property
     def slices_rows(self) -> int:
@@ -171,18 +172,9 @@ class ParallelLayout:
             )
 
 
-Reader: TypeAlias = Callable[[Any, "bool | None"], ParallelLayout]
-_readers: dict[str, Reader] = {}
+_readers: dict[str, Callable[[Any, bool | None], ParallelLayout]] = {}
 
 
-def register_reader(product: str, reader: Reader) -> None:
+def register_reader(product: str, reader: Callable[[Any, bool | None], ParallelLayout]) -> None:
     """Make a product's running parallel state readable. Registering a name again replaces it."""
     _readers[product] = reader
-
-
-def _reader(product: str) -> Reader:
-    if product not in _readers:
-        raise ReplayError(
-            f"nobody registered how to read {product}", expected="import npu_replay", got=list(_readers)
-        )
-    return _readers[product]

@@ -13,13 +13,14 @@ from typing import Any
 from npu_replay.errors import ReplayError, listed, whole_number
 from npu_replay.routes.checks import MAX_LAYERS
 
-Counts = tuple[tuple[int, ...], ...]
-"""Decoder layers of each stage, [pipeline rank][virtual stage]."""
-
 
 @dataclass(frozen=True)
 class DecoderLayers:
     """The decoder layers of a whole model.
+
+    >>> model = npu_replay.DecoderLayers(8, moe_layer_freq=[0] + [1] * 7)
+    >>> model.stage(pp=2, vp=2, pp_rank=0, vp_rank=1)
+    (4, 5)
 
     Args:
         count: how many there are (num_layers).
@@ -49,34 +50,29 @@ class DecoderLayers:
     def __post_init__(self) -> None:
         for name in ("count", "first_stage", "last_stage"):
             if name == "count" or getattr(self, name) is not None:
-                object.__setattr__(self, name, whole_number(getattr(self, name), name))
-                _check(getattr(self, name) >= 0, f"{name} is negative", ">= 0", getattr(self, name))
+                number = whole_number(getattr(self, name), name)
+                object.__setattr__(self, name, number)
+                _check(number >= 0, f"{name} is negative", ">= 0", number)
         _check(
             self.count <= MAX_LAYERS, "no model has so many decoder layers", f"<= {MAX_LAYERS}", self.count
         )
-        given: Any = self.moe_layer_freq  # numpy's integers too, and a config's string
-        if isinstance(given, str) or not isinstance(given, Iterable):
-            freq = whole_number(given, "moe_layer_freq")
-            object.__setattr__(self, "moe_layer_freq", freq)
+        freq: Any = self.moe_layer_freq  # numpy's integers too, and a config's string
+        if isinstance(freq, str) or not isinstance(freq, Iterable):
+            freq = whole_number(freq, "moe_layer_freq")
             _check(freq >= 1, "moe_layer_freq must be positive", ">= 1", freq)
         else:
-            given = _whole(given, "moe_layer_freq", MAX_LAYERS)
-            object.__setattr__(self, "moe_layer_freq", given)
+            freq = _whole(freq, "moe_layer_freq")
             _check(
-                {*given} <= {0, 1}, "moe_layer_freq has others than 0 and 1", "1 for MoE, 0 for dense", given
+                {*freq} <= {0, 1}, "moe_layer_freq has others than 0 and 1", "1 for MoE, 0 for dense", freq
             )
-            _check(
-                len(given) == self.count,
-                "moe_layer_freq has another length than there are layers",
-                self.count,
-                len(given),
-            )
+            problem = "moe_layer_freq has another length than there are layers"
+            _check(len(freq) == self.count, problem, self.count, len(freq))
+        object.__setattr__(self, "moe_layer_freq", freq)
         if self.table is not None:
             stages = listed(self.table, "the pipeline layout", most=MAX_LAYERS)
-            table = tuple(_whole(stage, "a stage of the pipeline layout", MAX_LAYERS) for stage in stages)
+            table = tuple(_whole(stage, "a stage of the pipeline layout") for stage in stages)
             object.__setattr__(self, "table", table)
-            total = sum(map(sum, table))
-            least = min((count for stage in table for count in stage), default=0)
+            total, least = sum(map(sum, table)), min((min(stage, default=0) for stage in table), default=0)
             _check(least >= 0, "the pipeline layout has a negative number of layers", ">= 0", least)
             _check(total == self.count, "the pipeline layout has other layers", self.count, total)
 
@@ -100,70 +96,48 @@ class DecoderLayers:
         Raises:
             ReplayError: the layers can't be dealt out evenly to that many stages.
         """
-        pp, vp, pp_rank, vp_rank = (
-            whole_number(number, "a pipeline's size or rank") for number in (pp, vp, pp_rank, vp_rank)
-        )
-        for rank, size in ((pp_rank, pp), (vp_rank, vp)):
-            _check(
-                0 <= rank < size, "there is no such stage", f"ranks below {pp} and {vp}", (pp_rank, vp_rank)
-            )
+        given = pp, vp, pp_rank, vp_rank
+        pp, vp, pp_rank, vp_rank = (whole_number(one, "a pipeline's size or rank") for one in given)
+        there = 0 <= pp_rank < pp and 0 <= vp_rank < vp
+        _check(there, "there is no such stage", f"ranks below {pp} and {vp}", (pp_rank, vp_rank))
         counts = self._counts(pp, vp)
         # A virtual stage follows the same virtual stage of the rank before it.
-        before = sum(counts[rank][stage] for stage in range(vp) for rank in range(pp) if stage < vp_rank)
+        before = sum(counts[rank][stage] for stage in range(vp_rank) for rank in range(pp))
         before += sum(counts[rank][vp_rank] for rank in range(pp_rank))
         return tuple(range(before, before + counts[pp_rank][vp_rank]))
 
-    def _counts(self, pp: int, vp: int) -> Counts:
+    def _counts(self, pp: int, vp: int) -> Sequence[Sequence[int]]:
+        """Decoder layers of each stage, [pipeline rank][virtual stage]."""
         if self.table is not None:
             shape = [len(stage) for stage in self.table]
             _check(shape == [vp] * pp, "the pipeline layout has another shape", f"{pp} x {vp}", shape)
-            return tuple(tuple(stage) for stage in self.table)
+            return self.table
+        ends = (0, self.first_stage), (pp - 1, self.last_stage)
+        told = {rank: count for rank, count in ends if count is not None}
+        embedding, loss = (self.embedding_counts, self.loss_counts) if pp > 1 else (False, False)
         if pp == 1:
-            for given in (self.first_stage, self.last_stage):
-                _check(given in (None, self.count), "the one stage has all layers", self.count, given)
-            return (self._shared(self.count, vp),)
-        if self.first_stage is not None or self.last_stage is not None:
-            return tuple(self._shared(count, vp) for count in self._uneven(pp))
-        total = self.count + self.embedding_counts + self.loss_counts
-        counts = [list(self._shared(_share(total, pp, "pipeline ranks"), vp)) for _ in range(pp)]
-        counts[0][0] -= self.embedding_counts
-        counts[-1][-1] -= self.loss_counts
-        return tuple(tuple(stage) for stage in counts)
-
-    def _uneven(self, pp: int) -> list[int]:
-        _check(
-            not (self.embedding_counts or self.loss_counts),
-            "an uneven pipeline can't count embedding or loss as layers",
-            "one or the other, as Megatron-core has it",
-            "both",
-        )
-        rest = self.count - (self.first_stage or 0) - (self.last_stage or 0)
-        between = pp - (self.first_stage is not None) - (self.last_stage is not None)
-        share = _share(rest, between, "pipeline ranks between") if between else 0
-        _check(between > 0 or rest == 0, "first and last stage leave layers over", 0, rest)
-        counts = [share] * pp
-        if self.first_stage is not None:
-            counts[0] = self.first_stage
-        if self.last_stage is not None:
-            counts[-1] = self.last_stage
+            for _, count in ends:
+                _check(count in (None, self.count), "the one stage has all layers", self.count, count)
+        problem = "an uneven pipeline can't count embedding or loss as layers"
+        fine = not told or not (embedding or loss)
+        _check(fine, problem, "one or the other, as Megatron-core has it", "both")
+        rest = self.count + embedding + loss - sum(told.values())
+        others = pp - len(told)
+        _check(others > 0 or rest == 0, "first and last stage leave layers over", 0, rest)
+        each = _share(rest, others, "pipeline ranks") if others else 0
+        counts = [[_share(told.get(rank, each), vp, "virtual stages")] * vp for rank in range(pp)]
+        counts[0][0] -= embedding
+        counts[-1][-1] -= loss
         return counts
 
-    @staticmethod
-    def _shared(count: int, vp: int) -> tuple[int, ...]:
-        return (_share(count, vp, "virtual stages"),) * vp
 
-
-def _whole(given: Any, what: str, most: int) -> tuple[int, ...]:
-    return tuple(whole_number(one, f"each entry of {what}") for one in listed(given, what, most=most))
+def _whole(given: Any, what: str) -> tuple[int, ...]:
+    return tuple(whole_number(one, f"each entry of {what}") for one in listed(given, what, most=MAX_LAYERS))
 
 
 def _share(count: int, parts: int, of: str) -> int:
-    _check(
-        count >= 0 and count % parts == 0,
-        f"the decoder layers can't be dealt out evenly to the {of}",
-        f"a multiple of {parts}",
-        count,
-    )
+    problem = f"the decoder layers can't be dealt out evenly to the {of}"
+    _check(count >= 0 and count % parts == 0, problem, f"a multiple of {parts}", count)
     return count // parts
 
 

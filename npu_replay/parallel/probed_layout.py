@@ -32,7 +32,7 @@ def places(
     Raises:
         MicroBatchError: `fn` returns something else, or other places another time.
     """
-    once, again = (_probed(fn, sizes, turned=turned, padding_alone=padding_alone) for turned in (False, True))
+    once, again = (_probed(fn, sizes, padding_alone, turned) for turned in (False, True))
     if once.shape != again.shape or not torch.equal(once, again):
         raise MicroBatchError(
             "the preprocessing puts the same tokens into other rows the second time",
@@ -40,12 +40,23 @@ def places(
             got=f"shape {list(once.shape)}, then {list(again.shape)}",
             cause="a shuffle, or code that looks at the token ids (sorting, a hash)",
         )
-    if tokens is not None:
-        _check_real(fn, once, tokens, sizes)
+    if tokens is None:
+        return once
+    real = [torch.as_tensor(one).detach().cpu().to(torch.int64).reshape(-1) for one in tokens]
+    if tuple(map(len, real)) != sizes:
+        raise MicroBatchError("tokens and lengths differ", expected=sizes, got=tuple(map(len, real)))
+    made, held = _fed(fn, [one.clone() for one in real]), once >= 0
+    if made.shape != once.shape or bool((made[held] != torch.cat(real)[once[held]]).any()):
+        raise MicroBatchError(
+            "the preprocessing puts the real token ids into other rows than the numbers in their place",
+            expected="a layout that depends on the lengths alone",
+            got=f"shape {list(made.shape)} for {list(once.shape)}, or other ids in its rows",
+            cause="code that treats some ids apart (a mask of ids != pad, with pad inside the text)",
+        )
     return once
 
 
-def _probed(fn: Preprocessing, sizes: tuple[int, ...], *, turned: bool, padding_alone: bool) -> torch.Tensor:
+def _probed(fn: Preprocessing, sizes: tuple[int, ...], padding_alone: bool, turned: bool) -> torch.Tensor:
     """The packed token in each place of what `fn` returns, -1 elsewhere. `turned`: counted backwards."""
     tokens = sum(sizes)
     last = _FIRST_NUMBER + 2 * tokens + 9  # odd where the other number is even
@@ -65,34 +76,13 @@ def _probed(fn: Preprocessing, sizes: tuple[int, ...], *, turned: bool, padding_
     return found
 
 
-def _check_real(
-    fn: Preprocessing,
-    places: torch.Tensor,
-    tokens: Sequence[Any],
-    sizes: tuple[int, ...],
-) -> None:
-    """The real ids have to come out where their numbers did."""
-    real = [torch.as_tensor(one).detach().cpu().to(torch.int64).reshape(-1) for one in tokens]
-    if tuple(map(len, real)) != sizes:
-        raise MicroBatchError("tokens and lengths differ", expected=sizes, got=tuple(map(len, real)))
-    made = _fed(fn, [one.clone() for one in real])
-    held = places >= 0
-    if made.shape != places.shape or bool((made[held] != torch.cat(real)[places[held]]).any()):
-        raise MicroBatchError(
-            "the preprocessing puts the real token ids into other rows than the numbers in their place",
-            expected="a layout that depends on the lengths alone",
-            got=f"shape {list(made.shape)} for {list(places.shape)}, or other ids in its rows",
-            cause="code that treats some ids apart (a mask of ids != pad, with pad inside the text)",
-        )
-
-
 def _fed(fn: Preprocessing, sequences: list[torch.Tensor]) -> torch.Tensor:
     """What `fn` makes of these, int64 [rows] or [batch, sequence]."""
     made = fn(sequences)
     if isinstance(made, (list, tuple)) and all(isinstance(one, int) for one in made):
         made = torch.tensor(made)
-    if isinstance(made, np.ndarray):
-        made = torch.from_numpy(made.astype(np.int64)) if made.dtype.kind in "iu" else made
+    if isinstance(made, np.ndarray) and made.dtype.kind in "iu":
+        made = torch.from_numpy(made.astype(np.int64))
     if not isinstance(made, torch.Tensor) or made.dtype not in (torch.int32, torch.int64) or made.is_nested:
         kind = "tensor" if isinstance(made, torch.Tensor) else "array"
         raise MicroBatchError(

@@ -7,12 +7,12 @@ sign are named. gloo doesn't know: whoever leaves closes its connections, and lo
 
 from __future__ import annotations
 
-import json
 import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,43 +26,17 @@ _TAG = 0x6E7075
 """Not 0: the job's own messages may be on their way in this group."""
 
 _FAILED = "a rank that failed before (see its log)"
+_T = TypeVar("_T")
 
 _calls = 0
 
 
-class LostRanks(ReplayError):
-    """Some ranks didn't come, or are gone.
-
-    Attributes:
-        absent: their global ranks; empty where the store can't be asked.
-    """
-
-    absent: tuple[int, ...] = ()
-
-
-class StoppedByRank(ReplayError):
-    """Another rank has an error, so this one stops too.
-
-    Attributes:
-        rank: the global rank that has it.
-        text: what it said.
-    """
-
-    shared = True
-
-    def __init__(self, rank: int, text: str, own: ReplayError | None = None) -> None:
-        also = "" if own is None else f" (and this rank: {own.line})"
-        said = text.removeprefix("[npu_replay] ")
-        super().__init__(f"rank {rank} stopped, and so does this one: {said}{also}")
-        self.rank, self.text = rank, text
+class RankError(ReplayError):
+    """Other ranks are missing or have an error, so this one stops too. Its text is passed on as it is."""
 
 
 class _Broken(Exception):
     """A collective failed, or was waited for too long."""
-
-
-Problem = tuple[int, str] | None
-"""The global rank that has an error, and its text."""
 
 
 class Circle:
@@ -71,59 +45,82 @@ class Circle:
     Args:
         group: the process group.
         patience: seconds to wait for ranks that come later than this one.
-        purpose: what they come to, for the message.
-        cause: why a rank usually doesn't.
+        problem: what is wrong if they don't come, and `cause`, why that usually is.
     """
 
-    def __init__(self, group: Any, patience: float, purpose: str, cause: str) -> None:
-        self.group, self.patience, self._purpose, self._cause = group, patience, purpose, cause
+    def __init__(self, group: Any, patience: float, problem: str, cause: str) -> None:
+        self.group, self.patience, self._problem, self._cause = group, patience, problem, cause
         self.ranks: list[int] = dist.get_process_group_ranks(group)
         self.me: int = dist.get_rank(group)
-        self.device = _device(group)
-        self.lost: ReplayError | None = None
-        """Why this group is of no more use."""
+        kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
+        self.device = torch.device("cpu" if "cpu" in kinds else kinds[0])  # where its back end wants tensors
+        self._lost: RankError | None = None  # why this group is of no more use
 
-    def tell(self, error: Exception | None, say: object = None) -> list[tuple[Problem, Any]]:
-        """What each rank of the group has to say, and its error. Every rank has to call it.
+    def tell(self, error: Exception | None, say: object = None) -> tuple[Exception | None, list[Any]]:
+        """Tell all ranks of the group this one's error, and something else. Every rank has to call it.
 
-        Raises:
-            ReplayError: not all came within the patience; `lost` from then on. Or what this rank failed with.
+        Returns:
+            The error to leave with, the own one first; None if no rank has one. What each rank says; nothing
+            if not all came within the patience. The group is of no more use then.
         """
-        if self.lost is not None:
-            raise self.lost
-        started = time.monotonic()
+        if self._lost is not None:
+            return error or self._lost, []
+        deadline = time.monotonic() + self.patience
         try:
-            return self._gathered(pickle.dumps((_problem(error), say)), self.patience)
-        except Exception as trouble:  # for want of memory too: the others wait for this rank
-            raise self._leave(trouble, error, started + self.patience) from trouble
+            heard = self._gathered(pickle.dumps((_news(error), say)))
+        except Exception as trouble:  # noqa: BLE001  for want of memory too: the others wait for this rank
+            return self._leave(trouble, error, deadline), []
+        first = next((_heard(news) for news, _ in heard if news is not None), None)
+        return error or first, [said for _, said in heard]
 
     def run(self, start: Callable[[], Any], error: Exception | None = None) -> None:
         """A collective that all ranks have begun to run, to its end.
 
-        If it fails the others hear of `error`.
-
         Raises:
-            ReplayError: it failed.
+            ReplayError: it failed; the others hear of `error`.
         """
         try:
             self._wait(start, None)
         except Exception as trouble:
             raise self._leave(trouble, error, time.monotonic() + self.patience) from trouble
 
-    def _gathered(self, data: bytes, seconds: float) -> list[tuple[Problem, Any]]:
+    def meet(self, place: str, news: str | None, deadline: float) -> RankError | None:
+        """Ask the store that the ranks met in who isn't there by the deadline, and what the others tell."""
+        names = {rank: f"npu_replay/{place}/{rank}" for rank in self.ranks}
+        board = f"npu_replay/{place}/news"
+        try:
+            store: Any = dist.distributed_c10d._world.pg_map[self.group][1]
+            if news is not None:
+                store.compare_set(board, "", news)  # the first stays
+            store.set(names[dist.get_rank()], "here")
+            with suppress(RuntimeError):  # some are late
+                store.wait(list(names.values()), timedelta(seconds=max(deadline - time.monotonic(), 0.1)))
+            if not store.check(list(names.values())):
+                absent = [rank for rank, name in names.items() if not store.check([name])]
+                expected = f"all {len(names)} ranks of the group within {self.patience:g} s"
+                return self._error(expected, f"nothing from ranks {_some(absent)}", self._cause)
+            return _heard(store.get(board).decode()) if store.check([board]) else None
+        except dist.DistNetworkError as closed:
+            cause = "the process that keeps it has ended, which is rank 0 or its launcher: see its log"
+            return self._error("the store that the ranks met in", f"it no longer answers ({closed})", cause)
+
+    def _error(self, expected: str, got: str, cause: str) -> RankError:
+        where = f"rank {dist.get_rank()}"
+        return RankError(self._problem, where=where, expected=expected, got=got, cause=cause)
+
+    def _gathered(self, data: bytes) -> list[Any]:
         """What each rank has pickled; its length first."""
         size = torch.tensor([len(data)], device=self.device)
         sizes = [torch.empty_like(size) for _ in self.ranks]
-        self._wait(lambda: dist.all_gather(sizes, size, self.group, async_op=True), seconds)
+        self._wait(lambda: dist.all_gather(sizes, size, self.group, async_op=True), self.patience)
         lengths = [int(one) for one in sizes]
         mine = torch.zeros(max(lengths), dtype=torch.uint8)
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         mine = mine.to(self.device)
-        theirs = [torch.empty_like(mine) for _ in self.ranks]
-        self._wait(lambda: dist.all_gather(theirs, mine, self.group, async_op=True), seconds)
-        return [
-            pickle.loads(one.cpu().numpy()[:length].data) for one, length in zip(theirs, lengths, strict=True)
-        ]
+        all_of_them = [torch.empty_like(mine) for _ in self.ranks]
+        self._wait(lambda: dist.all_gather(all_of_them, mine, self.group, async_op=True), self.patience)
+        pairs = zip(all_of_them, lengths, strict=True)
+        return [pickle.loads(one.cpu().numpy()[:length].data) for one, length in pairs]
 
     def _wait(self, start: Callable[[], Any], seconds: float | None) -> None:
         """For a collective; without `seconds` as long as the group's timeout."""
@@ -147,8 +144,13 @@ class Circle:
         """The error to leave with, the own one first, when all who are alive have signed that they leave."""
         own = error or (None if isinstance(trouble, _Broken) else trouble)
         self._hang_up()
-        self.lost = self._roll(trouble, own, deadline + min(max(1.0, self.patience / 4), 10.0))
-        return own or self.lost
+        grace = min(max(1.0, self.patience / 4), 10.0)
+        self._lost = self.meet("left", _news(own), deadline + grace) or self._error(
+            f"that ranks {_some(self.ranks)} can talk to each other",
+            str(trouble),
+            "the network between them, or a rank that came later than all the others waited for",
+        )
+        return own or self._lost
 
     def _hang_up(self) -> None:
         """Close the group's connections, where it is gloo's: the others stop waiting at once.
@@ -157,46 +159,30 @@ class Circle:
         """
         if self.device.type != "cpu":
             return
-        for rank in self.ranks:
-            if rank != self.ranks[self.me]:
-                try:
-                    nothing = torch.empty(1, dtype=torch.uint8)
-                    dist.irecv(nothing, rank, self.group, _TAG).wait(timedelta(milliseconds=10))  # type: ignore[union-attr]
-                except RuntimeError:
-                    continue
+        for rank in set(self.ranks) - {dist.get_rank()}:
+            with suppress(RuntimeError):
+                nothing: Any = dist.irecv(torch.empty(1, dtype=torch.uint8), rank, self.group, _TAG)
+                nothing.wait(timedelta(milliseconds=10))
 
-    def _roll(self, trouble: Exception, own: Exception | None, deadline: float) -> ReplayError:
-        """Sign, wait for the others' signatures, and read them."""
-        mine = self.ranks[self.me]
-        names = {rank: f"npu_replay/left/{rank}" for rank in self.ranks}
-        where = f"rank {mine}"
-        known = list(own.absent) if isinstance(own, LostRanks) else []
-        try:
-            store: Any = dist.distributed_c10d._world.pg_map[self.group][1]
-            store.set(names[mine], json.dumps([known, None if known else _problem(own)]))
-            absent = set(_absent(store, names, deadline - time.monotonic()))
-            signed = [json.loads(store.get(names[rank])) for rank in self.ranks if rank not in absent]
-        except dist.DistNetworkError as closed:
-            return _no_store(self._purpose, where, closed)
-        absent.update(rank for known, _ in signed for rank in known)
-        problems = [tuple(problem) for _, problem in signed if problem is not None]
-        if absent:
-            return _lost(
-                self._purpose,
-                where,
-                sorted(absent),
-                f"all {len(names)} ranks of the group within {self.patience:g} s",
-                self._cause,
-            )
-        if problems:
-            return StoppedByRank(*problems[0])
-        return LostRanks(
-            f"the ranks of a group can't talk to each other any more: {self._purpose}",
-            where=where,
-            expected=f"a collective of ranks {_some(self.ranks)}",
-            got=str(trouble),
-            cause="the network between them, or a rank that came later than all the others waited for",
-        )
+
+class Outcome:
+    """How this rank fares: its first error is kept, and told to all circles, whose ranks wait for it."""
+
+    error: Exception | None = None
+
+    def attempt(self, step: Callable[..., _T], *arguments: Any) -> _T | None:
+        """Take a step, unless there is an error; None if there is one afterwards."""
+        if self.error is None:
+            try:
+                return step(*arguments)
+            except Exception as problem:  # noqa: BLE001  whatever it is, the other ranks wait for us
+                self.error = problem
+        return None
+
+    def agree(self, circle: Circle, say: object = None) -> list[Any]:
+        """What each rank of a circle says; from now on an error of one is an error of all."""
+        self.error, said = circle.tell(self.error, say)
+        return said
 
 
 def all_here(patience: float = PATIENCE) -> None:
@@ -209,24 +195,14 @@ def all_here(patience: float = PATIENCE) -> None:
         ReplayError: some haven't within so many seconds; says which. Or nobody can be asked any more.
     """
     global _calls
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if _alone():
         return
     _calls += 1
-    purpose, where = "not all ranks take part in the replay", f"rank {dist.get_rank()}"
-    store: Any = dist.distributed_c10d._get_default_store()
-    names = {rank: f"npu_replay/{_calls}/{rank}" for rank in range(dist.get_world_size())}
-    try:
-        store.set(names[dist.get_rank()], "here")
-        absent = _absent(store, names, patience)
-    except dist.DistNetworkError as closed:
-        raise _no_store(purpose, where, closed) from closed
-    if absent:
-        cause = (
-            f"npu_replay isn't installed on a node, or NPU_REPLAY_DISABLE=1 is set there alone; or {_FAILED}"
-        )
-        raise _lost(
-            purpose, where, absent, f"all {len(names)} ranks at their first pass within {patience:g} s", cause
-        )
+    cause = f"npu_replay isn't installed on a node, or NPU_REPLAY_DISABLE=1 is set there alone; or {_FAILED}"
+    circle = Circle(dist.group.WORLD, patience, "not all ranks take part in the replay", cause)
+    error = circle.meet(str(_calls), None, time.monotonic() + patience)
+    if error is not None:
+        raise error
 
 
 def agreed(error: ReplayError | None, counts: Mapping[str, int]) -> dict[str, int]:
@@ -245,7 +221,7 @@ def agreed(error: ReplayError | None, counts: Mapping[str, int]) -> dict[str, in
         ReplayError: this rank's own error, on the lowest rank that has one; on the others one line about it.
             Or ranks are gone.
     """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if _alone():
         if error is not None:
             raise error
         return dict(counts)
@@ -253,65 +229,41 @@ def agreed(error: ReplayError | None, counts: Mapping[str, int]) -> dict[str, in
     told = torch.tensor([error is not None, *counts.values()], dtype=torch.int64, device=circle.device)
     circle.run(lambda: dist.all_reduce(told, async_op=True), error)
     failed, *sums = told.tolist()
-    if failed:
-        _leave_together(circle, error)
-    return dict(zip(counts, sums, strict=True))
-
-
-def _leave_together(circle: Circle, error: ReplayError | None) -> None:
-    """Raise on every rank: the lowest that has an error its own, the others a line about it."""
-    lines = [line for _, line in circle.tell(error, None if error is None else error.line)]
-    lowest = next(rank for rank, line in enumerate(lines) if line is not None)
-    if error is not None and circle.me == lowest:
+    if not failed:
+        return dict(zip(counts, sums, strict=True))
+    stop, lines = circle.tell(error, None if error is None else error.line)
+    lowest = next((rank for rank, line in enumerate(lines) if line is not None), circle.me)
+    if stop is None or lowest != circle.me:
+        also = "" if error is None else f" (and this rank: {error.line})"
+        raise _heard(f"rank {lowest} stopped, and so does this one: {lines[lowest]}{also}")
+    if error is not None:
         error.shared = True
-        raise error
-    raise StoppedByRank(lowest, str(lines[lowest]), error)
+    raise stop
 
 
-def _problem(error: Exception | None) -> Problem:
-    """Whose error this is, and what it says."""
-    if error is None or isinstance(error, StoppedByRank):
-        return None if error is None else (error.rank, error.text)
+def _alone() -> bool:
+    return not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
+
+
+def _news(error: Exception | None) -> str | None:
+    """What the others hear of this rank's error."""
+    if error is None:
+        return None
     try:
         text = str(error) if isinstance(error, ReplayError) else f"{type(error).__name__}: {error}"
     except Exception as twice:  # noqa: BLE001  somebody's __str__; the ranks have to hear of it all the same
         text = f"{type(error).__name__}, whose text can't be had ({type(twice).__name__})"
-    return dist.get_rank(), text
+    text = text.removeprefix("[npu_replay] ").encode(errors="replace").decode()  # stores take UTF-8 alone
+    stopped = f"rank {dist.get_rank()} stopped, and so does this one: "
+    return text if isinstance(error, RankError) else stopped + text
 
 
-def _absent(store: Any, names: Mapping[int, str], seconds: float) -> list[int]:
-    """The ranks whose names aren't in the store after so many seconds."""
-    try:
-        store.wait(list(names.values()), timedelta(seconds=max(seconds, 0.1)))
-    except dist.DistNetworkError:
-        raise
-    except RuntimeError:
-        return [rank for rank, name in names.items() if not store.check([name])]
-    return []
-
-
-def _lost(problem: str, where: str, absent: list[int], expected: str, cause: str) -> LostRanks:
-    got = f"nothing from ranks {_some(absent)}"
-    error = LostRanks(problem, where=where, expected=expected, got=got, cause=cause)
-    error.absent = tuple(absent)
+def _heard(news: str) -> RankError:
+    """The error of another rank, which all hear of."""
+    error = RankError(news)
+    error.shared = True
     return error
 
 
-def _some(ranks: list[int]) -> str:
-    return f"{ranks[:16]}{' and more' if len(ranks) > 16 else ''}"
-
-
-def _no_store(problem: str, where: str, closed: Exception) -> LostRanks:
-    return LostRanks(
-        problem,
-        where=where,
-        expected="the store that the ranks met in",
-        got=f"it no longer answers ({closed})",
-        cause="the process that keeps it has ended, which is rank 0 or its launcher: see its log",
-    )
-
-
-def _device(group: Any) -> torch.device:
-    """Where the group's back end wants tensors: the CPU if it can."""
-    kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
-    return torch.device("cpu" if "cpu" in kinds else kinds[0])
+def _some(ranks: Sequence[int]) -> str:
+    return f"{list(ranks[:16])}{' and more' if len(ranks) > 16 else ''}"

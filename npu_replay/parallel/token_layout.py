@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeAlias
 
 import torch
+from torch.nn.functional import pad
 
 from npu_replay.errors import MicroBatchError, ReplayError, listed, one_of, share, shown, whole_number
 from npu_replay.parallel import bad_samples, probed_layout
@@ -36,10 +38,13 @@ _log = logging.getLogger(__name__)
 class TokenLayout:
     """For one rank and micro-batch: the packed token in each row of the router.
 
+    >>> npu_replay.TokenLayout(rows=[2, -1, 0, 1], lengths=[3])
+    TokenLayout(4 rows, 3 of the 3 tokens of 1 sequences)
+
     Attributes:
         rows: int64 [rows], the packed token, or -1 for padding.
         lengths: tokens of each sequence.
-        fingerprints: of each sequence's tokens, if they are to be checked; None for one that isn't.
+        fingerprints: of each sequence's tokens, held against those of the routes; None for one that isn't.
         parallel: the rank that it was made for, if it was said; `collect` holds it against its own.
         order: how [batch, sequence] became the rows; None where there is but one way.
         fed: int64, the packed token in each place of what the model is called with, or -1 for padding; None
@@ -57,40 +62,22 @@ class TokenLayout:
     fed: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        try:
-            rows = torch.as_tensor(self.rows).detach().cpu()
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise MicroBatchError(
-                "the rows of a layout are whole numbers", expected="integers", got=shown(self.rows)
-            ) from error
-        if not is_plain(rows) or rows.is_complex():
-            raise MicroBatchError(
-                "the rows of a layout are a plain tensor", expected="int64", got=shown(rows)
-            )
-        if rows.numel() and (rows.is_floating_point() or rows.dtype == torch.bool):
-            raise MicroBatchError(
-                "the rows of a layout are whole numbers", expected="integers", got=rows.dtype
-            )
-        object.__setattr__(self, "rows", rows.to(torch.int64, copy=True))  # frozen, and checked below
-        object.__setattr__(self, "lengths", _sizes(self.lengths))
+        sizes = _sizes(self.lengths)
+        object.__setattr__(self, "lengths", sizes)
+        object.__setattr__(self, "rows", _checked_rows(self.rows, sum(sizes)))
         if self.fingerprints is not None:
-            object.__setattr__(self, "fingerprints", _marks(self.fingerprints))
-            if len(self.fingerprints) != len(self.lengths):
-                raise MicroBatchError(
-                    "another number of fingerprints than sequences",
-                    expected=len(self.lengths),
-                    got=len(self.fingerprints),
-                )
-        _check_rows(self.rows, sum(self.lengths))
+            given = listed(self.fingerprints, "fingerprints")
+            marks = tuple(None if one is None else whole_number(one, "a fingerprint") for one in given)
+            object.__setattr__(self, "fingerprints", marks)
+            problem = "another number of fingerprints than sequences"
+            _check(len(marks) == len(sizes), problem, len(sizes), len(marks))
 
     def __repr__(self) -> str:
         tokens = int((self.rows >= 0).sum())
         marks = ", with fingerprints" if self.fingerprints is not None else ""
         where = "" if self.parallel is None else f", {self.parallel!r}"
-        return (
-            f"TokenLayout({len(self.rows)} rows, {tokens} of the {sum(self.lengths)} tokens of "
-            f"{len(self.lengths)} sequences{marks}{where})"
-        )
+        held = f"{tokens} of the {sum(self.lengths)} tokens of {len(self.lengths)} sequences"
+        return f"TokenLayout({len(self.rows)} rows, {held}{marks}{where})"
 
     @classmethod
     def padded(
@@ -107,6 +94,9 @@ class TokenLayout:
     ) -> TokenLayout:
         """The layout of a padded batch [batch, length].
 
+        >>> npu_replay.TokenLayout.padded([3, 2], 4).rows.tolist()
+        [0, 3, 1, 4, 2, -1, -1, -1]
+
         Args:
             lengths: tokens of each sequence.
             length: what they are padded to, before any rank takes its part. When not given: the longest,
@@ -121,20 +111,14 @@ class TokenLayout:
         Raises:
             MicroBatchError: a sequence that is longer than `length`, or a length that can't be cut evenly.
         """
-        rank = parallel or _ALONE
-        sizes = _sizes(lengths)
+        rank, sizes = parallel or _ALONE, _sizes(lengths)
         if length is None:
             length = _rounded(max(sizes, default=0), _alignment(align, rank, context))
         length = whole_number(length, "length")
-        if not 0 <= length <= _MOST_TOKENS or any(size > length for size in sizes):
-            raise MicroBatchError(
-                "a sequence is longer than what the batch is padded to", expected=f"<= {length}", got=sizes
-            )
-        grid = torch.full((len(sizes), length), -1, dtype=torch.int64)
+        fine = max(sizes, default=0) <= length <= _MOST_TOKENS and length >= 0
+        _check(fine, "a sequence is longer than what the batch is padded to", f"<= {length}", sizes)
         one_of(side, ("right", "left"), "side", kind=MicroBatchError)
-        for row, (first, size) in enumerate(zip(_starts(sizes), sizes, strict=True)):
-            start = 0 if side == "right" else length - size
-            grid[row, start : start + size] = torch.arange(first, first + size)
+        grid = _joined(_slots(sizes, [length] * len(sizes), side == "left")).view(len(sizes), length)
         here = _context_cut(grid, rank, context, "the padded length")
         return cls._of_places(here, order, sizes, fingerprints, parallel)
 
@@ -152,39 +136,38 @@ class TokenLayout:
     ) -> TokenLayout:
         """The layout of packed sequences (thd): one after the other, each padded on the right.
 
+        >>> npu_replay.TokenLayout.packed([3, 2], align=4).rows.tolist()
+        [0, 1, 2, -1, 3, 4, -1, -1]
+
         Args:
-            lengths: tokens of each sequence.
+            lengths, parallel, fingerprints: as in `padded`.
             align: each is padded to a multiple of this; when not given, the least that `parallel` requires.
             padded_lengths: what each is padded to, instead of `align` (the differences of
                 cu_seqlens_padded).
             align_end: the rank's stream is padded at its end to a multiple of this.
             context: "zigzag" cuts every sequence into two chunks a rank; "contiguous" cuts the whole stream
                 into one piece a rank, after padding its end.
-            parallel: which rank this is of how many; when not given, the only one.
-            fingerprints: one for each sequence, held against those of the routes.
 
         Raises:
             MicroBatchError: a padded length that is too short or can't be cut evenly.
         """
-        rank = parallel or _ALONE
-        sizes = _sizes(lengths)
-        if align is not None and padded_lengths is not None:
-            raise MicroBatchError(
-                "a sequence is padded by one rule", expected="align or padded_lengths", got="both"
-            )
-        padded = _padded_sizes(sizes, _alignment(align, rank, context), padded_lengths)
-        pieces = []
-        for number, (first, size, room) in enumerate(zip(_starts(sizes), sizes, padded, strict=True)):
-            slots = torch.full((room,), -1, dtype=torch.int64)
-            slots[:size] = torch.arange(first, first + size)
-            if context == "zigzag":
-                slots = _context_cut(slots, rank, context, f"sequence {number}")
-            pieces.append(slots)
-        stream = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
+        rank, sizes = parallel or _ALONE, _sizes(lengths)
+        fine = align is None or padded_lengths is None
+        _check(fine, "a sequence is padded by one rule", "align or padded_lengths", "both")
+        multiple, end = _alignment(align, rank, context), _multiple(align_end, "align_end")
+        rooms = tuple(_rounded(size, multiple) for size in sizes)
+        if padded_lengths is not None:
+            rooms = _sizes(padded_lengths)
+            fine = len(rooms) == len(sizes) and all(map(operator.ge, rooms, sizes))
+            expected = f"{len(sizes)} numbers, none below {sizes}"
+            cause = "cu_seqlens_padded of another micro-batch"
+            _check(fine, "padded_lengths don't add up with the lengths", expected, rooms, cause)
+        slots = _slots(sizes, rooms)
         if context == "zigzag":
-            here = _end_padded(stream, align_end)
+            cut = [_context_cut(one, rank, context, f"sequence {number}") for number, one in enumerate(slots)]
+            here = _joined(cut, end)
         else:
-            stream = _end_padded(stream, align_end * rank.context_pieces(context))
+            stream = _joined(slots, end * rank.context_pieces(context))
             here = _context_cut(stream, rank, context, "the whole stream")
         return cls._of_places(here, "sequence", sizes, fingerprints, parallel)
 
@@ -201,26 +184,26 @@ class TokenLayout:
     ) -> TokenLayout:
         """Read the layout off the caller's own preprocessing, by pushing token numbers through it.
 
-            layout = TokenLayout.from_probe(lambda sequences: preprocess(sequences)["input_ids"], lengths)
+        >>> preprocess = lambda sequences: torch.cat(sequences[::-1])
+        >>> npu_replay.TokenLayout.from_probe(preprocess, [2, 1]).rows.tolist()
+        [2, 0, 1]
 
         Args:
             fn: takes one int64 tensor a sequence, numbers in the place of token ids, and returns what
                 this rank's model is fed: [rows], [1, rows] or [batch, sequence]. It is called twice, with
                 other numbers, none of which is a token id. What it returns beside them is padding.
-            lengths: tokens of each sequence.
-            order: how the model flattens [batch, sequence].
+            lengths, order, fingerprints: as in `padded`.
             parallel: the sequence-parallel slice is taken here, since the model takes it after its embedding.
                 Context parallelism is `fn`'s own business; a rank may then have padding only.
             tokens: the real token ids of each sequence. With them `fn` is called once more, and has to put
                 them into the same rows: code that treats some ids apart (a mask of ids != pad) is found.
-            fingerprints: one for each sequence, held against those of the routes.
 
         Raises:
             MicroBatchError: `fn` returns something else, a token twice, or another layout the second time.
         """
         sizes = _sizes(lengths)
-        rank = parallel or _ALONE
-        places = probed_layout.places(fn, sizes, tokens=tokens, padding_alone=rank.cp > 1)
+        padding_alone = parallel is not None and parallel.cp > 1
+        places = probed_layout.places(fn, sizes, tokens=tokens, padding_alone=padding_alone)
         return cls._of_places(places, order, sizes, fingerprints, parallel)
 
     @classmethod
@@ -234,10 +217,17 @@ class TokenLayout:
     ) -> TokenLayout:
         """From what this rank's model is called with: packed tokens, [rows] or [batch, sequence]."""
         rank = parallel or _ALONE
-        rows = _sequence_slice(places, rank) if places.dim() == 1 else _flattened(places, order, rank)
+        one_of(order, ("sequence", "batch"), "order", kind=MicroBatchError)
+        batch_major = order == "batch" and places.dim() == 2
+        slices = rank.slices_rows
+        problem = "sequence parallelism slices sequence-major rows"
+        _check(not batch_major or slices == 1, problem, "order='sequence'", "order='batch'")
+        what, why = "what this rank has of the sequence", f"sequence parallel {slices}"
+        here = _cut(places, slices, [rank.tp_rank], what, why)
+        rows = (here if batch_major or here.dim() == 1 else here.T).reshape(-1)
         alike = places.dim() == 1 or 1 in places.shape
-        whole = places.reshape(-1) if rank.cp == 1 else None
-        return cls(rows, sizes, fingerprints, parallel, None if alike else order, whole)
+        fed = places.reshape(-1) if rank.cp == 1 else None
+        return cls(rows, sizes, fingerprints, parallel, None if alike else order, fed)
 
     def gather(
         self,
@@ -245,12 +235,17 @@ class TokenLayout:
         *,
         layers: Sequence[int] | None = None,
         on_bad_route: Literal["error", "native"] = "error",
-        ceiling: float = 0.01,
+        ceiling: float = bad_samples.CEILING,
     ) -> RoutedExperts:
         """The routes in the router's rows, from one RoutedExperts a sequence.
 
         A sequence may have one row fewer than tokens: the last token is never fed to the rollout engine,
         so it has no route. Padding has none either.
+
+        >>> routes = npu_replay.RoutedExperts(ids=torch.tensor([[[5]], [[6]]]), layers=[0], num_experts=8)
+        >>> rows = npu_replay.TokenLayout.padded([2], 3).gather([routes])
+        >>> rows.ids.flatten().tolist(), rows.recorded.tolist()
+        ([5, 6, 0], [True, True, False])
 
         Args:
             batch: one a sequence, in the order of the lengths; with on_bad_route="native" also None, or one
@@ -266,26 +261,18 @@ class TokenLayout:
         """
         one_of(on_bad_route, ("error", "native"), "on_bad_route", kind=MicroBatchError)
         ceiling = share(ceiling, "ceiling", "samples", kind=MicroBatchError)
-        wanted = None
         if layers is not None:
-            wanted = tuple(whole_number(layer, "a layer") for layer in listed(layers, "the layers"))
-        bad = self.bad_routes(batch, layers=wanted)
+            layers = tuple(whole_number(layer, "a layer") for layer in listed(layers, "the layers"))
+        bad = self.bad_routes(batch, layers=layers)
         if bad:
-            bad_samples.check_ceiling(bad, len(batch), 0.0 if on_bad_route == "error" else ceiling)
+            bad_samples.tolerate(bad, len(batch), 0.0 if on_bad_route == "error" else ceiling)
         real = {n: routes for n, routes in enumerate(batch) if isinstance(routes, RoutedExperts)}
-        good = {n: routes for n, routes in real.items() if n not in bad}
         if not real:
             raise next(iter(bad.values()), MicroBatchError("an empty batch", expected=">= 1 sequence", got=0))
-        if bad:
-            bad_samples.warn(bad, len(batch))
-        if good:
-            gathered = RoutedExperts.concat(list(good.values()), wanted).take(self._rows_in(good))
-        else:
-            like = next(iter(real.values()))  # a bad one still tells top-k and experts
-            labels = like.layers if wanted is None else wanted
-            gathered = RoutedExperts.unrecorded(
-                len(self.rows), layers=labels, topk=like.topk, num_experts=like.num_experts
-            )
+        good = {n: routes for n, routes in real.items() if n not in bad}
+        like = next(iter((good or real).values()))  # a bad one still tells top-k and experts
+        labels = like.layers if layers is None else layers
+        gathered = self.rows_of(good, layers=labels, topk=like.topk, num_experts=like.num_experts)
         if self.fingerprints is None and any(routes.fingerprint is not None for routes in real.values()):
             _say_unchecked()
         gathered._about(bad_samples=len(bad), row_order=self.order)
@@ -293,10 +280,30 @@ class TokenLayout:
             gathered._about(inputs=LaidOut(self.fed, self.lengths, self.fingerprints))
         return gathered
 
+    def rows_of(
+        self, good: Mapping[int, RoutedExperts], *, layers: Sequence[int], topk: int, num_experts: int
+    ) -> RoutedExperts:
+        """The routes of these sequences, by number, in the router's rows; all other rows have none.
+
+        Args:
+            good: such as `bad_routes` finds nothing in.
+            layers, topk, num_experts: of the result.
+        """
+        if not good:
+            return RoutedExperts.unrecorded(len(self.rows), layers=layers, topk=topk, num_experts=num_experts)
+        sizes = tuple(len(good[n]) if n in good else 0 for n in range(len(self.lengths)))
+        rows = self.rows
+        if sizes != self.lengths:
+            rows = torch.cat([*_slots(sizes, self.lengths), torch.tensor([-1])])[rows]  # padding: the last
+        return RoutedExperts.concat([good[n] for n in sorted(good)], layers).take(rows)
+
     def bad_routes(
         self, batch: Sequence[RoutedExperts | None], *, layers: Sequence[int] | None = None
     ) -> dict[int, ReplayError]:
         """The sequences whose routes can't be used, and why each can't.
+
+        >>> npu_replay.TokenLayout.packed([3]).bad_routes([None])[0].problem
+        "this isn't RoutedExperts"
 
         Raises:
             MicroBatchError: another number of sequences than the layout has.
@@ -308,44 +315,34 @@ class TokenLayout:
 
         A token without a row here (another rank has it) is not recorded.
 
+        >>> layout = npu_replay.TokenLayout(rows=[1, 0], lengths=[2])
+        >>> rows = npu_replay.RoutedExperts(ids=torch.tensor([[[3]], [[5]]]), layers=[0], num_experts=8)
+        >>> layout.scatter(rows)[0].ids.flatten().tolist()
+        [5, 3]
+
         Raises:
             MicroBatchError: another number of rows than the layout has.
         """
-        return self.sequences(self.packed_rows(routes))
+        row_of = self.row_of(routes)
+        return self.sequences(routes.take(row_of))
 
-    def packed_rows(self, routes: RoutedExperts) -> RoutedExperts:
-        """The routes in packed order, one row a token, from the router's rows."""
+    def row_of(self, routes: object, where: str = "") -> torch.Tensor:
+        """int64 [tokens], the row of each packed token among these rows, or -1."""
         if not isinstance(routes, RoutedExperts):
             raise MicroBatchError("these are no routes", expected="RoutedExperts", got=shown(routes))
-        if len(routes) != len(self.rows):
-            raise MicroBatchError(
-                "the routes have another number of rows than the layout",
-                expected=len(self.rows),
-                got=len(routes),
-                cause="a layout made for other lengths, or another padding",
-            )
+        problem = "the routes have another number of rows than the layout"
+        cause = "a layout made for other lengths, another padding, or another rank"
+        _check(len(routes) == len(self.rows), problem, len(self.rows), len(routes), cause, where)
         row_of = torch.full((sum(self.lengths),), -1, dtype=torch.int64)
         filled = self.rows >= 0
         row_of[self.rows[filled]] = filled.nonzero()[:, 0]
-        return routes.take(row_of)
+        return row_of
 
     def sequences(self, packed: RoutedExperts) -> list[RoutedExperts]:
         """Packed routes cut into sequences, each with its fingerprint."""
         marks = self.fingerprints or (None,) * len(self.lengths)
-        spans = pairwise((*_starts(self.lengths), sum(self.lengths)))
+        spans = pairwise(accumulate(self.lengths, initial=0))
         return [packed.sequence(a, b, mark) for (a, b), mark in zip(spans, marks, strict=True)]
-
-    def _rows_in(self, good: dict[int, RoutedExperts]) -> torch.Tensor:
-        """The layout's rows as an index into the good sequences' routes, one after the other."""
-        if tuple(map(len, good.values())) == self.lengths:
-            return self.rows
-        place = torch.full((sum(self.lengths) + 1,), -1, dtype=torch.int64)  # the last for rows of padding
-        starts = _starts(self.lengths)
-        first = 0
-        for number, routes in good.items():
-            place[starts[number] : starts[number] + len(routes)] = torch.arange(first, first + len(routes))
-            first += len(routes)
-        return place[self.rows]
 
 
 @functools.cache
@@ -357,129 +354,91 @@ def _say_unchecked() -> None:
     )
 
 
-def _marks(fingerprints: Sequence[int | None]) -> tuple[int | None, ...]:
-    marks = listed(fingerprints, "fingerprints")
-    return tuple(None if mark is None else whole_number(mark, "a fingerprint") for mark in marks)
-
-
 def _sizes(lengths: Sequence[int]) -> tuple[int, ...]:
-    return tuple(_size(size, "a sequence's length") for size in listed(lengths, "the lengths"))
-
-
-def _size(given: object, what: str) -> int:
-    size = whole_number(given, what)
-    if not 0 <= size <= _MOST_TOKENS:
+    what = "a sequence's length"
+    sizes = tuple(whole_number(size, what) for size in listed(lengths, "the lengths"))
+    for size in sizes:
         problem = "a sequence has a negative length" if size < 0 else f"{what} is no number of tokens"
-        raise MicroBatchError(problem, expected=f">= 0, and at most {_MOST_TOKENS}", got=size)
-    return size
+        _check(0 <= size <= _MOST_TOKENS, problem, f">= 0, and at most {_MOST_TOKENS}", size)
+    return sizes
 
 
-def _starts(sizes: tuple[int, ...]) -> list[int]:
-    """The first packed token of each sequence."""
-    return list(accumulate(sizes[:-1], initial=0)) if sizes else []
+def _multiple(given: object, what: str) -> int:
+    multiple = whole_number(given, what)
+    _check(1 <= multiple <= _MOST_TOKENS, "nothing can be padded to a multiple of this", ">= 1", multiple)
+    return multiple
+
+
+def _alignment(align: int | None, parallel: ParallelLayout, context: Context) -> int:
+    least = parallel.alignment(context)
+    return least if align is None else _multiple(align, "align")
 
 
 def _rounded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _alignment(align: int | None, parallel: ParallelLayout, context: Context) -> int:
-    least = parallel.alignment(context)
-    if align is None:
-        return least
-    align = whole_number(align, "align")
-    if not 1 <= align <= _MOST_TOKENS:
-        raise MicroBatchError("nothing can be padded to a multiple of this", expected=">= 1", got=align)
-    return align
+def _slots(sizes: Sequence[int], rooms: Sequence[int], left: bool = False) -> list[torch.Tensor]:
+    """The packed tokens of each sequence in so many places, with -1 in the others, which are at one end."""
+    slots = []
+    for tokens, room in zip(torch.split(torch.arange(sum(sizes)), list(sizes)), rooms, strict=True):
+        lacking = room - len(tokens)
+        slots.append(pad(tokens, (lacking, 0) if left else (0, lacking), value=-1))
+    return slots
 
 
-def _padded_sizes(
-    sizes: tuple[int, ...], align: int, padded_lengths: Sequence[int] | None
-) -> tuple[int, ...]:
-    if padded_lengths is None:
-        return tuple(_rounded(size, align) for size in sizes)
-    padded = _sizes(padded_lengths)
-    if len(padded) != len(sizes) or any(room < size for room, size in zip(padded, sizes, strict=True)):
-        raise MicroBatchError(
-            "padded_lengths don't add up with the lengths",
-            expected=f"{len(sizes)} numbers, none below {sizes}",
-            got=padded,
-            cause="cu_seqlens_padded of another micro-batch",
-        )
-    return padded
-
-
-def _end_padded(stream: torch.Tensor, multiple: int) -> torch.Tensor:
-    if multiple < 1:
-        raise MicroBatchError("nothing can be padded to a multiple of this", expected=">= 1", got=multiple)
-    lacking = _rounded(len(stream), multiple) - len(stream)
-    return torch.cat([stream, torch.full((lacking,), -1, dtype=torch.int64)])
+def _joined(pieces: list[torch.Tensor], multiple: int = 1) -> torch.Tensor:
+    """One after the other, with -1 at the end up to a multiple."""
+    stream = torch.cat([torch.arange(0), *pieces])
+    return pad(stream, (0, -len(stream) % multiple), value=-1)
 
 
 def _context_cut(slots: torch.Tensor, parallel: ParallelLayout, context: Context, what: str) -> torch.Tensor:
     """This rank's part of the last dimension."""
-    pieces = parallel.context_pieces(context)
+    pieces, first = parallel.context_pieces(context), parallel.cp_rank
+    mine = [first] if context == "contiguous" else [first, pieces - 1 - first]
+    return _cut(slots, pieces, mine, what, f"context parallel {parallel.cp}, {context}")
+
+
+def _cut(slots: torch.Tensor, pieces: int, mine: list[int], what: str, why: str) -> torch.Tensor:
+    """Some of the equal pieces of the last dimension."""
+    size = slots.shape[-1]
     if pieces == 1:
         return slots
-    _check_even(slots.shape[-1], pieces, what, f"context parallel {parallel.cp}, {context}")
-    first = parallel.cp_rank
-    mine = [first] if context == "contiguous" else [first, pieces - 1 - first]
-    cut = slots.reshape(*slots.shape[:-1], pieces, slots.shape[-1] // pieces)
-    return cut[..., mine, :].flatten(-2)
+    cause = "padding to another multiple than the trainer's: align= or length= is what it pads to"
+    _check(size % pieces == 0, f"{what} can't be cut evenly ({why})", f"a multiple of {pieces}", size, cause)
+    return slots.view(*slots.shape[:-1], pieces, size // pieces)[..., mine, :].flatten(-2)
 
 
-def _flattened(grid: torch.Tensor, order: Order, parallel: ParallelLayout) -> torch.Tensor:
-    """[batch, sequence] in the order of the router's rows, and of these this rank's slice."""
-    one_of(order, ("sequence", "batch"), "order", kind=MicroBatchError)
-    if order == "sequence":
-        return _sequence_slice(grid.T, parallel).reshape(-1)
-    if parallel.slices_rows > 1:
+def _checked_rows(given: Any, tokens: int) -> torch.Tensor:
+    """A copy of the rows of a layout, int64, if they are tokens of its sequences."""
+    try:
+        rows = torch.as_tensor(given).detach().cpu()
+        if not is_plain(rows) or rows.is_complex():
+            raise TypeError("no plain tensor")
+        if rows.numel() and (rows.is_floating_point() or rows.dtype == torch.bool):
+            raise TypeError(rows.dtype)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise MicroBatchError(
-            "sequence parallelism slices sequence-major rows",
-            expected="order='sequence'",
-            got="order='batch'",
-        )
-    return grid.reshape(-1)
+            "the rows of a layout are whole numbers in a plain tensor",
+            expected="int64",
+            got=f"{shown(given)} ({error})"[:200],
+        ) from error
+    _check(rows.dim() == 1, "the rows of a layout are a flat list", "[rows]", list(rows.shape))
+    rows = rows.to(torch.int64, copy=True)
+    least, most = (int(rows.min()), int(rows.max())) if len(rows) else (-1, -1)
+    expected = f"-1 to {tokens - 1}: the lengths add up to {tokens} tokens"
+    problem, cause = "the layout has a row for a token that isn't there", "lengths of another micro-batch"
+    _check(least >= -1 and most < tokens, problem, expected, f"{least} to {most}", cause)
+    counts = torch.bincount(rows[rows >= 0], minlength=1)
+    most, token = int(counts.max()), int(counts.argmax())
+    where = f"token {token}, rows {(rows == token).nonzero()[:, 0].tolist()}"
+    problem = "the layout overlaps itself: a token sits in two rows"
+    cause = "padding that repeats a token, or slices of two ranks in one layout"
+    _check(most <= 1, problem, "each token in one row at most", most, cause, where)
+    return rows
 
 
-def _sequence_slice(rows: torch.Tensor, parallel: ParallelLayout) -> torch.Tensor:
-    """The sequence-parallel rank's slice along the first dimension."""
-    parts = parallel.slices_rows
-    if parts == 1:
-        return rows
-    _check_even(rows.shape[0], parts, "what this rank has of the sequence", f"sequence parallel {parts}")
-    size = rows.shape[0] // parts
-    return rows[parallel.tp_rank * size : (parallel.tp_rank + 1) * size]
-
-
-def _check_even(size: int, parts: int, what: str, why: str) -> None:
-    if size % parts:
-        raise MicroBatchError(
-            f"{what} can't be cut evenly ({why})",
-            expected=f"a multiple of {parts}",
-            got=size,
-            cause="padding to another multiple than the trainer's: align= or length= is what it pads to",
-        )
-
-
-def _check_rows(rows: torch.Tensor, tokens: int) -> None:
-    if rows.dim() != 1:
-        raise MicroBatchError("the rows of a layout are a flat list", expected="[rows]", got=list(rows.shape))
-    held = rows[rows >= 0]
-    if len(rows) and (int(rows.min()) < -1 or int(rows.max()) >= tokens):
-        raise MicroBatchError(
-            "the layout has a row for a token that isn't there",
-            expected=f"-1 to {tokens - 1}: the lengths add up to {tokens} tokens",
-            got=f"{int(rows.min())} to {int(rows.max())}",
-            cause="lengths of another micro-batch",
-        )
-    counts = torch.bincount(held, minlength=1)
-    if int(counts.max()) > 1:
-        token = int(counts.argmax())
-        raise MicroBatchError(
-            "the layout overlaps itself: a token sits in two rows",
-            where=f"token {token}, rows {(rows == token).nonzero()[:, 0].tolist()}",
-            expected="each token in one row at most",
-            got=int(counts.max()),
-            cause="padding that repeats a token, or slices of two ranks in one layout",
-        )
+def _check(fine: bool, problem: str, expected: object, got: object, cause: str = "", where: str = "") -> None:
+    if not fine:
+        raise MicroBatchError(problem, where=where, expected=expected, got=got, cause=cause)

@@ -6,6 +6,7 @@ Ranks that are killed or fail at some moment of collect are in test_leaving.py.
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -44,23 +45,33 @@ def test_a_rank_that_is_not_here_is_named(results: dict[str, list[str]]) -> None
         assert "nothing from ranks [2]" in told[rank]
 
 
-def test_a_store_that_has_gone_is_said_to_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_has_gone_is_said_to_be_gone(results: dict[str, list[str]]) -> None:
     """Whoever keeps it has failed before; the others would show a torch.distributed.DistNetworkError."""
+    for rank, told in enumerate(results["no store"]):
+        assert f"rank {rank}: not all ranks take part in the replay" in told
+        assert "it no longer answers (Broken pipe)" in told
+        assert "rank 0 or its launcher" in told
+
+
+def test_whatever_an_error_says_the_others_can_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for it: a text that can't be had or can't be sent is no reason to leave them there."""
     import torch.distributed as dist
 
-    from npu_replay.errors import ReplayError
     from npu_replay.parallel import ranks
 
-    class Closed:
-        def set(self, key: str, value: str) -> None:
-            raise dist.DistNetworkError("Broken pipe")
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ValueError
 
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", Closed)
-    with pytest.raises(ReplayError, match=r"rank 1: .*it no longer answers \(Broken pipe\).*rank 0"):
-        ranks.all_here()
+    for error, words in (
+        (ValueError("half \udcff"), "ValueError: half ?"),
+        (Mute(), "can't be had (ValueError)"),
+    ):
+        news = ranks._news(error)
+        assert news is not None
+        assert news.startswith("rank 1 stopped, and so does this one: ")
+        assert words in news.encode().decode()
 
 
 def test_they_go_on_together_afterwards(results: dict[str, list[str]]) -> None:
@@ -92,5 +103,11 @@ def work(task: dict[str, Any]) -> dict[str, str]:
             all_here(patience=2)
         except ReplayError as raised:
             absent = raised
+    found["absent"] = str(absent)
+    with mock.patch.object(dist.PrefixStore, "set", side_effect=dist.DistNetworkError("Broken pipe")):
+        try:
+            all_here(patience=2)
+        except ReplayError as raised:
+            found["no store"] = str(raised)
     dist.barrier()  # who leaves early cuts the others off
-    return found | {"absent": str(absent)}
+    return found
