@@ -9,111 +9,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from npu_replay.errors import InvalidRoutes, one_of, shown
+from npu_replay.errors import InvalidRoutes, one_of
+from npu_replay.rollout.faults import Source, Symptom
 from npu_replay.rollout.model_config import RoutedModel
-from npu_replay.rollout.releases import Releases, tells_release
+from npu_replay.rollout.payloads import token_ids
 from npu_replay.routes import checks as id_checks
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_array_dtype
-from npu_replay.routes.token_ids import as_token_ids
 
 Missing = Literal["error", "native"]
 
 _log = logging.getLogger(__name__)
-
-
-_CAUSES = 5
-"""So many causes are named at most."""
-
-
-class Symptom(str, Enum):
-    """What is seen to be wrong with an engine's routes."""
-
-    MISSING = "missing"
-    UNREADABLE = "unreadable"
-    SHAPE = "shape"
-    COLUMNS = "columns"
-    TOPK = "topk"
-    TOO_FEW_ROWS = "too few rows"
-    TOO_MANY_ROWS = "too many rows"
-    RANGE = "range"
-    ZEROS = "zeros"
-    ZERO_ROWS = "zero rows"
-    CONSTANT_LAYER = "constant layer"
-    DUPLICATES = "duplicates"
-    DENSE_COLUMN = "dense column"
-    STALE_ROWS = "stale rows"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fault(Releases):
-    """One known fault of an engine: the releases that have it, how it shows, what it is.
-
-    Attributes:
-        symptom: how it shows.
-        cause: for the user: what it is, what to do.
-        sure: it explains the symptom by itself: in its releases no other is named after it.
-    """
-
-    symptom: Symptom
-    cause: str
-    sure: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """Whose data it is, for messages.
-
-    Attributes:
-        engine: «vLLM».
-        version: its release, where known.
-        device: what it ran on, where known: «cuda», «npu», «cpu».
-        sample: «request 17, completion 2».
-        field: where in the engine's answer: «choices[0].routed_experts».
-        faults: what is known to be wrong with the engine, the likeliest first; the first few that fit are
-            named.
-    """
-
-    engine: str
-    version: str = ""
-    device: str = ""
-    sample: str = ""
-    field: str = ""
-    faults: tuple[Fault, ...] = ()
-
-    def error(
-        self, symptom: Symptom, problem: str, *, expected: object = None, got: object = None, where: str = ""
-    ) -> InvalidRoutes:
-        """An error about this data, with the likeliest known cause."""
-        engine = f"{self.engine} {self.version}".rstrip()
-        parts = (engine, self.sample, self.field, where)
-        return InvalidRoutes(
-            problem,
-            where=", ".join(part for part in parts if part),
-            expected=expected,
-            got=got,
-            cause=self._cause(symptom),
-        )
-
-    def _cause(self, symptom: Symptom) -> str:
-        causes: list[str] = []
-        for fault in self.faults:
-            if (
-                fault.symptom is symptom
-                and fault.holds(self.version, self.device)
-                and fault.cause not in causes
-            ):
-                causes.append(fault.cause)
-                if fault.sure and tells_release(self.version):
-                    break
-        return "; or ".join(causes[:_CAUSES])
+_NOBODY = Source(engine="")
 
 
 def admit(
@@ -150,7 +62,7 @@ def admit(
         InvalidRoutes: what is wrong, where, and the likeliest fault of the engine.
     """
     one_of(missing, ("error", "native"), "way with missing rows", "missing", InvalidRoutes)
-    ids = _token_ids(tokens, source)
+    ids = token_ids(tokens, source)
     rows = _in_columns(_in_rows(rows, len(ids), start, ended, surplus, source), model, source, start)
     _check_range(rows, model, source, start)
     blank = _blank_rows(rows, model, missing, source, start)
@@ -171,16 +83,6 @@ def admit(
         recorded=torch.from_numpy(recorded),
         tokens=ids,
         weight_version=weight_version,
-    )
-
-
-def _token_ids(tokens: Any, source: Source) -> Array:
-    """[tokens] int64."""
-    ids = as_token_ids(tokens)
-    if ids is not None:
-        return ids
-    raise source.error(
-        Symptom.UNREADABLE, "these aren't token ids", expected="integers, [tokens]", got=shown(tokens)
     )
 
 
@@ -219,7 +121,7 @@ def _in_columns(rows: Array, model: RoutedModel, source: Source, start: int) -> 
             Symptom.TOPK, "the engine's top-k isn't the model's", expected=f"{model.topk} ids", got=topk
         )
     if columns == model.num_layers:
-        _check_dense(rows, model, source, start)
+        check_dense(rows, model, source, start)
         labels = tuple(range(columns))
     elif columns == len(model.sparse):
         labels = model.sparse
@@ -236,8 +138,15 @@ def _in_columns(rows: Array, model: RoutedModel, source: Source, start: int) -> 
     return rows[:, wanted]
 
 
-def _check_dense(rows: Array, model: RoutedModel, source: Source, start: int) -> None:
-    """The columns of dense layers are zeros, or the labels have shifted."""
+def check_dense(rows: Array, model: RoutedModel, source: Source = _NOBODY, start: int = 0) -> None:
+    """The columns of dense layers are zeros, or an engine's labels have shifted.
+
+    Args:
+        rows: [n, decoder layers, topk].
+
+    Raises:
+        InvalidRoutes: a dense layer has experts.
+    """
     dense = rows[:, list(model.dense)]
     if dense.any():
         row, column, _ = np.argwhere(dense)[0]

@@ -10,15 +10,84 @@ import binascii
 import io
 import math
 import sys
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import torch
 
-from npu_replay.rollout.admit import Source, Symptom
-from npu_replay.routes.checks import Array
+from npu_replay.errors import as_text
+from npu_replay.rollout.faults import Source, Symptom
+from npu_replay.routes.checks import MAX_LAYERS, Array
+from npu_replay.routes.token_ids import as_token_ids
 
 _HEADER = 4096  # bytes; an array of integers needs some 128
+_WIDEST = 4  # bytes an id: int32
+_MOST_TOPK = 1024
 _LONGEST = 1 << 24  # of a side; numpy can't take all sizes where another side is 0
+
+
+def token_ids(value: Any, source: Source) -> Array:
+    """Somebody's token ids, [tokens] int64.
+
+    Raises:
+        InvalidRoutes: they aren't integers from 0 on, in one row.
+    """
+    ids = as_token_ids(value)
+    if ids is not None and not (ids < 0).any():
+        return ids
+    raise source.error(
+        Symptom.UNREADABLE,
+        "these aren't token ids",
+        expected="integers from 0 on, [tokens]",
+        got=named(value) if ids is None else f"{ids.min()} to {ids.max()}",
+    )
+
+
+def named(value: Any) -> str:
+    """What somebody gave, in a message: dtype and shape of an array, type and beginning of anything else."""
+    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:  # as its dtype may be right
+        return f"{value.layout} of {value.dtype} {list(value.shape)}"
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        return f"{value.dtype} {list(value.shape)}"
+    return "None" if value is None else f"{type(value).__name__} {as_text(value)[:80]}"
+
+
+def as_numpy(value: Any) -> Any:
+    """A tensor as an array, where numpy can hold it; anything else as it is."""
+    if isinstance(value, torch.Tensor):
+        with suppress(TypeError, RuntimeError):  # sparse, quantised, of a dtype that numpy hasn't: no ids
+            return value.detach().cpu().numpy()
+    return value
+
+
+def any_array(value: Any, *, source: Source, most: tuple[int, int, int] | None = None) -> Array:
+    """Routes in whatever form says its own shape: an array, a tensor, base64 of an .npy, nested lists.
+
+    Args:
+        most: rows, columns and top-k at most, where the size could be anything; None takes what there is.
+
+    Returns:
+        [tokens, layers, topk], integers.
+
+    Raises:
+        InvalidRoutes: something else, or larger.
+    """
+    value = as_numpy(value)
+    if isinstance(value, (str, bytes, bytearray)):
+        room = len(value) if most is None else math.prod(most) * _WIDEST
+        text = value if isinstance(value, str) else bytes(value)
+        value = from_npy(from_base64(text, source=source, most=room + _HEADER), source=source, most=room)
+    elif isinstance(value, list):
+        return from_lists(value, source=source, most=most or (len(value), MAX_LAYERS, _MOST_TOPK))
+    if isinstance(value, np.ndarray) and value.ndim == 3 and value.dtype.kind in "iu":
+        return value
+    raise source.error(
+        Symptom.SHAPE,
+        "this isn't an array of expert ids",
+        expected="integers, [tokens, layers, topk]: an array, base64 of an .npy, or nested lists",
+        got=named(value),
+    )
 
 
 def from_base64(text: str | bytes, *, source: Source, most: int) -> bytes:

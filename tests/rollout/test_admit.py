@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from npu_replay import Rollout, RoutedExperts, RouteStore, Turn, fingerprint
 from npu_replay.errors import InvalidRoutes
 from npu_replay.inspection.inspection import inspect
-from npu_replay.rollout.admit import Fault, Source, Symptom, admit
+from npu_replay.rollout.admit import admit
+from npu_replay.rollout.faults import Fault, Source, Symptom
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routes.checks import Array
 

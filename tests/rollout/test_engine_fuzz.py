@@ -23,7 +23,8 @@ from npu_replay.compat.sglang.decode import from_sglang
 from npu_replay.compat.vllm.decode import from_vllm
 from npu_replay.errors import InvalidRoutes, ReplayError
 from npu_replay.rollout import payloads
-from npu_replay.rollout.admit import Source, admit
+from npu_replay.rollout.admit import admit
+from npu_replay.rollout.faults import Source
 from npu_replay.rollout.model_config import RoutedModel
 
 pytestmark = pytest.mark.timeout(120)
