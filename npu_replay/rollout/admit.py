@@ -1,4 +1,4 @@
-"""The door: what a rollout engine hands over is checked here, and leaves as RoutedExperts or as an error.
+"""What a rollout engine hands over is checked here, and leaves as RoutedExperts or as an error.
 
 The commonest failure is an array that looks right and isn't: zeros, a layer that was never captured, rows of
 another request. Nothing in it says so, so each way in which engines fail is looked for, and the error names
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -17,15 +18,14 @@ import torch
 from npu_replay.errors import InvalidRoutes, one_of
 from npu_replay.rollout.faults import Source, Symptom
 from npu_replay.rollout.model_config import RoutedModel
-from npu_replay.rollout.payloads import token_ids
-from npu_replay.routes import checks as id_checks
-from npu_replay.routes.checks import Array
+from npu_replay.rollout.payloads import named, token_ids
+from npu_replay.routes import checks
+from npu_replay.routes.checks import Array, Finding
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_array_dtype
 
 Missing = Literal["error", "native"]
 
 _log = logging.getLogger(__name__)
-_NOBODY = Source(engine="")
 
 
 def admit(
@@ -41,6 +41,13 @@ def admit(
     weight_version: int | str | None = None,
 ) -> RoutedExperts:
     """Check an engine's array and make it the routes of its sequence.
+
+    >>> from npu_replay.rollout.faults import Source
+    >>> model = npu_replay.RoutedModel(layers=(1,), num_layers=2, num_experts=4, topk=2)
+    >>> rows = np.array([[[0, 0], [3, 1]], [[0, 0], [2, 0]]], "u1")
+    >>> routes = admit(rows, model=model, tokens=[11, 12, 13], source=Source(engine="mine"))
+    >>> routes.layers, routes.recorded.tolist(), routes.ids[0].tolist()
+    ((1,), [True, True, False], [[3, 1]])
 
     Args:
         rows: [n, columns, topk], any integer dtype, read-only or not: row i is the token at start + i. The
@@ -63,18 +70,20 @@ def admit(
     """
     one_of(missing, ("error", "native"), "way with missing rows", "missing", InvalidRoutes)
     ids = token_ids(tokens, source)
-    rows = _in_columns(_in_rows(rows, len(ids), start, ended, surplus, source), model, source, start)
-    _check_range(rows, model, source, start)
-    blank = _blank_rows(rows, model, missing, source, start)
-    room = np.zeros((len(ids), len(model.layers), model.topk), narrow_array_dtype(model.num_experts))
-    there = room[start : start + len(rows)]
-    np.copyto(there, rows, casting="unsafe")
+    arrival = _Arrival(model, source, ids, start, missing)
+    rows = arrival.routed_columns(arrival.due_rows(rows, ended, surplus))
+    here = slice(start, start + len(rows))
+    arrival.refuse(Symptom.RANGE, checks.find_outside(rows, model.num_experts, first_row=start))
     recorded = np.zeros(len(ids), bool)
-    recorded[start : start + len(rows)] = True
-    recorded[start + blank] = False
-    known = recorded[start : start + len(rows)]
-    _check_rows(there, known, ids[start:], model, source, start)
-    stale = _stale_rows(there, known, ids[start:], model, missing, source, start)
+    recorded[here] = True
+    recorded[start + arrival.blank_rows(rows)] = False
+    room = np.zeros((len(ids), len(model.layers), model.topk), narrow_array_dtype(model.num_experts))
+    np.copyto(room[here], rows, casting="unsafe")
+    there, known = room[here], recorded[here]
+    constant = checks.find_constant(there, known, model.num_experts, ids[start:])
+    arrival.refuse(Symptom.CONSTANT_LAYER, constant)
+    arrival.refuse(Symptom.DUPLICATES, checks.find_twice(there, known, start))
+    stale = arrival.stale_rows(there, known)
     there[stale], known[stale] = 0, False
     return RoutedExperts._checked(
         ids=torch.from_numpy(room),
@@ -86,177 +95,134 @@ def admit(
     )
 
 
-def _in_rows(rows: Any, tokens: int, start: int, ended: bool, surplus: int, source: Source) -> Array:
-    """Exactly as many rows as the engine has run tokens: one row more or less would shift them all unnoticed.
-    What was aborted may have none."""
-    if not isinstance(rows, np.ndarray) or rows.ndim != 3 or rows.dtype.kind not in "iu":
-        raise source.error(
-            Symptom.SHAPE,
-            "this isn't an array of expert ids",
-            expected="integers, [tokens, layers, topk]",
-            got=f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, np.ndarray) else type(rows).__name__,
-        )
-    if not 0 <= start <= tokens:
-        raise source.error(
-            Symptom.SHAPE, "the first row's token isn't in the sequence", expected=f"0 to {tokens}", got=start
-        )
-    wanted = max(0, tokens - 1 - start + surplus)
-    if len(rows) == wanted or (len(rows) == 0 and not ended):
-        return rows[: max(0, tokens - 1 - start)]
-    few = len(rows) < wanted
-    taken_off = f", and {surplus} more that were taken off its end" if surplus else ""
-    raise source.error(
-        Symptom.TOO_FEW_ROWS if few else Symptom.TOO_MANY_ROWS,
-        f"the engine has rows for {'fewer' if few else 'more'} tokens than it ran",
-        expected=f"{wanted} rows ({tokens} tokens from {start} on{taken_off}; the last has none)",
-        got=len(rows),
-    )
-
-
-def _in_columns(rows: Array, model: RoutedModel, source: Source, start: int) -> Array:
-    """The columns of the MoE layers."""
-    columns, topk = rows.shape[1:]
-    if topk != model.topk:
-        raise source.error(
-            Symptom.TOPK, "the engine's top-k isn't the model's", expected=f"{model.topk} ids", got=topk
-        )
-    if columns == model.num_layers:
-        check_dense(rows, model, source, start)
-        labels = tuple(range(columns))
-    elif columns == len(model.sparse):
-        labels = model.sparse
-    else:
-        raise source.error(
-            Symptom.COLUMNS,
-            "the engine's columns are neither all decoder layers nor the MoE layers",
-            expected=f"{model.num_layers}, or {len(model.sparse)}",
-            got=columns,
-        )
-    wanted = [labels.index(layer) for layer in model.layers]
-    if wanted[-1] - wanted[0] == len(wanted) - 1:
-        return rows[:, wanted[0] : wanted[-1] + 1]  # neighbours aren't copied
-    return rows[:, wanted]
-
-
-def check_dense(rows: Array, model: RoutedModel, source: Source = _NOBODY, start: int = 0) -> None:
-    """The columns of dense layers are zeros, or an engine's labels have shifted.
-
-    Args:
-        rows: [n, decoder layers, topk].
+def check_dense(rows: Array, model: RoutedModel) -> None:
+    """Refuse ids, [n, decoder layers, topk], in the columns of dense layers: labels have shifted.
 
     Raises:
         InvalidRoutes: a dense layer has experts.
     """
-    dense = rows[:, list(model.dense)]
-    if dense.any():
-        row, column, _ = np.argwhere(dense)[0]
-        raise source.error(
-            Symptom.DENSE_COLUMN,
-            "a dense layer has experts",
-            where=f"layer {model.dense[column]}",
-            expected="zeros in the columns of dense layers",
-            got=f"{dense[row, column].tolist()} in row {start + row}",
+    _Arrival(model, Source(engine=""), rows[:0], 0, "error").refuse_dense(rows)
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """Somebody's rows, and all that is known beside them: as `admit` takes it."""
+
+    model: RoutedModel
+    source: Source
+    tokens: Array
+    start: int
+    missing: Missing
+
+    def refuse(self, symptom: Symptom, found: Finding | None) -> None:
+        if found is not None:
+            where = "" if found.column is None else f"layer {self.model.layers[found.column]}"
+            raise self.source.error(
+                symptom, found.problem, expected=found.expected, got=found.got, where=where
+            )
+
+    def due_rows(self, rows: Any, ended: bool, surplus: int) -> Array:
+        """Exactly as many rows as the engine has run tokens: one row more or less would shift them all
+        unnoticed. What was aborted may have none."""
+        tokens, start = len(self.tokens), self.start
+        if not checks.is_ids(rows):
+            raise self.source.error(
+                Symptom.SHAPE,
+                "this isn't an array of expert ids",
+                expected="integers, [tokens, layers, topk]",
+                got=named(rows),
+            )
+        if not 0 <= start <= tokens:
+            problem = "the first row's token isn't in the sequence"
+            raise self.source.error(Symptom.SHAPE, problem, expected=f"0 to {tokens}", got=start)
+        wanted = max(0, tokens - 1 - start + surplus)
+        if len(rows) == wanted or (len(rows) == 0 and not ended):
+            return rows[: max(0, tokens - 1 - start)]
+        few = len(rows) < wanted
+        taken_off = f", and {surplus} more that were taken off its end" if surplus else ""
+        raise self.source.error(
+            Symptom.TOO_FEW_ROWS if few else Symptom.TOO_MANY_ROWS,
+            f"the engine has rows for {'fewer' if few else 'more'} tokens than it ran",
+            expected=f"{wanted} rows ({tokens} tokens from {start} on{taken_off}; the last has none)",
+            got=len(rows),
         )
 
+    def routed_columns(self, rows: Array) -> Array:
+        """The columns of the MoE layers."""
+        model, (columns, topk) = self.model, rows.shape[1:]
+        if topk != model.topk:
+            problem = "the engine's top-k isn't the model's"
+            raise self.source.error(Symptom.TOPK, problem, expected=f"{model.topk} ids", got=topk)
+        if columns == model.num_layers:
+            self.refuse_dense(rows)
+            wanted = list(model.layers)
+        elif columns == len(model.sparse):
+            wanted = [model.sparse.index(layer) for layer in model.layers]
+        else:
+            raise self.source.error(
+                Symptom.COLUMNS,
+                "the engine's columns are neither all decoder layers nor the MoE layers",
+                expected=f"{model.num_layers}, or {len(model.sparse)}",
+                got=columns,
+            )
+        if wanted[-1] - wanted[0] == len(wanted) - 1:
+            return rows[:, wanted[0] : wanted[-1] + 1]  # neighbours aren't copied
+        return rows[:, wanted]
 
-def _check_range(rows: Array, model: RoutedModel, source: Source, start: int) -> None:
-    if not id_checks.holds(rows.dtype, model.num_experts):
-        raise source.error(
-            Symptom.RANGE,
-            "the ids' dtype can't hold every expert",
-            expected=f"0 to {model.num_experts - 1}",
-            got=f"{rows.dtype}, 0 to {np.iinfo(rows.dtype).max}",
-        )
-    outside = id_checks.outside(rows, model.num_experts, np.ones(len(rows), bool))
-    if len(outside):
-        row, column, slot = outside[0]
-        raise source.error(
-            Symptom.RANGE,
-            f"an id is out of range, the first in row {start + row}",
-            where=f"layer {model.layers[column]}",
-            expected=f"0 to {model.num_experts - 1}",
-            got=int(rows[row, column, slot]),
-        )
+    def refuse_dense(self, rows: Array) -> None:
+        dense = rows[:, list(self.model.dense)]
+        if dense.any():
+            row, column, _ = np.argwhere(dense)[0]
+            raise self.source.error(
+                Symptom.DENSE_COLUMN,
+                "a dense layer has experts",
+                where=f"layer {self.model.dense[column]}",
+                expected="zeros in the columns of dense layers",
+                got=f"{dense[row, column].tolist()} in row {self.start + row}",
+            )
 
+    def blank_rows(self, rows: Array) -> Array:
+        """The rows that were never written. With a top-k of 1 they can't be told from expert 0, but where all
+        of many layers say so."""
+        topk = self.model.topk
+        if topk == 1 and not self._tells_tokens_apart:
+            return np.empty(0, np.int64)
+        blank = checks.blank_rows(rows)
+        different = f"{topk} different experts a token"
+        if len(blank) and len(blank) == len(rows):
+            problem, got = f"all {len(rows)} rows are zeros", "nothing that was captured"
+            raise self.source.error(Symptom.ZEROS, problem, expected=different, got=got)
+        if len(blank) and self.missing == "error":
+            problem = f"{len(blank)} of {len(rows)} rows are zeros in all layers"
+            got = f"the first is row {self.start + blank[0]}, the last {self.start + blank[-1]}"
+            raise self.source.error(Symptom.ZERO_ROWS, problem, expected=different, got=got)
+        return blank
 
-def _blank_rows(rows: Array, model: RoutedModel, missing: Missing, source: Source, start: int) -> Array:
-    """The rows that were never written. With a top-k of 1 they can't be told from expert 0, but where all of
-    many layers say so."""
-    if model.topk == 1 and _bits(model) < id_checks.SURE_BITS:
-        return np.empty(0, np.int64)
-    blank = id_checks.blank_rows(rows)
-    if len(blank) and len(blank) == len(rows):
-        raise source.error(
-            Symptom.ZEROS,
-            f"all {len(rows)} rows are zeros",
-            expected=f"{model.topk} different experts a token",
-            got="nothing that was captured",
-        )
-    if len(blank) and missing == "error":
-        raise source.error(
-            Symptom.ZERO_ROWS,
-            f"{len(blank)} of {len(rows)} rows are zeros in all layers",
-            expected=f"{model.topk} different experts a token",
-            got=f"the first is row {start + blank[0]}, the last {start + blank[-1]}",
-        )
-    return blank
-
-
-def _check_rows(
-    rows: Array, recorded: Array, tokens: Array, model: RoutedModel, source: Source, start: int
-) -> None:
-    twice = id_checks.named_twice(rows, recorded)
-    constant = id_checks.constant_layers(rows, recorded, model.num_experts, tokens)
-    if len(constant):
-        raise source.error(
-            Symptom.CONSTANT_LAYER,
-            f"all {int(recorded.sum())} rows are the same ({len(constant)} such layers)",
-            where=f"layer {model.layers[constant[0]]}",
+    def stale_rows(self, rows: Array, recorded: Array) -> Array:
+        """The rows that are another token's: they were read from a buffer too late."""
+        tokens = self.tokens[self.start :]
+        if not self._tells_tokens_apart:
+            return np.empty(0, np.int64)
+        if recorded.all():
+            stale = checks.repeated_rows(rows, tokens)
+        else:
+            at = np.flatnonzero(recorded)
+            stale = at[checks.repeated_rows(rows[at], tokens[at])]
+        if not len(stale):
+            return stale
+        error = self.source.error(
+            Symptom.STALE_ROWS,
+            f"{len(stale)} rows are another token's in all layers, the first is row {self.start + stale[0]}",
             expected="routes that depend on the token",
-            got=rows[recorded.argmax(), constant[0]].tolist(),
+            got=f"a copy, for token {int(tokens[stale[0]])}",
         )
-    if len(twice):
-        row, column = twice[0]
-        raise source.error(
-            Symptom.DUPLICATES,
-            f"{len(twice)} token-layers name an expert twice, the first in row {start + row}",
-            where=f"layer {model.layers[column]}",
-            expected=f"{model.topk} different experts",
-            got=rows[row, column].tolist(),
-        )
-
-
-def _stale_rows(
-    rows: Array,
-    recorded: Array,
-    tokens: Array,
-    model: RoutedModel,
-    missing: Missing,
-    source: Source,
-    start: int,
-) -> Array:
-    """The rows that are another token's: they were read from a buffer too late."""
-    if _bits(model) < id_checks.SURE_BITS:
-        return np.empty(0, np.int64)
-    if recorded.all():
-        stale = id_checks.repeated_rows(rows, tokens)
-    else:
-        at = np.flatnonzero(recorded)
-        stale = at[id_checks.repeated_rows(rows[at], tokens[at])]
-    if not len(stale):
+        if self.missing == "error":
+            raise error
+        _log.warning("%s. They are left without a route", error)
         return stale
-    error = source.error(
-        Symptom.STALE_ROWS,
-        f"{len(stale)} rows are another token's in all layers, the first is row {start + stale[0]}",
-        expected="routes that depend on the token",
-        got=f"a copy, for token {int(tokens[stale[0]])}",
-    )
-    if missing == "error":
-        raise error
-    _log.warning("%s. They are left without a route", error)
-    return stale
 
-
-def _bits(model: RoutedModel) -> float:
-    """How much choice a token has in all layers together."""
-    return len(model.layers) * id_checks.choice(model.num_experts, model.topk)
+    @property
+    def _tells_tokens_apart(self) -> bool:
+        """Is there so much choice in all layers together that two tokens never choose alike by chance?"""
+        choice = checks.choice(self.model.num_experts, self.model.topk)
+        return len(self.model.layers) * choice >= checks.SURE_BITS

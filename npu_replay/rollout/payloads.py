@@ -18,7 +18,7 @@ import torch
 
 from npu_replay.errors import as_text
 from npu_replay.rollout.faults import Source, Symptom
-from npu_replay.routes.checks import MAX_LAYERS, Array
+from npu_replay.routes.checks import MAX_LAYERS, Array, is_ids
 from npu_replay.routes.token_ids import as_token_ids
 
 _HEADER = 4096  # bytes; an array of integers needs some 128
@@ -80,7 +80,7 @@ def any_array(value: Any, *, source: Source, most: tuple[int, int, int] | None =
         value = from_npy(from_base64(text, source=source, most=room + _HEADER), source=source, most=room)
     elif isinstance(value, list):
         return from_lists(value, source=source, most=most or (len(value), MAX_LAYERS, _MOST_TOPK))
-    if isinstance(value, np.ndarray) and value.ndim == 3 and value.dtype.kind in "iu":
+    if is_ids(value):
         return value
     raise source.error(
         Symptom.SHAPE,
