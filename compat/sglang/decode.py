@@ -11,7 +11,7 @@ import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -49,6 +49,13 @@ def from_sglang(
 ) -> RoutedExperts:
     """The routes of one sequence, out of one answer of SGLang's.
 
+    >>> import base64
+    >>> ids = np.array([[[3, 1]], [[2, 0]]], "<i4")
+    >>> answer = {"meta_info": {"routed_experts": base64.b64encode(ids.tobytes()).decode()}}
+    >>> model = npu_replay.RoutedModel(layers=(0,), num_layers=1, num_experts=4, topk=2)
+    >>> npu_replay.from_sglang(answer, model, prompt_token_ids=[11, 12], output_ids=[13]).ids[:2, 0].tolist()
+    [[3, 1], [2, 0]]
+
     Args:
         meta_info: the answer's meta_info, or the whole answer: of /generate, of `Engine.generate`, of an
             OpenAI endpoint, or one of its choices; as a dict, as JSON (str or bytes), or as OpenAI's client
@@ -74,16 +81,7 @@ def from_sglang(
     start = whole_number(start_len, "start_len", where="from_sglang")
     release(version or "")  # or an error, for what is no text
     answer = read(meta_info, version if version and tells_release(version, numbers=3) else "")
-    return _routes(answer, known, prompt_token_ids, output_ids, start, missing, weight_version)
-
-
-def routes_of(answer: Answer, model: RoutedModel, prompt: Array, output: Array, start: int) -> RoutedExperts:
-    """The routes of one answer whose ids, [prompt] and [output], are given.
-
-    Raises:
-        InvalidRoutes: as `from_sglang`.
-    """
-    return _routes(answer, model, prompt, output, start, "error", None)
+    return routes_of(answer, known, prompt_token_ids, output_ids, start, missing, weight_version)
 
 
 def rows_in(answer: Answer, model: RoutedModel | None) -> Array | None:
@@ -110,25 +108,27 @@ def rows_in(answer: Answer, model: RoutedModel | None) -> Array | None:
     return flat[: len(flat) // row * row].reshape(-1, model.num_layers, model.topk)
 
 
-def _routes(
+def routes_of(
     answer: Answer,
     model: RoutedModel,
     prompt: Tokens | None,
     output: Tokens | None,
     start: int,
-    missing: Missing,
-    weights: int | str | None,
+    missing: Missing = "error",
+    weight_version: int | str | None = None,
 ) -> RoutedExperts:
+    """The routes of an answer that was read; else as `from_sglang`."""
     tokens = _tokens(answer, prompt, output)
+    weights = None if len(answer.weight_spans) > 1 else answer.weight_version  # of all rows
     routes = admit(
-        _rows(answer, model, _Plan.of(answer, len(tokens.ids), tokens.sampled, tokens.trimmed, start)),
+        _rows(answer, model, _Due.of(answer, tokens, start)),
         model=model,
         tokens=tokens.ids,
         source=answer.source,
         start=start,
         ended=answer.finish != "abort",
         missing=missing,
-        weight_version=_weights(answer) if weights is None else weights,
+        weight_version=weights if weight_version is None else weight_version,
     )
     return _sampled_by_them(routes, answer, tokens, missing)
 
@@ -188,11 +188,6 @@ def _other_tokens(answer: Answer, name: str, expected: object, got: object) -> I
     )
 
 
-def _weights(answer: Answer) -> str | None:
-    """The weights of all rows, where the answer says that they are one."""
-    return None if len(answer.weight_spans) > 1 else answer.weight_version
-
-
 def _sampled_by_them(
     routes: RoutedExperts, answer: Answer, tokens: _Tokens, missing: Missing
 ) -> RoutedExperts:
@@ -243,7 +238,7 @@ def _warn_of_retractions(version: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Due:
     """How many rows there may be.
 
     Attributes:
@@ -262,168 +257,144 @@ class _Plan:
     aborted: bool
 
     @classmethod
-    def of(cls, answer: Answer, tokens: int, sampled: int, trimmed: int, start: int) -> _Plan:
-        """What this answer may hold of `tokens` tokens: the engine sampled `sampled`, of which `trimmed`
-        aren't among them."""
-        version = answer.source.version
-        if not 0 <= start <= tokens:
-            raise answer.source.error(
-                Symptom.SHAPE,
-                "start_len isn't in the sequence",
-                expected=f"0 to {tokens}",
-                got=start,
-            )
-        whole = max(0, tokens - 1)
-        aborted = answer.finish == "abort"
+    def of(cls, answer: Answer, tokens: _Tokens, start: int) -> _Due:
+        version, count = answer.source.version, len(tokens.ids)
+        if not 0 <= start <= count:
+            problem = "start_len isn't in the sequence"
+            raise answer.source.error(Symptom.SHAPE, problem, expected=f"0 to {count}", got=start)
+        last, aborted = max(0, count - 1), answer.finish == "abort"
+        past = 0
+        if version and release(version) < release(STOPS_EXACTLY):
+            # One row for each token that it ran, and two kinds are in no count: the drafts that were accepted
+            # together with the end, and the token that a prefill samples though none was asked for.
+            past = 1 if tokens.sampled == 0 and not aborted else answer.drafted_past
         return cls(
-            wanted=max(0, whole - start),
-            ran=max(0, whole + trimmed - start),
-            start=min(start, whole + trimmed),
+            wanted=max(0, last - start),
+            ran=max(0, last + tokens.trimmed - start),
+            start=min(start, last + tokens.trimmed),
             honours=release(version) >= release(HONOURS_START) if version else None,
-            past=_past_the_end(answer, sampled, aborted),
+            past=past,
             aborted=aborted,
         )
 
     @property
-    def due_from(self) -> int:
+    def whole(self) -> int:
+        """The rows from the first token on."""
+        return self.start + self.ran
+
+    @property
+    def first(self) -> int:
         """The token of the first row that this release sends."""
         return 0 if self.honours is False else self.start
 
     @property
-    def due(self) -> int:
+    def count(self) -> int:
         """The rows that this release sends."""
-        return self.start + self.ran - self.due_from
-
-    @property
-    def most(self) -> int:
-        """As many as any release may send."""
-        return self.start + self.ran + self.past
+        return self.whole - self.first
 
     def readings(self, count: int) -> set[int]:
         """How many of the first of so many rows weren't asked for: one number, none where no release sends so
         many, or two where it can't be told."""
-        whole = self.start + self.ran
-        found = {self.start for past in (0, self.past) if count == whole + past}
+        found = {self.start for past in (0, self.past) if count == self.whole + past}
         if self.honours is not False:
             found |= {0 for past in (0, self.past) if count == self.ran + past}
         return found or ({0} if self.aborted and count == 0 else set())
 
 
-def _past_the_end(answer: Answer, sampled: int, aborted: bool) -> int:
-    """How many rows more a release before 0.5.13 has than it counts tokens.
-
-    It has one for each token that it ran, and two kinds are in no count: the drafts that were accepted
-    together with the end, and the token that a prefill samples though none was asked for.
-    """
-    version = answer.source.version
-    if not version or release(version) >= release(STOPS_EXACTLY):
-        return 0
-    return 1 if sampled == 0 and not aborted else answer.drafted_past
-
-
-def _rows(answer: Answer, model: RoutedModel, plan: _Plan) -> Array:
+def _rows(answer: Answer, model: RoutedModel, due: _Due) -> Array:
     """The rows of the sequence from its start on, [n, columns, topk], of any integer dtype.
 
     Raises:
         InvalidRoutes: there are none, they can't be read, or there are as many as no release sends.
     """
-    ids = _ids(answer, model, plan)
+    ids = _ids(answer, model, due)
     if ids.ndim != 3:
-        _check_count(ids.size, answer, model, plan)
+        _check_count(ids.size, answer, model, due)
         ids = ids.reshape(-1, model.num_layers, model.topk)
-    first = plan.readings(len(ids))
+    first = due.readings(len(ids))
     if len(first) != 1:
-        raise _wrong_rows(len(ids), answer, plan)
+        raise _wrong_rows(len(ids), answer, due)
     (first_wanted,) = first
-    return ids[first_wanted : first_wanted + plan.wanted]
+    return ids[first_wanted : first_wanted + due.wanted]
 
 
-def _ids(answer: Answer, model: RoutedModel, plan: _Plan) -> Array:
+def _ids(answer: Answer, model: RoutedModel, due: _Due) -> Array:
     """The ids as they came: flat, or in the shape that a tensor has."""
-    payload, source = answer.payload, answer.source
+    payload, source = as_numpy(answer.payload), answer.source
     if payload is None or (isinstance(payload, list) and not payload):  # 0.5.8 says [] for none
-        if plan.aborted or plan.ran == 0:
+        if due.aborted or due.ran == 0:
             return np.zeros(0, np.int32)
-        raise source.error(
-            Symptom.MISSING, "there are no routes in the answer", expected=f"{plan.ran} rows", got="none"
-        )
-    payload = as_numpy(payload)
+        problem = "there are no routes in the answer"
+        raise source.error(Symptom.MISSING, problem, expected=f"{due.ran} rows", got="none")
     if isinstance(payload, np.ndarray) and payload.dtype.kind in "iu":
         return payload
-    if isinstance(payload, (bytearray, memoryview)):
-        payload = bytes(payload)
-    if not isinstance(payload, (str, bytes)):
-        kind = getattr(payload, "dtype", type(payload).__name__)
+    data = bytes(payload) if isinstance(payload, (bytearray, memoryview)) else payload
+    if not isinstance(data, (str, bytes)):
         raise source.error(
-            Symptom.UNREADABLE, "these aren't expert ids", expected="base64 of int32, or integers", got=kind
+            Symptom.UNREADABLE,
+            "these aren't expert ids",
+            expected="base64 of int32, or integers",
+            got=getattr(data, "dtype", type(data).__name__),
         )
-    data = payload if _is_raw(payload) else _decoded(payload, answer, model, plan)
+    # Bytes may be ids already: the fourth of an id is 0, or -1's, and neither is base64.
+    if isinstance(data, str) or data[3:4] not in (b"\x00", b"\xff"):
+        padding = data[-2:].count("=") if isinstance(data, str) else data[-2:].count(b"=")
+        size = len(data) // 4 * 3 - padding
+        if size % 4 == 0:  # a wrong count is found before the text is decoded
+            _check_count(size // 4, answer, model, due)
+        most = (due.whole + due.past) * model.num_layers * model.topk * 4
+        data = from_base64(data, source=source, most=most)
     if len(data) % 4:
-        raise source.error(
-            Symptom.UNREADABLE, "these aren't int32", expected="a multiple of 4 bytes", got=len(data)
-        )
+        problem = "these aren't int32"
+        raise source.error(Symptom.UNREADABLE, problem, expected="a multiple of 4 bytes", got=len(data))
     return np.frombuffer(data, "<i4")
 
 
-def _is_raw(payload: str | bytes) -> TypeGuard[bytes]:
-    """Bytes that somebody decoded already? The fourth of an id is 0, or -1's, and neither is base64."""
-    return isinstance(payload, bytes) and payload[3:4] in (b"\x00", b"\xff")
-
-
-def _decoded(text: str | bytes, answer: Answer, model: RoutedModel, plan: _Plan) -> bytes:
-    """The text's length says how many ids it holds, so a wrong count is found before it is decoded."""
-    padding = "=" if isinstance(text, str) else b"="
-    size = len(text) // 4 * 3 - text[-2:].count(padding)  # type: ignore[arg-type]  # of its own kind
-    if size % 4 == 0:
-        _check_count(size // 4, answer, model, plan)
-    return from_base64(text, source=answer.source, most=plan.most * model.num_layers * model.topk * 4)
-
-
-def _check_count(count: int, answer: Answer, model: RoutedModel, plan: _Plan) -> None:
+def _check_count(count: int, answer: Answer, model: RoutedModel, due: _Due) -> None:
     """Refuse so many ids, naming the model that has as many for these tokens, if there is one."""
     row = model.num_layers * model.topk
     rows, rest = divmod(count, row)
-    if not rest and plan.readings(rows):
+    if not rest and due.readings(rows):
         return
-    other = _that_fits(count, model, plan)
+    other = next(
+        (model_of for ran in (due.ran, due.whole) if (model_of := _that_fits(count, ran, model))), ""
+    )
     if not rest and not other:
-        raise _wrong_rows(rows, answer, plan)
+        raise _wrong_rows(rows, answer, due)
     raise answer.source.error(
         Symptom.COLUMNS,
         f"{count} ids can't be shaped",
-        expected=f"{plan.due * row}: {plan.due} rows of {model.num_layers} layers with top-{model.topk}",
+        expected=f"{due.count * row}: {due.count} rows of {model.num_layers} layers with top-{model.topk}",
         got=f"what fits {other or 'no model of so many tokens'}",
     )
 
 
-def _wrong_rows(rows: int, answer: Answer, plan: _Plan) -> InvalidRoutes:
-    if plan.readings(rows):
+def _that_fits(size: int, rows: int, model: RoutedModel) -> str:
+    """The model that would have so many ids in so many rows, in words."""
+    row, rest = divmod(size, rows) if rows else (0, 0)
+    if rest or row in (0, model.num_layers * model.topk):
+        return ""
+    if row == len(model.sparse) * model.topk:
+        return f"the {len(model.sparse)} MoE layers alone"
+    layers, no_layers = divmod(row, model.topk)
+    topk, no_topk = divmod(row, model.num_layers)
+    fits = [] if no_layers else [f"{layers} layers with top-{model.topk}"]
+    fits += [] if no_topk else [f"top-{topk} in {model.num_layers} layers"]
+    return " or ".join(fits) or f"{row} ids a token"
+
+
+def _wrong_rows(rows: int, answer: Answer, due: _Due) -> InvalidRoutes:
+    if due.readings(rows):
         return replace(answer.source, faults=()).error(
             Symptom.TOO_MANY_ROWS,
             "so many rows may begin at the first token or at start_len",
-            expected=f"{plan.ran} from token {plan.start} on, or {plan.start + plan.ran} from the first on",
-            got=f"{rows}: the whole sequence's, or those asked for and {plan.past} that drafts ran past its "
+            expected=f"{due.ran} from token {due.start} on, or {due.whole} from the first on",
+            got=f"{rows}: the whole sequence's, or those asked for and {due.past} that drafts ran past its "
             "end (ask without a start, or with another)",
         )
     return answer.source.error(
-        Symptom.TOO_FEW_ROWS if rows < plan.due else Symptom.TOO_MANY_ROWS,
+        Symptom.TOO_FEW_ROWS if rows < due.count else Symptom.TOO_MANY_ROWS,
         "the engine has rows for other tokens than these",
-        expected=f"{plan.due} rows, from token {plan.due_from} on; the last token has none",
+        expected=f"{due.count} rows, from token {due.first} on; the last token has none",
         got=rows,
     )
-
-
-def _that_fits(size: int, model: RoutedModel, plan: _Plan) -> str:
-    """The model that would have so many ids for these tokens, in words."""
-    for rows in (plan.ran, plan.start + plan.ran):
-        row, rest = divmod(size, rows) if rows else (0, 0)
-        if rest or row in (0, model.num_layers * model.topk):
-            continue
-        if row == len(model.sparse) * model.topk:
-            return f"the {len(model.sparse)} MoE layers alone"
-        fits = [f"{row // model.topk} layers with top-{model.topk}"] if row % model.topk == 0 else []
-        fits += [f"top-{row // model.num_layers} in {model.num_layers} layers"] * (
-            row % model.num_layers == 0
-        )
-        return " or ".join(fits) or f"{row} ids a token"
-    return ""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from npu_replay.compat.sglang.faults import CLASHES, EAGLE, FAULTS, HONOURS_START, LIMITS
 from npu_replay.errors import ReplayError
 from npu_replay.rollout import launch
-from npu_replay.rollout.faults import Plan, release, tells_release
+from npu_replay.rollout.faults import Plan, release
 from npu_replay.rollout.launch import EngineArguments, number, unreadable
 
 
@@ -78,13 +78,7 @@ def refusal(version: str, device: str) -> ReplayError | None:
 
 def _refuse_release(version: str, device: str) -> None:
     release(version)  # or an error, for what is no text
-    if not tells_release(version, numbers=3):
-        raise ReplayError(
-            "this is no release of SGLang",
-            where="version",
-            expected="a version such as 0.5.23; for a build of your own, the release that it comes from",
-            got=version,
-        )
+    launch.refuse_untold("SGLang", version, "version", "0.5.23", numbers=3)
     problem = refusal(version, device)
     if problem is not None:
         raise problem

@@ -47,6 +47,12 @@ def from_vllm(
 ) -> list[RoutedExperts]:
     """The checked routes of one request, one RoutedExperts for each of its completions.
 
+    >>> choice = {"prompt_token_ids": [11, 12], "token_ids": [13], "routed_experts": [[[3, 1]], [[2, 0]]]}
+    >>> model = npu_replay.RoutedModel(layers=(0,), num_layers=1, num_experts=4, topk=2)
+    >>> [routes] = npu_replay.from_vllm({"choices": [choice]}, model)
+    >>> routes.ids[:2, 0].tolist()
+    [[3, 1], [2, 0]]
+
     Args:
         output: a RequestOutput; or an answer of /v1/completions, /v1/chat/completions or
             /inference/v1/generate, as a dict, as JSON (str or bytes) or as OpenAI's client gives it.
@@ -78,24 +84,16 @@ def from_vllm(
     start = whole_number(start, "start", where="from_vllm")
     prompts = _one_each(prompt_token_ids, len(found), "prompt_token_ids")
     outputs = _one_each(output_token_ids, len(found), "output_token_ids")
-    tokens = [_tokens(*each) for each in zip(found, prompts, outputs, strict=True)]
-    for one, at in zip(found, tokens, strict=True):
-        if one.prompt_payload is not None and differ(tokens[0].prompt, at.prompt):
-            _refuse_prompt_rows(one)
+    if found[0].prompt_payload is not None and len(found) > 1:
+        known_ids = [_tokens(*each) for each in zip(found, prompts, outputs, strict=True)]
+        ids = [each.ids[: each.prompt] for each in known_ids]
+        found = [
+            replace(one, another_prompt=differ(ids[0], own)) for one, own in zip(found, ids, strict=True)
+        ]
     return [
-        _routes(one, at, known, start, missing, weight_version) for one, at in zip(found, tokens, strict=True)
+        routes_of(one, known, prompt, sampled, start, missing, weight_version)
+        for one, prompt, sampled in zip(found, prompts, outputs, strict=True)
     ]
-
-
-def routes_of(answer: Answer, model: RoutedModel, prompt: Array, output: Array, start: int) -> RoutedExperts:
-    """The routes of one completion whose ids, [prompt] and [output], are given.
-
-    Raises:
-        InvalidRoutes: as `from_vllm`.
-    """
-    if answer.another_prompt:
-        _refuse_prompt_rows(answer)
-    return _routes(answer, _tokens(answer, prompt, output), model, start, "error", None)
 
 
 def rows_in(answer: Answer, model: RoutedModel | None) -> Array | None:
@@ -114,19 +112,21 @@ def rows_in(answer: Answer, model: RoutedModel | None) -> Array | None:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The ids of one completion, [prompt] and [sampled], and how many the caller took off its end."""
+    """A completion's ids; how many of them are the prompt's; how many more the caller took off its end."""
 
-    prompt: Array
-    sampled: Array
+    ids: Array
+    prompt: int
     taken_off: int
 
-    def __len__(self) -> int:
-        return len(self.prompt) + len(self.sampled)
+    @property
+    def ran(self) -> int:
+        """How many ids the engine has, of prompt and output."""
+        return len(self.ids) + self.taken_off
 
     @property
     def generated_rows(self) -> int:
         """How many rows the engine has after the prompt's: the last token that it sampled has none."""
-        return max(0, len(self.sampled) + self.taken_off - 1)
+        return max(0, self.ran - self.prompt - 1)
 
 
 # ---- token ids
@@ -179,7 +179,7 @@ def _tokens(one: Answer, prompt: Any, output: Any) -> _Tokens:
             problem = "the sampled token ids given here aren't those that the engine sampled"
             raise _others(problem, theirs, sampled, source, ", or fewer off their end")
         taken_off = 0  # a stream, whose last output has the last ids alone
-    return _Tokens(ids, sampled, taken_off)
+    return _Tokens(np.concatenate([ids, sampled]), len(ids), taken_off)
 
 
 def _given(ours: Any, theirs: Any, which: str, argument: str, source: Source) -> tuple[Array, Array | None]:
@@ -213,10 +213,24 @@ def _counted(problem: str, count: int | None, source: Source) -> Exception:
 # ---- rows
 
 
-def _routes(
-    one: Answer, tokens: _Tokens, model: RoutedModel, start: int, missing: Missing, weights: int | str | None
+def routes_of(
+    one: Answer,
+    model: RoutedModel,
+    prompt: Any,
+    output: Any,
+    start: int,
+    missing: Missing = "error",
+    weight_version: int | str | None = None,
 ) -> RoutedExperts:
-    source = one.source
+    """The routes of a completion that was read; else as `from_vllm`."""
+    source, tokens = one.source, _tokens(one, prompt, output)
+    if one.another_prompt:
+        raise replace(source, field="prompt_routed_experts").error(
+            Symptom.TOO_FEW_ROWS,
+            "the answer is to several prompts, and has the rows of the first alone",
+            expected="one prompt a request",
+            got="another prompt than the first completion's",
+        )
     lacking = _lacks_rows(one, tokens, start)
     dropped = missing == "native" and one.stop_string and DROPPED_AT_STOP_STRING.holds(source.version)
     if lacking and one.ended and not dropped:
@@ -232,13 +246,13 @@ def _routes(
     return admit(
         rows,
         model=model,
-        tokens=np.concatenate([tokens.prompt, tokens.sampled]),
+        tokens=tokens.ids,
         source=source,
         start=start,
         ended=one.ended and not lacking,
         surplus=tokens.taken_off,
         missing=missing,
-        weight_version=one.weight_version if weights is None else weights,
+        weight_version=one.weight_version if weight_version is None else weight_version,
     )
 
 
@@ -249,7 +263,7 @@ def _lacks_rows(one: Answer, tokens: _Tokens, start: int) -> bool:
         return False
     if one.prompt_payload is not None:
         return tokens.generated_rows > 0
-    return len(tokens) + tokens.taken_off - 1 > start
+    return tokens.ran - 1 > start
 
 
 def _no_rows(one: Answer) -> Exception:
@@ -274,9 +288,9 @@ def _none(model: RoutedModel) -> Array:
 
 def _rows(one: Answer, tokens: _Tokens, model: RoutedModel, start: int) -> Array:
     """All rows of the completion as one array, [rows, layers, topk], of whichever dtype they came in."""
-    source, known = one.source, len(tokens) + tokens.taken_off
+    source = one.source
     if one.prompt_payload is None:
-        return _none(model) if one.payload is None else _array(one.payload, known, model, source)
+        return _none(model) if one.payload is None else _array(one.payload, tokens.ran, model, source)
     if start:
         raise source.error(
             Symptom.SHAPE, "this release gives all rows of the prompt", expected="start=0", got=start
@@ -304,27 +318,17 @@ def _rows(one: Answer, tokens: _Tokens, model: RoutedModel, start: int) -> Array
 def _prompt_rows(one: Answer, tokens: _Tokens, model: RoutedModel) -> Array:
     """The prompt's part, exact: what follows would shift. Without a sample its last token never ran."""
     source = replace(one.source, field="prompt_routed_experts")
-    rows = _array(one.prompt_payload, len(tokens.prompt), model, source)
-    if len(rows) != len(tokens.prompt):
+    rows = _array(one.prompt_payload, tokens.prompt, model, source)
+    if len(rows) != tokens.prompt:
         raise source.error(
             Symptom.SHAPE,
             "the prompt has another number of rows than tokens",
-            expected=len(tokens.prompt),
+            expected=tokens.prompt,
             got=len(rows),
         )
-    return rows if len(tokens.sampled) + tokens.taken_off else rows[:-1]
+    return rows if tokens.ran > tokens.prompt else rows[:-1]
 
 
 def _array(value: Any, most: int, model: RoutedModel, source: Source) -> Array:
     """`value` as an array, of little more than `most` rows where its size could be anything."""
     return any_array(value, source=source, most=(most + _SPARE, model.num_layers, model.topk))
-
-
-def _refuse_prompt_rows(one: Answer) -> None:
-    """0.21.0 answers several prompts at once with the rows of the first alone."""
-    raise replace(one.source, field="prompt_routed_experts").error(
-        Symptom.TOO_FEW_ROWS,
-        "the answer is to several prompts, and has the rows of the first alone",
-        expected="one prompt a request",
-        got="another prompt than the first completion's",
-    )

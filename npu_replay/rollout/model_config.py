@@ -113,18 +113,13 @@ class RoutedModel:
                 cause="a model without experts, or 1-based numbers (Megatron's layer_number)",
             )
         if not 1 <= self.topk <= self.num_experts:
-            raise ReplayError(
-                "bad top-k",
-                where="RoutedModel",
-                expected=f"1 to {self.num_experts} experts a token",
-                got=self.topk,
-            )
+            most = f"1 to {self.num_experts} experts a token"
+            raise ReplayError("bad top-k", where="RoutedModel", expected=most, got=self.topk)
 
     @property
     def dense(self) -> tuple[int, ...]:
         """The decoder layers without experts."""
-        sparse = {*self.layers, *self.hashed}
-        return tuple(layer for layer in range(self.num_layers) if layer not in sparse)
+        return tuple(sorted({*range(self.num_layers)} - {*self.layers, *self.hashed}))
 
     @property
     def sparse(self) -> tuple[int, ...]:
@@ -139,6 +134,10 @@ class RoutedModel:
     @classmethod
     def from_config(cls, config: Any) -> RoutedModel:
         """Read a Hugging Face config.
+
+        >>> mixtral = {"num_hidden_layers": 3, "num_local_experts": 8, "num_experts_per_tok": 2}
+        >>> npu_replay.RoutedModel.from_config(mixtral)
+        RoutedModel(layers=(0, 1, 2), num_layers=3, num_experts=8, topk=2, hashed=())
 
         Args:
             config: its path or its folder's, its contents, an object with these attributes (transformers'
@@ -220,12 +219,8 @@ class _Keys:
                 else "",
             ) from error
         if not isinstance(config, dict):
-            raise ReplayError(
-                "this isn't a model's config",
-                where=str(file),
-                expected="an object",
-                got=type(config).__name__,
-            )
+            got = type(config).__name__
+            raise ReplayError("this isn't a model's config", where=str(file), expected="an object", got=got)
         return config
 
     def __getitem__(self, key: str) -> Any:

@@ -50,7 +50,7 @@ def named(value: Any) -> str:
         return f"{value.layout} of {value.dtype} {list(value.shape)}"
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return f"{value.dtype} {list(value.shape)}"
-    return "None" if value is None else f"{type(value).__name__} {as_text(value)[:80]}"
+    return f"{type(value).__name__} {as_text(value)[:80]}"
 
 
 def as_numpy(value: Any) -> Any:
@@ -186,36 +186,32 @@ def _header(head: io.BytesIO, source: Source) -> tuple[tuple[int, ...], bool, np
 def from_lists(value: Any, *, source: Source, most: tuple[int, int, int]) -> Array:
     """Read nested lists of integers, [tokens, layers, topk], each length at most as in `most`.
 
+    >>> from npu_replay.rollout.faults import Source
+    >>> from_lists([[[3, 1]], [[2, 0]]], source=Source(engine="mine"), most=(2, 1, 2)).shape
+    (2, 1, 2)
+
     Returns:
         int64; a list without rows is [0, 0, 0].
 
     Raises:
         InvalidRoutes: not lists of lists of lists of integers, ragged, or larger.
     """
-    if not isinstance(value, list) or len(value) > most[0]:
-        raise _not_lists(value, source, most)
-    if not value:
-        return np.zeros((0, 0, 0), np.int64)
-    columns = len(value[0]) if isinstance(value[0], list) else 0
-    topk = len(value[0][0]) if columns and isinstance(value[0][0], list) else 0
-    if not 0 < columns <= most[1] or not 0 < topk <= most[2]:
-        raise _not_lists(value, source, most)
-    for row in value:
-        if not isinstance(row, list) or len(row) != columns:
-            raise _not_lists(value, source, most)
-        for ids in row:
-            if not isinstance(ids, list) or len(ids) != topk or not all(type(one) is int for one in ids):
-                raise _not_lists(value, source, most)
     try:
-        return np.array(value, dtype=np.int64)
-    except OverflowError as error:
-        raise _not_lists(value, source, most) from error
-
-
-def _not_lists(value: Any, source: Source, most: tuple[int, int, int]) -> Exception:
-    return source.error(
+        if isinstance(value, list) and len(value) <= most[0]:
+            rows = np.array(value, np.int64) if value else np.zeros((0, 0, 0), np.int64)
+            fits = rows.ndim == 3 and all(size <= limit for size, limit in zip(rows.shape, most, strict=True))
+            if fits and (not value or rows.size) and _are_integers(value):
+                return rows
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        pass  # ragged, of other things than numbers, or too large ones
+    raise source.error(
         Symptom.UNREADABLE,
         "these aren't nested lists of expert ids",
         expected=f"integers, [tokens, layers, topk], at most {list(most)}",
         got=f"{type(value).__name__} of {len(value)}" if isinstance(value, list) else type(value).__name__,
     )
+
+
+def _are_integers(rows: list[list[list[Any]]]) -> bool:
+    """All of them? numpy takes 2.5 for 2, True for 1 and "3" for 3."""
+    return all(type(one) is int for row in rows for ids in row for one in ids)

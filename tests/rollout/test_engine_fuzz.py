@@ -142,7 +142,7 @@ def survives(decode: Callable[[], list[RoutedExperts] | RoutedExperts]) -> list[
 
 
 def stands(routes: RoutedExperts, tokens: Any = None, model: RoutedModel = MODEL) -> None:
-    """These are routes that all checks take: its own, and those of the door."""
+    """These are routes that all checks take: its own, and those of `admit`."""
     again = RoutedExperts(
         ids=routes.ids,
         layers=routes.layers,

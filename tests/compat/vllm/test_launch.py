@@ -1,4 +1,4 @@
-"""compat.vllm_arguments: what turns routes on in each release, and what is refused before anything starts."""
+"""compat.vllm.launch: what turns routes on in each release, and what is refused before anything starts."""
 
 from __future__ import annotations
 
