@@ -133,11 +133,8 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 
 STILL_LONG = {
-    "npu_replay.compat.sglang.faults",
     "npu_replay.compat.verl.agent_loop",
     "npu_replay.compat.verl.functions",
-    "npu_replay.compat.vllm.decode",
-    "npu_replay.compat.vllm.launch",
     "npu_replay.sessions.session",
     "npu_replay.smoke.model",
 }

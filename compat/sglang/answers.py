@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from npu_replay.compat.sglang.faults import FAULTS
-from npu_replay.rollout.admit import Source, Symptom
+from npu_replay.rollout.faults import Source, Symptom
+from npu_replay.rollout.payloads import named, token_ids
 from npu_replay.rollout.server_answers import opened
 from npu_replay.routes.checks import Array
-from npu_replay.routes.fingerprint import as_token_ids
 
 _FORMS = "meta_info, or the whole answer of /generate or of an OpenAI endpoint"
 _OUTPUT = ("output_ids", "token_ids", "response_token_ids")  # by endpoint
@@ -67,6 +65,11 @@ class Answer:
     retractions: int = 0
 
 
+def source(version: str = "") -> Source:
+    """Whose routes these are, for messages, with SGLang's known faults."""
+    return Source(engine="SGLang", version=version, faults=FAULTS)
+
+
 def read(found: Any, version: str) -> Answer:
     """Find the fields in an answer: a meta_info, an answer of /generate, a choice or an answer of OpenAI's;
     a dict, JSON, or an object of OpenAI's client.
@@ -74,21 +77,21 @@ def read(found: Any, version: str) -> Answer:
     Raises:
         InvalidRoutes: it is something else, or a field of it is.
     """
-    source = Source(engine="SGLang", version=version, faults=FAULTS)
+    about = source(version)
     found = opened(found, f"SGLang {version}".rstrip(), _FORMS)
     if not isinstance(found, Mapping):
-        got = f"a list of {len(found)}: give them one by one" if isinstance(found, list) else _named(found)
-        raise source.error(Symptom.UNREADABLE, "this is no answer of SGLang's", expected=_FORMS, got=got)
+        got = f"a list of {len(found)}: give them one by one" if isinstance(found, list) else named(found)
+        raise about.error(Symptom.UNREADABLE, "this is no answer of SGLang's", expected=_FORMS, got=got)
     if "choices" in found or "sglext" in found:
-        return _of_openai(found, source)
+        return _of_openai(found, about)
     if "meta_info" in found:
-        info = _mapping(found, "meta_info", source)
+        info = _mapping(found, "meta_info", about)
         return replace(
-            _of_meta_info(info, source),
-            prompt_ids=_ids(found, "prompt_token_ids", source),
-            output_ids=_first(found, _OUTPUT, source),
+            _of_meta_info(info, about),
+            prompt_ids=_ids(found, "prompt_token_ids", about),
+            output_ids=_first(found, _OUTPUT, about),
         )
-    return _of_meta_info(found, source)
+    return _of_meta_info(found, about)
 
 
 def _of_meta_info(info: Mapping[Any, Any], source: Source) -> Answer:
@@ -128,7 +131,7 @@ def _of_openai(found: Mapping[Any, Any], source: Source) -> Answer:
     choices = found.get("choices", [])
     if not isinstance(choices, list) or not all(isinstance(choice, Mapping) for choice in choices):
         raise source.error(
-            Symptom.UNREADABLE, "choices aren't a list of choices", expected=_FORMS, got=_named(choices)
+            Symptom.UNREADABLE, "choices aren't a list of choices", expected=_FORMS, got=named(choices)
         )
     if len(choices) > 1:
         raise replace(source, faults=()).error(
@@ -160,7 +163,7 @@ def _of_openai(found: Mapping[Any, Any], source: Source) -> Answer:
     prompt_ids, output_ids = _ids(choice, "prompt_token_ids", source), _first(choice, _OUTPUT, source)
     outputs = beside.get("output_ids")  # a list for each choice
     if output_ids is None and isinstance(outputs, list) and len(outputs) == 1:
-        output_ids = token_ids(outputs[0], "sglext.output_ids", source)
+        output_ids = token_ids(outputs[0], replace(source, field="sglext.output_ids"))
     if prompt_ids is None:
         prompt_ids = _ids(beside, "input_ids", source)
     return replace(answer, prompt_ids=prompt_ids, output_ids=output_ids)
@@ -176,7 +179,7 @@ def _mapping(found: Mapping[Any, Any], key: str, source: Source) -> Mapping[Any,
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise source.error(Symptom.UNREADABLE, f"{key} is no object", expected="a dict", got=_named(value))
+        raise source.error(Symptom.UNREADABLE, f"{key} is no object", expected="a dict", got=named(value))
     return value
 
 
@@ -196,21 +199,7 @@ def _first(found: Mapping[Any, Any], keys: tuple[str, ...], source: Source) -> A
 
 
 def _ids(found: Mapping[Any, Any], key: str, source: Source) -> Array | None:
-    return None if found.get(key) is None else token_ids(found[key], key, source)
-
-
-def token_ids(ids: Sequence[int] | Array | torch.Tensor | Any, name: str, source: Source) -> Array:
-    """Token ids of the caller's or of an answer's, [n] int64.
-
-    Raises:
-        InvalidRoutes: they aren't integers in one row.
-    """
-    found = as_token_ids(ids)
-    if found is not None:
-        return found
-    raise replace(source, field=name).error(
-        Symptom.UNREADABLE, "these aren't token ids", expected="integers, [tokens]", got=_named(ids)
-    )
+    return None if found.get(key) is None else token_ids(found[key], replace(source, field=key))
 
 
 def _finish(reason: Any) -> str:
@@ -243,7 +232,3 @@ def _spans(found: Mapping[Any, Any], source: Source) -> tuple[WeightSpan, ...]:
             expected="dicts of version, start and end, from 0 on",
             got=str(spans)[:_SHORT],
         ) from error
-
-
-def _named(value: Any) -> str:
-    return "None" if value is None else f"{type(value).__name__} {str(value)[:_SHORT]!r}"

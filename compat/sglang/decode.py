@@ -1,13 +1,8 @@
 """SGLang: the routes in its answers, as checked RoutedExperts.
 
-What it reads: a meta_info, an answer of /generate or of an OpenAI endpoint, of 0.5.7 and later; no module of
-SGLang's. What it offers: `from_sglang`, `engine_arguments` and `request_arguments`; `install` gives a module
-that moved in 0.5.12 back its old name, for callers that import it there, and `uninstall` takes it away.
-
-    sglang_answer     which of the forms it is, and what it says
-    sglang_rows       the ids, counted and decoded
-    sglang_releases   what can be wrong, by release; what it is started with, and can't do
-    sglang_old_path   the module's old name
+The ids come flat and say nothing of their shape: [rows, decoder layers, top-k], int32, with a row for each
+token but the last. Only their count can tell a wrong model, a missing row or another request's routes, so it
+is held against what this release sends before anything is decoded. Nothing of SGLang is imported or changed.
 """
 
 from __future__ import annotations
@@ -21,21 +16,20 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from npu_replay.compat.sglang.answers import Answer, read, token_ids
-from npu_replay.compat.sglang.faults import engine_arguments, request_arguments
-from npu_replay.compat.sglang.old_path import install, uninstall
-from npu_replay.compat.sglang.rows import TAKEN_BACK, Plan, rows_of
-from npu_replay.errors import InvalidRoutes, whole_number
-from npu_replay.rollout.admit import Missing, Symptom, admit
+from npu_replay.compat.sglang.answers import Answer, read
+from npu_replay.compat.sglang.faults import HONOURS_START, STOPS_EXACTLY
+from npu_replay.errors import InvalidRoutes, ReplayError, whole_number
+from npu_replay.rollout.admit import Missing, admit
+from npu_replay.rollout.faults import Symptom, release, tells_release
 from npu_replay.rollout.model_config import RoutedModel
-from npu_replay.rollout.releases import release, tells_release
+from npu_replay.rollout.payloads import as_numpy, from_base64, token_ids
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts
 
-__all__ = ["engine_arguments", "from_sglang", "install", "request_arguments", "uninstall"]
-
 logger = logging.getLogger(__name__)
 
+_TAKEN_BACK = 64
+"""So many of the engine's tokens at most may the caller have taken off the end: a stop string's."""
 _STOPPED = ("stop", "tool_calls", "function_call")
 """How a request ends at a stop string, whose tokens the caller may have taken away."""
 
@@ -54,6 +48,13 @@ def from_sglang(
     missing: Missing = "error",
 ) -> RoutedExperts:
     """The routes of one sequence, out of one answer of SGLang's.
+
+    >>> import base64
+    >>> ids = np.array([[[3, 1]], [[2, 0]]], "<i4")
+    >>> answer = {"meta_info": {"routed_experts": base64.b64encode(ids.tobytes()).decode()}}
+    >>> model = npu_replay.RoutedModel(layers=(0,), num_layers=1, num_experts=4, topk=2)
+    >>> npu_replay.from_sglang(answer, model, prompt_token_ids=[11, 12], output_ids=[13]).ids[:2, 0].tolist()
+    [[3, 1], [2, 0]]
 
     Args:
         meta_info: the answer's meta_info, or the whole answer: of /generate, of `Engine.generate`, of an
@@ -77,20 +78,57 @@ def from_sglang(
         ReplayError: `model` says too little, or `version` is no text.
     """
     known = RoutedModel.of(model)
-    start_len = whole_number(start_len, "start_len", where="from_sglang")
+    start = whole_number(start_len, "start_len", where="from_sglang")
     release(version or "")  # or an error, for what is no text
     answer = read(meta_info, version if version and tells_release(version, numbers=3) else "")
-    tokens = _tokens(answer, prompt_token_ids, output_ids)
-    plan = Plan.of(answer, len(tokens.ids), tokens.sampled, tokens.trimmed, start_len)
+    return routes_of(answer, known, prompt_token_ids, output_ids, start, missing, weight_version)
+
+
+def rows_in(answer: Answer, model: RoutedModel | None) -> Array | None:
+    """As many whole rows of the model's as there are; None where nothing can be read.
+
+    Raises:
+        InvalidRoutes: there is no model.
+    """
+    if model is None:
+        raise replace(answer.source, faults=()).error(
+            Symptom.SHAPE,
+            "SGLang sends ids without their shape",
+            expected="the model's config, to know it: --config",
+            got="no config",
+        )
+    if not isinstance(answer.payload, str):
+        return None
+    try:
+        data = from_base64(answer.payload, source=answer.source, most=len(answer.payload))
+    except ReplayError:
+        return None  # the decoder says so
+    flat = np.frombuffer(data[: len(data) // 4 * 4], "<i4")
+    row = model.num_layers * model.topk
+    return flat[: len(flat) // row * row].reshape(-1, model.num_layers, model.topk)
+
+
+def routes_of(
+    answer: Answer,
+    model: RoutedModel,
+    prompt: Tokens | None,
+    output: Tokens | None,
+    start: int,
+    missing: Missing = "error",
+    weight_version: int | str | None = None,
+) -> RoutedExperts:
+    """The routes of an answer that was read; else as `from_sglang`."""
+    tokens = _tokens(answer, prompt, output)
+    weights = None if len(answer.weight_spans) > 1 else answer.weight_version  # of all rows
     routes = admit(
-        rows_of(answer, known, plan),
-        model=known,
+        _rows(answer, model, _Due.of(answer, tokens, start)),
+        model=model,
         tokens=tokens.ids,
         source=answer.source,
-        start=start_len,
+        start=start,
         ended=answer.finish != "abort",
         missing=missing,
-        weight_version=_weights(answer) if weight_version is None else weight_version,
+        weight_version=weights if weight_version is None else weight_version,
     )
     return _sampled_by_them(routes, answer, tokens, missing)
 
@@ -109,7 +147,7 @@ class _Tokens:
 def _tokens(answer: Answer, prompt: Tokens | None, output: Tokens | None) -> _Tokens:
     source = answer.source
     given = [
-        theirs if ours is None else token_ids(ours, name, source)
+        theirs if ours is None else token_ids(ours, replace(source, field=name))
         for name, ours, theirs in (
             ("prompt_token_ids", prompt, answer.prompt_ids),
             ("output_ids", output, answer.output_ids),
@@ -130,7 +168,7 @@ def _tokens(answer: Answer, prompt: Tokens | None, output: Tokens | None) -> _To
     if whole is not None and not np.array_equal(whole[: len(sampled)], sampled):
         raise _other_tokens(answer, "output_ids", "those of the answer", "others")
     trimmed = ran - len(sampled)
-    if not 0 <= trimmed <= TAKEN_BACK or (trimmed and whole is None and answer.finish not in _STOPPED):
+    if not 0 <= trimmed <= _TAKEN_BACK or (trimmed and whole is None and answer.finish not in _STOPPED):
         raise _other_tokens(answer, "output_ids", ran, len(sampled))
     return _Tokens(np.concatenate([ids, sampled]), len(ids), ran, trimmed)
 
@@ -148,11 +186,6 @@ def _other_tokens(answer: Answer, name: str, expected: object, got: object) -> I
         "Rollout.truncate), a prompt without the BOS that the engine adds to text, one chunk of a stream, "
         "another sample's tokens, or pictures in the prompt that the engine turned into tokens",
     )
-
-
-def _weights(answer: Answer) -> str | None:
-    """The weights of all rows, where the answer says that they are one."""
-    return None if len(answer.weight_spans) > 1 else answer.weight_version
 
 
 def _sampled_by_them(
@@ -198,4 +231,170 @@ def _warn_of_retractions(version: str) -> None:
         "between, they aren't those that sampled its first tokens, and the answer doesn't say so: those of "
         "SGLang 0.5.19 and later do",
         f"SGLang {version}".rstrip(),
+    )
+
+
+# ---- rows
+
+
+@dataclass(frozen=True)
+class _Due:
+    """How many rows there may be.
+
+    Attributes:
+        wanted: of the sequence, from `start` on.
+        ran: that the engine has, from `start` on: for tokens too that were trimmed from the sequence.
+        start: rows before it are left out, or not, as `honours` says: None where the release isn't known.
+        past: exactly so many more lie behind the end, or none.
+        aborted: there may be none at all.
+    """
+
+    wanted: int
+    ran: int
+    start: int
+    honours: bool | None
+    past: int
+    aborted: bool
+
+    @classmethod
+    def of(cls, answer: Answer, tokens: _Tokens, start: int) -> _Due:
+        version, count = answer.source.version, len(tokens.ids)
+        if not 0 <= start <= count:
+            problem = "start_len isn't in the sequence"
+            raise answer.source.error(Symptom.SHAPE, problem, expected=f"0 to {count}", got=start)
+        last, aborted = max(0, count - 1), answer.finish == "abort"
+        past = 0
+        if version and release(version) < release(STOPS_EXACTLY):
+            # One row for each token that it ran, and two kinds are in no count: the drafts that were accepted
+            # together with the end, and the token that a prefill samples though none was asked for.
+            past = 1 if tokens.sampled == 0 and not aborted else answer.drafted_past
+        return cls(
+            wanted=max(0, last - start),
+            ran=max(0, last + tokens.trimmed - start),
+            start=min(start, last + tokens.trimmed),
+            honours=release(version) >= release(HONOURS_START) if version else None,
+            past=past,
+            aborted=aborted,
+        )
+
+    @property
+    def whole(self) -> int:
+        """The rows from the first token on."""
+        return self.start + self.ran
+
+    @property
+    def first(self) -> int:
+        """The token of the first row that this release sends."""
+        return 0 if self.honours is False else self.start
+
+    @property
+    def count(self) -> int:
+        """The rows that this release sends."""
+        return self.whole - self.first
+
+    def readings(self, count: int) -> set[int]:
+        """How many of the first of so many rows weren't asked for: one number, none where no release sends so
+        many, or two where it can't be told."""
+        found = {self.start for past in (0, self.past) if count == self.whole + past}
+        if self.honours is not False:
+            found |= {0 for past in (0, self.past) if count == self.ran + past}
+        return found or ({0} if self.aborted and count == 0 else set())
+
+
+def _rows(answer: Answer, model: RoutedModel, due: _Due) -> Array:
+    """The rows of the sequence from its start on, [n, columns, topk], of any integer dtype.
+
+    Raises:
+        InvalidRoutes: there are none, they can't be read, or there are as many as no release sends.
+    """
+    ids = _ids(answer, model, due)
+    if ids.ndim != 3:
+        _check_count(ids.size, answer, model, due)
+        ids = ids.reshape(-1, model.num_layers, model.topk)
+    first = due.readings(len(ids))
+    if len(first) != 1:
+        raise _wrong_rows(len(ids), answer, due)
+    (first_wanted,) = first
+    return ids[first_wanted : first_wanted + due.wanted]
+
+
+def _ids(answer: Answer, model: RoutedModel, due: _Due) -> Array:
+    """The ids as they came: flat, or in the shape that a tensor has."""
+    payload, source = as_numpy(answer.payload), answer.source
+    if payload is None or (isinstance(payload, list) and not payload):  # 0.5.8 says [] for none
+        if due.aborted or due.ran == 0:
+            return np.zeros(0, np.int32)
+        problem = "there are no routes in the answer"
+        raise source.error(Symptom.MISSING, problem, expected=f"{due.ran} rows", got="none")
+    if isinstance(payload, np.ndarray) and payload.dtype.kind in "iu":
+        return payload
+    data = bytes(payload) if isinstance(payload, (bytearray, memoryview)) else payload
+    if not isinstance(data, (str, bytes)):
+        raise source.error(
+            Symptom.UNREADABLE,
+            "these aren't expert ids",
+            expected="base64 of int32, or integers",
+            got=getattr(data, "dtype", type(data).__name__),
+        )
+    # Bytes may be ids already: the fourth of an id is 0, or -1's, and neither is base64.
+    if isinstance(data, str) or data[3:4] not in (b"\x00", b"\xff"):
+        padding = data[-2:].count("=") if isinstance(data, str) else data[-2:].count(b"=")
+        size = len(data) // 4 * 3 - padding
+        if size % 4 == 0:  # a wrong count is found before the text is decoded
+            _check_count(size // 4, answer, model, due)
+        most = (due.whole + due.past) * model.num_layers * model.topk * 4
+        data = from_base64(data, source=source, most=most)
+    if len(data) % 4:
+        problem = "these aren't int32"
+        raise source.error(Symptom.UNREADABLE, problem, expected="a multiple of 4 bytes", got=len(data))
+    return np.frombuffer(data, "<i4")
+
+
+def _check_count(count: int, answer: Answer, model: RoutedModel, due: _Due) -> None:
+    """Refuse so many ids, naming the model that has as many for these tokens, if there is one."""
+    row = model.num_layers * model.topk
+    rows, rest = divmod(count, row)
+    if not rest and due.readings(rows):
+        return
+    other = next(
+        (model_of for ran in (due.ran, due.whole) if (model_of := _that_fits(count, ran, model))), ""
+    )
+    if not rest and not other:
+        raise _wrong_rows(rows, answer, due)
+    raise answer.source.error(
+        Symptom.COLUMNS,
+        f"{count} ids can't be shaped",
+        expected=f"{due.count * row}: {due.count} rows of {model.num_layers} layers with top-{model.topk}",
+        got=f"what fits {other or 'no model of so many tokens'}",
+    )
+
+
+def _that_fits(size: int, rows: int, model: RoutedModel) -> str:
+    """The model that would have so many ids in so many rows, in words."""
+    row, rest = divmod(size, rows) if rows else (0, 0)
+    if rest or row in (0, model.num_layers * model.topk):
+        return ""
+    if row == len(model.sparse) * model.topk:
+        return f"the {len(model.sparse)} MoE layers alone"
+    layers, no_layers = divmod(row, model.topk)
+    topk, no_topk = divmod(row, model.num_layers)
+    fits = [] if no_layers else [f"{layers} layers with top-{model.topk}"]
+    fits += [] if no_topk else [f"top-{topk} in {model.num_layers} layers"]
+    return " or ".join(fits) or f"{row} ids a token"
+
+
+def _wrong_rows(rows: int, answer: Answer, due: _Due) -> InvalidRoutes:
+    if due.readings(rows):
+        return replace(answer.source, faults=()).error(
+            Symptom.TOO_MANY_ROWS,
+            "so many rows may begin at the first token or at start_len",
+            expected=f"{due.ran} from token {due.start} on, or {due.whole} from the first on",
+            got=f"{rows}: the whole sequence's, or those asked for and {due.past} that drafts ran past its "
+            "end (ask without a start, or with another)",
+        )
+    return answer.source.error(
+        Symptom.TOO_FEW_ROWS if rows < due.count else Symptom.TOO_MANY_ROWS,
+        "the engine has rows for other tokens than these",
+        expected=f"{due.count} rows, from token {due.first} on; the last token has none",
+        got=rows,
     )

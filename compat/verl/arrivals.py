@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import functools
 import logging
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from npu_replay.compat import probe
 from npu_replay.compat.patching import import_hook
-from npu_replay.compat.sglang import faults as sglang_releases
-from npu_replay.compat.vllm import faults as vllm_releases
+from npu_replay.compat.sglang import answers as sglang
+from npu_replay.compat.vllm import answers as vllm
 from npu_replay.errors import InvalidRoutes, ReplayError
-from npu_replay.rollout.admit import Source, admit
+from npu_replay.rollout.admit import admit
+from npu_replay.rollout.faults import Source
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routes.checks import Array
 
@@ -26,11 +28,6 @@ logger = logging.getLogger(__name__)
 PROOF = 64
 """So many turns have to pass before one that doesn't is taken for a single one; what is wrong with the engine
 or its settings shows at once, in all."""
-
-_FAULTS = {
-    "vllm": ("vLLM", vllm_releases.faults(http=False, stop_string=False)),
-    "sglang": ("SGLang", sglang_releases.FAULTS),
-}
 
 
 class Door:
@@ -97,9 +94,10 @@ class Door:
 
 
 def _source(engine: str) -> Source:
-    name, faults = _FAULTS.get(engine, (engine, ()))
-    version = next((one.version for one in probe.products() if one.name == engine and one.found), "")
-    return Source(engine=name, version=version or "", sample="a turn of an agent loop", faults=faults)
+    version = next((one.version for one in probe.products() if one.name == engine and one.found), "") or ""
+    known = {"vllm": vllm.source, "sglang": sglang.source}.get(engine)
+    source = Source(engine=engine, version=version) if known is None else known(version)
+    return replace(source, sample="a turn of an agent loop")
 
 
 @functools.cache

@@ -21,10 +21,10 @@ from npu_replay.compat import probe, vllm_ascend
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.install import undo_everything
 from npu_replay.compat.patching.patches import Patches
-from npu_replay.compat.sglang import faults as sglang_faults
-from npu_replay.compat.vllm import faults as vllm_faults
+from npu_replay.compat.sglang import launch as sglang
+from npu_replay.compat.vllm import launch as vllm
 from npu_replay.errors import ReplayError
-from npu_replay.rollout.releases import release
+from npu_replay.rollout.faults import release
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ def _release_without_routes(
     if product.name == "vllm-ascend":
         return vllm_ascend.refusal(product.version, _rollout_setting(config))
     if product.name == "sglang":
-        return sglang_faults.refusal(product.version, "npu" if "torch_npu" in found else "cuda")
+        return sglang.refusal(product.version, "npu" if "torch_npu" in found else "cuda")
     plugin = found["vllm-ascend"].version if "vllm-ascend" in found else ""
     if release(product.version)[:2] == (0, 21):
         return ReplayError(
@@ -197,7 +197,7 @@ def _release_without_routes(
             got=f"vllm {product.version}",
             cause="0.21 splits what verl takes for one array",
         )
-    return vllm_faults.refusal(product.version, plugin)
+    return vllm.refusal(product.version, plugin)
 
 
 def _rollout_setting(config: Any) -> vllm_ascend.Setting:

@@ -18,7 +18,7 @@ from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.pipeline_layers import DecoderLayers
 from npu_replay.parallel.token_layout import TokenLayout
-from npu_replay.rollout import admit
+from npu_replay.rollout.admit import check_dense
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
 
@@ -202,7 +202,7 @@ def _check_dense(rows: torch.Tensor, decoder: DecoderLayers, config: Any) -> Non
         num_experts=int(config.num_moe_experts),
         topk=int(config.moe_router_topk),
     )
-    admit._check_dense(rows.to(torch.int64).numpy(), model, admit.Source(engine=""), 0)
+    check_dense(rows.to(torch.int64).numpy(), model)
 
 
 def _sequence(

@@ -6,72 +6,67 @@
     /inference/v1/generate   choices[i].token_ids always; the prompt's from 0.30 on, with return_token_ids
 
 0.21.0 keeps the prompt's rows apart, once for all completions, as `prompt_routed_experts`. Answers over HTTP
-count their tokens in `usage`, over all choices.
-
-Nothing is decoded here and no id is looked at. Nothing of vLLM is imported or changed.
-
-Probes: nothing. Offers: `Completion`, `completions`. Nothing to undo.
+count their tokens in `usage`, over all choices. Nothing is decoded here. Nothing of vLLM is imported.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from npu_replay.compat.vllm.faults import BEAMS, SCALE_OUT
+import numpy as np
+
+from npu_replay.compat import probe
+from npu_replay.compat import vllm_ascend as ascend
+from npu_replay.compat.vllm.faults import BEAMS, FAULTS
+from npu_replay.compat.vllm.launch import device_of
 from npu_replay.errors import InvalidRoutes
+from npu_replay.rollout.faults import Source, release
 from npu_replay.rollout.server_answers import opened
 
 _NOT_ENDED = ("abort", "error")
 _ANSWER = "an answer of /v1/completions, /v1/chat/completions or /inference/v1/generate"
 _NOT_FOUND = (
-    f"a path that this server hasn't got. From {SCALE_OUT} on it serves /inference/v1/generate with "
+    "a path that this server hasn't got. From 0.30.0 on it serves /inference/v1/generate with "
     "--enable-scale-out alone (or --tokens-only)"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completion:
-    """One completion of one request, as it came.
+class Answer:
+    """What an answer says of one completion; None where it says nothing.
 
     Attributes:
-        request: the engine's name for the request; empty where it has none.
+        source: for messages: the release, the request, the completion, and the known faults.
         number: which of the request's completions it is, as the engine counts them.
-        position: its place in the answer's list.
         http: did it come over HTTP?
-        prompt: the prompt's token ids; None where the answer hasn't got them.
-        sampled: those that were sampled.
-        rows: an array, base64 text or nested lists; None where there are none.
-        prompt_rows: the prompt's, where they are kept apart.
-        finish_reason: the engine's word for why it ended; None if it didn't say.
-        stop_reason: the stop string that ended it, if one did.
-        weight_versions: the engine's own spans of weight versions, where it gives them.
-        version: the engine's release, where an answer over HTTP says it (`system_fingerprint`).
-        prompt_count, sampled_count: how many ids of each the engine ran, where an answer over HTTP says so of
-            this completion alone.
+        prompt_ids, output_ids: the ids of the prompt and those that were sampled, as they came.
+        prompt_tokens, completion_tokens: how many of each the engine ran, where an answer over HTTP says so
+            of this completion alone.
+        payload: the routes: an array, base64 text or nested lists.
+        prompt_payload: the prompt's, where they are kept apart.
+        another_prompt: are those the rows of another prompt? They are the first completion's.
+        finish: the engine's word for why it ended.
+        stop_string: did a stop string end it? vLLM looks for those outside of its scheduler.
+        weight_version: the engine's own, where it names one for all tokens.
     """
 
-    request: str
+    source: Source
     number: int
-    position: int
     http: bool
-    prompt: Any
-    sampled: Any
-    rows: Any
-    prompt_rows: Any
-    finish_reason: str | None
-    stop_reason: str | None
-    weight_versions: Any
-    version: str = ""
-    prompt_count: int | None = None
-    sampled_count: int | None = None
-
-    @property
-    def sample(self) -> str:
-        """«request cmpl-17, completion 2»."""
-        return ", ".join(part for part in (self.request, f"completion {self.number}") if part)
+    prompt_ids: Any = None
+    output_ids: Any = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    payload: Any = None
+    prompt_payload: Any = None
+    another_prompt: bool = False
+    finish: str | None = None
+    stop_string: bool = False
+    weight_version: str | None = None
 
     @property
     def place(self) -> str:
@@ -81,41 +76,92 @@ class Completion:
     @property
     def ended(self) -> bool:
         """Did it end by itself? One that was aborted may have no rows."""
-        return self.finish_reason not in _NOT_ENDED
-
-    @property
-    def stop_string(self) -> bool:
-        """Did a stop string end it? vLLM looks for those outside of its scheduler. (Chat says «tool_calls»
-        for «stop»; a repetition that was noticed has a stop_reason too.)"""
-        return self.stop_reason is not None and self.finish_reason in ("stop", "tool_calls")
+        return self.finish not in _NOT_ENDED
 
 
-def completions(output: Any) -> list[Completion]:
+def read(output: Any, version: str | None = None, vllm_ascend: str | None = None) -> list[Answer]:
     """Take an answer of vLLM apart, in the order of its choices' own numbers.
 
     Args:
         output: a RequestOutput, or anything with its attributes; an answer over HTTP as a dict, as JSON, or
             as the object that OpenAI's client makes of it.
+        version, vllm_ascend: the releases, as far as the caller says. Else an answer over HTTP is asked for
+            vLLM's; for an output of this process it is what is installed.
 
     Raises:
         InvalidRoutes: it is something else, an error message, or a piece of a stream.
     """
     output = opened(output, "vLLM", _ANSWER, not_found=_NOT_FOUND)
-    found = _of_response(output) if isinstance(output, Mapping) else _of_request_output(output)
-    if not found:
+    http = isinstance(output, Mapping)
+    choices = _choices(output) if http else _outputs(output)
+    if not choices:
         raise _wrong("the answer has no completions", "one at least", 0)
+    for said in (version, vllm_ascend):
+        release(said or "")  # or an error, for what is no text
+    if http and version is None:
+        version = _release(output.get("system_fingerprint"))
+    elif not http and version is None and vllm_ascend is None:
+        version, vllm_ascend = probe.installed("vllm"), probe.installed("vllm-ascend")
+    version, vllm_ascend = version or "", vllm_ascend or ""
+    request = _text(_said(output, "id", "request_id"))
+    counts = output.get("usage") if http and len(choices) == 1 else None
+    shared, first = _said(output, "prompt_routed_experts"), _prompt(output, choices[0][1])
+    captured = any(_said(choice, "routed_experts") is not None for _, choice in choices)
+    found = []
+    for number, choice in choices:
+        finish, rows = _text(_said(choice, "finish_reason")), _said(choice, "routed_experts")
+        stop_string = _text(_said(choice, "stop_reason")) is not None and finish in ("stop", "tool_calls")
+        prompt = _prompt(output, choice)
+        way = "alone" if captured and rows is None else "http" if http else "in-process"
+        found.append(
+            Answer(
+                source=replace(
+                    source(version, vllm_ascend, (way, "stop string") if stop_string else (way,)),
+                    sample=", ".join(
+                        [*([f"request {request[:80]}"] if request else []), f"completion {number}"]
+                    ),
+                    field=f"{'choices' if http else 'outputs'}[{number}].routed_experts",
+                ),
+                number=number,
+                http=http,
+                prompt_ids=prompt,
+                output_ids=_said(choice, "token_ids"),
+                prompt_tokens=_count(counts, "prompt_tokens"),
+                completion_tokens=_count(counts, "completion_tokens"),
+                payload=rows,
+                prompt_payload=shared,
+                another_prompt=shared is not None and differ(first, prompt),
+                finish=finish,
+                stop_string=stop_string,
+                weight_version=_weights(_said(choice, "weight_versions")),
+            )
+        )
     return found
 
 
-def _of_response(answer: Mapping[str, Any]) -> list[Completion]:
+def source(version: str = "", vllm_ascend: str = "", ways: tuple[str, ...] = ("in-process",)) -> Source:
+    """Whose routes these are, for messages about what vLLM made, with its known faults.
+
+    Args:
+        version, vllm_ascend: the releases; empty where nobody says.
+        ways: how they came, for `Fault.only`: «in-process», «http» or «alone», and «stop string».
+    """
+    faults = (*ascend.faults(vllm_ascend), *FAULTS) if vllm_ascend else (*FAULTS, *ascend.guesses())
+    device = device_of(version, vllm_ascend)
+    return Source(engine="vLLM", version=version, device=device, faults=faults, ways=ways)
+
+
+def differ(first: Any, prompt: Any) -> bool:
+    """Are these two prompts, as far as both are known?"""
+    return first is not None and prompt is not None and not np.array_equal(first, prompt)
+
+
+def _choices(answer: Mapping[str, Any]) -> list[tuple[int, Any]]:
+    """Of an answer over HTTP, by their own numbers where each has one; else as they lie."""
     choices = answer.get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, Mapping) for choice in choices):
-        raise _wrong(
-            "the answer has no choices",
-            _ANSWER,
-            f"the keys {sorted(map(str, answer))[:8]}",
-            "another endpoint",
-        )
+        keys = f"the keys {sorted(map(str, answer))[:8]}"
+        raise _wrong("the answer has no choices", _ANSWER, keys, "another endpoint")
     if any("delta" in choice for choice in choices):
         raise _wrong(
             "this is a piece of a stream, and streams carry no routes",
@@ -123,49 +169,15 @@ def _of_response(answer: Mapping[str, Any]) -> list[Completion]:
             f"object {answer.get('object')!r}",
             "vLLM puts routes into whole answers alone",
         )
-    name = answer.get("id", answer.get("request_id"))
-    counts = _counts(answer.get("usage")) if len(choices) == 1 else (None, None)
-    found = [
-        Completion(
-            request=_request(name),
-            number=number,
-            position=position,
-            http=True,
-            prompt=_first(choice.get("prompt_token_ids"), answer.get("prompt_token_ids")),
-            sampled=choice.get("token_ids"),
-            rows=choice.get("routed_experts"),
-            prompt_rows=answer.get("prompt_routed_experts"),
-            finish_reason=_word(choice.get("finish_reason")),
-            stop_reason=_word(choice.get("stop_reason")),
-            weight_versions=choice.get("weight_versions"),
-            version=_release(answer.get("system_fingerprint")),
-            prompt_count=counts[0],
-            sampled_count=counts[1],
-        )
-        for position, (number, choice) in enumerate(zip(_numbers(choices), choices, strict=True))
-    ]
-    return sorted(found, key=lambda one: one.number)
+    said = [_count(choice, "index") for choice in choices]
+    numbers = [number for number in said if number is not None]
+    if len(set(numbers)) < len(choices):
+        numbers = list(range(len(choices)))
+    return sorted(zip(numbers, choices, strict=True), key=lambda one: one[0])
 
 
-def _numbers(choices: list[Mapping[str, Any]]) -> list[int]:
-    """The choices' own, where each has one; else as they lie."""
-    said = [choice.get("index") for choice in choices]
-    numbers = [number for number in said if type(number) is int and number >= 0]
-    return numbers if len(set(numbers)) == len(choices) else list(range(len(choices)))
-
-
-def _counts(usage: Any) -> tuple[int | None, int | None]:
-    """Of the prompt's ids and of those sampled."""
-    said = usage if isinstance(usage, Mapping) else {}
-    prompt, sampled = (_count(said.get(name)) for name in ("prompt_tokens", "completion_tokens"))
-    return prompt, sampled
-
-
-def _count(value: Any) -> int | None:
-    return value if type(value) is int and value >= 0 else None
-
-
-def _of_request_output(output: Any) -> list[Completion]:
+def _outputs(output: Any) -> list[tuple[int, Any]]:
+    """Of a RequestOutput, in its own order."""
     outputs = getattr(output, "outputs", None)
     if hasattr(output, "sequences") and outputs is None:
         raise _wrong("beam search gives no routes", "a RequestOutput", type(output).__name__, BEAMS)
@@ -179,26 +191,27 @@ def _of_request_output(output: Any) -> list[Completion]:
             f"{type(output).__name__} of {len(output)}" if several else type(output).__name__,
             "a list, as LLM.generate() returns it: take what is in it one by one" if several else "",
         )
-    return [
-        Completion(
-            request=_request(getattr(output, "request_id", None)),
-            number=number,
-            position=number,
-            http=False,
-            prompt=getattr(output, "prompt_token_ids", None),
-            sampled=getattr(one, "token_ids", None),
-            rows=getattr(one, "routed_experts", None),
-            prompt_rows=getattr(output, "prompt_routed_experts", None),
-            finish_reason=_word(getattr(one, "finish_reason", None)),
-            stop_reason=_word(getattr(one, "stop_reason", None)),
-            weight_versions=getattr(one, "weight_versions", None),
-        )
-        for number, one in enumerate(outputs)
-    ]
+    return list(enumerate(outputs))
 
 
-def _request(name: Any) -> str:
-    return f"request {name[:80]}" if isinstance(name, str) and name else ""
+def _said(of: Any, *names: str) -> Any:
+    """The first of these that is there, of a dict or of an object."""
+    get = of.get if isinstance(of, Mapping) else functools.partial(getattr, of)
+    return next((value for name in names if (value := get(name, None)) is not None), None)
+
+
+def _prompt(output: Any, choice: Any) -> Any:
+    own = _said(choice, "prompt_token_ids")
+    return _said(output, "prompt_token_ids") if own is None else own
+
+
+def _count(of: Any, name: str) -> int | None:
+    value = of.get(name) if isinstance(of, Mapping) else None
+    return value if type(value) is int and value >= 0 else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _release(fingerprint: Any) -> str:
@@ -207,12 +220,10 @@ def _release(fingerprint: Any) -> str:
     return found[1][:80] if found else ""
 
 
-def _word(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _first(*values: Any) -> Any:
-    return next((value for value in values if value is not None), None)
+def _weights(spans: Any) -> str | None:
+    """The engine's own weight version, where it names one for all tokens."""
+    named = [_said(span, "version") for span in spans] if isinstance(spans, (list, tuple)) else []
+    return _text(named[0]) if named and all(one == named[0] for one in named) else None
 
 
 def _wrong(problem: str, expected: object, got: object, cause: str = "") -> InvalidRoutes:

@@ -1,4 +1,4 @@
-"""vLLM: its outputs as RoutedExperts, and the arguments with which it makes them.
+"""vLLM: its outputs as RoutedExperts.
 
 Five layouts are in use, told apart by what is there and not by the release:
 
@@ -9,45 +9,28 @@ Five layouts are in use, told apart by what is there and not by the release:
 
 The last token that was sampled never has a row: the engine hasn't run it. Releases only choose the words of
 an error. Nothing of vLLM is imported or changed.
-
-    vllm_completions  what it hands out, taken apart
-    vllm_releases     what can be wrong with it, by release
-    vllm_arguments    what it is started with, and what a release can't do
-    vllm_ascend       the same on Ascend, by the plugin's release
-
-Probes: `capability`. Offers: `from_vllm`, `engine_arguments`. Nothing to undo.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from npu_replay.compat import probe
-from npu_replay.compat.vllm import faults as releases
-from npu_replay.compat.vllm.answers import Completion, completions
-from npu_replay.compat.vllm.launch import capability, engine_arguments
+from npu_replay.compat.vllm.answers import Answer, differ, read
+from npu_replay.compat.vllm.faults import DROPPED_AT_STOP_STRING
 from npu_replay.errors import ReplayError, whole_number
-from npu_replay.rollout import payloads
-from npu_replay.rollout.admit import Missing, Source, Symptom, admit
+from npu_replay.rollout.admit import Missing, admit
+from npu_replay.rollout.faults import Source, Symptom
 from npu_replay.rollout.model_config import RoutedModel
-from npu_replay.rollout.releases import release
-from npu_replay.routes.checks import Array, is_ids
-from npu_replay.routes.fingerprint import as_token_ids
+from npu_replay.rollout.payloads import any_array, token_ids
+from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts
-
-__all__ = ["capability", "engine_arguments", "from_vllm"]
 
 _SPARE = 1024
 """So many rows too many are read, for an error that counts them and says what is usual."""
-
-_WIDEST = 4  # bytes an id: int32
-_HEADER = 4096  # bytes of an .npy before its ids, at most
 
 
 def from_vllm(
@@ -63,6 +46,12 @@ def from_vllm(
     missing: Missing = "error",
 ) -> list[RoutedExperts]:
     """The checked routes of one request, one RoutedExperts for each of its completions.
+
+    >>> choice = {"prompt_token_ids": [11, 12], "token_ids": [13], "routed_experts": [[[3, 1]], [[2, 0]]]}
+    >>> model = npu_replay.RoutedModel(layers=(0,), num_layers=1, num_experts=4, topk=2)
+    >>> [routes] = npu_replay.from_vllm({"choices": [choice]}, model)
+    >>> routes.ids[:2, 0].tolist()
+    [[3, 1], [2, 0]]
 
     Args:
         output: a RequestOutput; or an answer of /v1/completions, /v1/chat/completions or
@@ -91,71 +80,53 @@ def from_vllm(
         ReplayError: the model's config doesn't say what has to be known.
     """
     known = RoutedModel.of(model)
-    found = completions(output)
+    found = read(output, version, vllm_ascend)
     start = whole_number(start, "start", where="from_vllm")
-    captured = any(one.rows is not None for one in found)
-    asked = _Asked(start, missing, weight_version, *_releases(found[0], version, vllm_ascend), captured)
     prompts = _one_each(prompt_token_ids, len(found), "prompt_token_ids")
     outputs = _one_each(output_token_ids, len(found), "output_token_ids")
-    tokens = [
-        _tokens(one, prompt, sampled, asked.source(one))
+    if found[0].prompt_payload is not None and len(found) > 1:
+        known_ids = [_tokens(*each) for each in zip(found, prompts, outputs, strict=True)]
+        ids = [each.ids[: each.prompt] for each in known_ids]
+        found = [
+            replace(one, another_prompt=differ(ids[0], own)) for one, own in zip(found, ids, strict=True)
+        ]
+    return [
+        routes_of(one, known, prompt, sampled, start, missing, weight_version)
         for one, prompt, sampled in zip(found, prompts, outputs, strict=True)
     ]
-    _refuse_shared_prompt_rows(found, tokens, asked)
-    return [_routes(one, at, known, asked) for one, at in zip(found, tokens, strict=True)]
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What the caller of `from_vllm` said, for all completions; and whether any of them has routes."""
+def rows_in(answer: Answer, model: RoutedModel | None) -> Array | None:
+    """The rows as they came, whatever the model; None where there are none.
 
-    start: int
-    missing: Missing
-    weight_version: int | str | None
-    version: str
-    vllm_ascend: str
-    captured: bool
-
-    def source(self, one: Completion, field: str = "") -> Source:
-        return Source(
-            engine="vLLM",
-            version=self.version,
-            device=releases.device_of(self.version, self.vllm_ascend),
-            sample=one.sample,
-            field=field or f"{one.place}.routed_experts",
-            faults=releases.faults(
-                http=one.http,
-                stop_string=one.stop_string,
-                alone=self.captured and one.rows is None,
-                vllm_ascend=self.vllm_ascend,
-            ),
-        )
+    Raises:
+        InvalidRoutes: they can't be read.
+    """
+    given = (answer.prompt_payload, answer.payload)
+    parts = [any_array(value, source=answer.source) for value in given if value is not None]
+    filled = [part for part in parts if part.size]
+    if len({part.shape[1:] for part in filled}) > 1:
+        return parts[-1]
+    return np.concatenate(filled) if len(filled) > 1 else next(iter(filled + parts), None)
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The ids of one completion, [prompt] and [sampled], and how many the caller took off its end."""
+    """A completion's ids; how many of them are the prompt's; how many more the caller took off its end."""
 
-    prompt: Array
-    sampled: Array
+    ids: Array
+    prompt: int
     taken_off: int
 
-    def __len__(self) -> int:
-        return len(self.prompt) + len(self.sampled)
+    @property
+    def ran(self) -> int:
+        """How many ids the engine has, of prompt and output."""
+        return len(self.ids) + self.taken_off
 
     @property
     def generated_rows(self) -> int:
         """How many rows the engine has after the prompt's: the last token that it sampled has none."""
-        return max(0, len(self.sampled) + self.taken_off - 1)
-
-
-def _releases(first: Completion, version: str | None, vllm_ascend: str | None) -> tuple[str, str]:
-    """Those that were said; else the answer's own, or what is installed, if the output is of this process."""
-    for said in (version, vllm_ascend):
-        release(said or "")  # or an error, for what is no text
-    if first.http or version is not None or vllm_ascend is not None:
-        return first.version if version is None else version, vllm_ascend or ""
-    return probe.installed("vllm"), probe.installed("vllm-ascend")
+        return max(0, self.ran - self.prompt - 1)
 
 
 # ---- token ids
@@ -187,67 +158,46 @@ def _axes(value: Any) -> int:
     return int(isinstance(value, (list, tuple)))
 
 
-def _tokens(one: Completion, prompt: Any, sampled: Any, source: Source) -> _Tokens:
-    return _Tokens(
-        _prompt(one, prompt, replace(source, field="prompt_token_ids")),
-        *_sampled(one, sampled, replace(source, field=f"{one.place}.token_ids")),
-    )
+def _tokens(one: Answer, prompt: Any, output: Any) -> _Tokens:
+    """What the caller gave, held against what the answer says; else what the answer says."""
+    source = replace(one.source, field="prompt_token_ids")
+    ids, theirs = _given(prompt, one.prompt_ids, "prompt", "prompt_token_ids", source)
+    if theirs is None and one.prompt_tokens not in (None, len(ids)):
+        raise _counted(f"the prompt's token ids given here are {len(ids)}", one.prompt_tokens, source)
+    if theirs is not None and not np.array_equal(ids, theirs):
+        raise _others(
+            "the prompt's token ids given here aren't those that the engine ran", theirs, ids, source
+        )
+    source = replace(one.source, field=f"{one.place}.token_ids")
+    sampled, theirs = _given(output, one.output_ids, "sampled", "output_token_ids", source)
+    ran = one.completion_tokens if theirs is None else len(theirs)
+    taken_off = 0 if ran is None else ran - len(sampled)
+    if theirs is None and taken_off < 0:
+        raise _counted(f"the sampled token ids given here are {len(sampled)}", ran, source)
+    if theirs is not None and not np.array_equal(sampled, theirs[: len(sampled)]):
+        if not len(theirs) or not np.array_equal(sampled[-len(theirs) :], theirs):
+            problem = "the sampled token ids given here aren't those that the engine sampled"
+            raise _others(problem, theirs, sampled, source, ", or fewer off their end")
+        taken_off = 0  # a stream, whose last output has the last ids alone
+    return _Tokens(np.concatenate([ids, sampled]), len(ids), taken_off)
 
 
-def _prompt(one: Completion, given: Any, source: Source) -> Array:
-    if given is None and one.prompt is None:
+def _given(ours: Any, theirs: Any, which: str, argument: str, source: Source) -> tuple[Array, Array | None]:
+    """The ids to go by, and the engine's own, where it names them."""
+    if ours is None and theirs is None:
         raise source.error(
             Symptom.SHAPE,
-            "the answer hasn't got the prompt's token ids",
-            expected="return_token_ids=true in the request, or prompt_token_ids= here",
+            f"the answer hasn't got the {which} token ids",
+            expected=f"return_token_ids=true in the request, or {argument}= here",
             got="neither",
         )
-    ids = _ids(one.prompt if given is None else given, source)
-    if one.prompt is None and one.prompt_count not in (None, len(ids)):
-        raise _counted(f"the prompt's token ids given here are {len(ids)}", one.prompt_count, source)
-    if given is not None and one.prompt is not None and not np.array_equal(ids, _ids(one.prompt, source)):
-        raise source.error(
-            Symptom.SHAPE,
-            "the prompt's token ids given here aren't those that the engine ran",
-            expected=f"{len(one.prompt)} ids, as in the output",
-            got=f"{len(ids)} others",
-        )
-    return ids
+    ids = token_ids(theirs if ours is None else ours, source)
+    return ids, None if theirs is None else ids if ours is None else token_ids(theirs, source)
 
 
-def _sampled(one: Completion, given: Any, source: Source) -> tuple[Array, int]:
-    """The sampled ids, and how many of the engine's own come after them."""
-    if given is None and one.sampled is None:
-        raise source.error(
-            Symptom.SHAPE,
-            "the answer hasn't got the sampled token ids",
-            expected="return_token_ids=true in the request, or output_token_ids= here",
-            got="neither",
-        )
-    ids = _ids(one.sampled if given is None else given, source)
-    if given is None:
-        return ids, 0
-    if one.sampled is None:
-        return ids, _taken_off(ids, one.sampled_count, source)
-    engines = _ids(one.sampled, source)
-    if np.array_equal(ids, engines[: len(ids)]):
-        return ids, len(engines) - len(ids)
-    if len(engines) and np.array_equal(ids[-len(engines) :], engines):
-        return ids, 0  # a stream, whose last output has the last ids alone
-    raise source.error(
-        Symptom.SHAPE,
-        "the sampled token ids given here aren't those that the engine sampled",
-        expected=f"{len(engines)} ids, as in the output, or fewer off their end",
-        got=f"{len(ids)} others",
-    )
-
-
-def _taken_off(ids: Array, count: int | None, source: Source) -> int:
-    """How many more the engine sampled, where the answer counts them."""
-    more = 0 if count is None else count - len(ids)
-    if more < 0:
-        raise _counted(f"the sampled token ids given here are {len(ids)}", count, source)
-    return more
+def _others(problem: str, theirs: Array, ours: Array, source: Source, more: str = "") -> Exception:
+    expected = f"{len(theirs)} ids, as in the output{more}"
+    return source.error(Symptom.SHAPE, problem, expected=expected, got=f"{len(ours)} others")
 
 
 def _counted(problem: str, count: int | None, source: Source) -> Exception:
@@ -260,37 +210,34 @@ def _counted(problem: str, count: int | None, source: Source) -> Exception:
     )
 
 
-def _ids(value: Any, source: Source) -> Array:
-    ids = as_token_ids(value)
-    if ids is not None and not (ids < 0).any():
-        return ids
-    raise source.error(
-        Symptom.SHAPE,
-        "these aren't token ids",
-        expected="a flat list of integers from 0 on",
-        got=_named(value) if ids is None else f"{ids.min()} to {ids.max()}",
-    )
-
-
-def _named(value: Any) -> str:
-    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:  # as its dtype may be right
-        return f"{value.layout} of {value.dtype} {list(value.shape)}"
-    if isinstance(value, (np.ndarray, torch.Tensor)):
-        return f"{value.dtype} {list(value.shape)}"
-    return f"{type(value).__name__} {str(value)[:80]}"
-
-
 # ---- rows
 
 
-def _routes(one: Completion, tokens: _Tokens, model: RoutedModel, asked: _Asked) -> RoutedExperts:
-    source = asked.source(one)
-    lacking = _lacks_rows(one, tokens, asked.start)
-    if lacking and one.ended and not _are_known_to_be_dropped(one, asked):
-        raise _no_rows(one, source)
-    rows = _none(model) if lacking else _rows(one, tokens, model, asked)
-    if _never_captured(rows, model, asked):
-        raise source.error(
+def routes_of(
+    one: Answer,
+    model: RoutedModel,
+    prompt: Any,
+    output: Any,
+    start: int,
+    missing: Missing = "error",
+    weight_version: int | str | None = None,
+) -> RoutedExperts:
+    """The routes of a completion that was read; else as `from_vllm`."""
+    source, tokens = one.source, _tokens(one, prompt, output)
+    if one.another_prompt:
+        raise replace(source, field="prompt_routed_experts").error(
+            Symptom.TOO_FEW_ROWS,
+            "the answer is to several prompts, and has the rows of the first alone",
+            expected="one prompt a request",
+            got="another prompt than the first completion's",
+        )
+    lacking = _lacks_rows(one, tokens, start)
+    dropped = missing == "native" and one.stop_string and DROPPED_AT_STOP_STRING.holds(source.version)
+    if lacking and one.ended and not dropped:
+        raise _no_rows(one)
+    rows = _none(model) if lacking else _rows(one, tokens, model, start)
+    if source.never_captures and len(rows) and not rows.any():
+        raise source.error(  # with a top-k of 1 too, where the ids alone don't show it
             Symptom.ZEROS,
             f"all {len(rows)} rows are zeros",
             expected="ids of experts",
@@ -299,51 +246,39 @@ def _routes(one: Completion, tokens: _Tokens, model: RoutedModel, asked: _Asked)
     return admit(
         rows,
         model=model,
-        tokens=np.concatenate([tokens.prompt, tokens.sampled]),
+        tokens=tokens.ids,
         source=source,
-        start=asked.start,
+        start=start,
         ended=one.ended and not lacking,
         surplus=tokens.taken_off,
-        missing=asked.missing,
-        weight_version=asked.weight_version if asked.weight_version is not None else _weights(one),
+        missing=missing,
+        weight_version=one.weight_version if weight_version is None else weight_version,
     )
 
 
-def _never_captured(rows: Array, model: RoutedModel, asked: _Asked) -> bool:
-    """Zeros throughout, which no caller can mean: missing="native" is for rows that are lost now and then. Of
-    a release that never captures they are wrong with a top-k of 1, too."""
-    suspect = asked.missing == "native" and model.topk > 1
-    suspect = suspect or releases.never_captures(asked.version, asked.vllm_ascend)
-    return suspect and len(rows) > 0 and not rows.any()
-
-
-def _lacks_rows(one: Completion, tokens: _Tokens, start: int) -> bool:
+def _lacks_rows(one: Answer, tokens: _Tokens, start: int) -> bool:
     """Are there none, though the engine ran tokens whose rows they would be? The prompt's, where they are
     kept apart, are no routes of a completion whose own are lost."""
-    if one.rows is not None:
+    if one.payload is not None:
         return False
-    if one.prompt_rows is not None:
+    if one.prompt_payload is not None:
         return tokens.generated_rows > 0
-    return len(tokens) + tokens.taken_off - 1 > start
+    return tokens.ran - 1 > start
 
 
-def _are_known_to_be_dropped(one: Completion, asked: _Asked) -> bool:
-    return asked.missing == "native" and one.stop_string and releases.drops_at_stop_string(asked.version)
-
-
-def _no_rows(one: Completion, source: Source) -> Exception:
-    if one.finish_reason is None and not one.http:
-        return source.error(
+def _no_rows(one: Answer) -> Exception:
+    if one.finish is None and not one.http:
+        return one.source.error(
             Symptom.SHAPE,
             "the request isn't finished, and routes come with its last output",
             expected="the output whose finish_reason is set",
             got="finish_reason None",
         )
-    return source.error(
+    return one.source.error(
         Symptom.MISSING,
         "the completion has no routes",
         expected="an array of expert ids",
-        got=f"None, finished by «{one.finish_reason}»",
+        got=f"None, finished by «{one.finish}»",
     )
 
 
@@ -351,67 +286,20 @@ def _none(model: RoutedModel) -> Array:
     return np.zeros((0, model.num_layers, model.topk), np.uint8)
 
 
-def _rows(one: Completion, tokens: _Tokens, model: RoutedModel, asked: _Asked) -> Array:
+def _rows(one: Answer, tokens: _Tokens, model: RoutedModel, start: int) -> Array:
     """All rows of the completion as one array, [rows, layers, topk], of whichever dtype they came in."""
-    source = asked.source(one)
-    if one.prompt_rows is None:
-        if one.rows is None:
-            return _none(model)
-        return _array(one.rows, len(tokens) + tokens.taken_off, model, source)
-    if asked.start:
+    source = one.source
+    if one.prompt_payload is None:
+        return _none(model) if one.payload is None else _array(one.payload, tokens.ran, model, source)
+    if start:
         raise source.error(
-            Symptom.SHAPE, "this release gives all rows of the prompt", expected="start=0", got=asked.start
+            Symptom.SHAPE, "this release gives all rows of the prompt", expected="start=0", got=start
         )
-    parts = [_prompt_rows(one, tokens, model, asked.source(one, "prompt_routed_experts"))]
-    if one.rows is not None:
-        generated = _array(one.rows, tokens.generated_rows + 1, model, source)
-        if len(generated) == tokens.generated_rows + 1:  # with MTP it keeps as many as tokens
-            generated = generated[:-1]
-        parts.append(generated)
-    return _filled_columns(_joined(parts, source), model)
-
-
-def _prompt_rows(one: Completion, tokens: _Tokens, model: RoutedModel, source: Source) -> Array:
-    """The prompt's part, exact: what follows would shift. Without a sample its last token never ran."""
-    rows = _array(one.prompt_rows, len(tokens.prompt), model, source)
-    if len(rows) != len(tokens.prompt):
-        raise source.error(
-            Symptom.SHAPE,
-            "the prompt has another number of rows than tokens",
-            expected=len(tokens.prompt),
-            got=len(rows),
-        )
-    return rows if len(tokens.sampled) + tokens.taken_off else rows[:-1]
-
-
-def _array(value: Any, most: int, model: RoutedModel, source: Source) -> Array:
-    """`value` as an array, of little more than `most` rows where its size could be anything."""
-    most += _SPARE
-    if isinstance(value, torch.Tensor):
-        with suppress(TypeError, RuntimeError):  # sparse, quantised, of a dtype that numpy hasn't: no ids
-            value = value.detach().cpu().numpy()
-    if isinstance(value, (np.ndarray, torch.Tensor)):
-        return _three_axes(value, source)
-    if isinstance(value, (str, bytes, bytearray)):
-        room = most * model.num_layers * model.topk * _WIDEST
-        text = value if isinstance(value, str) else bytes(value)
-        data = payloads.from_base64(text, source=source, most=room + _HEADER)
-        return _three_axes(payloads.from_npy(data, source=source, most=room), source)
-    return payloads.from_lists(value, source=source, most=(most, model.num_layers, model.topk))
-
-
-def _three_axes(rows: Array | torch.Tensor, source: Source) -> Array:
-    if is_ids(rows):
-        return rows
-    raise source.error(
-        Symptom.SHAPE,
-        "this isn't an array of expert ids",
-        expected="integers, [tokens, layers, topk]",
-        got=_named(rows),
-    )
-
-
-def _joined(parts: list[Array], source: Source) -> Array:
+    parts = [_prompt_rows(one, tokens, model)]
+    if one.payload is not None:
+        parts.append(_array(one.payload, tokens.generated_rows + 1, model, source))
+        if len(parts[1]) == tokens.generated_rows + 1:  # with MTP it keeps as many as tokens
+            parts[1] = parts[1][:-1]
     filled = [part for part in parts if len(part)]
     if len({part.shape[1:] for part in filled}) > 1:
         raise source.error(
@@ -420,34 +308,27 @@ def _joined(parts: list[Array], source: Source) -> Array:
             expected=f"[..., {', '.join(map(str, parts[0].shape[1:]))}]",
             got=list(parts[1].shape),
         )
-    return np.concatenate(filled) if filled else parts[0]
-
-
-def _filled_columns(rows: Array, model: RoutedModel) -> Array:
-    """0.21.0 gives MoE layers the first columns, one after the other, and may have empty ones after them: it
-    overlooks first_k_dense_replace when it counts. vllm-ascend 0.21.0rc1 fills the same columns by label."""
+    rows = np.concatenate(filled) if filled else parts[0]
+    # 0.21.0 gives MoE layers the first columns, one after the other, and may have empty ones after them: it
+    # overlooks first_k_dense_replace when it counts. vllm-ascend 0.21.0rc1 fills the same columns by label.
     used = len(model.sparse)
     return rows if rows[:, used:].any() else rows[:, :used]
 
 
-def _weights(one: Completion) -> str | None:
-    """The engine's own weight version, where it names one for all tokens."""
-    spans = one.weight_versions if isinstance(one.weight_versions, (list, tuple)) else ()
-    named = [
-        span.get("version") if isinstance(span, Mapping) else getattr(span, "version", None) for span in spans
-    ]
-    if not named or not all(isinstance(version, str) for version in named):
-        return None
-    return str(named[0]) if len(set(named)) == 1 else None
+def _prompt_rows(one: Answer, tokens: _Tokens, model: RoutedModel) -> Array:
+    """The prompt's part, exact: what follows would shift. Without a sample its last token never ran."""
+    source = replace(one.source, field="prompt_routed_experts")
+    rows = _array(one.prompt_payload, tokens.prompt, model, source)
+    if len(rows) != tokens.prompt:
+        raise source.error(
+            Symptom.SHAPE,
+            "the prompt has another number of rows than tokens",
+            expected=tokens.prompt,
+            got=len(rows),
+        )
+    return rows if tokens.ran > tokens.prompt else rows[:-1]
 
 
-def _refuse_shared_prompt_rows(found: list[Completion], tokens: list[_Tokens], asked: _Asked) -> None:
-    """0.21.0 answers several prompts at once with the rows of the first alone."""
-    for one, at in zip(found, tokens, strict=True):
-        if one.prompt_rows is not None and not np.array_equal(at.prompt, tokens[0].prompt):
-            raise asked.source(one, "prompt_routed_experts").error(
-                Symptom.TOO_FEW_ROWS,
-                "the answer is to several prompts, and has the rows of the first alone",
-                expected="one prompt a request",
-                got="another prompt than the first completion's",
-            )
+def _array(value: Any, most: int, model: RoutedModel, source: Source) -> Array:
+    """`value` as an array, of little more than `most` rows where its size could be anything."""
+    return any_array(value, source=source, most=(most + _SPARE, model.num_layers, model.topk))

@@ -1,4 +1,4 @@
-"""vLLM by release: what can be wrong with the routes that it returns.
+"""vLLM by release: what can be wrong with its routes, which plans give none, what else holds. Rows only.
 
     0.14          shared memory, rows by KV cache slot; physical ids under EPLB
     0.15          the switch is there, and every id is 0
@@ -8,305 +8,317 @@
     0.31 to 0.33  rows by KV block, with prefix caching
 
 Read in the released source of 0.14.0, 0.15.1, 0.16.0, 0.20.2, 0.21.0, 0.22.0, 0.23.0, 0.24.0, 0.26.0, 0.27.0,
-0.28.0, 0.30.0, 0.31.0 and 0.33.0. Nothing of vLLM is imported or changed.
-
-Probes: nothing. Offers: `refusal`, `faults`, `drops_at_stop_string`, `never_captures`, and the releases in
-which something came or was mended, by name, for whoever speaks of one. Nothing to undo.
+0.28.0, 0.30.0, 0.31.0 and 0.33.0.
 """
 
 from __future__ import annotations
 
-from npu_replay.compat import vllm_ascend as ascend
-from npu_replay.errors import ReplayError
-from npu_replay.rollout.admit import Fault, Symptom
-from npu_replay.rollout.releases import Releases, tells_release
+from collections.abc import Iterator
+from typing import Any
+
+from npu_replay.rollout.faults import Clash, Fault, Limit, Plan, Releases, Symptom
+from npu_replay.rollout.launch import as_mapping, off, on, says, several
+from npu_replay.rollout.model_config import is_hybrid, names_topk
 
 FIRST = "0.14.0"
 NEWEST = "0.33.0"
 """The newest release whose source was read; what comes later is taken for its like."""
-
-MEMORY_BY_RANK = "0.16.0"
-"""The first release whose shared memory is each data-parallel rank's own."""
-PHYSICAL = (Releases(until="0.16.0"), Releases(since="0.21.0", until="0.22.0"))
-"""The releases whose ids are those of experts' copies under EPLB (vllm#33013)."""
-REFUSES_STAGES = "0.21.0"
-"""The first release that refuses pipeline stages, whose layers none captures."""
-HYBRIDS = "0.21.0"
-"""The first release that reads the rows of models with linear attention from the right place."""
-HTTP = "0.21.0"
-"""The first release with routes over HTTP."""
 SCHEDULER = "0.22.0"
 """The first release whose scheduler hands rows on: after a stop string and an abort too."""
-REFUSES_KERNELS = "0.27.0"
-"""The first release that refuses MoE kernels that choose experts past the capture (vllm#44116)."""
-CPU = "0.30.0"
-"""The first release without such kernels on a CPU."""
-SCALE_OUT = "0.30.0"
-"""The first release that serves /inference/v1/generate with --enable-scale-out alone."""
 BY_BLOCK = "0.31.0"
 """The first release that keeps rows by KV block: with prefix caching and Model Runner V2 alone."""
-DRAFTS_OVERWRITE = (Releases(until="0.21.0"), Releases(since="0.22.0", until="0.26.0"))
-"""The releases in which a draft's MoE layer calls itself layer 0 and overwrites the model's (vllm#48622)."""
 
 SWITCH = "enable_return_routed_experts"
-_MOST = f"{SCHEDULER} and later"
-
-# ---- releases that give no routes, whatever they are started with
-
-
-_TOO_OLD = Fault(
-    symptom=Symptom.MISSING,
-    until=FIRST,
-    sure=True,
-    cause=f"vLLM has no routes before {FIRST}. Take {_MOST}",
+NEEDED: tuple[tuple[Releases, dict[str, bool]], ...] = (
+    (Releases(), {SWITCH: True}),
+    (Releases(until=SCHEDULER), {"async_scheduling": False}),
+    (Releases(since="0.21.0", until=SCHEDULER), {"enable_prefix_caching": False}),
+    (Releases(since=BY_BLOCK), {"enable_prefix_caching": True}),
 )
-_UNBOUND = Fault(
-    symptom=Symptom.ZEROS,
-    since="0.15.0",
-    until="0.16.0",
-    device="cuda",  # vllm-ascend calls the capture by itself
-    sure=True,
-    cause="0.15 never binds the capture, so every id is 0; fixed in 0.16.0 (vllm#33013)",
-)
-_ON_CPU = Fault(
-    symptom=Symptom.ZEROS,
-    until=CPU,
-    device="cpu",
-    cause=f"on a CPU, vLLM's MoE kernels choose experts past the capture before {CPU} (from "
-    f"{REFUSES_KERNELS} on it refuses to start so): take {CPU} or later",
-)
+"""The arguments that make releases return routes."""
+V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+"""What the environment says where Model Runner V2 is needed."""
 
-
-def device_of(version: str, vllm_ascend: str) -> str:
-    """What it runs on, as far as the releases tell: «npu», «cpu», or nothing."""
-    return "npu" if vllm_ascend else "cpu" if "+cpu" in version else ""
-
-
-def refusal(version: str, vllm_ascend: str = "") -> ReplayError | None:
-    """Why that release gives no routes; None where it does, or where nothing tells what it is."""
-    device = device_of(version, vllm_ascend) or "cuda"
-    for fault in (_TOO_OLD, _UNBOUND, _ON_CPU):
-        if tells_release(version) and fault.holds(version, device):
-            none = fault.symptom is Symptom.MISSING
-            return ReplayError(
-                f"vLLM {version} {'has no routes' if none else 'gives zeros for every id'}",
-                where="rollout",
-                expected=f"vLLM 0.14, or 0.16.0 and later; best {_MOST}",
-                got=version,
-                cause=fault.cause,
-            )
-    return None
-
-
-_LOST = (
-    "rows lost with prefix caching and chunked prefill together, which NeMo-RL has seen now and then: switch "
-    'one of them off, or pass missing="native" to leave them without a route'
-)
+BEAMS = "beam search, which puts its completions together without routes in every release: sample instead"
+_INSTEAD = "vLLM 0.14, or 0.16.0 and later; best 0.22.0 and later"
 _ANOTHER = "the config given here is another model's"
 _RETOKENISED = "token ids of another sequence: text that was tokenised again, or turns that were put together"
+_DRAFTS = (("", "0.21.0"), (SCHEDULER, "0.26.0"))
+"""Since and until: a draft's MoE layer calls itself layer 0 and overwrites the model's (vllm#48622)."""
+_PHYSICAL = (("", "0.16.0"), ("0.21.0", SCHEDULER))
+"""Since and until: ids are those of experts' copies under EPLB (vllm#33013)."""
+_STREAMS = ((FIRST, "0.21.0"), (SCHEDULER, BY_BLOCK))
+"""Since and until: routes come with the last output, and outputs that wait for each other are merged."""
 
-_FAULTS = (
-    Fault(
-        symptom=Symptom.ZEROS,
-        until=REFUSES_KERNELS,
-        device="cuda",
-        cause="on NVIDIA, FlashInfer's monolithic MoE kernels (chosen by themselves on Blackwell, and for "
-        f"NVFP4) choose experts past the capture, refused from {REFUSES_KERNELS} on (vllm#44116)",
-    ),
-    _ON_CPU,
-    Fault(
-        symptom=Symptom.ZERO_ROWS,
-        until=HYBRIDS,
-        cause="models with linear attention (Qwen3-Next, Qwen3.5): rows are read by the slots of the wrong "
-        "KV cache group, or past their end (vllm#37118, #40692); fixed in 0.22.0",
-    ),
-    Fault(
-        symptom=Symptom.ZERO_ROWS,
-        since="0.21.0",
-        until=SCHEDULER,
-        cause="tokens that come from the prefix cache have no rows in 0.21.0: start it with "
-        "enable_prefix_caching=False, or take 0.22.0",
-    ),
-    Fault(symptom=Symptom.ZERO_ROWS, since=SCHEDULER, cause=_LOST),
-    Fault(
-        symptom=Symptom.CONSTANT_LAYER,
-        until=REFUSES_STAGES,
-        cause="pipeline parallelism: only the last stage's layers are captured, and it isn't refused "
-        f"before {REFUSES_STAGES} (vllm#35623). Take pipeline_parallel_size=1",
-    ),
-    Fault(
-        symptom=Symptom.CONSTANT_LAYER,
-        cause="a layer that was never captured: its router isn't one that vLLM binds, or the model's "
-        "config counts another layer as MoE",
-    ),
-    Fault(
-        symptom=Symptom.DUPLICATES,
-        until=REFUSES_STAGES,
-        cause="layers that were never captured and are zeros: earlier pipeline stages (vllm#35623). Take "
-        "pipeline_parallel_size=1",
-    ),
-    Fault(
-        symptom=Symptom.DUPLICATES,
-        cause="a layer that was never captured and is zeros, or rows that were padded by somebody in between",
-    ),
-    *(
-        Fault(
-            symptom=Symptom.DENSE_COLUMN,
-            since=run.since,
-            until=run.until,
-            cause="layer 0: an MTP draft model's MoE layer calls itself that and writes there; fixed in "
-            "0.26.0 (vllm#48622), so take the speculative method out, or another release",
-        )
-        for run in DRAFTS_OVERWRITE
-    ),
-    Fault(symptom=Symptom.DENSE_COLUMN, cause=f"{_ANOTHER}, or its layers were counted from 1"),
-    *(
-        Fault(
-            symptom=Symptom.RANGE,
-            since=run.since,
-            until=run.until,
-            cause="physical ids under EPLB: 0.14 and 0.21 capture after experts were mapped to their copies; "
-            f"fixed in {run.until} (vllm#33013). Take enable_eplb=False",
-        )
-        for run in PHYSICAL
-    ),
-    Fault(
-        symptom=Symptom.RANGE,
-        cause=f"{_ANOTHER}, or somebody in between narrowed the dtype or put a sentinel in (-1)",
-    ),
-    Fault(
-        symptom=Symptom.TOO_FEW_ROWS,
-        since="0.21.0",
-        until=SCHEDULER,
-        cause="0.21.0 keeps the prompt's rows apart, in RequestOutput.prompt_routed_experts, at the top of "
-        "an answer over HTTP: pass the whole output, not one completion",
-    ),
-    Fault(
-        symptom=Symptom.TOO_FEW_ROWS,
-        since=SCHEDULER,
-        cause="the request was sent with routed_experts_prompt_start: pass the same here as start=",
-    ),
-    Fault(symptom=Symptom.TOO_FEW_ROWS, cause=_RETOKENISED),
-    Fault(
-        symptom=Symptom.TOO_MANY_ROWS,
-        cause="tokens were taken off the end: pass output_token_ids= beside the whole output",
-    ),
-    Fault(
-        symptom=Symptom.TOO_MANY_ROWS,
-        cause="start= was passed and the request hadn't routed_experts_prompt_start (/v1 endpoints know it "
-        "from 0.28.0 on)",
-    ),
-    Fault(symptom=Symptom.TOO_MANY_ROWS, cause=_RETOKENISED),
-    Fault(
-        symptom=Symptom.STALE_ROWS,
-        until=MEMORY_BY_RANK,
-        cause="0.14's shared memory has one name for all data-parallel ranks, which overwrite each other; "
-        "fixed in 0.16.0",
-    ),
-    Fault(
-        symptom=Symptom.STALE_ROWS,
-        cause="rows read from KV cache slots that another request had taken: preemption, or a connector "
-        "that moves KV blocks",
-    ),
-    Fault(symptom=Symptom.COLUMNS, cause=f"{_ANOTHER}, or counts its MoE layers in another way"),
-    Fault(symptom=Symptom.TOPK, cause=_ANOTHER),
-)
-"""What is wrong with those that there are; of several that fit, the likeliest first."""
+# fmt: off
+# ---- what can be wrong; of several that fit, the likeliest first
 
-_OTHER_PLATFORM = Fault(
-    symptom=Symptom.ZEROS,
-    since=REFUSES_KERNELS,
-    cause="a platform or a kernel that chooses experts past vLLM's routers, so that nothing is captured",
-)
-
-# ---- completions without routes
-
-_NO_HTTP = Fault(
-    symptom=Symptom.MISSING,
-    since=FIRST,
-    until=HTTP,
-    sure=True,
-    cause="0.14 to 0.20 put no routes into answers over HTTP. Use the engine in-process (LLM, AsyncLLM), "
-    "or take 0.22.0 or later",
-)
-_STOP_STRING = Fault(
-    symptom=Symptom.MISSING,
-    since=FIRST,
-    until=SCHEDULER,
-    sure=True,
+DROPPED_AT_STOP_STRING = Fault(
+    symptom=Symptom.MISSING, since=FIRST, until=SCHEDULER, only=("stop string",), sure=True,
     cause="a stop string ended it, and before 0.22.0 the scheduler, which looks routes up, doesn't know of "
     'those. Use stop_token_ids, take 0.22.0 or later, or pass missing="native" to leave such a completion '
-    "without routes",
+    "without routes")
+
+FAULTS = (
+    DROPPED_AT_STOP_STRING,
+    Fault(Symptom.MISSING, since=FIRST, until="0.21.0", only=("http",), sure=True,
+          cause="0.14 to 0.20 put no routes into answers over HTTP. Use the engine in-process (LLM, "
+          "AsyncLLM), or take 0.22.0 or later"),
+    Fault(Symptom.MISSING, only=("alone",),
+          cause="something in between that dropped them: other completions of this request have theirs"),
+    Fault(Symptom.MISSING, since=FIRST, only=("in-process", "http"),
+          cause=f"the engine was started without {SWITCH}=True (compat.vllm.engine_arguments says what to "
+          "pass)"),
+    Fault(Symptom.MISSING, since=SCHEDULER, only=("http",),
+          cause="it is vLLM's Rust front end, which never returns routes"),
+    *(Fault(Symptom.MISSING, only=("in-process",), since=since, until=until,
+            cause="it was read as a stream, and pieces that wait for each other are merged without the "
+            "routes: fixed in 0.31.0, use RequestOutputKind.FINAL_ONLY before")
+      for since, until in _STREAMS),
+    Fault(Symptom.MISSING, since=FIRST, only=("in-process", "http"), cause=BEAMS),
+    Fault(Symptom.MISSING, since="0.21.0", until=SCHEDULER,
+          cause="the request was preempted, of which 0.21.0 drops the routes: take 0.22.0 and later"),
+    Fault(Symptom.MISSING, until=FIRST, sure=True, always="has no routes", instead=_INSTEAD,
+          cause="vLLM has no routes before 0.14.0. Take 0.22.0 and later"),
+
+    Fault(Symptom.ZEROS, since="0.15.0", until="0.16.0", device="cuda", sure=True,
+          always="gives zeros for every id", instead=_INSTEAD,  # vllm-ascend calls the capture by itself
+          cause="0.15 never binds the capture, so every id is 0; fixed in 0.16.0 (vllm#33013)"),
+    Fault(Symptom.ZEROS, until="0.27.0", device="cuda",
+          cause="on NVIDIA, FlashInfer's monolithic MoE kernels (chosen by themselves on Blackwell, and for "
+          "NVFP4) choose experts past the capture, refused from 0.27.0 on (vllm#44116)"),
+    Fault(Symptom.ZEROS, until="0.30.0", device="cpu",
+          always="gives zeros for every id", instead=_INSTEAD,
+          cause="on a CPU, vLLM's MoE kernels choose experts past the capture before 0.30.0 (from 0.27.0 on "
+          "it refuses to start so): take 0.30.0 or later"),
+    Fault(Symptom.ZEROS, since="0.27.0",
+          cause="a platform or a kernel that chooses experts past vLLM's routers: nothing is captured"),
+    Fault(Symptom.ZERO_ROWS, until="0.21.0",
+          cause="models with linear attention (Qwen3-Next, Qwen3.5): rows are read by the slots of the wrong "
+          "KV cache group, or past their end (vllm#37118, #40692); fixed in 0.22.0"),
+    Fault(Symptom.ZERO_ROWS, since="0.21.0", until=SCHEDULER,
+          cause="tokens that come from the prefix cache have no rows in 0.21.0: start it with "
+          "enable_prefix_caching=False, or take 0.22.0"),
+    Fault(Symptom.ZERO_ROWS, since=SCHEDULER,
+          cause="rows lost with prefix caching and chunked prefill together, which NeMo-RL has seen now and "
+          'then: switch one of them off, or pass missing="native" to leave them without a route'),
+    Fault(Symptom.CONSTANT_LAYER, until="0.21.0",
+          cause="pipeline parallelism: only the last stage's layers are captured, and it isn't refused "
+          "before 0.21.0 (vllm#35623). Take pipeline_parallel_size=1"),
+    Fault(Symptom.CONSTANT_LAYER,
+          cause="a layer that was never captured: its router isn't one that vLLM binds, or the model's "
+          "config counts another layer as MoE"),
+    Fault(Symptom.DUPLICATES, until="0.21.0",
+          cause="layers that were never captured and are zeros: earlier pipeline stages (vllm#35623). Take "
+          "pipeline_parallel_size=1"),
+    Fault(Symptom.DUPLICATES,
+          cause="a layer that was never captured and is zeros, or rows that were padded by somebody in "
+          "between"),
+    *(Fault(Symptom.DENSE_COLUMN, since=since, until=until,
+            cause="layer 0: an MTP draft model's MoE layer calls itself that and writes there; fixed in "
+            "0.26.0 (vllm#48622), so take the speculative method out, or another release")
+      for since, until in _DRAFTS),
+    Fault(Symptom.DENSE_COLUMN, cause=f"{_ANOTHER}, or its layers were counted from 1"),
+    *(Fault(Symptom.RANGE, since=since, until=until,
+            cause="physical ids under EPLB: 0.14 and 0.21 capture after experts were mapped to their copies; "
+            f"fixed in {until} (vllm#33013). Take enable_eplb=False")
+      for since, until in _PHYSICAL),
+    Fault(Symptom.RANGE,
+          cause=f"{_ANOTHER}, or somebody in between narrowed the dtype or put a sentinel in (-1)"),
+    Fault(Symptom.TOO_FEW_ROWS, since="0.21.0", until=SCHEDULER,
+          cause="0.21.0 keeps the prompt's rows apart, in RequestOutput.prompt_routed_experts, at the top of "
+          "an answer over HTTP: pass the whole output, not one completion"),
+    Fault(Symptom.TOO_FEW_ROWS, since=SCHEDULER,
+          cause="the request was sent with routed_experts_prompt_start: pass the same here as start="),
+    Fault(Symptom.TOO_FEW_ROWS, cause=_RETOKENISED),
+    Fault(Symptom.TOO_MANY_ROWS,
+          cause="tokens were taken off the end: pass output_token_ids= beside the whole output"),
+    Fault(Symptom.TOO_MANY_ROWS,
+          cause="start= was passed and the request hadn't routed_experts_prompt_start (/v1 endpoints know it "
+          "from 0.28.0 on)"),
+    Fault(Symptom.TOO_MANY_ROWS, cause=_RETOKENISED),
+    Fault(Symptom.STALE_ROWS, until="0.16.0",
+          cause="0.14's shared memory has one name for all data-parallel ranks, which overwrite each other; "
+          "fixed in 0.16.0"),
+    Fault(Symptom.STALE_ROWS,
+          cause="rows read from KV cache slots that another request had taken: preemption, or a connector "
+          "that moves KV blocks"),
+    Fault(Symptom.COLUMNS, cause=f"{_ANOTHER}, or counts its MoE layers in another way"),
+    Fault(Symptom.TOPK, cause=_ANOTHER),
 )
-_SWITCHED_OFF = Fault(
-    symptom=Symptom.MISSING,
-    since=FIRST,
-    cause=f"the engine was started without {SWITCH}=True (compat.vllm.engine_arguments says what to pass)",
+# fmt: on
+
+
+# ---- what some rows below ask a plan
+
+
+def _speculation(plan: Plan) -> tuple[str, str]:
+    """The method and the draft."""
+    config = as_mapping(plan.get("speculative_config"))
+    return str(config.get("method") or "").lower(), str(config.get("model") or "").lower()
+
+
+def _by_mtp(plan: Plan, _: Any) -> bool:
+    return "mtp" in _speculation(plan)[0]
+
+
+def _by_dspark(plan: Plan, _: Any) -> bool:
+    method, draft = _speculation(plan)
+    return method == "dspark" or (not method and "dspark" in draft)
+
+
+def _by_dflash(plan: Plan, _: Any) -> bool:
+    return _speculation(plan)[0] == "dflash"
+
+
+def _by_a_model(plan: Plan, _: Any) -> bool:
+    without = ("ngram", "suffix", "medusa", "mlp_speculator")
+    return bool(as_mapping(plan.get("speculative_config"))) and not _speculation(plan)[0].startswith(without)
+
+
+def _adaptively(plan: Plan, _: Any) -> bool:
+    return bool(as_mapping(plan.get("speculative_config")).get("enable_adaptive_verification"))
+
+
+def _disaggregated(plan: Plan, _: Any) -> bool:
+    names = list(_connectors(plan.get("kv_transfer_config")))
+    return any(name.startswith(("Nixl", "MoRIIO")) or name == "MooncakeConnector" for name in names)
+
+
+def _connectors(value: Any) -> Iterator[str]:
+    """The names of the KV connectors in a kv_transfer_config, those within a MultiConnector too."""
+    config = as_mapping(value)
+    yield str(config.get("kv_connector") or "")
+    inner = as_mapping(config.get("kv_connector_extra_config")).get("connectors")
+    for one in inner if isinstance(inner, (list, tuple)) else ():
+        yield from _connectors(one)
+
+
+def _with_experts_spread(plan: Plan, arguments: tuple[str, ...]) -> bool:
+    return several(plan, arguments) and plan.get("enable_expert_parallel") is True
+
+
+def _no_generation(plan: Plan, _: Any) -> bool:
+    return plan.get("runner") not in (None, "auto", "generate")
+
+
+def _of_a_hybrid(plan: Plan, _: Any) -> bool:
+    return is_hybrid(plan.get("model"))
+
+
+def _of_another_topk(plan: Plan, _: Any) -> bool:
+    return not names_topk(plan.get("model"))
+
+
+# fmt: off
+# ---- plans with which releases give none
+
+_REFUSED = "vLLM refuses it when it starts"
+_NO_STAGES = "1: no release captures over pipeline stages"
+_NO_CONNECTOR = "no KV connector, or one that offloads with vLLM 0.31.0 or later"
+
+CLASHES = (
+    Clash((SWITCH,), off, instead="True, or nothing", why="it is the switch itself"),
+    Clash(("pipeline_parallel_size",), several, until="0.21.0", instead=_NO_STAGES,
+          why="only the last stage's layers are captured, the others are zeros, and it isn't refused "
+          "(vllm#35623)"),
+    Clash(("pipeline_parallel_size",), several, since="0.21.0", instead=_NO_STAGES, why=_REFUSED),
+    *(Clash((name,), several, why=_REFUSED,
+            instead="1: no release captures under context parallelism")
+      for name in ("decode_context_parallel_size", "prefill_context_parallel_size")),
+    *(Clash(("enable_eplb",), on, since=since, until=until,
+            instead="False, or vLLM 0.16.0 to 0.20.2, or 0.22.0 or later",
+            why="ids are captured after experts were mapped to their copies: they are physical (vllm#33013)")
+      for since, until in _PHYSICAL),
+    Clash(("data_parallel_size",), several, until="0.16.0",
+          instead="1, or vLLM 0.16.0 or later (best 0.22.0 and later)",
+          why="the shared memory that rows go through has one name for all data-parallel ranks"),
+    Clash(("data_parallel_size",), _with_experts_spread, since="0.16.0", until="0.20.0",
+          instead="1, enable_expert_parallel=False, or vLLM 0.20.0 or later",
+          why="an assertion fails in the first step where each rank routes its own tokens (modular kernels)"),
+    Clash(("nnodes",), several, until="0.21.0", instead="1, or vLLM 0.22.0 or later",
+          why="rows go through shared memory of one host"),
+    Clash(("kv_transfer_config",), on, until=SCHEDULER, instead=_NO_CONNECTOR,
+          why="tokens whose KV blocks come from outside have no rows, and it isn't refused"),
+    Clash(("kv_transfer_config",), on, since=SCHEDULER, until=BY_BLOCK, instead=_NO_CONNECTOR,
+          why=_REFUSED),
+    Clash(("kv_transfer_config",), _disaggregated, since=BY_BLOCK,
+          instead="connectors that offload; prefill and decode in one engine",
+          why="vLLM refuses those of Nixl, MoRIIO and Mooncake when it starts: rows don't travel with KV "
+          "blocks"),
+    Clash(("kv_offloading_size",), on, until=BY_BLOCK, instead="nothing, or vLLM 0.31.0 or later",
+          why="it is a KV connector: tokens whose KV blocks come back from outside have no rows"),
+    Clash(("async_scheduling",), on, since="0.21.0", until=SCHEDULER,
+          instead="False, or vLLM 0.22.0 or later", why=_REFUSED),
+    Clash(("enable_prefix_caching",), on, since="0.21.0", until=SCHEDULER,
+          instead="False, or vLLM 0.22.0 or later", why="tokens that come from the cache have rows of zeros"),
+    Clash(("enable_prefix_caching",), off, since=BY_BLOCK, instead="True, or vLLM 0.22.0 to 0.30.0",
+          why="rows are kept by KV block from 0.31.0 on, and vLLM refuses to start without"),
+    *(Clash(("speculative_config",), _by_mtp, since=since, until=until,
+            instead="another method, or vLLM 0.26.0 or later",
+            why="the draft's MoE layer calls itself layer 0 and overwrites the model's (vllm#48622)")
+      for since, until in _DRAFTS),
+    Clash(("speculative_config",), _by_dspark, since="0.25.0", until="0.28.0",
+          instead="another method, or vLLM 0.28.0 or later",
+          why="DSpark runs on Model Runner V2 alone, without a capture before 0.28.0: vLLM refuses it when "
+          "it starts"),
+    Clash(("speculative_config",), _adaptively, since=BY_BLOCK,
+          instead="enable_adaptive_verification=False", why=_REFUSED),
+    Clash(("moe_backend",), says("flashinfer_trtllm"), until="0.27.0",
+          instead='"triton" or another, or vLLM 0.27.0 or later',
+          why="the kernel chooses experts by itself, past the capture, and every id is 0 (vllm#44116)"),
+    Clash(("runner",), _no_generation, instead='"generate"', why="only generation has routes"),
+    Clash(("model",), _of_a_hybrid, until="0.21.0", got="a hybrid model",
+          problem="reads the rows of a model with linear attention from the wrong place",
+          instead="vLLM 0.22.0 or later",
+          why="it has several KV cache groups, whose slots are counted otherwise (vllm#37118, #40692)"),
+    Clash(("model",), _of_another_topk, until=SCHEDULER, got="a config without num_experts_per_tok",
+          problem="doesn't find this model's top-k", instead="vLLM 0.22.0 or later",
+          why="a family with another key (Gemma 4: top_k_experts, vllm#41401), with which it doesn't start"),
 )
-_PREEMPTED = Fault(
-    symptom=Symptom.MISSING,
-    since=HTTP,
-    until=SCHEDULER,
-    cause=f"the request was preempted, of which 0.21.0 drops the routes: take {_MOST}",
+
+# ---- what holds where a plan doesn't tell whether it matters
+
+LIMITS = (
+    Limit(until=SCHEDULER,
+          words="a completion that a stop string ends has no routes before 0.22.0 (stop_token_ids are fine)"),
+    Limit(until=SCHEDULER, words="an aborted request has no routes before 0.22.0"),
+    Limit(until="0.21.0", words="there are no routes over HTTP before 0.21.0"),
+    Limit(until="0.21.0", words="rows go through shared memory of one host, as large as the KV cache has "
+          "slots, times layers and top-k: see that /dev/shm has room"),
+    Limit(until="0.21.0", words="async_scheduling=False is passed: with it, rows are read from slots that "
+          "may have been given away"),
+    Limit(since="0.21.0", until=SCHEDULER, words="0.21.0 drops the routes of preempted requests, and takes "
+          "no sequence parallelism, and no data parallelism without modular kernels"),
+    Limit(until="0.27.0", device="cuda", words="FlashInfer's monolithic MoE kernels, which vLLM takes by "
+          "itself on Blackwell and for NVFP4, give zeros before 0.27.0 (vllm#44116): pass "
+          "moe_backend='triton' or another there"),
+    Limit(until="0.28.0", device="cuda", words="Model Runner V2 captures nothing before 0.28.0: vLLM falls "
+          "back to V1, or refuses to start where VLLM_USE_V2_MODEL_RUNNER=1 asks for V2, so leave it unset"),
+    Limit(until="0.17.0", device="cuda", words="rows are captured on CUDA devices alone before 0.17.0"),
+    Limit(until="0.30.0", device="cpu",
+          words="on a CPU every id is 0 before 0.30.0, and from 0.27.0 on vLLM refuses to start"),
+    Limit(since="0.30.0", words="/inference/v1/generate is served with --enable-scale-out alone (or "
+          "--tokens-only) from 0.30.0 on"),
+    Limit(since=BY_BLOCK, words="Model Runner V2 needs Triton: without it, as on most CPUs, vLLM refuses to "
+          "start («Model Runner V2 requires Triton»), so take an earlier release there"),
+    Limit(until=SCHEDULER,
+          words="sequence parallelism of MoE layers ends in an AssertionError before 0.22.0, or is refused"),
+    Limit(since=SCHEDULER, until=BY_BLOCK, words="the scheduler keeps rows of every KV cache slot in host "
+          "memory: slots times layers times top-k bytes"),
+    Limit(since=SCHEDULER, until=BY_BLOCK, words="a routed_experts_prompt_start that isn't below the "
+          "prompt's length ends the engine before 0.31.0"),
+    Limit(until=BY_BLOCK, words="outputs that are merged while they wait in a stream lose their routes "
+          "before 0.31.0: use RequestOutputKind.FINAL_ONLY"),
+    Limit(since=SCHEDULER, words="tokens from the prefix cache have the rows of whoever computed them first: "
+          "reset it when weights change"),
+    Limit(since=BY_BLOCK, words="rows are kept in aux_output_config's max_bytes; where that is too small, "
+          "requests fail with BlockObjectStoreError"),
+    Limit(when=_by_dflash, since="0.26.0", until="0.28.0", words="a DFlash draft that mixes sliding-window "
+          "and full attention needs Model Runner V2, which captures nothing before 0.28.0: vLLM refuses it "
+          "when it starts"),
+    *(Limit(when=_by_a_model, since=since, until=until,
+            words="a draft model that has MoE layers of its own overwrites layer 0 before 0.26.0")
+      for since, until in _DRAFTS),
 )
-_MERGED_STREAM = tuple(
-    Fault(
-        symptom=Symptom.MISSING,
-        since=since,
-        until=until,
-        cause="it was read as a stream, and pieces that wait for each other are merged without the routes: "
-        f"fixed in {BY_BLOCK}, use RequestOutputKind.FINAL_ONLY before",
-    )
-    for since, until in ((FIRST, "0.21.0"), (SCHEDULER, BY_BLOCK))
-)
-_RUST = Fault(
-    symptom=Symptom.MISSING,
-    since=SCHEDULER,
-    cause="it is vLLM's Rust front end, which never returns routes",
-)
-BEAMS = "beam search, which puts its completions together without routes in every release: sample instead"
-_BEAMS = Fault(
-    symptom=Symptom.MISSING,
-    since=FIRST,
-    cause=BEAMS,
-)
-
-
-_ALONE = Fault(
-    symptom=Symptom.MISSING,
-    cause="something in between that dropped them, since other completions of this request have theirs",
-)
-
-
-def faults(*, http: bool, stop_string: bool, alone: bool = False, vllm_ascend: str = "") -> tuple[Fault, ...]:
-    """What can be wrong with one completion's routes, by the way it came and how it ended.
-
-    Args:
-        http: did it come over HTTP?
-        stop_string: did a stop string end it?
-        alone: have others of its request routes, so that the engine gives some?
-        vllm_ascend: the plugin's release; empty where there may be any, or none.
-    """
-    missing = (
-        *((_STOP_STRING,) if stop_string else ()),
-        *((_NO_HTTP,) if http and not alone else ()),
-        *((_ALONE,) if alone else (_SWITCHED_OFF, *((_RUST,) if http else _MERGED_STREAM), _BEAMS)),
-        _PREEMPTED,
-        _TOO_OLD,
-    )
-    if vllm_ascend:
-        return (*missing, *ascend.faults(vllm_ascend), *_FAULTS, _OTHER_PLATFORM)
-    return (*missing, _UNBOUND, *_FAULTS, *ascend.guesses(), _OTHER_PLATFORM)
-
-
-def drops_at_stop_string(version: str) -> bool:
-    """Does this release give no routes for a completion that a stop string ended?"""
-    return _STOP_STRING.holds(version)
-
-
-def never_captures(version: str, vllm_ascend: str) -> bool:
-    """Is every id of that release 0, whatever it ran?"""
-    if vllm_ascend and ascend.row_of(vllm_ascend).captures == "zeros":
-        return True
-    useless = refusal(version, vllm_ascend)
-    return useless is not None and "zeros" in useless.problem
+# fmt: on

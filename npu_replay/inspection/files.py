@@ -13,8 +13,7 @@ import numpy as np
 
 from npu_replay import json_text
 from npu_replay.errors import InvalidRoutes, ReplayError, RouteFileError
-from npu_replay.inspection import captured
-from npu_replay.inspection.captured import Engine
+from npu_replay.inspection.answers import NAMES, Engine, samples, source_of, whose
 from npu_replay.inspection.judge import Known, Sample, judge_routes, judge_rows
 from npu_replay.inspection.route_view import View
 from npu_replay.rollout import payloads
@@ -207,7 +206,7 @@ def _npy(
     path: Path, data: memoryview, known: Known, engine: Engine | None, version: str
 ) -> tuple[str, list[Sample]]:
     what = f"an .npy array{'' if engine is None else f' of {_named(engine, version)}'}"
-    source = captured.source_of(engine, version, str(path))
+    source = source_of(engine, version, str(path))
     try:
         rows = payloads.from_npy(data, source=source, most=len(data))
     except ReplayError as error:
@@ -216,7 +215,7 @@ def _npy(
 
 
 def _named(engine: Engine, version: str) -> str:
-    return f"{captured.NAMES[engine]} {version or '(release not given)'}"
+    return f"{NAMES[engine]} {version or '(release not given)'}"
 
 
 def _answer(
@@ -236,7 +235,7 @@ def _answer(
                 cause="routes come with whole answers: ask for one with stream=false" if streamed else "",
             )
         ) from error
-    source = captured.source_of(engine, version, str(path))
+    source = source_of(engine, version, str(path))
     if isinstance(answer, list) and answer and isinstance(answer[0], list):
         most = (len(answer), 4096, 1024)
         try:
@@ -244,12 +243,12 @@ def _answer(
         except ReplayError as error:
             raise Refused(error, "nested lists") from error
         return "nested lists of ids", [judge_rows(rows, known, source, tokens=known.tokens())]
-    engine = engine or captured.whose(answer)
+    engine = engine or whose(answer)
     if engine is None:
         raise Refused(_unknown_answer(path, answer))
     what = f"an answer of {_named(engine, version)}"
     try:
-        found = list(captured.samples(answer, engine, version, known))
+        found = list(samples(answer, engine, version, known))
     except ReplayError as error:
         if not isinstance(error, InvalidRoutes):
             raise  # the caller's ids

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from npu_replay.inspection.captured import Engine
+from npu_replay.inspection.answers import Engine
 from npu_replay.inspection.files import Refused, opened, token_lists
 from npu_replay.inspection.judge import WITHOUT_MODEL, Known, Sample
 from npu_replay.inspection.route_view import Cell, LayerFigures, Tally

@@ -9,7 +9,8 @@ import numpy as np
 
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError, RouterError
 from npu_replay.inspection.route_view import View
-from npu_replay.rollout.admit import Source, Symptom, admit
+from npu_replay.rollout.admit import admit
+from npu_replay.rollout.faults import Source, Symptom
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routes.checks import CONSTANT_ROWS, MAX_EXPERTS, MAX_LAYERS, Array, is_ids
 from npu_replay.routes.fingerprint import fingerprint

@@ -1,4 +1,4 @@
-"""The door: what a rollout engine hands over is checked here, and leaves as RoutedExperts or as an error.
+"""What a rollout engine hands over is checked here, and leaves as RoutedExperts or as an error.
 
 The commonest failure is an array that looks right and isn't: zeros, a layer that was never captured, rows of
 another request. Nothing in it says so, so each way in which engines fail is looked for, and the error names
@@ -10,110 +10,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from npu_replay.errors import InvalidRoutes, one_of, shown
+from npu_replay.errors import InvalidRoutes, one_of
+from npu_replay.rollout.faults import Source, Symptom
 from npu_replay.rollout.model_config import RoutedModel
-from npu_replay.rollout.releases import Releases, tells_release
+from npu_replay.rollout.payloads import named, token_ids
 from npu_replay.routes import checks
 from npu_replay.routes.checks import Array, Finding
-from npu_replay.routes.fingerprint import as_token_ids
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_array_dtype
 
 Missing = Literal["error", "native"]
 
 _log = logging.getLogger(__name__)
-
-
-_CAUSES = 5
-"""So many causes are named at most."""
-
-
-class Symptom(str, Enum):
-    """What is seen to be wrong with an engine's routes."""
-
-    MISSING = "missing"
-    UNREADABLE = "unreadable"
-    SHAPE = "shape"
-    COLUMNS = "columns"
-    TOPK = "topk"
-    TOO_FEW_ROWS = "too few rows"
-    TOO_MANY_ROWS = "too many rows"
-    RANGE = "range"
-    ZEROS = "zeros"
-    ZERO_ROWS = "zero rows"
-    CONSTANT_LAYER = "constant layer"
-    DUPLICATES = "duplicates"
-    DENSE_COLUMN = "dense column"
-    STALE_ROWS = "stale rows"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fault(Releases):
-    """One known fault of an engine: the releases that have it, how it shows, what it is.
-
-    Attributes:
-        symptom: how it shows.
-        cause: for the user: what it is, what to do.
-        sure: it explains the symptom by itself: in its releases no other is named after it.
-    """
-
-    symptom: Symptom
-    cause: str
-    sure: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """Whose data it is, for messages.
-
-    Attributes:
-        engine: «vLLM».
-        version: its release, where known.
-        device: what it ran on, where known: «cuda», «npu», «cpu».
-        sample: «request 17, completion 2».
-        field: where in the engine's answer: «choices[0].routed_experts».
-        faults: what is known to be wrong with the engine, the likeliest first; the first few that fit are
-            named.
-    """
-
-    engine: str
-    version: str = ""
-    device: str = ""
-    sample: str = ""
-    field: str = ""
-    faults: tuple[Fault, ...] = ()
-
-    def error(
-        self, symptom: Symptom, problem: str, *, expected: object = None, got: object = None, where: str = ""
-    ) -> InvalidRoutes:
-        """An error about this data, with the likeliest known cause."""
-        engine = f"{self.engine} {self.version}".rstrip()
-        parts = (engine, self.sample, self.field, where)
-        return InvalidRoutes(
-            problem,
-            where=", ".join(part for part in parts if part),
-            expected=expected,
-            got=got,
-            cause=self._cause(symptom),
-        )
-
-    def _cause(self, symptom: Symptom) -> str:
-        causes: list[str] = []
-        for fault in self.faults:
-            if (
-                fault.symptom is symptom
-                and fault.holds(self.version, self.device)
-                and fault.cause not in causes
-            ):
-                causes.append(fault.cause)
-                if fault.sure and tells_release(self.version):
-                    break
-        return "; or ".join(causes[:_CAUSES])
 
 
 def admit(
@@ -129,6 +41,13 @@ def admit(
     weight_version: int | str | None = None,
 ) -> RoutedExperts:
     """Check an engine's array and make it the routes of its sequence.
+
+    >>> from npu_replay.rollout.faults import Source
+    >>> model = npu_replay.RoutedModel(layers=(1,), num_layers=2, num_experts=4, topk=2)
+    >>> rows = np.array([[[0, 0], [3, 1]], [[0, 0], [2, 0]]], "u1")
+    >>> routes = admit(rows, model=model, tokens=[11, 12, 13], source=Source(engine="mine"))
+    >>> routes.layers, routes.recorded.tolist(), routes.ids[0].tolist()
+    ((1,), [True, True, False], [[3, 1]])
 
     Args:
         rows: [n, columns, topk], any integer dtype, read-only or not: row i is the token at start + i. The
@@ -150,22 +69,21 @@ def admit(
         InvalidRoutes: what is wrong, where, and the likeliest fault of the engine.
     """
     one_of(missing, ("error", "native"), "way with missing rows", "missing", InvalidRoutes)
-    ids = _token_ids(tokens, source)
-    rows = _in_columns(_in_rows(rows, len(ids), start, ended, surplus, source), model, source, start)
-    found = checks.find_outside(rows, model.num_experts, first_row=start)
-    _refuse(found, Symptom.RANGE, model, source)
-    blank = _blank_rows(rows, model, missing, source, start)
-    room = np.zeros((len(ids), len(model.layers), model.topk), narrow_array_dtype(model.num_experts))
-    there = room[start : start + len(rows)]
-    np.copyto(there, rows, casting="unsafe")
+    ids = token_ids(tokens, source)
+    arrival = _Arrival(model, source, ids, start, missing)
+    rows = arrival.routed_columns(arrival.due_rows(rows, ended, surplus))
+    here = slice(start, start + len(rows))
+    arrival.refuse(Symptom.RANGE, checks.find_outside(rows, model.num_experts, first_row=start))
     recorded = np.zeros(len(ids), bool)
-    recorded[start : start + len(rows)] = True
-    recorded[start + blank] = False
-    known = recorded[start : start + len(rows)]
+    recorded[here] = True
+    recorded[start + arrival.blank_rows(rows)] = False
+    room = np.zeros((len(ids), len(model.layers), model.topk), narrow_array_dtype(model.num_experts))
+    np.copyto(room[here], rows, casting="unsafe")
+    there, known = room[here], recorded[here]
     constant = checks.find_constant(there, known, model.num_experts, ids[start:])
-    _refuse(constant, Symptom.CONSTANT_LAYER, model, source)
-    _refuse(checks.find_twice(there, known, start), Symptom.DUPLICATES, model, source)
-    stale = _stale_rows(there, known, ids[start:], model, missing, source, start)
+    arrival.refuse(Symptom.CONSTANT_LAYER, constant)
+    arrival.refuse(Symptom.DUPLICATES, checks.find_twice(there, known, start))
+    stale = arrival.stale_rows(there, known)
     there[stale], known[stale] = 0, False
     return RoutedExperts._checked(
         ids=torch.from_numpy(room),
@@ -177,142 +95,134 @@ def admit(
     )
 
 
-def _token_ids(tokens: Any, source: Source) -> Array:
-    """[tokens] int64."""
-    ids = as_token_ids(tokens)
-    if ids is not None:
-        return ids
-    raise source.error(
-        Symptom.UNREADABLE, "these aren't token ids", expected="integers, [tokens]", got=shown(tokens)
-    )
+def check_dense(rows: Array, model: RoutedModel) -> None:
+    """Refuse ids, [n, decoder layers, topk], in the columns of dense layers: labels have shifted.
+
+    Raises:
+        InvalidRoutes: a dense layer has experts.
+    """
+    _Arrival(model, Source(engine=""), rows[:0], 0, "error").refuse_dense(rows)
 
 
-def _in_rows(rows: Any, tokens: int, start: int, ended: bool, surplus: int, source: Source) -> Array:
-    """Exactly as many rows as the engine has run tokens: one row more or less would shift them all unnoticed.
-    What was aborted may have none."""
-    if not checks.is_ids(rows):
-        raise source.error(
-            Symptom.SHAPE,
-            "this isn't an array of expert ids",
-            expected="integers, [tokens, layers, topk]",
-            got=f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, np.ndarray) else type(rows).__name__,
-        )
-    if not 0 <= start <= tokens:
-        raise source.error(
-            Symptom.SHAPE, "the first row's token isn't in the sequence", expected=f"0 to {tokens}", got=start
-        )
-    wanted = max(0, tokens - 1 - start + surplus)
-    if len(rows) == wanted or (len(rows) == 0 and not ended):
-        return rows[: max(0, tokens - 1 - start)]
-    few = len(rows) < wanted
-    taken_off = f", and {surplus} more that were taken off its end" if surplus else ""
-    raise source.error(
-        Symptom.TOO_FEW_ROWS if few else Symptom.TOO_MANY_ROWS,
-        f"the engine has rows for {'fewer' if few else 'more'} tokens than it ran",
-        expected=f"{wanted} rows ({tokens} tokens from {start} on{taken_off}; the last has none)",
-        got=len(rows),
-    )
+@dataclass(frozen=True)
+class _Arrival:
+    """Somebody's rows, and all that is known beside them: as `admit` takes it."""
 
+    model: RoutedModel
+    source: Source
+    tokens: Array
+    start: int
+    missing: Missing
 
-def _in_columns(rows: Array, model: RoutedModel, source: Source, start: int) -> Array:
-    """The columns of the MoE layers."""
-    columns, topk = rows.shape[1:]
-    if topk != model.topk:
-        raise source.error(
-            Symptom.TOPK, "the engine's top-k isn't the model's", expected=f"{model.topk} ids", got=topk
-        )
-    if columns == model.num_layers:
-        _check_dense(rows, model, source, start)
-        labels = tuple(range(columns))
-    elif columns == len(model.sparse):
-        labels = model.sparse
-    else:
-        raise source.error(
-            Symptom.COLUMNS,
-            "the engine's columns are neither all decoder layers nor the MoE layers",
-            expected=f"{model.num_layers}, or {len(model.sparse)}",
-            got=columns,
-        )
-    wanted = [labels.index(layer) for layer in model.layers]
-    if wanted[-1] - wanted[0] == len(wanted) - 1:
-        return rows[:, wanted[0] : wanted[-1] + 1]  # neighbours aren't copied
-    return rows[:, wanted]
+    def refuse(self, symptom: Symptom, found: Finding | None) -> None:
+        if found is not None:
+            where = found.layer(self.model.layers)
+            raise self.source.error(
+                symptom, found.problem, expected=found.expected, got=found.got, where=where
+            )
 
-
-def _check_dense(rows: Array, model: RoutedModel, source: Source, start: int) -> None:
-    """The columns of dense layers are zeros, or the labels have shifted."""
-    dense = rows[:, list(model.dense)]
-    if dense.any():
-        row, column, _ = np.argwhere(dense)[0]
-        raise source.error(
-            Symptom.DENSE_COLUMN,
-            "a dense layer has experts",
-            where=f"layer {model.dense[column]}",
-            expected="zeros in the columns of dense layers",
-            got=f"{dense[row, column].tolist()} in row {start + row}",
+    def due_rows(self, rows: Any, ended: bool, surplus: int) -> Array:
+        """Exactly as many rows as the engine has run tokens: one row more or less would shift them all
+        unnoticed. What was aborted may have none."""
+        tokens, start = len(self.tokens), self.start
+        if not checks.is_ids(rows):
+            raise self.source.error(
+                Symptom.SHAPE,
+                "this isn't an array of expert ids",
+                expected="integers, [tokens, layers, topk]",
+                got=named(rows),
+            )
+        if not 0 <= start <= tokens:
+            problem = "the first row's token isn't in the sequence"
+            raise self.source.error(Symptom.SHAPE, problem, expected=f"0 to {tokens}", got=start)
+        wanted = max(0, tokens - 1 - start + surplus)
+        if len(rows) == wanted or (len(rows) == 0 and not ended):
+            return rows[: max(0, tokens - 1 - start)]
+        few = len(rows) < wanted
+        taken_off = f", and {surplus} more that were taken off its end" if surplus else ""
+        raise self.source.error(
+            Symptom.TOO_FEW_ROWS if few else Symptom.TOO_MANY_ROWS,
+            f"the engine has rows for {'fewer' if few else 'more'} tokens than it ran",
+            expected=f"{wanted} rows ({tokens} tokens from {start} on{taken_off}; the last has none)",
+            got=len(rows),
         )
 
+    def routed_columns(self, rows: Array) -> Array:
+        """The columns of the MoE layers."""
+        model, (columns, topk) = self.model, rows.shape[1:]
+        if topk != model.topk:
+            problem = "the engine's top-k isn't the model's"
+            raise self.source.error(Symptom.TOPK, problem, expected=f"{model.topk} ids", got=topk)
+        if columns == model.num_layers:
+            self.refuse_dense(rows)
+            wanted = list(model.layers)
+        elif columns == len(model.sparse):
+            wanted = [model.sparse.index(layer) for layer in model.layers]
+        else:
+            raise self.source.error(
+                Symptom.COLUMNS,
+                "the engine's columns are neither all decoder layers nor the MoE layers",
+                expected=f"{model.num_layers}, or {len(model.sparse)}",
+                got=columns,
+            )
+        if wanted[-1] - wanted[0] == len(wanted) - 1:
+            return rows[:, wanted[0] : wanted[-1] + 1]  # neighbours aren't copied
+        return rows[:, wanted]
 
-def _refuse(found: Finding | None, symptom: Symptom, model: RoutedModel, source: Source) -> None:
-    if found is not None:
-        where = found.layer(model.layers)
-        raise source.error(symptom, found.problem, expected=found.expected, got=found.got, where=where)
+    def refuse_dense(self, rows: Array) -> None:
+        dense = rows[:, list(self.model.dense)]
+        if dense.any():
+            row, column, _ = np.argwhere(dense)[0]
+            raise self.source.error(
+                Symptom.DENSE_COLUMN,
+                "a dense layer has experts",
+                where=f"layer {self.model.dense[column]}",
+                expected="zeros in the columns of dense layers",
+                got=f"{dense[row, column].tolist()} in row {self.start + row}",
+            )
 
+    def blank_rows(self, rows: Array) -> Array:
+        """The rows that were never written. With a top-k of 1 they can't be told from expert 0, but where all
+        of many layers say so."""
+        topk = self.model.topk
+        if topk == 1 and not self._tells_tokens_apart:
+            return np.empty(0, np.int64)
+        blank = checks.blank_rows(rows)
+        different = f"{topk} different experts a token"
+        if len(blank) and len(blank) == len(rows):
+            problem, got = f"all {len(rows)} rows are zeros", "nothing that was captured"
+            raise self.source.error(Symptom.ZEROS, problem, expected=different, got=got)
+        if len(blank) and self.missing == "error":
+            problem = f"{len(blank)} of {len(rows)} rows are zeros in all layers"
+            got = f"the first is row {self.start + blank[0]}, the last {self.start + blank[-1]}"
+            raise self.source.error(Symptom.ZERO_ROWS, problem, expected=different, got=got)
+        return blank
 
-def _blank_rows(rows: Array, model: RoutedModel, missing: Missing, source: Source, start: int) -> Array:
-    """The rows that were never written. With a top-k of 1 they can't be told from expert 0, but where all of
-    many layers say so."""
-    if model.topk == 1 and _bits(model) < checks.SURE_BITS:
-        return np.empty(0, np.int64)
-    blank = checks.blank_rows(rows)
-    if len(blank) and len(blank) == len(rows):
-        raise source.error(
-            Symptom.ZEROS,
-            f"all {len(rows)} rows are zeros",
-            expected=f"{model.topk} different experts a token",
-            got="nothing that was captured",
+    def stale_rows(self, rows: Array, recorded: Array) -> Array:
+        """The rows that are another token's: they were read from a buffer too late."""
+        tokens = self.tokens[self.start :]
+        if not self._tells_tokens_apart:
+            return np.empty(0, np.int64)
+        if recorded.all():
+            stale = checks.repeated_rows(rows, tokens)
+        else:
+            at = np.flatnonzero(recorded)
+            stale = at[checks.repeated_rows(rows[at], tokens[at])]
+        if not len(stale):
+            return stale
+        error = self.source.error(
+            Symptom.STALE_ROWS,
+            f"{len(stale)} rows are another token's in all layers, the first is row {self.start + stale[0]}",
+            expected="routes that depend on the token",
+            got=f"a copy, for token {int(tokens[stale[0]])}",
         )
-    if len(blank) and missing == "error":
-        raise source.error(
-            Symptom.ZERO_ROWS,
-            f"{len(blank)} of {len(rows)} rows are zeros in all layers",
-            expected=f"{model.topk} different experts a token",
-            got=f"the first is row {start + blank[0]}, the last {start + blank[-1]}",
-        )
-    return blank
-
-
-def _stale_rows(
-    rows: Array,
-    recorded: Array,
-    tokens: Array,
-    model: RoutedModel,
-    missing: Missing,
-    source: Source,
-    start: int,
-) -> Array:
-    """The rows that are another token's: they were read from a buffer too late."""
-    if _bits(model) < checks.SURE_BITS:
-        return np.empty(0, np.int64)
-    if recorded.all():
-        stale = checks.repeated_rows(rows, tokens)
-    else:
-        at = np.flatnonzero(recorded)
-        stale = at[checks.repeated_rows(rows[at], tokens[at])]
-    if not len(stale):
+        if self.missing == "error":
+            raise error
+        _log.warning("%s. They are left without a route", error)
         return stale
-    error = source.error(
-        Symptom.STALE_ROWS,
-        f"{len(stale)} rows are another token's in all layers, the first is row {start + stale[0]}",
-        expected="routes that depend on the token",
-        got=f"a copy, for token {int(tokens[stale[0]])}",
-    )
-    if missing == "error":
-        raise error
-    _log.warning("%s. They are left without a route", error)
-    return stale
 
-
-def _bits(model: RoutedModel) -> float:
-    """How much choice a token has in all layers together."""
-    return len(model.layers) * checks.choice(model.num_experts, model.topk)
+    @property
+    def _tells_tokens_apart(self) -> bool:
+        """Is there so much choice in all layers together that two tokens never choose alike by chance?"""
+        choice = checks.choice(self.model.num_experts, self.model.topk)
+        return len(self.model.layers) * choice >= checks.SURE_BITS

@@ -1,27 +1,18 @@
-"""EngineArguments: what turns the capture of routes on in one release of an engine, and what it can't do."""
+"""What an engine is started with: a plan is read, held against the engine's tables, and completed."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from npu_replay.errors import ReplayError
-from npu_replay.rollout.releases import Releases
+from npu_replay.rollout.faults import Clash, Fault, Limit, Plan, release, tells_release
 
-
-@dataclass(frozen=True, kw_only=True)
-class Limit(Releases):
-    """What releases can't do, or do wrong, whatever they are started with: one sentence."""
-
-    words: str
-
-
-def limits_of(table: Iterable[Limit], version: str, device: str) -> list[str]:
-    """The sentences of a table that hold of that release, there."""
-    return [limit.words for limit in table if limit.holds(version, device)]
+Kind: TypeAlias = "Callable[[str, Any], Any]"
+"""Reads one argument, by its name as it was written, or raises `unreadable`."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +33,11 @@ class EngineArguments:
     negates: bool = True
 
     def command_line(self) -> list[str]:
-        """The same as options of the engine's server: `["--enable-return-routed-experts", ...]`. What is None
-        is left out.
+        """The same as options of the engine's server; what is None is left out.
+
+        >>> from npu_replay.rollout.launch import EngineArguments
+        >>> EngineArguments({"tp_size": 8, "async_scheduling": False}).command_line()
+        ['--tp-size', '8', '--no-async-scheduling']
 
         Raises:
             ReplayError: an argument can't be written as text.
@@ -76,3 +70,176 @@ def _text(name: str, value: Any) -> str:
         got=type(value).__name__,
         cause="an object of the engine's own: start it in Python, with `arguments`",
     )
+
+
+# ---- the tables, asked
+
+
+def refusal(product: str, version: str, device: str, faults: Iterable[Fault]) -> ReplayError | None:
+    """Why that release gives no routes, whatever it is started with; None where it does."""
+    for fault in faults:
+        if fault.always and fault.holds(version, device):
+            return ReplayError(
+                f"{product} {version} {fault.always}",
+                where="rollout",
+                expected=fault.instead,
+                got=version,
+                cause=fault.cause,
+            )
+    return None
+
+
+def clash(product: str, version: str, device: str, plan: Plan, table: Iterable[Clash]) -> ReplayError | None:
+    """Why that release gives no routes with this plan, by its first row that holds; None where it does."""
+    for row in table:
+        if not row.holds(version, device) or not row.when(plan, row.arguments):
+            continue
+        names = ", ".join(row.arguments)
+        problem = row.problem.format_map(plan) or f"gives no routes, or wrong ones, with this {names}"
+        given = (f"{name}={plan[name]!r}" for name in row.arguments if plan.get(name) is not None)
+        return ReplayError(
+            f"{product} {version} {problem}",
+            where="rollout",
+            expected=row.instead if row.problem else f"{names}: {row.instead}",
+            got=row.got or ", ".join(given),
+            cause=row.why,
+        )
+    return None
+
+
+def limits(
+    product: str, version: str, device: str, plan: Plan, table: Iterable[Limit], newest: str = ""
+) -> tuple[str, ...]:
+    """What holds of that release, one sentence each, where a plan doesn't tell whether it matters.
+
+    Args:
+        newest: the last release that was looked at, if a later one is to be told.
+    """
+    said = f"{product} {version} is newer than {newest}, the newest that was looked at: taken for its like"
+    return (
+        *((said,) if newest and release(version) > release(newest) else ()),
+        *(
+            row.words.format(version=version, **plan) if "{" in row.words else row.words
+            for row in table
+            if row.holds(version, device) and row.when(plan, row.arguments)
+        ),
+    )
+
+
+def refuse_untold(product: str, version: Any, parameter: str, example: str, numbers: int = 2) -> None:
+    """Refuse a version that doesn't tell its release: it would be checked against no table."""
+    if not tells_release(version, numbers):
+        raise ReplayError(
+            "this version doesn't tell its release",
+            where=f"rollout, {product}",
+            expected=f'the release that it is nearest to: pass {parameter}="{example}", say',
+            got=repr(version),
+            cause="a nightly build, or one from a clone without tags",
+        )
+
+
+# ---- a plan, read
+
+
+def read_plan(
+    planned: Mapping[str, Any], names: Mapping[str, str], kinds: Mapping[str, Kind], *, negates: bool
+) -> dict[str, Any]:
+    """The planned arguments by their Python names, those that are checked as what they mean.
+
+    Args:
+        planned: by name, "enable_eplb", "enable-eplb" or "--enable-eplb".
+        names: other names of an argument, with underscores for dashes.
+        kinds: how those that are checked are read. One that can't be read is refused: taken for its default,
+            it would slip past the checks.
+        negates: is `no_enable_eplb=True` the same as `enable_eplb=False`?
+
+    Raises:
+        ReplayError: names the argument that can't be read, or is there twice.
+    """
+    found: dict[str, Any] = {}
+    for written, value in planned.items():
+        if not isinstance(written, str):
+            raise unreadable(repr(written), "names as text", type(written).__name__)
+        name = written.removeprefix("--").replace("-", "_")
+        name = names.get(name, name)
+        if not name or name.startswith("_"):
+            raise unreadable(written, "its Python name, or its long option", repr(written))
+        head, dot, _ = name.partition(".")
+        if dot and head in kinds:
+            raise unreadable(written, "its keys together, as a dict or as JSON", repr(written))
+        if negates and name.startswith("no_"):
+            name, value = name.removeprefix("no_"), False if a_flag(written, value) else None
+        elif value is not None and name in kinds:
+            value = kinds[name](written, value)
+        if value is not None and found.get(name) is not None and found[name] != value:
+            raise ReplayError(
+                f"the argument {written} is planned twice",
+                where="rollout",
+                expected="each argument once",
+                got=f"{found[name]} and {value}",
+            )
+        if found.get(name) is None:
+            found[name] = value
+    return found
+
+
+def unreadable(name: str, expected: str, got: str) -> ReplayError:
+    return ReplayError(
+        f"the argument {name} can't be read, so it can't be checked",
+        where="rollout",
+        expected=expected,
+        got=got,
+    )
+
+
+def a_flag(name: str, value: Any) -> bool | None:
+    """True, False or None, as text too."""
+    said = value.lower() if isinstance(value, str) else value
+    known = {"true": True, "false": False, True: True, False: False, None: None}
+    if isinstance(said, (bool, str, type(None))) and said in known:
+        return known[said]
+    raise unreadable(name, "True or False", repr(value))
+
+
+def as_mapping(value: Any) -> Mapping[str, Any]:
+    """An argument of several keys as a mapping: given as one, as JSON, or as an engine's own object."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return {}
+    if isinstance(value, Mapping):
+        return {str(key).replace("-", "_"): one for key, one in value.items()}
+    return getattr(value, "__dict__", {})
+
+
+# ---- what rows of a table ask a plan
+
+
+def number(value: Any) -> int:
+    """A number that may be text; 0 for what is none."""
+    try:
+        return int(value)
+    except (TypeError, ValueError, OverflowError):
+        return 0
+
+
+def several(plan: Plan, arguments: tuple[str, ...]) -> bool:
+    return any(number(plan.get(name)) > 1 for name in arguments)
+
+
+def on(plan: Plan, arguments: tuple[str, ...]) -> bool:
+    return any(bool(plan.get(name)) for name in arguments)
+
+
+def off(plan: Plan, arguments: tuple[str, ...]) -> bool:
+    return any(plan.get(name) is False for name in arguments)
+
+
+def says(*words: str) -> Callable[[Plan, tuple[str, ...]], bool]:
+    """Is one of the arguments one of these words?"""
+
+    def one_of_them(plan: Plan, arguments: tuple[str, ...]) -> bool:
+        return any(str(plan.get(name)).lower().replace("-", "_") in words for name in arguments)
+
+    return one_of_them

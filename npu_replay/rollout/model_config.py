@@ -63,6 +63,7 @@ _RULES = (
     "enable_moe_block",  # Gemma 4
 )
 _DEEPEST = 16  # a model's config may hold its language model's
+_MODELSLIM = "quant_model_description.json"
 _BY_HAND = "give RoutedModel(layers=..., num_layers=..., num_experts=..., topk=...)"
 
 
@@ -112,18 +113,13 @@ class RoutedModel:
                 cause="a model without experts, or 1-based numbers (Megatron's layer_number)",
             )
         if not 1 <= self.topk <= self.num_experts:
-            raise ReplayError(
-                "bad top-k",
-                where="RoutedModel",
-                expected=f"1 to {self.num_experts} experts a token",
-                got=self.topk,
-            )
+            most = f"1 to {self.num_experts} experts a token"
+            raise ReplayError("bad top-k", where="RoutedModel", expected=most, got=self.topk)
 
     @property
     def dense(self) -> tuple[int, ...]:
         """The decoder layers without experts."""
-        sparse = {*self.layers, *self.hashed}
-        return tuple(layer for layer in range(self.num_layers) if layer not in sparse)
+        return tuple(sorted({*range(self.num_layers)} - {*self.layers, *self.hashed}))
 
     @property
     def sparse(self) -> tuple[int, ...]:
@@ -138,6 +134,10 @@ class RoutedModel:
     @classmethod
     def from_config(cls, config: Any) -> RoutedModel:
         """Read a Hugging Face config.
+
+        >>> mixtral = {"num_hidden_layers": 3, "num_local_experts": 8, "num_experts_per_tok": 2}
+        >>> npu_replay.RoutedModel.from_config(mixtral)
+        RoutedModel(layers=(0, 1, 2), num_layers=3, num_experts=8, topk=2, hashed=())
 
         Args:
             config: its path or its folder's, its contents, an object with these attributes (transformers'
@@ -179,7 +179,7 @@ class _Keys:
     @classmethod
     def of(cls, config: Any) -> _Keys:
         if isinstance(config, (str, os.PathLike)):
-            config = cls._of_file(Path(config))
+            config = cls.of_file(Path(config))
         for _ in range(_DEEPEST):
             found = cls(config, type(config).__name__)
             config = found._inner()
@@ -202,7 +202,7 @@ class _Keys:
         return next((self[key] for key in _TEXT if self[key] is not None), None)
 
     @staticmethod
-    def _of_file(path: Path) -> dict[str, Any]:
+    def of_file(path: Path) -> dict[str, Any]:
         file = path
         try:
             file = path / "config.json" if path.is_dir() else path
@@ -219,12 +219,8 @@ class _Keys:
                 else "",
             ) from error
         if not isinstance(config, dict):
-            raise ReplayError(
-                "this isn't a model's config",
-                where=str(file),
-                expected="an object",
-                got=type(config).__name__,
-            )
+            got = type(config).__name__
+            raise ReplayError("this isn't a model's config", where=str(file), expected="an object", got=got)
         return config
 
     def __getitem__(self, key: str) -> Any:
@@ -363,3 +359,57 @@ def _is_hashed(config: _Keys, layer: int) -> bool:
     """Does this layer look its experts up by token id? (DeepSeek-V4)"""
     kinds = config.kinds("mlp_layer_types", layer)
     return kinds[layer] == "hash_moe" if kinds else layer < (config.whole("num_hash_layers") or 0)
+
+
+# ---- what engines stumble over in a config besides; one that can't be read says nothing here
+
+
+def is_hybrid(model: Any) -> bool:
+    """Has a model linear attention or state spaces in some layers, and so several KV cache groups?
+
+    Args:
+        model: a Hugging Face config: its path or its folder's, its contents, an object. A RoutedModel doesn't
+            say.
+    """
+    config = _contents(model)
+    kinds = [str(kind) for key in ("layer_types", "layers_block_type") for kind in config.get(key) or ()]
+    return (
+        any("linear" in kind or "mamba" in kind for kind in kinds)
+        or isinstance(config.get("full_attention_interval"), int)  # Qwen3-Next
+        or isinstance(config.get("attn_layer_period"), int)  # Jamba
+        or isinstance(config.get("hybrid_override_pattern"), str)  # Nemotron-H
+    )
+
+
+def names_topk(model: Any) -> bool:
+    """Has it num_experts_per_tok, the only key that vLLM looked for at first? True where nothing is known."""
+    config = _contents(model)
+    return not config or config.get("num_experts_per_tok") is not None
+
+
+def quantization(model: Any) -> str:
+    """Where a model says that it is quantized; empty if nowhere."""
+    if isinstance(model, (str, os.PathLike)) and (Path(model) / _MODELSLIM).is_file():
+        return _MODELSLIM
+    return "quantization_config" if _contents(model).get("quantization_config") else ""
+
+
+def is_there(model: Any) -> bool:
+    """Can `model` be asked? Not where none is given, or where it is the name of one on a hub."""
+    return model is not None and not (isinstance(model, str) and not Path(model).exists())
+
+
+def _contents(model: Any) -> Mapping[str, Any]:
+    """The config as a mapping, the text model's own keys over the rest; empty where there is none."""
+    if isinstance(model, (str, os.PathLike)):
+        try:
+            model = _Keys.of_file(Path(model))
+        except ReplayError:
+            return {}
+    elif not isinstance(model, (Mapping, RoutedModel)):
+        to_dict = getattr(model, "to_dict", None)
+        model = to_dict() if callable(to_dict) else getattr(model, "__dict__", {})
+    if not isinstance(model, Mapping):
+        return {}
+    text = model.get("text_config")
+    return model if text is None else {**model, **_contents(text)}

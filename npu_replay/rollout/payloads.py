@@ -10,15 +10,84 @@ import binascii
 import io
 import math
 import sys
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import torch
 
-from npu_replay.rollout.admit import Source, Symptom
-from npu_replay.routes.checks import Array
+from npu_replay.errors import as_text
+from npu_replay.rollout.faults import Source, Symptom
+from npu_replay.routes.checks import MAX_LAYERS, Array, is_ids
+from npu_replay.routes.fingerprint import as_token_ids
 
 _HEADER = 4096  # bytes; an array of integers needs some 128
+_WIDEST = 4  # bytes an id: int32
+_MOST_TOPK = 1024
 _LONGEST = 1 << 24  # of a side; numpy can't take all sizes where another side is 0
+
+
+def token_ids(value: Any, source: Source) -> Array:
+    """Somebody's token ids, [tokens] int64.
+
+    Raises:
+        InvalidRoutes: they aren't integers from 0 on, in one row.
+    """
+    ids = as_token_ids(value)
+    if ids is not None and not (ids < 0).any():
+        return ids
+    raise source.error(
+        Symptom.UNREADABLE,
+        "these aren't token ids",
+        expected="integers from 0 on, [tokens]",
+        got=named(value) if ids is None else f"{ids.min()} to {ids.max()}",
+    )
+
+
+def named(value: Any) -> str:
+    """What somebody gave, in a message: dtype and shape of an array, type and beginning of anything else."""
+    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:  # as its dtype may be right
+        return f"{value.layout} of {value.dtype} {list(value.shape)}"
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        return f"{value.dtype} {list(value.shape)}"
+    return f"{type(value).__name__} {as_text(value)[:80]}"
+
+
+def as_numpy(value: Any) -> Any:
+    """A tensor as an array, where numpy can hold it; anything else as it is."""
+    if isinstance(value, torch.Tensor):
+        with suppress(TypeError, RuntimeError):  # sparse, quantised, of a dtype that numpy hasn't: no ids
+            return value.detach().cpu().numpy()
+    return value
+
+
+def any_array(value: Any, *, source: Source, most: tuple[int, int, int] | None = None) -> Array:
+    """Routes in whatever form says its own shape: an array, a tensor, base64 of an .npy, nested lists.
+
+    Args:
+        most: rows, columns and top-k at most, where the size could be anything; None takes what there is.
+
+    Returns:
+        [tokens, layers, topk], integers.
+
+    Raises:
+        InvalidRoutes: something else, or larger.
+    """
+    value = as_numpy(value)
+    if isinstance(value, (str, bytes, bytearray)):
+        room = len(value) if most is None else math.prod(most) * _WIDEST
+        text = value if isinstance(value, str) else bytes(value)
+        value = from_npy(from_base64(text, source=source, most=room + _HEADER), source=source, most=room)
+    elif isinstance(value, list):
+        return from_lists(value, source=source, most=most or (len(value), MAX_LAYERS, _MOST_TOPK))
+    if is_ids(value):
+        return value
+    raise source.error(
+        Symptom.SHAPE,
+        "this isn't an array of expert ids",
+        expected="integers, [tokens, layers, topk]: an array, base64 of an .npy, or nested lists",
+        got=named(value),
+    )
 
 
 def from_base64(text: str | bytes, *, source: Source, most: int) -> bytes:
@@ -117,36 +186,32 @@ def _header(head: io.BytesIO, source: Source) -> tuple[tuple[int, ...], bool, np
 def from_lists(value: Any, *, source: Source, most: tuple[int, int, int]) -> Array:
     """Read nested lists of integers, [tokens, layers, topk], each length at most as in `most`.
 
+    >>> from npu_replay.rollout.faults import Source
+    >>> from_lists([[[3, 1]], [[2, 0]]], source=Source(engine="mine"), most=(2, 1, 2)).shape
+    (2, 1, 2)
+
     Returns:
         int64; a list without rows is [0, 0, 0].
 
     Raises:
         InvalidRoutes: not lists of lists of lists of integers, ragged, or larger.
     """
-    if not isinstance(value, list) or len(value) > most[0]:
-        raise _not_lists(value, source, most)
-    if not value:
-        return np.zeros((0, 0, 0), np.int64)
-    columns = len(value[0]) if isinstance(value[0], list) else 0
-    topk = len(value[0][0]) if columns and isinstance(value[0][0], list) else 0
-    if not 0 < columns <= most[1] or not 0 < topk <= most[2]:
-        raise _not_lists(value, source, most)
-    for row in value:
-        if not isinstance(row, list) or len(row) != columns:
-            raise _not_lists(value, source, most)
-        for ids in row:
-            if not isinstance(ids, list) or len(ids) != topk or not all(type(one) is int for one in ids):
-                raise _not_lists(value, source, most)
     try:
-        return np.array(value, dtype=np.int64)
-    except OverflowError as error:
-        raise _not_lists(value, source, most) from error
-
-
-def _not_lists(value: Any, source: Source, most: tuple[int, int, int]) -> Exception:
-    return source.error(
+        if isinstance(value, list) and len(value) <= most[0]:
+            rows = np.array(value, np.int64) if value else np.zeros((0, 0, 0), np.int64)
+            fits = rows.ndim == 3 and all(size <= limit for size, limit in zip(rows.shape, most, strict=True))
+            if fits and (not value or rows.size) and _are_integers(value):
+                return rows
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        pass  # ragged, of other things than numbers, or too large ones
+    raise source.error(
         Symptom.UNREADABLE,
         "these aren't nested lists of expert ids",
         expected=f"integers, [tokens, layers, topk], at most {list(most)}",
         got=f"{type(value).__name__} of {len(value)}" if isinstance(value, list) else type(value).__name__,
     )
+
+
+def _are_integers(rows: list[list[list[Any]]]) -> bool:
+    """All of them? numpy takes 2.5 for 2, True for 1 and "3" for 3."""
+    return all(type(one) is int for row in rows for ids in row for one in ids)

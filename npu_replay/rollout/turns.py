@@ -22,6 +22,7 @@ from npu_replay.routes.fingerprint import as_token_ids, fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_array_dtype
 
 Keep = Literal["first", "latest"]
+_KEEP = ("first", "latest")
 Version: TypeAlias = "int | str | None"
 Tokens: TypeAlias = "Sequence[int] | np.ndarray[Any, Any] | torch.Tensor"
 
@@ -47,7 +48,7 @@ class Turn:
 
 
 @dataclass
-class _Rows:
+class Rows:
     """What is known of each token so far; all arrays have one entry a token.
 
     Attributes:
@@ -63,10 +64,10 @@ class _Rows:
     versions: Array
 
     @classmethod
-    def empty(cls, tokens: int, model: RoutedModel) -> _Rows:
-        dtype = narrow_array_dtype(model.num_experts)
+    def empty(cls, tokens: int, columns: tuple[int, ...], dtype: Any) -> Rows:
+        """Rows of which nothing is known; `columns` are (layers, topk)."""
         return cls(
-            np.zeros((tokens, len(model.layers), model.topk), dtype),
+            np.zeros((tokens, *columns), dtype),
             np.zeros(tokens, bool),
             np.zeros(tokens, bool),
             np.full(tokens, None, object),
@@ -75,34 +76,47 @@ class _Rows:
     def arrays(self) -> tuple[Array, ...]:
         return self.ids, self.recorded, self.settled, self.versions
 
-    def first(self, tokens: int) -> _Rows:
-        return _Rows(*(array[:tokens].copy() for array in self.arrays()))
+    def first(self, tokens: int) -> Rows:
+        """A copy of so many. What comes after the last of them isn't known, so it is sampled from anew."""
+        found = Rows(*(array[:tokens].copy() for array in self.arrays()))
+        found.settled[-1:] = False
+        return found
 
-    def followed_by(self, others: _Rows) -> _Rows:
-        return _Rows(*map(np.concatenate, zip(self.arrays(), others.arrays(), strict=True)))
+    def followed_by(self, tokens: int) -> Rows:
+        """A copy, and so many more tokens."""
+        more = Rows.empty(tokens, self.ids.shape[1:], self.ids.dtype)
+        return Rows(*map(np.concatenate, zip(self.arrays(), more.arrays(), strict=True)))
 
-    def take(self, others: _Rows, keep: Keep) -> None:
-        """Fill in rows of the same tokens. The first count, but not for a row that nobody sampled from before
-        and `others` did: what had come of it was cut off."""
+    def take(self, others: Rows, keep: Keep = "first") -> None:
+        """Fill in rows of the same tokens, or of the first of them. The first count, but not for a row that
+        nobody sampled from before and `others` did: what had come of it was cut off."""
+        there = len(others.recorded)
         taken = others.recorded.copy()
         if keep == "first":
-            taken &= ~self.settled & (~self.recorded | others.settled)
-        self.ids[taken] = others.ids[taken]
-        self.versions[taken] = others.versions[taken]
-        self.recorded |= taken
-        self.settled |= others.settled
+            taken &= ~self.settled[:there] & (~self.recorded[:there] | others.settled)
+        if taken.any():
+            self.ids = self.ids.astype(np.result_type(self.ids, others.ids), copy=False)
+            self.ids[:there][taken] = others.ids[taken]
+            self.versions[:there][taken] = others.versions[taken]
+        self.recorded[:there] |= taken
+        self.settled[:there] |= others.settled
 
 
 @dataclass(eq=False, repr=False)  # it grows: two that are alike now are two samples still
 class Rollout:
     """One sample: what its turns have shown so far.
 
-        rollout = Rollout(model)
-        rollout.extend(Turn(prompt=ids, sampled=output.token_ids, routes=from_vllm(request, model)[0]))
-        rollout.append(tool_tokens)
-        rollout.extend(...)                  # whose prompt begins with rollout.tokens
-        rollout.truncate(rollout.prompt_length + response_length)
-        rollout.tokens, rollout.routes
+    >>> from npu_replay import RoutedExperts, RoutedModel, Rollout, Turn
+    >>> model = RoutedModel(layers=(0,), num_layers=1, num_experts=4, topk=2)
+    >>> routes = RoutedExperts(ids=torch.tensor([[[3, 1]], [[2, 0]]]), layers=(0,), num_experts=4)
+    >>> rollout = Rollout(model)
+    >>> rollout.extend(Turn(prompt=[11, 12], sampled=[13], routes=routes))
+    >>> rollout.append([14])  # a tool's answer, whose row comes with the next turn
+    >>> rollout
+    Rollout(1 turns, 4 tokens, 2 rows with a route)
+    >>> rollout.truncate(rollout.prompt_length + 1)
+    >>> rollout.tokens, rollout.routes.recorded
+    (array([11, 12, 13]), tensor([ True,  True, False]))
 
     Args:
         model: a RoutedModel, or what `RoutedModel.from_config` takes.
@@ -121,7 +135,7 @@ class Rollout:
         self.model = RoutedModel.of(self.model)
         one_of(self.missing, ("error", "native"), "way with missing routes", self._where)
         self._tokens: Array = np.empty(0, np.int64)
-        self._rows = _Rows.empty(0, self.model)
+        self._rows = self._no_rows(0)
         self._first_sampled: int | None = None
 
     @property
@@ -168,8 +182,7 @@ class Rollout:
 
     def append(self, tokens: Tokens) -> None:
         """Add tokens that nobody sampled (a tool's answer). Their rows come with the next turn."""
-        added = _ids(tokens)
-        self._grow(np.concatenate([self._tokens, added]))
+        self._grow(np.concatenate([self._tokens, _ids(tokens)]))
 
     def extend(self, turn: Turn, keep: Keep = "first") -> None:
         """Add a turn.
@@ -183,7 +196,7 @@ class Rollout:
         Raises:
             ReplayError: other tokens than those so far, routes of another sequence or model, or no routes.
         """
-        _check_keep(keep)
+        one_of(keep, _KEEP, "way to keep rows", "Rollout")
         if not isinstance(turn, Turn):
             raise ReplayError("this is no turn", where=self._where, expected="a Turn", got=shown(turn))
         prompt, sampled = _ids(turn.prompt), _ids(turn.sampled)
@@ -205,14 +218,10 @@ class Rollout:
         Raises:
             ReplayError: one doesn't begin with the tokens of the one before, or they are of different models.
         """
-        _check_keep(keep)
+        one_of(keep, _KEEP, "way to keep rows", "Rollout")
         samples = listed(samples, "samples", "Rollout")
         models = [getattr(sample, "model", type(sample)) for sample in samples]
-        if (
-            not models
-            or not isinstance(models[0], RoutedModel)
-            or any(model != models[0] for model in models)
-        ):
+        if not models or not isinstance(models[0], RoutedModel) or any(one != models[0] for one in models):
             raise ReplayError(
                 "these samples can't be merged",
                 where="Rollout",
@@ -241,16 +250,19 @@ class Rollout:
         self._tokens = self._tokens[:length].copy()
         if length < len(self._rows.settled):
             self._rows = self._rows.first(length)
-            self._rows.settled[-1:] = False
         if length <= self.prompt_length:
             self._first_sampled = None
 
-    def _merge(self, whole: Array, rows: _Rows, keep: Keep) -> None:
+    def _no_rows(self, tokens: int) -> Rows:
+        columns = len(self.model.layers), self.model.topk
+        return Rows.empty(tokens, columns, narrow_array_dtype(self.model.num_experts))
+
+    def _merge(self, whole: Array, rows: Rows, keep: Keep) -> None:
         self._grow(whole)
         self._rows.take(rows, keep)
 
     def _grow(self, tokens: Array) -> None:
-        self._rows = self._rows.followed_by(_Rows.empty(len(tokens) - len(self), self.model))
+        self._rows = self._rows.followed_by(len(tokens) - len(self))
         self._tokens = tokens
 
     def _check_goes_on(self, whole: Array) -> None:
@@ -268,9 +280,9 @@ class Rollout:
             "rewrites earlier turns (it drops their reasoning, say), or a turn of another sample",
         )
 
-    def _rows_of(self, turn: Turn, whole: Array) -> _Rows:
+    def _rows_of(self, turn: Turn, whole: Array) -> Rows:
         """The rows that a turn brings, one a token of it."""
-        rows = _Rows.empty(len(whole), self.model)
+        rows = self._no_rows(len(whole))
         routes = turn.routes
         if routes is None:
             if not turn.aborted and self.missing == "error":
@@ -296,54 +308,41 @@ class Rollout:
     def _given_versions(self, given: Sequence[Version], tokens: int) -> Array:
         given = listed(given, "weight_versions", self._where)
         if len(given) != tokens:
-            raise MicroBatchError(
+            raise self._bad(
                 "another number of weight versions than tokens",
-                where=f"{self._where}, turn {self.turns + 1}",
-                expected=f"{tokens}, one a token of prompt and sampled tokens",
-                got=len(given),
+                f"{tokens}, one a token of prompt and sampled tokens",
+                len(given),
             )
         if not all(version is None or isinstance(version, (int, str)) for version in given):
-            raise MicroBatchError(
-                "weight versions must be integers or strings", expected="int, str or None", got=given
-            )
+            raise self._bad("weight versions must be integers or strings", "int, str or None", given)
         versions = np.empty(tokens, object)
-        versions[:] = list(given)
+        versions[:] = given
         return versions
 
     def _check_routes(self, routes: RoutedExperts, whole: Array) -> None:
-        where = f"{self._where}, turn {self.turns + 1}"
         if not isinstance(routes, RoutedExperts):
-            raise MicroBatchError(
-                "these are no routes", where=where, expected="RoutedExperts", got=shown(routes)
-            )
+            raise self._bad("these are no routes", "RoutedExperts", shown(routes))
         wanted = (self.model.layers, self.model.topk, self.model.num_experts)
-        if (routes.layers, routes.topk, routes.num_experts) != wanted:
-            raise MicroBatchError(
-                "these are routes of another model",
-                where=where,
-                expected=f"(layers, top-k, experts) {wanted}",
-                got=(routes.layers, routes.topk, routes.num_experts),
-            )
+        if (found := (routes.layers, routes.topk, routes.num_experts)) != wanted:
+            raise self._bad("these are routes of another model", f"(layers, top-k, experts) {wanted}", found)
         if len(routes) not in (len(whole), len(whole) - 1):
-            raise MicroBatchError(
+            raise self._bad(
                 "the routes have another number of tokens than prompt and sampled tokens",
-                where=where,
-                expected=f"{len(whole)} (or one less: the last token has no route)",
-                got=len(routes),
-                cause="routes of this turn's new tokens alone, or of another turn",
+                f"{len(whole)} (or one less: the last token has no route)",
+                len(routes),
+                "routes of this turn's new tokens alone, or of another turn",
             )
-        if routes.fingerprint is not None and routes.fingerprint != fingerprint(whole):
-            raise MicroBatchError(
+        if routes.fingerprint not in (None, fingerprint(whole)):
+            raise self._bad(
                 "the routes belong to other tokens",
-                where=where,
-                expected=f"fingerprint {fingerprint(whole):#018x}",
-                got=f"{routes.fingerprint:#018x}",
-                cause="text that was decoded and tokenised again, or routes of another sample",
+                f"fingerprint {fingerprint(whole):#018x}",
+                f"{routes.fingerprint:#018x}",
+                "text that was decoded and tokenised again, or routes of another sample",
             )
 
-
-def _check_keep(keep: str) -> None:
-    one_of(keep, ("first", "latest"), "way to keep rows", "Rollout")
+    def _bad(self, problem: str, expected: object, got: object, cause: str = "") -> MicroBatchError:
+        where = f"{self._where}, turn {self.turns + 1}"
+        return MicroBatchError(problem, where=where, expected=expected, got=got, cause=cause)
 
 
 def _ids(tokens: Tokens) -> Array:

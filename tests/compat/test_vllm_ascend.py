@@ -12,7 +12,8 @@ from npu_replay.compat import vllm_ascend
 from npu_replay.compat.probe import Product
 from npu_replay.compat.vllm_ascend import Setting, capability, check, limits, needs_v2
 from npu_replay.errors import ReplayError
-from npu_replay.rollout.admit import Symptom
+from npu_replay.rollout.faults import Symptom
+from npu_replay.rollout.launch import clash
 
 NONE = ("0.11.0", "0.12.0rc1", "0.13.0", "0.14.0rc1")
 UNQUANTIZED = (
@@ -110,8 +111,9 @@ def test_data_parallelism_passes_later(version: str) -> None:
 
 
 def test_split_tokens_are_put_together_from_0_25_1rc1_on() -> None:
-    assert not vllm_ascend.row_of("0.24.0rc1").splits
-    assert vllm_ascend.row_of("0.25.1rc1").splits
+    plan = Setting(data_parallel=2).plan()
+    assert clash("vllm-ascend", "0.24.0rc1", "", plan, vllm_ascend.CLASHES)
+    assert not clash("vllm-ascend", "0.25.1rc1", "", plan, vllm_ascend.CLASHES)
 
 
 @pytest.mark.parametrize(

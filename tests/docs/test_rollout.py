@@ -22,8 +22,7 @@ import torch
 
 import npu_replay
 from npu_replay import ReplayError, RoutedExperts
-from npu_replay.compat.sglang import decode as sglang
-from npu_replay.compat.vllm import decode as vllm
+from npu_replay.compat import sglang, vllm
 from npu_replay.demo.rollout import qwen3_moe
 
 ROOT = Path(__file__).parents[1].parent

@@ -22,7 +22,7 @@ import numpy as np
 import pybase64
 import torch
 
-from npu_replay.rollout.releases import release
+from npu_replay.rollout.faults import release
 
 VERSION = version("sglang")
 AT = release(VERSION)

@@ -1,4 +1,4 @@
-"""The door: what an engine hands over becomes routes, or an error that says what is wrong, where and why."""
+"""What an engine hands over becomes routes, or an error that says what is wrong, where and why."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from npu_replay import Rollout, RoutedExperts, RouteStore, Turn, fingerprint
 from npu_replay.errors import InvalidRoutes
 from npu_replay.inspection.inspection import inspect
-from npu_replay.rollout.admit import Fault, Source, Symptom, admit
+from npu_replay.rollout.admit import admit
+from npu_replay.rollout.faults import Fault, Source, Symptom
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routes.checks import Array
 
@@ -618,7 +619,7 @@ def test_one_wrong_id_anywhere_is_found_at_its_place(
         assert f"row {how['start'] + row}" in message
 
 
-# What the door lets in can be saved, sent and read again
+# What it lets in can be saved, sent and read again
 
 
 def rightly_constant() -> tuple[RoutedExperts, np.ndarray[Any, Any]]:
@@ -689,7 +690,7 @@ def test_a_silent_engines_rows_that_passed_no_door_are_refused_wherever_they_wen
 
 
 def test_so_few_experts_that_all_may_choose_alike_are_no_constant_layer_anywhere() -> None:
-    """Two of two: the door lets them in, and so did nothing else."""
+    """Two of two: they are let in, and so did nothing else."""
     ids = np.broadcast_to(np.array([0, 1], np.uint8), (500, 2, 2))
     routes = RoutedExperts(ids=ids, layers=(0, 1), num_experts=2)
     assert RoutedExperts.from_bytes(routes.to_bytes()) == routes

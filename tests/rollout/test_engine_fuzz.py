@@ -23,7 +23,8 @@ from npu_replay.compat.sglang.decode import from_sglang
 from npu_replay.compat.vllm.decode import from_vllm
 from npu_replay.errors import InvalidRoutes, ReplayError
 from npu_replay.rollout import payloads
-from npu_replay.rollout.admit import Source, admit
+from npu_replay.rollout.admit import admit
+from npu_replay.rollout.faults import Source
 from npu_replay.rollout.model_config import RoutedModel
 
 pytestmark = pytest.mark.timeout(120)
@@ -141,7 +142,7 @@ def survives(decode: Callable[[], list[RoutedExperts] | RoutedExperts]) -> list[
 
 
 def stands(routes: RoutedExperts, tokens: Any = None, model: RoutedModel = MODEL) -> None:
-    """These are routes that all checks take: its own, and those of the door."""
+    """These are routes that all checks take: its own, and those of `admit`."""
     again = RoutedExperts(
         ids=routes.ids,
         layers=routes.layers,

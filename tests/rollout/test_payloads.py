@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from npu_replay.errors import InvalidRoutes
-from npu_replay.rollout.admit import Fault, Source, Symptom
+from npu_replay.rollout.faults import Fault, Source, Symptom
 from npu_replay.rollout.payloads import from_base64, from_lists, from_npy
 
 SOURCE = Source(

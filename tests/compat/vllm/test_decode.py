@@ -19,10 +19,10 @@ import torch
 import vllm_outputs
 from npu_replay import RoutedExperts, fingerprint
 from npu_replay.bench import decode as bench_decode
-from npu_replay.compat.vllm import faults as releases
+from npu_replay.compat.vllm.answers import source
 from npu_replay.compat.vllm.decode import from_vllm
 from npu_replay.errors import InvalidRoutes, ReplayError
-from npu_replay.rollout.admit import Source, Symptom
+from npu_replay.rollout.faults import Symptom
 from npu_replay.rollout.model_config import RoutedModel
 from vllm_outputs import (
     DEEPSEEK,
@@ -1168,8 +1168,8 @@ def test_beam_search_has_an_error_of_its_own() -> None:
 @pytest.mark.parametrize("symptom", Symptom)
 @pytest.mark.parametrize("version", ["", "0.13.0", "0.15.1", *PLAIN, "0.21.0", *NARROW])
 def test_no_cause_is_named_twice(version: str, symptom: Symptom, http: bool) -> None:
-    faults = releases.faults(http=http, stop_string=True)
-    cause = Source(engine="vLLM", version=version, faults=faults).error(symptom, "").cause
+    ways = ("http" if http else "in-process", "stop string")
+    cause = source(version, ways=ways).error(symptom, "").cause
     for words in ("enable_return_routed_experts", "beam search", "a stream", "another model's", "NeMo-RL"):
         assert cause.count(words) < 2, cause
     assert len(set(cause.split("; or "))) == len(cause.split("; or "))

@@ -1,4 +1,4 @@
-"""compat.vllm_arguments: what turns routes on in each release, and what is refused before anything starts."""
+"""compat.vllm.launch: what turns routes on in each release, and what is refused before anything starts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from npu_replay.compat.probe import Product
-from npu_replay.compat.vllm.decode import capability, engine_arguments
-from npu_replay.compat.vllm.faults import NEWEST
-from npu_replay.compat.vllm.launch import CLASHES, LIMITS
+from npu_replay.compat.vllm.faults import CLASHES, LIMITS, NEWEST
+from npu_replay.compat.vllm.launch import capability, engine_arguments
 from npu_replay.errors import ReplayError
 from npu_replay.rollout.model_config import RoutedModel
 

@@ -1,0 +1,120 @@
+"""What to start SGLang with so that it returns routes, and what each request must carry, by release."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from npu_replay.compat.sglang.faults import CLASHES, EAGLE, FAULTS, HONOURS_START, LIMITS
+from npu_replay.errors import ReplayError
+from npu_replay.rollout import launch
+from npu_replay.rollout.faults import Plan, release
+from npu_replay.rollout.launch import EngineArguments, number, unreadable
+
+
+def engine_arguments(
+    version: str, *, planned: Mapping[str, Any] | None = None, device: Literal["cuda", "npu"] = "cuda"
+) -> EngineArguments:
+    """What makes this release of SGLang return routes, and what it can't do then.
+
+    >>> from npu_replay.compat.sglang import engine_arguments
+    >>> engine_arguments("0.5.23", planned={"tp": 8}).command_line()
+    ['--tp-size', '8', '--enable-return-routed-experts']
+
+    Args:
+        version: of the engine, «0.5.12.post1».
+        planned: the other arguments of the server, as ServerArgs or the command line names them.
+        device: what it runs on.
+
+    Returns:
+        `planned`, under the names that ServerArgs has, with what turns the routes on, and with one draft a
+        step where EAGLE would choose by itself. Each request must ask for them too: `request_arguments`.
+
+    Raises:
+        ReplayError: a release without routes, a plan under which they would be wrong or missing, or another
+            device.
+    """
+    names = {str(name).removeprefix("--").replace("-", "_") for name in planned or {}}
+    kinds = dict.fromkeys((name for name in names if name.startswith(("enable_", "disable_"))), _flag)
+    plan = launch.read_plan(planned or {}, _NAMES, kinds, negates=False)
+    if device not in ("cuda", "npu"):
+        raise ReplayError("unknown device", where="device", expected="cuda, npu", got=repr(device))
+    device = "npu" if plan.get("device") == "npu" else device
+    _refuse_release(version, device)
+    problem = launch.clash("SGLang", version, device, plan, CLASHES)
+    if problem is not None:
+        raise problem
+    turned_on = {**plan, **_one_draft_a_step(plan), "enable_return_routed_experts": True}
+    said = launch.limits("SGLang", version, device, plan, LIMITS)
+    return EngineArguments(turned_on, said, negates=False)
+
+
+def request_arguments(version: str, *, start_len: int = 0) -> dict[str, Any]:
+    """What each request to this release must carry, beside its prompt.
+
+    >>> from npu_replay.compat.sglang import request_arguments
+    >>> request_arguments("0.5.23", start_len=9)
+    {'return_routed_experts': True, 'routed_experts_start_len': 9}
+
+    Args:
+        version: of the engine.
+        start_len: the rows before it aren't wanted, at most the prompt's tokens; a release before 0.5.12
+            sends them anyway, and from_sglang leaves them out.
+
+    Raises:
+        ReplayError: a release without routes, or a negative start.
+    """
+    _refuse_release(version, "cuda")
+    if start_len < 0:
+        raise ReplayError("routes can't start before the prompt", expected="0 or more", got=start_len)
+    honoured = start_len > 0 and release(version) >= release(HONOURS_START)
+    return {"return_routed_experts": True, **({"routed_experts_start_len": start_len} if honoured else {})}
+
+
+def refusal(version: str, device: str) -> ReplayError | None:
+    """Why that release returns no routes there; None where it does."""
+    return launch.refusal("SGLang", version, device, FAULTS)
+
+
+def _refuse_release(version: str, device: str) -> None:
+    release(version)  # or an error, for what is no text
+    launch.refuse_untold("SGLang", version, "version", "0.5.23", numbers=3)
+    problem = refusal(version, device)
+    if problem is not None:
+        raise problem
+
+
+_NAMES = {
+    **dict.fromkeys(("tp", "tensor_parallel_size"), "tp_size"),
+    **dict.fromkeys(("pp", "pipeline_parallel_size"), "pp_size"),
+    **dict.fromkeys(("dp", "data_parallel_size"), "dp_size"),
+    **dict.fromkeys(("ep", "expert_parallel_size"), "ep_size"),
+}
+"""How its command line names an argument too: by an alias, or as the start of its name."""
+_FLAGS = {"true": True, "1": True, "false": False, "0": False, "": False}
+
+
+def _flag(name: str, value: Any) -> Any:
+    """A bool, where it is text: "False" would turn it on."""
+    if not isinstance(value, str):
+        return value
+    if value.lower() in _FLAGS:
+        return _FLAGS[value.lower()]
+    raise unreadable(name, "on or off, a bool", value)
+
+
+def _one_draft_a_step(plan: Plan) -> dict[str, Any]:
+    """What keeps EAGLE from a tree of drafts, which it chooses by itself for some models (all that it doesn't
+    know, in 0.5.7; Grok, to this day). It takes the three numbers together."""
+    if str(plan.get("speculative_algorithm")).lower() not in EAGLE:
+        return {}
+    if plan.get("speculative_adaptive"):  # its steps are its own
+        return {"speculative_eagle_topk": 1}
+    drafts, steps = plan.get("speculative_num_draft_tokens"), plan.get("speculative_num_steps")
+    if steps is None:
+        steps = number(drafts) - 1 if number(drafts) > 1 else 3  # SGLang's own choice for one draft a step
+    return {
+        "speculative_eagle_topk": 1,
+        "speculative_num_steps": steps,
+        "speculative_num_draft_tokens": number(steps) + 1 if drafts is None else drafts,
+    }

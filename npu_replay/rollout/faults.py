@@ -1,0 +1,224 @@
+"""The language of the engines' tables: which releases have which fault, and what to say of it.
+
+Every row holds of a run of releases, on one device or on all. `Releases.holds` is the only place that decides
+whether it does, so «0.24.0rc1», «0.23.0.post1» and «0.33.0+cu128» mean the same to every table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeAlias
+
+from npu_replay.errors import InvalidRoutes, ReplayError
+
+_NUMBERS = re.compile(r"v?(\d+)(?:\.(\d+))?(?:\.(\d+))?")
+_CAUSES = 5
+"""An error names so many causes at most."""
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The three numbers of a version, for comparing; zeros where it says nothing.
+
+        >>> from npu_replay.rollout.faults import release
+        >>> release("0.5.12.post1"), release("0.24.0rc1"), release("nightly")
+        ((0, 5, 12), (0, 24, 0), (0, 0, 0))
+
+    Raises:
+        ReplayError: it is no text.
+    """
+    if not isinstance(version, str):
+        raise ReplayError(
+            "a release is told as text", where="version", expected="«0.23.0»", got=repr(version)
+        )
+    found = _NUMBERS.match(version)
+    return tuple(int((number or "0")[:9]) for number in found.groups()) if found else (0, 0, 0)
+
+
+def tells_release(version: object, numbers: int = 2) -> bool:
+    """Does it say by so many numbers which release this is? A build from a clone without tags doesn't.
+
+    >>> from npu_replay.rollout.faults import tells_release
+    >>> tells_release("0.33.0+cu128"), tells_release("0.1.dev123+g1a2b3c"), tells_release("nightly")
+    (True, False, False)
+    """
+    if not isinstance(version, str) or not any(release(version)):
+        return False
+    return re.match(rf"v?\d+\.\d+(?!\d*\.dev)(?:\.\d+){{{numbers - 2}}}", version) is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Releases:
+    """A run of releases, on one device or on all.
+
+    Attributes:
+        since: the first; empty: from the beginning.
+        until: the first after the last; empty: none that is known.
+        device: «cuda», «npu», «cpu»; empty: any.
+    """
+
+    since: str = ""
+    until: str = ""
+    device: str = ""
+
+    def holds(self, version: str, device: str = "") -> bool:
+        """Is that release one of them? One that isn't told may be any, and so may a device.
+
+        >>> from npu_replay.rollout.faults import Releases
+        >>> some = Releases(since="0.21.0", until="0.22.0", device="npu")
+        >>> some.holds("0.21.0rc1", "npu"), some.holds("0.22.0"), some.holds("0.21.0", "cuda")
+        (True, False, False)
+        """
+        if self.device and device and device != self.device:
+            return False
+        if not tells_release(version):
+            return True
+        at = release(version)
+        return (not self.since or at >= release(self.since)) and (not self.until or at < release(self.until))
+
+
+class Symptom(str, Enum):
+    """What is seen to be wrong with an engine's routes."""
+
+    MISSING = "missing"
+    UNREADABLE = "unreadable"
+    SHAPE = "shape"
+    COLUMNS = "columns"
+    TOPK = "topk"
+    TOO_FEW_ROWS = "too few rows"
+    TOO_MANY_ROWS = "too many rows"
+    RANGE = "range"
+    ZEROS = "zeros"
+    ZERO_ROWS = "zero rows"
+    CONSTANT_LAYER = "constant layer"
+    DUPLICATES = "duplicates"
+    DENSE_COLUMN = "dense column"
+    STALE_ROWS = "stale rows"
+
+
+@dataclass(frozen=True)
+class Fault(Releases):
+    """A known fault of an engine.
+
+    Attributes:
+        symptom: how it shows.
+        cause: for the user: what it is, what to do.
+        sure: it explains the symptom by itself: in its releases no other is named after it.
+        only: the ways in which an answer came that have it («http», «stop string»); empty: any.
+        always: what these releases do whatever they are started with («has no routes»); empty for a fault
+            that needs more than the release.
+        instead: which releases to take for those.
+    """
+
+    symptom: Symptom
+    cause: str
+    sure: bool = False
+    only: tuple[str, ...] = ()
+    always: str = ""
+    instead: str = ""
+
+
+Plan: TypeAlias = "Mapping[str, Any]"
+"""The arguments that an engine is to be started with, by their Python names, as what they mean."""
+
+
+def _always(plan: Plan, arguments: tuple[str, ...]) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Planned(Releases):
+    """What holds of releases that are started with some plan.
+
+    Attributes:
+        arguments: what is looked at in the plan, and named in an error.
+        when: is it so? It is called with the plan and `arguments`.
+    """
+
+    arguments: tuple[str, ...] = ()
+    when: Callable[[Plan, tuple[str, ...]], bool] = _always
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clash(Planned):
+    """A plan under which releases return no routes, or wrong ones.
+
+    Attributes:
+        instead: what to plan instead, or which release to take.
+        why: what happens else.
+        problem: in other words than that the argument gives no routes. It may hold «{argument}».
+        got: what was planned, where the arguments themselves don't say it well.
+    """
+
+    instead: str
+    why: str
+    problem: str = ""
+    got: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit(Planned):
+    """What releases can't do, or do wrong, where a plan doesn't tell whether it matters: one sentence."""
+
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Whose data it is, for messages.
+
+    Attributes:
+        engine: «vLLM».
+        version: its release, where known.
+        device: what it ran on, where known: «cuda», «npu», «cpu».
+        sample: «request 17, completion 2».
+        field: where in the engine's answer: «choices[0].routed_experts».
+        faults: what is known to be wrong with the engine, the likeliest first; the first few that fit are
+            named.
+        ways: how the answer came, for `Fault.only`.
+    """
+
+    engine: str
+    version: str = ""
+    device: str = ""
+    sample: str = ""
+    field: str = ""
+    faults: tuple[Fault, ...] = ()
+    ways: tuple[str, ...] = ()
+
+    @property
+    def never_captures(self) -> bool:
+        """Is every id of that release 0, whatever it ran?"""
+        zeros = (fault for fault in self.faults if fault.always and fault.symptom is Symptom.ZEROS)
+        return tells_release(self.version) and any(
+            one.holds(self.version, self.device or "cuda") for one in zeros
+        )
+
+    def error(
+        self, symptom: Symptom, problem: str, *, expected: object = None, got: object = None, where: str = ""
+    ) -> InvalidRoutes:
+        """An error about this data, with the likeliest known causes."""
+        engine = f"{self.engine} {self.version}".rstrip()
+        parts = (engine, self.sample, self.field, where)
+        return InvalidRoutes(
+            problem,
+            where=", ".join(part for part in parts if part),
+            expected=expected,
+            got=got,
+            cause=self._cause(symptom),
+        )
+
+    def _cause(self, symptom: Symptom) -> str:
+        causes: dict[str, None] = {}
+        for fault in self.faults:
+            if (
+                fault.symptom is symptom
+                and fault.holds(self.version, self.device)
+                and (not fault.only or set(fault.only) & {*self.ways})
+            ):
+                causes[fault.cause] = None
+                if fault.sure and tells_release(self.version):
+                    break
+        return "; or ".join(list(causes)[:_CAUSES])
