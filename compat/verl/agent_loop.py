@@ -43,6 +43,7 @@ from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl.arrivals import Door
 from npu_replay.errors import ReplayError
+from npu_replay.routes.checks import is_ids
 
 logger = logging.getLogger(__name__)
 
@@ -395,7 +396,7 @@ def _filling(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _as_array(routes: Any) -> Array:
     rows = routes.detach().cpu().numpy() if isinstance(routes, torch.Tensor) else np.asarray(routes)
-    if rows.ndim != 3 or rows.dtype.kind not in "iu":
+    if not is_ids(rows):
         raise ReplayError(
             "the rollout engine's routes can't be read",
             where="rollout",

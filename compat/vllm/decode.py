@@ -37,7 +37,7 @@ from npu_replay.rollout import payloads
 from npu_replay.rollout.admit import Missing, Source, Symptom, admit
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.releases import release
-from npu_replay.routes.checks import Array
+from npu_replay.routes.checks import Array, is_ids
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.routes.token_ids import as_token_ids
 
@@ -401,7 +401,7 @@ def _array(value: Any, most: int, model: RoutedModel, source: Source) -> Array:
 
 
 def _three_axes(rows: Array | torch.Tensor, source: Source) -> Array:
-    if isinstance(rows, np.ndarray) and rows.ndim == 3 and rows.dtype.kind in "iu":
+    if is_ids(rows):
         return rows
     raise source.error(
         Symptom.SHAPE,

@@ -19,7 +19,7 @@ from npu_replay.inspection.judge import Known, Sample, judge_routes, judge_rows
 from npu_replay.inspection.route_view import View
 from npu_replay.rollout import payloads
 from npu_replay.routes import wire as route_bytes
-from npu_replay.routes.checks import Array
+from npu_replay.routes.checks import Array, is_ids
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.routes.store import FORMAT as STORE_FORMAT
 from npu_replay.routes.store import RouteStore
@@ -154,7 +154,7 @@ def _view_of_tensors(path: Path, prefix: str = "", described: dict[str, Any] | N
 
 def _raw_view(ids: Array, described: dict[str, Any], recorded: Array | None = None) -> View | None:
     labels, experts = described["layers"], described["num_experts"]
-    if ids.ndim != 3 or not ids.size or ids.dtype.kind not in "iu":
+    if not is_ids(ids) or not ids.size:
         return None
     good = recorded is not None and recorded.shape == ids.shape[:1] and recorded.dtype == bool
     return View(

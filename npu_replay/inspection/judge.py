@@ -11,7 +11,7 @@ from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError, Route
 from npu_replay.inspection.route_view import View
 from npu_replay.rollout.admit import Source, Symptom, admit
 from npu_replay.rollout.model_config import RoutedModel
-from npu_replay.routes.checks import CONSTANT_ROWS, MAX_EXPERTS, MAX_LAYERS, Array
+from npu_replay.routes.checks import CONSTANT_ROWS, MAX_EXPERTS, MAX_LAYERS, Array, is_ids
 from npu_replay.routes.fingerprint import fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts
 
@@ -151,7 +151,7 @@ def stand_ins(rows: Array, count: int, start: int = 0) -> Array:
 
 def view_of_rows(rows: Array, model: RoutedModel | None, tokens: Array | None, start: int = 0) -> View | None:
     """What can be seen of an engine's array; rows that it should have and hasn't are without a route."""
-    if rows.ndim != 3 or rows.dtype.kind not in "iu" or not rows.size:
+    if not is_ids(rows) or not rows.size:
         return None
     model = model or guessed_model(rows)
     labels = tuple(range(rows.shape[1]))
@@ -181,7 +181,7 @@ def view_of_rows(rows: Array, model: RoutedModel | None, tokens: Array | None, s
 def guessed_model(rows: Array) -> RoutedModel | None:
     """The smallest model that an array may be of: columns of zeros are taken for dense layers, the highest id
     for the last expert. None where the array has no such shape."""
-    if rows.ndim != 3 or rows.dtype.kind not in "iu" or 0 in rows.shape[1:]:
+    if not is_ids(rows) or 0 in rows.shape[1:]:
         return None
     columns, topk = rows.shape[1:]
     if columns > MAX_LAYERS or topk > MAX_EXPERTS:

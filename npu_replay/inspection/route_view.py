@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
 
-from npu_replay.routes import checks as id_checks
+from npu_replay.routes import checks
 from npu_replay.routes.checks import Array
 
 STUCK_ROWS = 16
 """So many rows on end with the same experts in one layer are shown as stuck."""
-
-_BLOCK = 1 << 22  # ids
 
 
 class Cell(IntEnum):
@@ -114,28 +111,21 @@ def cells(view: View) -> Array:
         return found
     for column in range(found.shape[1]):
         found[_stuck(_as_before(view.ids[:, column])), column] = Cell.STUCK
-    for first, block in _blocks(view.ids):
-        there = found[first : first + len(block)]
-        if view.ids.shape[2] > 1:  # with a top-k of 1, zero is expert 0
-            ordered = np.sort(block, axis=2)
-            there[(ordered[..., 1:] == ordered[..., :-1]).any(axis=2)] = Cell.TWICE
-            there[~block.any(axis=2)] = Cell.ZEROS
-        there[((block < 0) | (block >= view.num_experts)).any(axis=2)] = Cell.OUTSIDE
-        for column, layer in enumerate(view.layers):
-            if layer in view.dense:
-                there[:, column] = np.where(block[:, column].any(axis=1), Cell.SHIFTED, Cell.DENSE)
+    if view.ids.shape[2] > 1:  # with a top-k of 1, zero is expert 0
+        rows, columns = checks.named_twice(view.ids, view.known).T
+        found[rows, columns] = Cell.TWICE
+        found[~view.ids.any(axis=2)] = Cell.ZEROS
+    rows, columns, _ = checks.outside(view.ids, view.num_experts, view.known).T
+    found[rows, columns] = Cell.OUTSIDE
+    for column, layer in enumerate(view.layers):
+        if layer in view.dense:
+            found[:, column] = np.where(view.ids[:, column].any(axis=1), Cell.SHIFTED, Cell.DENSE)
     _mark_copies(view, found)
     found[~view.known] = Cell.NO_ROUTE
     for column, layer in enumerate(view.layers):
         if layer in view.dense:
             found[~view.known, column] = Cell.DENSE
     return found
-
-
-def _blocks(ids: Array) -> Iterator[tuple[int, Array]]:
-    step = max(1, _BLOCK // max(1, ids[0].size))
-    for first in range(0, len(ids), step):
-        yield first, ids[first : first + step]
 
 
 def _as_before(ids: Array) -> Array:
@@ -166,7 +156,7 @@ def _mark_copies(view: View, found: Array) -> None:
     if not routed or not len(rows):
         return
     tokens = np.arange(len(rows)) if view.tokens is None else view.tokens[rows]
-    copies = rows[id_checks.repeated_rows(view.ids[rows][:, routed], tokens)]
+    copies = rows[checks.repeated_rows(view.ids[rows][:, routed], tokens)]
     there = found[copies]
     found[copies] = np.where(there == Cell.GOOD, np.uint8(Cell.COPY), there)
 

@@ -19,8 +19,8 @@ import torch
 from npu_replay.errors import InvalidRoutes, one_of, shown
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.releases import Releases, tells_release
-from npu_replay.routes import checks as id_checks
-from npu_replay.routes.checks import Array
+from npu_replay.routes import checks
+from npu_replay.routes.checks import Array, Finding
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_array_dtype
 from npu_replay.routes.token_ids import as_token_ids
 
@@ -152,7 +152,8 @@ def admit(
     one_of(missing, ("error", "native"), "way with missing rows", "missing", InvalidRoutes)
     ids = _token_ids(tokens, source)
     rows = _in_columns(_in_rows(rows, len(ids), start, ended, surplus, source), model, source, start)
-    _check_range(rows, model, source, start)
+    found = checks.find_outside(rows, model.num_experts, first_row=start)
+    _refuse(found, Symptom.RANGE, model, source)
     blank = _blank_rows(rows, model, missing, source, start)
     room = np.zeros((len(ids), len(model.layers), model.topk), narrow_array_dtype(model.num_experts))
     there = room[start : start + len(rows)]
@@ -161,7 +162,9 @@ def admit(
     recorded[start : start + len(rows)] = True
     recorded[start + blank] = False
     known = recorded[start : start + len(rows)]
-    _check_rows(there, known, ids[start:], model, source, start)
+    constant = checks.find_constant(there, known, model.num_experts, ids[start:])
+    _refuse(constant, Symptom.CONSTANT_LAYER, model, source)
+    _refuse(checks.find_twice(there, known, start), Symptom.DUPLICATES, model, source)
     stale = _stale_rows(there, known, ids[start:], model, missing, source, start)
     there[stale], known[stale] = 0, False
     return RoutedExperts._checked(
@@ -187,7 +190,7 @@ def _token_ids(tokens: Any, source: Source) -> Array:
 def _in_rows(rows: Any, tokens: int, start: int, ended: bool, surplus: int, source: Source) -> Array:
     """Exactly as many rows as the engine has run tokens: one row more or less would shift them all unnoticed.
     What was aborted may have none."""
-    if not isinstance(rows, np.ndarray) or rows.ndim != 3 or rows.dtype.kind not in "iu":
+    if not checks.is_ids(rows):
         raise source.error(
             Symptom.SHAPE,
             "this isn't an array of expert ids",
@@ -250,32 +253,18 @@ def _check_dense(rows: Array, model: RoutedModel, source: Source, start: int) ->
         )
 
 
-def _check_range(rows: Array, model: RoutedModel, source: Source, start: int) -> None:
-    if not id_checks.holds(rows.dtype, model.num_experts):
-        raise source.error(
-            Symptom.RANGE,
-            "the ids' dtype can't hold every expert",
-            expected=f"0 to {model.num_experts - 1}",
-            got=f"{rows.dtype}, 0 to {np.iinfo(rows.dtype).max}",
-        )
-    outside = id_checks.outside(rows, model.num_experts, np.ones(len(rows), bool))
-    if len(outside):
-        row, column, slot = outside[0]
-        raise source.error(
-            Symptom.RANGE,
-            f"an id is out of range, the first in row {start + row}",
-            where=f"layer {model.layers[column]}",
-            expected=f"0 to {model.num_experts - 1}",
-            got=int(rows[row, column, slot]),
-        )
+def _refuse(found: Finding | None, symptom: Symptom, model: RoutedModel, source: Source) -> None:
+    if found is not None:
+        where = "" if found.column is None else f"layer {model.layers[found.column]}"
+        raise source.error(symptom, found.problem, expected=found.expected, got=found.got, where=where)
 
 
 def _blank_rows(rows: Array, model: RoutedModel, missing: Missing, source: Source, start: int) -> Array:
     """The rows that were never written. With a top-k of 1 they can't be told from expert 0, but where all of
     many layers say so."""
-    if model.topk == 1 and _bits(model) < id_checks.SURE_BITS:
+    if model.topk == 1 and _bits(model) < checks.SURE_BITS:
         return np.empty(0, np.int64)
-    blank = id_checks.blank_rows(rows)
+    blank = checks.blank_rows(rows)
     if len(blank) and len(blank) == len(rows):
         raise source.error(
             Symptom.ZEROS,
@@ -293,30 +282,6 @@ def _blank_rows(rows: Array, model: RoutedModel, missing: Missing, source: Sourc
     return blank
 
 
-def _check_rows(
-    rows: Array, recorded: Array, tokens: Array, model: RoutedModel, source: Source, start: int
-) -> None:
-    twice = id_checks.named_twice(rows, recorded)
-    constant = id_checks.constant_layers(rows, recorded, model.num_experts, tokens)
-    if len(constant):
-        raise source.error(
-            Symptom.CONSTANT_LAYER,
-            f"all {int(recorded.sum())} rows are the same ({len(constant)} such layers)",
-            where=f"layer {model.layers[constant[0]]}",
-            expected="routes that depend on the token",
-            got=rows[recorded.argmax(), constant[0]].tolist(),
-        )
-    if len(twice):
-        row, column = twice[0]
-        raise source.error(
-            Symptom.DUPLICATES,
-            f"{len(twice)} token-layers name an expert twice, the first in row {start + row}",
-            where=f"layer {model.layers[column]}",
-            expected=f"{model.topk} different experts",
-            got=rows[row, column].tolist(),
-        )
-
-
 def _stale_rows(
     rows: Array,
     recorded: Array,
@@ -327,13 +292,13 @@ def _stale_rows(
     start: int,
 ) -> Array:
     """The rows that are another token's: they were read from a buffer too late."""
-    if _bits(model) < id_checks.SURE_BITS:
+    if _bits(model) < checks.SURE_BITS:
         return np.empty(0, np.int64)
     if recorded.all():
-        stale = id_checks.repeated_rows(rows, tokens)
+        stale = checks.repeated_rows(rows, tokens)
     else:
         at = np.flatnonzero(recorded)
-        stale = at[id_checks.repeated_rows(rows[at], tokens[at])]
+        stale = at[checks.repeated_rows(rows[at], tokens[at])]
     if not len(stale):
         return stale
     error = source.error(
@@ -350,4 +315,4 @@ def _stale_rows(
 
 def _bits(model: RoutedModel) -> float:
     """How much choice a token has in all layers together."""
-    return len(model.layers) * id_checks.choice(model.num_experts, model.topk)
+    return len(model.layers) * checks.choice(model.num_experts, model.topk)

@@ -1,14 +1,16 @@
-"""What can be wrong with an array of expert ids, looked for in blocks that stay in the processor's cache.
+"""Every rule about an array of expert ids, [tokens, layers, topk], once.
 
-Each rule stands here once, for the door, for files, bytes and folders, and for RoutedExperts itself: they get
-the places that break it, and word the error.
+An array is read in blocks that stay in the processor's cache. What is wrong is told as a `Finding`, or as the
+places; the caller adds whose array it is and the usual cause.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any, TypeAlias
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 
@@ -27,108 +29,128 @@ _MOST_SHIFTS = 64  # a top-k above is sorted: each shift costs a pass, and a mas
 _BLOCK = 1 << 17  # ids; the fastest of 2**14 to 2**20, for ids of one byte and of two
 
 
+@dataclass(frozen=True)
+class Finding:
+    """What breaks a rule, in the words of an error.
+
+    Attributes:
+        problem, expected, got: as in `ReplayError`.
+        column: of the first place; None where it is no single one.
+    """
+
+    problem: str
+    expected: str
+    got: object
+    column: int | None = None
+
+
 @functools.lru_cache(maxsize=16)
 def choice(num_experts: int, topk: int) -> float:
-    """How much choice a token has in a layer, in bits."""
+    """How much choice a token has in a layer, in bits.
+
+    >>> round(choice(128, 8), 1)
+    40.4
+    """
     return math.log2(math.comb(num_experts, topk))
 
 
-def holds(dtype: np.dtype[Any], num_experts: int) -> bool:
-    """Can it hold every expert? An id that was cut off on the way is a wrong one that no other check sees."""
-    return bool(np.iinfo(dtype).max >= num_experts - 1)
+def is_ids(value: Any) -> TypeGuard[Array]:
+    """Is it an array of integers, [tokens, layers, topk]?"""
+    return isinstance(value, np.ndarray) and value.ndim == 3 and value.dtype.kind in "iu"
 
 
-def outside(ids: Array, num_experts: int, recorded: Array) -> Array:
-    """The ids that are no expert's.
+def find_outside(
+    ids: Array, num_experts: int, recorded: Array | None = None, first_row: int = 0
+) -> Finding | None:
+    """An id that is no expert's, or a dtype that can't hold every expert: an id that was cut off on the way
+    is a wrong one that no other check sees.
 
     Args:
         ids: [tokens, layers, topk].
         num_experts: of a layer.
         recorded: [tokens] bool; other rows aren't looked at.
+        first_row: what messages call row 0.
 
-    Returns:
-        [n, 3] int64, the row, the column and the slot of each, in order.
+    >>> find_outside(np.array([[[0, 1], [2, 8]]]), num_experts=8)
+    Finding(problem='an id is out of range, the first in row 0 (1 such token-layers)',
+            expected='ids from 0 to 7', got=8, column=1)
     """
+    if (most := np.iinfo(ids.dtype).max) < num_experts - 1:
+        return Finding(
+            "the ids' dtype can't hold every expert", f"0 to {num_experts - 1}", f"{ids.dtype}, 0 to {most}"
+        )
+    places = outside(ids, num_experts, recorded)
+    if not len(places):
+        return None
+    row, column, slot = places[0].tolist()
+    return Finding(
+        f"an id is out of range, the first in row {first_row + row} "
+        f"({len(np.unique(places[:, :2], axis=0))} such token-layers)",
+        f"ids from 0 to {num_experts - 1}",
+        int(ids[row, column, slot]),
+        column,
+    )
+
+
+def find_twice(ids: Array, recorded: Array, first_row: int = 0) -> Finding | None:
+    """An expert that a token-layer names twice; see `find_outside` for the arguments.
+
+    >>> find_twice(np.array([[[0, 1], [2, 2]]]), np.array([True])).got
+    [2, 2]
+    """
+    places = named_twice(ids, recorded)
+    if not len(places):
+        return None
+    row, column = places[0].tolist()
+    return Finding(
+        f"{len(places)} token-layers name an expert twice, the first in row {first_row + row}",
+        f"{ids.shape[2]} different experts a token",
+        ids[row, column].tolist(),
+        column,
+    )
+
+
+def find_constant(
+    ids: Array, recorded: Array, num_experts: int, tokens: Array | None = None
+) -> Finding | None:
+    """A layer that `constant_layers` finds; see there."""
+    columns = constant_layers(ids, recorded, num_experts, tokens)
+    if not len(columns):
+        return None
+    column = int(columns[0])
+    return Finding(
+        f"all {int(recorded.sum())} recorded rows are the same ({len(columns)} such layers)",
+        "routes that depend on the token",
+        f"{ids[recorded.argmax(), column].tolist()} in every row",
+        column,
+    )
+
+
+def outside(ids: Array, num_experts: int, recorded: Array | None = None) -> Array:
+    """The ids that are no expert's: [n, 3] int64, the row, the column and the slot of each, in order."""
     found = [np.empty((0, 3), np.int64)]
-    if ids.size == 0:
-        return found[0]
-    unsigned = ids.view(
-        ids.dtype.str.replace("i", "u")
-    )  # where an id below 0 is a large one: one look at each
-    step = max(1, _BLOCK // ids[0].size)
-    for first in range(0, len(ids), step):
-        block = unsigned[first : first + step]
+    unsigned = ids.view(ids.dtype.str.replace("i", "u"))  # an id below 0 is a large one: one look at each
+    for first, block in _blocks(unsigned):
         if block.max() < num_experts:
             continue
         wrong = block >= num_experts
-        wrong &= recorded[first : first + step, None, None]
+        if recorded is not None:
+            wrong &= recorded[first : first + len(block), None, None]
         found.append(np.argwhere(wrong) + np.array([first, 0, 0]))
     return np.concatenate(found)
 
 
 def named_twice(ids: Array, recorded: Array) -> Array:
-    """The token-layers that name an expert twice.
-
-    Args:
-        ids: [tokens, layers, topk].
-        recorded: [tokens] bool; other rows aren't looked at.
-
-    Returns:
-        [n, 2] int64, the row and the column of each, in order.
-    """
-    tokens, layers, topk = ids.shape
-    if ids.size == 0 or topk == 1:
-        return np.empty((0, 2), np.int64)
+    """The recorded token-layers that name an expert twice: [n, 2] int64, row and column, in order."""
+    topk = ids.shape[2]
     found = [np.empty((0, 2), np.int64)]
-    step = max(1, _BLOCK // (layers * topk))
-    for first in range(0, tokens, step):
-        block = ids[first : first + step]
+    for first, block in _blocks(ids) if topk > 1 else ():
         if topk > _MOST_SHIFTS or _any_twice(np.ascontiguousarray(block)):
-            rows = np.flatnonzero(recorded[first : first + step])
+            rows = np.flatnonzero(recorded[first : first + len(block)])
             ordered = np.sort(block[rows], axis=2)
             at = np.argwhere((ordered[..., 1:] == ordered[..., :-1]).any(axis=2))
             found.append(np.stack([first + rows[at[:, 0]], at[:, 1]], axis=1))
     return np.concatenate(found)
-
-
-def _any_twice(block: Array) -> bool:
-    """Does any token-layer name an expert twice? The flat ids are held against themselves, shifted by 1 to
-    topk - 1 places: that compares the ids of neighbours too, which a mask takes out again."""
-    topk = block.shape[-1]
-    flat = block.reshape(-1)
-    equal = np.empty(len(flat), bool)
-    for shift, same_row in enumerate(_masks(topk, max(_BLOCK, len(flat))), start=1):
-        there = equal[: len(flat) - shift]
-        np.equal(flat[shift:], flat[:-shift], out=there)
-        np.logical_and(there, same_row[: len(there)], out=there)
-        if there.any():
-            return True
-    return False
-
-
-@functools.lru_cache(maxsize=4)
-def _masks(topk: int, length: int) -> list[Array]:
-    """For each shift: is a flat id's token-layer that of the one `shift` places on, too?"""
-    place = np.resize(np.arange(topk, dtype=np.uint16), length)
-    return [place < topk - shift for shift in range(1, topk)]
-
-
-def constant_columns(ids: Array) -> Array:
-    """The columns in which all rows are the same, [n] int64.
-
-    Args:
-        ids: [tokens, layers, topk].
-    """
-    if ids.size == 0:
-        return np.empty(0, np.int64)
-    suspects = np.flatnonzero((ids[0] == ids[-1]).all(axis=1))
-    step = max(1, _BLOCK // ids[0].size)
-    for first in range(0, len(ids), step):
-        if not len(suspects):
-            break
-        block = ids[first : first + step]
-        suspects = suspects[(block[:, suspects] == ids[0, suspects]).all(axis=(0, 2))]
-    return suspects
 
 
 def constant_layers(ids: Array, recorded: Array, num_experts: int, tokens: Array | None = None) -> Array:
@@ -153,12 +175,20 @@ def constant_layers(ids: Array, recorded: Array, num_experts: int, tokens: Array
     return columns if sure else columns[:0]
 
 
-def blank_rows(ids: Array) -> Array:
-    """The rows that are zero throughout, [n] int64.
+def constant_columns(ids: Array) -> Array:
+    """The columns in which all rows are the same, [n] int64; none where there are no rows."""
+    if ids.size == 0:
+        return np.empty(0, np.int64)
+    suspects = np.flatnonzero((ids[0] == ids[-1]).all(axis=1))
+    for _, block in _blocks(ids):
+        if not len(suspects):
+            break
+        suspects = suspects[(block[:, suspects] == ids[0, suspects]).all(axis=(0, 2))]
+    return suspects
 
-    Args:
-        ids: [tokens, layers, topk].
-    """
+
+def blank_rows(ids: Array) -> Array:
+    """The rows that are zero throughout, [n] int64."""
     if ids.size == 0:
         return np.empty(0, np.int64)
     suspects = np.flatnonzero(~ids[:, 0].any(axis=1))
@@ -176,28 +206,50 @@ def repeated_rows(ids: Array, tokens: Array) -> Array:
     if len(ids) < 2 or ids.size == 0:
         return np.empty(0, np.int64)
     flat = np.ascontiguousarray(ids).reshape(len(ids), -1).view(np.uint8)
-    earlier, later = _alike(flat)
-    apart = tokens[earlier] != tokens[later]
-    earlier, later = earlier[apart], later[apart]
-    return np.sort(later[(flat[later] == flat[earlier]).all(axis=1)])
+    rows, others = _alike(flat)
+    apart = tokens[rows] != tokens[others]
+    rows, others = rows[apart], others[apart]
+    return np.sort(rows[(flat[rows] == flat[others]).all(axis=1)])
+
+
+def _blocks(ids: Array) -> Iterator[tuple[int, Array]]:
+    """Some rows at a time, and the number of the first; nothing of an array without ids."""
+    step = max(1, _BLOCK // ids[0].size) if ids.size else 1
+    for first in range(0, len(ids) if ids.size else 0, step):
+        yield first, ids[first : first + step]
+
+
+def _any_twice(block: Array) -> bool:
+    """Does any token-layer name an expert twice? The flat ids are held against themselves, shifted by 1 to
+    topk - 1 places: that compares the ids of neighbours too, which a mask takes out again."""
+    topk = block.shape[-1]
+    flat = block.reshape(-1)
+    equal = np.empty(len(flat), bool)
+    for shift, same_row in enumerate(_masks(topk, max(_BLOCK, len(flat))), start=1):
+        there = equal[: len(flat) - shift]
+        np.equal(flat[shift:], flat[:-shift], out=there)
+        np.logical_and(there, same_row[: len(there)], out=there)
+        if there.any():
+            return True
+    return False
+
+
+@functools.lru_cache(maxsize=4)
+def _masks(topk: int, length: int) -> list[Array]:
+    """For each shift: is a flat id's token-layer that of the one `shift` places on, too?"""
+    place = np.resize(np.arange(topk, dtype=np.uint16), length)
+    return [place < topk - shift for shift in range(1, topk)]
 
 
 def _alike(flat: Array) -> tuple[Array, Array]:
-    """Pairs of rows of bytes that may be equal, the earlier and the later of each: a number that equal rows
-    share is the upper half of what is sorted, the row is the lower. Few arrays here are as long as the
-    tokens: an engine's arrays are large, and this comes on top of them."""
+    """Pairs of rows of bytes that may be equal, and of each the nearest earlier one: a number that equal rows
+    share is the upper half of what is sorted, the row is the lower."""
     word = next(size for size in (8, 4, 2, 1) if flat.shape[1] % size == 0)
-    words = flat.view(f"u{word}")
-    weights = np.random.default_rng(0).integers(0, 2**63, words.shape[1], dtype=np.uint64) * 2 + 1
+    weights = np.random.default_rng(0).integers(0, 2**63, flat.shape[1] // word, dtype=np.uint64) * 2 + 1
     upper, half = np.uint64(0xFFFF_FFFF_0000_0000), np.uint64(0xFFFF_FFFF)
     keys = np.arange(len(flat), dtype=np.uint64)
-    step = max(1, _BLOCK // flat.shape[1])
-    for first in range(0, len(flat), step):
-        keys[first : first + step] |= (words[first : first + step] @ weights) & upper
+    for first, block in _blocks(flat):
+        keys[first : first + len(block)] |= (block.view(f"u{word}") @ weights) & upper
     keys.sort()
-    found = [np.empty(0, np.int64)]
-    for first in range(0, len(keys) - 1, step):
-        some = keys[first : first + step + 1]
-        found.append(first + np.flatnonzero((some[1:] ^ some[:-1]) <= half))
-    at = np.concatenate(found)
-    return (keys[at] & half).astype(np.int64), (keys[at + 1] & half).astype(np.int64)
+    at = np.flatnonzero((keys[1:] ^ keys[:-1]) <= half)
+    return (keys[at + 1] & half).astype(np.int64), (keys[at] & half).astype(np.int64)

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from npu_replay.errors import InvalidRoutes, RouteFileError, listed, shown, whole_number
-from npu_replay.routes import checks as id_checks
+from npu_replay.routes import checks
 from npu_replay.routes import file as route_file
 from npu_replay.routes import wire as route_bytes
-from npu_replay.routes.checks import MAX_EXPERTS, MAX_LAYERS, Array
+from npu_replay.routes.checks import MAX_EXPERTS, MAX_LAYERS, Array, Finding
 from npu_replay.routes.fingerprint import fingerprint as fingerprint_of
 
 if TYPE_CHECKING:
@@ -25,6 +25,18 @@ if TYPE_CHECKING:
 IdArray: TypeAlias = "torch.Tensor | np.ndarray"
 
 _MOST_TOKENS = 1 << 31
+_OUTSIDE = (
+    "ids that were narrowed on the way, a sentinel such as -1 (mark those rows with recorded=), ids of "
+    "another model, or physical ids under EPLB"
+)
+_TWICE = (
+    "rows that were never captured and are all zeros, or padding that was given expert 0: mark rows without "
+    "a route with recorded="
+)
+_CONSTANT = (
+    "the rollout engine didn't capture this layer (its buffer was never bound, or the layer is dense and its "
+    "column must be dropped by label)"
+)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -105,11 +117,11 @@ class RoutedExperts:
         labels = _checked_labels(layers, columns=wide.shape[1])
         rows = _checked_recorded(recorded, tokens=wide.shape[0])
         num_experts = _checked_sizes(num_experts, topk=wide.shape[2])
-        _check_range(wide.numpy(), labels, num_experts, rows.numpy())
+        _refuse(checks.find_outside(wide.numpy(), num_experts, rows.numpy()), labels, _OUTSIDE)
         narrow = wide.to(narrow_dtype(num_experts))
         if bool(narrow[~rows].any()):
             narrow = narrow.masked_fill(~rows[:, None, None], 0)
-        _check_duplicates(narrow, labels, rows)
+        _refuse(checks.find_twice(narrow.numpy(), rows.numpy()), labels, _TWICE)
         if copy and narrow.data_ptr() == wide.data_ptr():
             narrow = narrow.clone()  # frozen: what the caller does to his array later must not show here
         mark, version = _checked_fingerprint(fingerprint), _checked_version(weight_version)
@@ -158,7 +170,7 @@ class RoutedExperts:
         """Build one of these tokens' narrow ids, checked just now, with zeros in rows without a route."""
         routes = cls.__new__(cls)
         _checked_sizes(num_experts, topk=ids.shape[2])
-        constant = id_checks.constant_layers(ids.numpy(), recorded.numpy(), num_experts, tokens)
+        constant = checks.constant_layers(ids.numpy(), recorded.numpy(), num_experts, tokens)
         version, mark = _checked_version(weight_version), fingerprint_of(tokens)
         routes._set(ids, layers, num_experts, recorded, mark, version, vouched=not len(constant))
         return routes
@@ -364,20 +376,10 @@ class RoutedExperts:
         Args:
             tokens: [tokens], their ids; without them each counts as another, unless the routes are `vouched`.
         """
-        if self.vouched:
-            return self
-        ids, rows = self.ids.numpy(), self.recorded.numpy()
-        constant = id_checks.constant_layers(ids, rows, self.num_experts, tokens)
-        if len(constant):
-            column = int(constant[0])
-            raise InvalidRoutes(
-                f"all {int(rows.sum())} recorded rows are the same",
-                where=f"layer {self.layers[column]}",
-                expected="routes that depend on the token",
-                got=f"{ids[rows.argmax(), column].tolist()} in every row ({len(constant)} such layers)",
-                cause="the rollout engine didn't capture this layer (its buffer was never bound, or the "
-                "layer is dense and its column must be dropped by label)",
-            )
+        if not self.vouched:
+            ids, rows = self.ids.numpy(), self.recorded.numpy()
+            found = checks.find_constant(ids, rows, self.num_experts, tokens)
+            _refuse(found, self.layers, _CONSTANT)
         return self
 
     def to_bytes(self) -> bytes:
@@ -570,42 +572,10 @@ def _integer(value: object) -> int | None:
         return None
 
 
-def _check_range(ids: Array, layers: tuple[int, ...], num_experts: int, rows: Array) -> None:
-    if not id_checks.holds(ids.dtype, num_experts):
-        raise InvalidRoutes(
-            "the ids' dtype can't hold every expert",
-            expected=f"0 to {num_experts - 1}",
-            got=f"{ids.dtype}, 0 to {np.iinfo(ids.dtype).max}",
-            cause="ids that were narrowed on the way, or those of a model with fewer experts",
-        )
-    outside = id_checks.outside(ids, num_experts, rows)
-    if not len(outside):
-        return
-    row, column, slot = outside[0]
-    wrong = len(np.unique(outside[:, :2], axis=0))
-    raise InvalidRoutes(
-        f"{wrong} token-layers have an id out of range, the first in row {row}",
-        where=f"layer {layers[column]}",
-        expected=f"ids from 0 to {num_experts - 1}",
-        got=int(ids[row, column, slot]),
-        cause="a sentinel such as -1 (mark those rows with recorded=), ids of another model, physical ids "
-        "under EPLB, or a dtype that overflowed",
-    )
-
-
-def _check_duplicates(ids: torch.Tensor, layers: tuple[int, ...], rows: torch.Tensor) -> None:
-    twice = id_checks.named_twice(ids.numpy(), rows.numpy())
-    if not len(twice):
-        return
-    row, column = twice[0]
-    raise InvalidRoutes(
-        f"{len(twice)} token-layers name an expert twice, the first in row {row}",
-        where=f"layer {layers[column]}",
-        expected=f"{ids.shape[2]} different experts a token",
-        got=ids[row, column].tolist(),
-        cause="rows that were never captured and are all zeros, or padding that was given expert 0: mark "
-        "rows without a route with recorded=",
-    )
+def _refuse(found: Finding | None, layers: tuple[int, ...], cause: str) -> None:
+    if found is not None:
+        where = "" if found.column is None else f"layer {layers[found.column]}"
+        raise InvalidRoutes(found.problem, where=where, expected=found.expected, got=found.got, cause=cause)
 
 
 def _short(labels: tuple[int, ...]) -> str:

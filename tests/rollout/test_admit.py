@@ -282,7 +282,7 @@ def test_fewer_rows_than_64_are_not_called_constant() -> None:
     rows = chosen(64, 4)
     rows[:, 2] = rows[0, 2]
     assert taken(rows[:63], tokens=words(64)).recorded[:-1].all()
-    with pytest.raises(InvalidRoutes, match="all 64 rows are the same"):
+    with pytest.raises(InvalidRoutes, match="all 64 recorded rows are the same"):
         taken(rows, tokens=words(65))
 
 
@@ -377,7 +377,7 @@ WRONG: dict[str, Wrong] = {
     ),
     "a layer never captured": Wrong(
         Symptom.CONSTANT_LAYER,
-        r"layer 4: all 149 rows are the same \(1 such layers\).*got \[0, 0, 0, 0, 0, 0, 0, 0\]",
+        r"layer 4: all 149 recorded rows are the same \(1 such layers\).*got \[0, 0, 0, 0, 0, 0, 0, 0\]",
         changed((slice(None), 4), 0),
     ),
     "two layers of one row": Wrong(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_replay.routes import checks as id_checks
+from npu_replay.routes import checks
 from npu_replay.routes.checks import Array
 
 DTYPES = ["u1", "u2", "i2", "i4", "i8", ">i4"]
@@ -20,7 +20,7 @@ BLOCKS = [1, 7, 64, 1 << 17]
 
 @pytest.fixture(params=BLOCKS, ids="blocks of {}".format)
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(id_checks, "_BLOCK", request.param)
+    monkeypatch.setattr(checks, "_BLOCK", request.param)
     return int(request.param)
 
 
@@ -29,7 +29,7 @@ def test_a_large_top_k_takes_no_memory_of_its_own() -> None:
     ids = np.tile(np.arange(3000, dtype=np.int16), (2, 2, 1))
     ids[1, 1, 2999] = 5
     tracemalloc.start()
-    found = id_checks.named_twice(ids, np.ones(2, bool))
+    found = checks.named_twice(ids, np.ones(2, bool))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found.tolist() == [[1, 1]]
@@ -97,8 +97,8 @@ def test_experts_named_twice_are_found_and_only_in_recorded_rows_t1(
     before = ids.copy()
     for size in BLOCKS:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(id_checks, "_BLOCK", size)
-            found = id_checks.named_twice(ids, recorded)
+            patch.setattr(checks, "_BLOCK", size)
+            found = checks.named_twice(ids, recorded)
         assert found.dtype == np.int64
         assert found.shape[1:] == (2,)
         assert [tuple(at) for at in found.tolist()] == list(slow_twice(ids, recorded))
@@ -115,10 +115,10 @@ def test_constant_columns_and_blank_rows_are_found_t32_t42(ids: Array) -> None:
     ]
     for size in BLOCKS:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(id_checks, "_BLOCK", size)
-            assert id_checks.constant_columns(ids).tolist() == columns
+            patch.setattr(checks, "_BLOCK", size)
+            assert checks.constant_columns(ids).tolist() == columns
     blank = [row for row in range(len(ids)) if not any(ids[row].ravel().tolist())]
-    assert id_checks.blank_rows(ids).tolist() == blank
+    assert checks.blank_rows(ids).tolist() == blank
 
 
 @settings(max_examples=150, deadline=None)
@@ -127,8 +127,8 @@ def test_rows_of_another_token_are_found_t31(ids: Array, words: int, seed: int) 
     tokens = np.random.default_rng(seed).integers(0, words, len(ids))
     for size in BLOCKS:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(id_checks, "_BLOCK", size)
-            assert id_checks.repeated_rows(ids, tokens).tolist() == list(slow_repeated(ids, tokens.tolist()))
+            patch.setattr(checks, "_BLOCK", size)
+            assert checks.repeated_rows(ids, tokens).tolist() == list(slow_repeated(ids, tokens.tolist()))
 
 
 @settings(max_examples=60, deadline=None)
@@ -142,7 +142,7 @@ def test_rows_of_another_token_are_found_in_wide_rows_t31(
         ids[rng.integers(rows)] = ids[rng.integers(rows)]
     laid = laid_out(ids, data.draw(st.sampled_from(LAYOUTS)))
     tokens = rng.integers(0, 5, rows)
-    assert id_checks.repeated_rows(laid, tokens).tolist() == list(slow_repeated(ids, tokens.tolist()))
+    assert checks.repeated_rows(laid, tokens).tolist() == list(slow_repeated(ids, tokens.tolist()))
 
 
 @pytest.mark.parametrize("place", range(0, 27 * 6, 7))
@@ -150,7 +150,7 @@ def test_rows_that_differ_in_one_id_are_not_taken_for_each_other_t31(place: int)
     ids = np.zeros((201, 27 * 6), np.uint8)
     ids[:200, place] = np.arange(200)
     ids[200] = ids[20]
-    assert id_checks.repeated_rows(ids.reshape(201, 27, 6), np.arange(201)).tolist() == [200]
+    assert checks.repeated_rows(ids.reshape(201, 27, 6), np.arange(201)).tolist() == [200]
 
 
 def test_rows_that_share_a_number_are_compared_id_by_id_t31() -> None:
@@ -158,8 +158,8 @@ def test_rows_that_share_a_number_are_compared_id_by_id_t31() -> None:
     rows = np.random.default_rng(0).integers(0, 256, (400_000, 1, 8), np.uint8)
     assert len(np.unique(rows.view(np.uint64))) == len(rows)
     flat = rows.reshape(len(rows), 8)
-    assert len(id_checks._alike(flat)[0]) > 3
-    assert id_checks.repeated_rows(rows, np.arange(len(rows))).tolist() == []
+    assert len(checks._alike(flat)[0]) > 3
+    assert checks.repeated_rows(rows, np.arange(len(rows))).tolist() == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -172,47 +172,47 @@ def test_a_fault_at_the_edge_of_a_block_is_found_t1_t32(topk: int, dtype: str) -
     rows += (np.arange(tokens) % 50)[:, None, None]
     recorded = np.ones(tokens, bool)
     clean = rows.astype(dtype)
-    assert len(id_checks.named_twice(clean, recorded)) == 0
+    assert len(checks.named_twice(clean, recorded)) == 0
     for row in (0, step - 1, step, 2 * step - 1, 2 * step, tokens - 1):
         for column in (0, layers - 1):
             broken = clean.copy()
             broken[row, column, -1] = broken[row, column, 0]
-            assert id_checks.named_twice(broken, recorded).tolist() == [[row, column]]
+            assert checks.named_twice(broken, recorded).tolist() == [[row, column]]
     constant = clean.copy()
     constant[:, 1] = clean[0, 1]
-    assert id_checks.constant_columns(constant).tolist() == [1]
+    assert checks.constant_columns(constant).tolist() == [1]
     for row in (1, step - 1, step, tokens - 2):
         broken = constant.copy()
         broken[row, 1, topk - 1] += 1
-        assert id_checks.constant_columns(broken).tolist() == []
+        assert checks.constant_columns(broken).tolist() == []
 
 
 def test_neighbouring_token_layers_may_share_an_expert_t1(block: int) -> None:
     """The ids of one token-layer end where those of the next begin."""
     ids = np.array([[[0, 1], [1, 2]], [[2, 3], [3, 0]], [[0, 1], [1, 0]]], np.uint8)
-    assert id_checks.named_twice(ids, np.ones(3, bool)).tolist() == []
+    assert checks.named_twice(ids, np.ones(3, bool)).tolist() == []
 
 
 def test_experts_at_the_two_ends_of_a_wide_top_k_are_compared_t1(block: int) -> None:
     ids = np.arange(2 * 2 * 16, dtype=np.int16).reshape(2, 2, 16)
     ids[1, 0, 15] = ids[1, 0, 0]
-    assert id_checks.named_twice(ids, np.ones(2, bool)).tolist() == [[1, 0]]
+    assert checks.named_twice(ids, np.ones(2, bool)).tolist() == [[1, 0]]
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 2), (3, 0, 2), (0, 0, 0), (3, 2, 0)], ids=str)
 def test_an_array_without_ids_has_no_fault(shape: tuple[int, int, int]) -> None:
     ids = np.zeros(shape, np.uint8)
-    assert len(id_checks.named_twice(ids, np.ones(shape[0], bool))) == 0
-    assert len(id_checks.constant_columns(ids)) == 0
-    assert len(id_checks.blank_rows(ids)) == 0
-    assert len(id_checks.repeated_rows(ids, np.arange(shape[0]))) == 0
+    assert len(checks.named_twice(ids, np.ones(shape[0], bool))) == 0
+    assert len(checks.constant_columns(ids)) == 0
+    assert len(checks.blank_rows(ids)) == 0
+    assert len(checks.repeated_rows(ids, np.arange(shape[0]))) == 0
 
 
 def test_a_read_only_array_stays_as_it_was_t10() -> None:
     data = np.random.default_rng(0).integers(0, 9, (50, 3, 4), np.uint8).tobytes()
     ids = np.frombuffer(data, np.uint8).reshape(50, 3, 4)
-    id_checks.named_twice(ids, np.ones(50, bool))
-    id_checks.constant_columns(ids)
-    id_checks.blank_rows(ids)
-    id_checks.repeated_rows(ids, np.arange(50))
+    checks.named_twice(ids, np.ones(50, bool))
+    checks.constant_columns(ids)
+    checks.blank_rows(ids)
+    checks.repeated_rows(ids, np.arange(50))
     assert ids.tobytes() == data

@@ -301,7 +301,7 @@ def test_an_id_out_of_range_is_refused_with_its_layer_and_row(bad: int) -> None:
     given[3, 1, 0] = bad
     error = refused(ids=given)
     assert (error.where, error.got) == ("layer 4", bad)
-    assert "1 token-layers" in error.problem
+    assert "1 such token-layers" in error.problem
     assert "row 3" in error.problem
     assert error.expected == "ids from 0 to 7"
     assert "recorded=" in error.cause
