@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -53,13 +53,13 @@ class Table:
                 table.add_column(title, overflow="fold")
         for row in self.rows:
             if row:
-                table.add_row(*map(styled, row))
+                table.add_row(*map(_styled, row))
             else:
                 table.add_section()
         return table
 
     def __str__(self) -> str:
-        rows = [self.titles, *(list(map(plain, row)) for row in self.rows if row)]
+        rows = [self.titles, *([_plain(cell) for cell in row] for row in self.rows if row)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         set_to = [str.rjust if column in self.numbers else str.ljust for column in range(len(widths))]
         cells = (
@@ -68,18 +68,18 @@ class Table:
         return "\n".join((" " * self.space).join(row).rstrip() for row in cells)
 
 
-def styled(part: Table | Cell | list[Cell]) -> RenderableType:
-    """A table, or a line of one cell or several, for rich; brackets in it are no markup."""
-    from rich.text import Text
-
-    if isinstance(part, Table):
-        return part
-    return Text.assemble(*part) if isinstance(part, list) else Text.assemble(part)
+Part: TypeAlias = "Table | Cell | list[Cell]"
+"""A table, or a line of one cell or several."""
 
 
-def plain(part: Table | Cell) -> str:
-    """The same as text alone."""
-    return part[0] if isinstance(part, tuple) else str(part)
+def show(parts: Iterable[Part], *, soft_wrap: bool = False) -> None:
+    """Print to the terminal; with `soft_wrap` it is left to the terminal to break long lines."""
+    terminal().print(*map(_styled, parts), sep="\n", soft_wrap=soft_wrap)
+
+
+def as_text(parts: Iterable[Part]) -> str:
+    """The same, without rich."""
+    return "\n".join(map(_plain, parts))
 
 
 def terminal(*, stderr: bool = False) -> Console:
@@ -89,3 +89,18 @@ def terminal(*, stderr: bool = False) -> Console:
     # Nobody's terminal: a log, where 80 columns would break paths in two.
     wide = not (sys.stderr if stderr else sys.stdout).isatty() and "COLUMNS" not in os.environ
     return Console(stderr=stderr, width=110 if wide else None, highlight=False)
+
+
+def _styled(part: Part) -> RenderableType:
+    """As Text: a path may hold brackets, which are markup in a plain string."""
+    from rich.text import Text
+
+    if isinstance(part, Table):
+        return part
+    return Text.assemble(*part) if isinstance(part, list) else Text.assemble(part)
+
+
+def _plain(part: Part) -> str:
+    if isinstance(part, list):
+        return "".join(map(_plain, part))
+    return part[0] if isinstance(part, tuple) else str(part)

@@ -11,7 +11,7 @@ import typer.core
 
 from npu_replay.errors import ReplayError
 from npu_replay.smoke import options as smoke_options
-from npu_replay.tables import terminal
+from npu_replay.tables import show, terminal
 
 if TYPE_CHECKING:
     from npu_replay.inspection.compare import Comparison
@@ -122,13 +122,13 @@ def doctor(
     debug: DebugOption = False,
 ) -> None:
     """Say whether replay works here, and what to do if it doesn't (then exits 1)."""
-    from npu_replay.doctor.diagnose import diagnose, render
+    from npu_replay.doctor.diagnose import diagnose, parts
 
     diagnosis = diagnose(imports=imports)
     if as_json:
         typer.echo(diagnosis.to_json())
     else:
-        terminal().print(render(diagnosis))
+        show(parts(diagnosis))
     raise typer.Exit(0 if diagnosis.works else 1)
 
 
