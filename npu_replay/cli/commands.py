@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 import typer.core
@@ -12,9 +12,6 @@ import typer.core
 from npu_replay.errors import ReplayError
 from npu_replay.smoke import options as smoke_options
 from npu_replay.tables import show, terminal
-
-if TYPE_CHECKING:
-    from npu_replay.inspection.compare import Comparison
 
 _DEBUG = "npu_replay.debug"
 _HELP = smoke_options.HELP
@@ -203,9 +200,9 @@ def inspect(
     if as_json:
         typer.echo(found.to_json())
     else:
-        from npu_replay.inspection.show import render
+        from npu_replay.inspection.show import parts
 
-        terminal().print(render(found))
+        show(parts(found))
     if out is not None:
         from npu_replay.inspection import plots
 
@@ -224,30 +221,15 @@ def compare(
     debug: DebugOption = False,
 ) -> None:
     """Say how far two sets of routes of the same tokens are apart (exits 0 if they differ, too)."""
-    from npu_replay.inspection import compare as comparing
+    from npu_replay.inspection.compare import compare_paths, parts
     from npu_replay.routes.file import check_place, write_whole
 
     if json is not None:
         check_place(json, overwrite=force)
-    found = comparing.compare_paths(a, b)
-    _show_comparison(found)
+    found = compare_paths(a, b)
+    show(parts(found), soft_wrap=True)
     if json is not None:
         write_whole(json, found.to_json().encode(), overwrite=force)
-
-
-def _show_comparison(found: Comparison) -> None:
-    from rich.text import Text
-
-    from npu_replay.inspection import compare as comparing
-
-    console = terminal()
-    for name, path in (("A", found.a), ("B", found.b)):
-        console.print(Text.assemble((f"{name}: ", "bold"), path), soft_wrap=True)
-    for line in comparing.about(found):
-        console.print(Text(line), soft_wrap=True)
-    console.print("", comparing.table(found), "", sep="\n")
-    colour = "bold yellow" if found.whole.differing else "bold green"
-    console.print(Text(comparing.verdict(found), colour), soft_wrap=True)
 
 
 @app.command(help=smoke_options.ABOUT)

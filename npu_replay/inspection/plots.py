@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from npu_replay.inspection.route_view import WORDS, Cell
+from npu_replay.inspection.route_view import Cell
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -183,7 +183,7 @@ def _rows(axes: Axes, strip: Strip | None) -> None:
     image.set_extent((strip.first - 0.5, strip.first + count - 0.5, len(strip.layers) - 0.5, -0.5))
     present = [kind for kind in Cell if (strip.cells == kind).any()]
     axes.legend(
-        handles=[Patch(facecolor=_CELLS[kind], label=WORDS[kind]) for kind in present],
+        handles=[Patch(facecolor=_CELLS[kind], label=kind.word) for kind in present],
         loc="lower right",
         bbox_to_anchor=(1, 1),
         ncols=len(present),

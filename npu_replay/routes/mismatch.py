@@ -109,13 +109,19 @@ def check_comparable(a: RoutedExperts, b: RoutedExperts) -> None:
         ("number of experts", a.num_experts, b.num_experts),
     ):
         if ours != theirs:
-            raise InvalidRoutes(f"these routings differ in {what}", expected=ours, got=theirs)
+            raise InvalidRoutes(
+                f"these routings differ in {what}",
+                expected=ours,
+                got=theirs,
+                cause="routes of two models, or of two sequences",
+            )
     layers, both = set(a.layers) & set(b.layers), int((a.recorded & b.recorded).sum())
     if not layers or not both:
         raise InvalidRoutes(
             "these routings have nothing in common to compare",
             expected="a layer that both have, and a row recorded in both",
             got=f"{len(layers)} common layers, {both} common rows",
+            cause="routes of two models, or of two sequences",
         )
 
 
