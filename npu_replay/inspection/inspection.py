@@ -112,10 +112,10 @@ def inspect(
     start: int = 0,
     sample: str | None = None,
 ) -> Inspection:
-    """Look at a file or a folder, and run the door's checks on all that is in it.
+    """Look at a file or a folder, and hold all that is in it against the checks of an engine's routes.
 
     Args:
-        path: see `opening.KINDS`.
+        path: see `files.KINDS`.
         config: the model's config.json, or its folder.
         engine: whose array or answer it is; None finds out, for an answer.
         version: the engine's release, for the causes of errors.
