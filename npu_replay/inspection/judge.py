@@ -109,7 +109,11 @@ class Sample:
 def judge_rows(
     rows: Array, known: Known, source: Source, *, tokens: Array | None, name: str = "", ended: bool = True
 ) -> Sample:
-    """Judge an engine's array, [rows, columns, topk], of any integers; one in another shape is refused."""
+    """Judge an engine's array, [rows, columns, topk], of any integers; one in another shape is refused.
+
+    >>> judge_rows(np.zeros((3, 2, 2), int), Known(), Source(engine="vLLM"), tokens=None).problem.problem
+    'all 3 rows are zeros'
+    """
     problem: ReplayError | None = None
     model = known.model or guessed_model(rows)
     if model is None:
@@ -202,7 +206,12 @@ def _unchecked(
 
 
 def judge_routes(routes: RoutedExperts, known: Known, *, name: str = "", where: str = "") -> Sample:
-    """Judge routes that were built, so that their shape, range and duplicates are right already."""
+    """Judge routes that were built, so that their shape, range and duplicates are right already.
+
+    >>> routes = npu_replay.RoutedExperts(ids=np.arange(8).reshape(2, 2, 2), layers=(0, 1), num_experts=8)
+    >>> judge_routes(routes, Known(outputs=(np.array([7]),), prompts=(np.array([3, 4]),))).problem.line
+    'these are routes of another number of tokens'
+    """
     tokens = known.tokens()
     problem: ReplayError | None = None
     try:
@@ -276,7 +285,7 @@ def _check_tokens(routes: RoutedExperts, tokens: Array, where: str) -> None:
 
 
 def _check_rows(routes: RoutedExperts, tokens: Array | None, where: str) -> None:
-    """Constant layers and rows of other tokens, by the door, which wants one token more than rows."""
+    """Constant layers and rows of other tokens, by the check of engines' rows, which wants a token more."""
     ids, recorded = routes.ids.numpy(), routes.recorded.numpy()
     if not routes.layers or not recorded.any():
         raise InvalidRoutes(
