@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console, JustifyMethod, RenderableType
     from rich.table import Table as RichTable
 
 Cell: TypeAlias = "str | tuple[str, str]"
@@ -23,7 +23,7 @@ class Table:
     Attributes:
         titles: one a column.
         rows: a cell a column each; an empty row is a gap.
-        numbers: the columns that are set to the right and never broken.
+        numbers: the columns that are set to the right.
         ruled: is there a line below the titles?
         space: blanks between columns.
 
@@ -47,10 +47,8 @@ class Table:
         padding = (0, self.space - self.ruled, 0, 0)  # a box has a blank of its own
         table = RichTable(box=box, pad_edge=False, padding=padding, header_style="bold")
         for column, title in enumerate(self.titles):
-            if column in self.numbers:
-                table.add_column(title, justify="right", no_wrap=True)
-            else:
-                table.add_column(title, overflow="fold")
+            justify: JustifyMethod = "right" if column in self.numbers else "left"
+            table.add_column(title, justify=justify, overflow="fold")
         for row in self.rows:
             if row:
                 table.add_row(*map(_styled, row))

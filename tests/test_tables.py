@@ -37,7 +37,7 @@ def test_rich_and_plain_text_say_the_same(shown: io.StringIO) -> None:
     ]
 
 
-def test_words_are_folded_and_numbers_never(shown: io.StringIO) -> None:
+def test_a_long_word_is_folded_before_a_number(shown: io.StringIO) -> None:
     show([Table(("Where", "Count"), [("/a/long/path" * 5, "1,234,567")], numbers=range(1, 2))])
     text = shown.getvalue()
     assert "1,234,567" in text
