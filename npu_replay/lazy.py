@@ -18,6 +18,9 @@ def lazy(where: str) -> Callable[..., Any]:
     Args:
         where: «package.module:name».
 
+    >>> lazy("math:sqrt")(9)
+    3.0
+
     Two threads that call it first at the same moment are no danger: Python imports a module once, under a
     lock of its own.
     """

@@ -33,6 +33,7 @@ from npu_replay.devices import megatron_on, one_thread, pick
 from npu_replay.routes import inputs
 from npu_replay.routes.file import check_place, write_whole
 from npu_replay.sessions import seam, session
+from npu_replay.tables import Table, terminal
 
 TOKENS = (64, 1024, 8192)
 ROUTER: dict[str, Any] = {
@@ -94,10 +95,9 @@ def main(*, device: str, pairs: int, out: Path | None, force: bool) -> list[Row]
     probe.require(probe.MEGATRON, "npu-replay bench")
     if out is not None:
         check_place(out, overwrite=force)
-    from rich.console import Console
     from rich.progress import Progress
 
-    console = Console()
+    console = terminal()
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("measuring", total=None)
         about, rows = measured(pick(device), pairs, lambda title: bar.update(task, description=title))
@@ -404,29 +404,23 @@ def _heading(about: dict[str, Any]) -> str:
     )
 
 
-def _table(rows: list[Row]) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("", "tokens", "way"):
-        table.add_column(name, overflow="fold")  # a busy machine's figures are wide
-    for name in ("µs a call", "over base", "x base", "quartiles"):
-        table.add_column(name, justify="right", no_wrap=True)
+def _table(rows: list[Row]) -> Table:
+    lines: list[tuple[str, ...]] = []
     previous = None
     for row in rows:
         place = row.what, row.tokens
         if previous is not None and place != previous:
-            table.add_section()
+            lines.append(())
         against = (
             ("", "", "")
             if place != previous
             else (_figure(row.over, "+"), f"{row.ratio:.2f}", f"{row.ratio_low:.2f}-{row.ratio_high:.2f}")
         )
         first = ("", "") if place == previous else (row.what, f"{row.tokens:,}" if row.tokens else "")
-        table.add_row(*first, row.way, _figure(row.microseconds), *against)
+        lines.append((*first, row.way, _figure(row.microseconds), *against))
         previous = place
-    return table
+    titles = ("", "tokens", "way", "µs a call", "over base", "x base", "quartiles")
+    return Table(titles, lines, numbers=range(3, 7), ruled=True)
 
 
 def _figure(microseconds: float, sign: str = "") -> str:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 import typer.core
 
 from npu_replay.errors import ReplayError
 from npu_replay.smoke import options as smoke_options
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from npu_replay.inspection.compare import Comparison
+from npu_replay.tables import show, terminal
 
 _DEBUG = "npu_replay.debug"
 _HELP = smoke_options.HELP
@@ -44,17 +38,9 @@ def _show(error: Exception) -> None:
         message, hint = str(error).removeprefix("[npu_replay] "), "--debug shows where it came from"
     else:
         message, hint = str(error), "npu-replay doctor says what is missing, and how to get it"
-    console = _console(stderr=True)
+    console = terminal(stderr=True)
     console.print(Text.assemble(("Error: ", "bold red"), message), soft_wrap=True)
     console.print(Text(hint, "dim"), soft_wrap=True)
-
-
-def _console(*, stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    # Nobody's terminal: a log, where 80 columns would break paths in two.
-    wide = not (sys.stderr if stderr else sys.stdout).isatty() and "COLUMNS" not in os.environ
-    return Console(stderr=stderr, width=110 if wide else None, highlight=False)
 
 
 app = typer.Typer(
@@ -133,13 +119,13 @@ def doctor(
     debug: DebugOption = False,
 ) -> None:
     """Say whether replay works here, and what to do if it doesn't (then exits 1)."""
-    from npu_replay.doctor.diagnose import diagnose, render
+    from npu_replay.doctor.diagnose import diagnose, parts
 
     diagnosis = diagnose(imports=imports)
     if as_json:
         typer.echo(diagnosis.to_json())
     else:
-        _console().print(render(diagnosis))
+        show(parts(diagnosis))
     raise typer.Exit(0 if diagnosis.works else 1)
 
 
@@ -214,9 +200,9 @@ def inspect(
     if as_json:
         typer.echo(found.to_json())
     else:
-        from npu_replay.inspection.show import render
+        from npu_replay.inspection.show import parts
 
-        _console().print(render(found))
+        show(parts(found))
     if out is not None:
         from npu_replay.inspection import plots
 
@@ -235,36 +221,15 @@ def compare(
     debug: DebugOption = False,
 ) -> None:
     """Say how far two sets of routes of the same tokens are apart (exits 0 if they differ, too)."""
-    from npu_replay.inspection import compare as comparing
+    from npu_replay.inspection.compare import compare_paths, parts
     from npu_replay.routes.file import check_place, write_whole
 
     if json is not None:
         check_place(json, overwrite=force)
-    found = comparing.compare_paths(a, b)
-    _show_comparison(found)
+    found = compare_paths(a, b)
+    show(parts(found), soft_wrap=True)
     if json is not None:
         write_whole(json, found.to_json().encode(), overwrite=force)
-
-
-def _show_comparison(found: Comparison) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from npu_replay.inspection import compare as comparing
-
-    console = _console()
-    for name, path in (("A", found.a), ("B", found.b)):
-        console.print(Text.assemble((f"{name}: ", "bold"), path), soft_wrap=True)
-    for line in comparing.about(found):
-        console.print(Text(line), soft_wrap=True)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for title in comparing.TITLES:
-        table.add_column(title, justify="left" if title == "Layer" else "right", vertical="bottom")
-    for cells in comparing.table_rows(found):
-        table.add_row(*cells, style="bold" if cells[0] == "all" else None)
-    console.print("", table, "", sep="\n")
-    colour = "bold yellow" if found.whole.differing else "bold green"
-    console.print(Text(comparing.verdict(found), colour), soft_wrap=True)
 
 
 @app.command(help=smoke_options.ABOUT)

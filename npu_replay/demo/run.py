@@ -31,12 +31,11 @@ def main(*, device: str, steps: int, out: Path, seed: int, force: bool) -> dict[
     probe.require(probe.DEMO, "the demo")
     for name in (JSON, PNG):
         check_place(_made(out) / name, overwrite=force)
-    from rich.console import Console
-
     from npu_replay.demo import tables
     from npu_replay.inspection import plots
+    from npu_replay.tables import terminal
 
-    console = Console()
+    console = terminal()
     with contextlib.ExitStack() as stack:
         stack.enter_context(one_thread())
         where = pick(device)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
+
+from npu_replay.tables import Table
 
 _NAMES = {"none": "no replay", "r2": "R2", "r3": "R3"}
 
@@ -45,23 +45,26 @@ def _against(result: dict[str, Any]) -> Group:
         f"Trainer: Megatron-core {about['megatron-core']}, float32.\n"
         f"Their difference over {result['settings']['tokens']} sampled tokens:"
     )
-    table = _table(
+    titles = (
         "trainer",
         "router mismatch",
         "tokens with one",
         "KL, nats",
         "largest log-prob\ndifference, nats",
     )
+    rows = []
     for name, row in result["rollout_against_trainer"].items():
         routing, log_probs = row["routing"], row["log_probs"]
-        table.add_row(
-            _NAMES[name],
-            f"{routing['router_mismatch']:.2%}",
-            f"{routing['token_mismatch']:.2%}",
-            f"{log_probs['kl']:.2e}",
-            f"{log_probs['max_difference']:.3f}",
+        rows.append(
+            (
+                _NAMES[name],
+                f"{routing['router_mismatch']:.2%}",
+                f"{routing['token_mismatch']:.2%}",
+                f"{log_probs['kl']:.2e}",
+                f"{log_probs['max_difference']:.3f}",
+            )
         )
-    return Group(Text(title, "bold"), table)
+    return _titled(title, titles, rows)
 
 
 def _updates(result: dict[str, Any]) -> Group:
@@ -70,30 +73,28 @@ def _updates(result: dict[str, Any]) -> Group:
         f"The policy over {steps} optimizer steps on one batch.\n"
         "Ratio and KL are against the trainer's log-probs before step 1:"
     )
-    table = _table(
+    titles = (
         "update",
         f"token-layers flipped\nfrom step 1 to {steps}",
         "ratio at\nstep 1",
         f"ratio at step {steps},\nmin to max",
         "KL, nats",
     )
-    for name, row in result["updates"].items():
-        table.add_row(
+    rows = [
+        (
             _NAMES[name],
             f"{row['flipped'][-1]:,} of {row['token_layers']:,}",
             _span(row["ratio_min"][0], row["ratio_max"][0]),
             _span(row["ratio_min"][-1], row["ratio_max"][-1]),
             f"{row['ratio_kl'][-1]:.2e}",
         )
-    return Group(Text(title, "bold"), table)
+        for name, row in result["updates"].items()
+    ]
+    return _titled(title, titles, rows)
 
 
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column(first)
-    for name in others:
-        table.add_column(name, justify="right")
-    return table
+def _titled(title: str, titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Group:
+    return Group(Text(title, "bold"), Table(titles, rows, numbers=range(1, 5), ruled=True, space=3))
 
 
 def _span(low: float, high: float) -> str:

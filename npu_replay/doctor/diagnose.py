@@ -1,8 +1,15 @@
-"""doctor: does routing replay work on this machine, seen and not guessed, and what to do where it doesn't."""
+"""doctor: does routing replay work on this machine, seen and not guessed, and what to do where it doesn't.
+
+    python -m npu_replay.doctor.diagnose MODULE ...
+
+imports modules as a job does, npu_replay first, and prints one line of JSON. doctor runs it in a process of
+its own: what is missing or renamed inside a module shows only when it is imported.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -11,7 +18,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeVar
 
 import torch
 
@@ -23,20 +30,20 @@ from npu_replay.devices import ACCELERATORS
 from npu_replay.doctor import self_test
 from npu_replay.doctor.report import Report, report
 from npu_replay.doctor.self_test import Outcome
-from npu_replay.doctor.trial_import import Trial
+from npu_replay.errors import ReplayError
+from npu_replay.tables import Cell, Part, Table, as_text
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-Cell: TypeAlias = "str | tuple[str, str]"  # text, or text and its style
+_Answer = TypeVar("_Answer")
 
 # Replay can't be trusted while one of these is broken; the others only lose what needs them.
 _VITAL = ("numpy", "megatron-core", "mindspeed", "torch_npu", "transformers")
-_MEGATRON = ("replay on Megatron-core", "megatron.core.transformer.moe.router")
-_TRANSFORMERS = ("replay on transformers", "transformers.models.qwen3_moe.modeling_qwen3_moe")
-_FRAMEWORKS = {"megatron-core": _MEGATRON, "transformers": _TRANSFORMERS}
+_MEGATRON, _TRANSFORMERS = "replay on Megatron-core", "replay on transformers"
+_PRODUCTS = {mindspeed.CAPABILITY: "mindspeed", _MEGATRON: "megatron-core", _TRANSFORMERS: "transformers"}
+"""What each of these capabilities is of."""
 _NEED_MEGATRON = ("Megatron's own replay", "Megatron-core on the CPU", "demo")
 _ADAPTOR = "mindspeed.megatron_adaptor"  # before Megatron, which it changes as it is imported
+_ROUTER = "megatron.core.transformer.moe.router"
+_QWEN = "transformers.models.qwen3_moe.modeling_qwen3_moe"
 _ACCELERATORS = {device.NAME: device for device in ACCELERATORS}
 _PATIENCE = 120  # seconds; a first NPU kernel is compiled for tens of them
 
@@ -47,6 +54,24 @@ class Fault:
 
     problem: str
     remedy: str
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How an import went.
+
+    Attributes:
+        problem: the error that an import raised; empty if none did.
+        refusal: what npu_replay couldn't change, for which every block is refused; empty if all is well.
+    """
+
+    problem: str = ""
+    refusal: str = ""
+
+    @property
+    def fatal(self) -> bool:
+        """Does it stop a job with the settings that are here?"""
+        return bool(self.problem or (self.refusal and import_hook.strict()))
 
 
 @dataclass(frozen=True)
@@ -64,11 +89,9 @@ class Diagnosis:
 
     def to_json(self) -> str:
         """All of it, for programs."""
-        found = asdict(self.report)
-        found["capabilities"] = [asdict(capability) for capability in self.capabilities]
-        found["self_test"] = [asdict(trial) for trial in self.trials]
-        found["faults"] = [asdict(fault) for fault in self.faults]
-        return json.dumps({"works": self.works, **found}, indent=2)
+        found = asdict(self)
+        about = found.pop("report") | {"self_test": found.pop("trials")}
+        return json.dumps({"works": self.works} | about | found, indent=2)
 
 
 def diagnose(*, imports: bool = False) -> Diagnosis:
@@ -84,25 +107,36 @@ def diagnose(*, imports: bool = False) -> Diagnosis:
         brought = bool(device.MODULE) and _product(found, device.MODULE).usable
         if brought or found.torch.accelerator == kind:
             trials[kind] = _try_device(kind)
-    looked_up = {capability.name: _tried(capability, trials) for capability in found.capabilities}
-    _import_megatron(looked_up, found)
-    if imports:
-        _import_transformers(looked_up, found)
-    capabilities = tuple(looked_up.values())
-    return Diagnosis(found, capabilities, tuple(trials.values()), tuple(_faults(found, capabilities, trials)))
+    capabilities = {one.name: _tried(one, trials) for one in found.capabilities}
+    _import_megatron(capabilities, found)
+    if imports and capabilities[_TRANSFORMERS].there:
+        _put(capabilities, _TRANSFORMERS, found, _try_import(_QWEN), (_QWEN,))
+    faults = tuple(_faults(found, capabilities, trials))
+    return Diagnosis(found, tuple(capabilities.values()), tuple(trials.values()), faults)
+
+
+# What is tried
 
 
 def _try_device(device: str) -> Outcome:
     """The self-test in a process of its own: a driver may hang or kill it, and torch_npu may not import."""
-    last, problem = _child(
-        [sys.executable, "-m", "npu_replay.doctor.self_test", device, _ACCELERATORS[device].MODULE]
-    )
-    if problem:
-        return Outcome(device, problem, 0.0)
+    found = _asked(Outcome, self_test.__name__, device, _ACCELERATORS[device].MODULE)
+    return Outcome(device, found, 0.0) if isinstance(found, str) else found
+
+
+def _try_import(*modules: str) -> Trial:
+    """Import these in a process of its own: they may kill it, and this one has to go on without them."""
+    found = _asked(Trial, __name__, *modules)
+    return Trial(found) if isinstance(found, str) else found
+
+
+def _asked(kind: type[_Answer], module: str, *arguments: str) -> _Answer | str:
+    """What a module of ours answers in a process of its own, or why it doesn't."""
+    last, problem = _child([sys.executable, "-m", module, *arguments])
     try:
-        return Outcome(**json.loads(last))
+        return problem or kind(**json.loads(last))
     except (ValueError, TypeError):
-        return Outcome(device, f"the self-test printed {last!r}", 0.0)
+        return f"the process printed {last!r}"
 
 
 def _child(command: list[str]) -> tuple[str, str]:
@@ -132,143 +166,104 @@ def _child(command: list[str]) -> tuple[str, str]:
 
 
 def _tried(capability: Capability, trials: dict[str, Outcome]) -> Capability:
+    """A device's capability as its trial has it."""
     trial = trials.get(capability.name.lower())
     if trial is None:
         return capability
-    if trial.problem:
-        return replace(capability, state="broken", why=trial.problem, remedy=_device_remedy(trial.device))
-    return replace(
-        capability,
-        state="works",
-        why=f"tried: recorded, replayed, recomputed in {trial.seconds:.2f} s",
-        remedy="",
-    )
-
-
-def _device_remedy(kind: str) -> str:
-    if kind in _ACCELERATORS:
-        remedy: str = _ACCELERATORS[kind].remedy()
-        return remedy
-    return "this is a fault of npu_replay or of this torch: please report it, with npu-replay doctor --json"
+    if not trial.problem:
+        why = f"tried: recorded, replayed, recomputed in {trial.seconds:.2f} s"
+        return replace(capability, state="works", why=why, remedy="")
+    remedy = "this is a fault of npu_replay or of this torch: please report it, with npu-replay doctor --json"
+    if trial.device in _ACCELERATORS:
+        remedy = _ACCELERATORS[trial.device].remedy()
+    return replace(capability, state="broken", why=trial.problem, remedy=remedy)
 
 
 def _import_megatron(capabilities: dict[str, Capability], found: Report) -> None:
     """Put what comes of importing Megatron-core into `capabilities`: with MindSpeed, as jobs there do."""
-    (name, router), under = _MEGATRON, capabilities[mindspeed.CAPABILITY]
-    if not capabilities[name].there:
+    if not capabilities[_MEGATRON].there:
         return
-    modules = (_ADAPTOR, router) if under.there else (router,)
+    under = capabilities[mindspeed.CAPABILITY].there
+    modules: tuple[str, ...] = (_ADAPTOR, _ROUTER) if under else (_ROUTER,)
     trial = _try_import(*modules)
-    if _is_fatal(trial) and under.there and not _is_fatal(alone := _try_import(router)):
-        capabilities[under.name] = _judged(under, _named(found, "mindspeed"), trial, modules)
-        trial, modules = alone, (router,)
-    judged = _judged(capabilities[name], _named(found, "megatron-core"), trial, modules)
-    capabilities[name] = judged
+    if trial.fatal and under and not (alone := _try_import(_ROUTER)).fatal:
+        _put(capabilities, mindspeed.CAPABILITY, found, trial, modules)
+        trial, modules = alone, (_ROUTER,)
+    _put(capabilities, _MEGATRON, found, trial, modules)
     for other in _NEED_MEGATRON:
-        if not judged.there and other in capabilities and capabilities[other].there:
-            capabilities[other] = Capability(other, "missing", f"{name} is broken")
+        if not capabilities[_MEGATRON].there and other in capabilities and capabilities[other].there:
+            capabilities[other] = Capability(other, "missing", f"{_MEGATRON} is broken")
 
 
-def _import_transformers(capabilities: dict[str, Capability], found: Report) -> None:
-    name, module = _TRANSFORMERS
-    if capabilities[name].there:
-        product = _named(found, "transformers")
-        capabilities[name] = _judged(capabilities[name], product, _try_import(module), (module,))
-
-
-def _try_import(*modules: str) -> Trial:
-    """Import these in a process of its own: they may kill it, and this one has to go on without them."""
-    last, problem = _child([sys.executable, "-m", "npu_replay.doctor.trial_import", *modules])
-    if problem:
-        return Trial(problem)
-    try:
-        return Trial(**json.loads(last))
-    except (ValueError, TypeError):
-        return Trial(f"the import printed {last!r}")
-
-
-def _is_fatal(trial: Trial) -> bool:
-    return bool(trial.problem or (trial.refusal and import_hook.strict()))
-
-
-def _judged(capability: Capability, product: str, trial: Trial, modules: Iterable[str]) -> Capability:
-    if not _is_fatal(trial):
+def _put(
+    capabilities: dict[str, Capability], name: str, found: Report, trial: Trial, modules: Iterable[str]
+) -> None:
+    """What an import shows of a capability."""
+    capability = capabilities[name]
+    if not trial.fatal:
         but = f", but NPU_REPLAY_STRICT=0 goes on though {trial.refusal}" if trial.refusal else ""
-        return replace(capability, why=f"{capability.why}; imports{but}")
+        capabilities[name] = replace(capability, why=f"{capability.why}; imports{but}")
+        return
+    product = _product(found, _PRODUCTS[name])
+    why = [f"doesn't import: {trial.problem}"] if trial.problem else []
+    why += [f"can't be replayed: {trial.refusal}"] if trial.refusal else []
+    says = f"{product.name} {product.version}".rstrip()  # MindSpeed's source has none
+    remedy = "take a release that npu_replay knows (docs/matrix.md); NPU_REPLAY_STRICT=0 goes on without"
     if trial.problem:
         remedy = f"python -c 'import {', '.join(modules)}' has to work"
-    else:
-        remedy = "take a release that npu_replay knows (docs/matrix.md); NPU_REPLAY_STRICT=0 goes on without"
-    return replace(capability, state="broken", why=f"{product} {trial.went_wrong}", remedy=remedy)
+    capabilities[name] = replace(capability, state="broken", why=f"{says} {'; '.join(why)}", remedy=remedy)
 
 
-def _faults(found: Report, capabilities: tuple[Capability, ...], trials: dict[str, Outcome]) -> list[Fault]:
-    by_name = {capability.name: capability for capability in capabilities}
-    faults = [
-        Fault(f"{product.name} is broken: {product.problem}", _reinstall(product))
-        for product in found.products
-        if product.problem and product.name in _VITAL
-    ]
-    under_mindspeed = by_name[mindspeed.CAPABILITY]
-    if under_mindspeed.state == "broken" and _product(found, "mindspeed").usable:
-        faults.append(Fault(under_mindspeed.why, under_mindspeed.remedy))
-    recompute = by_name["recompute"]
+def _import(modules: Iterable[str]) -> Trial:
+    """Import these modules into this process, one after the other, up to the first that fails."""
+    problem = refusal = ""
+    try:
+        for module in modules:
+            importlib.import_module(module)
+    except Exception as error:  # noqa: BLE001  a product may raise anything
+        says = str(error).strip()
+        problem = f"{type(error).__name__}: {says.splitlines()[0]}" if says else type(error).__name__
+    os.environ.pop(import_hook.STRICT, None)  # whoever asks is told, and judges
+    try:
+        import_hook.refuse_failures()
+    except ReplayError as error:
+        refusal = error.problem
+    return Trial(problem, refusal)
+
+
+def _faults(
+    found: Report, capabilities: dict[str, Capability], trials: dict[str, Outcome]
+) -> Iterator[Fault]:
+    for product in found.products:
+        if product.problem and product.name in _VITAL:
+            remedy = f"install {product.name} again"
+            if product.name == "megatron-core":
+                remedy = "copy megatron/ anew, whole, or take it off PYTHONPATH"
+            yield Fault(f"{product.name} is broken: {product.problem}", remedy)
+    recompute = capabilities["recompute"]
     if not recompute.there:
-        faults.append(Fault(recompute.why, recompute.remedy))
-    faults += [
-        Fault(f"{trial.device.upper()}: {trial.problem}", by_name[trial.device.upper()].remedy)
-        for trial in trials.values()
-        if trial.problem
-    ]
-    frameworks = [by_name[name] for name, _ in _FRAMEWORKS.values()]
-    for framework, (product, _) in zip(frameworks, _FRAMEWORKS.items(), strict=True):
-        if not framework.there and _product(found, product).usable:
-            faults.append(Fault(framework.why, framework.remedy))  # it was imported, and failed
-    if not any(framework.there for framework in frameworks):
-        faults.append(
-            Fault(
-                "no framework whose routers are recognised",
-                "; or ".join(framework.remedy for framework in frameworks),
-            )
-        )
-    return faults
-
-
-def _reinstall(product: Product) -> str:
-    if product.name == "megatron-core":
-        return "copy megatron/ anew, whole, or take it off PYTHONPATH"
-    return f"install {product.name} again"
+        yield Fault(recompute.why, recompute.remedy)
+    for trial in trials.values():
+        if trial.problem:
+            device = trial.device.upper()
+            yield Fault(f"{device}: {trial.problem}", capabilities[device].remedy)
+    for name, product_name in _PRODUCTS.items():
+        one = capabilities[name]
+        if one.state == "broken" and _product(found, product_name).usable:  # it was looked into, and fails
+            yield Fault(one.why, one.remedy)
+    frameworks = [capabilities[name] for name in (_MEGATRON, _TRANSFORMERS)]
+    if not any(one.there for one in frameworks):
+        remedy = "; or ".join(one.remedy for one in frameworks)
+        yield Fault("no framework whose routers are recognised", remedy)
 
 
 def _product(found: Report, name: str) -> Product:
     return next(product for product in found.products if product.name == name)
 
 
-def _named(found: Report, name: str) -> str:
-    return f"{name} {_product(found, name).version}".rstrip()  # MindSpeed's source has none
-
-
 # What people see
 
 _STYLES = {"native": "green", "works": "green", "shimmed": "yellow", "missing": "dim", "broken": "bold red"}
-
-
-@dataclass(frozen=True)
-class _Table:
-    titles: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
-
-
-def render(diagnosis: Diagnosis) -> RenderableType:
-    """Tables for a terminal: what is installed, what works, what to do about the rest, and the verdict."""
-    from rich.console import Group
-
-    return Group(*map(_drawn, _parts(diagnosis)))
-
-
-def plain(diagnosis: Diagnosis) -> str:
-    """The same as text alone, where rich isn't installed."""
-    return "\n".join(map(_aligned, _parts(diagnosis)))
 
 
 def run_command_line(arguments: Sequence[str]) -> None:
@@ -279,29 +274,29 @@ def run_command_line(arguments: Sequence[str]) -> None:
     parser.add_argument("--imports", action="store_true", help="Also import transformers (some seconds).")
     options = parser.parse_args(arguments)
     diagnosis = diagnose(imports=options.imports)
-    sys.stdout.write(f"{diagnosis.to_json() if options.json else plain(diagnosis)}\n")
+    sys.stdout.write(f"{diagnosis.to_json() if options.json else as_text(parts(diagnosis))}\n")
     raise SystemExit(0 if diagnosis.works else 1)
 
 
-def _parts(diagnosis: Diagnosis) -> Iterator[_Table | Cell]:
-    """All that is shown, from top to bottom: tables and lines."""
+def parts(diagnosis: Diagnosis) -> Iterator[Part]:
+    """What is installed, what works, what to do about the rest, and the verdict: tables and lines."""
     found = diagnosis.report
-    yield _Table(("Installed", "Version", "Where"), list(_installed(found)))
+    yield Table(("Installed", "Version", "Where"), list(_installed(found)))
     absent = [product.name for product in found.products if not product.found and not product.problem]
     if absent:
         yield f"Not installed: {', '.join(absent)}", "dim"
     yield ""
     states = [(c.name, (c.state, _STYLES[c.state]), c.why) for c in diagnosis.capabilities]
-    yield _Table(("What", "State", "Why"), states)
+    yield Table(("What", "State", "Why"), states)
     if found.patches:
         yield ""
         patches = [(patch.where, patch.why, patch.reason) for patch in found.patches]
-        yield _Table(("Changed by npu_replay", "Why", "For"), patches)
+        yield Table(("Changed by npu_replay", "Why", "For"), patches)
     told = {"", *(fault.remedy for fault in diagnosis.faults)}
     remedies = [(c.name, (c.remedy, "cyan")) for c in diagnosis.capabilities if c.remedy not in told]
     if remedies:
         yield ""
-        yield _Table(("If you need it", "Do this"), remedies)
+        yield Table(("If you need it", "Do this"), remedies)
     yield ""
     if diagnosis.works:
         yield f"Replay works here: {_where_it_works(diagnosis)}.", "bold green"
@@ -312,32 +307,8 @@ def _parts(diagnosis: Diagnosis) -> Iterator[_Table | Cell]:
             yield f"  {fault.remedy}", "cyan"
 
 
-def _drawn(part: _Table | Cell) -> RenderableType:
-    """As Text: a path may hold brackets, which are markup in a plain string."""
-    from rich.table import Table
-    from rich.text import Text
-
-    if not isinstance(part, _Table):
-        return Text(part) if isinstance(part, str) else Text(*part)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for title in part.titles:
-        table.add_column(title, overflow="fold")
-    for row in part.rows:
-        table.add_row(*map(_drawn, row))
-    return table
-
-
-def _aligned(part: _Table | Cell) -> str:
-    if not isinstance(part, _Table):
-        return part if isinstance(part, str) else part[0]
-    rows = [part.titles, *(list(map(_aligned, row)) for row in part.rows)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-    return "\n".join(lines)
-
-
 def _installed(found: Report) -> Iterable[Sequence[Cell]]:
-    yield "npu_replay", found.version, _place(Path(__file__).parent)
+    yield "npu_replay", found.version, _place(Path(__file__).parents[1])
     yield "torch", found.torch.version, _place(Path(torch.__file__).parent)
     for product in found.products:
         if product.problem:
@@ -355,7 +326,14 @@ def _place(folder: Path) -> str:
 def _where_it_works(diagnosis: Diagnosis) -> str:
     states = {capability.name: capability.there for capability in diagnosis.capabilities}
     devices = [trial.device.upper() for trial in diagnosis.trials]
-    frameworks = [name.removeprefix("replay ") for name, _ in _FRAMEWORKS.values() if states[name]]
+    frameworks = [name.removeprefix("replay ") for name in (_MEGATRON, _TRANSFORMERS) if states[name]]
     return (
         f"{' and '.join(frameworks)}; tried with a small router, with recompute, on {' and '.join(devices)}"
     )
+
+
+if __name__ == "__main__":
+    wanted, sys.argv = sys.argv[1:], sys.argv[:1]  # MindSpeed takes what it finds there for its own
+    sys.stdout.write("\n" + json.dumps(asdict(_import(wanted))) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # at once: what a product prints, or how it crashes, at exit is no matter of its import

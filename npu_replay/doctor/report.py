@@ -80,6 +80,13 @@ def report() -> Report:
 
     Imports no product and changes nothing. Asked of torch: its version, what its autograd tells, and which
     accelerator it has.
+
+    >>> print(npu_replay.report())
+    npu_replay 0.1.0, Python ...
+    Installed:
+      numpy ...
+    What works:
+      replay on Megatron-core: ...
     """
     from npu_replay import __version__  # here: the package imports this module
 

@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ from npu_replay.sessions.record import record
 from npu_replay.sessions.replay import replay
 
 _KIND = "npu_replay's self-test"
-_TOKENS, _HIDDEN, _EXPERTS, _TOPK = 32, 16, 8, 2
+_LAYERS, _TOKENS, _HIDDEN, _EXPERTS, _TOPK = 2, 32, 16, 8, 2
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,9 @@ def run(device: str, brought_by: str = "") -> Outcome:
     Args:
         device: its kind, as torch names it.
         brought_by: the package to import for it; none for torch's own devices.
+
+    >>> run("cpu").problem
+    ''
     """
     started = time.perf_counter()
     routers.register(_KIND, _ToyRouters())
@@ -66,12 +70,11 @@ def _problem(device: torch.device) -> str:
     batches = [torch.randn(_TOKENS, _HIDDEN, generator=generator).to(device) for _ in range(2)]
     routes = _chosen(model, batches)
     with torch.no_grad():
-        for router in model.routers():
-            router.weight.neg_()
-    if _same(routes, _chosen(model, batches)):
+        model.gates.neg_()
+    if all(torch.equal(a.ids, b.ids) for a, b in zip(routes, _chosen(model, batches), strict=True)):
         return "the changed router still chooses the same experts, so this shows nothing"
     plain = _gradients(model, batches, routes, recompute=False)
-    if not _used(model, routes):
+    if not torch.equal(torch.stack([one.ids for one in routes]), model.chosen()):
         return "the routers didn't choose the experts that were replayed"
     again = _gradients(model, batches, routes, recompute=True)
     # Not to the last bit: a device may add in another order. Another expert's gradient is far off.
@@ -88,26 +91,13 @@ def _chosen(model: nn.Module, batches: list[torch.Tensor]) -> list[RoutedExperts
     return routes
 
 
-def _same(a: list[RoutedExperts], b: list[RoutedExperts]) -> bool:
-    return all(torch.equal(x.ids, y.ids) for x, y in zip(a, b, strict=True))
-
-
-def _used(model: _ToyModel, routes: list[RoutedExperts]) -> bool:
-    """Did the routers, in their own words, choose what was replayed?"""
-    return all(
-        torch.equal(chosen, routed.ids[:, column].long())
-        for column, router in enumerate(model.routers())
-        for chosen, routed in zip(router.chosen, routes, strict=True)
-    )
-
-
 def _gradients(
     model: _ToyModel, batches: list[torch.Tensor], routes: list[RoutedExperts], *, recompute: bool
 ) -> list[torch.Tensor]:
     """One backward over the sum of the losses: a queue of recomputes would take the wrong one's routes."""
     model.zero_grad()
     model.recompute = recompute
-    for router in model.routers():
+    for router in model.routers:
         router.chosen.clear()
     with replay(model, routes):
         torch.stack([model(batch).square().mean() for batch in batches]).sum().backward()  # type: ignore[no-untyped-call]
@@ -115,43 +105,44 @@ def _gradients(
 
 
 class _ToyRouter(nn.Module):
-    def __init__(self, generator: torch.Generator) -> None:
+    """Turns logits into values and ids, [tokens, topk] each."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(_EXPERTS, _HIDDEN, generator=generator))
         self.chosen: list[torch.Tensor] = []
 
-    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        values, ids = torch.topk((hidden @ self.weight.t()).softmax(dim=-1), _TOPK, dim=-1)
-        self.chosen.append(ids.cpu())
+    def forward(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, ids = torch.topk(logits.softmax(dim=-1), _TOPK, dim=-1)
+        self.chosen.append(ids.to("cpu", torch.uint8))
         return values, ids
-
-
-class _ToyLayer(nn.Module):
-    def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()
-        self.router = _ToyRouter(generator)
-        self.experts = nn.Parameter(torch.randn(_EXPERTS, _HIDDEN, generator=generator))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        values, ids = self.router(hidden)
-        weights = values.new_zeros(len(hidden), _EXPERTS).scatter(1, ids, values)
-        output: torch.Tensor = hidden + (weights @ self.experts).tanh()
-        return output
 
 
 class _ToyModel(nn.Module):
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_ToyLayer(generator) for _ in range(2))
+        self.routers = [_ToyRouter() for _ in range(_LAYERS)]
+        self.layers = nn.ModuleList(self.routers)
+        self.gates = nn.Parameter(torch.randn(_LAYERS, _EXPERTS, _HIDDEN, generator=generator))
+        self.experts = nn.Parameter(torch.randn(_LAYERS, _EXPERTS, _HIDDEN, generator=generator))
         self.recompute = False
 
-    def routers(self) -> list[_ToyRouter]:
-        return [module for module in self.modules() if isinstance(module, _ToyRouter)]
+    def chosen(self) -> torch.Tensor:
+        """What the routers chose, in their own words, [micro-batches, tokens, layers, topk]."""
+        return torch.stack([torch.stack(router.chosen) for router in self.routers], dim=2)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = checkpoint(layer, hidden, use_reentrant=False) if self.recompute else layer(hidden)
+        for number in range(_LAYERS):
+            if self.recompute:
+                hidden = checkpoint(self._layer, number, hidden, use_reentrant=False)
+            else:
+                hidden = self._layer(number, hidden)
         return hidden
+
+    def _layer(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
+        values, ids = self.routers[number](hidden @ self.gates[number].t())
+        weights = values.new_zeros(len(hidden), _EXPERTS).scatter(1, ids, values)
+        output: torch.Tensor = hidden + (weights @ self.experts[number]).tanh()
+        return output
 
 
 class _ToyRouters(routers.RouterKind):
@@ -163,10 +154,8 @@ class _ToyRouters(routers.RouterKind):
         )
 
 
-def _shows(output: object) -> torch.Tensor:
-    if not isinstance(output, tuple):
-        raise TypeError(f"the toy router returned {type(output).__name__}")
-    ids: torch.Tensor = output[1]
+def _shows(output: Any) -> torch.Tensor:
+    _, ids = output
     return torch.zeros(len(ids), _EXPERTS, dtype=torch.bool, device=ids.device).scatter(1, ids, True)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -14,14 +14,13 @@ from npu_replay.errors import InvalidRoutes, ReplayError, RouteFileError
 from npu_replay.routes.mismatch import check_comparable, differing_token_layers
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.routes.store import RouteStore
+from npu_replay.tables import Part, Table
 
 Pair: TypeAlias = "tuple[str, RoutedExperts, RoutedExperts]"
 """Where the two come from, for messages, and the routes of one sequence on each side."""
 
-_KINDS = "two files of RoutedExperts.save, or two folders of a RouteStore"
 
-
-@dataclass
+@dataclass(frozen=True)
 class Counts:
     """What was compared in one layer, or in all together.
 
@@ -30,6 +29,9 @@ class Counts:
         differing: those of them whose sets of experts differ.
         experts: the experts that A named in them.
         differing_experts: those of them that B didn't name.
+
+    >>> (Counts(10, 1, 40, 2) + Counts(10, 0, 40, 0)).token_share
+    0.05
     """
 
     token_layers: int = 0
@@ -37,19 +39,16 @@ class Counts:
     experts: int = 0
     differing_experts: int = 0
 
-    def add(self, other: Counts) -> None:
-        self.token_layers += other.token_layers
-        self.differing += other.differing
-        self.experts += other.experts
-        self.differing_experts += other.differing_experts
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def token_share(self) -> float:
-        return self.differing / self.token_layers if self.token_layers else 0.0
+        return self.differing / max(1, self.token_layers)
 
     @property
     def expert_share(self) -> float:
-        return self.differing_experts / self.experts if self.experts else 0.0
+        return self.differing_experts / max(1, self.experts)
 
     def described(self) -> dict[str, int | float]:
         return asdict(self) | {"token_share": self.token_share, "expert_share": self.expert_share}
@@ -89,10 +88,7 @@ class Comparison:
     @property
     def whole(self) -> Counts:
         """All layers together."""
-        found = Counts()
-        for counts in self.layers.values():
-            found.add(counts)
-        return found
+        return sum(self.layers.values(), Counts())
 
     def add(self, pair: Pair) -> None:
         """Count the two routings of one sequence in.
@@ -102,34 +98,31 @@ class Comparison:
         """
         where, a, b = pair
         _check_alike(where, a, b)
+        both = a.recorded & b.recorded if len(a) == len(b) else None
         self.samples += 1
         self.unsure += a.fingerprint is None or b.fingerprint is None
         self.rows += len(a)
         self.without_route_in_a += int((~a.recorded).sum())
         self.without_route_in_b += int((~b.recorded).sum())
-        if self.folders and len(a) == len(b) and not bool((a.recorded & b.recorded).any()):
+        if self.folders and both is not None and not both.any():
             return  # one sample whose routes were lost is no reason to say nothing of the others
         try:
             check_comparable(a, b)
         except InvalidRoutes as error:
-            raise InvalidRoutes(
-                error.problem,
-                where=where,
-                expected=error.expected,
-                got=error.got,
-                cause=error.cause or "routes of two models, or of two sequences",
-            ) from error
+            raise error.at(where) from error
         tokens, differ = int((a.recorded & b.recorded).sum()), differing_token_layers(a, b)
         self.tokens += tokens
         self.differing_tokens += int(differ.any(dim=1).sum())
-        for layer, counts in _by_layer(a, b, tokens, differ).items():
-            self.layers.setdefault(layer, Counts()).add(counts)
+        for column, layer in enumerate(a.layers):
+            rows = differ[:, column].nonzero()[:, 0]
+            others = _only_in_first(a.ids[rows, column], b.ids[rows, column])
+            counts = Counts(tokens, len(rows), tokens * a.topk, others)
+            self.layers[layer] = self.layers.get(layer, Counts()) + counts
 
     def to_json(self) -> str:
         """All of it, for programs. Shares are of one."""
-        found = asdict(self) | self.whole.described()
-        layers = [{"layer": layer} | self.layers[layer].described() for layer in sorted(self.layers)]
-        return json.dumps(found | {"layers": layers}, indent=2)
+        layers = [{"layer": layer} | counts.described() for layer, counts in sorted(self.layers.items())]
+        return json.dumps(asdict(self) | self.whole.described() | {"layers": layers}, indent=2)
 
 
 def compare_paths(a: Path, b: Path) -> Comparison:
@@ -147,13 +140,16 @@ def compare_paths(a: Path, b: Path) -> Comparison:
         folder, file = (a, b) if a.is_dir() else (b, a)
         raise ReplayError(
             "a folder and a file can't be compared",
-            expected=_KINDS,
+            expected="two files of RoutedExperts.save, or two folders of a RouteStore",
             got=f"the folder {folder} and the file {file}",
             cause="one shard of a RouteStore in the place of its folder",
         )
     found = Comparison(a=str(a), b=str(b), folders=a.is_dir())
-    for pair in _in_folders(RouteStore(a), RouteStore(b), found) if found.folders else _in_files(a, b):
-        found.add(pair)
+    if found.folders:
+        for pair in _in_folders(RouteStore(a), RouteStore(b), found):
+            found.add(pair)
+    else:
+        found.add((f"{a} and {b}", RoutedExperts.load(a), RoutedExperts.load(b)))
     if not found.tokens:
         raise InvalidRoutes(
             "no token has a route on both sides",
@@ -163,13 +159,6 @@ def compare_paths(a: Path, b: Path) -> Comparison:
             cause="a run whose routes were lost: npu-replay inspect says what is in each",
         )
     return found
-
-
-# What belongs together
-
-
-def _in_files(a: Path, b: Path) -> Iterator[Pair]:
-    yield f"{a} and {b}", RoutedExperts.load(a), RoutedExperts.load(b)
 
 
 def _in_folders(a: RouteStore, b: RouteStore, found: Comparison) -> Iterator[Pair]:
@@ -192,21 +181,20 @@ def _in_folders(a: RouteStore, b: RouteStore, found: Comparison) -> Iterator[Pai
 def _partners(a: RouteStore, b: RouteStore) -> dict[str, str]:
     """The key in `b` of each key in `a` that has a partner: the same, else one of the same tokens."""
     partners = {key: key for key in a if key in b}
-    left: dict[Any, list[str]] = {}
+    left: dict[str, list[str]] = {}
     for key in b:
         if key not in partners:
             left.setdefault(_mark(b, key), []).append(key)
     for key in a:
         mark = _mark(a, key)
-        if key not in partners and mark is not None and left.get(mark):
+        if key not in partners and mark != "None" and left.get(mark):
             partners[key] = left[mark].pop(0)
     return partners
 
 
-def _mark(store: RouteStore, key: str) -> str | None:
-    """A sample's fingerprint as its index has it, which nobody has checked yet."""
-    mark = store.described(key)[1]["fingerprint"]
-    return None if mark is None else str(mark)
+def _mark(store: RouteStore, key: str) -> str:
+    """A sample's fingerprint as its index has it, which nobody has checked yet; «None» for none."""
+    return str(store.described(key)[1]["fingerprint"])
 
 
 def _check_alike(where: str, a: RoutedExperts, b: RoutedExperts) -> None:
@@ -237,42 +225,15 @@ def _spans(layers: tuple[int, ...]) -> str:
     return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in spans)
 
 
-# What is counted
-
-
-def _by_layer(a: RoutedExperts, b: RoutedExperts, tokens: int, differ: torch.Tensor) -> dict[int, Counts]:
-    """What differs in each layer of two routings that have the same ones, by `differ`, [rows, layers]."""
-    found = {}
-    for column, layer in enumerate(a.layers):
-        rows = differ[:, column].nonzero()[:, 0]
-        ours, theirs = a.ids[rows, column], b.ids[rows, column]
-        found[layer] = Counts(tokens, len(rows), tokens * a.topk, _only_in_first(ours, theirs))
-    return found
-
-
 def _only_in_first(ours: torch.Tensor, theirs: torch.Tensor) -> int:
     """How many ids of [rows, topk] the same row of `theirs` hasn't got, slot by slot to save memory."""
     return sum(int((slot[:, None] != theirs).all(dim=1).sum()) for slot in ours.unbind(dim=1))
 
 
-# What is said of it
-
-TITLES = ("Layer", "Tokens compared", "Tokens with\nother experts", "Experts that\nare others")
-
-
-def table_rows(found: Comparison) -> Iterator[tuple[str, ...]]:
-    """The table's cells under `TITLES`: a row for each layer, and one for all of them."""
-    for layer in sorted(found.layers):
-        yield _cells(str(layer), found.layers[layer].token_layers, found.layers[layer])
-    yield _cells("all", found.tokens, found.whole)
-
-
-def _cells(name: str, tokens: int, counts: Counts) -> tuple[str, ...]:
-    return name, f"{tokens:,}", percent(counts.token_share), percent(counts.expert_share)
-
-
-def about(found: Comparison) -> Iterator[str]:
-    """What stands above the table: what was compared, and what couldn't be."""
+def parts(found: Comparison) -> Iterator[Part]:
+    """What was compared and what couldn't be, each layer, and the verdict: lines and a table."""
+    yield [("A: ", "bold"), found.a]
+    yield [("B: ", "bold"), found.b]
     if found.folders:
         yield (
             f"{found.samples:,} samples compared; without a partner: "
@@ -285,20 +246,34 @@ def about(found: Comparison) -> Iterator[str]:
     if found.unsure:
         of = f"{found.unsure:,} of {found.samples:,} samples have" if found.folders else "there is"
         yield f"not checked: that the tokens are the same, since {of} no fingerprint on one side or both"
-
-
-def verdict(found: Comparison) -> str:
-    """The last line, for whoever reads only that."""
+    yield ""
+    yield _table(found)
+    yield ""
     whole = found.whole
-    if not whole.differing:
-        return "the same: every token compared has the same experts in every layer"
-    shares = f"{percent(whole.token_share)} of token-layers, {percent(whole.expert_share)} of experts"
-    anywhere = percent(found.differing_tokens / found.tokens)
-    return f"different: {shares}; {anywhere} of tokens differ in some layer"
+    if whole.differing:
+        shares = f"{percent(whole.token_share)} of token-layers, {percent(whole.expert_share)} of experts"
+        anywhere = percent(found.differing_tokens / found.tokens)
+        yield f"different: {shares}; {anywhere} of tokens differ in some layer", "bold yellow"
+    else:
+        yield "the same: every token compared has the same experts in every layer", "bold green"
+
+
+def _table(found: Comparison) -> Table:
+    titles = ("Layer", "Tokens compared", "Tokens with\nother experts", "Experts that\nare others")
+    lines = [(str(layer), one.token_layers, one, "") for layer, one in sorted(found.layers.items())]
+    rows = [
+        [(cell, style) for cell in (name, f"{tokens:,}", percent(one.token_share), percent(one.expert_share))]
+        for name, tokens, one, style in [*lines, ("all", found.tokens, found.whole, "bold")]
+    ]
+    return Table(titles, rows, numbers=range(1, 4))
 
 
 def percent(share: float) -> str:
-    """Never 0.00% where something differs, never 100.00% where something doesn't."""
+    """Never 0.00% where something differs, never 100.00% where something doesn't.
+
+    >>> percent(1e-9), percent(0.034), percent(1 - 1e-9)
+    ('< 0.01%', '3.40%', '> 99.99%')
+    """
     if 0 < share < 0.0001:
         return "< 0.01%"
     return "> 99.99%" if 0.9999 < share < 1 else f"{share:.2%}"

@@ -1,11 +1,13 @@
-"""Open a file or a folder of routes, whatever it is: each sequence in it, judged."""
+"""Open a file or a folder of routes, whatever it is: each sequence in it, and what is thought of it."""
 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from npu_replay.inspection.answers import NAMES, Engine, samples, source_of, who
 from npu_replay.inspection.judge import Known, Sample, judge_routes, judge_rows
 from npu_replay.inspection.route_view import View
 from npu_replay.rollout import payloads
+from npu_replay.rollout.faults import Source
 from npu_replay.routes.checks import Array, is_ids
 from npu_replay.routes.file import plain_file
 from npu_replay.routes.routed_experts import RoutedExperts
@@ -45,48 +48,60 @@ class Refused(Exception):
 def opened(
     path: Path, known: Known, engine: Engine | None, version: str, sample: str | None
 ) -> tuple[str, Iterable[Sample]]:
-    """What it is, in words, and the sequences in it, each judged when it is asked for."""
+    """What it is, in words, and the sequences in it, each judged when it is asked for.
+
+    Raises:
+        Refused: nothing can be looked into.
+        ReplayError: what the caller gave doesn't fit it.
+    """
     if path.is_dir():
         return _store(path, known, sample)
     data = _contents(path)
     start = bytes(data[:8])
+    source = source_of(engine, version, str(path))
     if start == MAGIC:
-        what, found = "bytes of RoutedExperts.to_bytes", [_of_bytes(path, data, known)]
+        what, one = "bytes of RoutedExperts.to_bytes", _of_bytes(path, data, known)
     elif start.startswith(b"\x93NUMPY"):
-        what, found = _npy(path, data, known, engine, version)
+        what = f"an .npy array{'' if engine is None else f' of {_named(engine, version)}'}"
+        one = _of_array(what, partial(payloads.from_npy, data, most=len(data)), source, known)
     elif len(data) > 8 and bytes(data[8:9]) == b"{" and struct.unpack("<Q", start)[0] < len(data):
-        what, found = "a file of RoutedExperts.save", [_of_file(path, known)]
+        what, one = "a file of RoutedExperts.save", _of_file(path, known)
     else:
-        return _answer(path, data, known, engine, version, sample)
+        answer = _parsed(path, data)
+        if not (isinstance(answer, list) and answer and isinstance(answer[0], list)):
+            return _answer(path, answer, known, engine, version, sample)
+        what = "nested lists of ids"
+        read = partial(payloads.from_lists, answer, most=(len(answer), 4096, 1024))
+        one = _of_array(what, read, source, known)
     if sample is not None:
-        raise ReplayError("there is one sequence in this file", where=str(path), got=f"--sample {sample}")
-    return what, found
+        words = "there is one sequence in this file"
+        raise ReplayError(words, where=str(path), expected="no --sample", got=f"--sample {sample}")
+    return what, [one]
 
 
-def _contents(path: Path, most: int = MOST_BYTES) -> memoryview:
+def _contents(path: Path) -> memoryview:
     """The bytes of a file, in memory of our own; its size is checked first."""
     try:
         if not path.exists():
-            raise Refused(RouteFileError("there is no such file", where=str(path)))
+            raise _refused(path, "there is no such file")
         with plain_file(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > most:
-                raise Refused(_too_large(path, size, most))
+            _check_size(path, os.fstat(file.fileno()).st_size, MOST_BYTES)
             data = file.read()
     except (OSError, ValueError, MemoryError) as error:
-        raise Refused(RouteFileError(f"the file can't be read ({error})", where=str(path))) from error
+        raise _refused(path, f"the file can't be read ({error})") from error
     if not data:
-        raise Refused(RouteFileError("the file is empty", where=str(path)))
+        raise _refused(path, "the file is empty")
     return memoryview(data)
 
 
-def _too_large(path: Path, size: int, most: int) -> RouteFileError:
-    return RouteFileError(
-        "the file is too large to look at",
-        where=str(path),
-        expected=f"at most {most:,} bytes",
-        got=f"{size:,}",
-    )
+def _check_size(path: Path, size: int, most: int) -> None:
+    if size > most:
+        words = "the file is too large to look at"
+        raise _refused(path, words, expected=f"at most {most:,} bytes", got=f"{size:,}")
+
+
+def _refused(path: Path, problem: str, **more: Any) -> Refused:
+    return Refused(RouteFileError(problem, where=str(path), **more))
 
 
 # Routes that npu_replay wrote
@@ -101,7 +116,7 @@ def _of_bytes(path: Path, data: memoryview, known: Known) -> Sample:
 
 def _view_of_bytes(data: memoryview) -> View | None:
     """What is left of bytes that were cut short or changed."""
-    try:
+    with contextlib.suppress(struct.error, ArithmeticError, *UNREADABLE):
         (size,) = struct.unpack_from("<I", data, 8)
         described = json_text.parse(bytes(data[12 : 12 + size]))
         check_header(described)
@@ -114,45 +129,36 @@ def _view_of_bytes(data: memoryview) -> View | None:
         bits = np.frombuffer(body[tokens * row :], np.uint8)
         whole = rows == tokens and len(bits) == (tokens + 7) // 8
         return _raw_view(ids, described, np.unpackbits(bits, count=tokens).astype(bool) if whole else None)
-    except (struct.error, ValueError, KeyError, TypeError, ArithmeticError):
-        return None
+    return None
 
 
 def _of_file(path: Path, known: Known) -> Sample:
     try:
         return judge_routes(RoutedExperts.load(path), known, where=str(path))
     except ReplayError as error:
-        if _format_of(path) == STORE_FORMAT:
+        problem, view = error, None
+    with contextlib.suppress(*UNREADABLE):
+        file = TensorFile(path)
+        if file.metadata.get("format") == STORE_FORMAT:
             problem = RouteFileError(
                 "this is one shard of a RouteStore",
                 where=str(path),
                 expected="its folder: npu-replay inspect FOLDER",
                 got="one of its files",
             )
-            return Sample(problem=problem)
-        return Sample(problem=error, view=_view_of_tensors(path))
+        else:
+            view = _view_of_tensors(file, json_text.parse(file.metadata["routes"]))
+    return Sample(problem=problem, view=view)
 
 
-def _format_of(path: Path) -> str | None:
-    try:
-        return TensorFile(path).metadata.get("format")
-    except UNREADABLE:
-        return None
-
-
-def _view_of_tensors(path: Path, prefix: str = "", described: dict[str, Any] | None = None) -> View | None:
+def _view_of_tensors(file: TensorFile, described: dict[str, Any], prefix: str = "") -> View | None:
     """The ids in a safetensors file, whatever else is wrong with it."""
-    try:
-        file = TensorFile(path)
-        about = json_text.parse(file.metadata["routes"]) if described is None else described
-        check_header(about)
-        ids, recorded = file.arrays(f"{prefix}ids", f"{prefix}recorded")
-        return _raw_view(ids, about, recorded)
-    except UNREADABLE:
-        return None
+    check_header(described)
+    ids, recorded = file.arrays(f"{prefix}ids", f"{prefix}recorded")
+    return _raw_view(ids, described, recorded)
 
 
-def _raw_view(ids: Array, described: dict[str, Any], recorded: Array | None = None) -> View | None:
+def _raw_view(ids: Array, described: dict[str, Any], recorded: Array | None) -> View | None:
     labels, experts = described["layers"], described["num_experts"]
     if not is_ids(ids) or not ids.size:
         return None
@@ -193,56 +199,55 @@ def _of_store(store: RouteStore, key: str, known: Known) -> Sample:
     try:
         return judge_routes(store[key], known, name=key, where=where)
     except ReplayError as error:
+        problem, view = error if key in error.where else error.at(where), None
+    with contextlib.suppress(*UNREADABLE):
         shard, described = store.described(key)
-        view = _view_of_tensors(shard, f"{key}.", described)
-        problem = error if key in error.where else error.at(where)
-        return Sample(name=key, problem=problem, view=view)
+        view = _view_of_tensors(TensorFile(shard), described, f"{key}.")
+    return Sample(name=key, problem=problem, view=view)
 
 
 # What an engine made
 
 
-def _npy(
-    path: Path, data: memoryview, known: Known, engine: Engine | None, version: str
-) -> tuple[str, list[Sample]]:
-    what = f"an .npy array{'' if engine is None else f' of {_named(engine, version)}'}"
-    source = source_of(engine, version, str(path))
+def _of_array(what: str, read: Callable[..., Array], source: Source, known: Known) -> Sample:
     try:
-        rows = payloads.from_npy(data, source=source, most=len(data))
+        rows = read(source=source)
     except ReplayError as error:
         raise Refused(error, what) from error
-    return what, [judge_rows(rows, known, source, tokens=known.tokens())]
+    return judge_rows(rows, known, source, tokens=known.tokens())
 
 
 def _named(engine: Engine, version: str) -> str:
     return f"{NAMES[engine]} {version or '(release not given)'}"
 
 
-def _answer(
-    path: Path, data: memoryview, known: Known, engine: Engine | None, version: str, sample: str | None
-) -> tuple[str, Iterable[Sample]]:
+def _body(path: Path, data: memoryview) -> bytes:
+    """The text of an answer, without the headers that `curl -i` writes before it."""
+    _check_size(path, len(data), MOST_TEXT)
+    text = bytes(data).removeprefix(codecs.BOM_UTF8).lstrip(b" \t\r\n")
+    while text.startswith(b"HTTP/"):  # 100 Continue has headers of its own
+        text = text.replace(b"\r\n\r\n", b"\n\n", 1).partition(b"\n\n")[2]
+    return text
+
+
+def _parsed(path: Path, data: memoryview) -> Any:
     text = _body(path, data)
     try:
-        answer = json_text.parse(text)
+        return json_text.parse(text)
     except ValueError as error:
         streamed = text[:5] == b"data:"
-        raise Refused(
-            RouteFileError(
-                "nobody knows what this file is" if not streamed else "this is a stream of pieces",
-                where=str(path),
-                expected=KINDS,
-                got=f"a file that begins with {text[:24]!r} ({str(error)[:200]})",
-                cause="routes come with whole answers: ask for one with stream=false" if streamed else "",
-            )
+        raise _refused(
+            path,
+            "this is a stream of pieces" if streamed else "nobody knows what this file is",
+            expected=KINDS,
+            got=f"a file that begins with {text[:24]!r} ({str(error)[:200]})",
+            cause="routes come with whole answers: ask for one with stream=false" if streamed else "",
         ) from error
-    source = source_of(engine, version, str(path))
-    if isinstance(answer, list) and answer and isinstance(answer[0], list):
-        most = (len(answer), 4096, 1024)
-        try:
-            rows = payloads.from_lists(answer, source=source, most=most)
-        except ReplayError as error:
-            raise Refused(error, "nested lists") from error
-        return "nested lists of ids", [judge_rows(rows, known, source, tokens=known.tokens())]
+
+
+def _answer(
+    path: Path, answer: Any, known: Known, engine: Engine | None, version: str, sample: str | None
+) -> tuple[str, list[Sample]]:
     engine = engine or whose(answer)
     if engine is None:
         raise Refused(_unknown_answer(path, answer))
@@ -253,17 +258,11 @@ def _answer(
         if not isinstance(error, InvalidRoutes):
             raise  # the caller's ids
         raise Refused(error.at(path), what) from error
-    return what, found if sample is None else [_numbered(found, sample, path)]
-
-
-def _body(path: Path, data: memoryview) -> bytes:
-    """The text of an answer, without the headers that `curl -i` writes before it."""
-    if len(data) > MOST_TEXT:
-        raise Refused(_too_large(path, len(data), MOST_TEXT))
-    text = bytes(data).removeprefix(codecs.BOM_UTF8).lstrip(b" \t\r\n")
-    while text.startswith(b"HTTP/"):  # 100 Continue has headers of its own
-        text = text.replace(b"\r\n\r\n", b"\n\n", 1).partition(b"\n\n")[2]
-    return text
+    chosen = [one for number, one in enumerate(found) if sample in (None, str(number), one.name)]
+    if sample is not None and not chosen:
+        wanted = f"0 to {len(found) - 1}"
+        raise ReplayError("no such sequence in this answer", where=str(path), expected=wanted, got=sample)
+    return what, chosen
 
 
 def _unknown_answer(path: Path, answer: Any) -> ReplayError:
@@ -284,34 +283,23 @@ def _unknown_answer(path: Path, answer: Any) -> ReplayError:
     )
 
 
-def _numbered(found: Sequence[Sample], wanted: str, path: Path) -> Sample:
-    for number, one in enumerate(found):
-        if wanted in (str(number), one.name):
-            return one
-    raise ReplayError(
-        "no such sequence in this answer", where=str(path), expected=f"0 to {len(found) - 1}", got=wanted
-    )
-
-
 def token_lists(path: Path | None) -> tuple[Array, ...]:
-    """Token ids in a JSON file: one list, or a list of them."""
+    """Token ids in a JSON file: one list, or a list of them; [tokens] int64 each.
+
+    Raises:
+        ReplayError: something else is in it.
+    """
     if path is None:
         return ()
     try:
         value = json_text.parse(_body(path, _contents(path)))
         nested = isinstance(value, list) and bool(value) and isinstance(value[0], list)
         lists = [np.asarray(one) for one in (value if nested else [value])]
-        if not isinstance(value, list) or any(
-            ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu") for ids in lists
-        ):
+        if any(ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu") for ids in lists):
             raise ValueError("no list of integers")
         return tuple(ids.astype(np.int64) for ids in lists)
     except Refused as refused:
         raise refused.problem from None
     except (ValueError, OverflowError) as error:
-        raise ReplayError(
-            "these aren't token ids",
-            where=str(path),
-            expected="JSON: [1, 2, 3], or a list of such",
-            got=error,
-        ) from error
+        wanted = "JSON: [1, 2, 3], or a list of such"
+        raise ReplayError("these aren't token ids", where=str(path), expected=wanted, got=error) from error

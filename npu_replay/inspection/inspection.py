@@ -112,10 +112,10 @@ def inspect(
     start: int = 0,
     sample: str | None = None,
 ) -> Inspection:
-    """Look at a file or a folder, and run the door's checks on all that is in it.
+    """Look at a file or a folder, and hold all that is in it against the checks of an engine's routes.
 
     Args:
-        path: see `opening.KINDS`.
+        path: see `files.KINDS`.
         config: the model's config.json, or its folder.
         engine: whose array or answer it is; None finds out, for an answer.
         version: the engine's release, for the causes of errors.
@@ -126,6 +126,11 @@ def inspect(
     Raises:
         ReplayError: the config or the ids can't be read, or there is no such sample. What is wrong with the
             data itself is in the Inspection.
+
+    >>> routes = npu_replay.RoutedExperts(ids=np.arange(8).reshape(2, 2, 2), layers=(0, 1), num_experts=8)
+    >>> _ = Path("routes.bin").write_bytes(routes.to_bytes() + b"!")
+    >>> inspect(Path("routes.bin")).bad[0].problem
+    'routes.bin: these routes are incomplete. Expected 9 bytes after the header, got 10. ...'
     """
     known = Known(
         model=None if config is None else RoutedModel.from_config(config),

@@ -1,4 +1,4 @@
-"""Judge one sequence's routes by the door's checks, and keep what can be seen of those that are refused."""
+"""Is one array of routes right? The checks say so; what can be seen of a refused one is kept too."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from npu_replay.routes.routed_experts import RoutedExperts
 WITHOUT_MODEL = (
     "ids against the number of experts, columns against the decoder layers, dense layers: give --config"
 )
-WITHOUT_TOKENS = (
-    "rows against tokens, rows that are another token's: give the ids (--prompt-ids, --output-ids)"
-)
+_GIVE_IDS = "rows that are another token's: give the ids (--prompt-ids, --output-ids)"
+_OF_ROWS = WITHOUT_MODEL, f"rows against tokens, {_GIVE_IDS}"
+_OF_ROUTES = "layers and experts against the model: give --config", f"its tokens, and {_GIVE_IDS}"
 _TOPK_1 = "rows that were never captured: with a top-k of 1 they look like expert 0"
 _ROOM = 1 << 30  # bytes that rows may take which aren't there
-_DISTINCT, _MARK = 32, (1 << 60) - 1
+_DISTINCT = 32
 FEW_ROWS = f"constant layers: a sequence has fewer than {CONSTANT_ROWS} rows"
 
 
@@ -110,7 +110,11 @@ class Sample:
 def judge_rows(
     rows: Array, known: Known, source: Source, *, tokens: Array | None, name: str = "", ended: bool = True
 ) -> Sample:
-    """Judge an engine's array, [rows, columns, topk], of any integers; one in another shape is refused."""
+    """Judge an engine's array, [rows, columns, topk], of any integers; one in another shape is refused.
+
+    >>> judge_rows(np.zeros((3, 2, 2), int), Known(), Source(engine="vLLM"), tokens=None).problem.problem
+    'all 3 rows are zeros'
+    """
     problem: ReplayError | None = None
     model = known.model or guessed_model(rows)
     if model is None:
@@ -136,7 +140,7 @@ def judge_rows(
         rows=len(rows) if rows.ndim else None,
         dtype=str(rows.dtype),
         nbytes=rows.nbytes,
-        unchecked=_unchecked(known, tokens, rows),
+        unchecked=_unchecked(_OF_ROWS, known, tokens, len(rows), rows.shape[2:]),
     )
 
 
@@ -144,8 +148,9 @@ def stand_ins(rows: Array, count: int, start: int = 0) -> Array:
     """Ids of tokens that nobody knows, [count]. Rows that are the same get the same, so that none counts as
     another token's; different ones where nearly all are the same, which is right for no tokens."""
     ids = np.arange(count)
-    marks = [hash(row.tobytes()) >> 2 & _MARK for row in rows[: count - start]]
-    if len({*marks}) >= _DISTINCT:
+    seen: dict[int, int] = {}
+    marks = [seen.setdefault(hash(row.tobytes()), len(seen)) for row in rows[: count - start]]
+    if len(seen) >= _DISTINCT:
         ids[start : start + len(marks)] = marks
     return ids
 
@@ -193,16 +198,21 @@ def guessed_model(rows: Array) -> RoutedModel | None:
     return RoutedModel(layers=routed, num_layers=columns, num_experts=experts, topk=topk)
 
 
-def _unchecked(known: Known, tokens: Array | None, rows: Array) -> tuple[str, ...]:
-    found = [WITHOUT_MODEL] if known.model is None else []
-    found += [WITHOUT_TOKENS] if tokens is None else []
-    found += [_TOPK_1] if rows.ndim == 3 and rows.shape[2] == 1 else []
-    found += [FEW_ROWS] if len(rows) < CONSTANT_ROWS else []
-    return tuple(found)
+def _unchecked(
+    words: tuple[str, str], known: Known, tokens: Array | None, rows: int, topk: tuple[int, ...]
+) -> tuple[str, ...]:
+    """What couldn't be checked without a model, without tokens, with a top-k of 1 or with few rows."""
+    lacking = (known.model is None, tokens is None, topk == (1,), rows < CONSTANT_ROWS)
+    return tuple(what for what, lacks in zip((*words, _TOPK_1, FEW_ROWS), lacking, strict=True) if lacks)
 
 
 def judge_routes(routes: RoutedExperts, known: Known, *, name: str = "", where: str = "") -> Sample:
-    """Judge routes that were built, so that their shape, range and duplicates are right already."""
+    """Judge routes that were built, so that their shape, range and duplicates are right already.
+
+    >>> routes = npu_replay.RoutedExperts(ids=np.arange(8).reshape(2, 2, 2), layers=(0, 1), num_experts=8)
+    >>> judge_routes(routes, Known(outputs=(np.array([7]),), prompts=(np.array([3, 4]),))).problem.line
+    'these are routes of another number of tokens'
+    """
     tokens = known.tokens()
     problem: ReplayError | None = None
     try:
@@ -222,7 +232,7 @@ def judge_routes(routes: RoutedExperts, known: Known, *, name: str = "", where: 
         rows=len(ids),
         dtype=str(ids.dtype),
         nbytes=ids.nbytes,
-        unchecked=tuple(_unchecked_of_routes(routes, known, tokens)),
+        unchecked=_unchecked(_OF_ROUTES, known, tokens, int(routes.recorded.sum()), ids.shape[2:]),
         facts=facts_of(routes),
     )
 
@@ -276,7 +286,7 @@ def _check_tokens(routes: RoutedExperts, tokens: Array, where: str) -> None:
 
 
 def _check_rows(routes: RoutedExperts, tokens: Array | None, where: str) -> None:
-    """Constant layers and rows of other tokens, by the door, which wants one token more than rows."""
+    """Constant layers and rows of other tokens, by the check of engines' rows, which wants a token more."""
     ids, recorded = routes.ids.numpy(), routes.recorded.numpy()
     if not routes.layers or not recorded.any():
         raise InvalidRoutes(
@@ -295,14 +305,3 @@ def _check_rows(routes: RoutedExperts, tokens: Array | None, where: str) -> None
     )
     source = Source(engine="saved routes", field=where)
     admit(ids, model=model, tokens=np.append(known, 0), source=source, missing="native")
-
-
-def _unchecked_of_routes(routes: RoutedExperts, known: Known, tokens: Array | None) -> list[str]:
-    found = [] if known.model is not None else ["layers and experts against the model: give --config"]
-    if tokens is None:
-        found.append(
-            "its tokens, and rows that are another token's: give the ids (--prompt-ids, --output-ids)"
-        )
-    found += [_TOPK_1] if routes.topk == 1 else []
-    found += [FEW_ROWS] if int(routes.recorded.sum()) < CONSTANT_ROWS else []
-    return found

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from npu_replay.inspection.route_view import WORDS, Cell
+from npu_replay.inspection.route_view import Cell
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from npu_replay.inspection.inspection import Inspection, Strip
     from npu_replay.routes.checks import Array
@@ -39,11 +40,9 @@ _WIDEST = 600  # rows that are drawn, fewer than the picture has pixels; of more
 
 def demo(result: dict[str, Any]) -> bytes:
     """The demo's picture, as PNG: rollout against trainer on the left, the update on the right."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 4.2), layout="constrained", dpi=110)
-    FigureCanvasAgg(figure)
     left, middle, right = figure.subplots(1, 3)
     _differences(left, result["rollout_against_trainer"])
     _by_layer(middle, result["rollout_against_trainer"])
@@ -59,9 +58,7 @@ def demo(result: dict[str, Any]) -> bytes:
         ha="left",
         weight="bold",
     )
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+    return _png(figure)
 
 
 def _differences(axes: Axes, against: dict[str, Any]) -> None:
@@ -112,13 +109,11 @@ def _ratios(axes: Axes, updates: dict[str, Any]) -> None:
 
 def routes(found: Inspection) -> bytes:
     """What `npu-replay inspect` found, as PNG: each layer's load on the left, its rows on the right."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     layers = found.strip.layers if found.strip is not None else tuple(sorted(found.load))
     height = min(9.0, max(4.2, 1.8 + 0.14 * len(layers)))
     figure = Figure(figsize=(13, height), layout="constrained", dpi=110)
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.5))
     if layers:
         _load(left, found, layers)
@@ -136,6 +131,10 @@ def routes(found: Inspection) -> bytes:
         fontsize=10,
         color=_COLOURS["none" if wrong else "r3"],
     )
+    return _png(figure)
+
+
+def _png(figure: Figure) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
@@ -183,7 +182,7 @@ def _rows(axes: Axes, strip: Strip | None) -> None:
     image.set_extent((strip.first - 0.5, strip.first + count - 0.5, len(strip.layers) - 0.5, -0.5))
     present = [kind for kind in Cell if (strip.cells == kind).any()]
     axes.legend(
-        handles=[Patch(facecolor=_CELLS[kind], label=WORDS[kind]) for kind in present],
+        handles=[Patch(facecolor=_CELLS[kind], label=kind.word) for kind in present],
         loc="lower right",
         bbox_to_anchor=(1, 1),
         ncols=len(present),

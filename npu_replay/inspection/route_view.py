@@ -29,19 +29,12 @@ class Cell(IntEnum):
     SHIFTED = 8
     REFUSED = 9
 
+    @property
+    def word(self) -> str:
+        """What it is called: «route», «no route»."""
+        return "route" if self is Cell.GOOD else self.name.lower().replace("_", " ")
 
-WORDS = {
-    Cell.DENSE: "dense",
-    Cell.GOOD: "route",
-    Cell.NO_ROUTE: "no route",
-    Cell.COPY: "copy",
-    Cell.STUCK: "stuck",
-    Cell.ZEROS: "zeros",
-    Cell.TWICE: "twice",
-    Cell.OUTSIDE: "outside",
-    Cell.SHIFTED: "shifted",
-    Cell.REFUSED: "refused",
-}
+
 MEANINGS = {
     "copy": "the experts of an earlier row, in all layers",
     "stuck": f"the same experts in {STUCK_ROWS} rows or more on end",
@@ -105,26 +98,28 @@ class LayerFigures:
 
 
 def cells(view: View) -> Array:
-    """What each row shows in each layer, uint8 [rows, columns], values of `Cell`."""
-    found = np.full(view.ids.shape[:2], Cell.GOOD, np.uint8)
+    """What each row shows in each layer, uint8 [rows, columns], values of `Cell`.
+
+    >>> cells(View(ids=np.array([[[0, 1]], [[0, 0]], [[3, 3]]]), layers=(5,), num_experts=4)).T
+    array([[1, 5, 6]], dtype=uint8)
+    """
+    ids, known = view.ids, view.known
+    found = np.full(ids.shape[:2], Cell.GOOD, np.uint8)
     if not found.size:
         return found
     for column in range(found.shape[1]):
-        found[_stuck(_as_before(view.ids[:, column])), column] = Cell.STUCK
-    if view.ids.shape[2] > 1:  # with a top-k of 1, zero is expert 0
-        rows, columns = checks.named_twice(view.ids, view.known).T
+        found[_stuck(_as_before(ids[:, column])), column] = Cell.STUCK
+    if ids.shape[2] > 1:  # with a top-k of 1, zero is expert 0
+        rows, columns = checks.named_twice(ids, known).T
         found[rows, columns] = Cell.TWICE
-        found[~view.ids.any(axis=2)] = Cell.ZEROS
-    rows, columns, _ = checks.outside(view.ids, view.num_experts, view.known).T
+        found[~ids.any(axis=2)] = Cell.ZEROS
+    rows, columns, _ = checks.outside(ids, view.num_experts, known).T
     found[rows, columns] = Cell.OUTSIDE
-    for column, layer in enumerate(view.layers):
-        if layer in view.dense:
-            found[:, column] = np.where(view.ids[:, column].any(axis=1), Cell.SHIFTED, Cell.DENSE)
     _mark_copies(view, found)
-    found[~view.known] = Cell.NO_ROUTE
+    found[~known] = Cell.NO_ROUTE
     for column, layer in enumerate(view.layers):
         if layer in view.dense:
-            found[~view.known, column] = Cell.DENSE
+            found[:, column] = np.where(known & ids[:, column].any(axis=1), Cell.SHIFTED, Cell.DENSE)
     return found
 
 
@@ -137,16 +132,8 @@ def _as_before(ids: Array) -> Array:
 
 def _stuck(as_before: Array) -> Array:
     """[rows] bool: is a row one of STUCK_ROWS or more that are the same?"""
-    rows = len(as_before)
-    if rows < STUCK_ROWS:
-        return np.zeros(rows, bool)
-    so_far = np.cumsum(as_before)
-    window = STUCK_ROWS - 1
-    ends = np.flatnonzero(so_far[window:] - so_far[: rows - window] == window) + window
-    edges = np.zeros(rows + 1, np.int64)
-    np.add.at(edges, ends - window, 1)
-    np.add.at(edges, ends + 1, -1)
-    return np.cumsum(edges)[:rows] > 0
+    lengths = np.diff(np.flatnonzero(~as_before), append=len(as_before))
+    return np.repeat(lengths >= STUCK_ROWS, lengths)
 
 
 def _mark_copies(view: View, found: Array) -> None:
@@ -181,18 +168,13 @@ class Tally:
             if layer in view.dense:
                 continue
             readable = known & ~np.isin(found[:, column], (Cell.ZEROS, Cell.OUTSIDE))
-            ids = view.ids[readable, column].reshape(-1)
-            self._count(layer, np.bincount(ids.astype(np.int64), minlength=view.num_experts))
+            before = self.load.get(layer, np.zeros(0, np.int64))
+            ids = view.ids[readable, column].reshape(-1).astype(np.int64)
+            self.load[layer] = np.bincount(ids, minlength=max(view.num_experts, len(before)))
+            self.load[layer][: len(before)] += before
             repeated = int((_as_before(view.ids[:, column]) & readable).sum())
             self.repeated[layer] = self.repeated.get(layer, 0) + repeated
         return found
-
-    def _count(self, layer: int, load: Array) -> None:
-        before = self.load.get(layer, np.zeros(0, np.int64))
-        room = np.zeros(max(len(before), len(load)), np.int64)
-        room[: len(before)] += before
-        room[: len(load)] += load
-        self.load[layer] = room
 
     def figures(self) -> tuple[LayerFigures, ...]:
         """One a layer that has experts, or should have none and has; ascending."""
@@ -206,20 +188,14 @@ class Tally:
         kinds = self.kinds[layer]
         load = self.load.get(layer, np.zeros(0, np.int64))
         named = int(load.sum())
-        wrong = {word: int(kinds[kind]) for kind, word in WORDS.items() if kind >= Cell.COPY and kinds[kind]}
+        shares = load[load > 0] / max(1, named)
         return LayerFigures(
             layer=layer,
             rows=int(kinds[[Cell.GOOD, Cell.COPY, Cell.STUCK, Cell.TWICE]].sum()),
             used=int((load > 0).sum()),
             busiest=int(load.argmax()) if named else None,
             busiest_share=float(load.max() / named) if named else 0.0,
-            entropy=entropy(load),
+            entropy=-math.fsum(shares * np.log2(shares)),
             repeated=self.repeated.get(layer, 0),
-            wrong=wrong,
+            wrong={kind.word: int(kinds[kind]) for kind in Cell if kind >= Cell.COPY and kinds[kind]},
         )
-
-
-def entropy(load: Array) -> float:
-    """Of a load, in bits: log2 of the number of experts where all are used alike."""
-    shares = load[load > 0] / max(1, load.sum())
-    return -math.fsum(shares * np.log2(shares))

@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from npu_replay.inspection.inspection import Inspection, Verdict
 from npu_replay.inspection.route_view import MEANINGS, LayerFigures
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from npu_replay.tables import Cell, Part, Table
 
 _ROWS = 24
 """More layers than these are put together where they look alike."""
@@ -19,21 +16,23 @@ _REFUSED = 8
 """So many refused sequences are told of in full."""
 
 
-def render(found: Inspection) -> RenderableType:
-    """Tables for a terminal."""
-    from rich.console import Group
-    from rich.text import Text
-
-    parts: list[RenderableType] = []
+def parts(found: Inspection) -> Iterator[Part]:
+    """What it is, each layer, what couldn't be checked, and the verdict: lines and a table."""
     if found.what:
-        parts.append(Text.assemble((found.path, "bold"), f": {found.what}"))
-        parts += [Text(line) for line in _about(found)]
+        yield [(found.path, "bold"), f": {found.what}"]
+        yield from _about(found)
     if found.layers:
-        parts += ["", _table(found), *_legend(found)]
+        yield ""
+        yield _table(found)
+        for word in dict.fromkeys(word for layer in found.layers for word in layer.wrong):
+            yield f"{word}: {MEANINGS[word]}", "dim"
     if found.unchecked:
-        parts += ["", Text("Not checked:", "yellow")]
-        parts += [Text(f"- {what}") for what in found.unchecked]
-    return Group(*parts, *([""] if parts else []), *_verdict(found))
+        yield ""
+        yield "Not checked:", "yellow"
+        yield from (f"- {what}" for what in found.unchecked)
+    if found.what or found.layers or found.unchecked:
+        yield ""
+    yield from _verdict(found)
 
 
 def _about(found: Inspection) -> Iterator[str]:
@@ -65,10 +64,7 @@ def _model(verdict: Verdict, found: Inspection) -> str:
     return f"top-{verdict.topk} {of} experts in {layers}"
 
 
-def _table(found: Inspection) -> RenderableType:
-    from rich.table import Table
-    from rich.text import Text
-
+def _table(found: Inspection) -> Table:
     experts = max(1, found.num_experts)
     of_all = ("", "", "")
     if found.experts_known:
@@ -82,21 +78,11 @@ def _table(found: Inspection) -> RenderableType:
         "As the row\nbefore",
         "Suspect, rows",
     )
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for number, title in enumerate(titles):
-        table.add_column(title, justify="left" if number in (0, 6) else "right", vertical="bottom")
+    rows: list[Sequence[Cell]] = []
     for group in _groups(found.layers):
         *cells, wrong = _cells(group)
-        table.add_row(*map(Text, cells), Text(wrong, "bold red"))
-    return table
-
-
-def _legend(found: Inspection) -> Iterator[RenderableType]:
-    """What the words of the last column mean."""
-    from rich.text import Text
-
-    for word in dict.fromkeys(word for layer in found.layers for word in layer.wrong):
-        yield Text(f"{word}: {MEANINGS[word]}", "dim")
+        rows.append([*cells, (wrong, "bold red")])
+    return Table(titles, rows, numbers=range(1, 6))
 
 
 def _groups(layers: Sequence[LayerFigures]) -> Iterable[Sequence[LayerFigures]]:
@@ -127,23 +113,18 @@ def _range(values: Sequence[float], form: str) -> str:
     return low if low == high else f"{low} - {high}"
 
 
-def _verdict(found: Inspection) -> Iterator[RenderableType]:
-    from rich.text import Text
-
+def _verdict(found: Inspection) -> Iterator[Part]:
     count = len(found.verdicts)
     if found.good:
         all_of_them = f" ({count:,} sequences)" if count > 1 else ""
         limited = ", as far as it could be checked" if found.unchecked else ""
-        yield Text(f"ok{all_of_them}{limited}", "bold green")
-        return
-    if not found.verdicts:
-        yield Text("refused: there is no sequence in it", "bold red")
-        return
-    if count == 1:
-        yield Text.assemble(("refused: ", "bold red"), found.bad[0].problem)
-        return
-    yield Text(f"refused: {len(found.bad):,} of {count:,} sequences", "bold red")
-    for verdict in found.bad[:_REFUSED]:
-        yield Text(f"- {verdict.name}: {verdict.problem}")
-    if len(found.bad) > _REFUSED:
-        yield Text(f"- and {len(found.bad) - _REFUSED:,} more: --json has them all", "dim")
+        yield f"ok{all_of_them}{limited}", "bold green"
+    elif not found.verdicts:
+        yield "refused: there is no sequence in it", "bold red"
+    elif count == 1:
+        yield [("refused: ", "bold red"), found.bad[0].problem]
+    else:
+        yield f"refused: {len(found.bad):,} of {count:,} sequences", "bold red"
+        yield from (f"- {verdict.name}: {verdict.problem}" for verdict in found.bad[:_REFUSED])
+        if len(found.bad) > _REFUSED:
+            yield f"- and {len(found.bad) - _REFUSED:,} more: --json has them all", "dim"

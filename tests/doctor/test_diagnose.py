@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from npu_replay import routers
+import npu_replay
+from npu_replay import routers, tables
 from npu_replay.compat import probe
 from npu_replay.compat.probe import Product
 from npu_replay.doctor import diagnose as doctor
 from npu_replay.doctor import self_test
-from npu_replay.doctor.diagnose import diagnose
+from npu_replay.doctor.diagnose import Trial, diagnose
 from npu_replay.doctor.self_test import Outcome
-from npu_replay.doctor.trial_import import Trial
 from npu_replay.sessions.micro_batches import Timeline
 
 # Keeps a package from being found, wherever it is installed.
@@ -75,6 +75,11 @@ def test_with_megatron_it_says_that_replay_works_and_exits_0() -> None:
     assert megatron.endswith("; imports")
     assert row(result.text, "CPU").startswith("works tried: recorded, replayed, recomputed")
     assert "Replay works here: on Megatron-core" in result.text
+    folder = Path(npu_replay.__file__).parent
+    assert row(result.text, "npu_replay") in (
+        f"{npu_replay.__version__} {folder}",
+        f"{npu_replay.__version__} site-packages",
+    )
 
 
 @pytest.mark.parametrize("also", [(), ("typer", "rich")], ids=["", "without typer and rich"])
@@ -92,14 +97,16 @@ def test_without_any_framework_it_says_how_to_get_one_and_exits_1(
     assert "put Megatron-LM on PYTHONPATH" in result.text
 
 
-def test_without_typer_and_rich_it_says_the_same() -> None:
+def test_without_typer_and_rich_it_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
     found = diagnose()
     drawn = Console(width=400, record=True, file=io.StringIO())
-    drawn.print(doctor.render(found))
-    assert doctor.plain(found).split() == drawn.export_text().split()
-    columns = [line.index("works") for line in doctor.plain(found).splitlines() if "  works  " in line]
+    monkeypatch.setattr(tables, "terminal", lambda: drawn)
+    tables.show(doctor.parts(found))
+    text = tables.as_text(doctor.parts(found))
+    assert text.split() == drawn.export_text().split()
+    columns = [line.index("works") for line in text.splitlines() if "  works  " in line]
     assert len(columns) > 1
     assert len(set(columns)) == 1
 
@@ -414,7 +421,7 @@ def test_an_import_is_tried_in_another_process(
 @pytest.mark.parametrize("printed", ["bye", '{"unknown": 1}', "[]"])
 def test_an_answer_that_is_none_is_told(monkeypatch: pytest.MonkeyPatch, printed: str) -> None:
     monkeypatch.setattr(doctor, "_child", lambda command: (printed, ""))
-    assert doctor._try_import("json") == Trial(f"the import printed {printed!r}")
+    assert doctor._try_import("json") == Trial(f"the process printed {printed!r}")
 
 
 def test_modules_are_imported_in_their_order_without_arguments_and_up_to_the_first_that_fails(

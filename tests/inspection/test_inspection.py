@@ -24,7 +24,7 @@ from npu_replay import ReplayError, RoutedExperts, RouteStore, fingerprint
 from npu_replay.cli.commands import app
 from npu_replay.compat.vllm.decode import from_vllm
 from npu_replay.errors import InvalidRoutes
-from npu_replay.inspection import files as opening
+from npu_replay.inspection import files
 from npu_replay.inspection.inspection import Inspection, inspect
 from npu_replay.inspection.route_view import STUCK_ROWS, Cell, Tally, View, cells
 
@@ -423,6 +423,21 @@ def test_an_array_with_its_tokens(tmp_path: Path, config: Path, rows: Any, token
         inspect(path, config=config, prompt_ids=ids["prompt_ids"])
 
 
+@pytest.mark.parametrize("form", ["npy", "lists", "bytes", "file"])
+def test_a_sample_of_a_file_that_holds_one_sequence_is_refused(
+    tmp_path: Path, rows: Any, tokens: list[int], form: str
+) -> None:
+    """Else a number that is meant for another file would be left aside in silence."""
+    path = saved(tmp_path, {"npy": npy(rows), "lists": rows.tolist()}.get(form, b""), "one")
+    if form == "bytes":
+        path.write_bytes(routes_of(rows, tokens).to_bytes())
+    elif form == "file":
+        routes_of(rows, tokens).save(path, overwrite=True)
+    assert inspect(path).verdicts
+    with pytest.raises(ReplayError, match=r"one sequence in this file.*--sample 3"):
+        inspect(path, sample="3")
+
+
 def test_an_array_without_rows_is_refused(tmp_path: Path, rows: Any) -> None:
     assert "no rows" in inspect(saved(tmp_path, npy(rows[:0]), "rows.npy")).bad[0].problem
     assert not inspect(saved(tmp_path, npy(rows[..., :0]), "rows.npy")).good
@@ -612,13 +627,13 @@ def test_a_pickle_is_never_loaded(tmp_path: Path) -> None:
 
 def test_sizes_are_checked_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(tmp_path, b"{", "large.json")
-    os.truncate(path, opening.MOST_TEXT + 1)  # sparse: it takes no room
+    os.truncate(path, files.MOST_TEXT + 1)  # sparse: it takes no room
     assert "too large" in inspect(path).bad[0].problem
-    monkeypatch.setattr(opening, "MOST_TEXT", 10)
+    monkeypatch.setattr(files, "MOST_TEXT", 10)
     with pytest.raises(ReplayError, match="too large"):
         inspect(path, prompt_ids=saved(tmp_path, list(range(100)), "ids.json"))
     path = saved(tmp_path, npy(np.ones((3, 2, 2), np.uint8)), "large.npy")
-    os.truncate(path, opening.MOST_BYTES + 1)
+    os.truncate(path, files.MOST_BYTES + 1)
     assert "too large" in inspect(path).bad[0].problem
 
 
