@@ -141,7 +141,6 @@ STILL_LONG = {
     "npu_replay.parallel.token_layout",
     "npu_replay.routes.routed_experts",
     "npu_replay.sessions.session",
-    "npu_replay.smoke.model",
 }
 
 

@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from npu_replay.smoke.model import Split
 from npu_replay.smoke.options import Options
 from npu_replay.smoke.report import FAIL, PASS, SKIP, Report, Result
-from npu_replay.smoke.run import _asked
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +32,7 @@ def verified() -> ModuleType:
 def written(*results: Result) -> dict[str, Any]:
     """What the command writes."""
     options = Options(tp=2, ep=2, recompute=True)
-    report = Report(_asked(options), Split(tp=2, ep=2), 4, torch.device("cpu"), list(results))
+    report = Report(options, 4, torch.device("cpu"), list(results))
     found: dict[str, Any] = json.loads(report.to_json())
     return found
 
