@@ -59,12 +59,12 @@ _BENCH = """
 import json, sys
 from dataclasses import asdict
 from npu_replay import devices
-from npu_replay.bench import run as bench
+from npu_replay.bench import cases, run
 if sys.argv[3] == "quick":
-    bench.TOKENS, bench.ROUTER, pairs = (64,), bench.ROUTER | {"hidden_size": 64}, 1
+    cases.TOKENS, cases.ROUTER, pairs = (64,), cases.ROUTER | {"hidden_size": 64}, 1
 else:
     pairs = 20
-about, rows = bench.measured(devices.pick(sys.argv[2]), pairs, print)
+about, rows = run.measured(devices.pick(sys.argv[2]), pairs, print)
 json.dump({"about": about, "rows": [asdict(row) for row in rows]}, open(sys.argv[1], "w"))
 """
 

@@ -18,7 +18,7 @@ COMPAT = Path(npu_replay.compat.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 
 FLOORS = (
-    ("errors", "lazy", "torch_loading", "beside", "json_text"),
+    ("errors", "lazy", "torch_loading", "beside", "json_text", "tables"),
     ("routes",),
     ("routers",),
     ("sessions", "rollout"),
