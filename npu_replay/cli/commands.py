@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,10 +11,9 @@ import typer.core
 
 from npu_replay.errors import ReplayError
 from npu_replay.smoke import options as smoke_options
+from npu_replay.tables import terminal
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from npu_replay.inspection.compare import Comparison
 
 _DEBUG = "npu_replay.debug"
@@ -44,17 +41,9 @@ def _show(error: Exception) -> None:
         message, hint = str(error).removeprefix("[npu_replay] "), "--debug shows where it came from"
     else:
         message, hint = str(error), "npu-replay doctor says what is missing, and how to get it"
-    console = _console(stderr=True)
+    console = terminal(stderr=True)
     console.print(Text.assemble(("Error: ", "bold red"), message), soft_wrap=True)
     console.print(Text(hint, "dim"), soft_wrap=True)
-
-
-def _console(*, stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    # Nobody's terminal: a log, where 80 columns would break paths in two.
-    wide = not (sys.stderr if stderr else sys.stdout).isatty() and "COLUMNS" not in os.environ
-    return Console(stderr=stderr, width=110 if wide else None, highlight=False)
 
 
 app = typer.Typer(
@@ -139,7 +128,7 @@ def doctor(
     if as_json:
         typer.echo(diagnosis.to_json())
     else:
-        _console().print(render(diagnosis))
+        terminal().print(render(diagnosis))
     raise typer.Exit(0 if diagnosis.works else 1)
 
 
@@ -216,7 +205,7 @@ def inspect(
     else:
         from npu_replay.inspection.show import render
 
-        _console().print(render(found))
+        terminal().print(render(found))
     if out is not None:
         from npu_replay.inspection import plots
 
@@ -247,22 +236,16 @@ def compare(
 
 
 def _show_comparison(found: Comparison) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     from npu_replay.inspection import compare as comparing
 
-    console = _console()
+    console = terminal()
     for name, path in (("A", found.a), ("B", found.b)):
         console.print(Text.assemble((f"{name}: ", "bold"), path), soft_wrap=True)
     for line in comparing.about(found):
         console.print(Text(line), soft_wrap=True)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for title in comparing.TITLES:
-        table.add_column(title, justify="left" if title == "Layer" else "right", vertical="bottom")
-    for cells in comparing.table_rows(found):
-        table.add_row(*cells, style="bold" if cells[0] == "all" else None)
-    console.print("", table, "", sep="\n")
+    console.print("", comparing.table(found), "", sep="\n")
     colour = "bold yellow" if found.whole.differing else "bold green"
     console.print(Text(comparing.verdict(found), colour), soft_wrap=True)
 

@@ -11,7 +11,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,11 +24,10 @@ from npu_replay.doctor import self_test
 from npu_replay.doctor.report import Report, report
 from npu_replay.doctor.self_test import Outcome
 from npu_replay.doctor.trial_import import Trial
+from npu_replay.tables import Cell, Table, plain, styled
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-Cell: TypeAlias = "str | tuple[str, str]"  # text, or text and its style
 
 # Replay can't be trusted while one of these is broken; the others only lose what needs them.
 _VITAL = ("numpy", "megatron-core", "mindspeed", "torch_npu", "transformers")
@@ -253,22 +252,16 @@ def _named(found: Report, name: str) -> str:
 _STYLES = {"native": "green", "works": "green", "shimmed": "yellow", "missing": "dim", "broken": "bold red"}
 
 
-@dataclass(frozen=True)
-class _Table:
-    titles: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
-
-
 def render(diagnosis: Diagnosis) -> RenderableType:
     """Tables for a terminal: what is installed, what works, what to do about the rest, and the verdict."""
     from rich.console import Group
 
-    return Group(*map(_drawn, _parts(diagnosis)))
+    return Group(*map(styled, _parts(diagnosis)))
 
 
-def plain(diagnosis: Diagnosis) -> str:
+def as_text(diagnosis: Diagnosis) -> str:
     """The same as text alone, where rich isn't installed."""
-    return "\n".join(map(_aligned, _parts(diagnosis)))
+    return "\n".join(map(plain, _parts(diagnosis)))
 
 
 def run_command_line(arguments: Sequence[str]) -> None:
@@ -279,29 +272,29 @@ def run_command_line(arguments: Sequence[str]) -> None:
     parser.add_argument("--imports", action="store_true", help="Also import transformers (some seconds).")
     options = parser.parse_args(arguments)
     diagnosis = diagnose(imports=options.imports)
-    sys.stdout.write(f"{diagnosis.to_json() if options.json else plain(diagnosis)}\n")
+    sys.stdout.write(f"{diagnosis.to_json() if options.json else as_text(diagnosis)}\n")
     raise SystemExit(0 if diagnosis.works else 1)
 
 
-def _parts(diagnosis: Diagnosis) -> Iterator[_Table | Cell]:
+def _parts(diagnosis: Diagnosis) -> Iterator[Table | Cell]:
     """All that is shown, from top to bottom: tables and lines."""
     found = diagnosis.report
-    yield _Table(("Installed", "Version", "Where"), list(_installed(found)))
+    yield Table(("Installed", "Version", "Where"), list(_installed(found)))
     absent = [product.name for product in found.products if not product.found and not product.problem]
     if absent:
         yield f"Not installed: {', '.join(absent)}", "dim"
     yield ""
     states = [(c.name, (c.state, _STYLES[c.state]), c.why) for c in diagnosis.capabilities]
-    yield _Table(("What", "State", "Why"), states)
+    yield Table(("What", "State", "Why"), states)
     if found.patches:
         yield ""
         patches = [(patch.where, patch.why, patch.reason) for patch in found.patches]
-        yield _Table(("Changed by npu_replay", "Why", "For"), patches)
+        yield Table(("Changed by npu_replay", "Why", "For"), patches)
     told = {"", *(fault.remedy for fault in diagnosis.faults)}
     remedies = [(c.name, (c.remedy, "cyan")) for c in diagnosis.capabilities if c.remedy not in told]
     if remedies:
         yield ""
-        yield _Table(("If you need it", "Do this"), remedies)
+        yield Table(("If you need it", "Do this"), remedies)
     yield ""
     if diagnosis.works:
         yield f"Replay works here: {_where_it_works(diagnosis)}.", "bold green"
@@ -310,30 +303,6 @@ def _parts(diagnosis: Diagnosis) -> Iterator[_Table | Cell]:
         for fault in diagnosis.faults:
             yield f"- {fault.problem}"
             yield f"  {fault.remedy}", "cyan"
-
-
-def _drawn(part: _Table | Cell) -> RenderableType:
-    """As Text: a path may hold brackets, which are markup in a plain string."""
-    from rich.table import Table
-    from rich.text import Text
-
-    if not isinstance(part, _Table):
-        return Text(part) if isinstance(part, str) else Text(*part)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for title in part.titles:
-        table.add_column(title, overflow="fold")
-    for row in part.rows:
-        table.add_row(*map(_drawn, row))
-    return table
-
-
-def _aligned(part: _Table | Cell) -> str:
-    if not isinstance(part, _Table):
-        return part if isinstance(part, str) else part[0]
-    rows = [part.titles, *(list(map(_aligned, row)) for row in part.rows)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-    return "\n".join(lines)
 
 
 def _installed(found: Report) -> Iterable[Sequence[Cell]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -14,6 +14,7 @@ from npu_replay.errors import InvalidRoutes, ReplayError, RouteFileError
 from npu_replay.routes.mismatch import check_comparable, differing_token_layers
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.routes.store import RouteStore
+from npu_replay.tables import Cell, Table
 
 Pair: TypeAlias = "tuple[str, RoutedExperts, RoutedExperts]"
 """Where the two come from, for messages, and the routes of one sequence on each side."""
@@ -257,14 +258,15 @@ def _only_in_first(ours: torch.Tensor, theirs: torch.Tensor) -> int:
 
 # What is said of it
 
-TITLES = ("Layer", "Tokens compared", "Tokens with\nother experts", "Experts that\nare others")
 
-
-def table_rows(found: Comparison) -> Iterator[tuple[str, ...]]:
-    """The table's cells under `TITLES`: a row for each layer, and one for all of them."""
-    for layer in sorted(found.layers):
-        yield _cells(str(layer), found.layers[layer].token_layers, found.layers[layer])
-    yield _cells("all", found.tokens, found.whole)
+def table(found: Comparison) -> Table:
+    """A row for each layer, and one for all of them."""
+    titles = ("Layer", "Tokens compared", "Tokens with\nother experts", "Experts that\nare others")
+    rows: list[Sequence[Cell]] = [
+        _cells(str(layer), counts.token_layers, counts) for layer, counts in sorted(found.layers.items())
+    ]
+    rows.append([(cell, "bold") for cell in _cells("all", found.tokens, found.whole)])
+    return Table(titles, rows, numbers=range(1, 4))
 
 
 def _cells(name: str, tokens: int, counts: Counts) -> tuple[str, ...]:

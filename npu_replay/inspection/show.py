@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from npu_replay.inspection.inspection import Inspection, Verdict
 from npu_replay.inspection.route_view import MEANINGS, LayerFigures
+from npu_replay.tables import Cell, Table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -65,10 +66,7 @@ def _model(verdict: Verdict, found: Inspection) -> str:
     return f"top-{verdict.topk} {of} experts in {layers}"
 
 
-def _table(found: Inspection) -> RenderableType:
-    from rich.table import Table
-    from rich.text import Text
-
+def _table(found: Inspection) -> Table:
     experts = max(1, found.num_experts)
     of_all = ("", "", "")
     if found.experts_known:
@@ -82,13 +80,11 @@ def _table(found: Inspection) -> RenderableType:
         "As the row\nbefore",
         "Suspect, rows",
     )
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for number, title in enumerate(titles):
-        table.add_column(title, justify="left" if number in (0, 6) else "right", vertical="bottom")
+    rows: list[Sequence[Cell]] = []
     for group in _groups(found.layers):
         *cells, wrong = _cells(group)
-        table.add_row(*map(Text, cells), Text(wrong, "bold red"))
-    return table
+        rows.append([*cells, (wrong, "bold red")])
+    return Table(titles, rows, numbers=range(1, 6))
 
 
 def _legend(found: Inspection) -> Iterator[RenderableType]:

@@ -98,8 +98,8 @@ def test_without_typer_and_rich_it_says_the_same() -> None:
     found = diagnose()
     drawn = Console(width=400, record=True, file=io.StringIO())
     drawn.print(doctor.render(found))
-    assert doctor.plain(found).split() == drawn.export_text().split()
-    columns = [line.index("works") for line in doctor.plain(found).splitlines() if "  works  " in line]
+    assert doctor.as_text(found).split() == drawn.export_text().split()
+    columns = [line.index("works") for line in doctor.as_text(found).splitlines() if "  works  " in line]
     assert len(columns) > 1
     assert len(set(columns)) == 1
 
