@@ -118,25 +118,14 @@ def parts(kind: str, count: int, *, quick: bool) -> list[Part]:
         _tests("test_megatron.py", ("megatron.core", "einops"), 150),
     ]
     splits = {8: "--tp 2 --pp 2 --ep 4", 4: "--tp 2 --pp 2 --ep 2", 2: "--tp 2 --ep 2", 1: ""}
-    split = next(sizes for ranks, sizes in splits.items() if count % ranks == 0).split()
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count))
-    smoke = (
-        "-m",
-        "npu_replay",
-        "smoke",
-        *split,
-        "--recompute",
-        "--device",
-        kind,
-        "--json",
-        "{out}",
-        "--force",
-    )
+    split = next(sizes for ranks, sizes in splits.items() if count % ranks == 0)
+    torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {count}" if count > 1 else ""
+    smoke = f"{torchrun} -m npu_replay smoke {split} --recompute --device {kind} --json {{out}} --force"
     how = "quick" if quick else "full"
     return [
         *(tests[:1] if quick else tests),
         Part("doctor", (), 120, ("-c", _DOCTOR, "{out}")),
-        Part("smoke", ("megatron.core",), 150, (*torchrun, *smoke) if count > 1 else smoke),
+        Part("smoke", ("megatron.core",), 150, tuple(smoke.split())),
         Part("bench", ("megatron.core",), 180, ("-c", _BENCH, "{out}", kind, how)),
     ]
 

@@ -56,7 +56,11 @@ def name_of(device: torch.device) -> str:
 
 
 def backend(device: torch.device) -> str:
-    """torch.distributed's back end for a device."""
+    """torch.distributed's back end for a device.
+
+    >>> backend(torch.device("cpu"))
+    'gloo'
+    """
     backends: dict[str, str] = {accelerator.NAME: accelerator.BACKEND for accelerator in ACCELERATORS}
     return backends.get(device.type, "gloo")
 

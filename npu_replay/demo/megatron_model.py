@@ -13,6 +13,13 @@ import torch.distributed as dist
 
 from npu_replay.devices import backend, pick
 
+FULL_RECOMPUTE: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+"""Every layer's forward runs again inside backward."""
+
 
 def start(device: torch.device | None = None) -> None:
     """Initialise torch.distributed and Megatron's parallel state for this process alone, once.
@@ -120,6 +127,9 @@ def causal(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     """position_ids and attention_mask of a batch, int64 [batch, length] (True in the mask is hidden).
 
     Padding on the right needs no mask: nothing before it can see it.
+
+    >>> causal(torch.zeros(1, 2))["attention_mask"].tolist()
+    [[[[False, True], [False, False]]]]
     """
     (batch, length), device = tokens.shape, tokens.device
     hidden = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)

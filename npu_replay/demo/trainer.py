@@ -162,9 +162,7 @@ def like(rollout: Any, device: torch.device) -> Any:
         num_moe_experts=about.num_experts,
         moe_router_topk=about.num_experts_per_tok,
         layernorm_epsilon=about.rms_norm_eps,
-        recompute_granularity="full",
-        recompute_method="uniform",
-        recompute_num_layers=1,
+        **megatron_model.FULL_RECOMPUTE,
     )
     model = megatron_model.model(
         config,

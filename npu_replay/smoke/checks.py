@@ -61,28 +61,21 @@ class Trial:
         """A training step over the micro-batches."""
         return step(self.chunks, self.batches, **how)
 
-    def foreign(self) -> list[RoutedExperts]:
-        """Routes that no router would choose, others for each micro-batch and rank."""
+    def foreign(self, *, holes: bool = False) -> list[RoutedExperts]:
+        """Routes that no router would choose, others for each micro-batch and rank.
+
+        Args:
+            holes: every third row has no route.
+        """
         generator = torch.Generator().manual_seed(13 + self.job.rank)
         return [
             RoutedExperts(
                 ids=torch.rand(*one.ids.shape[:2], one.num_experts, generator=generator).topk(one.topk)[1],
                 layers=one.layers,
                 num_experts=one.num_experts,
+                recorded=torch.arange(len(one)) % 3 != 0 if holes else None,
             )
             for one in self.routes
-        ]
-
-    def with_holes(self) -> list[RoutedExperts]:
-        """Foreign routes, every third row without one."""
-        return [
-            RoutedExperts(
-                ids=one.ids,
-                layers=one.layers,
-                num_experts=one.num_experts,
-                recorded=torch.arange(len(one)) % 3 != 0,
-            )
-            for one in self.foreign()
         ]
 
 
@@ -237,7 +230,7 @@ def gradients(trial: Trial) -> Examination:
 
 def own_choice(trial: Trial) -> Examination:
     """A row without a route takes what the router, called again by itself, gives for the same input."""
-    routes = trial.with_holes()
+    routes = trial.foreign(holes=True)
     with Witness(trial.chunks) as witness, npu_replay.replay(trial.chunks, routes) as session:
         trial.step()
     _check_shown(witness, routes)
@@ -259,7 +252,7 @@ def _other_than_own(seen: Seen, routes: RoutedExperts) -> int:
 
 def as_bytes(trial: Trial) -> Examination:
     """Routes come back the same from their bytes, and from a file."""
-    routes = [*trial.routes, *trial.with_holes()]
+    routes = [*trial.routes, *trial.foreign(holes=True)]
     sent = [one.to_bytes() for one in routes]
     if [RoutedExperts.from_bytes(data) for data in sent] != routes:
         raise Wrong("routes come back from their bytes as others")

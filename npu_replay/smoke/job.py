@@ -58,7 +58,11 @@ class Verdict:
 
 
 def first_to_fail(verdicts: list[Verdict], patience: float) -> int | None:
-    """The lowest rank that failed by itself, and not for having waited for another; None if none failed."""
+    """The lowest rank that failed by itself, and not for having waited for another; None if none failed.
+
+    >>> first_to_fail([Verdict("timed out", at=60.0), Verdict(), Verdict("no memory", at=1.0)], patience=60.0)
+    2
+    """
     failed = [(rank, one.at) for rank, one in enumerate(verdicts) if one.problem]
     if not failed:
         return None

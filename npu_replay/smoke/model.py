@@ -1,6 +1,6 @@
 """The model of `npu-replay smoke`: a small MoE of the Megatron-core that is here, split as a job is split.
 
-Norm and attention core are plain torch: for sequence and context parallelism Megatron's own need Transformer
+Norm and attention core are the test's own: for sequence and context parallelism Megatron's need Transformer
 Engine, Apex or MindSpeed. All else is the user's: routers, dispatchers, linear layers, pipeline schedules and
 recompute, with whatever MindSpeed has put in their place.
 """
@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from npu_replay.demo import megatron_model
@@ -31,8 +30,6 @@ from npu_replay.smoke.options import Split
 TOPK = 2
 BATCH = 2
 """Sequences of a micro-batch."""
-
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 Token: TypeAlias = "tuple[int, int]"
 """A sequence's number and a position in it."""
@@ -118,49 +115,20 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention; each context-parallel rank gathers all keys and values."""
+    """In the place of an attention core: a function of a token and of its position alone.
 
-    def __init__(self, config: Any, **_: Any) -> None:
+    So a token's loss tells of its own routes, and context-parallel ranks need nothing of each other here.
+    """
+
+    def __init__(self, **_: Any) -> None:
         super().__init__()
-        self.scale = config.kv_channels**-0.5
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
         """query, key, value [rows, batch, heads, channels]; returns [rows, batch, heads * channels]."""
-        from megatron.core import parallel_state
-
-        ranks = parallel_state.get_context_parallel_world_size()
-        rank = parallel_state.get_context_parallel_rank()
-        key, value = (
-            Gather.apply(one).repeat_interleave(query.shape[2] // one.shape[2], 2)  # type: ignore[no-untyped-call]
-            for one in (key, value)
-        )
-        scores = torch.einsum("qbnc,kbnc->bnqk", query, key) * self.scale
-        length = len(query) * ranks
-        places = torch.tensor([share(length, ranks, one) for one in range(ranks)], device=query.device)
-        hidden = places.flatten()[None, :] > places[rank][:, None]
-        chances = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        return torch.einsum("bnqk,kbnc->qbnc", chances, value).flatten(2)
-
-
-class Gather(torch.autograd.Function):
-    """All context-parallel ranks' rows, one rank after the other."""
-
-    @staticmethod
-    def forward(ctx: Any, mine: torch.Tensor) -> torch.Tensor:
-        from megatron.core import parallel_state
-
-        ctx.group = parallel_state.get_context_parallel_group()
-        everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(ctx.group))]
-        dist.all_gather(everyones, mine.contiguous(), group=ctx.group)
-        return torch.cat(everyones)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        total = gradient.contiguous()
-        dist.all_reduce(total, group=ctx.group)
-        return total.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)]
+        heads = query.shape[2] // value.shape[2]
+        return (query.tanh() * (key + value).repeat_interleave(heads, 2)).flatten(2)
 
 
 def share(length: int, ranks: int, rank: int) -> list[int]:
@@ -182,7 +150,7 @@ def build(
     """This rank's chunks of the model, one for each virtual stage; the same weights at each call."""
     from megatron.core import parallel_state
 
-    cfg = config(split, **routing.flags(), **(FULL if recompute else {}))
+    cfg = config(split, **routing.flags(), **(megatron_model.FULL_RECOMPUTE if recompute else {}))
     place = parallel_state.get_pipeline_model_parallel_rank()
     chunks = [
         megatron_model.model(

@@ -54,7 +54,12 @@ class Result:
 
 @dataclass
 class Report:
-    """All that a run has found so far, on one rank."""
+    """All that a run has found so far, on one rank.
+
+    >>> report = Report(Options(), 1, results=[Result("bytes", "softmax", FAIL, "others came back", rank=3)])
+    >>> report.lines("bytes")
+    'FAIL  bytes         softmax: rank 3: others came back'
+    """
 
     options: Options
     processes: int
@@ -64,8 +69,9 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Nothing failed, and something was tried."""
-        return bool(self.results) and all(one.result != FAIL for one in self.results)
+        """Nothing failed, and something passed."""
+        results = {one.result for one in self.results}
+        return PASS in results and FAIL not in results
 
     def to_json(self) -> str:
         """All of it, for programs. docs/smoke.md says what each field is."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from npu_replay.demo import megatron_model
-from npu_replay.smoke.model import Gather, Norm
+from npu_replay.smoke.model import Norm
 
 VOCAB, LAYERS, EXPERTS, TOPK = 64, 4, 8, 2
 EVERY = (1, 1, 1, 1)
@@ -139,6 +139,25 @@ class Attention(nn.Module):
         seen = (mine[..., 0] == places[:, 0]) & (mine[..., 1] >= places[:, 1])
         chances = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         return torch.einsum("bnqk,kbnc->qbnc", chances, value).flatten(2)
+
+
+class Gather(torch.autograd.Function):
+    """All context-parallel ranks' rows, one rank after the other."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: torch.Tensor) -> torch.Tensor:
+        from megatron.core import parallel_state
+
+        ctx.group = parallel_state.get_context_parallel_group()
+        everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(ctx.group))]
+        dist.all_gather(everyones, mine.contiguous(), group=ctx.group)
+        return torch.cat(everyones)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.contiguous()
+        dist.all_reduce(total, group=ctx.group)
+        return total.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)]
 
 
 def _places(rows: int, ranks: int, packed: Any) -> torch.Tensor:

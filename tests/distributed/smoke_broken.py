@@ -124,7 +124,7 @@ def recompute_takes_the_next() -> Any:
 
 def nothing_is_recomputed() -> Any:
     """A model that runs without recompute, where one with it was asked for."""
-    return mock.patch.object(smoke_model, "FULL", {})
+    return mock.patch.object(smoke_model.megatron_model, "FULL_RECOMPUTE", {})
 
 
 def scores_lose_their_gradient() -> Any:
