@@ -45,9 +45,9 @@ class Verdict:
     Attributes:
         problem: empty if nothing is wrong.
         trace: where an exception came from, innermost last; empty if none was raised.
-        found: what the ranks' judgement needs of this one.
+        found: what it saw, for the other ranks.
         broken: an exception left the schedule, so others may wait in vain in their collectives.
-        at: when it was found, in seconds; who waited in vain finds out later.
+        at: when it was found, in seconds; who waited in vain finds out after it.
     """
 
     problem: str = ""
