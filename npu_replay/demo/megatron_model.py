@@ -123,6 +123,29 @@ def model(
     )
 
 
+def chunks(cfg: Any, **about: Any) -> list[Any]:
+    """This pipeline rank's GPTModels, one for each virtual stage.
+
+    Args:
+        cfg: says how many stages there are; parallel_state says which are here.
+        about: arguments of `model`.
+    """
+    from megatron.core import parallel_state
+
+    place, last = parallel_state.get_pipeline_model_parallel_rank(), cfg.pipeline_model_parallel_size - 1
+    count = cfg.virtual_pipeline_model_parallel_size or 1
+    return [
+        model(
+            cfg,
+            vp_stage=stage if count > 1 else None,
+            pre_process=place == stage == 0,
+            post_process=(place, stage) == (last, count - 1),
+            **about,
+        )
+        for stage in range(count)
+    ]
+
+
 def causal(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     """position_ids and attention_mask of a batch, int64 [batch, length] (True in the mask is hidden).
 

@@ -148,23 +148,10 @@ def build(
     split: Split, routing: Routing, device: torch.device, *, recompute: bool = False
 ) -> list[nn.Module]:
     """This rank's chunks of the model, one for each virtual stage; the same weights at each call."""
-    from megatron.core import parallel_state
-
     cfg = config(split, **routing.flags(), **(megatron_model.FULL_RECOMPUTE if recompute else {}))
-    place = parallel_state.get_pipeline_model_parallel_rank()
-    chunks = [
-        megatron_model.model(
-            cfg,
-            vocab=split.vocabulary,
-            length=8 * split.alignment + 64,
-            norm=Norm,
-            attention=Attention,
-            vp_stage=stage if split.vp > 1 else None,
-            pre_process=place == stage == 0,
-            post_process=(place, stage) == (split.pp - 1, split.vp - 1),
-        ).to(device)
-        for stage in range(split.vp)
-    ]
+    length = 8 * split.alignment + 64
+    built = megatron_model.chunks(cfg, vocab=split.vocabulary, length=length, norm=Norm, attention=Attention)
+    chunks: list[nn.Module] = [chunk.to(device) for chunk in built]
     _fill(chunks, routing)
     return chunks
 

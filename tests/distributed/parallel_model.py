@@ -7,7 +7,6 @@ that it can be held against them.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import re
 from collections.abc import Iterator, Sequence
@@ -183,53 +182,14 @@ def share(length: int, ranks: int, rank: int) -> list[int]:
     return [*range(head, head + piece), *range(tail, tail + piece)]
 
 
+PARTS: dict[str, Any] = {"vocab": VOCAB, "norm": Norm, "attention": Attention}
+"""What a chunk is built with, of megatron_model.model."""
+
+
 def build(split: Split, moe: Sequence[int] = EVERY, **changes: Any) -> list[nn.Module]:
     """This rank's chunks of the model, one for each virtual stage."""
-    from megatron.core import parallel_state
-
     config = split.config(moe_layer_freq=list(moe), **changes)
-    chunks = []
-    for stage in range(split.vp):
-        if split.vp > 1:  # how a release without vp_stage knows
-            parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
-        chunks.append(
-            _chunk(
-                config,
-                stage if split.vp > 1 else None,
-                pre_process=split.ranks["pp"] == 0 and stage == 0,
-                post_process=split.ranks["pp"] == split.pp - 1 and stage == split.vp - 1,
-            )
-        )
-    return chunks
-
-
-def _chunk(config: Any, stage: int | None, **ends: bool) -> nn.Module:
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-    virtual = (
-        {}
-        if stage is None or "vp_stage" not in inspect.signature(GPTModel).parameters
-        else {"vp_stage": stage}
-    )
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, **virtual)
-    spec.layer_norm = Norm
-    for layer in spec.layer_specs:
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
-        attention = layer.submodules.self_attention.submodules
-        attention.q_layernorm = attention.k_layernorm = Norm
-        attention.core_attention = Attention
-    model: nn.Module = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=VOCAB,
-        max_sequence_length=64,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-        **ends,
-        **virtual,
-    )
-    return model
+    return megatron_model.chunks(config, **PARTS)
 
 
 def routers(chunks: Sequence[nn.Module]) -> dict[int, nn.Module]:
