@@ -14,14 +14,16 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pages
 import tomllib
 from packaging.version import Version
-from source_files import Release
 from source_stubs import differences
 
 if TYPE_CHECKING:
@@ -29,9 +31,37 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "contracts.md"
-START, END = "<!-- tables: written by ci/contracts.py -->", "<!-- end of tables -->"
+MARKS = "<!-- tables: written by ci/contracts.py -->", "<!-- end of tables -->"
 
 KEPT, NOT_YET, BROKEN = "yes", "–", "BROKEN"
+
+
+class Release:
+    """The files of one release, by their path from the package's root, such as «vllm/outputs.py».
+
+    Args:
+        root: a folder, or a wheel, of which only the files that are asked for are fetched.
+    """
+
+    def __init__(self, root: Path | zipfile.Path) -> None:
+        self._root = root
+
+    def read(self, path: str) -> str | None:
+        """A file's text; None where there is no such file."""
+        file = self._root / path
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+
+    def paths(self) -> list[str]:
+        """All files."""
+        return list(_files(self._root, ""))
+
+
+def _files(folder: Path | zipfile.Path, path: str) -> Iterator[str]:
+    for one in folder.iterdir():
+        if one.is_dir():
+            yield from _files(one, f"{path}{one.name}/")
+        else:
+            yield path + one.name
 
 
 @dataclass(frozen=True)
@@ -132,39 +162,22 @@ def rewrite(
     outcomes: Iterable[tuple[Product, Mapping[Version, Mapping[str, str]]]], page: Path = PAGE
 ) -> None:
     """Put the tables into the page, each in the place of the one that it had."""
-    head, rest = page.read_text(encoding="utf-8").split(START)
-    written, tail = rest.split(END)
+    written = pages.between(page.read_text(encoding="utf-8"), MARKS)
     parts = re.split("^## ", written, flags=re.M)[1:]
     tables = {part.partition("\n")[0]: f"## {part.strip()}" for part in parts}
     tables |= {product.package: table(product, outcome) for product, outcome in outcomes}
-    page.write_text(
-        head + START + "\n\n" + "\n\n".join(tables.values()) + "\n\n" + END + tail, encoding="utf-8"
-    )
+    pages.rewrite(page, MARKS, "\n\n".join(tables.values()))
 
 
 def table(product: Product, outcomes: Mapping[Version, Mapping[str, str]]) -> str:
     """One product's part of the page: releases that came out alike share a line."""
-    columns = list(product.says)
-    lines = [f"## {product.package}", ""]
-    lines += [f"- **{contract}**: {says}" for contract, says in product.says.items()]
-    lines += ["", "| release | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for versions, outcome in _alike(outcomes):
+    rows = []
+    for outcome, group in groupby(sorted(outcomes), key=lambda version: outcomes[version]):
+        versions = list(group)
         name = str(versions[0]) if len(versions) == 1 else f"{versions[0]} … {versions[-1]} ({len(versions)})"
-        lines.append(f"| {name} | " + " | ".join(outcome[column] for column in columns) + " |")
-    return "\n".join(lines)
-
-
-def _alike(
-    outcomes: Mapping[Version, Mapping[str, str]],
-) -> Iterator[tuple[list[Version], Mapping[str, str]]]:
-    versions: list[Version] = []
-    for version in sorted(outcomes):
-        if versions and outcomes[version] != outcomes[versions[-1]]:
-            yield versions, outcomes[versions[-1]]
-            versions = []
-        versions.append(version)
-    if versions:
-        yield versions, outcomes[versions[-1]]
+        rows.append([name, *(outcome[contract] for contract in product.says)])
+    says = "\n".join(f"- **{contract}**: {about}" for contract, about in product.says.items())
+    return f"## {product.package}\n\n{says}\n\n{pages.table(['release', *product.says], rows)}"
 
 
 def _moved(file: str, release: Release) -> str:
@@ -213,8 +226,8 @@ def main(arguments: Sequence[str]) -> int:
     wrong = 0
     with Index() as index:
         for product, version in _asked(options.release, options.all, known, index):
-            with index.open(product.package, version) as release:
-                outcome, lines = product.check(version, release)
+            with index.open(product.package, version) as root:
+                outcome, lines = product.check(version, Release(root))
             outcomes[product.package][version] = outcome
             wrong += len(lines)
             kept = sum(one == KEPT for one in outcome.values())

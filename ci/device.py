@@ -59,12 +59,12 @@ _BENCH = """
 import json, sys
 from dataclasses import asdict
 from npu_replay import devices
-from npu_replay.bench import run as bench
+from npu_replay.bench import cases, run
 if sys.argv[3] == "quick":
-    bench.TOKENS, bench.ROUTER, pairs = (64,), bench.ROUTER | {"hidden_size": 64}, 1
+    cases.TOKENS, cases.ROUTER, pairs = (64,), cases.ROUTER | {"hidden_size": 64}, 1
 else:
     pairs = 20
-about, rows = bench.measured(devices.pick(sys.argv[2]), pairs, print)
+about, rows = run.measured(devices.pick(sys.argv[2]), pairs, print)
 json.dump({"about": about, "rows": [asdict(row) for row in rows]}, open(sys.argv[1], "w"))
 """
 
@@ -118,25 +118,14 @@ def parts(kind: str, count: int, *, quick: bool) -> list[Part]:
         _tests("test_megatron.py", ("megatron.core", "einops"), 150),
     ]
     splits = {8: "--tp 2 --pp 2 --ep 4", 4: "--tp 2 --pp 2 --ep 2", 2: "--tp 2 --ep 2", 1: ""}
-    split = next(sizes for ranks, sizes in splits.items() if count % ranks == 0).split()
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count))
-    smoke = (
-        "-m",
-        "npu_replay",
-        "smoke",
-        *split,
-        "--recompute",
-        "--device",
-        kind,
-        "--json",
-        "{out}",
-        "--force",
-    )
+    split = next(sizes for ranks, sizes in splits.items() if count % ranks == 0)
+    torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {count}" if count > 1 else ""
+    smoke = f"{torchrun} -m npu_replay smoke {split} --recompute --device {kind} --json {{out}} --force"
     how = "quick" if quick else "full"
     return [
         *(tests[:1] if quick else tests),
         Part("doctor", (), 120, ("-c", _DOCTOR, "{out}")),
-        Part("smoke", ("megatron.core",), 150, (*torchrun, *smoke) if count > 1 else smoke),
+        Part("smoke", ("megatron.core",), 150, tuple(smoke.split())),
         Part("bench", ("megatron.core",), 180, ("-c", _BENCH, "{out}", kind, how)),
     ]
 

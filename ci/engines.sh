@@ -13,11 +13,7 @@ export OMP_NUM_THREADS=1
 status=0
 
 run_with() {
-    local vllm=$1 sglang=$2 rc=0
-    shift 2
-    echo "== pytest with vLLM $vllm and SGLang $sglang"
-    with_engines "$vllm" "$sglang" python -m pytest -q -rs tests/on_engines "$@" || rc=$?
-    if [[ $rc != 0 ]]; then status=1; fi
+    try "pytest with vLLM $1 and SGLang $2" with_engines "$1" "$2" python -m pytest -q -rs tests/on_engines "${@:3}"
 }
 
 run_with 0.20.2 0.5.7 "$@"
@@ -25,8 +21,7 @@ run_with 0.21.0 0.5.10 "$@"
 run_with 0.27.1 0.5.12 "$@"
 run_with 0.33.0 0.5.23 "$@"
 
-echo "== contracts"
-python ci/contracts.py || status=1
+try contracts python ci/contracts.py
 
 echo "engines: tests and contracts $((SECONDS - tests_started)) s"
 exit $status

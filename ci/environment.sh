@@ -85,38 +85,47 @@ check_environment() {
     fail "install them, or deactivate the environment to have .venv made"
 }
 
+# fill FOLDER COMMAND ...: the command fills the folder that is given to it as its last argument. It becomes FOLDER when
+# it is whole, so a half-made one is never taken for it. Fails where the command does.
+fill() {
+    local folder=$1 partial
+    shift
+    mkdir -p "${folder%/*}" && partial=$(mktemp -d "${folder%/*}/.partial.XXXXXX") || return
+    if "$@" "$partial/it"; then
+        mv "$partial/it" "$folder" && rmdir "$partial"
+    else
+        rm -rf "$partial"
+        return 1
+    fi
+}
+
+pip_into() { python -m pip install -qq "${@:1:$#-1}" --target "${*: -1}"; }
+
 # fetch PRODUCT RELEASE, as in ci/matrix.toml: a release in a folder of its own goes on PYTHONPATH, and stays out of
 # the environment.
 fetch() {
-    local product=$1 release=$2 folder=$work/$1/$2 partial arguments
+    local folder=$work/$1/$2
     if [[ -d $folder ]]; then return; fi
-    arguments=$(python "$repository/ci/matrix.py" pip "$product" "$release") || exit 1
-    echo "Fetching $product $release ..."
-    mkdir -p "$work/$product"
-    partial=$(mktemp -d "$work/$product/.partial.XXXXXX")
+    echo "Fetching $1 $2 ..."
+    fill "$folder" fetch_into "$1" "$2" || fail "could not fetch $1 $2 for $(python -V)"
+}
+
+fetch_into() {
+    local arguments
+    arguments=$(python "$repository/ci/matrix.py" pip "$1" "$2") || return
     # shellcheck disable=SC2086  # one word an argument
-    if ! python -m pip install -qq --target "$partial/it" $arguments; then
-        rm -rf "$partial"
-        fail "could not fetch $product $release for $(python -V)"
-    fi
-    lay_beside "$product" "$release" "$partial/it"
-    mv "$partial/it" "$folder"
-    rmdir "$partial"
+    pip_into $arguments "$3" && lay_beside "$@"
 }
 
 # What a release imports and the environment hasn't: fetched once, since triton alone has 300 MB.
 lay_beside() {
-    local requirements requirement folder partial entry
-    requirements=$(python "$repository/ci/matrix.py" beside "$1" "$2") || exit 1
+    local requirements requirement folder entry
+    requirements=$(python "$repository/ci/matrix.py" beside "$1" "$2") || return
     for requirement in $requirements; do
         folder=$work/beside/$requirement
         if [[ ! -d $folder ]]; then
-            mkdir -p "$work/beside"
-            partial=$(mktemp -d "$work/beside/.partial.XXXXXX")
-            python -m pip install -qq --no-deps --target "$partial/it" "$requirement" ||
+            fill "$folder" pip_into --no-deps "$requirement" ||
                 fail "could not fetch $requirement, which $1 $2 imports"
-            mv "$partial/it" "$folder"
-            rmdir "$partial"
         fi
         for entry in "$folder"/*; do
             if [[ ! -e $3/${entry##*/} ]]; then ln -s "$entry" "$3/"; fi
@@ -143,39 +152,27 @@ get_packages() {
 # Its own requirements are left out: they are many, some want older versions, and what it imports is in the
 # verl-tests extra.
 fetch_verl() {
-    local release=$1 folder=$work/verl/$1 partial
     get_packages verl-tests
-    if [[ -d $folder ]]; then return; fi
-    echo "Fetching verl $release ..."
-    mkdir -p "$work/verl"
-    partial=$(mktemp -d "$work/verl/.partial.XXXXXX")
-    if ! python -m pip install -qq --no-deps --target "$partial/it" "verl==$release"; then
-        rm -rf "$partial"
-        fail "could not fetch verl $release for $(python -V)"
-    fi
-    mv "$partial/it" "$folder"
-    rmdir "$partial"
+    if [[ -d $work/verl/$1 ]]; then return; fi
+    echo "Fetching verl $1 ..."
+    fill "$work/verl/$1" pip_into --no-deps "verl==$1" || fail "could not fetch verl $1 for $(python -V)"
 }
 
 # fetch_engine vllm|sglang RELEASE: its Python code alone, as released and unpacked, nothing built or installed.
 fetch_engine() {
-    local engine=$1 release=$2 folder=$work/$1/$2 partial
     get_packages engine-tests
-    if [[ -d $folder ]]; then return; fi
-    echo "Fetching $engine $release ..."
-    mkdir -p "$work/$engine"
-    partial=$(mktemp -d "$work/$engine/.partial.XXXXXX")
-    if ! python "$repository/ci/releases.py" "$engine==$release" "$partial/it"; then
-        rm -rf "$partial"
-        fail "could not fetch $engine $release for $(python -V)"
-    fi
-    if [[ $engine == vllm ]]; then
+    if [[ -d $work/$1/$2 ]]; then return; fi
+    echo "Fetching $1 $2 ..."
+    fill "$work/$1/$2" engine_into "$1" "$2" || fail "could not fetch $1 $2 for $(python -V)"
+}
+
+engine_into() {
+    python "$repository/ci/releases.py" "$1==$2" "$3" || return
+    if [[ $1 == vllm ]]; then
         # vLLM's servers import it, and its own requirements are a GB of compilers.
-        python -m pip install -qq --no-deps --constraint "$repository/ci/constraints.txt" \
-            --target "$partial/it" xgrammar apache-tvm-ffi || fail "could not fetch xgrammar, which vLLM imports"
+        pip_into --no-deps --constraint "$repository/ci/constraints.txt" xgrammar apache-tvm-ffi "$3" ||
+            fail "could not fetch xgrammar, which vLLM imports"
     fi
-    mv "$partial/it" "$folder"
-    rmdir "$partial"
 }
 
 if environment_is_active; then
@@ -205,6 +202,13 @@ with_engines() {
     local vllm=$1 sglang=$2
     shift 2
     PYTHONPATH=$work/vllm/$vllm:$work/sglang/$sglang${PYTHONPATH:+:$PYTHONPATH} "$@"
+}
+
+# try TITLE COMMAND ...: says what runs. A failure sets status=1, and what comes after it runs all the same.
+# shellcheck disable=SC2034  # for the scripts that source this
+try() {
+    echo "== $1"
+    "${@:2}" || status=1
 }
 
 setup_seconds=$((SECONDS - setup_started))

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 
+import pages
+
 import matrix
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,7 +23,7 @@ from capabilities import CAPABILITIES  # noqa: E402  it lies beside the tests th
 
 PAGE = ROOT / "docs" / "matrix.md"
 FOLDER = ROOT / "docs" / "matrix"
-START, END = "<!-- matrix: written by ci/matrix.sh -->", "<!-- end of matrix -->"
+MARKS = "<!-- matrix: written by ci/matrix.sh -->", "<!-- end of matrix -->"
 
 NATIVE, SHIMMED, MISSING, FAILS = "native", "shimmed", "missing", "FAILS"
 
@@ -72,9 +74,9 @@ def _capabilities(releases: Sequence[matrix.Release], known: Mapping[str, Shown]
             notes.append(text)
         return f"({notes.index(text) + 1})"
 
-    columns = _columns(releases, known)
-    head = ["", *(_title(column, known, note) for column in columns)]
-    rows = [head, ["---"] * len(head)]
+    columns = [list(same) for _, same in groupby(releases, key=lambda one: _shown(one, known[one.name]))]
+    titles = ["", *(_title(column, known, note) for column in columns)]
+    rows = []
     for name, capability in CAPABILITIES[releases[0].product].items():
         row = [capability.says]
         for column in columns:
@@ -82,29 +84,13 @@ def _capabilities(releases: Sequence[matrix.Release], known: Mapping[str, Shown]
             cell, why = shown.cells.get(name, "not run"), shown.reasons.get(name)
             row.append(f"{cell} {note(why)}" if why else cell)
         rows.append(row)
-    lines = [_line(row) for row in rows]
-    return "\n".join(
-        [
-            *lines,
-            "",
-            *(f"{number}. {text[0].upper()}{text[1:].rstrip('.')}." for number, text in enumerate(notes, 1)),
-        ]
-    ).rstrip()
+    said = [f"{number}. {text[0].upper()}{text[1:].rstrip('.')}." for number, text in enumerate(notes, 1)]
+    return "\n".join([pages.table(titles, rows), "", *said]).rstrip()
 
 
-def _columns(releases: Sequence[matrix.Release], known: Mapping[str, Shown]) -> list[list[matrix.Release]]:
-    columns: list[list[matrix.Release]] = []
-    for release in releases:
-        if columns and _alike(columns[-1][0], release, known):
-            columns[-1].append(release)
-        else:
-            columns.append([release])
-    return columns
-
-
-def _alike(one: matrix.Release, other: matrix.Release, known: Mapping[str, Shown]) -> bool:
-    mine, its = known[one.name], known[other.name]
-    return (mine.cells, mine.reasons, _forced(one, mine)) == (its.cells, its.reasons, _forced(other, its))
+def _shown(release: matrix.Release, shown: Shown) -> tuple[object, ...]:
+    """What a column says."""
+    return shown.cells, shown.reasons, _forced(release, shown)
 
 
 def _forced(release: matrix.Release, shown: Shown) -> str:
@@ -123,30 +109,19 @@ def _title(column: Sequence[matrix.Release], known: Mapping[str, Shown], note: C
 
 
 def _runs(releases: Sequence[matrix.Release], known: Mapping[str, Shown]) -> str:
-    rows = [["", "Python", "torch", "cases", "tests passed", "not for this release", "day"], ["---"] * 7]
+    titles = ["", "Python", "torch", "cases", "tests passed", "not for this release", "day"]
+    rows = []
     for release in releases:
         if (shown := known.get(release.name)) is not None:
             passed, skipped = str(shown.passed), str(shown.skipped)
             name = f"{release.package} {release.version}"
             rows.append([name, shown.python, shown.torch, shown.cases, passed, skipped, shown.day])
-    return "\n".join(map(_line, rows))
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def rewritten(page: str, between: str) -> str:
-    """The page with this between its marks."""
-    head, rest = page.split(START)
-    _, tail = rest.split(END)
-    return f"{head}{START}\n\n{between}\n\n{END}{tail}"
+    return pages.table(titles, rows)
 
 
 def write() -> None:
     """Write docs/matrix.md anew from the results that are there."""
-    page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(rewritten(page, tables(matrix.read().releases, read())), encoding="utf-8")
+    pages.rewrite(PAGE, MARKS, tables(matrix.read().releases, read()))
 
 
 if __name__ == "__main__":

@@ -14,9 +14,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -171,43 +170,17 @@ def run_all(releases: Sequence[matrix.Release], every_case: bool) -> Iterator[Ou
     """Run them side by side, one process a core, and say on stderr how it goes; each as it is done."""
     hands = {release.name: str(hand) for hand, release in enumerate(matrix.read().releases)}
     LOGS.mkdir(parents=True, exist_ok=True)
-    with progress(len(releases)) as tell, ThreadPoolExecutor(_cores()) as pool:
+    with ThreadPoolExecutor(_cores()) as pool:
         jobs = [pool.submit(run, one, "all" if every_case else hands[one.name]) for one in releases]
-        for job in as_completed(jobs):
+        for done, job in enumerate(as_completed(jobs), 1):
             outcome = job.result()
-            tell("\n".join(filter(None, [outcome.line(), outcome.said])))
+            told = "\n".join(filter(None, [outcome.line(), outcome.said]))
+            print(f"[{done}/{len(jobs)}] {told}", file=sys.stderr, flush=True)
             yield outcome
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@contextmanager
-def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar where there is a terminal, and a line for each that is done."""
-    if not sys.stderr.isatty():
-        done = 0
-
-        def tell(line: str) -> None:
-            nonlocal done
-            done += 1
-            print(f"[{done}/{total}] {line}", file=sys.stderr, flush=True)
-
-        yield tell
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = TextColumn("releases"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=total)
-
-        def advance(line: str) -> None:
-            bar.console.print(line, highlight=False)
-            bar.advance(task)
-
-        yield advance
 
 
 def main(arguments: Sequence[str]) -> int:

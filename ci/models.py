@@ -15,10 +15,11 @@ import importlib
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+import pages
 import torch
 import transformers
 from torch import nn
@@ -28,7 +29,7 @@ import npu_replay
 from npu_replay import ReplayError, routers
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
-START, END = "<!-- table: written by ci/models.py -->", "<!-- end of table -->"
+MARKS = "<!-- table: written by ci/models.py -->", "<!-- end of table -->"
 
 TOKENS = 2, 8
 LAYERS = 4
@@ -102,9 +103,6 @@ class Row:
     family: str
     router: str
     verdict: str
-
-    def __str__(self) -> str:
-        return f"| {self.family} | {self.router} | {self.verdict} |"
 
 
 def families() -> list[str]:
@@ -260,21 +258,6 @@ def _same(one: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor | Non
     )
 
 
-def rewrite(rows: list[Row]) -> None:
-    """Put the table into the page."""
-    head, rest = PAGE.read_text(encoding="utf-8").split(START)
-    _, tail = rest.split(END)
-    works = sum(row.verdict == "works" for row in rows)
-    table = [
-        f"transformers {transformers.__version__}: {works} of {len(rows)} families work.",
-        "",
-        "| family | router | what came of it |",
-        "|---|---|---|",
-        *map(str, rows),
-    ]
-    PAGE.write_text(head + START + "\n\n" + "\n".join(table) + "\n\n" + END + tail, encoding="utf-8")
-
-
 def main(names: list[str]) -> int:
     """Return 1 if a family went wrong without an error: that must never be."""
     transformers.logging.set_verbosity_error()
@@ -282,9 +265,12 @@ def main(names: list[str]) -> int:
     rows = []
     for family in names or families():
         rows.append(attempt(family))
-        print(rows[-1], flush=True)
+        print(pages.line(astuple(rows[-1])), flush=True)
     if not names:
-        rewrite(rows)
+        works = sum(row.verdict == "works" for row in rows)
+        about = f"transformers {transformers.__version__}: {works} of {len(rows)} families work."
+        table = pages.table(["family", "router", "what came of it"], map(astuple, rows))
+        pages.rewrite(PAGE, MARKS, f"{about}\n\n{table}")
     return int(any(row.verdict.startswith("WRONG") for row in rows))
 
 

@@ -24,7 +24,6 @@ from pip._internal.commands.download import DownloadCommand
 from pip._internal.models.link import Link
 from pip._internal.network.lazy_wheel import HTTPRangeRequestUnsupported, LazyZipOverHTTP
 from pip._internal.network.utils import HEADERS
-from source_files import Folder, Release, Wheel
 
 # What is unpacked: code, and the metadata that says which release it is.
 CODE = (".py", "/METADATA", "/PKG-INFO")
@@ -56,18 +55,18 @@ class Index:
         return sorted(self._links(package))
 
     @contextlib.contextmanager
-    def open(self, package: str, version: Version) -> Iterator[Release]:
-        """The files of a release, to read a few of."""
+    def open(self, package: str, version: Version) -> Iterator[Path | zipfile.Path]:
+        """The root of a release's files, to read a few of."""
         wheel, source = self._archives(package, version)
         with contextlib.ExitStack() as stack:
             if wheel is not None:
                 with contextlib.suppress(HTTPRangeRequestUnsupported):
                     remote = stack.enter_context(LazyZipOverHTTP(wheel.url_without_fragment, self._session))
-                    yield Wheel(stack.enter_context(zipfile.ZipFile(remote)))
+                    yield zipfile.Path(stack.enter_context(zipfile.ZipFile(remote)))
                     return
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             self._unpack(wheel or source, folder)
-            yield Folder(folder)
+            yield folder
 
     def unpack(self, package: str, version: Version, folder: Path) -> None:
         """Put all code of a release into a folder."""

@@ -129,13 +129,13 @@ def _held(wanted: Iterable[ast.stmt], body: Sequence[ast.stmt], where: str) -> I
     for statement in wanted:
         pattern = statement.value if isinstance(statement, ast.Expr) else statement
         matches = [i for i, node in enumerate(nodes) if _same(pattern, node)]
-        later = [i for i in matches if i >= place]
+        following = [i for i in matches if i >= place]
         if not matches:
             yield f"{where} has no `{ast.unparse(statement)}`"
-        elif not later:
+        elif not following:
             yield f"{where} has `{ast.unparse(statement)}` before `{before}`, not after it"
         else:
-            place, before = later[0] + 1, ast.unparse(statement)
+            place, before = following[0] + 1, ast.unparse(statement)
 
 
 def _definition(name: str, kinds: tuple[type, ...], body: Sequence[ast.stmt]) -> Definition | None:
@@ -158,13 +158,9 @@ def _assignment(name: str, body: Sequence[ast.stmt]) -> ast.AnnAssign | ast.Assi
 
 
 def _assigns(node: ast.AST, name: str) -> bool:
-    targets = (
-        node.targets
-        if isinstance(node, ast.Assign)
-        else [node.target]
-        if isinstance(node, ast.AnnAssign)
-        else []
-    )
+    targets: list[ast.expr] = node.targets if isinstance(node, ast.Assign) else []
+    if isinstance(node, ast.AnnAssign):
+        targets = [node.target]
     return any(ast.unparse(target) == name for target in targets)
 
 

@@ -12,124 +12,162 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pages
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "matrix.md"
 FOLDER = ROOT / "docs" / "verified"
 COSTS = ROOT / "docs" / "performance.md"
-START, END = "<!-- verified -->", "<!-- end of verified -->"
+MARKS = "<!-- verified -->", "<!-- end of verified -->"
 SMOKE, DEVICE = "npu_replay smoke", "npu_replay device"
-TITLES = (
-    "device",
-    "CANN or CUDA",
-    "torch, Python",
-    "Megatron-core",
-    "MindSpeed",
-    "processes",
-    "features",
-    "npu_replay",
-    "day",
-    "report",
-)
-DEVICE_TITLES = (
-    "device",
-    "CANN or CUDA",
-    "torch, Python",
-    "Megatron-core",
-    "transformers",
-    "passed",
-    "failed",
-    "not tried",
-    "npu_replay",
-    "day",
-    "report",
-)
 _AXES = ("tp", "cp", "pp", "vp", "ep", "etp")
 
-# What a report has to hold: a type, or a dict of what is in it.
-_TEXT, _COUNT = (str,), (int,)
-SCHEMA: dict[str, Any] = {
+# What a report has to hold: types, or a dict of what is in it.
+_TEXT, _COUNT, _FLAG, _LIST = (str,), (int,), (bool,), (list,)
+_SECONDS, _NUMBER_OR_NONE = (float, int), (int, type(None))
+_BOTH: dict[str, Any] = {
     "schema": _COUNT,
     "kind": _TEXT,
-    "passed": (bool,),
+    "passed": _FLAG,
     "date": _TEXT,
-    "options": dict.fromkeys(("tp", "pp", "ep", "cp", "vp", "etp"), _COUNT)
-    | {"recompute": (bool,), "device": _TEXT},
-    "processes": _COUNT,
-    "versions": dict.fromkeys(
-        ("npu_replay", "python", "torch", "megatron-core", "mindspeed", "torch_npu", "numpy"), _TEXT
-    ),
     "machine": dict.fromkeys(("device", "name", "cann", "cuda", "processor", "system"), _TEXT),
-    "sizes": dict.fromkeys(("layers", "experts", "topk", "micro_batches"), _COUNT),
-    "results": (list,),
-    "seconds": (dict,),
 }
-RESULT: dict[str, Any] = {
-    "feature": _TEXT,
-    "case": _TEXT,
-    "result": _TEXT,
-    "why": _TEXT,
-    "rank": (int, type(None)),
-    "seconds": (float, int),
-    "trace": (list,),
-}
-DEVICE_SCHEMA: dict[str, Any] = {
-    "schema": _COUNT,
-    "kind": _TEXT,
-    "passed": (bool,),
-    "date": _TEXT,
-    "quick": (bool,),
-    "devices": _COUNT,
-    "versions": SCHEMA["versions"] | dict.fromkeys(("transformers", "pytest"), _TEXT),
-    "machine": SCHEMA["machine"],
-    "parts": (list,),
-}
-PART: dict[str, Any] = {
-    "part": _TEXT,
-    "result": _TEXT,
-    "why": _TEXT,
-    "rc": (int, type(None)),
-    "seconds": (float, int),
-    "passed": _COUNT,
-    "skipped": (list,),
-    "found": (dict, type(None)),
+_VERSIONS = ("npu_replay", "python", "torch", "megatron-core", "mindspeed", "torch_npu", "numpy")
+
+_MACHINE, _SENT = (
+    ("device", "CANN or CUDA", "torch, Python", "Megatron-core"),
+    ("npu_replay", "day", "report"),
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of report.
+
+    Attributes:
+        schema: what it holds.
+        inside, entry: where its results are, and what each of them holds.
+        results: what a result may be.
+        titles: of its table.
+        row: the cells of a report by its name.
+    """
+
+    schema: dict[str, Any]
+    inside: str
+    entry: dict[str, Any]
+    results: tuple[str, ...]
+    titles: Sequence[str]
+    row: Callable[[dict[str, Any], str], list[str]]
+
+
+def smoke_row(found: dict[str, Any], name: str) -> list[str]:
+    """A report of the smoke test as a row of its table."""
+    machine, versions, options = found["machine"], found["versions"], found["options"]
+    device = machine["name"] or {"cpu": "a CPU"}.get(machine["device"], machine["device"])
+    sizes = [f"{axis} {options[axis]}" for axis in _AXES if options[axis] > 1]
+    sizes += ["recompute"] if options["recompute"] else []
+    torch = versions["torch"] + (f" ({versions['torch_npu']})" if versions["torch_npu"] else "")
+    named = {one["feature"]: one["result"] for one in found["results"] if one["result"] != "SKIP"}
+    failed = dict.fromkeys(one["feature"] for one in found["results"] if one["result"] == "FAIL")
+    return [
+        f"{device}, {machine['processor']}",
+        machine["cann"] or machine["cuda"],
+        f"{torch}, {versions['python']}",
+        versions["megatron-core"],
+        versions["mindspeed"],
+        ", ".join([str(found["processes"]), *sizes]),
+        f"not {', '.join(failed)}" if failed else f"all {len(named)}",
+        *_about(found, name),
+    ]
+
+
+def device_row(found: dict[str, Any], name: str) -> list[str]:
+    """A report of ci/device.sh as a row of its table."""
+    machine, versions = found["machine"], found["versions"]
+    return [
+        f"{found['devices']} x {machine['name'] or 'a CPU'}, {machine['processor']}",
+        machine["cann"] or machine["cuda"],
+        f"{versions['torch']}, {versions['python']}",
+        versions["megatron-core"],
+        versions["transformers"],
+        *(
+            ", ".join(
+                f"{part['part']} ({part['passed']})" if part["passed"] else part["part"]
+                for part in found["parts"]
+                if part["result"] == result
+            )
+            for result in ("PASS", "FAIL", "MISSING")
+        ),
+        *_about(found, name),
+    ]
+
+
+def _about(found: dict[str, Any], name: str) -> list[str]:
+    return [found["versions"]["npu_replay"], found["date"][:10], _link(name)]
+
+
+def _link(name: str) -> str:
+    return f"[{name}](verified/{name}.json)"
+
+
+KINDS = {
+    SMOKE: Kind(
+        schema=_BOTH
+        | {
+            "options": dict.fromkeys(_AXES, _COUNT) | {"recompute": _FLAG, "device": _TEXT},
+            "processes": _COUNT,
+            "versions": dict.fromkeys(_VERSIONS, _TEXT),
+            "sizes": dict.fromkeys(("layers", "experts", "topk", "micro_batches"), _COUNT),
+            "results": _LIST,
+            "seconds": (dict,),
+        },
+        inside="results",
+        entry=dict.fromkeys(("feature", "case", "result", "why"), _TEXT)
+        | {"rank": _NUMBER_OR_NONE, "seconds": _SECONDS, "trace": _LIST},
+        results=("PASS", "FAIL", "SKIP"),
+        titles=(*_MACHINE, "MindSpeed", "processes", "features", *_SENT),
+        row=smoke_row,
+    ),
+    DEVICE: Kind(
+        schema=_BOTH
+        | {
+            "quick": _FLAG,
+            "devices": _COUNT,
+            "versions": dict.fromkeys((*_VERSIONS, "transformers", "pytest"), _TEXT),
+            "parts": _LIST,
+        },
+        inside="parts",
+        entry=dict.fromkeys(("part", "result", "why"), _TEXT)
+        | {"rc": _NUMBER_OR_NONE, "seconds": _SECONDS, "passed": _COUNT, "skipped": _LIST}
+        | {"found": (dict, type(None))},
+        results=("PASS", "FAIL", "MISSING"),
+        titles=(*_MACHINE, "transformers", "passed", "failed", "not tried", *_SENT),
+        row=device_row,
+    ),
 }
 
 
 def problems(found: Any) -> list[str]:
     """What is wrong with a report; nothing if it is one."""
-    if isinstance(found, dict) and found.get("kind") == DEVICE:
-        return _device_problems(found)
-    wrong = list(_differences(found, SCHEMA, "the report"))
-    if wrong:
+    name = DEVICE if isinstance(found, dict) and found.get("kind") == DEVICE else SMOKE
+    kind = KINDS[name]
+    if wrong := list(_differences(found, kind.schema, "the report")):
         return wrong
-    if (found["schema"], found["kind"]) != (1, SMOKE):
+    if (found["schema"], found["kind"]) != (1, name):
         return [f"schema {found['schema']} of {found['kind']!r} isn't known here"]
-    for number, one in enumerate(found["results"]):
-        wrong += _differences(one, RESULT, f"result {number}")
-        if not wrong and one["result"] not in ("PASS", "FAIL", "SKIP"):
-            wrong.append(f"result {number} is {one['result']!r}")
-    if not wrong and found["passed"] != (bool(found["results"]) and not _named(found, "FAIL")):
-        wrong.append("passed doesn't agree with the results")
-    return wrong
-
-
-def _device_problems(found: dict[str, Any]) -> list[str]:
-    wrong = list(_differences(found, DEVICE_SCHEMA, "the report"))
-    if wrong:
-        return wrong
-    if found["schema"] != 1:
-        return [f"schema {found['schema']} of {DEVICE!r} isn't known here"]
-    for number, one in enumerate(found["parts"]):
-        wrong += _differences(one, PART, f"part {number}")
-        if not wrong and one["result"] not in ("PASS", "FAIL", "MISSING"):
-            wrong.append(f"part {number} is {one['result']!r}")
-    results = {part["result"] for part in found["parts"]} if not wrong else set()
+    one = kind.inside.removesuffix("s")
+    for number, entry in enumerate(found[kind.inside]):
+        wrong += _differences(entry, kind.entry, f"{one} {number}")
+        if not wrong and entry["result"] not in kind.results:
+            wrong.append(f"{one} {number} is {entry['result']!r}")
+    results = {entry["result"] for entry in found[kind.inside]} if not wrong else set()
     if not wrong and found["passed"] != ("FAIL" not in results and "PASS" in results):
-        wrong.append("passed doesn't agree with the parts")
+        wrong.append(f"passed doesn't agree with the {kind.inside}")
     return wrong
 
 
@@ -148,56 +186,6 @@ def _differences(found: Any, wanted: Any, where: str) -> Iterator[str]:
         yield from _differences(found[name], inner, f"{where}, {name}")
 
 
-def row(found: dict[str, Any], name: str) -> str:
-    """A report as a row of the table."""
-    machine, versions, options = found["machine"], found["versions"], found["options"]
-    device = machine["name"] or {"cpu": "a CPU"}.get(machine["device"], machine["device"])
-    sizes = [f"{axis} {options[axis]}" for axis in _AXES if options[axis] > 1]
-    sizes += ["recompute"] if options["recompute"] else []
-    torch = versions["torch"] + (f" ({versions['torch_npu']})" if versions["torch_npu"] else "")
-    failed = _named(found, "FAIL")
-    tried = [*_named(found, "PASS"), *failed]
-    features = f"all {len(set(tried))}" if not failed else f"not {', '.join(failed)}"
-    cells = (
-        f"{device}, {machine['processor']}",
-        machine["cann"] or machine["cuda"],
-        f"{torch}, {versions['python']}",
-        versions["megatron-core"],
-        versions["mindspeed"],
-        ", ".join([str(found["processes"]), *sizes]),
-        features,
-        versions["npu_replay"],
-        found["date"][:10],
-        f"[{name}](verified/{name}.json)",
-    )
-    return f"| {' | '.join(_plain(cell) for cell in cells)} |"
-
-
-def device_row(found: dict[str, Any], name: str) -> str:
-    """A report of ci/device.sh as a row of its table."""
-    machine, versions = found["machine"], found["versions"]
-    parts = {
-        result: ", ".join(_tried(part) for part in found["parts"] if part["result"] == result)
-        for result in ("PASS", "FAIL", "MISSING")
-    }
-    cells = (
-        f"{found['devices']} x {machine['name'] or 'a CPU'}, {machine['processor']}",
-        machine["cann"] or machine["cuda"],
-        f"{versions['torch']}, {versions['python']}",
-        versions["megatron-core"],
-        versions["transformers"],
-        *parts.values(),
-        versions["npu_replay"],
-        found["date"][:10],
-        f"[{name}](verified/{name}.json)",
-    )
-    return f"| {' | '.join(_plain(cell) for cell in cells)} |"
-
-
-def _tried(part: dict[str, Any]) -> str:
-    return f"{part['part']} ({part['passed']})" if part["passed"] else str(part["part"])
-
-
 def bench_table(reports: dict[str, dict[str, Any]]) -> str:
     """What the bench of each report of ci/device.sh measured, as ratios to the first way."""
     rows: dict[tuple[str, int, str], dict[str, str]] = {}
@@ -207,30 +195,13 @@ def bench_table(reports: dict[str, dict[str, Any]]) -> str:
                 ratio = f"{row['ratio']:.2f} ({row['ratio_low']:.2f}-{row['ratio_high']:.2f})"
                 rows.setdefault((row["what"], row["tokens"], row["way"]), {})[name] = ratio
     names = [name for name in reports if any(name in ratios for ratios in rows.values())]
-    lines = [_line(["", "tokens", "way", *(f"[{name}](verified/{name}.json)" for name in names)])]
-    lines.append("|---" * (3 + len(names)) + "|")
-    for (what, tokens, way), ratios in rows.items():
-        cells = [ratios.get(name, "") for name in names]
-        if any(
-            not cell.startswith("1.00 (1.00-1.00)") for cell in cells
-        ):  # the way that the others are held against
-            lines.append(_line([what, f"{tokens:,}" if tokens else "", way, *cells]))
-    return "\n".join(lines)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(_plain(cell) for cell in cells)} |"
-
-
-def _named(found: dict[str, Any], result: str) -> list[str]:
-    """The features with such a result, in order, each once."""
-    names = [one["feature"] for one in found["results"] if one["result"] == result]
-    return list(dict.fromkeys(names))
-
-
-def _plain(cell: str) -> str:
-    """What a sender wrote can't end a cell or a row."""
-    return " ".join(cell.replace("|", "/").split())
+    lines = [
+        [what, f"{tokens:,}" if tokens else "", way, *(ratios.get(name, "") for name in names)]
+        for (what, tokens, way), ratios in rows.items()
+        # Not the way that the others are held against.
+        if any(not ratios.get(name, "").startswith("1.00 (1.00-1.00)") for name in names)
+    ]
+    return pages.table(["", "tokens", "way", *map(_link, names)], lines)
 
 
 def table(folder: Path = FOLDER) -> str:
@@ -239,63 +210,46 @@ def table(folder: Path = FOLDER) -> str:
     Raises:
         ValueError: one isn't a report; says which and why.
     """
-    tables = []
-    for kind, titles, make in ((SMOKE, TITLES, row), (DEVICE, DEVICE_TITLES, device_row)):
-        reports = of_kind(kind, folder)
-        rows = [make(report, name) for name, report in reports.items()]
-        tables.append("\n".join([_line(titles), "|---" * len(titles) + "|", *rows]))
-    return "\n\n".join(tables)
+    return "\n\n".join(
+        pages.table(kind.titles, [kind.row(report, name) for name, report in of_kind(which, folder).items()])
+        for which, kind in KINDS.items()
+    )
 
 
 def of_kind(kind: str, folder: Path = FOLDER) -> dict[str, dict[str, Any]]:
     """The reports of a kind by name, those on accelerators first."""
     reports = {path.stem: read(path) for path in sorted(folder.glob("*.json"))}
-    names = [name for name, report in reports.items() if report["kind"] == kind]
-    return {name: reports[name] for name in sorted(names, key=lambda name: (_on_cpu(reports[name]), name))}
-
-
-def _on_cpu(report: dict[str, Any]) -> bool:
-    return bool(report["machine"]["device"] == "cpu")
+    found = [(name, report) for name, report in reports.items() if report["kind"] == kind]
+    return dict(sorted(found, key=lambda one: (one[1]["machine"]["device"] == "cpu", one[0])))
 
 
 def read(path: Path) -> dict[str, Any]:
     """A report that was checked."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path.name}: {error}") from error
-    wrong = problems(found)
-    if wrong:
+    if wrong := problems(found):
         raise ValueError(f"{path.name}: {'; '.join(wrong)}")
-    checked: dict[str, Any] = found
-    return checked
-
-
-def rewritten(page: str, rows: str) -> str:
-    """The page with these rows between its marks."""
-    head, rest = page.split(START)
-    _, tail = rest.split(END)
-    return f"{head}{START}\n\n{rows}\n\n{END}{tail}"
+    return found
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print the rows; return 1 if a report is none."""
     files = [Path(name) for name in arguments if name != "--write"]
     try:
-        if files:
-            for path in files:
-                report = read(path)
-                print((row if report["kind"] == SMOKE else device_row)(report, path.stem))
-            return 0
-        rows = table()
+        for path in files:
+            report = read(path)
+            print(pages.line(KINDS[report["kind"]].row(report, path.stem)))
+        rows = "" if files else table()
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    print(rows)
-    if "--write" in arguments:
-        PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
-        costs = bench_table(of_kind(DEVICE))
-        COSTS.write_text(rewritten(COSTS.read_text(encoding="utf-8"), costs), encoding="utf-8")
+    if not files:
+        print(rows)
+        if "--write" in arguments:
+            pages.rewrite(PAGE, MARKS, rows)
+            pages.rewrite(COSTS, MARKS, bench_table(of_kind(DEVICE)))
     return 0
 
 

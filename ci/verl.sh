@@ -12,11 +12,8 @@ export OMP_NUM_THREADS=1 # two workers share the cores
 status=0
 
 run_with() {
-    local megatron=$1 verl=$2 rc=0
-    shift 2
-    echo "== pytest with verl $verl on megatron-core $megatron"
-    with_verl "$megatron" "$verl" python -m pytest -n 2 --dist loadfile -rs "$@" || rc=$?
-    if [[ $rc != 0 ]]; then status=1; fi
+    try "pytest with verl $2 on megatron-core $1" \
+        with_verl "$1" "$2" python -m pytest -n 2 --dist loadfile -rs "${@:3}"
 }
 
 run_with 0.12.1 0.7.1 tests/on_verl "$@"

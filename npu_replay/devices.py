@@ -46,8 +46,21 @@ def available() -> list[str]:
     return [kind, "cpu"] if kind in {device.NAME for device in ACCELERATORS} else ["cpu"]
 
 
+def name_of(device: torch.device) -> str:
+    """What its driver calls it; empty for the CPU.
+
+    >>> name_of(torch.device("cpu"))
+    ''
+    """
+    return "" if device.type == "cpu" else str(getattr(torch, device.type).get_device_name())
+
+
 def backend(device: torch.device) -> str:
-    """torch.distributed's back end for a device."""
+    """torch.distributed's back end for a device.
+
+    >>> backend(torch.device("cpu"))
+    'gloo'
+    """
     backends: dict[str, str] = {accelerator.NAME: accelerator.BACKEND for accelerator in ACCELERATORS}
     return backends.get(device.type, "gloo")
 

@@ -136,7 +136,6 @@ STILL_LONG = {
     "npu_replay.compat.verl.agent_loop",
     "npu_replay.compat.verl.functions",
     "npu_replay.sessions.session",
-    "npu_replay.smoke.model",
 }
 
 

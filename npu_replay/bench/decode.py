@@ -9,13 +9,13 @@ import base64
 import functools
 import io
 import tracemalloc
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from npu_replay.bench.timing import Way
 from npu_replay.compat.sglang.decode import from_sglang
 from npu_replay.compat.vllm.decode import from_vllm
 from npu_replay.rollout.model_config import RoutedModel
@@ -25,63 +25,63 @@ TOKENS, PROMPT = 16_384, 4_096
 MODEL = RoutedModel(layers=tuple(range(48)), num_layers=48, num_experts=128, topk=8)
 
 
-def ways() -> dict[str, Callable[[], object]]:
-    """The ways to measure, by name; the plain copy comes first."""
-    sample = _sample()
-    return {
-        "plain copy": lambda: sample.rows.copy(),
-        "vLLM, array of uint8": lambda: from_vllm(sample.in_process, MODEL),
-        "vLLM, base64 of .npy": lambda: from_vllm(sample.answer, MODEL),
-        "SGLang, base64 of int32": lambda: from_sglang(
-            sample.meta_info, MODEL, prompt_token_ids=sample.prompt, output_ids=sample.output
+def ways() -> list[Way]:
+    """The ways to measure; the plain copy comes first."""
+    one = sample()
+    return [
+        Way("plain copy", one.rows.copy),
+        Way("vLLM, array of uint8", lambda: from_vllm(one.in_process, MODEL)),
+        Way("vLLM, base64 of .npy", lambda: from_vllm(one.answer, MODEL)),
+        Way(
+            "SGLang, base64 of int32",
+            lambda: from_sglang(one.meta_info, MODEL, prompt_token_ids=one.prompt, output_ids=one.output),
         ),
-        "base64 alone": lambda: base64.b64decode(sample.text),
-    }
+        Way("base64 alone", lambda: base64.b64decode(one.text)),
+    ]
 
 
 def sizes(microseconds: dict[str, float]) -> str:
     """Speed by way, and the most memory that decoding takes beside the engine's answer, in words."""
-    ids = _sample().rows.size
+    ids = sample().rows.size
     speeds = [f"{way} {ids / spent / 1e3:.2f}" for way, spent in microseconds.items() if spent]
+    peaks = [f"{way.name} {_peak(way) / ids:.2f} x" for way in ways()[1:3]]
     return (
         f"decode: {TOKENS:,} tokens, {MODEL.num_layers} layers, top-{MODEL.topk} of {MODEL.num_experts}; "
         f"10^9 ids a second: {', '.join(speeds)}\n"
-        f"memory beside the answer, of one byte an id: {', '.join(_peaks())}"
+        f"memory beside the answer, of one byte an id: {', '.join(peaks)}"
     )
 
 
-def _peaks() -> Iterator[str]:
-    ids = _sample().rows.nbytes
-    for name in ("vLLM, array of uint8", "vLLM, base64 of .npy"):
-        run = ways()[name]
-        run()  # what is kept between calls doesn't count
-        tracemalloc.start()
-        run()
-        yield f"{name} {tracemalloc.get_traced_memory()[1] / ids:.2f} x"
-        tracemalloc.stop()
+def _peak(way: Way) -> int:
+    way.run()  # what is kept between calls doesn't count
+    tracemalloc.start()
+    way.run()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
 
 
 @dataclass(frozen=True)
-class _Sample:
+class Sample:
+    """One sample, as the engines hand it over: in_process and answer are vLLM's, meta_info SGLang's.
+
+    Attributes:
+        rows: uint8 [TOKENS - 1, layers, topk].
+        text: base64 of the rows' .npy.
+    """
+
     rows: Array
     prompt: list[int]
     output: list[int]
     text: str
+    in_process: Any
     answer: dict[str, Any]
     meta_info: dict[str, Any]
 
-    @property
-    def in_process(self) -> Any:
-        completion = SimpleNamespace(
-            index=0, token_ids=self.output, routed_experts=self.rows, finish_reason="length", stop_reason=None
-        )
-        return SimpleNamespace(
-            request_id="bench", prompt_token_ids=self.prompt, outputs=[completion], finished=True
-        )
-
 
 @functools.cache
-def _sample() -> _Sample:
+def sample() -> Sample:
+    """The sample, made once."""
     generator = np.random.default_rng(0)
     some = np.argsort(generator.random((4096, MODEL.num_experts)), axis=1)[:, : MODEL.topk].astype(np.uint8)
     rows = some[generator.integers(0, len(some), (TOKENS - 1, MODEL.num_layers))]
@@ -90,13 +90,17 @@ def _sample() -> _Sample:
     npy = io.BytesIO()
     np.save(npy, rows)
     text = base64.b64encode(npy.getvalue()).decode()
-    choice = {"index": 0, "token_ids": output, "routed_experts": text, "finish_reason": "length"}
     ints = base64.b64encode(rows.astype(np.int32).tobytes()).decode()
-    return _Sample(
+    choice = {"index": 0, "token_ids": output, "routed_experts": text, "finish_reason": "length"}
+    completion = SimpleNamespace(**choice | {"routed_experts": rows, "stop_reason": None})
+    return Sample(
         rows=rows,
         prompt=prompt,
         output=output,
         text=text,
+        in_process=SimpleNamespace(
+            request_id="bench", prompt_token_ids=prompt, outputs=[completion], finished=True
+        ),
         answer={"id": "bench", "choices": [choice | {"prompt_token_ids": prompt}]},
         meta_info={"id": "bench", "routed_experts": ints, "finish_reason": {"type": "length"}},
     )

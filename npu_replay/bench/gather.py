@@ -7,39 +7,39 @@ what gather has to make first: one array with all sequences in it, and once even
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from npu_replay import RoutedExperts, TokenLayout
+from npu_replay.bench.timing import Way
 
 SEQUENCES, LENGTHS = 64, (200, 2000)
 LAYERS, STAGE = 48, range(12, 24)
 TOPK, EXPERTS = 8, 128
 
 
-def ways() -> dict[str, Callable[[], object]]:
-    """The ways to measure, by name; numpy's come first."""
-    samples, layout = _rollout()
+def ways() -> list[Way]:
+    """The ways to measure; numpy's come first."""
+    samples, layout = rollout()
     whole = RoutedExperts.concat(samples).ids.numpy()
     cut = np.ascontiguousarray(whole[:, STAGE.start : STAGE.stop])
     rows = layout.rows.numpy()
-    return {
-        f"take, all {LAYERS}": lambda: np.take(whole, rows, axis=0),
-        f"take, cut to {len(STAGE)}": lambda: np.take(cut, rows, axis=0),
-        f"gather {len(STAGE)} of {LAYERS}": lambda: layout.gather(samples, layers=STAGE),
-    }
+    return [
+        Way(f"take, all {LAYERS}", lambda: np.take(whole, rows, axis=0)),
+        Way(f"take, cut to {len(STAGE)}", lambda: np.take(cut, rows, axis=0)),
+        Way(f"gather {len(STAGE)} of {LAYERS}", lambda: layout.gather(samples, layers=STAGE)),
+    ]
 
 
 def tokens() -> int:
     """Tokens of all sequences."""
-    return len(_rollout()[1].rows)
+    return len(rollout()[1].rows)
 
 
 def sizes() -> str:
     """Bytes of the routes as they are held and sent, in words."""
-    samples, layout = _rollout()
+    samples, layout = rollout()
     whole = RoutedExperts.concat(samples)
     held = whole.ids.numel() * whole.ids.element_size() + len(whole)
     sent = len(whole.to_bytes())
@@ -53,7 +53,8 @@ def sizes() -> str:
 
 
 @functools.cache
-def _rollout() -> tuple[list[RoutedExperts], TokenLayout]:
+def rollout() -> tuple[list[RoutedExperts], TokenLayout]:
+    """The sequences' routes, and where their tokens go; made once."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(*LENGTHS, (SEQUENCES,), generator=generator).tolist()
     samples = [

@@ -1,16 +1,24 @@
-"""A small GPTModel of real Megatron-core, any release from 0.12, for the demo, the bench and the tests.
+"""A small GPTModel of real Megatron-core, from 0.12 on, for demo, bench, smoke and the tests.
 
 The local layer spec is used: nothing here needs Transformer Engine, CUDA or a launcher.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from npu_replay.devices import backend, pick
+
+FULL_RECOMPUTE: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+"""Every layer's forward runs again inside backward."""
 
 
 def start(device: torch.device | None = None) -> None:
@@ -63,33 +71,88 @@ def config(**changes: Any) -> Any:
     return TransformerConfig(**(values | changes))
 
 
-def model(cfg: Any, *, vocab: int = 64, length: int = 64, rotary_base: int = 10_000, **stage: Any) -> Any:
+def model(
+    cfg: Any,
+    *,
+    vocab: int = 64,
+    length: int = 64,
+    rotary_base: int = 10_000,
+    norm: type | None = None,
+    attention: type | None = None,
+    vp_stage: int | None = None,
+    **ends: bool,
+) -> Any:
     """Build a GPTModel from `cfg`; dense and MoE layers follow its moe_layer_freq.
 
     Args:
         vocab: size of the vocabulary.
         length: longest sequence.
-        stage: pre_process and post_process, for a chunk of a pipeline.
+        norm: in the place of Megatron's own norms.
+        attention: in the place of Megatron's own attention core.
+        vp_stage: which virtual stage of this pipeline rank; none where there is one.
+        ends: pre_process and post_process, for a chunk of a pipeline.
     """
+    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
+    stage = {}
+    if vp_stage is not None:
+        parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)  # what older releases ask
+        stage = {"vp_stage": vp_stage} if "vp_stage" in inspect.signature(GPTModel).parameters else {}
+    spec = get_gpt_decoder_block_spec(cfg, use_transformer_engine=False, **stage)
+    inner = [layer.submodules for layer in spec.layer_specs]
+    if norm is not None:
+        spec.layer_norm = norm
+        for one in inner:
+            one.input_layernorm = one.pre_mlp_layernorm = norm
+            one.self_attention.submodules.q_layernorm = one.self_attention.submodules.k_layernorm = norm
+    if attention is not None:
+        for one in inner:
+            one.self_attention.submodules.core_attention = attention
     return GPTModel(
         config=cfg,
-        transformer_layer_spec=get_gpt_decoder_block_spec(cfg, use_transformer_engine=False),
+        transformer_layer_spec=spec,
         vocab_size=vocab,
         max_sequence_length=length,
         position_embedding_type="rope",
         rotary_base=rotary_base,
         share_embeddings_and_output_weights=False,
+        **ends,
         **stage,
     )
+
+
+def chunks(cfg: Any, **about: Any) -> list[Any]:
+    """This pipeline rank's GPTModels, one for each virtual stage.
+
+    Args:
+        cfg: says how many stages there are; parallel_state says which are here.
+        about: arguments of `model`.
+    """
+    from megatron.core import parallel_state
+
+    place, last = parallel_state.get_pipeline_model_parallel_rank(), cfg.pipeline_model_parallel_size - 1
+    count = cfg.virtual_pipeline_model_parallel_size or 1
+    return [
+        model(
+            cfg,
+            vp_stage=stage if count > 1 else None,
+            pre_process=place == stage == 0,
+            post_process=(place, stage) == (last, count - 1),
+            **about,
+        )
+        for stage in range(count)
+    ]
 
 
 def causal(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     """position_ids and attention_mask of a batch, int64 [batch, length] (True in the mask is hidden).
 
     Padding on the right needs no mask: nothing before it can see it.
+
+    >>> causal(torch.zeros(1, 2))["attention_mask"].tolist()
+    [[[[False, True], [False, False]]]]
     """
     (batch, length), device = tokens.shape, tokens.device
     hidden = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import platform
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ import torch
 
 import npu_replay
 from npu_replay.compat import probe
-from npu_replay.demo import megatron_model, trainer, weights
+from npu_replay.demo import megatron_model
 from npu_replay.demo.rollout import qwen3_moe, roll_out
+from npu_replay.demo.trainer import Trainer, like
 from npu_replay.devices import megatron_on, one_thread, pick
 from npu_replay.errors import ReplayError
 from npu_replay.routes.file import check_place, write_whole
+from npu_replay.tables import terminal
 
 JSON, PNG = "demo.json", "demo.png"
 
@@ -29,18 +31,20 @@ def main(*, device: str, steps: int, out: Path, seed: int, force: bool) -> dict[
         ReplayError: a file is there already and `force` isn't set, or a part is missing.
     """
     probe.require(probe.DEMO, "the demo")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ReplayError(
+            f"the folder can't be made ({error})", where=str(out), cause="another --out is meant"
+        ) from error
     for name in (JSON, PNG):
-        check_place(_made(out) / name, overwrite=force)
+        check_place(out / name, overwrite=force)
     from npu_replay.demo import tables
     from npu_replay.inspection import plots
-    from npu_replay.tables import terminal
 
     console = terminal()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(one_thread())
-        where = pick(device)
-        stack.enter_context(megatron_on(where))
-        result = run(where, steps, seed, tables.progress(stack, console, steps))
+    with one_thread(), megatron_on(where := pick(device)), tables.progress(console, steps) as advance:
+        result = run(where, steps, seed, advance)
     for table in tables.tables(result):
         console.print(table)
     write_whole(out / JSON, json.dumps(result, indent=1).encode(), overwrite=force)
@@ -49,66 +53,49 @@ def main(*, device: str, steps: int, out: Path, seed: int, force: bool) -> dict[
     return result
 
 
-def run(device: torch.device, steps: int, seed: int, advance: Any = lambda *_: None) -> dict[str, Any]:
-    """The job itself; `advance` is told of each part that begins and of each step."""
+def run(device: torch.device, steps: int, seed: int, advance: Callable[..., None]) -> dict[str, Any]:
+    """The job itself; `advance` is told of each part that begins, and called at each step."""
+    import megatron.core
+    import transformers
+
     megatron_model.start(device)
     advance("rollout: Qwen3-MoE of transformers, bfloat16, KV cache")
     rollout = qwen3_moe(seed, device)
     samples = roll_out(rollout, seed, device)
     advance("trainer: the same weights in Megatron-core, float32")
-    model = weights.trainer_like(
-        rollout, device, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-    )
-    batches = trainer.micro_batches(samples, device)
-    r3 = trainer.rollout_routes(samples, batches)
+    model = like(rollout, device)
+    trainer = Trainer(model, samples, device)
+    r3 = trainer.rollout_routes
     sampled = torch.cat([sample.log_probs for sample in samples])
     start = {name: value.clone() for name, value in model.state_dict().items() if torch.is_tensor(value)}
 
     against: dict[str, Any] = {}
-    replayed: dict[str, torch.Tensor] = {}
     for name, routes in (("none", None), ("r3", r3)):
-        seen = trainer.evaluate(model, batches, routes)
-        replayed[name] = seen.log_probs
+        log_probs, shown = trainer.evaluate(routes)
         against[name] = {
-            "routing": asdict(npu_replay.compare(r3, seen.shown)),
-            "log_probs": asdict(npu_replay.compare(sampled, seen.log_probs)),
-            "differences": (seen.log_probs - sampled).tolist(),
+            "routing": asdict(npu_replay.compare(r3, shown)),
+            "log_probs": asdict(npu_replay.compare(sampled, log_probs)),
+            "differences": (log_probs - sampled).tolist(),
         }
-    live, r2 = trainer.old_log_probs(model, batches)
+    live, r2 = trainer.old_log_probs()
     updates: dict[str, Any] = {}
-    for name, old, routes in (("none", live, None), ("r2", live, r2), ("r3", replayed["r3"], r3)):
-        advance(f"{steps} optimizer steps, {_TITLES[name]}")
+    for name, title, old, routes in (
+        ("none", "without replay", live, None),
+        ("r2", "with R2", live, r2),
+        ("r3", "with R3", log_probs, r3),
+    ):
+        advance(f"{steps} optimizer steps, {title}")
         model.load_state_dict(start, strict=False)
-        updates[name] = asdict(trainer.update(model, batches, old, routes, steps, advance))
+        updates[name] = trainer.update(old, routes, steps, advance)
     return {
         "settings": {"seed": seed, "steps": steps, "device": str(device), "tokens": len(sampled)},
-        "versions": _versions(),
+        "versions": {
+            "npu_replay": npu_replay.__version__,
+            "torch": torch.__version__,
+            "megatron-core": megatron.core.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
         "rollout_against_trainer": against,
         "updates": updates,
     }
-
-
-_TITLES = {"none": "without replay", "r2": "with R2", "r3": "with R3"}
-
-
-def _versions() -> dict[str, str]:
-    import megatron.core
-    import transformers
-
-    return {
-        "npu_replay": npu_replay.__version__,
-        "torch": torch.__version__,
-        "megatron-core": megatron.core.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def _made(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ReplayError(
-            f"the folder can't be made ({error})", where=str(folder), cause="another --out is meant"
-        ) from error
-    return folder

@@ -1,11 +1,14 @@
-"""The trainer: log-probs and policy updates of a GPTModel over padded micro-batches, full recompute on."""
+"""The trainer: log-probs and policy updates of a GPTModel over padded micro-batches, full recompute on.
+
+Its weights are those of the rollout's model.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +17,6 @@ import npu_replay
 from npu_replay import RoutedExperts, TokenLayout
 from npu_replay.demo import megatron_model
 from npu_replay.demo.rollout import PROMPT, Sample
-from npu_replay.routes.mismatch import differing_token_layers
 
 MICRO_BATCHES = 2
 LEARNING_RATE = 1e-5
@@ -23,15 +25,21 @@ CLIP = 0.2
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some sequences, padded to the right, and where their tokens sit in the router's rows."""
+    """Some sequences, padded to the right.
+
+    Attributes:
+        tokens: int64 [sequences, longest].
+        response: bool, where the next token was sampled.
+        routes: R3, the rollout's, in the rows of the trainer's routers; padding and last tokens have none.
+    """
 
     tokens: torch.Tensor
     response: torch.Tensor
-    layout: TokenLayout
+    routes: RoutedExperts
 
     @classmethod
     def of(cls, samples: Sequence[Sample], device: torch.device) -> MicroBatch:
-        """Pad `samples`; `response` marks the positions whose next token was sampled."""
+        """Pad `samples`."""
         lengths = [len(sample.tokens) for sample in samples]
         tokens = torch.zeros(len(samples), max(lengths), dtype=torch.int64)
         response = torch.zeros_like(tokens, dtype=torch.bool)
@@ -40,136 +48,165 @@ class MicroBatch:
             response[row, PROMPT - 1 : lengths[row] - 1] = True
         fingerprints = [npu_replay.fingerprint(sample.tokens) for sample in samples]
         layout = TokenLayout.padded(lengths, fingerprints=fingerprints)
-        return cls(tokens.to(device), response.to(device), layout)
+        routes = layout.gather([sample.routes for sample in samples])
+        return cls(tokens.to(device), response.to(device), routes)
+
+    @property
+    def advantages(self) -> torch.Tensor:
+        """Every other sequence was good: +1 and -1 for all sampled tokens of a sequence, in turn."""
+        return 1.0 - 2.0 * (self.response.nonzero()[:, 0] % 2)
+
+    def with_routes(self, shown: RoutedExperts) -> RoutedExperts:
+        """Only the rows that R3 can replay."""
+        return shown.take(torch.where(self.routes.recorded, torch.arange(len(shown)), -1))
 
 
-def micro_batches(samples: Sequence[Sample], device: torch.device) -> list[MicroBatch]:
-    """Cut a rollout batch into micro-batches."""
-    size = len(samples) // MICRO_BATCHES
-    return [MicroBatch.of(samples[i : i + size], device) for i in range(0, len(samples), size)]
+Routes = list[RoutedExperts] | None
+"""One a micro-batch, to replay; or none."""
 
 
-def rollout_routes(samples: Sequence[Sample], batches: Sequence[MicroBatch]) -> list[RoutedExperts]:
-    """R3: the rollout's routes, laid out in the rows of the trainer's routers."""
-    size = len(samples) // len(batches)
-    return [
-        batch.layout.gather([sample.routes for sample in samples[i * size : (i + 1) * size]])
-        for i, batch in enumerate(batches)
+class Trainer:
+    """A model and one batch of rollout, cut into micro-batches."""
+
+    def __init__(self, model: Any, samples: Sequence[Sample], device: torch.device) -> None:
+        self.model = model
+        size = len(samples) // MICRO_BATCHES
+        cuts = range(0, len(samples), size)
+        self.batches = [MicroBatch.of(samples[cut : cut + size], device) for cut in cuts]
+        self.rollout_routes = [batch.routes for batch in self.batches]
+
+    def evaluate(self, routes: Routes) -> tuple[torch.Tensor, list[RoutedExperts]]:
+        """Log-probs without an update, and what the routers showed."""
+        with torch.no_grad():
+            return self._watched(lambda: torch.cat(list(map(self._log_probs, self.batches))).cpu(), routes)
+
+    def old_log_probs(self) -> tuple[torch.Tensor, list[RoutedExperts]]:
+        """R2: the trainer's own pass before the update, and the experts that it chose."""
+        with torch.no_grad(), npu_replay.record(self.model) as recording:
+            log_probs = torch.cat(list(map(self._log_probs, self.batches)))
+        return log_probs.cpu(), recording.routes
+
+    def update(
+        self, old: torch.Tensor, routes: Routes, steps: int, advance: Callable[[], object]
+    ) -> dict[str, Any]:
+        """Take clipped policy-gradient steps on the batch; what happened to routes and ratio at each.
+
+        Args:
+            old: the log-probs before the first step, float32 [sampled].
+            advance: called after each step.
+        """
+        optimizer = torch.optim.Adam(self.model.parameters(), lr=LEARNING_RATE)
+        history: dict[str, list[float]] = {
+            name: [] for name in ("flipped", "ratio_min", "ratio_max", "ratio_kl")
+        }
+        first = None
+        for _ in range(steps):
+            optimizer.zero_grad()
+            log_probs, shown = self._watched(lambda: self._backward(old), routes)
+            first = first or shown
+            flips, ratio = npu_replay.compare(first, shown), npu_replay.compare(old, log_probs)
+            now = flips.differing, ratio.ratio_min, ratio.ratio_max, ratio.kl
+            for kept, figure in zip(history.values(), now, strict=True):
+                kept.append(figure)
+            optimizer.step()
+            advance()
+        return history | {"token_layers": flips.token_layers}
+
+    def _watched(
+        self, work: Callable[[], torch.Tensor], routes: Routes
+    ) -> tuple[torch.Tensor, list[RoutedExperts]]:
+        """The result of `work` under these routes, and what the routers showed meanwhile."""
+        block: AbstractContextManager[Any] = contextlib.nullcontext()
+        if routes is not None:
+            block = npu_replay.replay(self.model, routes)
+        with npu_replay.observe(self.model) as observation, block:
+            result = work()
+        shown = zip(self.batches, observation.shown, strict=True)
+        return result, [batch.with_routes(one) for batch, one in shown]
+
+    def _log_probs(self, batch: MicroBatch) -> torch.Tensor:
+        """Log-probs of the sampled tokens, float32 [sampled], sequence after sequence."""
+        logits = self.model(input_ids=batch.tokens, **megatron_model.causal(batch.tokens))
+        log_probs: torch.Tensor = logits.float().log_softmax(dim=-1)
+        following = batch.tokens.roll(-1, dims=1)[..., None]
+        return log_probs.gather(2, following)[..., 0][batch.response]
+
+    def _backward(self, old: torch.Tensor) -> torch.Tensor:
+        """One step's forward and backward over all micro-batches; the log-probs that it saw."""
+        passes = []
+        counts = [int(batch.response.sum()) for batch in self.batches]
+        for batch, before in zip(self.batches, torch.split(old, counts), strict=True):
+            log_probs = self._log_probs(batch)
+            ratio = (log_probs - before.to(log_probs.device)).exp()
+            clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+            gain = torch.minimum(ratio * batch.advantages, clipped * batch.advantages).mean()
+            (-gain / len(self.batches)).backward()  # type: ignore[no-untyped-call]
+            passes.append(log_probs.detach().cpu())
+        return torch.cat(passes)
+
+
+# Weights
+
+
+def like(rollout: Any, device: torch.device) -> Any:
+    """A GPTModel in float32 with the weights of `rollout`, a Qwen3MoeForCausalLM."""
+    about = rollout.config
+    config = megatron_model.config(
+        num_layers=about.num_hidden_layers,
+        hidden_size=about.hidden_size,
+        num_attention_heads=about.num_attention_heads,
+        num_query_groups=about.num_key_value_heads,
+        kv_channels=about.head_dim,
+        ffn_hidden_size=about.intermediate_size,
+        moe_ffn_hidden_size=about.moe_intermediate_size,
+        num_moe_experts=about.num_experts,
+        moe_router_topk=about.num_experts_per_tok,
+        layernorm_epsilon=about.rms_norm_eps,
+        **megatron_model.FULL_RECOMPUTE,
+    )
+    model = megatron_model.model(
+        config,
+        vocab=about.vocab_size,
+        length=about.max_position_embeddings,
+        rotary_base=int(about.rope_parameters["rope_theta"]),
+    )
+    model.load_state_dict(_state(rollout, model), strict=True)
+    return model.to(device)
+
+
+def _state(rollout: Any, model: Any) -> dict[str, Any]:
+    """Every weight by Megatron's name; what Megatron keeps beside them stays as it is."""
+    state: dict[str, Any] = {
+        name: value for name, value in model.state_dict().items() if name.endswith("_extra_state")
+    }
+    inner = rollout.model
+    state["embedding.word_embeddings.weight"] = inner.embed_tokens.weight
+    state["decoder.final_layernorm.weight"] = inner.norm.weight
+    state["output_layer.weight"] = rollout.lm_head.weight
+    for number, layer in enumerate(inner.layers):
+        attention, experts = layer.self_attn, layer.mlp.experts
+        ours = {
+            "input_layernorm.weight": layer.input_layernorm.weight,
+            "pre_mlp_layernorm.weight": layer.post_attention_layernorm.weight,
+            "self_attention.linear_qkv.weight": _interleaved_qkv(attention, rollout.config),
+            "self_attention.linear_proj.weight": attention.o_proj.weight,
+            "self_attention.q_layernorm.weight": attention.q_norm.weight,
+            "self_attention.k_layernorm.weight": attention.k_norm.weight,
+            "mlp.router.weight": layer.mlp.gate.weight,
+        }
+        for expert in range(rollout.config.num_experts):
+            prefix = f"mlp.experts.local_experts.{expert}"
+            ours[f"{prefix}.linear_fc1.weight"] = experts.gate_up_proj[expert]
+            ours[f"{prefix}.linear_fc2.weight"] = experts.down_proj[expert]
+        state |= {f"decoder.layers.{number}.{name}": weight for name, weight in ours.items()}
+    return {k: v.detach().float().cpu() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+
+
+def _interleaved_qkv(attention: Any, about: Any) -> torch.Tensor:
+    """Megatron's linear_qkv: for each query group its queries, its key and its value."""
+    groups, hidden = about.num_key_value_heads, about.hidden_size
+    parts = [
+        projection.weight.view(groups, -1, hidden)
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
     ]
-
-
-def forward(model: Any, batch: MicroBatch) -> torch.Tensor:
-    """Log-probs of the sampled tokens, float32 [sampled], sequence after sequence."""
-    logits = model(input_ids=batch.tokens, **megatron_model.causal(batch.tokens))
-    log_probs: torch.Tensor = logits.float().log_softmax(dim=-1)
-    following = batch.tokens.roll(-1, dims=1)[..., None]
-    return log_probs.gather(2, following)[..., 0][batch.response]
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One pass over all micro-batches: what it computed and what its routers showed."""
-
-    log_probs: torch.Tensor
-    shown: list[RoutedExperts]
-
-
-def replaying(model: Any, routes: list[RoutedExperts] | None) -> AbstractContextManager[Any]:
-    """A replay of these routes, or nothing."""
-    return contextlib.nullcontext() if routes is None else npu_replay.replay(model, routes)
-
-
-def evaluate(model: Any, batches: Sequence[MicroBatch], routes: list[RoutedExperts] | None) -> Pass:
-    """Log-probs without an update."""
-    with torch.no_grad(), npu_replay.observe(model) as observation, replaying(model, routes):
-        log_probs = torch.cat([forward(model, batch) for batch in batches])
-    return Pass(log_probs.cpu(), real_rows(observation.shown, batches))
-
-
-def old_log_probs(model: Any, batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, list[RoutedExperts]]:
-    """R2: the trainer's own pass before the update, and the experts that it chose."""
-    with torch.no_grad(), npu_replay.record(model) as recording:
-        log_probs = torch.cat([forward(model, batch) for batch in batches])
-    return log_probs.cpu(), recording.routes
-
-
-@dataclass
-class Steps:
-    """What happened over the optimizer steps of one run, one entry a step."""
-
-    flipped: list[int] = field(default_factory=list)
-    ratio_min: list[float] = field(default_factory=list)
-    ratio_max: list[float] = field(default_factory=list)
-    ratio_kl: list[float] = field(default_factory=list)
-    token_layers: int = 0
-
-
-def update(
-    model: Any,
-    batches: Sequence[MicroBatch],
-    old: torch.Tensor,
-    routes: list[RoutedExperts] | None,
-    steps: int,
-    advance: Any,
-) -> Steps:
-    """Take `steps` clipped policy-gradient steps on one batch, and watch routes and ratio."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-    advantages = _advantages(batches)
-    history, first = Steps(), None
-    for _ in range(steps):
-        optimizer.zero_grad()
-        with npu_replay.observe(model) as observation, replaying(model, routes):
-            passes = _backward(model, batches, old, advantages)
-        shown = real_rows(observation.shown, batches)
-        first = first or shown
-        _note(history, first, shown, npu_replay.compare(old, torch.cat(passes)))
-        optimizer.step()
-        advance()
-    return history
-
-
-def _backward(
-    model: Any, batches: Sequence[MicroBatch], old: torch.Tensor, advantages: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    """One step's forward and backward over all micro-batches; the log-probs that it saw."""
-    passes, start = [], 0
-    for batch, advantage in zip(batches, advantages, strict=True):
-        log_probs = forward(model, batch)
-        before = old[start : start + len(log_probs)].to(log_probs.device)
-        start += len(log_probs)
-        ratio = (log_probs - before).exp()
-        clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
-        loss = -torch.minimum(ratio * advantage, clipped * advantage).mean() / len(batches)
-        loss.backward()  # type: ignore[no-untyped-call]
-        passes.append(log_probs.detach().cpu())
-    return passes
-
-
-def _advantages(batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-    """Every other sequence was good: +1 and -1 for all tokens of a sequence, in turn."""
-    signs = []
-    for batch in batches:
-        rows = torch.arange(len(batch.tokens), device=batch.tokens.device)
-        sign = 1.0 - 2.0 * (rows % 2)
-        signs.append(sign[:, None].expand_as(batch.tokens)[batch.response])
-    return signs
-
-
-def _note(history: Steps, first: list[RoutedExperts], shown: list[RoutedExperts], ratio: Any) -> None:
-    differing = [differing_token_layers(a, b) for a, b in zip(first, shown, strict=True)]
-    history.flipped.append(sum(int(d.sum()) for d in differing))
-    history.token_layers = sum(int(a.recorded.sum()) * len(a.layers) for a in first)
-    history.ratio_min.append(ratio.ratio_min)
-    history.ratio_max.append(ratio.ratio_max)
-    history.ratio_kl.append(ratio.kl)
-
-
-def real_rows(shown: list[RoutedExperts], batches: Sequence[MicroBatch]) -> list[RoutedExperts]:
-    """Without padding and without last tokens, whose routes nobody has: only rows that R3 can replay."""
-    kept = []
-    for routes, batch in zip(shown, batches, strict=True):
-        rows = batch.layout.rows
-        last = torch.tensor(batch.layout.lengths).cumsum(0) - 1
-        counts = (rows >= 0) & ~torch.isin(rows, last)
-        kept.append(routes.take(torch.where(counts, torch.arange(len(rows)), -1)))
-    return kept
+    return torch.cat(parts, dim=1).reshape(-1, hidden)

@@ -8,6 +8,7 @@ HCCL don't give up in a way that can be caught: there `Watch` ends the job, with
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import sys
@@ -26,7 +27,8 @@ import torch.distributed as dist
 from npu_replay import devices
 from npu_replay.compat import probe
 from npu_replay.errors import ReplayError
-from npu_replay.smoke.model import Split
+from npu_replay.smoke.model import config
+from npu_replay.smoke.options import Options, Split
 
 Made = TypeVar("Made")
 
@@ -43,9 +45,9 @@ class Verdict:
     Attributes:
         problem: empty if nothing is wrong.
         trace: where an exception came from, innermost last; empty if none was raised.
-        found: what the ranks' judgement needs of this one.
+        found: what it saw, for the other ranks.
         broken: an exception left the schedule, so others may wait in vain in their collectives.
-        at: when it was found, in seconds; who waited in vain finds out later.
+        at: when it was found, in seconds; who waited in vain finds out after it.
     """
 
     problem: str = ""
@@ -56,7 +58,11 @@ class Verdict:
 
 
 def first_to_fail(verdicts: list[Verdict], patience: float) -> int | None:
-    """The lowest rank that failed by itself, and not for having waited for another; None if none failed."""
+    """The lowest rank that failed by itself, and not for having waited for another; None if none failed.
+
+    >>> first_to_fail([Verdict("timed out", at=60.0), Verdict(), Verdict("no memory", at=1.0)], patience=60.0)
+    2
+    """
     failed = [(rank, one.at) for rank, one in enumerate(verdicts) if one.problem]
     if not failed:
         return None
@@ -74,25 +80,37 @@ class Job:
     Attributes:
         rank, world: this process among them.
         device: where the model runs.
-        control: a group for talking about results: gloo where there is one.
-        patience: seconds that a rank waits for another.
     """
 
-    def __init__(self, split: Split, kind: str, patience: float) -> None:
-        self.split = split
+    def __init__(self, options: Options) -> None:
+        self.options = options
         self.rank, self.world = place()
-        self.patience = patience
+        patience = options.patience
+        # A back end that ends the process when a collective takes too long would take the report with it.
+        longest = 20 * patience
         store = _store()
-        self.store = _prefixed("smoke", store)
-        self.device = self._prepared(kind)
+        self.store = _within("smoke", store)
+        self.device = self._prepared()
         self.backend = devices.backend(self.device)
-        self.control = self._connect(store)
+        self._timeout = patience if self.backend == "gloo" else longest
+        dist.init_process_group(
+            self.backend,
+            store=_within("model", store),
+            rank=self.rank,
+            world_size=self.world,
+            timeout=timedelta(seconds=self._timeout),
+        )
+        self._control = None  # a group for talking about results: gloo where there is one
+        if dist.is_gloo_available():
+            self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=longest))
 
-    def _prepared(self, kind: str) -> torch.device:
+    def _prepared(self) -> torch.device:
         """This rank's device, with Megatron imported; an error of any rank is one on all of them."""
         verdict, device = Verdict(), torch.device("cpu")
         try:
-            device = _device(kind)
+            device = devices.pick(self.options.device)
+            if device.type != "cpu":
+                getattr(torch, device.type).set_device(int(os.environ.get("LOCAL_RANK", "0")))
             import_mindspeed()
             probe.require(probe.MEGATRON, "smoke")
             importlib.import_module("megatron.core.parallel_state")
@@ -100,57 +118,58 @@ class Job:
             verdict = caught(error)
         self.store.set(f"start/{self.rank}", verdict.problem)
         for rank in range(self.world):
-            self.store.wait([f"start/{rank}"], timedelta(seconds=10 * self.patience))
+            self.store.wait([f"start/{rank}"], timedelta(seconds=10 * self.options.patience))
             if problem := self.store.get(f"start/{rank}").decode():
                 raise Wrong(f"rank {rank}: {problem}" if self.world > 1 else problem)
         return device
 
-    def _connect(self, store: Any) -> Any:
-        """Start torch.distributed; return the group for control."""
-        # A back end that ends the process when a collective takes too long would take the report with it.
-        longest = timedelta(seconds=20 * self.patience)
-        dist.init_process_group(
-            self.backend,
-            store=_prefixed("model", store),
-            rank=self.rank,
-            world_size=self.world,
-            timeout=timedelta(seconds=self.patience) if self.backend == "gloo" else longest,
-        )
-        return dist.new_group(backend="gloo", timeout=longest) if dist.is_gloo_available() else None
-
     def about(self) -> str:
         """One line about this job."""
-        whose = "MindSpeed's and Megatron's" if "mindspeed.megatron_adaptor" in sys.modules else "Megatron's"
+        whose = "MindSpeed's and Megatron's" if _ADAPTOR in sys.modules else "Megatron's"
         return f"{whose} process groups over {self.backend}"
 
     def share(self, verdict: Verdict) -> list[Verdict]:
         """Every rank's verdict. All ranks come here after each feature."""
         verdicts: list[Any] = [None] * self.world
-        dist.all_gather_object(verdicts, verdict, group=self.control)
+        dist.all_gather_object(verdicts, verdict, group=self._control)
         return verdicts
 
     def together(self, make: Callable[[], Made]) -> Made:
         """What `make` returns, if it returns on every rank; else its error on all, before any goes on."""
         made: Made | None = None
-        verdict = Verdict()
+        problem = ""
         try:
             made = make()
         except Exception as error:  # noqa: BLE001  whatever it is, the other ranks wait for us
-            verdict = caught(error)
-        for rank, one in enumerate(self.share(verdict)):
+            problem = caught(error).problem
+        for rank, one in enumerate(self.share(Verdict(problem))):
             if one.problem:
                 raise Wrong(one.problem if rank == self.rank else f"rank {rank}: {one.problem}")
         return made  # type: ignore[return-value]
 
     def initialise(self) -> None:
         """Make Megatron's process groups anew: those of a rank that waited in vain are of no more use."""
-        timeout = self.patience if self.backend == "gloo" else 20 * self.patience
-        self.split.initialise(timeout)
+        from megatron.core import parallel_state, tensor_parallel
+
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            **self.options.megatron_sizes,
+            distributed_timeout_minutes=self._timeout / 60,
+            create_gloo_process_groups=False,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
 
     def tell_mindspeed(self) -> None:
         """Give MindSpeed the arguments that it would have from the command line of a training script."""
-        if "mindspeed.megatron_adaptor" in sys.modules:
-            _repatch(self.split)
+        if _ADAPTOR not in sys.modules:
+            return
+        adaptor: Any = sys.modules[_ADAPTOR]
+        arguments: Any = importlib.import_module("mindspeed.args_utils")
+        with contextlib.suppress(ModuleNotFoundError):  # a wheel of megatron-core has no megatron.training
+            importlib.import_module("megatron.training.global_vars").set_args(arguments.get_mindspeed_args())
+        if hasattr(adaptor, "repatch"):  # MindSpeed 2.1: what it was given when it was imported holds
+            defaults = vars(arguments.get_mindspeed_args(get_defaults=True))
+            adaptor.repatch(defaults | _mindspeed_arguments(self.options))
 
 
 def _store() -> Any:
@@ -159,18 +178,14 @@ def _store() -> Any:
     return next(iter(dist.rendezvous("env://")))[0]  # type: ignore[attr-defined]
 
 
-def _prefixed(name: str, store: Any) -> Any:
+def _within(name: str, store: Any) -> Any:
     return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
 
 
-def _device(kind: str) -> torch.device:
-    found = devices.pick(kind)
-    if found.type != "cpu":
-        getattr(torch, found.type).set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    return found
-
-
 # MindSpeed
+
+
+_ADAPTOR = "mindspeed.megatron_adaptor"
 
 
 def import_mindspeed() -> None:
@@ -179,15 +194,15 @@ def import_mindspeed() -> None:
     Raises:
         ReplayError: its import fails.
     """
-    if not mindspeed_is_here():
+    if not any(product.name == "mindspeed" and product.usable for product in probe.products()):
         return
     given, sys.argv = sys.argv, sys.argv[:1]  # it takes every flag that it finds there for its own
     try:
-        importlib.import_module("mindspeed.megatron_adaptor")
+        importlib.import_module(_ADAPTOR)
     except Exception as error:
         raise ReplayError(
             f"MindSpeed is installed and can't be imported: {type(error).__name__}: {error}",
-            expected="import mindspeed.megatron_adaptor",
+            expected=f"import {_ADAPTOR}",
             got="an exception",
             cause="a Megatron-LM of another release than this MindSpeed's, or without megatron.training; "
             "npu-replay doctor says which. Take MindSpeed off PYTHONPATH to try without it",
@@ -196,45 +211,20 @@ def import_mindspeed() -> None:
         sys.argv = given
 
 
-def mindspeed_is_here() -> bool:
-    return any(product.name == "mindspeed" and product.usable for product in probe.products())
+_READ_BY_MINDSPEED = (
+    *("num_layers", "hidden_size", "num_attention_heads", "moe_router_topk", "moe_ffn_hidden_size"),
+    *("moe_token_dispatcher_type", "moe_grouped_gemm", "moe_expert_capacity_factor"),
+    *("moe_shared_expert_intermediate_size", "moe_permute_fusion", "tensor_model_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size", "pipeline_model_parallel_size"),
+    *("context_parallel_size", "sequence_parallel", "gradient_accumulation_fusion", "fp8"),
+)
+"""Of Megatron's config."""
 
 
-def _repatch(split: Split) -> None:
-    adaptor: Any = sys.modules["mindspeed.megatron_adaptor"]
-    arguments: Any = importlib.import_module("mindspeed.args_utils")
-    with contextlib.suppress(ModuleNotFoundError):  # a wheel of megatron-core has no megatron.training
-        importlib.import_module("megatron.training.global_vars").set_args(arguments.get_mindspeed_args())
-    if not hasattr(adaptor, "repatch"):
-        return  # MindSpeed 2.1: what it was given when it was imported holds
-    defaults = vars(arguments.get_mindspeed_args(get_defaults=True))
-    adaptor.repatch(defaults | _arguments(split))
-
-
-def _arguments(split: Split) -> dict[str, Any]:
+def _mindspeed_arguments(split: Split) -> dict[str, Any]:
     """Megatron's arguments that MindSpeed reads, as this model's config has them."""
-    config = split.config()
-    names = (
-        "num_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "moe_router_topk",
-        "moe_ffn_hidden_size",
-        "moe_token_dispatcher_type",
-        "moe_grouped_gemm",
-        "moe_expert_capacity_factor",
-        "moe_shared_expert_intermediate_size",
-        "moe_permute_fusion",
-        "tensor_model_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-        "sequence_parallel",
-        "gradient_accumulation_fusion",
-        "fp8",
-    )
-    return {name: getattr(config, name) for name in names if hasattr(config, name)} | {
+    about = config(split)
+    return {name: getattr(about, name) for name in _READ_BY_MINDSPEED if hasattr(about, name)} | {
         "optimization_level": 2,
         "num_experts": split.experts,
         "gemm_gradient_accumulation_fusion": False,
@@ -257,75 +247,54 @@ class Watch:
     """
 
     def __init__(self, job: Job, conclude: Callable[[str, str], None]) -> None:
-        self._job = job
+        self._store, self._rank, self._patience = job.store, job.rank, job.options.patience
         self._conclude = conclude
-        self._lock = threading.Lock()
-        self._name = ""
         self._number = 0
-        self._deadline = float("inf")
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="npu_replay smoke", daemon=True)
-        self._thread.start()
-
-    def __enter__(self) -> Watch:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
 
     @contextlib.contextmanager
     def over(self, name: str) -> Iterator[None]:
         """Watch over one feature, the ranks' meeting at its end included."""
-        with self._lock:
-            self._name, self._number = name, self._number + 1
-            self._deadline = time.monotonic() + 4 * self._job.patience
+        self._number += 1
+        ended = threading.Event()
+        watches = functools.partial(self._watch, name, self._key, ended)
+        thread = threading.Thread(target=watches, name="npu_replay smoke", daemon=True)
+        thread.start()
         try:
             yield
         finally:
-            with self._lock:
-                self._deadline = float("inf")
+            ended.set()
+            thread.join()
 
-    def failed(self, problem: str) -> None:
-        """Tell the other ranks, which may be stuck in a collective, that this one won't come."""
-        self._job.store.set(self._key(), f"rank {self._job.rank}: {problem}")
-
+    @property
     def _key(self) -> str:
         return f"failed/{self._number}"
 
-    def _run(self) -> None:
-        heard = 0
-        while not self._ended.wait(0.5):
-            with self._lock:
-                number, deadline = self._number, self._deadline
-            if deadline == float("inf"):
-                continue
-            if heard != number and self._job.store.check([self._key()]):
-                heard = number
-                with self._lock:
-                    if self._number == number:
-                        soon = time.monotonic() + 2 * self._job.patience
-                        self._deadline = deadline = min(self._deadline, soon)
+    def failed(self, problem: str) -> None:
+        """Tell the other ranks, which may be stuck in a collective, that this one won't come."""
+        self._store.set(self._key, f"rank {self._rank}: {problem}")
+
+    def _watch(self, name: str, key: str, ended: threading.Event) -> None:
+        deadline, heard = time.monotonic() + 4 * self._patience, False
+        reason = f"no end within {4 * self._patience:.0f} s: a rank waits in a collective"
+        while not ended.wait(0.5):
+            if not heard and self._store.check([key]):
+                heard, reason = True, self._store.get(key).decode()
+                deadline = min(deadline, time.monotonic() + 2 * self._patience)
             if time.monotonic() > deadline:
-                reason = f"no end within {4 * self._job.patience:.0f} s: a rank waits in a collective"
-                if heard == number:
-                    reason = self._job.store.get(self._key()).decode()
-                self._conclude(self._name, reason)
+                self._conclude(name, reason)
                 return
 
 
 def caught(error: Exception) -> Verdict:
     """The verdict of a rank on which an exception was raised."""
     problem = str(error).removeprefix("[npu_replay] ").strip()
-    if not isinstance(error, (ReplayError, Wrong)):
-        problem = f"{type(error).__name__}: {problem}"
     if isinstance(error, Wrong):
         return Verdict(problem)
-    frames = traceback.extract_tb(error.__traceback__)[-6:]
-    trace = [f"{_short(frame.filename)}:{frame.lineno} {frame.name}" for frame in frames]
+    if not isinstance(error, ReplayError):
+        problem = f"{type(error).__name__}: {problem}"
+    # Of a path the last folders: the rest is nobody's business.
+    trace = [
+        f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} {frame.name}"
+        for frame in traceback.extract_tb(error.__traceback__)[-6:]
+    ]
     return Verdict(problem or "no message", trace, broken=True)
-
-
-def _short(filename: str) -> str:
-    """The last folders of a path: the rest is nobody's business."""
-    return "/".join(Path(filename).parts[-3:])

@@ -1,6 +1,6 @@
 """The model of `npu-replay smoke`: a small MoE of the Megatron-core that is here, split as a job is split.
 
-Norm and attention core are plain torch: for sequence and context parallelism Megatron's own need Transformer
+Norm and attention core are the test's own: for sequence and context parallelism Megatron's need Transformer
 Engine, Apex or MindSpeed. All else is the user's: routers, dispatchers, linear layers, pipeline schedules and
 recompute, with whatever MindSpeed has put in their place.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
+import itertools
 import math
 import re
 import zlib
@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from npu_replay.demo import megatron_model
@@ -26,101 +25,14 @@ from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.token_layout import TokenLayout
 from npu_replay.routers import Router, find
 from npu_replay.routes.fingerprint import fingerprint
+from npu_replay.smoke.options import Split
 
 TOPK = 2
 BATCH = 2
 """Sequences of a micro-batch."""
 
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
 Token: TypeAlias = "tuple[int, int]"
 """A sequence's number and a position in it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Split:
-    """The sizes of the job's parallel axes, and of a model that can be cut like that."""
-
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    vp: int = 1
-    ep: int = 1
-    etp: int = 1
-
-    @property
-    def multiple(self) -> int:
-        """The number of processes has to be a multiple of this."""
-        return math.lcm(self.tp * self.cp * self.pp, self.etp * self.ep * self.pp)
-
-    @property
-    def alignment(self) -> int:
-        """A sequence is padded to a multiple of this: two pieces a context-parallel rank, in equal slices."""
-        return (2 * self.cp if self.cp > 1 else 1) * self.tp
-
-    @property
-    def layers(self) -> int:
-        """At least two in each virtual stage: the first of all is dense, and no stage is without a router."""
-        return self.pp * self.vp * max(2, -(-4 // (self.pp * self.vp)))
-
-    @property
-    def experts(self) -> int:
-        """At least eight, as many on each rank, in four groups."""
-        step = math.lcm(self.ep, 4)
-        return step * -(-8 // step)
-
-    @property
-    def micro_batches(self) -> int:
-        """Interleaved schedules want a multiple of the pipeline's stages."""
-        return 3 if self.pp == 1 else 2 * self.pp
-
-    @property
-    def vocabulary(self) -> int:
-        return math.lcm(64, self.tp)
-
-    def initialise(self, timeout_seconds: float) -> None:
-        """Make Megatron's process groups anew."""
-        from megatron.core import parallel_state, tensor_parallel
-
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=self.tp,
-            context_parallel_size=self.cp,
-            pipeline_model_parallel_size=self.pp,
-            virtual_pipeline_model_parallel_size=self.vp if self.vp > 1 else None,
-            expert_model_parallel_size=self.ep,
-            expert_tensor_parallel_size=self.etp,
-            distributed_timeout_minutes=timeout_seconds / 60,
-            create_gloo_process_groups=False,
-        )
-        tensor_parallel.model_parallel_cuda_manual_seed(1)
-
-    def config(self, **changes: Any) -> Any:
-        """A TransformerConfig of the model."""
-        heads = max(4, 2 * self.tp)
-        sizes = {
-            "num_layers": self.layers,
-            "moe_layer_freq": [0] + [1] * (self.layers - 1),
-            "num_attention_heads": heads,
-            "num_query_groups": heads // 2,
-            "ffn_hidden_size": 16 * math.lcm(2, self.tp),
-            "moe_ffn_hidden_size": 16 * math.lcm(2, self.etp),
-            "num_moe_experts": self.experts,
-            "moe_router_topk": TOPK,
-            "tensor_model_parallel_size": self.tp,
-            "sequence_parallel": self.tp > 1,
-            "context_parallel_size": self.cp,
-            "pipeline_model_parallel_size": self.pp,
-            "virtual_pipeline_model_parallel_size": self.vp if self.vp > 1 else None,
-            "expert_model_parallel_size": self.ep,
-            "expert_tensor_parallel_size": self.etp,
-            "pipeline_dtype": torch.float32,
-            # Two stages that talk to each other in one batch, both ways round, would mix up what they send.
-            "overlap_p2p_comm": self.vp > 1,
-            "batch_p2p_comm": self.vp == 1,
-            "calculate_per_token_loss": True,  # the schedule leaves the loss as it is: a sum over tokens
-        }
-        return megatron_model.config(**sizes | changes)
 
 
 @dataclass(frozen=True)
@@ -130,12 +42,10 @@ class Routing:
     Attributes:
         name: as the report names it.
         config: Megatron's flags for it.
-        biased: the routers have an expert bias, which is given values that count.
     """
 
     name: str
     config: dict[str, Any] = field(default_factory=dict)
-    biased: bool = False
 
     def flags(self) -> dict[str, Any]:
         """Its flags, and the defaults of the other ways': MindSpeed fills in what a config isn't given."""
@@ -156,20 +66,39 @@ def _config_defaults() -> dict[str, Any]:
     return {one.name: one.default for one in dataclasses.fields(TransformerConfig)}
 
 
-_SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+_BIAS = "moe_router_enable_expert_bias"
+_SIGMOID = {"moe_router_score_function": "sigmoid", _BIAS: True}
+_GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 2.5}
 ROUTINGS = (
     Routing("softmax"),
-    Routing("sigmoid+bias", _SIGMOID, biased=True),
-    Routing(
-        "groups",
-        _SIGMOID
-        | {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 2.5},
-        biased=True,
-    ),
+    Routing("sigmoid+bias", _SIGMOID),
+    Routing("groups", _SIGMOID | _GROUPS),
 )
 
 
 # The model
+
+
+def config(split: Split, **changes: Any) -> Any:
+    """A TransformerConfig of the model."""
+    heads = max(4, 2 * split.tp)
+    sizes = {
+        "num_layers": split.layers,
+        "moe_layer_freq": [0] + [1] * (split.layers - 1),
+        "num_attention_heads": heads,
+        "num_query_groups": heads // 2,
+        "ffn_hidden_size": 16 * math.lcm(2, split.tp),
+        "moe_ffn_hidden_size": 16 * math.lcm(2, split.etp),
+        "num_moe_experts": split.experts,
+        "moe_router_topk": TOPK,
+        "sequence_parallel": split.tp > 1,
+        "pipeline_dtype": torch.float32,
+        # Two stages that talk to each other in one batch, both ways round, would mix up what they send.
+        "overlap_p2p_comm": split.vp > 1,
+        "batch_p2p_comm": split.vp == 1,
+        "calculate_per_token_loss": True,  # the schedule leaves the loss as it is: a sum over tokens
+    }
+    return megatron_model.config(**sizes | split.megatron_sizes | changes)
 
 
 class Norm(nn.Module):
@@ -186,58 +115,28 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention; each context-parallel rank gathers all keys and values."""
+    """In the place of an attention core: a function of a token and of its position alone.
 
-    def __init__(self, config: Any, **_: Any) -> None:
+    So a token's loss tells of its own routes, and context-parallel ranks need nothing of each other here.
+    """
+
+    def __init__(self, **_: Any) -> None:
         super().__init__()
-        self.scale = config.kv_channels**-0.5
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
         """query, key, value [rows, batch, heads, channels]; returns [rows, batch, heads * channels]."""
-        from megatron.core import parallel_state
-
-        ranks, rank = (
-            parallel_state.get_context_parallel_world_size(),
-            parallel_state.get_context_parallel_rank(),
-        )
-        length = len(query) * ranks
-        key, value = (_of_all_ranks(one, query.shape[2]) for one in (key, value))
-        scores = torch.einsum("qbnc,kbnc->bnqk", query, key) * self.scale
-        places = torch.tensor([share(length, ranks, one) for one in range(ranks)], device=query.device)
-        later = places.flatten()[None, :] > places[rank][:, None]
-        chances = scores.masked_fill(later, float("-inf")).softmax(-1)
-        return torch.einsum("bnqk,kbnc->qbnc", chances, value).flatten(2)
-
-
-def _of_all_ranks(mine: torch.Tensor, heads: int) -> torch.Tensor:
-    """Keys or values of all context-parallel ranks, one for each head of the queries."""
-    gathered: torch.Tensor = Gather.apply(mine)  # type: ignore[no-untyped-call]
-    return gathered.repeat_interleave(heads // mine.shape[2], 2)
-
-
-class Gather(torch.autograd.Function):
-    """All context-parallel ranks' rows, one rank after the other."""
-
-    @staticmethod
-    def forward(ctx: Any, mine: torch.Tensor) -> torch.Tensor:
-        from megatron.core import parallel_state
-
-        ctx.group = parallel_state.get_context_parallel_group()
-        everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(ctx.group))]
-        dist.all_gather(everyones, mine.contiguous(), group=ctx.group)
-        return torch.cat(everyones)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        total = gradient.contiguous()
-        dist.all_reduce(total, group=ctx.group)
-        return total.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)]
+        heads = query.shape[2] // value.shape[2]
+        return (query.tanh() * (key + value).repeat_interleave(heads, 2)).flatten(2)
 
 
 def share(length: int, ranks: int, rank: int) -> list[int]:
-    """The positions of a sequence that one context-parallel rank has: a piece from each end."""
+    """The positions of a sequence that one context-parallel rank has: a piece from each end.
+
+    >>> share(8, 2, 0), share(8, 2, 1)
+    ([0, 1, 6, 7], [2, 3, 4, 5])
+    """
     if ranks == 1:
         return list(range(length))
     piece = length // (2 * ranks)
@@ -249,51 +148,17 @@ def build(
     split: Split, routing: Routing, device: torch.device, *, recompute: bool = False
 ) -> list[nn.Module]:
     """This rank's chunks of the model, one for each virtual stage; the same weights at each call."""
-    from megatron.core import parallel_state
-
-    config = split.config(**routing.flags(), **(FULL if recompute else {}))
-    first, last = (parallel_state.get_pipeline_model_parallel_rank() == end for end in (0, split.pp - 1))
-    chunks = []
-    for stage in range(split.vp):
-        if split.vp > 1:  # how a release without vp_stage knows
-            parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
-        ends = {"pre_process": first and stage == 0, "post_process": last and stage == split.vp - 1}
-        chunk = _chunk(config, split, stage if split.vp > 1 else None, **ends)
-        chunks.append(chunk.to(device))
+    cfg = config(split, **routing.flags(), **(megatron_model.FULL_RECOMPUTE if recompute else {}))
+    length = 8 * split.alignment + 64
+    built = megatron_model.chunks(cfg, vocab=split.vocabulary, length=length, norm=Norm, attention=Attention)
+    chunks: list[nn.Module] = [chunk.to(device) for chunk in built]
     _fill(chunks, routing)
     return chunks
 
 
-def _chunk(config: Any, split: Split, stage: int | None, **ends: bool) -> nn.Module:
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-    virtual = {}
-    if stage is not None and "vp_stage" in inspect.signature(GPTModel).parameters:
-        virtual = {"vp_stage": stage}
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, **virtual)
-    spec.layer_norm = Norm
-    for layer in spec.layer_specs:
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
-        attention = layer.submodules.self_attention.submodules
-        attention.q_layernorm = attention.k_layernorm = Norm
-        attention.core_attention = Attention
-    model: nn.Module = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=split.vocabulary,
-        max_sequence_length=8 * split.alignment + 64,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-        **ends,
-        **virtual,
-    )
-    return model
-
-
 def routers_of(chunks: Sequence[nn.Module]) -> list[Router]:
     """All routers of this rank."""
-    return [router for routers in find(chunks) for router in routers]
+    return list(itertools.chain.from_iterable(find(chunks)))
 
 
 def _fill(chunks: Sequence[nn.Module], routing: Routing) -> None:
@@ -303,7 +168,7 @@ def _fill(chunks: Sequence[nn.Module], routing: Routing) -> None:
             for name, weight in chunk.named_parameters():
                 noise = _noise(_identity(name, weight, chunk), weight)
                 weight.copy_(1 + 0.1 * noise if weight.dim() == 1 else 0.15 * noise)
-        for router in routers_of(chunks) if routing.biased else ():
+        for router in routers_of(chunks) if _BIAS in routing.config else ():
             bias = router.module.get_buffer("expert_bias")
             bias.copy_(0.1 * _noise(f"bias {router.label}", bias))
 
@@ -332,17 +197,18 @@ def _noise(seed: str, like: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def perturbed(chunks: Sequence[nn.Module]) -> Iterator[None]:
     """Other router weights for the length of the block: they choose otherwise for many tokens."""
-    weights: dict[int, Any] = {router.label: router.module.weight for router in routers_of(chunks)}
-    kept = {label: weight.detach().clone() for label, weight in weights.items()}
+    kept = []
     with torch.no_grad():
-        for label, weight in weights.items():
-            weight.add_((0.3 * _noise(f"perturbed {label}", weight)).to(weight.device))
+        for router in routers_of(chunks):
+            weight: Any = router.module.weight
+            kept.append((weight, weight.detach().clone()))
+            weight.add_((0.3 * _noise(f"perturbed {router.label}", weight)).to(weight.device))
     try:
         yield
     finally:
         with torch.no_grad():
-            for label, weight in weights.items():
-                weight.copy_(kept[label])
+            for weight, before in kept:
+                weight.copy_(before)
 
 
 # Micro-batches
@@ -355,70 +221,55 @@ class Batch:
     Attributes:
         numbers: its sequences.
         places: the positions that this rank has of each, context parallelism taken off.
-        tokens, labels: int64 [batch, rows] on the device.
-        counts: float32 [batch, rows], whether a label is one.
+        tokens, labels: int64 [batch, rows] on the device; a label of 0 is none.
         layout: where npu_replay says that the tokens sit in the routers' rows.
     """
 
-    numbers: tuple[int, ...]
-    lengths: tuple[int, ...]
-    places: tuple[int, ...]
+    numbers: list[int]
+    places: list[int]
     tokens: torch.Tensor
     labels: torch.Tensor
-    counts: torch.Tensor
     layout: TokenLayout
 
 
-def sequences(split: Split, data_rank: int) -> list[torch.Tensor]:
-    """The token ids of this data-parallel rank's ragged sequences."""
-    generator = torch.Generator().manual_seed(5 + data_rank)
-    count = BATCH * split.micro_batches
-    lengths = torch.randint(5, _length(split), (count,), generator=generator).tolist()
-    return [torch.randint(1, split.vocabulary, (length,), generator=generator) for length in lengths]
-
-
-def _length(split: Split) -> int:
-    """What all are padded to."""
-    return split.alignment * -(-13 // split.alignment)
-
-
 def plan(split: Split, parallel: ParallelLayout, device: torch.device, *, other: bool = False) -> list[Batch]:
-    """This rank's micro-batches; `other` orders the same sequences another way, and pads them further."""
-    whole = sequences(split, parallel.dp_rank)
-    order = list(range(len(whole)))
+    """This rank's micro-batches of its data-parallel rank's ragged sequences.
+
+    Args:
+        other: the same sequences in another order, and padded further.
+    """
+    padded, count = split.alignment * -(-13 // split.alignment), BATCH * split.micro_batches
+    generator = torch.Generator().manual_seed(5 + parallel.dp_rank)
+    lengths = torch.randint(5, padded, (count,), generator=generator).tolist()
+    whole = [torch.randint(1, split.vocabulary, (length,), generator=generator) for length in lengths]
+    order = list(range(count))
     if other:
-        order = order[1:][::-1] + order[:1]
-    length = _length(split) + (split.alignment * 2 if other else 0)
-    parts = [order[first : first + BATCH] for first in range(0, len(order), BATCH)]
-    return [_batch(part, whole, length, parallel, device) for part in parts]
+        order = [*order[:0:-1], 0]
+        padded += 2 * split.alignment
+    return [
+        _batch(order[first : first + BATCH], whole, padded, parallel, device)
+        for first in range(0, count, BATCH)
+    ]
 
 
 def _batch(
-    numbers: Sequence[int],
+    numbers: list[int],
     whole: Sequence[torch.Tensor],
-    length: int,
+    padded: int,
     parallel: ParallelLayout,
     device: torch.device,
 ) -> Batch:
     here = [whole[number] for number in numbers]
-    tokens = torch.zeros(len(here), length + 1, dtype=torch.int64)
-    for line, ids in zip(tokens, here, strict=True):
-        line[: len(ids)] = ids
-    places = share(length, parallel.cp, parallel.cp_rank)
-    labels = tokens[:, 1:][:, places]
-    sizes = tuple(len(ids) for ids in here)
+    tokens = torch.stack([nn.functional.pad(ids, (0, padded + 1 - len(ids))) for ids in here])
+    places = share(padded, parallel.cp, parallel.cp_rank)
     layout = TokenLayout.padded(
-        sizes, length, parallel=parallel, fingerprints=[fingerprint(ids) for ids in here]
+        [len(ids) for ids in here],
+        padded,
+        parallel=parallel,
+        fingerprints=[fingerprint(ids) for ids in here],
     )
-    return Batch(
-        tuple(numbers),
-        sizes,
-        tuple(places),
-        tokens[:, :-1][:, places].to(device),
-        labels.to(device),
-        (labels > 0).to(torch.float32).to(device),
-        layout,
-    )
+    given, following = (part[:, places].to(device) for part in (tokens[:, :-1], tokens[:, 1:]))
+    return Batch(numbers, places, given, following, layout)
 
 
 # A step
@@ -480,8 +331,9 @@ def step(chunks: Sequence[nn.Module], batches: Sequence[Batch], *, forward_only:
 
         def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             _note(found.losses, one, losses)
-            total = (losses * one.counts).sum() / sum(one.lengths)
-            return total, one.counts.sum().int(), total.detach().clone()
+            counts = one.labels > 0
+            total = (losses * counts).sum() / sum(one.layout.lengths)
+            return total, counts.sum().int(), total.detach().clone()
 
         return output, loss
 
@@ -502,7 +354,7 @@ def step(chunks: Sequence[nn.Module], batches: Sequence[Batch], *, forward_only:
 
 
 def _note(losses: dict[Token, float], batch: Batch, found: torch.Tensor) -> None:
-    for number, size, line in zip(batch.numbers, batch.lengths, found.tolist(), strict=True):
+    for number, size, line in zip(batch.numbers, batch.layout.lengths, found.tolist(), strict=True):
         for place, loss in zip(batch.places, line, strict=True):
             if place < size - 1:  # the last token predicts nothing
                 losses[number, place] = loss

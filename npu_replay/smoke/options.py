@@ -1,16 +1,13 @@
-"""What `npu-replay smoke` takes, and whether it fits the number of processes."""
+"""What `npu-replay smoke` takes, and the sizes of the model that fits it. Light: every command imports it."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from npu_replay.smoke.model import Split
 
 ABOUT = "Try routing replay on this stack, device and split (exits 1 if something fails)."
 HELP = {
@@ -32,8 +29,13 @@ DEVICES = ("auto", "cpu", "cuda", "npu")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What the command line says."""
+class Split:
+    """The sizes of the job's parallel axes, and of a model that can be cut like that.
+
+    >>> split = Split(tp=2, pp=2, ep=2)
+    >>> split.multiple, split.layers, split.experts, split.micro_batches
+    (4, 4, 8, 4)
+    """
 
     tp: int = 1
     pp: int = 1
@@ -41,6 +43,55 @@ class Options:
     cp: int = 1
     vp: int = 1
     etp: int = 1
+
+    @property
+    def multiple(self) -> int:
+        """The number of processes has to be a multiple of this."""
+        return math.lcm(self.tp * self.cp * self.pp, self.etp * self.ep * self.pp)
+
+    @property
+    def alignment(self) -> int:
+        """A sequence is padded to a multiple of this: two pieces a context-parallel rank, in equal slices."""
+        return (2 * self.cp if self.cp > 1 else 1) * self.tp
+
+    @property
+    def layers(self) -> int:
+        """At least two in each virtual stage: the first of all is dense, and no stage is without a router."""
+        return self.pp * self.vp * max(2, -(-4 // (self.pp * self.vp)))
+
+    @property
+    def experts(self) -> int:
+        """At least eight, as many on each rank, in four groups."""
+        step = math.lcm(self.ep, 4)
+        return step * -(-8 // step)
+
+    @property
+    def micro_batches(self) -> int:
+        """Interleaved schedules want a multiple of the pipeline's stages."""
+        return 3 if self.pp == 1 else 2 * self.pp
+
+    @property
+    def vocabulary(self) -> int:
+        """As many token ids on each tensor-parallel rank."""
+        return math.lcm(64, self.tp)
+
+    @property
+    def megatron_sizes(self) -> dict[str, int | None]:
+        """The axes by the names that Megatron's config and its parallel state have for them."""
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "context_parallel_size": self.cp,
+            "pipeline_model_parallel_size": self.pp,
+            "virtual_pipeline_model_parallel_size": self.vp if self.vp > 1 else None,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.etp,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Split):
+    """What the command line says."""
+
     recompute: bool = False
     sequence_parallel: bool = False
     device: str = "auto"
@@ -48,15 +99,12 @@ class Options:
     force: bool = False
     patience: float = 60.0
 
-    @property
-    def split(self) -> Split:
-        """The parallel axes, and a model that can be cut like that."""
-        from npu_replay.smoke.model import Split
-
-        return Split(**{name: getattr(self, name) for name in SIZES})
-
     def problem(self, processes: int) -> str:
-        """Why so many processes can't run this; empty if they can."""
+        """Why so many processes can't run this; empty if they can.
+
+        >>> Options(vp=2).problem(1)
+        '--vp needs a pipeline: --pp 2 or more'
+        """
         low = [f"--{name} {size}" for name in SIZES if (size := getattr(self, name)) < 1]
         if low:
             return f"{', '.join(low)}: a size is at least 1"
@@ -66,11 +114,10 @@ class Options:
             return "--sequence-parallel needs --tp 2 or more, and is on by itself there"
         if self.patience <= 0:
             return "--patience is a number of seconds above 0"
-        multiple = self.split.multiple
-        if processes % multiple:
+        if processes % self.multiple:
             return (
-                f"these sizes need a multiple of {multiple} processes, and there "
-                f"{'is' if processes == 1 else 'are'} {processes}: torchrun --nproc-per-node {multiple} "
+                f"these sizes need a multiple of {self.multiple} processes, and there "
+                f"{'is' if processes == 1 else 'are'} {processes}: torchrun --nproc-per-node {self.multiple} "
                 "(a multiple of tp * cp * pp and of etp * ep * pp; count those of all nodes)"
             )
         if self.json is not None and os.path.exists(self.json) and not self.force:
@@ -79,7 +126,11 @@ class Options:
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Read a command line where typer isn't installed; exits 2 if it can't be read."""
+    """Read a command line where typer isn't installed; exits 2 if it can't be read.
+
+    >>> parse(["--tp", "2", "--recompute"]).tp
+    2
+    """
     parser = argparse.ArgumentParser(prog="npu-replay smoke", description=ABOUT)
     for name in SIZES:
         parser.add_argument(f"--{name}", type=int, default=1, help=HELP[name])

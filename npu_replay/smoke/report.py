@@ -13,12 +13,13 @@ import time
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from npu_replay.compat import probe
-from npu_replay.smoke.model import TOPK, Split
+from npu_replay.devices import name_of
+from npu_replay.smoke.model import TOPK
+from npu_replay.smoke.options import SIZES, Options
 
 SCHEMA = 1
 KIND = "npu_replay smoke"
@@ -53,10 +54,14 @@ class Result:
 
 @dataclass
 class Report:
-    """All that a run has found so far, on one rank."""
+    """All that a run has found so far, on one rank.
 
-    options: dict[str, Any]
-    split: Split
+    >>> report = Report(Options(), 1, results=[Result("bytes", "softmax", FAIL, "others came back", rank=3)])
+    >>> report.lines("bytes")
+    'FAIL  bytes         softmax: rank 3: others came back'
+    """
+
+    options: Options
     processes: int
     device: torch.device | None = None
     results: list[Result] = field(default_factory=list)
@@ -64,46 +69,43 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Nothing failed, and something was tried."""
-        return bool(self.results) and all(one.result != FAIL for one in self.results)
+        """Nothing failed, and something passed."""
+        results = {one.result for one in self.results}
+        return PASS in results and FAIL not in results
 
     def to_json(self) -> str:
         """All of it, for programs. docs/smoke.md says what each field is."""
+        spent: dict[str, float] = {}
+        for one in self.results:
+            spent[one.feature] = round(spent.get(one.feature, 0.0) + one.seconds, 3)
         return json.dumps(
             {
                 "schema": SCHEMA,
                 "kind": KIND,
                 "passed": self.passed,
                 "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-                "options": self.options,
+                "options": {name: getattr(self.options, name) for name in (*SIZES, "recompute", "device")},
                 "processes": self.processes,
                 "versions": versions(),
                 "machine": machine(self.device),
                 "sizes": {
-                    "layers": self.split.layers,
-                    "experts": self.split.experts,
+                    "layers": self.options.layers,
+                    "experts": self.options.experts,
                     "topk": TOPK,
-                    "micro_batches": self.split.micro_batches,
+                    "micro_batches": self.options.micro_batches,
                 },
                 "results": [asdict(one) for one in self.results],
-                "seconds": self._seconds(),
+                "seconds": spent | {"all": round(time.perf_counter() - self.started, 3)},
             },
             indent=1,
         )
-
-    def _seconds(self) -> dict[str, float]:
-        """Seconds of each feature on rank 0, and of all."""
-        spent: dict[str, float] = {}
-        for one in self.results:
-            spent[one.feature] = round(spent.get(one.feature, 0.0) + one.seconds, 3)
-        return spent | {"all": round(time.perf_counter() - self.started, 3)}
 
     def heading(self) -> str:
         """What is run on what."""
         sizes = ", ".join(
             f"{axis} {size}"
             for axis in ("tp", "cp", "pp", "vp", "ep", "etp")
-            if (size := getattr(self.split, axis)) > 1
+            if (size := getattr(self.options, axis)) > 1
         )
         known = versions()
         names = [f"{name} {version}" for name, version in known.items() if version and name != "numpy"]
@@ -130,13 +132,14 @@ class Report:
 
     def verdict(self) -> str:
         """The last line."""
-        names = list(dict.fromkeys(one.feature for one in self.results))
-        failed = [name for name in names if any(r.feature == name and r.result == FAIL for r in self.results)]
-        tried = [name for name in names if any(r.feature == name and r.result != SKIP for r in self.results)]
         spent = time.perf_counter() - self.started
+        named = {
+            result: list(dict.fromkeys(one.feature for one in self.results if one.result == result))
+            for result in (PASS, FAIL)
+        }
         if not self.passed:
-            return f"FAIL: {', '.join(failed) or 'nothing was tried'}, after {spent:.0f} s"
-        return f"PASS: {len(tried)} of {len(tried)} features, in {spent:.0f} s"
+            return f"FAIL: {', '.join(named[FAIL]) or 'nothing was tried'}, after {spent:.0f} s"
+        return f"PASS: {len(named[PASS])} of {len(named[PASS])} features, in {spent:.0f} s"
 
 
 def _line(result: str, feature: str, why: str) -> str:
@@ -184,12 +187,9 @@ def _commit(folder: Path) -> str:
 def machine(device: torch.device | None) -> dict[str, str]:
     """The kind of device, its name as its driver says, CANN's release, and the processor."""
     kind = "" if device is None else device.type
-    name = ""
-    if kind not in ("", "cpu"):
-        name = str(getattr(torch, kind).get_device_name())
     return {
         "device": kind,
-        "name": name,
+        "name": "" if device is None else name_of(device),
         "cann": _cann() if kind == "npu" else "",
         "cuda": (torch.version.cuda or "") if kind == "cuda" else "",
         "processor": platform.machine(),

@@ -1,13 +1,14 @@
-"""What the routers of the smoke test put out, read by a hook that shares nothing with npu_replay's sessions.
+"""What the routers of the smoke test put out, read by hooks that share nothing with npu_replay's sessions.
 
-So that a fault of `record`, `replay` or `observe` can't hide itself.
+`record`, `replay` and `observe` tell micro-batches and recomputes apart by the same code, so a fault in it
+would hide from all three; and `observe` leaves recomputes out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,107 +24,91 @@ class Seen:
     """One call of a router.
 
     Attributes:
+        number: its micro-batch. A recompute belongs to the one whose forward had the nearest input.
         args, kwargs: what it was called with.
-        shown: bool [rows, experts], the experts that its output sends tokens to.
+        shown: bool [rows, experts] on the CPU, the experts that its output sends tokens to.
     """
 
+    router: Router
+    number: int
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     shown: torch.Tensor
 
 
 class Witness:
-    """Reads every router's output in the forwards, and in the recomputes inside backward.
+    """Reads every router's output, for the length of a block.
 
-    A recompute belongs to the micro-batch whose forward had the nearest input.
+    Attributes:
+        forwards, recomputes: the calls outside and inside backward, in order.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
-        self.routers = {router.label: router for router in routers_of(chunks)}
-        self.forwards: dict[int, list[Seen]] = {label: [] for label in self.routers}
-        self.recomputes: dict[int, list[tuple[int, Seen]]] = {label: [] for label in self.routers}
+        self.routers = routers_of(chunks)
+        self.forwards: list[Seen] = []
+        self.recomputes: list[Seen] = []
         self._handles: list[Any] = []
 
     def __enter__(self) -> Witness:
-        for router in self.routers.values():
-            hook = router.module.register_forward_hook(self._reads(router), with_kwargs=True)
-            self._handles.append(hook)
+        for router in self.routers:
+            read = functools.partial(self._read, router)
+            self._handles.append(router.module.register_forward_hook(read, with_kwargs=True))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _reads(self, router: Router) -> Callable[..., None]:
-        def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-            copied = (args[0].detach().clone(), *args[1:])
-            seen = Seen(copied, kwargs, router.shows(output).detach().clone())
-            if torch._C._current_graph_task_id() == -1:
-                self.forwards[router.label].append(seen)
-            else:
-                self.recomputes[router.label].append((self._nearest(router.label, seen), seen))
+    def _read(
+        self, router: Router, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
+    ) -> None:
+        mine = [one for one in self.forwards if one.router is router]
+        given, shown = args[0].detach().clone(), router.shows(output).detach().to("cpu", copy=True)
+        recomputes = torch._C._current_graph_task_id() != -1
+        number = len(mine)
+        if recomputes:
+            number = min(mine, key=lambda one: float((given - one.args[0]).abs().max())).number
+        seen = Seen(router, number, (given, *args[1:]), kwargs, shown)
+        (self.recomputes if recomputes else self.forwards).append(seen)
 
-        return after
-
-    def _nearest(self, label: int, seen: Seen) -> int:
-        apart = [float((seen.args[0] - one.args[0]).abs().max()) for one in self.forwards[label]]
-        return apart.index(min(apart))
+    @property
+    def rows(self) -> int:
+        """Token-layers of the forwards."""
+        return sum(len(seen.shown) for seen in self.forwards)
 
     def routes(self) -> list[RoutedExperts]:
         """What the forwards showed, one RoutedExperts a micro-batch."""
-        labels = sorted(self.routers)
-        count = len(self.forwards[labels[0]])
-        first = self.routers[labels[0]]
+        routers = sorted(self.routers, key=lambda router: router.label)
+        shown = {(seen.router.label, seen.number): seen.shown for seen in self.forwards}
         return [
             RoutedExperts(
-                ids=torch.stack([_ids(self.forwards[label][number], first.topk) for label in labels], dim=1),
-                layers=labels,
-                num_experts=first.num_experts,
+                ids=torch.stack([_ids(shown[one.label, number], one.topk) for one in routers], dim=1),
+                layers=[router.label for router in routers],
+                num_experts=routers[0].num_experts,
             )
-            for number in range(count)
+            for number in range(len(self.forwards) // len(routers))
         ]
 
-    def differing(self, routes: Sequence[RoutedExperts]) -> int:
-        """Rows of all routers' forwards that show other experts than these routes, where they have any."""
-        return sum(
-            _differing(seen, routes[number], label)
-            for label, calls in self.forwards.items()
-            for number, seen in enumerate(calls)
-        )
 
-    def differing_again(self, routes: Sequence[RoutedExperts]) -> int:
-        """The same of the recomputes."""
-        return sum(
-            _differing(seen, routes[number], label)
-            for label, calls in self.recomputes.items()
-            for number, seen in calls
-        )
-
-    def calls(self) -> set[tuple[int, int]]:
-        """The (layer, micro-batch) of each forward."""
-        return {(label, number) for label, seen in self.forwards.items() for number in range(len(seen))}
-
-    def calls_again(self) -> set[tuple[int, int]]:
-        """The (layer, micro-batch) of each recompute."""
-        return {(label, number) for label, seen in self.recomputes.items() for number, _ in seen}
-
-    def rows(self) -> int:
-        """Token-layers of the forwards."""
-        return sum(len(seen.shown) for calls in self.forwards.values() for seen in calls)
+def calls(seen: Sequence[Seen]) -> set[tuple[int, int]]:
+    """The (layer, micro-batch) of each call."""
+    return {(one.router.label, one.number) for one in seen}
 
 
-def _ids(seen: Seen, topk: int) -> torch.Tensor:
-    """int64 [rows, topk], ascending, on the CPU."""
-    order = seen.shown.to(torch.int8).cpu().argsort(dim=1, descending=True, stable=True)
-    return order[:, :topk]
+def differing(seen: Sequence[Seen], routes: Sequence[RoutedExperts]) -> int:
+    """Rows of these calls that show other experts than these routes, where they have any."""
+    total = 0
+    for one in seen:
+        route = routes[one.number]
+        ids = route.layer_ids(one.router.label).long()
+        if len(ids) != len(one.shown):
+            total += len(one.shown)
+            continue
+        wanted = torch.zeros_like(one.shown).scatter(1, ids, True)
+        total += int(((one.shown != wanted).any(dim=1) & route.recorded).sum())
+    return total
 
 
-def _differing(seen: Seen, routes: RoutedExperts, label: int) -> int:
-    ids = routes.layer_ids(label).long()
-    shown = seen.shown.cpu()
-    if len(ids) != len(shown):
-        return len(shown)
-    wanted = torch.zeros_like(shown).scatter(1, ids, True)
-    return int(((shown != wanted).any(dim=1) & routes.recorded).sum())
+def _ids(shown: torch.Tensor, topk: int) -> torch.Tensor:
+    """int64 [rows, topk], ascending."""
+    return shown.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :topk]

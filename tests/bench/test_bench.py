@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import npu_replay
+from npu_replay.bench import cases
 from npu_replay.bench import decode as bench_decode
 from npu_replay.bench import gather as bench_gather
 from npu_replay.bench import run as bench
@@ -22,19 +23,19 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")  # a busy machine's figures are wider, and would cut the names short
-    monkeypatch.setattr(bench, "TOKENS", (16,))
-    monkeypatch.setattr(bench, "ROUTER", bench.ROUTER | {"hidden_size": 32})
+    monkeypatch.setattr(cases, "TOKENS", (16,))
+    monkeypatch.setattr(cases, "ROUTER", cases.ROUTER | {"hidden_size": 32})
     monkeypatch.setattr(bench_gather, "SEQUENCES", 3)
     monkeypatch.setattr(bench_decode, "TOKENS", 200)
     monkeypatch.setattr(bench_decode, "PROMPT", 50)
-    bench_gather._rollout.cache_clear()
-    bench_decode._sample.cache_clear()
-    monkeypatch.setattr(bench, "STEP", bench.STEP | {"hidden_size": 32})
+    bench_gather.rollout.cache_clear()
+    bench_decode.sample.cache_clear()
+    monkeypatch.setattr(cases, "STEP", cases.STEP | {"hidden_size": 32})
     natives = torch.topk, torch.Tensor.topk, session._ways
     out = tmp_path / "bench.json"
     rows = bench.main(device="auto", pairs=2, out=out, force=False)
 
-    native = ["Megatron's own"] if bench._has_native_replay() else []
+    native = ["Megatron's own"] if cases.has_native_replay() else []
     ways = {
         what: [row.way for row in rows if row.what == what]
         for what in ("router", "other top-k", "gather", "decode", "step", "import")
@@ -70,5 +71,5 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
         bench.main(device="auto", pairs=2, out=out, force=False)
     assert (torch.topk, torch.Tensor.topk, session._ways) == natives
     assert seam.guard._holders == 0
-    bench_gather._rollout.cache_clear()
-    bench_decode._sample.cache_clear()
+    bench_gather.rollout.cache_clear()
+    bench_decode.sample.cache_clear()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -97,7 +96,7 @@ def check(contracts: ModuleType, tmp_path: Path) -> Callable[..., tuple[dict[str
         for path, source in files.items():
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / path).write_text(source, encoding="utf-8")
-        return engine.check(contracts.Version(version), sys.modules["source_files"].Folder(tmp_path))
+        return engine.check(contracts.Version(version), contracts.Release(tmp_path))
 
     return check
 
@@ -222,7 +221,7 @@ def test_the_page_shows_every_contract_and_joins_releases_that_are_alike(
 ) -> None:
     engine = contracts.products(CONTRACTS)["engine"]
     page = tmp_path / "page.md"
-    page.write_text(f"head\n{contracts.START}\nold\n{contracts.END}\ntail\n", encoding="utf-8")
+    page.write_text(f"head\n{contracts.MARKS[0]}\nold\n{contracts.MARKS[1]}\ntail\n", encoding="utf-8")
     same = {"rows": "yes", "prompt rows": "–", "encoding": "yes"}
     outcomes = {contracts.Version(v): same for v in ("0.15.0", "0.14.0")}
     outcomes[contracts.Version("0.16.0")] = same | {"rows": "BROKEN"}
@@ -240,7 +239,7 @@ def test_the_tables_of_products_that_were_not_asked_for_stay(contracts: ModuleTy
     product = contracts.products(CONTRACTS)["engine"]
     page = tmp_path / "page.md"
     page.write_text(
-        f"{contracts.START}\n## engine\nold\n\n## other\nits own\n{contracts.END}\n", encoding="utf-8"
+        f"{contracts.MARKS[0]}\n## engine\nold\n\n## other\nits own\n{contracts.MARKS[1]}\n", encoding="utf-8"
     )
     contracts.rewrite([(product, {})], page)
     text = page.read_text(encoding="utf-8")

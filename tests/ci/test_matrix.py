@@ -319,7 +319,7 @@ def test_a_run_of_some_releases_leaves_the_others_as_they_were(page: Any, tmp_pa
 def test_the_page_is_made_of_the_results_beside_it(page: Any, matrix: Any) -> None:
     """And is nothing that a hand has changed."""
     text = page.PAGE.read_text(encoding="utf-8")
-    assert text == page.rewritten(text, page.tables(matrix.read().releases, page.read()))
+    assert text == page.pages.rewritten(text, page.MARKS, page.tables(matrix.read().releases, page.read()))
 
 
 def test_every_release_of_the_list_has_a_result_for_every_row(page: Any, matrix: Any) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.metadata
-import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -107,14 +106,14 @@ def product(contracts: ModuleType) -> Any:
 
 
 @pytest.fixture(scope="module")
-def check(contracts: ModuleType, product: Any) -> Check:
+def check(contracts: Any, product: Any) -> Check:
     """Hold the release on the path to some contracts, or all, some files with other text."""
     try:
         version = contracts.Version(importlib.metadata.version("megatron-core"))
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("a source tree doesn't say which release it is")
 
-    class Changed(sys.modules["source_files"].Folder):  # type: ignore[misc]
+    class Changed(contracts.Release):  # type: ignore[misc,name-defined]
         def __init__(self, changed: dict[str, str]) -> None:
             super().__init__(root())
             self._changed = changed

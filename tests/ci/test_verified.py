@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,28 +13,23 @@ from typing import Any
 import pytest
 import torch
 
-from npu_replay.smoke.model import Split
 from npu_replay.smoke.options import Options
 from npu_replay.smoke.report import FAIL, PASS, SKIP, Report, Result
-from npu_replay.smoke.run import _asked
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def verified() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("ci_verified", ROOT / "ci" / "verified.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "ci"))
+        return importlib.import_module("verified")
 
 
 def written(*results: Result) -> dict[str, Any]:
     """What the command writes."""
     options = Options(tp=2, ep=2, recompute=True)
-    report = Report(_asked(options), Split(tp=2, ep=2), 4, torch.device("cpu"), list(results))
+    report = Report(options, 4, torch.device("cpu"), list(results))
     found: dict[str, Any] = json.loads(report.to_json())
     return found
 
@@ -44,11 +39,15 @@ GOOD = (Result("replay", "softmax", PASS, "seen", None, 0.5), Result("recompute"
 
 def test_the_page_shows_the_reports_that_are_here(verified: ModuleType) -> None:
     page = verified.PAGE.read_text(encoding="utf-8")
-    assert page == verified.rewritten(page, verified.table()), "run python ci/verified.py --write"
+    assert page == verified.pages.rewritten(page, verified.MARKS, verified.table()), (
+        "run python ci/verified.py --write"
+    )
     assert list(verified.FOLDER.glob("*.json"))
     costs = verified.COSTS.read_text(encoding="utf-8")
     measured = verified.bench_table(verified.of_kind(verified.DEVICE))
-    assert costs == verified.rewritten(costs, measured), "run python ci/verified.py --write"
+    assert costs == verified.pages.rewritten(costs, verified.MARKS, measured), (
+        "run python ci/verified.py --write"
+    )
 
 
 def test_what_the_command_writes_is_a_report(verified: ModuleType) -> None:
@@ -82,7 +81,7 @@ def test_a_row_says_what_failed_and_on_what(verified: ModuleType) -> None:
     found = written(*GOOD, Result("bytes", "groups", FAIL, "others", 3))
     found["machine"] |= {"device": "npu", "name": "Ascend910B3", "cann": "8.5.0"}
     found["versions"] |= {"torch": "2.9.0", "torch_npu": "2.9.0", "mindspeed": "0.12.1 (674226a1)"}
-    line = verified.row(found, "someone")
+    line = verified.pages.line(verified.smoke_row(found, "someone"))
     assert "| Ascend910B3, " in line
     assert "| 8.5.0 | 2.9.0 (2.9.0), " in line
     assert "| 0.12.1 (674226a1) | 4, tp 2, ep 2, recompute | not bytes |" in line
@@ -91,8 +90,9 @@ def test_a_row_says_what_failed_and_on_what(verified: ModuleType) -> None:
 
 def test_a_cell_cant_break_the_table(verified: ModuleType) -> None:
     found = written(*GOOD)
+    kind = verified.KINDS[verified.SMOKE]
     found["machine"]["name"] = "a | b\n| c"
-    assert verified.row(found, "x").count("|") == len(verified.TITLES) + 1
+    assert verified.pages.line(verified.smoke_row(found, "x")).count("|") == len(kind.titles) + 1
 
 
 def test_accelerators_come_first(verified: ModuleType, tmp_path: Path) -> None:

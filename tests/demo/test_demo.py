@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -25,24 +26,17 @@ def result(tmp_path_factory: pytest.TempPathFactory, megatron: None) -> tuple[di
     return run.main(device="auto", steps=3, out=out, seed=0, force=False), out
 
 
-def test_r3_takes_the_router_mismatch_away_and_the_kl_with_it(result: tuple[dict[str, Any], Path]) -> None:
-    against = result[0]["rollout_against_trainer"]
-    none, r3 = against["none"], against["r3"]
-    assert none["routing"]["router_mismatch"] > 0.02
-    assert r3["routing"]["differing"] == 0
-    assert r3["routing"]["token_layers"] == none["routing"]["token_layers"] > 0
-    assert r3["log_probs"]["kl"] <= 0.05 * none["log_probs"]["kl"]
-    assert r3["log_probs"]["max_difference"] < none["log_probs"]["max_difference"]
-
-
-def test_routes_flip_while_the_policy_updates_unless_they_are_replayed(
-    result: tuple[dict[str, Any], Path],
+def test_the_demo_keeps_its_promises(
+    result: tuple[dict[str, Any], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    updates = result[0]["updates"]
-    assert updates["none"]["flipped"][-1] > 0
-    assert updates["r2"]["flipped"] == updates["r3"]["flipped"] == [0, 0, 0]
-    for row in updates.values():
-        assert (row["ratio_min"][0], row["ratio_max"][0]) == (1, 1)
+    """R3 takes router mismatch and KL away; routes flip in updates unless they are replayed."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "ci"))
+    assert importlib.import_module("check_demo").check(result[0]) == []
+    against = result[0]["rollout_against_trainer"]
+    layers = against["none"]["routing"]["token_layers"]
+    assert against["r3"]["routing"]["token_layers"] == layers > 0
+    for row in result[0]["updates"].values():
+        assert len(row["flipped"]) == 3
         assert row["ratio_min"][-1] < 1 < row["ratio_max"][-1], "the policy moved"
 
 

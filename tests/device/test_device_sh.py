@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
@@ -23,13 +23,9 @@ no_accelerator = pytest.mark.skipif(devices.available() != ["cpu"], reason="an a
 
 
 def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"ci_{name}", ROOT / "ci" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses ask for it
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "ci"))
+        return importlib.import_module(name)
 
 
 @pytest.fixture(scope="module")

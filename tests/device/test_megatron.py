@@ -10,6 +10,7 @@ import torch
 import npu_replay
 from megatron_cases import VARIANTS, build, hooks_left, perturbed, routers, same
 from npu_replay import RoutedExperts
+from npu_replay.bench import cases
 from npu_replay.bench import gather as bench_gather
 from npu_replay.bench import run as bench
 
@@ -71,13 +72,13 @@ def test_record_and_replay_are_bit_equal_and_recompute_finds_its_own(
 def test_the_bench_runs_and_names_the_device(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "TOKENS", (16,))
-    monkeypatch.setattr(bench, "ROUTER", bench.ROUTER | {"hidden_size": 32})
-    monkeypatch.setattr(bench, "STEP", bench.STEP | {"hidden_size": 32})
+    monkeypatch.setattr(cases, "TOKENS", (16,))
+    monkeypatch.setattr(cases, "ROUTER", cases.ROUTER | {"hidden_size": 32})
+    monkeypatch.setattr(cases, "STEP", cases.STEP | {"hidden_size": 32})
     monkeypatch.setattr(bench_gather, "SEQUENCES", 3)
-    bench_gather._rollout.cache_clear()
+    bench_gather.rollout.cache_clear()
     rows = bench.main(device="auto", pairs=1, out=None, force=False)
-    bench_gather._rollout.cache_clear()
+    bench_gather.rollout.cache_clear()
     assert {row.what for row in rows} == {
         "router",
         "other top-k",

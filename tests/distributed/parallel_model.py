@@ -7,7 +7,6 @@ that it can be held against them.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import re
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from npu_replay.demo import megatron_model
-from npu_replay.smoke.model import Gather, Norm
+from npu_replay.smoke.model import Norm
 
 VOCAB, LAYERS, EXPERTS, TOPK = 64, 4, 8, 2
 EVERY = (1, 1, 1, 1)
@@ -141,6 +140,25 @@ class Attention(nn.Module):
         return torch.einsum("bnqk,kbnc->qbnc", chances, value).flatten(2)
 
 
+class Gather(torch.autograd.Function):
+    """All context-parallel ranks' rows, one rank after the other."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: torch.Tensor) -> torch.Tensor:
+        from megatron.core import parallel_state
+
+        ctx.group = parallel_state.get_context_parallel_group()
+        everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(ctx.group))]
+        dist.all_gather(everyones, mine.contiguous(), group=ctx.group)
+        return torch.cat(everyones)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.contiguous()
+        dist.all_reduce(total, group=ctx.group)
+        return total.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)]
+
+
 def _places(rows: int, ranks: int, packed: Any) -> torch.Tensor:
     """The sequence and the position in it of each row of all ranks, int64 [rows, 2]."""
     starts = [0, rows] if packed is None else packed.cu_seqlens_q_padded.tolist()
@@ -164,53 +182,14 @@ def share(length: int, ranks: int, rank: int) -> list[int]:
     return [*range(head, head + piece), *range(tail, tail + piece)]
 
 
+PARTS: dict[str, Any] = {"vocab": VOCAB, "norm": Norm, "attention": Attention}
+"""What a chunk is built with, of megatron_model.model."""
+
+
 def build(split: Split, moe: Sequence[int] = EVERY, **changes: Any) -> list[nn.Module]:
     """This rank's chunks of the model, one for each virtual stage."""
-    from megatron.core import parallel_state
-
     config = split.config(moe_layer_freq=list(moe), **changes)
-    chunks = []
-    for stage in range(split.vp):
-        if split.vp > 1:  # how a release without vp_stage knows
-            parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
-        chunks.append(
-            _chunk(
-                config,
-                stage if split.vp > 1 else None,
-                pre_process=split.ranks["pp"] == 0 and stage == 0,
-                post_process=split.ranks["pp"] == split.pp - 1 and stage == split.vp - 1,
-            )
-        )
-    return chunks
-
-
-def _chunk(config: Any, stage: int | None, **ends: bool) -> nn.Module:
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-    virtual = (
-        {}
-        if stage is None or "vp_stage" not in inspect.signature(GPTModel).parameters
-        else {"vp_stage": stage}
-    )
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, **virtual)
-    spec.layer_norm = Norm
-    for layer in spec.layer_specs:
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
-        attention = layer.submodules.self_attention.submodules
-        attention.q_layernorm = attention.k_layernorm = Norm
-        attention.core_attention = Attention
-    model: nn.Module = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=VOCAB,
-        max_sequence_length=64,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-        **ends,
-        **virtual,
-    )
-    return model
+    return megatron_model.chunks(config, **PARTS)
 
 
 def routers(chunks: Sequence[nn.Module]) -> dict[int, nn.Module]:

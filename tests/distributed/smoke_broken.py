@@ -31,14 +31,14 @@ from npu_replay.smoke import checks as smoke_checks
 from npu_replay.smoke import model as smoke_model
 from npu_replay.smoke import run as smoke
 from npu_replay.smoke.job import Job
-from npu_replay.smoke.model import ROUTINGS, Split
+from npu_replay.smoke.model import ROUTINGS
 from npu_replay.smoke.options import Options, parse
 
 Break = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 def groups_fail() -> Any:
-    return mock.patch.object(Split, "initialise", side_effect=RuntimeError("no such group"))
+    return mock.patch.object(Job, "initialise", side_effect=RuntimeError("no such group"))
 
 
 def int64_isnt_summed() -> Any:
@@ -99,15 +99,14 @@ def replay_does_nothing() -> Any:
 
 def one_rank_raises() -> Any:
     """In the middle of the schedule, where the other rank waits for this one."""
-    examine = smoke_checks.Replay.examine
 
-    def failing(self: Any, trial: Any) -> Any:
+    def failing(trial: Any) -> Any:
         if trial.job.rank == 1:
             router = smoke_model.routers_of(trial.chunks)[-1]
             router.module.register_forward_pre_hook(_raise)
-        return examine(self, trial)
+        return smoke_checks.replay(trial)
 
-    return mock.patch.object(smoke_checks.Replay, "examine", failing)
+    return mock.patch.dict(smoke_checks.FEATURES, replay=failing)
 
 
 def _raise(*_: object) -> None:
@@ -121,6 +120,11 @@ def recompute_takes_the_next() -> Any:
         return (recomputed(self, *args) + 1) % 3
 
     return mock.patch.object(Timeline, "recomputed", other)
+
+
+def nothing_is_recomputed() -> Any:
+    """A model that runs without recompute, where one with it was asked for."""
+    return mock.patch.object(smoke_model.megatron_model, "FULL_RECOMPUTE", {})
 
 
 def scores_lose_their_gradient() -> Any:
@@ -182,30 +186,30 @@ BREAKS: tuple[Break, ...] = (
     replay_does_nothing,
     one_rank_raises,
     recompute_takes_the_next,
+    nothing_is_recomputed,
     scores_lose_their_gradient,
     missing_rows_get_expert_0,
     bytes_lose_holes,
     a_patch_stays,
 )
 
-RECOMPUTED = (replay_does_nothing, one_rank_raises, recompute_takes_the_next)
+RECOMPUTED = (replay_does_nothing, one_rank_raises, recompute_takes_the_next, nothing_is_recomputed)
 """Those in which recompute is tried too; elsewhere it would only take time."""
 
 
 def main(folder: Path, options: Options) -> int:
     warnings.simplefilter("ignore")  # Megatron's
-    job = Job(options.split, options.device, options.patience)  # one for all runs: starting it takes seconds
+    job = Job(options)  # one for all runs: starting it takes seconds
     store, code = job.store, 0
     for broken in BREAKS:
         job.store = dist.PrefixStore(broken.__name__, store)
         asked = replace(options, recompute=broken in RECOMPUTED)
-        report = smoke.Report(smoke._asked(asked), asked.split, job.world)
-        run = smoke.Smoke(asked, report, smoke._Voice(job.rank == 0), ROUTINGS[:1])
+        run = smoke.Smoke(asked, ROUTINGS[:1])
         with broken(), mock.patch.object(smoke, "Job", return_value=job):
             run.run()
         code = run.end()
         if job.rank == 0:
-            found = json.loads(report.to_json()) | {"code": code}
+            found = json.loads(run.report.to_json()) | {"code": code}
             (folder / f"{broken.__name__}.json").write_text(json.dumps(found))
     hang(job, folder, options)
     return code
@@ -215,18 +219,15 @@ def hang(job: Job, folder: Path, options: Options) -> None:
     """A rank that never comes back: the job has to end all the same, with its report."""
     asked = replace(options, recompute=False, json=folder / "one_rank_hangs.json")
     job.store = dist.PrefixStore("hang", job.store)
-    run = smoke.Smoke(
-        asked, smoke.Report({}, asked.split, job.world), smoke._Voice(job.rank == 0), ROUTINGS[:1]
-    )
-    examine = smoke_checks.Replay.examine
 
-    def hanging(self: Any, trial: Any) -> Any:
+    def hanging(trial: Any) -> Any:
         if trial.job.rank == 1:
             time.sleep(1000)
-        return examine(self, trial)
+        return smoke_checks.replay(trial)
 
-    smoke_checks.Replay.examine = hanging  # type: ignore[method-assign]
-    with mock.patch.object(smoke, "Job", return_value=job):
+    run = smoke.Smoke(asked, ROUTINGS[:1])
+    replay = mock.patch.dict(smoke_checks.FEATURES, replay=hanging)
+    with replay, mock.patch.object(smoke, "Job", return_value=job):
         run.run()
 
 

@@ -131,6 +131,7 @@ BREAKS: dict[str, dict[str, str]] = {  # each break, what fails then, and why it
     "replay_does_nothing": {"replay": OTHERS, "recompute": OTHERS, "own choice": OTHERS},
     "one_rank_raises": {"replay": "micro-batch 0, layer 3: made to fail"},
     "recompute_takes_the_next": {"recompute": "of the recompute show other experts than their forward"},
+    "nothing_is_recomputed": {"recompute": "calls of routers were not recomputed, of"},
     "scores_lose_their_gradient": {
         "record": "a recorded step and an untouched one are not comparable",
         "gradients": "not comparable: a loss or a gradient is missing",

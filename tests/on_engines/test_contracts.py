@@ -43,11 +43,10 @@ def check() -> Iterator[Callable[..., tuple[dict[str, str], list[str]]]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(CI))
         contracts = importlib.import_module("contracts")
-        files = importlib.import_module("source_files")
         known = contracts.products((CI / "contracts.toml").read_text(encoding="utf-8"))
 
         def check(engine: str, **changed: str) -> Any:
-            there = _release(files, _root(engine), changed)
+            there = _release(contracts, _root(engine), changed)
             return known[engine].check(contracts.Version(importlib.metadata.version(engine)), there)
 
         yield check
@@ -60,8 +59,8 @@ def _root(engine: str) -> Path:
     return Path(spec.origin).parents[1]
 
 
-def _release(files: ModuleType, root: Path, changed: dict[str, str]) -> Any:
-    class Changed(files.Folder):  # type: ignore[name-defined,misc]
+def _release(contracts: ModuleType, root: Path, changed: dict[str, str]) -> Any:
+    class Changed(contracts.Release):  # type: ignore[name-defined,misc]
         def read(self, path: str) -> str | None:
             return changed.get(path, super().read(path))
 

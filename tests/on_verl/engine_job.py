@@ -30,6 +30,7 @@ import transformers_4
 from distributed import parallel_model
 from distributed.parallel_model import EXPERTS, TOPK, Split, share
 from npu_replay.compat.megatron import parallel_state as megatron_layout
+from npu_replay.demo import megatron_model
 
 RELEASE: str = verl.__version__
 VOCAB, PROMPT, RESPONSE = 64, 6, 12
@@ -106,7 +107,8 @@ def chunks_of(tiny: Tiny, config: Any, *, wrapped: bool) -> list[nn.Module]:
     from verl.utils import megatron_utils
 
     def provider(pre_process: bool, post_process: bool, vp_stage: int | None = None, **_: Any) -> nn.Module:
-        chunk = parallel_model._chunk(config, vp_stage, pre_process=pre_process, post_process=post_process)
+        ends = {"pre_process": pre_process, "post_process": post_process}
+        chunk: Any = megatron_model.model(config, vp_stage=vp_stage, **ends, **parallel_model.PARTS)
         if tiny.value and post_process:
             chunk.output_layer = _ValueHead(config)
         return chunk

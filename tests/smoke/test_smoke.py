@@ -17,8 +17,7 @@ from npu_replay.cli.commands import app
 from npu_replay.smoke import job
 from npu_replay.smoke import run as smoke
 from npu_replay.smoke.job import Verdict, first_to_fail
-from npu_replay.smoke.model import Split
-from npu_replay.smoke.options import HELP, Options, parse
+from npu_replay.smoke.options import HELP, Options, Split, parse
 from npu_replay.smoke.report import FAIL, PASS, SKIP, Report, Result
 
 
@@ -139,7 +138,7 @@ def test_the_rank_that_failed_first_is_heard() -> None:
 
 
 def test_lines_name_what_fails_and_what_was_not_tried() -> None:
-    report = Report({}, Split(), 1)
+    report = Report(Options(), 1)
     report.results = [
         Result("replay", "softmax", PASS, "all right"),
         Result("replay", "groups", SKIP, "this Megatron has none"),
@@ -155,4 +154,4 @@ def test_lines_name_what_fails_and_what_was_not_tried() -> None:
 
 
 def test_nothing_tried_is_no_pass() -> None:
-    assert not Report({}, Split(), 1).passed
+    assert not Report(Options(), 1).passed

@@ -1200,10 +1200,10 @@ def test_every_layout_gives_the_same_routes(seed: int) -> None:
 
 def test_decoding_takes_little_more_than_twice_the_ids() -> None:
     """Once decoded from base64, once as RoutedExperts; the checks need next to nothing beside it."""
-    answer, model = bench_decode._sample().answer, bench_decode.MODEL
+    answer, model = bench_decode.sample().answer, bench_decode.MODEL
     from_vllm(answer, model)  # what is kept between calls doesn't count
     tracemalloc.start()
     from_vllm(answer, model)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 2.1 * bench_decode._sample().rows.nbytes
+    assert peak < 2.1 * bench_decode.sample().rows.nbytes

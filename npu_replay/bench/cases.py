@@ -1,0 +1,182 @@
+"""What is measured, and over how many rounds."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+from unittest import mock
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+import npu_replay
+from npu_replay import RoutedExperts
+from npu_replay.bench import decode, gather
+from npu_replay.bench.timing import Case, Way
+from npu_replay.demo import megatron_model
+from npu_replay.routes import inputs
+from npu_replay.sessions import seam, session
+
+TOKENS = (64, 1024, 8192)
+ROUTER: dict[str, Any] = {"hidden_size": 2048, "num_moe_experts": 128, "moe_router_topk": 8}
+"""Qwen3-30B-A3B's router."""
+STEP: dict[str, Any] = {"num_layers": 2, "hidden_size": 128, "num_moe_experts": 32, "moe_router_topk": 4}
+"""A whole model that a CPU runs in seconds."""
+LENGTH = 512
+
+
+def cases(device: torch.device, pairs: int) -> Iterator[Case]:
+    """All cases that are timed in this process, router forward first; each is built when it is asked for."""
+    megatron_model.start(device)
+    few = max(3, pairs // 10)
+    for tokens in TOKENS:
+        yield _router(tokens, device, pairs)
+    yield _others(device, pairs)
+    yield Case("gather", gather.tokens(), gather.ways(), pairs)
+    yield Case("decode", decode.TOKENS, decode.ways(), max(5, pairs // 5))
+    for tokens in TOKENS:
+        yield _step(tokens, device, few)
+    yield _inputs(TOKENS[-1], device, few)
+
+
+class Routers(nn.Module):
+    """Some routers in a row, so that what a micro-batch costs is shared as it is in a model."""
+
+    def __init__(self, count: int, **changes: Any) -> None:
+        super().__init__()
+        built = megatron_model.model(megatron_model.config(num_layers=count, **(ROUTER | changes)))
+        self.routers = nn.ModuleList(layer.mlp.router for layer in built.decoder.layers)
+        torch.manual_seed(0)
+        for router in self.routers:
+            nn.init.normal_(router.weight, std=0.02)  # type: ignore[arg-type]
+
+    def forward(self, hidden: torch.Tensor) -> None:
+        for router in self.routers:
+            router(hidden)
+
+
+def _router(tokens: int, device: torch.device, rounds: int) -> Case:
+    count = {64: 8, 1024: 2}.get(tokens, 1)
+    hidden = torch.randn(tokens, 1, ROUTER["hidden_size"], device=device, requires_grad=True)
+    ways = _ways(
+        lambda **changes: Routers(count, **changes).to(device).train(),
+        lambda routers: routers(hidden),
+        calls=count + 1,  # one to warm up
+    )
+    if tokens == TOKENS[0]:
+        ways[3:3] = [Way(f"{way.name} by Watch", way.run, _only_watch(way)) for way in ways[1:3]]
+    return Case("router", tokens, ways, rounds, repeats=count, per=count, device=device)
+
+
+def _step(tokens: int, device: torch.device, rounds: int) -> Case:
+    length, given = _batch(tokens, device)
+    ways = _ways(
+        lambda **changes: _model(length, device, **changes),
+        lambda model: model(**given).mean().backward(),
+        calls=1,
+    )
+    return Case("step", tokens, ways, rounds, device=device, warm=False)
+
+
+def _ways(build: Callable[..., nn.Module], call: Callable[[nn.Module], object], *, calls: int) -> list[Way]:
+    """The module alone, recorded, replayed, and with Megatron's own replay where it has one."""
+    ours = build()
+    with npu_replay.record(ours) as recording:
+        call(ours)
+    (routes,) = recording.routes
+    ways = [
+        Way("live", lambda: call(ours)),
+        Way("record", lambda: call(ours), lambda: npu_replay.record(ours)),
+        Way("replay", lambda: call(ours), lambda: npu_replay.replay(ours, [routes] * calls)),
+    ]
+    if has_native_replay():
+        native = build(moe_enable_routing_replay=True)
+        _set_native(native, routes)
+        ways.append(Way("Megatron's own", lambda: call(native)))
+    return ways
+
+
+def has_native_replay() -> bool:
+    """Has this Megatron a replay of its own?"""
+    return find_spec("megatron.core.transformer.moe.router_replay") is not None
+
+
+def _set_native(model: nn.Module, routes: RoutedExperts) -> None:
+    """Make Megatron's own replay answer with `routes` in every forward from now on."""
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    routers = [module for module in model.modules() if getattr(module, "router_replay", None) is not None]
+    for label, router in zip(routes.layers, routers, strict=True):
+        replay: Any = router.router_replay
+        replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        replay.target_topk_idx = routes.layer_ids(label).long().to(next(router.parameters()).device)
+
+
+def _only_watch(way: Way) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """The block without the guard on torch.topk: what the general way costs."""
+
+    @contextlib.contextmanager
+    def watched() -> Iterator[None]:
+        with (
+            mock.patch.object(seam.guard, "install"),
+            mock.patch.object(seam.guard, "remove"),
+            mock.patch.object(session, "_ways", WeakKeyDictionary()),
+            way.block(),
+        ):
+            yield
+
+    return watched
+
+
+def _others(device: torch.device, rounds: int) -> Case:
+    """What a top-k that is nobody's routing pays while a block is open."""
+    scores = torch.rand(1, 8, device=device)
+    count = 1000
+
+    def run() -> None:
+        for _ in range(count):
+            torch.topk(scores, 2)
+
+    @contextlib.contextmanager
+    def guarded() -> Iterator[None]:
+        seam.guard.install()
+        try:
+            yield
+        finally:
+            seam.guard.remove()
+
+    ways = [Way("live", run), Way("in a block", run, guarded)]
+    return Case("other top-k", 1, ways, rounds, per=count, device=device)
+
+
+def _inputs(tokens: int, device: torch.device, rounds: int) -> Case:
+    """What it costs to keep a micro-batch's token ids and to hold them against the routes, by its forward."""
+    length, given = _batch(tokens, device)
+    model = _model(length, device)
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(**given)
+
+    def check() -> None:
+        if (kept := inputs.copied((), {"input_ids": given["input_ids"]})) is not None:
+            inputs.Recorded.of(kept.cpu()).fit(kept.cpu())
+
+    ways = [Way("forward", forward), Way("tokens kept and checked", check)]
+    return Case("inputs", tokens, ways, rounds, device=device)
+
+
+def _batch(tokens: int, device: torch.device) -> tuple[int, dict[str, torch.Tensor]]:
+    """The length of the sequences, and what a model is called with."""
+    length = min(tokens, LENGTH)
+    batch = torch.randint(0, 64, (tokens // length, length), device=device)
+    return length, {"input_ids": batch, "labels": batch, **megatron_model.causal(batch)}
+
+
+def _model(length: int, device: torch.device, **changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = megatron_model.model(megatron_model.config(**(STEP | changes)), length=length)
+    return model.to(device)
