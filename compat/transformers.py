@@ -27,6 +27,7 @@ _DECODER_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)")
 _TOPK = ("top_k", "topk", "moe_top_k")
 _EXPERTS = ("num_experts", "n_routed_experts", "moe_num_experts")
 _GROUPS = ("num_group", "n_group", "num_expert_groups")
+"""Group-limited routing masks the scores of other groups; a router with one group masks nothing."""
 
 
 class TransformersRouters(RouterKind):
@@ -65,7 +66,7 @@ class TransformersRouters(RouterKind):
             topk=topk,
             shows=_Shows(kind.__name__, experts, topk),
             layer=int(layer.group(1)) if layer else None,
-            masks=_masks(module),
+            masks=(_own(module, *_GROUPS) or 0) > 1,
             row_order="batch",
             bypass=f"{kind.__name__} doesn't choose by a top-{topk} of scores [rows, {experts}], which alone "
             "can be replayed (docs/models.md); or a fused kernel or a captured graph took its place",
@@ -73,7 +74,7 @@ class TransformersRouters(RouterKind):
 
 
 class _Shows:
-    """Reads the experts out of a router's output.
+    """Reads the experts out of a router's output: bool [rows, experts].
 
     They are the one integer tensor [rows, topk] in it. Where there is none (Llama 4), a tensor of scores
     [rows, experts] shows them, if no row has more than topk that aren't zero.
@@ -167,14 +168,14 @@ def _calls_topk(kind: type) -> bool:
     Only to refuse on entering and not at the end of the first forward, so a false yes does no harm. It
     reads names in the code, also in functions that a decorator wraps.
     """
-    functions = [
-        inspect.unwrap(value)
+    return any(
+        "topk" in name
         for base in kind.__mro__
         if base.__module__.startswith(_PACKAGES)
         for value in vars(base).values()
         if inspect.isfunction(value)
-    ]
-    return any("topk" in name for function in functions for name in _names(function.__code__))
+        for name in _names(inspect.unwrap(value).__code__)
+    )
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -199,19 +200,10 @@ def _experts(module: nn.Module) -> int | None:
     return None
 
 
-def _masks(module: nn.Module) -> bool:
-    """Group-limited routing masks the scores of other groups; a router with one group masks nothing."""
-    groups = _own(module, *_GROUPS)
-    return groups is not None and groups > 1
-
-
 def _own(owner: Any, *names: str) -> int | None:
     """The first of these attributes that is a number."""
-    for name in names:
-        value = getattr(owner, name, None)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    return None
+    values = (getattr(owner, name, None) for name in names)
+    return next((one for one in values if isinstance(one, int) and not isinstance(one, bool)), None)
 
 
 def _describe(output: object) -> str:

@@ -85,7 +85,7 @@ class MegatronRouters(RouterKind):
         """Mark what MindSpeed's moe_fb_overlap runs again; have a fused router's kernel ask too."""
         handles: list[Handle] = list(fb_overlap.mark(chunk, routers, marks))
         if any(fused_router.is_on(getattr(router.module, "config", None)) for router in routers):
-            handles.append(fused_router.hold())
+            handles.append(fused_router.HeldKernel())
         return handles
 
     def functions(self, routers: Sequence[Router]) -> dict[str, object]:

@@ -6,7 +6,7 @@ under that name (`install`). Only how a router comes to ask differs: there its o
 
 As upstream's, it goes by a global action and by a queue of targets for recomputes, which is right as long
 as backward visits the micro-batches in the order of their forwards; `npu_replay.record` and `replay` need
-neither. Where upstream's goes on in silence, or stops with an AttributeError of None, this says what it is.
+neither. Where upstream's goes on in silence, or stops with an AttributeError of None, this says why.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from npu_replay.compat.megatron import fused_router
 from npu_replay.compat.megatron.routers import action_of, is_by_session, is_replaying
 from npu_replay.compat.patching import served_modules
 from npu_replay.errors import NoEffect, ReplayError, RouterError
@@ -41,7 +42,7 @@ def install() -> None:
 
 def _fill(module: Any) -> None:
     module.__doc__ = __doc__
-    module.RouterReplay, module.RouterReplayAction = RouterReplay, RouterReplayAction
+    module.RouterReplay, module.RouterReplayAction = MegatronRouterReplay, RouterReplayAction
 
 
 class AnotherNumber(ReplayError, ValueError, AssertionError):
@@ -62,8 +63,18 @@ class RouterReplayAction(Enum):
     """Use the oldest target that no recompute has used yet."""
 
 
-class RouterReplay:
+class MegatronRouterReplay:
     """Records or replays the expert ids of one router, int [rows, topk], rows as the router has them.
+
+    Loops import it as Megatron's `RouterReplay`. (verl's, of `compat.verl`, is another: over sessions.)
+
+    >>> from npu_replay.compat.megatron_backports.router_replay import *
+    >>> replay = MegatronRouterReplay()
+    >>> replay.set_target_indices(torch.tensor([[2, 0]]))
+    >>> replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    >>> replay.get_replay_topk(torch.tensor([[0.1, 0.6, 0.3]]), topk=2)
+    (tensor([[0.3000, 0.1000]]), tensor([[2, 0]]))
+    >>> replay.global_router_replay_instances.remove(replay)
 
     Attributes:
         global_router_replay_instances: all of them, in the order of their making. One that belongs to a
@@ -76,7 +87,7 @@ class RouterReplay:
         layer_number: of its router, from 1 on; None without one.
     """
 
-    global_router_replay_instances: list[RouterReplay] = []  # noqa: RUF012  upstream's name for it, a plain list
+    global_router_replay_instances: list[MegatronRouterReplay] = []  # noqa: RUF012  upstream's name and kind
 
     def __init__(self) -> None:
         self.target_topk_idx: torch.Tensor | None = None
@@ -85,7 +96,7 @@ class RouterReplay:
         self.replay_backward_list: list[torch.Tensor] = []
         self.static_buffer: torch.Tensor | None = None
         self.layer_number: int | None = None
-        RouterReplay.global_router_replay_instances.append(self)
+        _everyone().append(self)
 
     # All of them
 
@@ -97,11 +108,11 @@ class RouterReplay:
             ValueError: another number of tensors than routers.
             RouterError: one is no tensor of ids; then no router has got its own.
         """
-        everyone = _everyone()
         _check_count(len(all_layers_topk_indices), "tensors")
-        for replay, ids in zip(everyone, all_layers_topk_indices, strict=True):
-            _check_ids(ids, _place(replay))
-        for replay, ids in zip(everyone, all_layers_topk_indices, strict=True):
+        pairs = list(zip(_everyone(), all_layers_topk_indices, strict=True))
+        for replay, ids in pairs:
+            replay._check_ids(ids)
+        for replay, ids in pairs:
             replay.set_target_indices(ids)
 
     @staticmethod
@@ -157,7 +168,7 @@ class RouterReplay:
         Raises:
             RouterError: no two-dimensional tensor of integers.
         """
-        _check_ids(topk_indices, _place(self))
+        self._check_ids(topk_indices)
         self.target_topk_idx = topk_indices
         self.replay_backward_list.append(topk_indices)
 
@@ -172,7 +183,7 @@ class RouterReplay:
             if place.shape != topk_indices.shape:
                 raise RouterError(
                     "the static buffer doesn't fit what is recorded",
-                    where=_place(self),
+                    where=self._place(),
                     expected=f"at least {list(topk_indices.shape)}",
                     got=list(self.static_buffer.shape),
                 )
@@ -191,7 +202,17 @@ class RouterReplay:
         Raises:
             RouterError: no such action.
         """
-        self.router_replay_action = _known(router_replay_action, _place(self))
+        action: Any = router_replay_action
+        try:
+            found = None if action is None else RouterReplayAction(getattr(action, "value", action))
+        except ValueError:
+            raise RouterError(
+                "this is no action of a RouterReplay",
+                where=self._place(),
+                expected="RouterReplayAction." + ", ".join(one.name for one in RouterReplayAction),
+                got=action,
+            ) from None
+        self.router_replay_action = found
 
     def clear_router_replay_action(self) -> None:
         """Let this router choose itself."""
@@ -230,7 +251,7 @@ class RouterReplay:
             return scores.gather(1, ids), ids
         if default_compute_topk is None:
             raise RouterError(
-                "there is no top-k to ask", where=_place(self), expected="default_compute_topk", got=None
+                "there is no top-k to ask", where=self._place(), expected="default_compute_topk", got=None
             )
         values, ids = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.router_replay_action is RouterReplayAction.RECORD:
@@ -246,7 +267,7 @@ class RouterReplay:
         if ids is None or ids.shape != (rows, topk):
             raise NoTarget(
                 f"{self.router_replay_action} has no ids for this call of the router",
-                where=_place(self),
+                where=self._place(),
                 expected=f"targets of shape {[rows, topk]}",
                 got="none" if ids is None else list(ids.shape),
                 cause="more recomputes than targets since clear_global_indices(), or a backward that doesn't "
@@ -255,6 +276,19 @@ class RouterReplay:
                 else "set_replay_data() was not called before this forward, or with ids of another",
             )
         return ids
+
+    def _check_ids(self, ids: Any) -> None:
+        is_tensor = isinstance(ids, torch.Tensor)
+        if not is_tensor or ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+            raise RouterError(
+                "these are no expert ids",
+                where=self._place(),
+                expected="a tensor of integers, [rows, topk]",
+                got=f"{ids.dtype} {list(ids.shape)}" if is_tensor else ids,
+            )
+
+    def _place(self) -> str:
+        return "a router" if self.layer_number is None else f"the router of layer_number {self.layer_number}"
 
 
 def is_idle(replay: Any) -> bool:
@@ -275,11 +309,6 @@ def _is_plain(ask: Any) -> bool:
 
 
 _here = sys.modules[__name__]
-
-
-def belongs(replay: RouterReplay, router: nn.Module) -> None:
-    """Have it go from the list of all when its router is garbage."""
-    weakref.finalize(router, _forget, weakref.ref(replay)).atexit = False
 
 
 class Asked(seam.Call):
@@ -355,18 +384,21 @@ class Asked(seam.Call):
 
 
 @contextlib.contextmanager
-def asked(call: Asked) -> Iterator[None]:
-    """Let the next top-k of this thread that fits be answered; there has to be one.
+def asked(call: Asked, *, fused: bool = False) -> Iterator[None]:
+    """Let the next top-k of this thread that fits be answered, or the fused kernel; there has to be one.
 
     Raises:
         NoEffect: there was none.
     """
+    kernel = fused_router.HeldKernel() if fused else None
     seam.guard.install()
     try:
         with call:
             yield
     finally:
         seam.guard.remove()
+        if kernel is not None:
+            kernel.remove()
     if call.ids is None and action_of(call.replay) is not None:
         raise NoEffect(
             "RouterReplay has an action, and this router calls no top-k that could ask it",
@@ -376,68 +408,31 @@ def asked(call: Asked) -> Iterator[None]:
         )
 
 
-def _answered_by_hand(replay: RouterReplay, ids: torch.Tensor) -> None:
+def _answered_by_hand(replay: MegatronRouterReplay, ids: torch.Tensor) -> None:
     """A routing that asks by itself, as upstream's does, has been answered; its top-k won't come."""
     call = seam.armed()
     if isinstance(call, Asked) and call.replay is replay:
         call.ids, call.way = ids, "inner"
 
 
-def _place(replay: Any) -> str:
-    number = replay.layer_number
-    return "a router" if number is None else f"the router of layer_number {number}"
-
-
 def _nobody(own: seam.Own) -> torch.Tensor:
     raise NotImplementedError  # Asked decides otherwise
 
 
-def _everyone() -> list[RouterReplay]:
-    return RouterReplay.global_router_replay_instances
+def _everyone() -> list[MegatronRouterReplay]:
+    return MegatronRouterReplay.global_router_replay_instances
 
 
-def leave(replay: Any) -> None:
-    """Take one out of the list of all: upstream's, or ours."""
-    everyone = type(replay).global_router_replay_instances
-    if any(one is replay for one in everyone):
-        everyone[:] = [one for one in everyone if one is not replay]
+def leave(replay: Any, kind: Any) -> None:
+    """Take one out of the list of all that a class keeps: upstream's, or ours."""
+    everyone = kind.global_router_replay_instances
+    everyone[:] = [one for one in everyone if one is not replay]
 
 
-def _forget(dead: weakref.ref[RouterReplay]) -> None:
-    replay = dead()
-    if replay is not None:
-        leave(replay)
-
-
-def _known(action: Any, where: str) -> RouterReplayAction | None:
-    """Frameworks have enums of their own with the same values."""
-    if action is None:
-        return None
-    known = {one.value: one for one in RouterReplayAction}
-    value = getattr(action, "value", action)
-    if isinstance(value, str) and value in known:
-        return known[value]
-    raise RouterError(
-        "this is no action of a RouterReplay",
-        where=where,
-        expected="RouterReplayAction." + ", ".join(one.name for one in RouterReplayAction),
-        got=action,
-    )
-
-
-def _check_ids(ids: Any, where: str) -> None:
-    if (
-        not isinstance(ids, torch.Tensor)
-        or ids.dim() != 2
-        or ids.is_floating_point()
-        or ids.dtype == torch.bool
-    ):
-        raise RouterError(
-            "these are no expert ids",
-            where=where,
-            expected="a tensor of integers, [rows, topk]",
-            got=f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, torch.Tensor) else ids,
-        )
+def leave_with(router: nn.Module, replay: Any, kind: Any) -> None:
+    """The same, when its router is garbage."""
+    dead = weakref.ref(replay)
+    weakref.finalize(router, lambda: leave(dead(), kind)).atexit = False
 
 
 def _check_count(got: int, of: str) -> None:

@@ -31,9 +31,8 @@ def method(cls: type, name: str) -> FunctionType:
 
 def _fresh(module: ModuleType) -> Any:
     """The module run a second time, under a name that nobody else sees."""
-    if module.__spec__ is None or module.__spec__.origin is None:
-        raise LookupError(f"{module.__name__} has no source file")
-    spec = importlib.util.spec_from_file_location(module.__name__, module.__spec__.origin)
+    origin = getattr(module.__spec__, "origin", None)
+    spec = importlib.util.spec_from_file_location(module.__name__, origin) if origin else None
     if spec is None or spec.loader is None:
         raise LookupError(f"{module.__name__} has no source file")
     fresh = importlib.util.module_from_spec(spec)

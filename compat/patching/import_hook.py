@@ -7,6 +7,7 @@ no other.
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import logging
@@ -27,8 +28,30 @@ Shim = Callable[[Any], None]
 
 During = Callable[[], AbstractContextManager[None]]
 Preparation = Callable[[], object]
-
 STRICT = "NPU_REPLAY_STRICT"
+
+
+class Asking(threading.local):
+    """Names that this thread asks other finders for: ours doesn't answer for them meanwhile.
+
+    Another finder may ask all finders in turn, ours too.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    @contextmanager
+    def about(self, name: str) -> Iterator[None]:
+        """While this is open; also to look for a module without getting anything ready for it."""
+        before = self.names
+        self.names = before | {name}
+        try:
+            yield
+        finally:
+            self.names = before
+
+
+asking = Asking()
 
 _preparing: dict[str, dict[str, Preparation]] = {}
 _waiting: dict[str, dict[str, Shim]] = {}
@@ -42,14 +65,18 @@ def when_imported(module: str, name: str, shim: Shim, during: During = nullconte
     With NPU_REPLAY_DISABLE=1 nothing is done. A shim that raises is logged as an ERROR; the import goes on,
     and the first block that the shim was meant for is refused (`refuse_failures`). `during` is entered while
     the module's code runs, if that is still to come.
+
+    >>> from npu_replay.compat.patching.import_hook import when_imported
+    >>> when_imported("json", "an example", lambda module: print("told of", module.__name__))
+    told of json
     """
     if disabled():
         return
+    _waiting.setdefault(module, {})[name] = shim
     imported = sys.modules.get(module)
     if imported is not None and not _is_loading(imported):
-        _run(imported, name, shim)
+        _run(module)
         return
-    _waiting.setdefault(module, {})[name] = shim
     _during.setdefault(module, {})[name] = during
     _look_out()
 
@@ -79,19 +106,6 @@ def forget() -> None:
         sys.meta_path.remove(_finder)
 
 
-@contextmanager
-def passed_over(module: str) -> Iterator[None]:
-    """Ask other finders for a module and not ours: it is only looked for, and nothing is got ready for it."""
-    names = _finding.names
-    added = module not in names
-    names.add(module)
-    try:
-        yield
-    finally:
-        if added:
-            names.discard(module)
-
-
 def disabled() -> bool:
     """Has the user turned all changes to other modules off?"""
     return os.environ.get("NPU_REPLAY_DISABLE", "") not in ("", "0")
@@ -108,7 +122,7 @@ def refuse_failures() -> None:
     Raises:
         ReplayError: says what failed, and how; not where nothing is strict.
     """
-    run_waiting()
+    _run_waiting()
     if not _failures or not strict():
         return
     raise ReplayError(
@@ -128,23 +142,17 @@ class _Finder(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         awaited = fullname in _waiting or fullname in _preparing
-        if not awaited or fullname in _finding.names:
+        if not awaited or fullname in asking.names:
             return None
-        _finding.names.add(fullname)  # another finder may ask all finders in turn, this one too
-        try:
-            for finder in sys.meta_path:
-                if finder is self or not hasattr(finder, "find_spec"):
-                    continue
-                spec = finder.find_spec(fullname, path, target)
-                if spec is not None:
-                    if spec.loader is not None and hasattr(spec.loader, "exec_module"):
-                        spec.loader = _Loader(spec.loader, fullname)
-                    else:
-                        _prepare(fullname)  # no code will run: a namespace package
-                    return spec
-        finally:
-            _finding.names.discard(fullname)
-        return None
+        others = [one for one in sys.meta_path if one is not self and hasattr(one, "find_spec")]
+        with asking.about(fullname):
+            found = (finder.find_spec(fullname, path, target) for finder in others)
+            spec = next((one for one in found if one is not None), None)
+            if spec is not None and hasattr(spec.loader, "exec_module"):
+                spec.loader = _Loader(spec.loader, fullname)
+            elif spec is not None:
+                _prepare(fullname)  # no code will run: a namespace package
+        return spec
 
 
 _finder = _Finder()
@@ -163,9 +171,8 @@ class _Loader(importlib.abc.Loader):
         return getattr(self._loader, name)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        create = getattr(self._loader, "create_module", None)
-        module: ModuleType | None = None if create is None else create(spec)
-        return module
+        create: Any = getattr(self._loader, "create_module", lambda _: None)
+        return create(spec)  # type: ignore[no-any-return]
 
     def exec_module(self, module: ModuleType) -> None:
         spec = module.__spec__
@@ -177,26 +184,17 @@ class _Loader(importlib.abc.Loader):
                 entered.enter_context(during())
             self._loader.exec_module(module)
         if sys.modules.get(self._module) is module:
-            run_waiting(self._module)
+            _run(self._module)
 
 
-class _Finding(threading.local):
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-
-
-_finding = _Finding()
-
-
-def run_waiting(module: str | None = None) -> None:
+def _run_waiting() -> None:
     """Run what waits for a module that is imported: also one that a finder before ours found."""
     for name in [name for name in _preparing if sys.modules.get(name) is not None]:
         _prepare(name)
-    for name in [module] if module else list(_waiting):
+    for name in list(_waiting):
         imported = sys.modules.get(name)
-        if imported is not None and (name == module or not _is_loading(imported)):
-            for what, shim in _waiting.pop(name, {}).items():
-                _run(imported, what, shim)
+        if imported is not None and not _is_loading(imported):
+            _run(name)
 
 
 def _prepare(module: str) -> None:
@@ -204,8 +202,9 @@ def _prepare(module: str) -> None:
         attempt(module, name, prepare)
 
 
-def _run(imported: ModuleType, name: str, shim: Shim) -> None:
-    attempt(imported.__name__, name, lambda: shim(imported))
+def _run(module: str) -> None:
+    for name, shim in _waiting.pop(module, {}).items():
+        attempt(module, name, functools.partial(shim, sys.modules[module]))
 
 
 def attempt(module: str, name: str, action: Callable[[], object]) -> None:

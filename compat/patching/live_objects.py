@@ -14,20 +14,14 @@ def alive(kind: Any) -> list[Any]:
     """
     if not isinstance(kind, type):
         return []  # a stand-in for a product's class has no instances
-    kinds = [*_made_from(kind)]
+    kinds = [*_with_subclasses(kind)]
     found = gc.get_referrers(*kinds) if len(kinds) <= _FEW else gc.get_objects()
     return [one for one in found if issubclass(type(one), kind)]
 
 
-def _made_from(kind: type) -> set[type]:
-    """The kind and all that inherit from it."""
-    found: set[type] = {kind}
-    new: set[type] = {kind}
-    while new:
-        below: list[list[type]] = [type.__subclasses__(known) for known in new]
-        new = {one for kinds in below for one in kinds} - found
-        found |= new
-    return found
+def _with_subclasses(kind: type) -> set[type]:
+    below: list[type] = type.__subclasses__(kind)
+    return {kind}.union(*map(_with_subclasses, below))
 
 
 _FEW = 20

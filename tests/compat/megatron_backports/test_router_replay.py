@@ -17,11 +17,11 @@ import torch
 from npu_replay.compat.megatron_backports.router_replay import (
     AnotherNumber,
     Asked,
-    RouterReplay,
     RouterReplayAction,
     asked,
     is_idle,
 )
+from npu_replay.compat.megatron_backports.router_replay import MegatronRouterReplay as RouterReplay
 from npu_replay.errors import NoEffect, RouterError
 
 RECORD, FORWARD, BACKWARD = RouterReplayAction
@@ -234,8 +234,8 @@ def test_a_frameworks_replay_is_asked_without_an_action_whatever_its_files_name_
     """It may answer by rules of its own; upstream's and ours then let the router choose."""
     file = tmp_path / "my_router_replay.py"
     file.write_text(
-        "from npu_replay.compat.megatron_backports.router_replay import RouterReplay\n"
-        "class Own(RouterReplay):\n"
+        "from npu_replay.compat.megatron_backports.router_replay import MegatronRouterReplay\n"
+        "class Own(MegatronRouterReplay):\n"
         "    def get_replay_topk(self, scores, topk, *args, **kwargs):\n"
         "        return scores[:, :topk], scores[:, :topk].long()\n"
     )
