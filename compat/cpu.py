@@ -168,8 +168,7 @@ def _lend_distributed(patches: Patches) -> None:
         output.copy_(total[first : first + len(output)])
         return None
 
-    why = "gloo wants split sizes as a list of int"
-    patches.set(dist, "all_to_all_single", all_to_all_single, why)
+    patches.set(dist, "all_to_all_single", all_to_all_single, "gloo wants split sizes as a list of int")
     why = "gloo wants all ranks' parts equally long"
     patches.set(dist, "all_gather", all_gather, why)
     patches.set(dist, "reduce_scatter", reduce_scatter, why + ", and before torch 2.8 takes no list of them")

@@ -67,20 +67,15 @@ class Capability:
 
 @dataclass(frozen=True)
 class _Known:
-    """How to look for a product.
-
-    Attributes:
-        module: what is imported of it.
-        version: the file in its folder that says which release it is. (Megatron is often on PYTHONPATH alone,
-            without an installed distribution to ask.)
-        needs: files without which it can't be imported, its routers are not there, or npu_replay's shims have
-            nothing to change. Each has to be there and to be Python.
-    """
+    """How to look for a product."""
 
     name: str
     module: str
+    """What is imported of it."""
     version: str = ""
+    """The file in its folder that says which release it is; one on PYTHONPATH alone has no distribution."""
     needs: tuple[str, ...] = ()
+    """Files without which it can't be imported, or npu_replay can't do its part. Each has to be Python."""
 
 
 _OF_MEGATRON = (
@@ -146,18 +141,13 @@ def find(name: str) -> ModuleSpec | None:
     >>> probe.find("json.decoder").name, probe.find("json.no_such_module")
     ('json.decoder', None)
     """
-    spec: ModuleSpec | None = None
-    path: list[str] | None = None
-    parts = name.split(".")
-    for depth in range(1, len(parts) + 1):
-        spec = _ask_finders(".".join(parts[:depth]), path)
-        if spec is None:
-            return None
-        if depth < len(parts):
-            if spec.submodule_search_locations is None:
-                return None  # a plain module has no submodules; None would search sys.path
-            path = list(spec.submodule_search_locations)
-    return spec
+    parent, _, _ = name.rpartition(".")
+    if not parent:
+        return _ask_finders(name, None)
+    package = find(parent)
+    if package is None or package.submodule_search_locations is None:
+        return None  # a plain module has no submodules; None would search sys.path
+    return _ask_finders(name, list(package.submodule_search_locations))
 
 
 def _ask_finders(name: str, path: list[str] | None) -> ModuleSpec | None:
@@ -225,7 +215,7 @@ def _unreadable(source: Path) -> str:
     try:
         ast.parse(source.read_bytes())  # bytes: the file says which encoding it has
     except SyntaxError as error:
-        return f", line {error.lineno}: {error.msg}" if error.lineno else f": {error.msg}"
+        return (f", line {error.lineno}" if error.lineno else "") + f": {error.msg}"
     except (OSError, ValueError) as error:
         return f" can't be read ({_says(error)})"
     return ""

@@ -64,7 +64,7 @@ class TransformersRouters(RouterKind):
             module=module,
             num_experts=experts,
             topk=topk,
-            shows=_Shows(kind.__name__, experts, topk),
+            shows=functools.partial(_shows, name=kind.__name__, experts=experts, topk=topk),
             layer=int(layer.group(1)) if layer else None,
             masks=(_own(module, *_GROUPS) or 0) > 1,
             row_order="batch",
@@ -73,40 +73,33 @@ class TransformersRouters(RouterKind):
         )
 
 
-class _Shows:
+def _shows(output: object, *, name: str, experts: int, topk: int) -> torch.Tensor:
     """Reads the experts out of a router's output: bool [rows, experts].
 
     They are the one integer tensor [rows, topk] in it. Where there is none (Llama 4), a tensor of scores
     [rows, experts] shows them, if no row has more than topk that aren't zero.
     """
-
-    def __init__(self, name: str, experts: int, topk: int) -> None:
-        self._name = name
-        self._experts = experts
-        self._topk = topk
-
-    def __call__(self, output: object) -> torch.Tensor:
-        values = output if isinstance(output, tuple) else (output,)
-        tensors = [
-            value.flatten(0, -2) for value in values if isinstance(value, torch.Tensor) and value.dim() > 1
-        ]
-        for ids in tensors:
-            if not ids.dtype.is_floating_point and ids.shape[1] == self._topk:
-                shown = torch.zeros(len(ids), self._experts, dtype=torch.bool, device=ids.device)
-                return shown.scatter(1, ids.long(), True)
-        for scores in tensors:
-            if scores.dtype.is_floating_point and scores.shape[1] == self._experts:
-                shown = scores != 0
-                if bool((shown.sum(dim=1) <= self._topk).all()):
-                    return shown
-        raise NoEffect(
-            f"{self._name} can't be replayed: its output doesn't show which experts it chose",
-            expected=f"an integer tensor [rows, {self._topk}] in the output, or scores "
-            f"[rows, {self._experts}] that are zero but for the chosen experts",
-            got=_describe(output),
-            cause="transformers 4's version of this router (upgrade to 5), or a model family that npu_replay "
-            "doesn't know yet (docs/models.md lists those it does)",
-        )
+    values = output if isinstance(output, tuple) else (output,)
+    tensors = [
+        value.flatten(0, -2) for value in values if isinstance(value, torch.Tensor) and value.dim() > 1
+    ]
+    for ids in tensors:
+        if not ids.dtype.is_floating_point and ids.shape[1] == topk:
+            shown = torch.zeros(len(ids), experts, dtype=torch.bool, device=ids.device)
+            return shown.scatter(1, ids.long(), True)
+    for scores in tensors:
+        if scores.dtype.is_floating_point and scores.shape[1] == experts:
+            shown = scores != 0
+            if bool((shown.sum(dim=1) <= topk).all()):
+                return shown
+    raise NoEffect(
+        f"{name} can't be replayed: its output doesn't show which experts it chose",
+        expected=f"an integer tensor [rows, {topk}] in the output, or scores "
+        f"[rows, {experts}] that are zero but for the chosen experts",
+        got=_describe(output),
+        cause="transformers 4's version of this router (upgrade to 5), or a model family that npu_replay "
+        "doesn't know yet (docs/models.md lists those it does)",
+    )
 
 
 def _vendor_class(module: nn.Module) -> type | None:

@@ -30,10 +30,10 @@ def read(model: Any, sequence_parallel: bool | None) -> ParallelLayout:
     """ParallelLayout.from_megatron; see there."""
     state = _running_state()
     config = config_of(model)
-    sizes = {axis: _size(state, axis) for axis in _AXES}
+    sizes = {axis: _of_axis(state, axis, "world_size") for axis in _AXES}
     layout = ParallelLayout(
         **sizes,
-        **{f"{axis}_rank": _rank(state, axis) for axis in _AXES},
+        **{f"{axis}_rank": _of_axis(state, axis, "rank") for axis in _AXES},
         vp=_virtual_stages(state, config),
         sequence_parallel=_slices(config, sequence_parallel, sizes["tp"]),
         gathers_rows=getattr(config, "moe_token_dispatcher_type", None) == "alltoall_seq",
@@ -114,8 +114,8 @@ def _stage(chunks: Sequence[nn.Module]) -> ParallelLayout | None:
     if config is None or not _has_experts(config):
         return None
     return ParallelLayout(
-        pp=_size(state, "pp"),
-        pp_rank=_rank(state, "pp"),
+        pp=_of_axis(state, "pp", "world_size"),
+        pp_rank=_of_axis(state, "pp", "rank"),
         vp=_virtual_stages(state, config),
         decoder=decoder_layers(config),
     )
@@ -187,12 +187,8 @@ def _running_state() -> Any:
     return state
 
 
-def _size(state: Any, axis: str) -> int:
-    return int(_ask(state, f"get_{_AXES[axis]}_world_size"))
-
-
-def _rank(state: Any, axis: str) -> int:
-    return int(_ask(state, f"get_{_AXES[axis]}_rank"))
+def _of_axis(state: Any, axis: str, what: str) -> int:
+    return int(_ask(state, f"get_{_AXES[axis]}_{what}"))
 
 
 def _ask(state: Any, name: str) -> Any:

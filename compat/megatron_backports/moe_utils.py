@@ -134,16 +134,11 @@ def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
         router_replay: Any = None,
         dense_output: bool = False,
     ) -> Pair:
-        """Choose each token's experts, or take them from `router_replay`, and weigh them.
+        """Choose each row's `topk` experts, or take them from `router_replay`, and weigh them.
 
         Args:
             logits: [rows, experts].
-            topk: experts a row.
-            use_pre_softmax: softmax over all experts and not over the chosen ones.
-            num_groups: groups of experts, of which each row may use `group_topk`.
-            group_topk: see `num_groups`.
-            scaling_factor: of the probabilities.
-            score_function: «softmax» or «sigmoid».
+            topk: as all other arguments, Megatron's of 0.19.
             expert_bias: float [experts]: added to a sigmoid's scores for the choice alone.
             fused: by Transformer Engine's kernel; a replay goes without it.
             router_replay: a RouterReplay; what its action says is done.

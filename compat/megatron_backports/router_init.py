@@ -18,9 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 from npu_replay.compat.megatron import aux_losses, fused_router
-from npu_replay.compat.megatron import routers as megatron
 from npu_replay.compat.megatron.config_flags import asks_for_replay
-from npu_replay.compat.megatron.routers import is_by_session, is_replaying
+from npu_replay.compat.megatron.routers import gathered_ranks, is_by_session, is_replaying, spare
 from npu_replay.compat.megatron_backports import router_methods, router_replay
 from npu_replay.compat.megatron_backports.router_replay import MegatronRouterReplay
 from npu_replay.compat.mindspeed import repatch
@@ -267,12 +266,12 @@ def _call(router: Any, replay: Any, inputs: Any) -> router_replay.Asked:
     config, losses = router.config, aux_losses.of(router)
     return router_replay.Asked(
         replay,
-        inputs.numel() // inputs.shape[-1] * megatron.gathered_ranks(config),
+        inputs.numel() // inputs.shape[-1] * gathered_ranks(config),
         int(router.num_experts),
         int(router.topk),
         num_groups=config.moe_router_num_groups,
         group_topk=config.moe_router_group_topk,
-        spare=megatron.spare(router),
+        spare=spare(router),
         compares=losses is not None and is_replaying(replay) and losses.follow_the_call_of(router),
     )
 

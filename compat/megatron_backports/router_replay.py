@@ -304,11 +304,8 @@ def is_idle(replay: Any) -> bool:
 def _is_plain(ask: Any) -> bool:
     """Is it upstream's own method, or ours? Each was made in its module, whose names it looks up; a wrapper
     or a framework's own, wherever it lies and whatever it is called, looks them up elsewhere."""
-    names = getattr(ask, "__globals__", None)
-    return names is not None and any(names is vars(one) for one in (sys.modules.get(MODULE), _here) if one)
-
-
-_here = sys.modules[__name__]
+    names, product = getattr(ask, "__globals__", None), sys.modules.get(MODULE)
+    return names is globals() or (product is not None and names is vars(product))
 
 
 class Asked(seam.Call):

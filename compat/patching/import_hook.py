@@ -28,35 +28,23 @@ Shim = Callable[[Any], None]
 
 During = Callable[[], AbstractContextManager[None]]
 Preparation = Callable[[], object]
+
 STRICT = "NPU_REPLAY_STRICT"
-
-
-class Asking(threading.local):
-    """Names that this thread asks other finders for: ours doesn't answer for them meanwhile.
-
-    Another finder may ask all finders in turn, ours too.
-    """
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-
-    @contextmanager
-    def about(self, name: str) -> Iterator[None]:
-        """While this is open; also to look for a module without getting anything ready for it."""
-        before = self.names
-        self.names = before | {name}
-        try:
-            yield
-        finally:
-            self.names = before
-
-
-asking = Asking()
 
 _preparing: dict[str, dict[str, Preparation]] = {}
 _waiting: dict[str, dict[str, Shim]] = {}
 _during: dict[str, dict[str, During]] = {}
 _failures: dict[str, str] = {}
+
+
+def disabled() -> bool:
+    """Has the user turned all changes to other modules off?"""
+    return os.environ.get("NPU_REPLAY_DISABLE", "") not in ("", "0")
+
+
+def strict() -> bool:
+    """Does a job stop where npu_replay can't do its part? NPU_REPLAY_STRICT=0 lets it go on without."""
+    return os.environ.get(STRICT) != "0"
 
 
 def when_imported(module: str, name: str, shim: Shim, during: During = nullcontext) -> None:
@@ -73,12 +61,11 @@ def when_imported(module: str, name: str, shim: Shim, during: During = nullconte
     if disabled():
         return
     _waiting.setdefault(module, {})[name] = shim
-    imported = sys.modules.get(module)
-    if imported is not None and not _is_loading(imported):
+    if _is_imported(module):
         _run(module)
-        return
-    _during.setdefault(module, {})[name] = during
-    _look_out()
+    else:
+        _during.setdefault(module, {})[name] = during
+        _look_out()
 
 
 def before_import(module: str, name: str, prepare: Preparation) -> None:
@@ -96,24 +83,17 @@ def before_import(module: str, name: str, prepare: Preparation) -> None:
         _look_out()
 
 
-def forget() -> None:
-    """Wait for no import any more, and forget what failed."""
-    _preparing.clear()
-    _waiting.clear()
-    _during.clear()
-    _failures.clear()
-    if _finder in sys.meta_path:
-        sys.meta_path.remove(_finder)
-
-
-def disabled() -> bool:
-    """Has the user turned all changes to other modules off?"""
-    return os.environ.get("NPU_REPLAY_DISABLE", "") not in ("", "0")
-
-
-def strict() -> bool:
-    """Does a job stop where npu_replay can't do its part? NPU_REPLAY_STRICT=0 lets it go on without."""
-    return os.environ.get(STRICT) != "0"
+def attempt(module: str, name: str, action: Callable[[], object]) -> None:
+    """Change something in `module`; a failure is logged as an ERROR, and the first block is refused."""
+    if disabled():
+        return
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001  somebody else's module may be anything, and its import goes on
+        said = f"{type(error).__name__}: {error}"
+        if _failures.get(name) != said:  # one of many routers says it for all
+            _failures[name] = said
+            logger.error("[npu_replay] %s failed on %s: %s", name, module, said)
 
 
 def refuse_failures() -> None:
@@ -122,7 +102,11 @@ def refuse_failures() -> None:
     Raises:
         ReplayError: says what failed, and how; not where nothing is strict.
     """
-    _run_waiting()
+    # A finder before ours may have found it.
+    for module in [module for module in _preparing if sys.modules.get(module) is not None]:
+        _prepare(module)
+    for module in filter(_is_imported, list(_waiting)):
+        _run(module)
     if not _failures or not strict():
         return
     raise ReplayError(
@@ -133,6 +117,58 @@ def refuse_failures() -> None:
         cause="a new release, or a patch of somebody else's in the same place. NPU_REPLAY_STRICT=0 goes on "
         "without, NPU_REPLAY_DISABLE=1 changes nothing at all",
     )
+
+
+def forget() -> None:
+    """Wait for no import any more, and forget what failed."""
+    for waiting in (_preparing, _waiting, _during, _failures):
+        waiting.clear()
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+
+
+def _is_imported(module: str) -> bool:
+    """Is it there, and its code done?"""
+    found = sys.modules.get(module)
+    return found is not None and not getattr(getattr(found, "__spec__", None), "_initializing", False)
+
+
+def _prepare(module: str) -> None:
+    for name, prepare in _preparing.pop(module, {}).items():
+        attempt(module, name, prepare)
+
+
+def _run(module: str) -> None:
+    for name, shim in _waiting.pop(module, {}).items():
+        attempt(module, name, functools.partial(shim, sys.modules[module]))
+
+
+def _look_out() -> None:
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+
+
+class Asking(threading.local):
+    """Modules of which this thread asks the other finders: ours doesn't answer for them meanwhile.
+
+    Another finder may ask all finders in turn, ours too.
+    """
+
+    def __init__(self) -> None:
+        self.names: frozenset[str] = frozenset()
+
+    @contextmanager
+    def about(self, name: str) -> Iterator[None]:
+        """For a finder that asks; also to look for a module without getting anything ready for it."""
+        before = self.names
+        self.names |= {name}
+        try:
+            yield
+        finally:
+            self.names = before
+
+
+asking = Asking()
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -175,9 +211,8 @@ class _Loader(importlib.abc.Loader):
         return create(spec)  # type: ignore[no-any-return]
 
     def exec_module(self, module: ModuleType) -> None:
-        spec = module.__spec__
-        if spec is not None:
-            spec.loader = module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = module.__loader__ = self._loader
         _prepare(self._module)
         with ExitStack() as entered:
             for during in _during.pop(self._module, {}).values():
@@ -185,45 +220,3 @@ class _Loader(importlib.abc.Loader):
             self._loader.exec_module(module)
         if sys.modules.get(self._module) is module:
             _run(self._module)
-
-
-def _run_waiting() -> None:
-    """Run what waits for a module that is imported: also one that a finder before ours found."""
-    for name in [name for name in _preparing if sys.modules.get(name) is not None]:
-        _prepare(name)
-    for name in list(_waiting):
-        imported = sys.modules.get(name)
-        if imported is not None and not _is_loading(imported):
-            _run(name)
-
-
-def _prepare(module: str) -> None:
-    for name, prepare in _preparing.pop(module, {}).items():
-        attempt(module, name, prepare)
-
-
-def _run(module: str) -> None:
-    for name, shim in _waiting.pop(module, {}).items():
-        attempt(module, name, functools.partial(shim, sys.modules[module]))
-
-
-def attempt(module: str, name: str, action: Callable[[], object]) -> None:
-    """Change something in `module`; a failure is logged as an ERROR, and the first block is refused."""
-    if disabled():
-        return
-    try:
-        action()
-    except Exception as error:  # noqa: BLE001  somebody else's module may be anything, and its import goes on
-        said = f"{type(error).__name__}: {error}"
-        if _failures.get(name) != said:  # one of many routers says it for all
-            _failures[name] = said
-            logger.error("[npu_replay] %s failed on %s: %s", name, module, said)
-
-
-def _look_out() -> None:
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
-
-
-def _is_loading(module: ModuleType) -> bool:
-    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))

@@ -90,14 +90,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         served = _served.get(fullname)
         if served is None or fullname in _asking.names or import_hook.disabled():
             return None
-        if not _is_of_a_product(fullname.rpartition(".")[0]) or not served.where():
-            return None
+        parent = sys.modules.get(fullname.rpartition(".")[0])
+        if getattr(parent, "__file__", None) is None or not served.where():
+            return None  # a stand-in that somebody made by hand, or a bare folder: no product
         after = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else []
         with _asking.about(fullname):
             found = (one.find_spec(fullname, path, target) for one in after if hasattr(one, "find_spec"))
-            if any(spec is not None for spec in found):
-                return None  # its finder is asked next
-        return ModuleSpec(fullname, self, origin=__name__)
+            theirs = any(spec is not None for spec in found)  # whose finder is asked next
+        return None if theirs else ModuleSpec(fullname, self, origin=__name__)
 
     def create_module(self, spec: ModuleSpec) -> None:
         return None
@@ -114,8 +114,3 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 _finder = _Finder()
 _asking = import_hook.Asking()
-
-
-def _is_of_a_product(package: str) -> bool:
-    """Is it imported, and from a file? Not a stand-in that somebody made by hand, nor a bare folder."""
-    return getattr(sys.modules.get(package), "__file__", None) is not None
