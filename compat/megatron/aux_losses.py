@@ -103,6 +103,12 @@ def _in_partial(method: Callable[..., Any], recount: _Recounted) -> Callable[...
 def recounted(loss: Any, ids: tuple[torch.Tensor, torch.Tensor] | None) -> Any:
     """An aux loss as Megatron 0.12 and 0.13 hand it on, a partial; with other ids counted in it.
 
+    >>> from npu_replay.compat.megatron.aux_losses import recounted
+    >>> loss = functools.partial(print, tokens_per_expert=torch.tensor([2, 0, 0]))
+    >>> ids = torch.tensor([[1], [2]])
+    >>> recounted(loss, (ids, ids)).keywords
+    {'tokens_per_expert': tensor([0, 1, 1])}
+
     Args:
         loss: has tokens_per_expert, or routing_map (0.12's is that after the drop by capacity), by keyword.
         ids: those to count and those that are used; None leaves the loss as it is.

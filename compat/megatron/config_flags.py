@@ -44,7 +44,13 @@ Flags: TypeAlias = "dict[str, bool]"
 
 
 def asks_for_replay(config: Any) -> bool:
-    """Is the flag of routing replay on? Where its two names differ, the one that was set since counts."""
+    """Is the flag of routing replay on? Where its two names differ, the one that was set since counts.
+
+    >>> from types import SimpleNamespace
+    >>> from npu_replay.compat.megatron.config_flags import asks_for_replay
+    >>> asks_for_replay(SimpleNamespace(enable_routing_replay=True))
+    True
+    """
     said = {bool(getattr(config, name, False)) for name in REPLAY}
     built: bool | None = getattr(config, _BUILT, None)
     return any(said) if len(said) == 1 or built is None else not built

@@ -11,6 +11,11 @@ from typing import Any
 def method(cls: type, name: str) -> FunctionType:
     """The function of that name from the source of the class's module, working on the class as it is.
 
+    >>> import json
+    >>> from npu_replay.compat.patching import class_source
+    >>> class_source.method(json.JSONEncoder, "encode")
+    <function JSONEncoder.encode at 0x...>
+
     Raises:
         LookupError: the module has no source file, or the class in it no such method.
     """

@@ -11,6 +11,12 @@ def alive(kind: Any) -> list[Any]:
 
     An instance refers to its class, so the collector finds a few classes' by their referrers, in C: 0.11 s in
     a process of ten million objects, where a list of all of them and a look at each take 0.6 s.
+
+    >>> from npu_replay.compat.patching.live_objects import alive
+    >>> class Router: ...
+    >>> routers = [Router(), Router()]
+    >>> len(alive(Router))
+    2
     """
     if not isinstance(kind, type):
         return []  # a stand-in for a product's class has no instances

@@ -29,6 +29,12 @@ def serve(
 ) -> None:
     """Let `name` be imported where the product has no module of that name. Twice is as good as once.
 
+    >>> from npu_replay.compat.patching.served_modules import serve, withdraw
+    >>> serve("json.newer", lambda module: setattr(module, "value", 1), "an example")
+    >>> import json.newer
+    >>> json.newer.value, withdraw("json.newer")
+    (1, None)
+
     Args:
         name: in full, «megatron.core.transformer.moe.router_replay».
         build: called with the new module, once each time that it is made. What it raises, the import raises.
