@@ -140,7 +140,7 @@ def is_in_mtp(path: str) -> bool:
     anew, and mean no decoder layer.
 
     >>> from npu_replay.compat.megatron import parallel_state
-    >>> parallel_state.is_in_mtp("mtp.layers.0.mlp.router"), parallel_state.is_in_mtp("decoder.layers.0.mlp")
+    >>> parallel_state.is_in_mtp("module.mtp.layers.0.mlp"), parallel_state.is_in_mtp("decoder.layers.0.mlp")
     (True, False)
     """
     return "mtp" in path.split(".")

@@ -111,7 +111,7 @@ class MegatronRouterReplay:
         _check_count(len(all_layers_topk_indices), "tensors")
         pairs = list(zip(_everyone(), all_layers_topk_indices, strict=True))
         for replay, ids in pairs:
-            replay._check_ids(ids)
+            _check_ids(ids, replay)  # a framework's own may be among them
         for replay, ids in pairs:
             replay.set_target_indices(ids)
 
@@ -168,7 +168,7 @@ class MegatronRouterReplay:
         Raises:
             RouterError: no two-dimensional tensor of integers.
         """
-        self._check_ids(topk_indices)
+        _check_ids(topk_indices, self)
         self.target_topk_idx = topk_indices
         self.replay_backward_list.append(topk_indices)
 
@@ -183,7 +183,7 @@ class MegatronRouterReplay:
             if place.shape != topk_indices.shape:
                 raise RouterError(
                     "the static buffer doesn't fit what is recorded",
-                    where=self._place(),
+                    where=_place(self),
                     expected=f"at least {list(topk_indices.shape)}",
                     got=list(self.static_buffer.shape),
                 )
@@ -208,7 +208,7 @@ class MegatronRouterReplay:
         except ValueError:
             raise RouterError(
                 "this is no action of a RouterReplay",
-                where=self._place(),
+                where=_place(self),
                 expected="RouterReplayAction." + ", ".join(one.name for one in RouterReplayAction),
                 got=action,
             ) from None
@@ -251,7 +251,7 @@ class MegatronRouterReplay:
             return scores.gather(1, ids), ids
         if default_compute_topk is None:
             raise RouterError(
-                "there is no top-k to ask", where=self._place(), expected="default_compute_topk", got=None
+                "there is no top-k to ask", where=_place(self), expected="default_compute_topk", got=None
             )
         values, ids = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.router_replay_action is RouterReplayAction.RECORD:
@@ -267,7 +267,7 @@ class MegatronRouterReplay:
         if ids is None or ids.shape != (rows, topk):
             raise NoTarget(
                 f"{self.router_replay_action} has no ids for this call of the router",
-                where=self._place(),
+                where=_place(self),
                 expected=f"targets of shape {[rows, topk]}",
                 got="none" if ids is None else list(ids.shape),
                 cause="more recomputes than targets since clear_global_indices(), or a backward that doesn't "
@@ -276,19 +276,6 @@ class MegatronRouterReplay:
                 else "set_replay_data() was not called before this forward, or with ids of another",
             )
         return ids
-
-    def _check_ids(self, ids: Any) -> None:
-        is_tensor = isinstance(ids, torch.Tensor)
-        if not is_tensor or ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-            raise RouterError(
-                "these are no expert ids",
-                where=self._place(),
-                expected="a tensor of integers, [rows, topk]",
-                got=f"{ids.dtype} {list(ids.shape)}" if is_tensor else ids,
-            )
-
-    def _place(self) -> str:
-        return "a router" if self.layer_number is None else f"the router of layer_number {self.layer_number}"
 
 
 def is_idle(replay: Any) -> bool:
@@ -430,6 +417,22 @@ def leave_with(router: nn.Module, replay: Any, kind: Any) -> None:
     """The same, when its router is garbage."""
     dead = weakref.ref(replay)
     weakref.finalize(router, lambda: leave(dead(), kind)).atexit = False
+
+
+def _place(replay: Any) -> str:
+    number = replay.layer_number
+    return "a router" if number is None else f"the router of layer_number {number}"
+
+
+def _check_ids(ids: Any, replay: Any) -> None:
+    is_tensor = isinstance(ids, torch.Tensor)
+    if not is_tensor or ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise RouterError(
+            "these are no expert ids",
+            where=_place(replay),
+            expected="a tensor of integers, [rows, topk]",
+            got=f"{ids.dtype} {list(ids.shape)}" if is_tensor else ids,
+        )
 
 
 def _check_count(got: int, of: str) -> None:
