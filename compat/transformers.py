@@ -27,6 +27,7 @@ _DECODER_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)")
 _TOPK = ("top_k", "topk", "moe_top_k")
 _EXPERTS = ("num_experts", "n_routed_experts", "moe_num_experts")
 _GROUPS = ("num_group", "n_group", "num_expert_groups")
+"""Group-limited routing masks the scores of other groups; a router with one group masks nothing."""
 
 
 class TransformersRouters(RouterKind):
@@ -63,49 +64,42 @@ class TransformersRouters(RouterKind):
             module=module,
             num_experts=experts,
             topk=topk,
-            shows=_Shows(kind.__name__, experts, topk),
+            shows=functools.partial(_shows, name=kind.__name__, experts=experts, topk=topk),
             layer=int(layer.group(1)) if layer else None,
-            masks=_masks(module),
+            masks=(_own(module, *_GROUPS) or 0) > 1,
             row_order="batch",
             bypass=f"{kind.__name__} doesn't choose by a top-{topk} of scores [rows, {experts}], which alone "
             "can be replayed (docs/models.md); or a fused kernel or a captured graph took its place",
         )
 
 
-class _Shows:
-    """Reads the experts out of a router's output.
+def _shows(output: object, *, name: str, experts: int, topk: int) -> torch.Tensor:
+    """Reads the experts out of a router's output: bool [rows, experts].
 
     They are the one integer tensor [rows, topk] in it. Where there is none (Llama 4), a tensor of scores
     [rows, experts] shows them, if no row has more than topk that aren't zero.
     """
-
-    def __init__(self, name: str, experts: int, topk: int) -> None:
-        self._name = name
-        self._experts = experts
-        self._topk = topk
-
-    def __call__(self, output: object) -> torch.Tensor:
-        values = output if isinstance(output, tuple) else (output,)
-        tensors = [
-            value.flatten(0, -2) for value in values if isinstance(value, torch.Tensor) and value.dim() > 1
-        ]
-        for ids in tensors:
-            if not ids.dtype.is_floating_point and ids.shape[1] == self._topk:
-                shown = torch.zeros(len(ids), self._experts, dtype=torch.bool, device=ids.device)
-                return shown.scatter(1, ids.long(), True)
-        for scores in tensors:
-            if scores.dtype.is_floating_point and scores.shape[1] == self._experts:
-                shown = scores != 0
-                if bool((shown.sum(dim=1) <= self._topk).all()):
-                    return shown
-        raise NoEffect(
-            f"{self._name} can't be replayed: its output doesn't show which experts it chose",
-            expected=f"an integer tensor [rows, {self._topk}] in the output, or scores "
-            f"[rows, {self._experts}] that are zero but for the chosen experts",
-            got=_describe(output),
-            cause="transformers 4's version of this router (upgrade to 5), or a model family that npu_replay "
-            "doesn't know yet (docs/models.md lists those it does)",
-        )
+    values = output if isinstance(output, tuple) else (output,)
+    tensors = [
+        value.flatten(0, -2) for value in values if isinstance(value, torch.Tensor) and value.dim() > 1
+    ]
+    for ids in tensors:
+        if not ids.dtype.is_floating_point and ids.shape[1] == topk:
+            shown = torch.zeros(len(ids), experts, dtype=torch.bool, device=ids.device)
+            return shown.scatter(1, ids.long(), True)
+    for scores in tensors:
+        if scores.dtype.is_floating_point and scores.shape[1] == experts:
+            shown = scores != 0
+            if bool((shown.sum(dim=1) <= topk).all()):
+                return shown
+    raise NoEffect(
+        f"{name} can't be replayed: its output doesn't show which experts it chose",
+        expected=f"an integer tensor [rows, {topk}] in the output, or scores "
+        f"[rows, {experts}] that are zero but for the chosen experts",
+        got=_describe(output),
+        cause="transformers 4's version of this router (upgrade to 5), or a model family that npu_replay "
+        "doesn't know yet (docs/models.md lists those it does)",
+    )
 
 
 def _vendor_class(module: nn.Module) -> type | None:
@@ -167,14 +161,14 @@ def _calls_topk(kind: type) -> bool:
     Only to refuse on entering and not at the end of the first forward, so a false yes does no harm. It
     reads names in the code, also in functions that a decorator wraps.
     """
-    functions = [
-        inspect.unwrap(value)
+    return any(
+        "topk" in name
         for base in kind.__mro__
         if base.__module__.startswith(_PACKAGES)
         for value in vars(base).values()
         if inspect.isfunction(value)
-    ]
-    return any("topk" in name for function in functions for name in _names(function.__code__))
+        for name in _names(inspect.unwrap(value).__code__)
+    )
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -199,19 +193,10 @@ def _experts(module: nn.Module) -> int | None:
     return None
 
 
-def _masks(module: nn.Module) -> bool:
-    """Group-limited routing masks the scores of other groups; a router with one group masks nothing."""
-    groups = _own(module, *_GROUPS)
-    return groups is not None and groups > 1
-
-
 def _own(owner: Any, *names: str) -> int | None:
     """The first of these attributes that is a number."""
-    for name in names:
-        value = getattr(owner, name, None)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    return None
+    values = (getattr(owner, name, None) for name in names)
+    return next((one for one in values if isinstance(one, int) and not isinstance(one, bool)), None)
 
 
 def _describe(output: object) -> str:

@@ -31,28 +31,20 @@ _TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 def of(router: Any) -> AuxLosses | None:
     """The aux losses of a TopKRouter; None where its config has none, or none that is known."""
-    asked = router.config.moe_router_load_balancing_type
-    names = asked if isinstance(asked, list | tuple) else [asked]
-    if not any(name in _TYPES for name in names) or not _coefficient(router.config):
+    config, kind = router.config, type(router)
+    names, coefficients = _listed(config.moe_router_load_balancing_type), _listed(config.moe_aux_loss_coeff)
+    by_partial = hasattr(kind, _BY_PARTIAL)
+    methods = (_BY_PARTIAL,) if by_partial else tuple(name for name in _BY_ARGUMENT if hasattr(kind, name))
+    if not methods or not any(coefficients) or not any(name in _TYPES for name in names):
         return None
-    kind = type(router)
-    if hasattr(kind, _BY_PARTIAL):
-        return AuxLosses(follow=_follow(kind), recount=functools.partial(_Recounted, router, (_BY_PARTIAL,)))
-    methods = tuple(name for name in _BY_ARGUMENT if hasattr(kind, name))
-    if not methods:
-        return None
-    return AuxLosses(follow=False, recount=functools.partial(_Recounted, router, methods))
-
-
-def _coefficient(config: Any) -> bool:
-    found = config.moe_aux_loss_coeff
-    return any(found) if isinstance(found, list | tuple) else bool(found)
-
-
-def _follow(kind: Any) -> bool:
-    """Do they count the routing itself? From 0.13 on the scores' method makes a map by a top-k of its own."""
+    # They count the routing itself, unless (from 0.13 on) the scores' method makes a map by its own top-k.
     scores = getattr(kind, "compute_routing_scores_for_aux_loss", None)
-    return scores is None or "scatter" not in inspect.unwrap(scores).__code__.co_names
+    follow = by_partial and (scores is None or "scatter" not in inspect.unwrap(scores).__code__.co_names)
+    return AuxLosses(follow=follow, recount=functools.partial(_Recounted, router, methods))
+
+
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, list | tuple) else [value]
 
 
 class _Recounted:
@@ -89,14 +81,7 @@ def _unbound(router: Any, name: str) -> Callable[..., Any]:
 
 def _in_arguments(method: Callable[..., Any], recount: _Recounted) -> Callable[..., Any]:
     @functools.wraps(method)
-    def counted(
-        self: Any,
-        probs: torch.Tensor,
-        scores: torch.Tensor,
-        routing_map: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def counted(self: Any, probs: Any, scores: Any, routing_map: Any, *args: Any, **kwargs: Any) -> Any:
         asked = recount.ids(self)
         if asked is not None:
             padding = ~routing_map.any(dim=1, keepdim=True)  # rows that a padding_mask has taken out
@@ -117,6 +102,12 @@ def _in_partial(method: Callable[..., Any], recount: _Recounted) -> Callable[...
 
 def recounted(loss: Any, ids: tuple[torch.Tensor, torch.Tensor] | None) -> Any:
     """An aux loss as Megatron 0.12 and 0.13 hand it on, a partial; with other ids counted in it.
+
+    >>> from npu_replay.compat.megatron.aux_losses import recounted
+    >>> loss = functools.partial(print, tokens_per_expert=torch.tensor([2, 0, 0]))
+    >>> ids = torch.tensor([[1], [2]])
+    >>> recounted(loss, (ids, ids)).keywords
+    {'tokens_per_expert': tensor([0, 1, 1])}
 
     Args:
         loss: has tokens_per_expert, or routing_map (0.12's is that after the drop by capacity), by keyword.

@@ -4,7 +4,7 @@ Megatron before 0.16 doesn't know them, and MindSpeed takes any argument, but lo
 
 - An attribute of the class makes it drop the argument, so the flags are set on the instance alone.
 - It asks for the signature of the class, so nothing is ever written there.
-- `repatch()` throws away what lies over its own wrapper, so ours lies beneath (`beneath_mindspeed`).
+- `repatch()` throws away what lies over its own wrapper, so ours lies beneath (`mindspeed/repatch.py`).
 - It gives each config a class of its own whose `__init__` fails, which `dataclasses.replace` would call.
 
 What acts on the flags is not decided here.
@@ -16,12 +16,14 @@ import functools
 import inspect
 import logging
 import sys
+import uuid
 from collections.abc import Callable
+from types import FrameType, FunctionType
 from typing import Any, TypeAlias
 
-from npu_replay.compat.megatron import made_from
 from npu_replay.compat.mindspeed import repatch
 from npu_replay.compat.patching import import_hook
+from npu_replay.compat.patching.live_objects import alive
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.errors import ReplayError
 
@@ -42,7 +44,13 @@ Flags: TypeAlias = "dict[str, bool]"
 
 
 def asks_for_replay(config: Any) -> bool:
-    """Is the flag of routing replay on? Where its two names differ, the one that was set since counts."""
+    """Is the flag of routing replay on? Where its two names differ, the one that was set since counts.
+
+    >>> from types import SimpleNamespace
+    >>> from npu_replay.compat.megatron.config_flags import asks_for_replay
+    >>> asks_for_replay(SimpleNamespace(enable_routing_replay=True))
+    True
+    """
     said = {bool(getattr(config, name, False)) for name in REPLAY}
     built: bool | None = getattr(config, _BUILT, None)
     return any(said) if len(said) == 1 or built is None else not built
@@ -57,7 +65,7 @@ def _wrap(module: Any) -> None:
     try:
         for name in CLASSES:
             cls = getattr(module, name, None)
-            if cls is not None and not any(patch.owner is cls for patch in _patches):
+            if cls is not None and not _patches.has(cls, "__init__"):
                 repatch.wrap_init(_patches, cls, _config_init, _WHY)
     except Exception:
         _patches.undo()  # all or nothing
@@ -83,7 +91,7 @@ def _config_init(init: Callable[..., None]) -> Any:
         _mend_replace(type(self))
         if rebuilt:
             carried = {name: kwargs[name] for name in FLAGS if name in kwargs}
-            given |= _lost(self, kwargs["init_method"], given, carried)
+            given |= _taken_over(self, kwargs["init_method"], given, carried)
         _keep(self, given)
         return None
 
@@ -91,19 +99,19 @@ def _config_init(init: Callable[..., None]) -> Any:
 
 
 def _keep(config: Any, given: Flags) -> None:
-    """Give the instance every flag; those that mean the same get the same value.
+    """Give a config that was just built every flag; those that mean the same get the same value.
 
-    Args:
-        config: just built.
-        given: flags that were passed beside the config's own fields, so by hand.
+    `given` are those that were passed beside the config's own fields, so by hand.
     """
     flags = _flags(config) | given
     replay = _agreed(given, config)
     if replay is None:
         replay = any(flags[name] for name in REPLAY)
     flags |= dict.fromkeys(REPLAY, replay)
-    _set(config, flags | {_BUILT: replay})
-    made_from.mark(config, flags)
+    for name, value in {**flags, _BUILT: replay}.items():
+        if not hasattr(inspect.getattr_static(type(config), name, None), "__set__"):  # a subclass' property
+            setattr(config, name, value)
+    _mark(config, flags)
 
 
 def _agreed(given: Flags, config: Any) -> bool | None:
@@ -119,13 +127,43 @@ def _agreed(given: Flags, config: Any) -> bool | None:
     return next(iter(replay.values()), None)
 
 
-def _set(config: Any, flags: Flags) -> None:
-    for name, value in flags.items():
-        if not hasattr(inspect.getattr_static(type(config), name, None), "__set__"):  # a subclass' property
-            setattr(config, name, value)
+def _flags(config: Any) -> Flags:
+    return {name: bool(getattr(config, name, False)) for name in FLAGS}
 
 
-def _lost(new: Any, init_method: Any, given: Flags, carried: Flags) -> Flags:
+def _mend_replace(cls: type) -> None:
+    """Take the `__init__` off a class that MindSpeed made for one instance: the inherited one works.
+
+    Such a class is a dataclass of its base's name that no module holds. Its own `__init__` was made without
+    MindSpeed's arguments, so `dataclasses.replace` and `type(config)(...)` fail in it.
+    """
+    own, base = vars(cls), cls.__mro__[1]
+    made = "__dataclass_fields__" in own and "__init__" in own and cls.__name__ == base.__name__
+    held = "." in cls.__qualname__ or getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls
+    if made and not held and any(repatch.patch_of(kind) is not None for kind in cls.__mro__[1:]):
+        del cls.__init__  # type: ignore[misc]
+
+
+# A config that was made from another's fields
+#
+# A config's `init_method` is a partial or a closure that its own `__post_init__` has made. A mark lies there,
+# so it comes along with the fields, in copies, and in a pickle. Copies share it; which of them was read is
+# told by who calls the constructor: `dataclasses.replace`, as others who read the fields, has the config in a
+# local variable.
+
+_MARK = "npu_replay_mark"
+"""The attribute; a plain dict, which can be unpickled where npu_replay isn't installed."""
+
+
+def _mark(config: Any, flags: Flags) -> None:
+    """Leave what a config said when it was built on the init_method that it made; an earlier mark stays."""
+    made = getattr(config, "init_method", None)
+    closure = isinstance(made, FunctionType) and "<locals>" in made.__qualname__
+    if (closure or isinstance(made, functools.partial)) and not hasattr(made, _MARK):
+        setattr(made, _MARK, {"family": uuid.uuid4().hex, "said": flags})
+
+
+def _taken_over(new: Any, init_method: Any, given: Flags, carried: Flags) -> Flags:
     """The flags of the config that a new one was made from, field by field, if nothing was said of them.
 
     Args:
@@ -137,32 +175,20 @@ def _lost(new: Any, init_method: Any, given: Flags, carried: Flags) -> Flags:
     Raises:
         ReplayError: it may have been made from several, and their flags differ.
     """
-    built = made_from.said(init_method)
-    if not built or given.keys() >= set(FLAGS):
+    mark = getattr(init_method, _MARK, None)
+    if mark is None or given.keys() >= set(FLAGS):
         return {}
-    kind = getattr(sys.modules.get(MODULE), CLASSES[0], type(new))
-    sources = made_from.sources(init_method, new, kind)
+    sources = _sources(init_method, mark["family"], new)
     fitting = [one for one in sources if carried.items() <= _flags(one).items()]
     said = set(given)
     if not fitting:  # a field was changed on the way
-        read = [_flags(one) for one in sources] or [built]
+        read = [_flags(one) for one in sources] or [mark["said"]]
         said |= {name for name, value in carried.items() if value not in {flags[name] for flags in read}}
     if said & set(REPLAY):
         said |= set(REPLAY)
-    now = _agreed_by(fitting or sources, said, new) if sources else built
-    taken = {name: value for name, value in now.items() if name not in said}
-    if any(taken.values()):
-        logger.info("[npu_replay] a config was made from another's fields; taken over: %s", taken)
-    return taken
-
-
-def _flags(config: Any) -> Flags:
-    return {name: bool(getattr(config, name, False)) for name in FLAGS}
-
-
-def _agreed_by(sources: list[Any], said: set[str], new: Any) -> Flags:
-    """What these configs say, but for flags that were given."""
-    found = [_flags(one) | dict.fromkeys(REPLAY, asks_for_replay(one)) for one in sources]
+    found = [_flags(one) | dict.fromkeys(REPLAY, asks_for_replay(one)) for one in fitting or sources] or [
+        mark["said"]
+    ]
     for name in set(FLAGS) - said:
         if len({flags[name] for flags in found}) > 1:
             raise ReplayError(
@@ -173,24 +199,41 @@ def _agreed_by(sources: list[Any], said: set[str], new: Any) -> Flags:
                 cause="copies of one config with different flags, and fields that were read elsewhere than "
                 "where the constructor is called",
             )
-    return found[0]
+    taken = {name: value for name, value in found[0].items() if name not in said}
+    if any(taken.values()):
+        logger.info("[npu_replay] a config was made from another's fields; taken over: %s", taken)
+    return taken
 
 
-def _mend_replace(cls: type) -> None:
-    """Take the `__init__` off a class that MindSpeed made for one instance: the inherited one works.
+def _sources(init_method: Any, family: str, new: Any) -> list[Any]:
+    """The configs that `new` may have been made from; none, if they are gone.
 
-    Such a class is a dataclass of its base's name that no module holds. Its own `__init__` was made without
-    MindSpeed's arguments, so `dataclasses.replace` and `type(config)(...)` fail in it.
+    Those that the caller of the constructor holds; else all of the family that are alive.
     """
-    own, base = vars(cls), cls.__mro__[1]
-    made = "__dataclass_fields__" in own and "__init__" in own and cls.__name__ == base.__name__
-    if made and not _is_held(cls) and any(repatch.patch_of(kind) is not None for kind in cls.__mro__[1:]):
-        del cls.__init__  # type: ignore[misc]
+    kind = getattr(sys.modules.get(MODULE), CLASSES[0], type(new))
+
+    def is_kin(value: object) -> bool:
+        if value is new or not issubclass(type(value), kind):
+            return False
+        mark = getattr(vars(value).get("init_method"), _MARK, None)
+        return mark is not None and mark["family"] == family
+
+    held = {id(value): value for value in _caller(new).f_locals.values() if is_kin(value)}
+    kin = list(held.values()) or [one for one in alive(kind) if is_kin(one)]
+    # A deep copy has an init_method of its own.
+    return [one for one in kin if vars(one)["init_method"] is init_method] or kin
 
 
-def _is_held(cls: type) -> bool:
-    module = sys.modules.get(cls.__module__)
-    return getattr(module, cls.__qualname__, None) is cls or "." in cls.__qualname__
+def _caller(new: Any) -> FrameType:
+    """The innermost function that doesn't hold `new`: constructors and their wrappers do."""
+
+    def holds(value: object) -> bool:
+        return value is new or (type(value) is tuple and any(one is new for one in value))
+
+    frame = sys._getframe(1)
+    while frame.f_back is not None and any(map(holds, frame.f_locals.values())):
+        frame = frame.f_back
+    return frame
 
 
 _patches = Patches(_WHAT, beneath=repatch.undo)

@@ -29,54 +29,39 @@ def is_on(config: Any) -> bool:
     return bool(getattr(config, "moe_router_fusion", False))
 
 
-class _Held:
-    """The kernel, replaced while at least one holds it."""
+class HeldKernel:
+    """While one of these is held, the kernel asks the router's call that it runs in."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._holders = 0
-        self._native: Callable[..., Any] | None = None
-        self._ours: Callable[..., Any] | None = None
-
-    def hold(self) -> Handle:
-        with self._lock:
-            self._holders += 1
-            module: Any = sys.modules.get(MODULE)
+        global _replaced
+        module: Any = sys.modules.get(MODULE)
+        with _lock:
+            _held.append(self)
             native = getattr(module, KERNEL, None)
-            if self._ours is None and native is not None:  # None: no Transformer Engine; Megatron says so
-                self._native, self._ours = native, _answered(module, native)
-                setattr(module, KERNEL, self._ours)
-        return Handle()
-
-    def release(self) -> None:
-        with self._lock:
-            self._holders -= 1
-            if self._holders or self._ours is None:
-                return
-            module: Any = sys.modules.get(MODULE)
-            if getattr(module, KERNEL, None) is self._ours:
-                setattr(module, KERNEL, self._native)
-            self._native = self._ours = None
-
-
-_held = _Held()
-
-
-class Handle:
-    """Gives the kernel back, once."""
-
-    def __init__(self) -> None:
-        self._holds = True
+            if _replaced is None and native is not None:  # None: no Transformer Engine; Megatron says so
+                _replaced = native, _answered(module, native)
+                setattr(module, KERNEL, _replaced[1])
 
     def remove(self) -> None:
-        if self._holds:
-            self._holds = False
-            _held.release()
+        """Hold it no more; the last one gives the kernel back, unless somebody has replaced it since."""
+        global _replaced
+        module: Any = sys.modules.get(MODULE)
+        with _lock:
+            if self not in _held:
+                return
+            _held.remove(self)
+            if _held or _replaced is None:
+                return
+            native, ours = _replaced
+            if getattr(module, KERNEL, None) is ours:
+                setattr(module, KERNEL, native)
+            _replaced = None
 
 
-def hold() -> Handle:
-    """Have the kernel ask the router's call that it runs in, until the handle is removed."""
-    return _held.hold()
+_lock = threading.Lock()
+_held: list[HeldKernel] = []
+_replaced: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+"""The kernel, and what is in its place."""
 
 
 def _answered(module: Any, native: Callable[..., Any]) -> Callable[..., Any]:

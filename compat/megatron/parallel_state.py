@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -31,16 +30,18 @@ def read(model: Any, sequence_parallel: bool | None) -> ParallelLayout:
     """ParallelLayout.from_megatron; see there."""
     state = _running_state()
     config = config_of(model)
-    sizes = {axis: int(_ask(state, f"get_{name}_world_size")) for axis, name in _AXES.items()}
-    ranks = {f"{axis}_rank": int(_ask(state, f"get_{name}_rank")) for axis, name in _AXES.items()}
+    sizes = {axis: _of_axis(state, axis, "world_size") for axis in _AXES}
     layout = ParallelLayout(
         **sizes,
-        **ranks,
+        **{f"{axis}_rank": _of_axis(state, axis, "rank") for axis in _AXES},
         vp=_virtual_stages(state, config),
         sequence_parallel=_slices(config, sequence_parallel, sizes["tp"]),
         gathers_rows=getattr(config, "moe_token_dispatcher_type", None) == "alltoall_seq",
         decoder=None if config is None else decoder_layers(config),
-        groups=_groups(state),
+        groups=(  # those that share a pipeline stage, then the stages
+            _ask(state, "get_tensor_and_context_parallel_group"),
+            _ask(state, "get_pipeline_model_parallel_group"),
+        ),
     )
     if config is not None and config is not model:
         layout.check(model)
@@ -64,16 +65,19 @@ def config_of(model: Any) -> Any:
 
 def decoder_layers(config: Any) -> DecoderLayers:
     """The decoder layers of a TransformerConfig, and how its pipeline deals them out."""
-    table = getattr(config, "pipeline_model_parallel_layout", None)
-    experts = getattr(config, "num_moe_experts", None)
+    table, count = getattr(config, "pipeline_model_parallel_layout", None), int(config.num_layers)
+    if table is None:
+        stages = llm.pipeline_table(config)
+    else:  # a PipelineParallelLayerLayout
+        stages = [[sum(kind.name == "decoder" for kind in stage) for stage in rank] for rank in table.layout]
     return DecoderLayers(
-        int(config.num_layers),
-        moe_layer_freq=[0] * int(config.num_layers) if experts is None else llm.layer_kinds(config),
+        count,
+        moe_layer_freq=llm.layer_kinds(config) if _has_experts(config) else [0] * count,
         first_stage=config.num_layers_in_first_pipeline_stage,
         last_stage=config.num_layers_in_last_pipeline_stage,
         embedding_counts=bool(config.account_for_embedding_in_pipeline_split),
         loss_counts=bool(config.account_for_loss_in_pipeline_split),
-        table=llm.pipeline_table(config) if table is None else _counts(table),
+        table=stages,
     )
 
 
@@ -107,11 +111,11 @@ def _stage(chunks: Sequence[nn.Module]) -> ParallelLayout | None:
     if state is None or not state.model_parallel_is_initialized():
         return None
     config = _config_in(chunks)
-    if config is None or getattr(config, "num_moe_experts", None) is None:
+    if config is None or not _has_experts(config):
         return None
     return ParallelLayout(
-        pp=int(_ask(state, "get_pipeline_model_parallel_world_size")),
-        pp_rank=int(_ask(state, "get_pipeline_model_parallel_rank")),
+        pp=_of_axis(state, "pp", "world_size"),
+        pp_rank=_of_axis(state, "pp", "rank"),
         vp=_virtual_stages(state, config),
         decoder=decoder_layers(config),
     )
@@ -133,25 +137,29 @@ def _decoder_layers_in(chunks: Sequence[nn.Module]) -> set[int]:
 
 def is_in_mtp(path: str) -> bool:
     """Is this module, by its path in the model, a part of multi-token prediction? Its layer numbers start
-    anew, and mean no decoder layer."""
+    anew, and mean no decoder layer.
+
+    >>> from npu_replay.compat.megatron import parallel_state
+    >>> parallel_state.is_in_mtp("module.mtp.layers.0.mlp"), parallel_state.is_in_mtp("decoder.layers.0.mlp")
+    (True, False)
+    """
     return "mtp" in path.split(".")
 
 
 def _is_in_a_tower(layer: nn.Module) -> bool:
     """A vision tower beside an MoE decoder numbers its layers from 1 too; its config is a dense model's."""
     config = getattr(layer, "config", None)
-    return config is not None and getattr(config, "num_moe_experts", None) is None
+    return config is not None and not _has_experts(config)
+
+
+def _has_experts(config: Any) -> bool:
+    return getattr(config, "num_moe_experts", None) is not None
 
 
 def _config_in(chunks: Sequence[nn.Module]) -> Any:
     """The first Megatron config of the chunks or of what they wrap; None without one."""
     configs = (getattr(module, "config", None) for chunk in chunks for module in unwrapped(chunk))
     return next((one for one in configs if hasattr(one, "pipeline_model_parallel_size")), None)
-
-
-def _counts(table: Any) -> list[list[int]]:
-    """Decoder layers of each stage in a PipelineParallelLayerLayout, [pipeline rank][virtual stage]."""
-    return [[sum(kind.name == "decoder" for kind in stage) for stage in rank] for rank in table.layout]
 
 
 def unwrapped(module: Any) -> Iterator[Any]:
@@ -162,14 +170,14 @@ def unwrapped(module: Any) -> Iterator[Any]:
 
 
 def _running_state() -> Any:
-    if sys.modules.get(_STATE) is None:
+    state: Any = sys.modules.get(_STATE)
+    if state is None:
         raise ReplayError(
             "Megatron-core isn't running in this process",
             expected="from_megatron() after megatron.core.parallel_state.initialize_model_parallel()",
             got="megatron.core.parallel_state was never imported",
             cause="called on the driver; give the numbers by hand there: ParallelLayout(tp=..., tp_rank=...)",
         )
-    state = importlib.import_module(_STATE)
     if not state.model_parallel_is_initialized():
         raise ReplayError(
             "Megatron-core's parallel state isn't initialised",
@@ -177,6 +185,10 @@ def _running_state() -> Any:
             got="no model parallel groups",
         )
     return state
+
+
+def _of_axis(state: Any, axis: str, what: str) -> int:
+    return int(_ask(state, f"get_{_AXES[axis]}_{what}"))
 
 
 def _ask(state: Any, name: str) -> Any:
@@ -212,11 +224,3 @@ def _slices(config: Any, told: bool | None, tp: int) -> bool:
             got=f"from_megatron() with tensor parallelism {tp}",
         )
     return bool(found)
-
-
-def _groups(state: Any) -> tuple[Any, ...]:
-    """Those that share a pipeline stage, then the stages."""
-    return (
-        _ask(state, "get_tensor_and_context_parallel_group"),
-        _ask(state, "get_pipeline_model_parallel_group"),
-    )

@@ -12,8 +12,7 @@ from torch import nn
 
 from npu_replay.compat import torch_npu
 from npu_replay.compat.megatron import aux_losses, fused_router, parallel_state
-from npu_replay.compat.mindspeed import fb_overlap, llm
-from npu_replay.compat.mindspeed import features as mindspeed
+from npu_replay.compat.mindspeed import fb_overlap, features, llm
 from npu_replay.compat.patching import import_hook
 from npu_replay.errors import NoEffect, RouterError
 from npu_replay.routers import Handle, Router, RouterKind
@@ -24,7 +23,10 @@ _ROUTER_MODULE = "megatron.core.transformer.moe.router"
 _METHODS = ("forward", "routing")
 _TOP_K_FUNCTIONS = ("topk_softmax_with_capacity", "topk_routing_with_score_function")
 _TWO_WAYS = "two ways of replaying at once; use npu_replay's blocks or RouterReplay"
-_GRAPH_FLAGS = ("enable_cuda_graph", "external_cuda_graph")
+_FUSED = (
+    f"moe_router_fusion=True, and a kernel other than {fused_router.MODULE}.{fused_router.KERNEL}; "
+    "set moe_router_fusion=False"
+)
 
 
 class MegatronRouters(RouterKind):
@@ -45,30 +47,28 @@ class MegatronRouters(RouterKind):
                 got=f"another subclass of Router ({type(module).__module__})",
             )
         import_hook.refuse_failures()
-        mindspeed.refuse_half_import()
+        features.refuse_half_import()
         if llm.looks_up(module):
             return None  # a hash layer: the token alone decides, in every pass alike
         config: Any = module.config
         llm.refuse(module, path)
-        _refuse_graphs(config, path)
-        _refuse_overlap(config, path)
-        _refuse_upstream_replay(module, path)
-        _refuse_gathered_quantiles(module, path)
-        mindspeed.refuse_features(config, path)
+        _refuse(module, path)
+        features.refuse_features(config, path)
         number: Any = module.layer_number
+        drops = config.moe_expert_capacity_factor is not None
         return Router(
             module=module,
             num_experts=int(module.num_experts),
             topk=int(module.topk),
-            shows=_shows_with_drops if _drops(config) else _shows,
+            shows=_shows_with_drops if drops else _shows,
             layer=None if number is None else int(number) - 1,
-            drops=_drops(config),
+            drops=drops,
             masks=bool(config.moe_router_group_topk),
             gathers=gathered_ranks(config),
             spare=spare(module),
             aux_losses=aux_losses.of(module),
             row_order="sequence",
-            bypass=_bypass(config),
+            bypass=_FUSED if fused_router.is_on(config) else "",
             mend=_without_exact_zeros if config.moe_token_dispatcher_type == "flex" else None,
         )
 
@@ -85,7 +85,7 @@ class MegatronRouters(RouterKind):
         """Mark what MindSpeed's moe_fb_overlap runs again; have a fused router's kernel ask too."""
         handles: list[Handle] = list(fb_overlap.mark(chunk, routers, marks))
         if any(fused_router.is_on(getattr(router.module, "config", None)) for router in routers):
-            handles.append(fused_router.hold())
+            handles.append(fused_router.HeldKernel())
         return handles
 
     def functions(self, routers: Sequence[Router]) -> dict[str, object]:
@@ -115,10 +115,6 @@ class MegatronRouters(RouterKind):
     def check_chunks(self, chunks: Sequence[nn.Module]) -> None:
         """Refuse some of a rank's virtual stages in the place of all of them."""
         parallel_state.check_chunks(chunks)
-
-
-def _drops(config: Any) -> bool:
-    return config.moe_expert_capacity_factor is not None
 
 
 def _shows(output: object) -> torch.Tensor:
@@ -165,65 +161,62 @@ def spare(router: Any) -> int:
     return int(router.routing_type == "quantile_balancing")
 
 
-def _bypass(config: Any) -> str:
-    if fused_router.is_on(config):
-        return (
-            f"moe_router_fusion=True, and a kernel other than {fused_router.MODULE}.{fused_router.KERNEL}; "
-            "set moe_router_fusion=False"
+def _refuse(module: Any, path: str) -> None:
+    """Refuse what its configuration rules out, and a replay of Megatron's own that is on."""
+    config = module.config
+    graphs, action, ranks = _captures(config), _upstream_replay(module), _ranks_of_top_k(module)
+    cause = "the model's config; "
+    if graphs:
+        # A captured graph replays its kernels and runs no hook.
+        problem = "the router is captured in a graph, which runs no hook"
+        expected = "no graph capture around the router"
+        got = ", ".join(graphs)
+        cause += "capture the attention alone, or train without graphs"
+    elif getattr(config, "overlap_moe_expert_parallel_comm", False):
+        # It runs pieces of layers of two micro-batches in turn and never calls the model.
+        problem = (
+            "the schedule runs the layers past the model's __call__, so micro-batches can't be told apart"
         )
-    return ""
-
-
-def _refuse_gathered_quantiles(router: Any, path: str) -> None:
-    """Its top-k runs over the tokens of all ranks, and each rank takes its rows."""
-    if router.routing_type != "quantile_balancing":
+        expected = "overlap_moe_expert_parallel_comm=False"
+        got = "overlap_moe_expert_parallel_comm=True"
+        cause += "combined 1F1B calls build_schedule_plan() instead of the model"
+    elif action is not None:
+        problem, got, cause = "RouterReplay is replaying on this router", action, _TWO_WAYS
+        expected = "none: RouterReplay.clear_global_router_replay_action()"
+    elif ranks > 1:
+        problem = "quantile balancing chooses over the tokens of several ranks at once, and can't be replayed"
+        expected = "one rank in the router's tensor and context parallel group"
+        got = f"{ranks} ranks, moe_router_load_balancing_type='quantile_balancing'"
+        cause += "take another load balancing for the replay, or no tensor and context parallelism"
+    else:
         return
-    ranks = 1 if router.tp_cp_group is None else router.tp_cp_group.size()
-    if ranks > 1:
-        raise RouterError(
-            "quantile balancing chooses over the tokens of several ranks at once, and can't be replayed",
-            where=path,
-            expected="one rank in the router's tensor and context parallel group",
-            got=f"{ranks} ranks, moe_router_load_balancing_type='quantile_balancing'",
-            cause="the model's config; take another load balancing for the replay, or no tensor and context "
-            "parallelism",
-        )
+    raise RouterError(problem, where=path, expected=expected, got=got, cause=cause)
 
 
-def _refuse_graphs(config: Any, path: str) -> None:
-    """A captured graph replays its kernels and runs no hook."""
-    flags = [flag for flag in _GRAPH_FLAGS if getattr(config, flag, False)]
+def _captures(config: Any) -> list[str]:
+    """The flags by which a graph captures the router."""
+    flags = [flag for flag in ("enable_cuda_graph", "external_cuda_graph") if getattr(config, flag, False)]
     implementation = getattr(config, "cuda_graph_impl", None)
     if implementation not in (None, "none"):
         scope = getattr(config, "cuda_graph_scope", None) or "full"
-        if not _leaves_router_out(scope):
+        names = scope if isinstance(scope, list | tuple) else [scope]
+        if any(str(getattr(name, "value", name)).split(".")[-1] != "attn" for name in names):
             flags.append(f"cuda_graph_impl={implementation!r} with cuda_graph_scope={scope!r}")
-    if flags:
-        raise RouterError(
-            "the router is captured in a graph, which runs no hook",
-            where=path,
-            expected="no graph capture around the router",
-            got=", ".join(flags),
-            cause="the model's config; capture the attention alone, or train without graphs",
-        )
+    return flags
 
 
-def _refuse_overlap(config: Any, path: str) -> None:
-    """Combined 1F1B runs pieces of layers of two micro-batches in turn and never calls the model."""
-    if getattr(config, "overlap_moe_expert_parallel_comm", False):
-        raise RouterError(
-            "the schedule runs the layers past the model's __call__, so micro-batches can't be told apart",
-            where=path,
-            expected="overlap_moe_expert_parallel_comm=False",
-            got="overlap_moe_expert_parallel_comm=True",
-            cause="the model's config; combined 1F1B calls build_schedule_plan() instead of the model",
-        )
+def _ranks_of_top_k(router: Any) -> int:
+    """Quantile balancing's top-k runs over the tokens of all ranks, and each rank takes its rows."""
+    if router.routing_type != "quantile_balancing" or router.tp_cp_group is None:
+        return 1
+    return int(router.tp_cp_group.size())
 
 
 def is_replaying(replay: Any) -> bool:
     """Are its router's ids given to it? By what the action is called: a framework may have its own."""
     action = action_of(replay)
-    return action is not None and str(action.value).startswith("replay")
+    called = (getattr(action, "name", ""), getattr(action, "value", ""))
+    return any(str(word).lower().startswith("replay") for word in called)
 
 
 def action_of(replay: Any) -> Any:
@@ -239,25 +232,4 @@ def is_by_session(replay: Any) -> bool:
 def _upstream_replay(module: Any) -> Any:
     """The action of RouterReplay, upstream's from 0.16 on or ours before, that answers a router's top-k."""
     replay = getattr(module, "router_replay", None)
-    if is_by_session(replay):
-        return None
-    action = action_of(replay)
-    return action if getattr(action, "name", "").startswith("REPLAY") else None
-
-
-def _refuse_upstream_replay(module: Any, path: str) -> None:
-    """It would answer the top-k before a block does."""
-    action = _upstream_replay(module)
-    if action is not None:
-        raise RouterError(
-            "RouterReplay is replaying on this router",
-            where=path,
-            expected="none: RouterReplay.clear_global_router_replay_action()",
-            got=action,
-            cause=_TWO_WAYS,
-        )
-
-
-def _leaves_router_out(scope: Any) -> bool:
-    names = scope if isinstance(scope, (list, tuple)) else [scope]
-    return all(str(getattr(name, "value", name)).split(".")[-1] == "attn" for name in names)
+    return action_of(replay) if is_replaying(replay) and not is_by_session(replay) else None

@@ -13,20 +13,18 @@ The release's own functions are looked up when ours are called, so what MindSpee
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from types import ModuleType
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
 
-from npu_replay.compat.megatron import fused_router
 from npu_replay.compat.megatron_backports.router_replay import Asked, asked, is_idle
 from npu_replay.compat.patching import import_hook, served_modules
-from npu_replay.compat.patching.patches import Patch, Patches
+from npu_replay.compat.patching.patches import Change, Patches
 from npu_replay.errors import NoEffect, ReplayError
 
 MODULE = "megatron.core.transformer.moe.moe_utils"
@@ -34,7 +32,7 @@ STAGES = "megatron.core.pipeline_parallel.utils"
 
 _WHAT = "functions of later Megatron-core releases"
 _TOPK = "topk_routing_with_score_function"
-_LATER = "a later release's, over this one's own"
+_ADDED = "a later release's, over this one's own"
 _TINY = 1e-20
 """Added to a row's sum before it divides, as Megatron does."""
 
@@ -59,19 +57,23 @@ def install() -> None:
 def _add_routing(module: Any) -> None:
     native = getattr(module, _TOPK, None)
     if native is None:
-        _refuse_unknown(module)
-        _patches.set(module, _TOPK, _with_replay(_without_capacity(module)), _LATER)
+        if not hasattr(module, "topk_softmax_with_capacity"):
+            raise ReplayError(
+                "no function that routes is known",
+                where=module.__name__,
+                expected=f"{_TOPK} or topk_softmax_with_capacity",
+                got="neither",
+                cause="a fork of Megatron-core, or a release that npu_replay hasn't seen",
+            )
+        ours = _with_replay(functools.partial(_without_capacity, module))
+        _patches.set(module, _TOPK, ours, _ADDED)
     elif not _takes(native, "router_replay"):
         _put_everywhere(module, _TOPK, native, _with_replay(native), "takes router_replay")
-    for function in (_token_dropping(module), compute_routing_scores_for_aux_loss):
-        if not hasattr(module, function.__name__):
-            _patches.set(module, function.__name__, function, _LATER)
+    _add(module, apply_router_token_dropping, compute_routing_scores_for_aux_loss)
 
 
 def _add_stages(module: Any) -> None:
-    for function in (is_vp_first_stage, is_vp_last_stage):
-        if not hasattr(module, function.__name__):
-            _patches.set(module, function.__name__, function, _LATER)
+    _add(module, is_vp_first_stage, is_vp_last_stage)
 
 
 def _fill_stages(module: Any) -> None:
@@ -79,20 +81,38 @@ def _fill_stages(module: Any) -> None:
     module.is_vp_last_stage = is_vp_last_stage
 
 
+def _add(module: Any, *functions: Callable[..., Any]) -> None:
+    for function in functions:
+        if not hasattr(module, function.__name__):
+            _patches.set(module, function.__name__, function, _ADDED)
+
+
 def _takes(function: Callable[..., Any], name: str) -> bool:
     parameters = inspect.signature(function).parameters
     return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
-def _refuse_unknown(module: Any) -> None:
-    if not hasattr(module, "topk_softmax_with_capacity"):
-        raise ReplayError(
-            "no function that routes is known",
-            where=module.__name__,
-            expected=f"{_TOPK} or topk_softmax_with_capacity",
-            got="neither",
-            cause="a fork of Megatron-core, or a release that npu_replay hasn't seen",
-        )
+def _put_everywhere(module: Any, name: str, native: Any, ours: Any, why: str) -> None:
+    """Replace a function also in the modules that took it with `from ... import`, before us or after.
+
+    MindSpeed replaces a function in all modules that hold the same one, so it has to be one in all.
+    """
+
+    def undo() -> bool:
+        held = vars(module).get(name) is ours
+        _rebind(name, ours, native)
+        return held
+
+    _rebind(name, native, ours)
+    _patches.add(Change(f"{module.__name__}.{name}", why, undo))
+
+
+def _rebind(name: str, old: Any, new: Any) -> None:
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType):
+            names = object.__getattribute__(module, "__dict__")  # not by getattr, which loads a lazy module
+            if names.get(name) is old:
+                names[name] = new
 
 
 # Routing
@@ -114,16 +134,11 @@ def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
         router_replay: Any = None,
         dense_output: bool = False,
     ) -> Pair:
-        """Choose each token's experts, or take them from `router_replay`, and weigh them.
+        """Choose each row's `topk` experts, or take them from `router_replay`, and weigh them.
 
         Args:
             logits: [rows, experts].
-            topk: experts a row.
-            use_pre_softmax: softmax over all experts and not over the chosen ones.
-            num_groups: groups of experts, of which each row may use `group_topk`.
-            group_topk: see `num_groups`.
-            scaling_factor: of the probabilities.
-            score_function: «softmax» or «sigmoid».
+            topk: as all other arguments, Megatron's of 0.19.
             expert_bias: float [experts]: added to a sigmoid's scores for the choice alone.
             fused: by Transformer Engine's kernel; a replay goes without it.
             router_replay: a RouterReplay; what its action says is done.
@@ -153,25 +168,21 @@ def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
             "expert_bias": expert_bias,
             "fused": fused,
         }
-        idle = is_idle(router_replay)
-        if idle and not dense_output:
-            return native(logits, topk, **how)
-        asks = _Nobody() if idle else router_replay
-        with _asking(asks, logits, topk, num_groups, group_topk) as call:
+        if is_idle(router_replay):
+            if not dense_output:
+                return native(logits, topk, **how)
+            router_replay = SimpleNamespace(get_replay_topk=_own_topk)  # the top-k is only watched
+        rows, num_experts = logits.shape[0], logits.shape[-1]
+        call = Asked(router_replay, rows, num_experts, topk, num_groups=num_groups, group_topk=group_topk)
+        with asked(call, fused=fused):
             probs, routing_map = native(logits, topk, **how)
         return _dense(probs, call) if dense_output else (probs, routing_map)
 
     return topk_routing_with_score_function
 
 
-class _Nobody:
-    """In the place of a RouterReplay: the top-k is only watched."""
-
-    def get_replay_topk(
-        self, scores: Any, topk: int, num_groups: Any, group_topk: Any, default_compute_topk: Any
-    ) -> Any:
-        """The router's own."""
-        return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+def _own_topk(scores: Any, topk: int, num_groups: Any, group_topk: Any, default_compute_topk: Any) -> Any:
+    return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
 
 
 def _dense(probs: torch.Tensor, call: Asked) -> Pair:
@@ -187,79 +198,62 @@ def _dense(probs: torch.Tensor, call: Asked) -> Pair:
     return probs.gather(1, call.ids), call.ids
 
 
-@contextlib.contextmanager
-def _asking(
-    replay: Any, logits: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None
-) -> Iterator[Asked]:
-    """Let the next top-k over the logits, or the fused kernel, ask `replay`."""
-    rows, num_experts = logits.shape[0], logits.shape[-1]
-    kernel = fused_router.hold()
-    try:
-        call = Asked(replay, rows, num_experts, topk, num_groups=num_groups, group_topk=group_topk)
-        with asked(call):
-            yield call
-    finally:
-        kernel.remove()
-
-
-def _without_capacity(module: Any) -> Callable[..., Pair]:
+def _without_capacity(module: Any, logits: torch.Tensor, topk: int, *, fused: bool, **how: Any) -> Pair:
     """0.12's and 0.13's routing without the part that drops tokens, and without its count of tokens."""
-
-    def native(logits: torch.Tensor, topk: int, *, fused: bool, **how: Any) -> Pair:
-        if fused:
-            _refuse_fused(_TOPK)
-        probs, routing_map, _ = module.topk_softmax_with_capacity(logits, topk, **how)
-        return probs, routing_map
-
-    return native
+    if fused:
+        _refuse_fused(_TOPK)
+    probs, routing_map, _ = module.topk_softmax_with_capacity(logits, topk, **how)
+    return probs, routing_map
 
 
-def _token_dropping(module: Any) -> Callable[..., Pair]:
-    def apply_router_token_dropping(
-        routing_probs: torch.Tensor,
-        routing_map: torch.Tensor,
-        router_topk: int,
-        capacity_factor: float,
-        drop_policy: str = "probs",
-        pad_to_capacity: bool = False,
-    ) -> Pair:
-        """Leave each expert no more rows than its capacity.
+def apply_router_token_dropping(
+    routing_probs: torch.Tensor,
+    routing_map: torch.Tensor,
+    router_topk: int,
+    capacity_factor: float,
+    drop_policy: str = "probs",
+    pad_to_capacity: bool = False,
+) -> Pair:
+    """Leave each expert no more rows than its capacity.
 
-        Args:
-            routing_probs: [rows, experts].
-            routing_map: bool [rows, experts].
-            router_topk: experts a row.
-            capacity_factor: an expert's capacity in shares of an even load.
-            drop_policy: who goes first: the least probable rows («probs»), or the last ones («position»).
-            pad_to_capacity: fill each expert up with rows that didn't choose it, of no probability.
+    Args:
+        routing_probs: [rows, experts].
+        routing_map: bool [rows, experts].
+        router_topk: experts a row.
+        capacity_factor: an expert's capacity in shares of an even load.
+        drop_policy: who goes first: the least probable rows («probs»), or the last ones («position»).
+        pad_to_capacity: fill each expert up with rows that didn't choose it, of no probability.
 
-        Returns:
-            The probabilities and the map of those that stay.
+    Returns:
+        The probabilities and the map of those that stay.
 
-        Raises:
-            ValueError: another policy.
-        """
-        rows, num_experts = routing_probs.shape
-        capacity = module.get_capacity(rows * router_topk, num_experts, capacity_factor)
-        ranked = {"probs": routing_probs, "position": routing_map.int()}.get(drop_policy)
-        if ranked is None:
-            raise ValueError(f"Invalid drop_policy: {drop_policy}")
-        kept = torch.ones_like(routing_map, dtype=torch.bool)
-        if capacity <= rows:
-            # sorted=False as Megatron has it: among equals the choice must be the same.
-            places = torch.topk(ranked, k=capacity, dim=0, sorted=False)[1]
-            kept = torch.zeros_like(kept).scatter(0, places, True)
-        if not pad_to_capacity:
-            kept = kept & routing_map
-        return routing_probs * kept, kept
-
-    return apply_router_token_dropping
+    Raises:
+        ValueError: another policy.
+    """
+    rows, num_experts = routing_probs.shape
+    capacity = sys.modules[MODULE].get_capacity(rows * router_topk, num_experts, capacity_factor)
+    ranked = {"probs": routing_probs, "position": routing_map.int()}.get(drop_policy)
+    if ranked is None:
+        raise ValueError(f"Invalid drop_policy: {drop_policy}")
+    kept = torch.ones_like(routing_map, dtype=torch.bool)
+    if capacity <= rows:
+        # sorted=False as Megatron has it: among equals the choice must be the same.
+        places = torch.topk(ranked, k=capacity, dim=0, sorted=False)[1]
+        kept = torch.zeros_like(kept).scatter(0, places, True)
+    if not pad_to_capacity:
+        kept = kept & routing_map
+    return routing_probs * kept, kept
 
 
 def compute_routing_scores_for_aux_loss(
     logits: torch.Tensor, topk: int, score_function: str, fused: bool = False
 ) -> Pair:
     """What the auxiliary losses look at: the live choice, without bias, groups or replay.
+
+    >>> from npu_replay.compat.megatron_backports.moe_utils import compute_routing_scores_for_aux_loss
+    >>> logits = torch.tensor([[0.0, 2.0, 1.0]])
+    >>> compute_routing_scores_for_aux_loss(logits, 2, "softmax")
+    (tensor([[False,  True,  True]]), tensor([[0.0900, 0.6652, 0.2447]]))
 
     Args:
         logits: [rows, experts].
@@ -304,6 +298,10 @@ def _refuse_fused(name: str) -> None:
 def is_vp_first_stage(vp_stage: int | None, vp_size: int | None) -> bool:
     """Is this the first of a rank's `vp_size` model chunks? The only one is.
 
+    >>> from npu_replay.compat.megatron_backports.moe_utils import is_vp_first_stage, is_vp_last_stage
+    >>> is_vp_first_stage(1, 2), is_vp_last_stage(1, 2)
+    (False, True)
+
     Raises:
         AssertionError: a stage other than 0 where there is one chunk.
     """
@@ -311,11 +309,7 @@ def is_vp_first_stage(vp_stage: int | None, vp_size: int | None) -> bool:
 
 
 def is_vp_last_stage(vp_stage: int | None, vp_size: int | None) -> bool:
-    """Is this the last of a rank's `vp_size` model chunks? The only one is.
-
-    Raises:
-        AssertionError: a stage other than 0 where there is one chunk.
-    """
+    """Is this the last of a rank's `vp_size` model chunks? As `is_vp_first_stage`."""
     return _place(vp_stage, vp_size) == max(vp_size or 1, 1) - 1
 
 
@@ -325,39 +319,6 @@ def _place(vp_stage: int | None, vp_size: int | None) -> int | None:
     if vp_stage not in (None, 0):
         raise AssertionError(f"Expected vp_stage to be 0 or None with {vp_size=}, but got {vp_stage=}")
     return 0
-
-
-# A function that others hold too
-
-
-@dataclass(frozen=True, eq=False)
-class _Everywhere(Patch):
-    """A function of a module, also in the modules that took it with `from ... import`, before us or after."""
-
-    def undo(self) -> bool:
-        """Put the original back wherever ours is. Was it still in the module itself?"""
-        held = vars(self.owner).get(self.name) is self.replacement
-        _rebind(self.name, self.replacement, self.original)
-        return held
-
-
-def _put_everywhere(module: Any, name: str, native: Any, ours: Any, why: str) -> None:
-    """MindSpeed replaces a function in all modules that hold the same one, so it has to be one in all."""
-    _rebind(name, native, ours)
-    _patches.add(_Everywhere(module, name, why, native, ours))
-
-
-def _rebind(name: str, old: Any, new: Any) -> None:
-    for module in _modules():
-        if module.get(name) is old:
-            module[name] = new
-
-
-def _modules() -> Iterator[dict[str, Any]]:
-    """The names of every module; not by getattr, which loads a lazy one."""
-    for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType):
-            yield object.__getattribute__(module, "__dict__")
 
 
 _patches = Patches(_WHAT)

@@ -15,18 +15,17 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from npu_replay.compat.megatron import aux_losses, fused_router
-from npu_replay.compat.megatron import routers as megatron
 from npu_replay.compat.megatron.config_flags import asks_for_replay
-from npu_replay.compat.megatron.routers import is_by_session, is_replaying
-from npu_replay.compat.megatron_backports import expert_bias, router_methods, router_replay
+from npu_replay.compat.megatron.routers import gathered_ranks, is_by_session, is_replaying, spare
+from npu_replay.compat.megatron_backports import router_methods, router_replay
+from npu_replay.compat.megatron_backports.router_replay import MegatronRouterReplay
 from npu_replay.compat.mindspeed import repatch
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.live_objects import alive
-from npu_replay.compat.patching.patches import Patch, Patches
+from npu_replay.compat.patching.patches import Change, Patches
 from npu_replay.errors import described
 from npu_replay.sessions import seam
 
@@ -34,6 +33,8 @@ MODULE = "megatron.core.transformer.moe.router"
 
 _WHAT = "routers that are replayed"
 _WHY = "gives each router what this release lacks, as it is built"
+_REPLAY = "router_replay"
+_OF_EACH = f"{_REPLAY} of each TopKRouter"
 _UNHEARD = ("sinkhorn", "quantile_balancing")
 """Load balancing types with a top-k of their own, of which upstream's RouterReplay never hears."""
 
@@ -44,12 +45,13 @@ def install() -> None:
 
 
 def _wrap(module: Any) -> None:
-    if any(patch.owner is module.TopKRouter for patch in _patches):
+    kind = module.TopKRouter
+    if _patches.has(kind, "__init__"):
         return
     try:
-        repatch.wrap_init(_patches, module.TopKRouter, _router_init, _WHY)
-        _patches.add(_Given(module.TopKRouter, "router_replay", "what upstream's have", None, None))
-        for router in _in_order(module.TopKRouter):
+        repatch.wrap_init(_patches, kind, _router_init, _WHY)
+        _patches.add(Change(_OF_EACH, "what upstream's have", functools.partial(_take_back, kind)))
+        for router in _in_order(kind):
             _equip(router)  # built before npu_replay was imported, or before an uninstall()
     except Exception:
         _patches.undo()  # all or nothing
@@ -86,75 +88,106 @@ _next = itertools.count()
 def _equip(router: Any) -> None:
     _numbers.setdefault(router, next(_next))
     router_methods.equip(router)
-    expert_bias.equip(router)
     kind = _router_replay()
     _give(router, kind)
-    _take_framework(router)
-    if kind is router_replay.RouterReplay:
+    _hand_over_one(router)
+    if kind is MegatronRouterReplay:
         names = ["forward", "routing", "set_layer_number"]
         losses = aux_losses.of(router)
         if losses is not None and losses.follow:
             names.append("apply_load_balancing_loss")
-        router_methods.lend(router, _Asks, names)
+        router_methods.bind(router, _Asks, names)
     elif fused_router.is_on(router.config) or router.routing_type in _UNHEARD:
-        router_methods.lend(router, _Asks, ["forward", "routing"])
+        router_methods.bind(router, _Asks, ["forward", "routing"])
 
 
-def _router_replay() -> type:
+def _router_replay() -> Any:
     """Upstream's, or ours in its place."""
     try:
-        found: type = importlib.import_module(router_replay.MODULE).RouterReplay
+        return importlib.import_module(router_replay.MODULE).RouterReplay
     except ModuleNotFoundError:  # not served: `router_replay.install` wasn't called
-        return router_replay.RouterReplay
-    return found
+        return MegatronRouterReplay
 
 
-def _give(router: Any, kind: type) -> None:
+# The `router_replay` of a router
+
+
+def _give(router: Any, kind: Any) -> None:
     """A router of a config with the flag has a RouterReplay, any other None; as from 0.16 on."""
-    had = hasattr(router, "router_replay")
+    had = hasattr(router, _REPLAY)
     if had and router.router_replay is not None:
         return
     flagged = asks_for_replay(router.config)
     if flagged or not had:
         router.router_replay = kind() if flagged else None
         _given[router] = had
-    if flagged and kind is router_replay.RouterReplay:
+    if flagged and kind is MegatronRouterReplay:
         router.router_replay.layer_number = router.layer_number
-        router_replay.belongs(router.router_replay, router)
+        router_replay.leave_with(router, router.router_replay, kind)
+
+
+_given: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+"""Routers that got their `router_replay` here; had they the attribute before, as None?"""
+
+
+def _take_back(topk_router: type) -> bool:
+    """Take them off, off copies of routers too, and out of the list of all."""
+    for router, had in list(_given.items()):
+        replay = vars(router).pop(_REPLAY, None)
+        if had:
+            router.router_replay = None
+        if hasattr(type(replay), _EVERYONE):
+            router_replay.leave(replay, type(replay))
+    _given.clear()
+    for copy in alive(topk_router):
+        if isinstance(vars(copy).get(_REPLAY), MegatronRouterReplay):
+            delattr(copy, _REPLAY)
+    return True
 
 
 def hand_over(of: Callable[[Any], Any]) -> None:
     """Have `of(router)` for the `router_replay` of each router that asks for replay: a framework's, by which
     its loops turn a replay on. Those that are there get it now, others as they are built."""
     install()  # a line of ours in the report would say that it was
-    product: Any = sys.modules[MODULE]
+    kind: Any = sys.modules[MODULE].TopKRouter
     if not _framework:
-        _patches.add(_HandedOver(product.TopKRouter, "router_replay", "the framework's own", None, None))
+        _patches.add(Change(_OF_EACH, "the framework's own", functools.partial(_hand_back, kind)))
     _framework[:] = [of]
-    for router in _in_order(product.TopKRouter):
-        _take_framework(router)
+    for router in _in_order(kind):
+        _hand_over_one(router)
 
 
-def _take_framework(router: Any) -> None:
-    own = getattr(router, "router_replay", None)
-    everyone = getattr(type(own), _EVERYONE, None)
-    if not _framework or everyone is None:
+def _hand_over_one(router: Any) -> None:
+    own = getattr(router, _REPLAY, None)
+    if not _framework or not hasattr(type(own), _EVERYONE):
         return
     _handed[router] = own
     framework = _framework[0](router)
     framework.layer_number = getattr(own, "layer_number", None)
-    _swap(router, own, framework, everyone)
-    weakref.finalize(router, _drop, everyone, weakref.ref(framework)).atexit = False
+    _swap(router, framework, own, type(own))
+    router_replay.leave_with(router, framework, type(own))
 
 
-def _swap(router: Any, old: Any, new: Any, everyone: list[Any]) -> None:
+def _hand_back(topk_router: type) -> bool:
+    """Give each router again what it had before; a copy that was made since, a new one."""
+    _framework.clear()
+    for router in alive(topk_router):
+        framework = getattr(router, _REPLAY, None)
+        if is_by_session(framework):
+            own = _handed.get(router)
+            if own is None:
+                own = _router_replay()()
+                router_replay.leave(own, type(own))  # a copy's is in no list
+            _swap(router, own, framework, type(own))
+    _handed.clear()
+    return True
+
+
+def _swap(router: Any, new: Any, old: Any, kind: Any) -> None:
     """Also in Megatron's list of all, so that its own API reaches what the routers have."""
+    everyone = getattr(kind, _EVERYONE)
     everyone[:] = [new if one is old else one for one in everyone]
     router.router_replay = new
-
-
-def _drop(everyone: list[Any], dead: weakref.ref[Any]) -> None:
-    everyone[:] = [one for one in everyone if one is not dead()]
 
 
 _EVERYONE = "global_router_replay_instances"
@@ -164,57 +197,7 @@ _handed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """What each router had before."""
 
 
-@dataclass(frozen=True, eq=False)
-class _HandedOver(Patch):
-    """The framework's `router_replay` of all routers: a line of the report."""
-
-    @property
-    def where(self) -> str:
-        return f"{self.name} of each TopKRouter"
-
-    def undo(self) -> bool:
-        """Give each router again what it had before; a copy that was made since, a new one."""
-        _framework.clear()
-        for router in alive(self.owner):
-            framework = getattr(router, self.name, None)
-            if is_by_session(framework):
-                own = _handed.get(router) or _of_no_list(_router_replay())
-                _swap(router, framework, own, getattr(type(own), _EVERYONE))
-        _handed.clear()
-        return True
-
-
-def _of_no_list(kind: type) -> Any:
-    made = kind()
-    router_replay.leave(made)
-    return made
-
-
-_given: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-"""Routers that got their `router_replay` here; had they the attribute before, as None?"""
-
-
-@dataclass(frozen=True, eq=False)
-class _Given(Patch):
-    """The `router_replay` of all routers that got theirs here: a line of the report."""
-
-    @property
-    def where(self) -> str:
-        return f"{self.name} of each TopKRouter"
-
-    def undo(self) -> bool:
-        """Take them off, off copies of routers too, and out of the list of all."""
-        for router, had in list(_given.items()):
-            replay = vars(router).pop(self.name, None)
-            if had:
-                setattr(router, self.name, None)
-            if hasattr(type(replay), "global_router_replay_instances"):
-                router_replay.leave(replay)
-        _given.clear()
-        for copy in alive(self.owner):
-            if isinstance(vars(copy).get(self.name), router_replay.RouterReplay):
-                delattr(copy, self.name)
-        return True
+# How its top-k comes to ask
 
 
 class _Calls(threading.local):
@@ -227,7 +210,7 @@ class _Calls(threading.local):
 _calls = _Calls()
 
 
-class _Asks(router_methods.Lent):
+class _Asks(router_methods.RouterMethods):
     why = "its top-k asks router_replay"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -263,20 +246,17 @@ def _asking(router: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwarg
     if router_replay.is_idle(replay) or asks_already or _is_left_to_its_own(router, replay):
         return plain(*args, **kwargs)
     call = _call(router, replay, next(iter((*args, *kwargs.values()))))
-    handle = fused_router.hold() if fused_router.is_on(router.config) else None
     _calls.stack.append((router, call))
     try:
-        with router_replay.asked(call):
+        with router_replay.asked(call, fused=fused_router.is_on(router.config)):
             return plain(*args, **kwargs)
     finally:
         _calls.stack.pop()
-        if handle is not None:
-            handle.remove()
 
 
 def _is_left_to_its_own(router: Any, replay: Any) -> bool:
     """Does a framework that brought its own replay bring the routing that asks it too, as verl's does?"""
-    if isinstance(replay, router_replay.RouterReplay):
+    if isinstance(replay, MegatronRouterReplay):
         return False
     return type(router).routing.__module__.partition(".")[0] not in ("megatron", "mindspeed")
 
@@ -286,12 +266,12 @@ def _call(router: Any, replay: Any, inputs: Any) -> router_replay.Asked:
     config, losses = router.config, aux_losses.of(router)
     return router_replay.Asked(
         replay,
-        inputs.numel() // inputs.shape[-1] * megatron.gathered_ranks(config),
+        inputs.numel() // inputs.shape[-1] * gathered_ranks(config),
         int(router.num_experts),
         int(router.topk),
         num_groups=config.moe_router_num_groups,
         group_topk=config.moe_router_group_topk,
-        spare=megatron.spare(router),
+        spare=spare(router),
         compares=losses is not None and is_replaying(replay) and losses.follow_the_call_of(router),
     )
 

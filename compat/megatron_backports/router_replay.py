@@ -6,7 +6,7 @@ under that name (`install`). Only how a router comes to ask differs: there its o
 
 As upstream's, it goes by a global action and by a queue of targets for recomputes, which is right as long
 as backward visits the micro-batches in the order of their forwards; `npu_replay.record` and `replay` need
-neither. Where upstream's goes on in silence, or stops with an AttributeError of None, this says what it is.
+neither. Where upstream's goes on in silence, or stops with an AttributeError of None, this says why.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from npu_replay.compat.megatron import fused_router
 from npu_replay.compat.megatron.routers import action_of, is_by_session, is_replaying
 from npu_replay.compat.patching import served_modules
 from npu_replay.errors import NoEffect, ReplayError, RouterError
@@ -41,7 +42,7 @@ def install() -> None:
 
 def _fill(module: Any) -> None:
     module.__doc__ = __doc__
-    module.RouterReplay, module.RouterReplayAction = RouterReplay, RouterReplayAction
+    module.RouterReplay, module.RouterReplayAction = MegatronRouterReplay, RouterReplayAction
 
 
 class AnotherNumber(ReplayError, ValueError, AssertionError):
@@ -62,8 +63,18 @@ class RouterReplayAction(Enum):
     """Use the oldest target that no recompute has used yet."""
 
 
-class RouterReplay:
+class MegatronRouterReplay:
     """Records or replays the expert ids of one router, int [rows, topk], rows as the router has them.
+
+    Loops import it as Megatron's `RouterReplay`. (verl's, of `compat.verl`, is another: over sessions.)
+
+    >>> from npu_replay.compat.megatron_backports.router_replay import *
+    >>> replay = MegatronRouterReplay()
+    >>> replay.set_target_indices(torch.tensor([[2, 0]]))
+    >>> replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    >>> replay.get_replay_topk(torch.tensor([[0.1, 0.6, 0.3]]), topk=2)
+    (tensor([[0.3000, 0.1000]]), tensor([[2, 0]]))
+    >>> replay.global_router_replay_instances.remove(replay)
 
     Attributes:
         global_router_replay_instances: all of them, in the order of their making. One that belongs to a
@@ -76,7 +87,7 @@ class RouterReplay:
         layer_number: of its router, from 1 on; None without one.
     """
 
-    global_router_replay_instances: list[RouterReplay] = []  # noqa: RUF012  upstream's name for it, a plain list
+    global_router_replay_instances: list[MegatronRouterReplay] = []  # noqa: RUF012  upstream's name and kind
 
     def __init__(self) -> None:
         self.target_topk_idx: torch.Tensor | None = None
@@ -85,7 +96,7 @@ class RouterReplay:
         self.replay_backward_list: list[torch.Tensor] = []
         self.static_buffer: torch.Tensor | None = None
         self.layer_number: int | None = None
-        RouterReplay.global_router_replay_instances.append(self)
+        _everyone().append(self)
 
     # All of them
 
@@ -97,11 +108,11 @@ class RouterReplay:
             ValueError: another number of tensors than routers.
             RouterError: one is no tensor of ids; then no router has got its own.
         """
-        everyone = _everyone()
         _check_count(len(all_layers_topk_indices), "tensors")
-        for replay, ids in zip(everyone, all_layers_topk_indices, strict=True):
-            _check_ids(ids, _place(replay))
-        for replay, ids in zip(everyone, all_layers_topk_indices, strict=True):
+        pairs = list(zip(_everyone(), all_layers_topk_indices, strict=True))
+        for replay, ids in pairs:
+            _check_ids(ids, replay)  # a framework's own may be among them
+        for replay, ids in pairs:
             replay.set_target_indices(ids)
 
     @staticmethod
@@ -157,7 +168,7 @@ class RouterReplay:
         Raises:
             RouterError: no two-dimensional tensor of integers.
         """
-        _check_ids(topk_indices, _place(self))
+        _check_ids(topk_indices, self)
         self.target_topk_idx = topk_indices
         self.replay_backward_list.append(topk_indices)
 
@@ -191,7 +202,17 @@ class RouterReplay:
         Raises:
             RouterError: no such action.
         """
-        self.router_replay_action = _known(router_replay_action, _place(self))
+        action: Any = router_replay_action
+        try:
+            found = None if action is None else RouterReplayAction(getattr(action, "value", action))
+        except ValueError:
+            raise RouterError(
+                "this is no action of a RouterReplay",
+                where=_place(self),
+                expected="RouterReplayAction." + ", ".join(one.name for one in RouterReplayAction),
+                got=action,
+            ) from None
+        self.router_replay_action = found
 
     def clear_router_replay_action(self) -> None:
         """Let this router choose itself."""
@@ -270,16 +291,8 @@ def is_idle(replay: Any) -> bool:
 def _is_plain(ask: Any) -> bool:
     """Is it upstream's own method, or ours? Each was made in its module, whose names it looks up; a wrapper
     or a framework's own, wherever it lies and whatever it is called, looks them up elsewhere."""
-    names = getattr(ask, "__globals__", None)
-    return names is not None and any(names is vars(one) for one in (sys.modules.get(MODULE), _here) if one)
-
-
-_here = sys.modules[__name__]
-
-
-def belongs(replay: RouterReplay, router: nn.Module) -> None:
-    """Have it go from the list of all when its router is garbage."""
-    weakref.finalize(router, _forget, weakref.ref(replay)).atexit = False
+    names, product = getattr(ask, "__globals__", None), sys.modules.get(MODULE)
+    return names is globals() or (product is not None and names is vars(product))
 
 
 class Asked(seam.Call):
@@ -355,18 +368,21 @@ class Asked(seam.Call):
 
 
 @contextlib.contextmanager
-def asked(call: Asked) -> Iterator[None]:
-    """Let the next top-k of this thread that fits be answered; there has to be one.
+def asked(call: Asked, *, fused: bool = False) -> Iterator[None]:
+    """Let the next top-k of this thread that fits be answered, or the fused kernel; there has to be one.
 
     Raises:
         NoEffect: there was none.
     """
+    kernel = fused_router.HeldKernel() if fused else None
     seam.guard.install()
     try:
         with call:
             yield
     finally:
         seam.guard.remove()
+        if kernel is not None:
+            kernel.remove()
     if call.ids is None and action_of(call.replay) is not None:
         raise NoEffect(
             "RouterReplay has an action, and this router calls no top-k that could ask it",
@@ -376,11 +392,31 @@ def asked(call: Asked) -> Iterator[None]:
         )
 
 
-def _answered_by_hand(replay: RouterReplay, ids: torch.Tensor) -> None:
+def _answered_by_hand(replay: MegatronRouterReplay, ids: torch.Tensor) -> None:
     """A routing that asks by itself, as upstream's does, has been answered; its top-k won't come."""
     call = seam.armed()
     if isinstance(call, Asked) and call.replay is replay:
         call.ids, call.way = ids, "inner"
+
+
+def _nobody(own: seam.Own) -> torch.Tensor:
+    raise NotImplementedError  # Asked decides otherwise
+
+
+def _everyone() -> list[MegatronRouterReplay]:
+    return MegatronRouterReplay.global_router_replay_instances
+
+
+def leave(replay: Any, kind: Any) -> None:
+    """Take one out of the list of all that a class keeps: upstream's, or ours."""
+    everyone = kind.global_router_replay_instances
+    everyone[:] = [one for one in everyone if one is not replay]
+
+
+def leave_with(router: nn.Module, replay: Any, kind: Any) -> None:
+    """The same, when its router is garbage."""
+    dead = weakref.ref(replay)
+    weakref.finalize(router, lambda: leave(dead(), kind)).atexit = False
 
 
 def _place(replay: Any) -> str:
@@ -388,55 +424,14 @@ def _place(replay: Any) -> str:
     return "a router" if number is None else f"the router of layer_number {number}"
 
 
-def _nobody(own: seam.Own) -> torch.Tensor:
-    raise NotImplementedError  # Asked decides otherwise
-
-
-def _everyone() -> list[RouterReplay]:
-    return RouterReplay.global_router_replay_instances
-
-
-def leave(replay: Any) -> None:
-    """Take one out of the list of all: upstream's, or ours."""
-    everyone = type(replay).global_router_replay_instances
-    if any(one is replay for one in everyone):
-        everyone[:] = [one for one in everyone if one is not replay]
-
-
-def _forget(dead: weakref.ref[RouterReplay]) -> None:
-    replay = dead()
-    if replay is not None:
-        leave(replay)
-
-
-def _known(action: Any, where: str) -> RouterReplayAction | None:
-    """Frameworks have enums of their own with the same values."""
-    if action is None:
-        return None
-    known = {one.value: one for one in RouterReplayAction}
-    value = getattr(action, "value", action)
-    if isinstance(value, str) and value in known:
-        return known[value]
-    raise RouterError(
-        "this is no action of a RouterReplay",
-        where=where,
-        expected="RouterReplayAction." + ", ".join(one.name for one in RouterReplayAction),
-        got=action,
-    )
-
-
-def _check_ids(ids: Any, where: str) -> None:
-    if (
-        not isinstance(ids, torch.Tensor)
-        or ids.dim() != 2
-        or ids.is_floating_point()
-        or ids.dtype == torch.bool
-    ):
+def _check_ids(ids: Any, replay: Any) -> None:
+    is_tensor = isinstance(ids, torch.Tensor)
+    if not is_tensor or ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
         raise RouterError(
             "these are no expert ids",
-            where=where,
+            where=_place(replay),
             expected="a tensor of integers, [rows, topk]",
-            got=f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, torch.Tensor) else ids,
+            got=f"{ids.dtype} {list(ids.shape)}" if is_tensor else ids,
         )
 
 

@@ -36,9 +36,9 @@ def place_is_known(mindspeed: Path) -> bool:
     if not source.is_file():
         return True  # a release without moe_fb_overlap
     unpacked = (
-        node.value for node in ast.walk(ast.parse(source.read_text("utf-8"))) if isinstance(node, ast.Starred)
+        node for node in ast.walk(ast.parse(source.read_text("utf-8"))) if isinstance(node, ast.Starred)
     )
-    return any(isinstance(value, ast.Attribute) and value.attr == "layer_inputs" for value in unpacked)
+    return any(isinstance(one.value, ast.Attribute) and one.value.attr == "layer_inputs" for one in unpacked)
 
 
 def mark(chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[Handle]:
@@ -49,7 +49,9 @@ def mark(chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[Hand
     """
     layers = [(router, _overlapped_layer(chunk, router)) for router in routers]
     for router, layer in layers:
-        if layer is None and _recomputes_by_itself(router.module):
+        config: Any = getattr(router.module, "config", None)
+        recomputes = getattr(config, "moe_fb_overlap", False) and config.recompute_granularity == "full"
+        if layer is None and recomputes:
             raise RouterError(
                 "moe_fb_overlap recomputes in a place that npu_replay doesn't know",
                 where=router.path,
@@ -140,8 +142,3 @@ def _overlapped_layer(chunk: nn.Module, router: Router) -> nn.Module | None:
         if isinstance(forward, MethodType) and inspect.signature(forward).parameters.keys() >= _SIGNS:
             return layer
     return None
-
-
-def _recomputes_by_itself(router: nn.Module) -> bool:
-    config: Any = getattr(router, "config", None)
-    return getattr(config, "moe_fb_overlap", False) and config.recompute_granularity == "full"

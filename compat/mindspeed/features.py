@@ -33,30 +33,20 @@ def capability(product: Product, megatron: Product) -> Capability:
         product: what is found of MindSpeed.
         megatron: what is found of Megatron-core.
     """
-    name = CAPABILITY
     if not product.usable:
-        return Capability(
-            name, "broken" if product.problem else "missing", product.problem or "MindSpeed is not installed"
-        )
+        why = product.problem or "MindSpeed is not installed"
+        return Capability(CAPABILITY, "broken" if product.problem else "missing", why)
     if megatron.usable and find("megatron.training") is None:
-        return Capability(
-            name,
-            "broken",
-            "MindSpeed imports megatron.training, which a megatron-core wheel doesn't have",
-            "put a Megatron-LM source tree first on PYTHONPATH",
-        )
+        why = "MindSpeed imports megatron.training, which a megatron-core wheel doesn't have"
+        return Capability(CAPABILITY, "broken", why, "put a Megatron-LM source tree first on PYTHONPATH")
     if _release(product) and megatron.usable and _release(product) != _release(megatron):
-        return Capability(
-            name,
-            "broken",
-            f"this MindSpeed is made for Megatron-core {product.version}, and {megatron.version} is here",
-            "take the branch of MindSpeed that is named after this Megatron-core, or the other way round",
-        )
+        why = f"this MindSpeed is made for Megatron-core {product.version}, and {megatron.version} is here"
+        remedy = "take the branch of MindSpeed that is named after this Megatron-core, or the other way round"
+        return Capability(CAPABILITY, "broken", why, remedy)
+    why = f"recompute of moe_fb_overlap too; refused: {', '.join(_REFUSED)}"
     if not fb_overlap.place_is_known(Path(product.where)):
-        return Capability(
-            name, "works", "but moe_fb_overlap recomputes where npu_replay can't mark it, and is refused then"
-        )
-    return Capability(name, "works", f"recompute of moe_fb_overlap too; refused: {', '.join(_REFUSED)}")
+        why = "but moe_fb_overlap recomputes where npu_replay can't mark it, and is refused then"
+    return Capability(CAPABILITY, "works", why)
 
 
 def _release(product: Product) -> list[str]:

@@ -29,7 +29,7 @@ def routes(module: nn.Module) -> bool:
     """Does this router choose by MindSpeed-LLM's `routing`, whoever wrapped it since?"""
     function: Any = getattr(type(module), "routing", None)
     while function is not None:
-        if (getattr(function, "__module__", None) or "").split(".")[0] == "mindspeed_llm":
+        if str(getattr(function, "__module__", "")).split(".")[0] == "mindspeed_llm":
             return True
         function = getattr(function, "__wrapped__", None)
     return False
@@ -47,13 +47,18 @@ def refuse(module: nn.Module, path: str) -> None:
         return
     config: Any = module.config
     kind = _routing_type(module)
+    groups: Any = getattr(module, "n_group", None) or getattr(config, "moe_router_num_groups", None)
     if kind == "sparsemixer_topk":
         expected, got = "a routing type with a top-k, or this one without a replay", "two arg-max with noise"
         cause = "the type draws its experts one after the other, and there is no top-k that could be answered"
     elif kind == "pai_megatron_aux_loss" and _hands_out_a_handle(config):
         expected, got = "moe_permutation_async_comm=False", "moe_permutation_async_comm=True"
         cause = "with the allgather dispatcher the router then returns a map that is still under way"
-    elif kind == "group_limited_greedy" and _groups_look_like_experts(module):
+    elif (
+        kind == "group_limited_greedy"
+        and groups == module.num_experts
+        and config.moe_router_group_topk == module.topk
+    ):
         expected = "fewer groups than experts, or another moe_router_group_topk than moe_router_topk"
         got = f"{config.num_moe_experts} groups and experts, {config.moe_router_group_topk} of each"
         cause = "the top-k over the groups can't be told from the one over the experts"
@@ -91,9 +96,10 @@ def layer_kinds(config: Any) -> int | Sequence[int]:
         ReplayError: numbers that can't be read.
     """
     every: Any = getattr(config, "moe_layer_freq", 1) or 1  # None is what MindSpeed-LLM 2.3.0 begins with
-    listed = isinstance(every, Iterable)
-    dense = 0 if listed else int(getattr(config, "first_k_dense_replace", None) or 0)
-    without = noop_layers(config) | _hash_layers(config)
+    dense = 0 if isinstance(every, Iterable) else int(getattr(config, "first_k_dense_replace", None) or 0)
+    without = set(noop_layers(config))
+    if _looks_up(config, getattr(config, "moe_router_load_balancing_type", None)):
+        without |= set(range(int(config.n_hash_layers)))
     if dense <= 0 and not without:
         return every  # type: ignore[no-any-return]
     decoder = DecoderLayers(int(config.num_layers), moe_layer_freq=every)
@@ -102,7 +108,13 @@ def layer_kinds(config: Any) -> int | Sequence[int]:
 
 
 def noop_layers(config: Any) -> frozenset[int]:
-    """The decoder layers that only pass on what they get, 0-based: MindSpeed's, to even out a pipeline."""
+    """The decoder layers that only pass on what they get, 0-based: MindSpeed's, to even out a pipeline.
+
+    >>> import types
+    >>> from npu_replay.compat.mindspeed import llm
+    >>> sorted(llm.noop_layers(types.SimpleNamespace(noop_layers="0,3")))
+    [0, 3]
+    """
     return frozenset(_numbers(getattr(config, "noop_layers", None), "noop_layers"))
 
 
@@ -132,24 +144,12 @@ def _hands_out_a_handle(config: Any) -> bool:
     )
 
 
-def _groups_look_like_experts(module: nn.Module) -> bool:
-    config: Any = module.config
-    groups = getattr(module, "n_group", None) or config.moe_router_num_groups
-    return bool(groups == module.num_experts and config.moe_router_group_topk == module.topk)
-
-
 def _looks_up(config: Any, kind: Any) -> bool:
     return bool(
         (getattr(config, "n_hash_layers", 0) or 0) >= 1
         and kind == "none"
         and config.moe_router_score_function == "sqrtsoftplus"
     )
-
-
-def _hash_layers(config: Any) -> frozenset[int]:
-    if not _looks_up(config, getattr(config, "moe_router_load_balancing_type", None)):
-        return frozenset()
-    return frozenset(range(int(config.n_hash_layers)))
 
 
 def _numbers(given: Any, name: str) -> list[int]:

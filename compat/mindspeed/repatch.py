@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from npu_replay.compat.mindspeed import features as mindspeed
+from npu_replay.compat.mindspeed import features
 from npu_replay.compat.patching.patches import Patch, Patches
 
 Init = Callable[..., None]
@@ -22,19 +22,17 @@ def wrap_init(patches: Patches, cls: type, wrapped: Callable[[Init], Any], why: 
         patches: made with `beneath=undo`.
     """
     under = patch_of(cls)
-    if under is None:
+    ours = None if under is None else wrapped(under.orig_func)
+    if ours is None or not _put_below(under, ours):
+        # On top: MindSpeed isn't here. Or somebody's wrapper lies over its own, until a repatch() takes all.
         patches.set(cls, "__init__", wrapped(cls.__init__), why)  # type: ignore[misc]
-        return
-    ours = wrapped(under.orig_func)
-    if not _put_below(under, ours):
-        # Somebody's wrapper lies over MindSpeed's: ours goes over that, until a repatch() takes both away.
-        patches.set(cls, "__init__", wrapped(cls.__init__), why)  # type: ignore[misc]
-    patches.add(Patch(cls, "__init__", why, ours.__wrapped__, ours))
+    if ours is not None:
+        patches.add(Patch(cls, "__init__", why, ours.__wrapped__, ours))
 
 
 def patch_of(cls: type) -> Any:
     """MindSpeed's patch of the `__init__` of `cls`, once it is in place: it keeps what lies below it."""
-    patch = mindspeed.patches().get(f"{cls.__module__}.{cls.__qualname__}.__init__")
+    patch = features.patches().get(f"{cls.__module__}.{cls.__qualname__}.__init__")
     return None if patch is None or patch.orig_func is None else patch
 
 

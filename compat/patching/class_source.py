@@ -11,6 +11,11 @@ from typing import Any
 def method(cls: type, name: str) -> FunctionType:
     """The function of that name from the source of the class's module, working on the class as it is.
 
+    >>> import json
+    >>> from npu_replay.compat.patching import class_source
+    >>> class_source.method(json.JSONEncoder, "encode")
+    <function JSONEncoder.encode at 0x...>
+
     Raises:
         LookupError: the module has no source file, or the class in it no such method.
     """
@@ -31,9 +36,8 @@ def method(cls: type, name: str) -> FunctionType:
 
 def _fresh(module: ModuleType) -> Any:
     """The module run a second time, under a name that nobody else sees."""
-    if module.__spec__ is None or module.__spec__.origin is None:
-        raise LookupError(f"{module.__name__} has no source file")
-    spec = importlib.util.spec_from_file_location(module.__name__, module.__spec__.origin)
+    origin = getattr(module.__spec__, "origin", None)
+    spec = importlib.util.spec_from_file_location(module.__name__, origin) if origin else None
     if spec is None or spec.loader is None:
         raise LookupError(f"{module.__name__} has no source file")
     fresh = importlib.util.module_from_spec(spec)

@@ -7,6 +7,7 @@ no other.
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import logging
@@ -36,22 +37,35 @@ _during: dict[str, dict[str, During]] = {}
 _failures: dict[str, str] = {}
 
 
+def disabled() -> bool:
+    """Has the user turned all changes to other modules off?"""
+    return os.environ.get("NPU_REPLAY_DISABLE", "") not in ("", "0")
+
+
+def strict() -> bool:
+    """Does a job stop where npu_replay can't do its part? NPU_REPLAY_STRICT=0 lets it go on without."""
+    return os.environ.get(STRICT) != "0"
+
+
 def when_imported(module: str, name: str, shim: Shim, during: During = nullcontext) -> None:
     """Call `shim(module)` when `module` is imported, or now if it is. `name` says in messages what it does.
 
     With NPU_REPLAY_DISABLE=1 nothing is done. A shim that raises is logged as an ERROR; the import goes on,
     and the first block that the shim was meant for is refused (`refuse_failures`). `during` is entered while
     the module's code runs, if that is still to come.
+
+    >>> from npu_replay.compat.patching.import_hook import when_imported
+    >>> when_imported("json", "an example", lambda module: print("told of", module.__name__))
+    told of json
     """
     if disabled():
         return
-    imported = sys.modules.get(module)
-    if imported is not None and not _is_loading(imported):
-        _run(imported, name, shim)
-        return
     _waiting.setdefault(module, {})[name] = shim
-    _during.setdefault(module, {})[name] = during
-    _look_out()
+    if _is_imported(module):
+        _run(module)
+    else:
+        _during.setdefault(module, {})[name] = during
+        _look_out()
 
 
 def before_import(module: str, name: str, prepare: Preparation) -> None:
@@ -69,37 +83,17 @@ def before_import(module: str, name: str, prepare: Preparation) -> None:
         _look_out()
 
 
-def forget() -> None:
-    """Wait for no import any more, and forget what failed."""
-    _preparing.clear()
-    _waiting.clear()
-    _during.clear()
-    _failures.clear()
-    if _finder in sys.meta_path:
-        sys.meta_path.remove(_finder)
-
-
-@contextmanager
-def passed_over(module: str) -> Iterator[None]:
-    """Ask other finders for a module and not ours: it is only looked for, and nothing is got ready for it."""
-    names = _finding.names
-    added = module not in names
-    names.add(module)
+def attempt(module: str, name: str, action: Callable[[], object]) -> None:
+    """Change something in `module`; a failure is logged as an ERROR, and the first block is refused."""
+    if disabled():
+        return
     try:
-        yield
-    finally:
-        if added:
-            names.discard(module)
-
-
-def disabled() -> bool:
-    """Has the user turned all changes to other modules off?"""
-    return os.environ.get("NPU_REPLAY_DISABLE", "") not in ("", "0")
-
-
-def strict() -> bool:
-    """Does a job stop where npu_replay can't do its part? NPU_REPLAY_STRICT=0 lets it go on without."""
-    return os.environ.get(STRICT) != "0"
+        action()
+    except Exception as error:  # noqa: BLE001  somebody else's module may be anything, and its import goes on
+        said = f"{type(error).__name__}: {error}"
+        if _failures.get(name) != said:  # one of many routers says it for all
+            _failures[name] = said
+            logger.error("[npu_replay] %s failed on %s: %s", name, module, said)
 
 
 def refuse_failures() -> None:
@@ -108,7 +102,11 @@ def refuse_failures() -> None:
     Raises:
         ReplayError: says what failed, and how; not where nothing is strict.
     """
-    run_waiting()
+    # A finder before ours may have found it.
+    for module in [module for module in _preparing if sys.modules.get(module) is not None]:
+        _prepare(module)
+    for module in filter(_is_imported, list(_waiting)):
+        _run(module)
     if not _failures or not strict():
         return
     raise ReplayError(
@@ -121,6 +119,58 @@ def refuse_failures() -> None:
     )
 
 
+def forget() -> None:
+    """Wait for no import any more, and forget what failed."""
+    for waiting in (_preparing, _waiting, _during, _failures):
+        waiting.clear()
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+
+
+def _is_imported(module: str) -> bool:
+    """Is it there, and its code done?"""
+    found = sys.modules.get(module)
+    return found is not None and not getattr(getattr(found, "__spec__", None), "_initializing", False)
+
+
+def _prepare(module: str) -> None:
+    for name, prepare in _preparing.pop(module, {}).items():
+        attempt(module, name, prepare)
+
+
+def _run(module: str) -> None:
+    for name, shim in _waiting.pop(module, {}).items():
+        attempt(module, name, functools.partial(shim, sys.modules[module]))
+
+
+def _look_out() -> None:
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+
+
+class Asking(threading.local):
+    """Modules of which this thread asks the other finders: ours doesn't answer for them meanwhile.
+
+    Another finder may ask all finders in turn, ours too.
+    """
+
+    def __init__(self) -> None:
+        self.names: frozenset[str] = frozenset()
+
+    @contextmanager
+    def about(self, name: str) -> Iterator[None]:
+        """For a finder that asks; also to look for a module without getting anything ready for it."""
+        before = self.names
+        self.names |= {name}
+        try:
+            yield
+        finally:
+            self.names = before
+
+
+asking = Asking()
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds what others find, and has their loader tell when it is done."""
 
@@ -128,23 +178,17 @@ class _Finder(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         awaited = fullname in _waiting or fullname in _preparing
-        if not awaited or fullname in _finding.names:
+        if not awaited or fullname in asking.names:
             return None
-        _finding.names.add(fullname)  # another finder may ask all finders in turn, this one too
-        try:
-            for finder in sys.meta_path:
-                if finder is self or not hasattr(finder, "find_spec"):
-                    continue
-                spec = finder.find_spec(fullname, path, target)
-                if spec is not None:
-                    if spec.loader is not None and hasattr(spec.loader, "exec_module"):
-                        spec.loader = _Loader(spec.loader, fullname)
-                    else:
-                        _prepare(fullname)  # no code will run: a namespace package
-                    return spec
-        finally:
-            _finding.names.discard(fullname)
-        return None
+        others = [one for one in sys.meta_path if one is not self and hasattr(one, "find_spec")]
+        with asking.about(fullname):
+            found = (finder.find_spec(fullname, path, target) for finder in others)
+            spec = next((one for one in found if one is not None), None)
+            if spec is not None and hasattr(spec.loader, "exec_module"):
+                spec.loader = _Loader(spec.loader, fullname)
+            elif spec is not None:
+                _prepare(fullname)  # no code will run: a namespace package
+        return spec
 
 
 _finder = _Finder()
@@ -163,68 +207,16 @@ class _Loader(importlib.abc.Loader):
         return getattr(self._loader, name)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        create = getattr(self._loader, "create_module", None)
-        module: ModuleType | None = None if create is None else create(spec)
-        return module
+        create: Any = getattr(self._loader, "create_module", lambda _: None)
+        return create(spec)  # type: ignore[no-any-return]
 
     def exec_module(self, module: ModuleType) -> None:
-        spec = module.__spec__
-        if spec is not None:
-            spec.loader = module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = module.__loader__ = self._loader
         _prepare(self._module)
         with ExitStack() as entered:
             for during in _during.pop(self._module, {}).values():
                 entered.enter_context(during())
             self._loader.exec_module(module)
         if sys.modules.get(self._module) is module:
-            run_waiting(self._module)
-
-
-class _Finding(threading.local):
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-
-
-_finding = _Finding()
-
-
-def run_waiting(module: str | None = None) -> None:
-    """Run what waits for a module that is imported: also one that a finder before ours found."""
-    for name in [name for name in _preparing if sys.modules.get(name) is not None]:
-        _prepare(name)
-    for name in [module] if module else list(_waiting):
-        imported = sys.modules.get(name)
-        if imported is not None and (name == module or not _is_loading(imported)):
-            for what, shim in _waiting.pop(name, {}).items():
-                _run(imported, what, shim)
-
-
-def _prepare(module: str) -> None:
-    for name, prepare in _preparing.pop(module, {}).items():
-        attempt(module, name, prepare)
-
-
-def _run(imported: ModuleType, name: str, shim: Shim) -> None:
-    attempt(imported.__name__, name, lambda: shim(imported))
-
-
-def attempt(module: str, name: str, action: Callable[[], object]) -> None:
-    """Change something in `module`; a failure is logged as an ERROR, and the first block is refused."""
-    if disabled():
-        return
-    try:
-        action()
-    except Exception as error:  # noqa: BLE001  somebody else's module may be anything, and its import goes on
-        said = f"{type(error).__name__}: {error}"
-        if _failures.get(name) != said:  # one of many routers says it for all
-            _failures[name] = said
-            logger.error("[npu_replay] %s failed on %s: %s", name, module, said)
-
-
-def _look_out() -> None:
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
-
-
-def _is_loading(module: ModuleType) -> bool:
-    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+            _run(self._module)

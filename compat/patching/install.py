@@ -30,6 +30,11 @@ def install() -> None:
 
     `import npu_replay` does this; call it to have all of it back after `uninstall`: engines of verl that it
     had stopped go on, too. Twice is as good as once. With NPU_REPLAY_DISABLE=1 nothing is done.
+
+    >>> npu_replay.uninstall()
+    >>> npu_replay.report().patches
+    ()
+    >>> npu_replay.install()
     """
     for package, shims in _SHIMS.items():
         for shim in shims:
@@ -61,14 +66,11 @@ def uninstall() -> None:
 
 
 def undo_everything() -> None:
-    """Undo it, open blocks or none: for `uninstall`, and for a job that goes on without npu_replay.
-
-    What somebody else has replaced since is left to them, with one WARNING that names it.
-    """
+    """The same, open blocks or none: for a job that goes on without npu_replay."""
     import_hook.forget()
     left = patches.undo_all()
     if left:
         logger.warning(
             "[npu_replay] these were left alone, since somebody else has replaced them: %s",
-            ", ".join(patch.where for patch in left),
+            ", ".join(one.where for one in left),
         )

@@ -11,23 +11,23 @@ def alive(kind: Any) -> list[Any]:
 
     An instance refers to its class, so the collector finds a few classes' by their referrers, in C: 0.11 s in
     a process of ten million objects, where a list of all of them and a look at each take 0.6 s.
+
+    >>> from npu_replay.compat.patching.live_objects import alive
+    >>> class Router: ...
+    >>> routers = [Router(), Router()]
+    >>> len(alive(Router))
+    2
     """
     if not isinstance(kind, type):
         return []  # a stand-in for a product's class has no instances
-    kinds = [*_made_from(kind)]
+    kinds = [*_with_subclasses(kind)]
     found = gc.get_referrers(*kinds) if len(kinds) <= _FEW else gc.get_objects()
     return [one for one in found if issubclass(type(one), kind)]
 
 
-def _made_from(kind: type) -> set[type]:
-    """The kind and all that inherit from it."""
-    found: set[type] = {kind}
-    new: set[type] = {kind}
-    while new:
-        below: list[list[type]] = [type.__subclasses__(known) for known in new]
-        new = {one for kinds in below for one in kinds} - found
-        found |= new
-    return found
+def _with_subclasses(kind: type) -> set[type]:
+    below: list[type] = type.__subclasses__(kind)
+    return {kind}.union(*map(_with_subclasses, below))
 
 
 _FEW = 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 _ABSENT = object()
 
@@ -33,15 +33,41 @@ class Patch:
         """Put back what was there; leave it alone if somebody has replaced it since. Was it put back?"""
         if vars(self.owner).get(self.name, _ABSENT) is not self.replacement:
             return False
-        if self.original is _ABSENT:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, self.original)
+        _put(self.owner, self.name, self.original)
         return True
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """Something else that was changed: what the report says of it, and how to undo it.
+
+    `undo` says whether all was put back, as that of a Patch does.
+    """
+
+    where: str
+    why: str
+    undo: Callable[[], bool]
+
+
+Applied: TypeAlias = "Patch | Change"
+
+
+def _put(owner: Any, name: str, value: object) -> None:
+    if value is _ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
 
 
 class Patches:
     """A group of patches that are made and undone together.
+
+    >>> import types
+    >>> from npu_replay.compat.patching.patches import Patches
+    >>> owner, patches = types.SimpleNamespace(value=1), Patches("an example")
+    >>> patches.set(owner, "value", 2, "two is better")
+    >>> owner.value, patches.undo(), owner.value
+    (2, [], 1)
 
     Args:
         reason: the capability that is missing without them, for the report.
@@ -51,77 +77,85 @@ class Patches:
     def __init__(self, reason: str, beneath: Callable[[Patch], bool] | None = None) -> None:
         self.reason = reason
         self._beneath = beneath
-        self._applied: list[Patch] = []
+        self._applied: list[Applied] = []
 
     def set(self, owner: Any, name: str, value: Any, why: str) -> None:
-        """Replace an attribute of a module, class or object, remembering what was in its own dictionary."""
-        if any(patch.owner is owner and patch.name == name for patch in self._applied):
+        """Replace an attribute of a module, class or object, remembering what was in its own dictionary.
+
+        Raises:
+            TypeError: it isn't kept there (a module's parameter, a property), and couldn't be undone.
+        """
+        if self.has(owner, name):
             return
         original, seen = vars(owner).get(name, _ABSENT), getattr(owner, name, _ABSENT)
         setattr(owner, name, value)
         if vars(owner).get(name, _ABSENT) is not value:
-            # A module's parameter, a property: it went elsewhere, and undo() would never find it there.
-            if seen is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, seen)
+            _put(owner, name, seen)
             raise TypeError(
                 f"{name} of {type(owner).__qualname__} is no plain attribute and can't be patched"
             )
         self.add(Patch(owner, name, why, original, value))
 
-    def add(self, patch: Patch) -> None:
-        """Remember a patch that was made already, beneath somebody else's."""
-        self._applied.append(patch)
+    def add(self, applied: Applied) -> None:
+        """Remember what was changed already, not by `set`."""
+        self._applied.append(applied)
         if self not in _groups:
             _groups.append(self)
 
-    def undo(self) -> list[Patch]:
+    def has(self, owner: Any, name: str) -> bool:
+        """Is this attribute patched by this group?"""
+        return any(patch.owner is owner and patch.name == name for patch in self._attributes())
+
+    def undo(self) -> list[Applied]:
         """Undo all, newest first; return those that somebody else has replaced since."""
-        left = [patch for patch in reversed(self._applied) if not (patch.undo() or self._undo_beneath(patch))]
+        left = [one for one in reversed(self._applied) if not (one.undo() or self._undo_beneath(one))]
         self._applied.clear()
         if self in _groups:
             _groups.remove(self)
         return left
 
-    def _undo_beneath(self, patch: Patch) -> bool:
-        return _hand_down(patch) or (self._beneath is not None and self._beneath(patch))
+    def _undo_beneath(self, one: Applied) -> bool:
+        """Undo a patch that isn't on top: another group of ours, or somebody else, has patched it again."""
+        if not isinstance(one, Patch):
+            return False
+        return any(group._take_over(one) for group in _groups) or bool(self._beneath and self._beneath(one))
 
-    def __iter__(self) -> Iterator[Patch]:
+    def _take_over(self, below: Patch) -> bool:
+        """If this group patched the same name on top of it: put back, in its time, what `below` found."""
+        for patch in self._attributes():
+            same = patch.owner is below.owner and patch.name == below.name and patch is not below
+            if same and patch.original is below.replacement:
+                self._applied[self._applied.index(patch)] = replace(patch, original=below.original)
+                return True
+        return False
+
+    def _attributes(self) -> list[Patch]:
+        return [one for one in self._applied if isinstance(one, Patch)]
+
+    def __iter__(self) -> Iterator[Applied]:
         return iter(self._applied)
 
 
 _groups: list[Patches] = []
 
 
-def _hand_down(patch: Patch) -> bool:
-    """Where a later group patched the same name: let it put back, in its time, what `patch` found."""
-    for group in _groups:
-        for place, later in enumerate(group._applied):
-            same = later.owner is patch.owner and later.name == patch.name
-            if later is not patch and same and later.original is patch.replacement:
-                group._applied[place] = replace(later, original=patch.original)
-                return True
-    return False
+def applied() -> list[tuple[str, Applied]]:
+    """All that is in place, with its group's reason."""
+    return [(group.reason, one) for group in _groups for one in group]
 
 
-def applied() -> list[tuple[str, Patch]]:
-    """Every patch that is in place, with its group's reason."""
-    return [(group.reason, patch) for group in _groups for patch in group]
+_undoings: list[Callable[[], object]] = []
 
 
-_undoings: list[Callable[[], None]] = []
-
-
-def when_undone(action: Callable[[], None]) -> None:
+def when_undone(action: Callable[[], object]) -> None:
     """Call `action` after everything is undone: for what a shim has to undo besides its patches."""
     if action not in _undoings:
         _undoings.append(action)
 
 
-def undo_all() -> list[Patch]:
-    """Undo every group, newest first; return the patches that somebody else has replaced since."""
-    left = [patch for group in reversed(list(_groups)) for patch in group.undo()]
+def undo_all() -> list[Applied]:
+    """Undo every group, newest first; return what somebody else has replaced since."""
+    left = [one for group in reversed(list(_groups)) for one in group.undo()]
     for action in _undoings:
         action()
     return left

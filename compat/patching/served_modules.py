@@ -1,16 +1,16 @@
 """Modules that a product lacks, under the names by which other releases of it have them.
 
 A caller imports `megatron.core.transformer.moe.router_replay`, and the release that is here has no such
-file. So the finder answers for the names that were asked to be served, and for no other, where the parent
-package is the product's and no other finder has the module, neither one before it nor one that came later.
+file. So a finder answers for the names that were asked to be served, and for no other, where the parent
+package is the product's and no other finder has the module, neither one before it nor one that came after.
 Nothing is made before somebody imports it.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from npu_replay.compat.patching import import_hook
-from npu_replay.compat.patching.patches import Patch, Patches, when_undone
+from npu_replay.compat.patching.patches import Change, Patches, when_undone
 
 Build = Callable[[Any], None]
 """Fills a new module: sets the names in it that the product's own would have."""
@@ -28,6 +28,12 @@ def serve(
     name: str, build: Build, why: str, *, reason: str = "", where: Callable[[], bool] = lambda: True
 ) -> None:
     """Let `name` be imported where the product has no module of that name. Twice is as good as once.
+
+    >>> from npu_replay.compat.patching.served_modules import serve, withdraw
+    >>> serve("json.newer", lambda module: setattr(module, "value", 1), "an example")
+    >>> import json.newer
+    >>> json.newer.value, withdraw("json.newer")
+    (1, None)
 
     Args:
         name: in full, «megatron.core.transformer.moe.router_replay».
@@ -53,38 +59,32 @@ def withdraw(*names: str) -> None:
         sys.meta_path.remove(_finder)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Served:
     name: str
     build: Build
     why: str
     where: Callable[[], bool]
     patches: Patches
+    made: ModuleType | None = None
 
 
 _served: dict[str, _Served] = {}
 when_undone(withdraw)
 
 
-@dataclass(frozen=True, eq=False)
-class _Module(Patch):
-    """A module that was made, and is the `replacement` for none."""
-
-    @property
-    def where(self) -> str:
-        return self.name
-
-    def undo(self) -> bool:
-        """Take it out of sys.modules and out of its package; what somebody else has put there stays."""
-        if self.replacement.__spec__.loader is not _finder:
-            return True  # reloaded, and the product has it by now
-        if sys.modules.get(self.name) is self.replacement:
-            del sys.modules[self.name]
-        package, _, child = self.name.rpartition(".")
-        parent = sys.modules.get(package)
-        if getattr(parent, child, None) is self.replacement:
-            delattr(parent, child)
-        return True
+def _take_away(module: ModuleType) -> bool:
+    """Take a module out of sys.modules and out of its package; what somebody else has put there stays."""
+    name = module.__name__
+    if getattr(module.__spec__, "loader", None) is not _finder:
+        return True  # reloaded, and the product has it by now
+    if sys.modules.get(name) is module:
+        del sys.modules[name]
+    package, _, child = name.rpartition(".")
+    parent = sys.modules.get(package)
+    if getattr(parent, child, None) is module:
+        delattr(parent, child)
+    return True
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -94,19 +94,16 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         served = _served.get(fullname)
-        if served is None or fullname in _finding.names or import_hook.disabled():
+        if served is None or fullname in _asking.names or import_hook.disabled():
             return None
-        if not _is_of_a_product(fullname.rpartition(".")[0]) or not served.where():
-            return None
-        _finding.names.add(fullname)  # another finder may ask all finders in turn, this one too
-        try:
-            later = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else []
-            found = (one.find_spec(fullname, path, target) for one in later if hasattr(one, "find_spec"))
-            if any(spec is not None for spec in found):
-                return None  # its finder is asked next
-        finally:
-            _finding.names.discard(fullname)
-        return ModuleSpec(fullname, self, origin=__name__)
+        parent = sys.modules.get(fullname.rpartition(".")[0])
+        if getattr(parent, "__file__", None) is None or not served.where():
+            return None  # a stand-in that somebody made by hand, or a bare folder: no product
+        after = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else []
+        with _asking.about(fullname):
+            found = (one.find_spec(fullname, path, target) for one in after if hasattr(one, "find_spec"))
+            theirs = any(spec is not None for spec in found)  # whose finder is asked next
+        return None if theirs else ModuleSpec(fullname, self, origin=__name__)
 
     def create_module(self, spec: ModuleSpec) -> None:
         return None
@@ -114,23 +111,12 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         served = _served[module.__name__]
         served.build(module)
-        if any(patch.replacement is module for patch in served.patches):
+        if served.made is module and any(served.patches):
             return  # reloaded
         served.patches.undo()  # one that somebody took out of sys.modules
-        served.patches.add(_Module(sys.modules, served.name, served.why, None, module))
+        served.made = module
+        served.patches.add(Change(served.name, served.why, functools.partial(_take_away, module)))
 
 
 _finder = _Finder()
-
-
-class _Finding(threading.local):
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-
-
-_finding = _Finding()
-
-
-def _is_of_a_product(package: str) -> bool:
-    """Is it imported, and from a file? Not a stand-in that somebody made by hand, nor a bare folder."""
-    return getattr(sys.modules.get(package), "__file__", None) is not None
+_asking = import_hook.Asking()

@@ -316,7 +316,7 @@ def _rebind_in(module: Any) -> None:
         bound = vars(module).get(name)
         if bound is original:
             _patches.set(module, name, ours, "bound here by from ... import")
-        elif bound is ours and not any(patch.owner is module and patch.name == name for patch in _patches):
+        elif bound is ours and not _patches.has(module, name):
             _patches.add(Patch(module, name, "bound here by from ... import", original, ours))
 
 

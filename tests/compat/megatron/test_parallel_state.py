@@ -558,3 +558,17 @@ def test_a_release_without_one_of_the_questions_is_named(monkeypatch: pytest.Mon
 def test_layers_by_hand_and_from_the_config_are_equal() -> None:
     config = pipeline(2, 2, num_layers=8, moe_layer_freq=[0, 1, 1, 1, 1, 1, 1, 1])
     assert megatron_layout.decoder_layers(config) == DecoderLayers(8, moe_layer_freq=[0] + [1] * 7)
+
+
+@pytest.mark.parametrize(
+    ("path", "inside"),
+    [
+        ("mtp.layers.0.transformer_layer.mlp.router", True),
+        ("module.module.mtp.layers.0.mlp.router", True),
+        ("language_model.mtp", True),
+        ("decoder.layers.0.mlp.router", False),
+        ("smtp.layers.0.mlp.router", False),
+    ],
+)
+def test_multi_token_prediction_is_known_by_its_name_anywhere_in_the_path(path: str, inside: bool) -> None:
+    assert megatron_layout.is_in_mtp(path) is inside

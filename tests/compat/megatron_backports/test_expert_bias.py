@@ -1,4 +1,4 @@
-"""compat.expert_bias: padding stays out of the counts for the expert bias; all else gets the mask as it is.
+"""compat.router_methods: padding stays out of the counts for the expert bias; else the mask is as it was.
 
 Megatron-core 0.16 to 0.19 lay the mask over the experts; 0.12 to 0.15 know no mask.
 """
@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 import megatron_cases as cases
 import npu_replay
-from npu_replay.compat.megatron_backports import expert_bias, router_methods
+from npu_replay.compat.megatron_backports import router_methods
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.demo import megatron_model
 
@@ -76,7 +76,7 @@ PADDING = torch.tensor([False, True, False])
 @pytest.mark.parametrize("method", [over_experts, over_rows, mended])
 def test_padding_is_left_out_whoever_is_right(method: Any) -> None:
     router = router_of(method)
-    expert_bias.equip(router)
+    router_methods.equip(router)
     assert ("_apply_expert_bias" in vars(router)) == (method is over_experts)
     router._apply_expert_bias(MAP, padding_mask=PADDING)
     assert router.local_tokens_per_expert.tolist() == [2, 1, 1]
@@ -87,7 +87,7 @@ def test_padding_is_left_out_whoever_is_right(method: Any) -> None:
 @pytest.mark.parametrize("method", [over_rows, mended])
 def test_a_class_that_somebody_mends_later_is_still_right(method: Any) -> None:
     router = router_of(over_experts)
-    expert_bias.equip(router)
+    router_methods.equip(router)
     type(router)._apply_expert_bias = method
     router._apply_expert_bias(MAP, PADDING)
     assert router.local_tokens_per_expert.tolist() == [2, 1, 1]
@@ -97,7 +97,7 @@ def test_what_is_strange_is_left_as_it_is_with_a_warning(caplog: pytest.LogCaptu
     router = router_of(strange)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            expert_bias.equip(router)
+            router_methods.equip(router)
     assert "_apply_expert_bias" not in vars(router)
     (record,) = caplog.records
     assert "test_expert_bias.strange doesn't leave padding out" in record.getMessage()
@@ -109,19 +109,18 @@ def test_a_router_without_a_bias_or_without_the_method_is_left_as_it_is() -> Non
     other = torch.nn.Module()
     other.enable_expert_bias = True  # type: ignore[assignment]
     for one in (router, other):
-        before = dict(vars(one))
-        expert_bias.equip(one)
-        assert vars(one) == before
+        router_methods.equip(one)
+        assert "_apply_expert_bias" not in vars(one)
 
 
 def test_asking_compiles_nothing() -> None:
     def compiles(*_: Any) -> Any:
         raise AssertionError("compiled")
 
-    expert_bias.wants_column.cache_clear()
-    assert expert_bias.wants_column(torch.compile(over_experts, backend=compiles)) is True
+    router_methods.wants_column.cache_clear()
+    assert router_methods.wants_column(torch.compile(over_experts, backend=compiles)) is True
     inner = torch.compile(over_experts, backend=compiles)
-    assert expert_bias.wants_column(lambda *args, **kwargs: inner(*args, **kwargs)) is True
+    assert router_methods.wants_column(lambda *args, **kwargs: inner(*args, **kwargs)) is True
 
 
 # Real routers
@@ -136,7 +135,7 @@ def router(request: pytest.FixtureRequest) -> Any:
 
     model = megatron_model.model(megatron_model.config(num_layers=1, **cases.SIGMOID_BIAS)).to(cases.DEVICE)
     (found,) = (one for one in model.modules() if isinstance(one, TopKRouter))
-    router_methods.unequip(found)
+    router_methods.unbind(found)
     return found
 
 
@@ -173,9 +172,9 @@ def test_only_unpadded_rows_are_counted(router: Any, shape: tuple[int, int]) -> 
         with pytest.raises(TypeError, match="padding_mask"), npu_replay.record(router):
             router(hidden(*shape), padding_mask=padding(*shape))
         return
-    if expert_bias.wants_column(type(router)._apply_expert_bias):
+    if router_methods.wants_column(type(router)._apply_expert_bias):
         assert not counts_right(router, shape), "the fault that this is for"
-    expert_bias.equip(router)
+    router_methods.equip(router)
     assert counts_right(router, shape)
     groups = {id(one): one for one in vars(router).values() if isinstance(one, ProcessGroup)}
     assert counts_right(copy.deepcopy(router, groups), shape)
@@ -193,7 +192,9 @@ def counts_right(router: Any, shape: tuple[int, int]) -> bool:
 def test_each_router_gets_it_as_it_is_built_and_gives_it_back(router: Any) -> None:
     npu_replay.install()
     built = type(router)(**arguments(router))
-    wrong = hasattr(built, "_apply_expert_bias") and expert_bias.wants_column(type(built)._apply_expert_bias)
+    wrong = hasattr(built, "_apply_expert_bias") and router_methods.wants_column(
+        type(built)._apply_expert_bias
+    )
     assert ("_apply_expert_bias" in vars(built)) == wrong
     assert len(lines()) == wrong
     router_methods._patches.undo()  # as uninstall() does
@@ -274,5 +275,6 @@ def test_a_padding_mask_passes_through_record_and_replay(variant: str, recompute
     assert not same(untouched, unmasked), "the mask reaches the router"
     with npu_replay.record(trainer.model) as recording:
         assert same(trainer.counted(), untouched)
-    with npu_replay.replay(trainer.model, recording.routes):
-        assert same(trainer.counted(), untouched)
+    for aux_loss in ("live", "replayed"):  # of the same experts, so all is the same
+        with npu_replay.replay(trainer.model, recording.routes, aux_loss=aux_loss):
+            assert same(trainer.counted(), untouched)

@@ -167,7 +167,7 @@ def test_foreign_ids_are_used_and_the_router_learns() -> None:
         for _ in range(3)
     ]
     maps = shown(trainer)
-    if not isinstance(api()[0].global_router_replay_instances[0], router_replay.RouterReplay):
+    if not isinstance(api()[0].global_router_replay_instances[0], router_replay.MegatronRouterReplay):
         foreign = [[ids.long() for ids in layers] for layers in foreign]  # N4: upstream's takes int64 alone
     upstream_loop.replay(trainer, foreign)
     assert len(maps) == 12
@@ -269,9 +269,9 @@ def test_a_routing_that_a_framework_brought_asks_its_own_replay_alone(
 
 @pytest.fixture
 def ours() -> Any:
-    if api()[0] is not router_replay.RouterReplay:
+    if api()[0] is not router_replay.MegatronRouterReplay:
         pytest.skip("this Megatron-core has its own RouterReplay")
-    return router_replay.RouterReplay
+    return router_replay.MegatronRouterReplay
 
 
 def test_a_model_that_was_thrown_away_shifts_nothing(ours: Any) -> None:

@@ -55,13 +55,13 @@ def equipped(router: Any) -> Any:
     return router
 
 
-def lent(router: Any) -> list[str]:
+def bound(router: Any) -> list[str]:
     return [name for name in NAMES if name in vars(router)]
 
 
 def test_a_method_of_the_class_is_left_alone() -> None:
     router = equipped(Later("none"))
-    assert lent(router) == ["is_aux_loss_enabled"]
+    assert bound(router) == ["is_aux_loss_enabled"]
     assert router.get_aux_loss_coeff("none") == 7.0
     assert router.is_aux_loss_enabled() is True, "and it is asked"
 
@@ -72,7 +72,7 @@ def test_a_method_of_the_instance_is_left_alone() -> None:
     router.is_aux_loss_enabled = lambda: "theirs"  # type: ignore[assignment]
     equipped(router)
     assert router.is_aux_loss_enabled() == "theirs"
-    router_methods.unequip(router)
+    router_methods.unbind(router)
     assert router.is_aux_loss_enabled() == "theirs"
 
 
@@ -109,7 +109,7 @@ def test_a_copy_has_methods_of_its_own(way: str) -> None:
     gc.collect()
     assert other.get_aux_loss_coeff("aux_loss") == 0.0
     router_methods._patches.undo()
-    assert lent(other) == []
+    assert bound(other) == []
 
 
 def test_a_router_that_is_thrown_away_is_gone_at_once() -> None:
@@ -142,25 +142,25 @@ def test_undone_all_routers_that_are_alive_are_as_before() -> None:
     assert patching.undo_all() == []
     assert [vars(router) for router in routers] == before
     assert npu_replay.report().patches == ()
-    assert lent(equipped(routers[0])) == list(NAMES), "and they can be had again"
+    assert bound(equipped(routers[0])) == list(NAMES), "and they can be had again"
     assert len(npu_replay.report().patches) == 1
 
 
 def test_another_kind_of_methods_is_undone_by_itself() -> None:
-    class Other(router_methods.Lent):
+    class Other(router_methods.RouterMethods):
         why = "a test"
 
         def more(self) -> str:
             return "more"
 
     router = equipped(Router())
-    router_methods.lend(router, Other, ("more",))
+    router_methods.bind(router, Other, ("more",))
     assert router.more() == "more"
-    router_methods.unequip(router, Other)
+    router_methods.unbind(router, Other)
     assert not hasattr(router, "more")
-    assert lent(router) == list(NAMES)
-    router_methods.unequip(router)
-    assert lent(router) == []
+    assert bound(router) == list(NAMES)
+    router_methods.unbind(router)
+    assert bound(router) == []
 
 
 # Real routers

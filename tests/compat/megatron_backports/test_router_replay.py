@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,11 +18,11 @@ import torch
 from npu_replay.compat.megatron_backports.router_replay import (
     AnotherNumber,
     Asked,
-    RouterReplay,
     RouterReplayAction,
     asked,
     is_idle,
 )
+from npu_replay.compat.megatron_backports.router_replay import MegatronRouterReplay as RouterReplay
 from npu_replay.errors import NoEffect, RouterError
 
 RECORD, FORWARD, BACKWARD = RouterReplayAction
@@ -43,6 +44,17 @@ def topk(scores: torch.Tensor, k: int, num_groups: object = None, group_topk: ob
 
 
 SCORES = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.7, 0.0, 0.2, 0.1]])
+
+
+def test_a_frameworks_own_in_the_list_is_given_its_target_and_told_by_its_layer() -> None:
+    given: list[torch.Tensor] = []
+    own = SimpleNamespace(layer_number=7, set_target_indices=given.append)
+    RouterReplay.global_router_replay_instances.append(own)  # type: ignore[arg-type]
+    RouterReplay.set_replay_data([ids([0, 1])])
+    assert [one.tolist() for one in given] == [[[0, 1]]]
+    with pytest.raises(RouterError, match="layer_number 7: these are no expert ids"):
+        RouterReplay.set_replay_data([torch.ones(2)])
+    assert len(given) == 1
 
 
 def test_the_face_is_upstreams(request: pytest.FixtureRequest) -> None:
@@ -234,8 +246,8 @@ def test_a_frameworks_replay_is_asked_without_an_action_whatever_its_files_name_
     """It may answer by rules of its own; upstream's and ours then let the router choose."""
     file = tmp_path / "my_router_replay.py"
     file.write_text(
-        "from npu_replay.compat.megatron_backports.router_replay import RouterReplay\n"
-        "class Own(RouterReplay):\n"
+        "from npu_replay.compat.megatron_backports.router_replay import MegatronRouterReplay\n"
+        "class Own(MegatronRouterReplay):\n"
         "    def get_replay_topk(self, scores, topk, *args, **kwargs):\n"
         "        return scores[:, :topk], scores[:, :topk].long()\n"
     )
