@@ -48,7 +48,7 @@ class Turn:
 
 
 @dataclass
-class _Rows:
+class Rows:
     """What is known of each token so far; all arrays have one entry a token.
 
     Attributes:
@@ -64,10 +64,10 @@ class _Rows:
     versions: Array
 
     @classmethod
-    def empty(cls, tokens: int, model: RoutedModel) -> _Rows:
-        dtype = narrow_array_dtype(model.num_experts)
+    def empty(cls, tokens: int, columns: tuple[int, ...], dtype: Any) -> Rows:
+        """Rows of which nothing is known; `columns` are (layers, topk)."""
         return cls(
-            np.zeros((tokens, len(model.layers), model.topk), dtype),
+            np.zeros((tokens, *columns), dtype),
             np.zeros(tokens, bool),
             np.zeros(tokens, bool),
             np.full(tokens, None, object),
@@ -76,22 +76,30 @@ class _Rows:
     def arrays(self) -> tuple[Array, ...]:
         return self.ids, self.recorded, self.settled, self.versions
 
-    def first(self, tokens: int) -> _Rows:
-        return _Rows(*(array[:tokens].copy() for array in self.arrays()))
+    def first(self, tokens: int) -> Rows:
+        """A copy of so many. What comes after the last of them isn't known, so it is sampled from anew."""
+        found = Rows(*(array[:tokens].copy() for array in self.arrays()))
+        found.settled[-1:] = False
+        return found
 
-    def followed_by(self, others: _Rows) -> _Rows:
-        return _Rows(*map(np.concatenate, zip(self.arrays(), others.arrays(), strict=True)))
+    def followed_by(self, tokens: int) -> Rows:
+        """A copy, and so many more tokens."""
+        more = Rows.empty(tokens, self.ids.shape[1:], self.ids.dtype)
+        return Rows(*map(np.concatenate, zip(self.arrays(), more.arrays(), strict=True)))
 
-    def take(self, others: _Rows, keep: Keep) -> None:
-        """Fill in rows of the same tokens. The first count, but not for a row that nobody sampled from before
-        and `others` did: what had come of it was cut off."""
+    def take(self, others: Rows, keep: Keep = "first") -> None:
+        """Fill in rows of the same tokens, or of the first of them. The first count, but not for a row that
+        nobody sampled from before and `others` did: what had come of it was cut off."""
+        there = len(others.recorded)
         taken = others.recorded.copy()
         if keep == "first":
-            taken &= ~self.settled & (~self.recorded | others.settled)
-        self.ids[taken] = others.ids[taken]
-        self.versions[taken] = others.versions[taken]
-        self.recorded |= taken
-        self.settled |= others.settled
+            taken &= ~self.settled[:there] & (~self.recorded[:there] | others.settled)
+        if taken.any():
+            self.ids = self.ids.astype(np.result_type(self.ids, others.ids), copy=False)
+            self.ids[:there][taken] = others.ids[taken]
+            self.versions[:there][taken] = others.versions[taken]
+        self.recorded[:there] |= taken
+        self.settled[:there] |= others.settled
 
 
 @dataclass(eq=False, repr=False)  # it grows: two that are alike now are two samples still
@@ -122,7 +130,7 @@ class Rollout:
         self.model = RoutedModel.of(self.model)
         one_of(self.missing, ("error", "native"), "way with missing routes", self._where)
         self._tokens: Array = np.empty(0, np.int64)
-        self._rows = _Rows.empty(0, self.model)
+        self._rows = self._no_rows(0)
         self._first_sampled: int | None = None
 
     @property
@@ -242,16 +250,19 @@ class Rollout:
         self._tokens = self._tokens[:length].copy()
         if length < len(self._rows.settled):
             self._rows = self._rows.first(length)
-            self._rows.settled[-1:] = False
         if length <= self.prompt_length:
             self._first_sampled = None
 
-    def _merge(self, whole: Array, rows: _Rows, keep: Keep) -> None:
+    def _no_rows(self, tokens: int) -> Rows:
+        columns = len(self.model.layers), self.model.topk
+        return Rows.empty(tokens, columns, narrow_array_dtype(self.model.num_experts))
+
+    def _merge(self, whole: Array, rows: Rows, keep: Keep) -> None:
         self._grow(whole)
         self._rows.take(rows, keep)
 
     def _grow(self, tokens: Array) -> None:
-        self._rows = self._rows.followed_by(_Rows.empty(len(tokens) - len(self), self.model))
+        self._rows = self._rows.followed_by(len(tokens) - len(self))
         self._tokens = tokens
 
     def _check_goes_on(self, whole: Array) -> None:
@@ -269,9 +280,9 @@ class Rollout:
             "rewrites earlier turns (it drops their reasoning, say), or a turn of another sample",
         )
 
-    def _rows_of(self, turn: Turn, whole: Array) -> _Rows:
+    def _rows_of(self, turn: Turn, whole: Array) -> Rows:
         """The rows that a turn brings, one a token of it."""
-        rows = _Rows.empty(len(whole), self.model)
+        rows = self._no_rows(len(whole))
         routes = turn.routes
         if routes is None:
             if not turn.aborted and self.missing == "error":
