@@ -104,7 +104,7 @@ def _problems(config: Any, legacy: bool | None) -> Iterator[ReplayError]:
 
 def _misplaced_modes(config: Any, key: tuple[str, ...] | None, mode: str) -> Iterator[ReplayError]:
     """A mode that nobody reads: replay would be off, or another than was asked for, in silence."""
-    strategy = _at(config, "actor", "strategy")
+    strategy = setting(config, "actor", "strategy")
     for other in [(_MODE,), *((engine, _MODE) for engine in _ENGINES)]:
         asked = _mode_at(config, other)
         if other == key or asked in (OFF, mode):
@@ -132,8 +132,8 @@ def _misplaced_modes(config: Any, key: tuple[str, ...] | None, mode: str) -> Ite
 def _routes_of_the_rollout(config: Any, mode: str, where: str) -> Iterator[ReplayError]:
     """R3 needs the rollout's routes, and R2 must not get them."""
     flag = f"{_ROOT}.rollout.{_FLAG}"
-    sent = bool(_at(config, "rollout", _FLAG))
-    from_files = any(_at(config, "actor", *key, "replay_file") for key in ((_MODE,), ("megatron", _MODE)))
+    sent = bool(setting(config, "rollout", _FLAG))
+    from_files = any(setting(config, "actor", *key, "replay_file") for key in ((_MODE,), ("megatron", _MODE)))
     if mode == "R3" and not sent and not from_files:
         yield ReplayError(
             f"{where}=R3 needs the rollout's routes, and the rollout isn't asked for them",
@@ -156,7 +156,7 @@ def _routes_of_the_rollout(config: Any, mode: str, where: str) -> Iterator[Repla
 
 def _engine_without_routes(config: Any) -> Iterator[ReplayError]:
     """A rollout engine, or a release of it, that has no routes to give."""
-    name = str(_at(config, "rollout", "name"))
+    name = str(setting(config, "rollout", "name"))
     asks = _asks_for_routes(name)
     if asks is False:
         yield ReplayError(
@@ -202,9 +202,9 @@ def _release_without_routes(
 
 def _rollout_setting(config: Any) -> vllm_ascend.Setting:
     """What decides whether vllm-ascend's routes are right, as far as verl's config says it."""
-    rollout = functools.partial(_at, config, "rollout")
+    rollout = functools.partial(setting, config, "rollout")
     return vllm_ascend.Setting(
-        model=_at(config, "model", "path"),
+        model=setting(config, "model", "path"),
         quantization=rollout("quantization"),
         data_parallel=rollout("data_parallel_size") or 1,
         tensor_parallel=rollout("tensor_model_parallel_size") or 1,
@@ -214,8 +214,8 @@ def _rollout_setting(config: Any) -> vllm_ascend.Setting:
 
 def _bypassed_record(config: Any, mode: str, where: str) -> Iterator[ReplayError]:
     """R2 records in the old-log-prob pass, which bypass mode leaves out (T20)."""
-    bypass = bool(_at(_whole(config), "algorithm", "rollout_correction", "bypass_mode"))
-    if mode == "R2" and (bypass or _at(config, "actor", "policy_loss", "loss_mode") == "bypass_mode"):
+    bypass = bool(setting(_whole(config), "algorithm", "rollout_correction", "bypass_mode"))
+    if mode == "R2" and (bypass or setting(config, "actor", "policy_loss", "loss_mode") == "bypass_mode"):
         yield ReplayError(
             f"{where}=R2 records while old log-probs are computed, and bypass mode leaves that pass out",
             where="verl's config",
@@ -227,7 +227,7 @@ def _bypassed_record(config: Any, mode: str, where: str) -> Iterator[ReplayError
 
 def _files(config: Any, key: tuple[str, ...], mode: str, where: str) -> Iterator[ReplayError]:
     """Folders of routes: npu_replay reads and writes them in the engine workers."""
-    given = {name: _at(config, "actor", *key, name) for name in ("record_file", "replay_file")}
+    given = {name: setting(config, "actor", *key, name) for name in ("record_file", "replay_file")}
     here = where.removesuffix(".mode")
     if key == (_MODE,) and any(given.values()):
         yield ReplayError(
@@ -251,7 +251,7 @@ def _layout(config: Any, key: tuple[str, ...], mode: str, where: str) -> Iterato
     """What verl's way of packing tokens, or of scheduling them, doesn't replay."""
     # Legacy workers ask the engine's config, the others overwrite that with the model's.
     unpad = ("actor", "megatron") if key == (_MODE,) else ("model",)
-    if _at(config, *unpad, "use_remove_padding") is False:
+    if setting(config, *unpad, "use_remove_padding") is False:
         name = f"{_ROOT}.{'.'.join(unpad)}.use_remove_padding"
         yield ReplayError(
             f"{where}={mode} needs packed sequences",
@@ -262,8 +262,8 @@ def _layout(config: Any, key: tuple[str, ...], mode: str, where: str) -> Iterato
             f"and padded rows would get other tokens' routes. Set {name}=True",
         )
     engine = ("actor", "megatron")
-    stages = _at(config, *engine, "virtual_pipeline_model_parallel_size")
-    if _at(config, *engine, "dynamic_context_parallel") and stages not in (None, 1):
+    stages = setting(config, *engine, "virtual_pipeline_model_parallel_size")
+    if setting(config, *engine, "dynamic_context_parallel") and stages not in (None, 1):
         yield ReplayError(
             f"{where}={mode} knows no dynamic context parallelism over virtual pipeline stages",
             where="verl's config",
@@ -280,24 +280,24 @@ def _layout(config: Any, key: tuple[str, ...], mode: str, where: str) -> Iterato
 
 def _key_that_is_read(config: Any, legacy: bool | None) -> tuple[str, ...] | None:
     """Below `actor`: where these workers read the mode; None if they know no replay for this strategy."""
-    strategy = _at(config, "actor", "strategy")
+    strategy = setting(config, "actor", "strategy")
     if _legacy(config) if legacy is None else legacy:
-        return (_MODE,) if strategy == "megatron" and _at(config, "actor", _MODE) is not None else None
-    if strategy in _OWN_REPLAY and _at(config, "actor", strategy, _MODE) is not None:
+        return (_MODE,) if strategy == "megatron" and setting(config, "actor", _MODE) is not None else None
+    if strategy in _OWN_REPLAY and setting(config, "actor", strategy, _MODE) is not None:
         return (strategy, _MODE)
     return None
 
 
 def _legacy(config: Any) -> bool:
     """Are the workers 0.7's legacy ones? They are the default there, and later releases lack the switch."""
-    switch = _at(_whole(config), "trainer", "use_legacy_worker_impl")
+    switch = setting(_whole(config), "trainer", "use_legacy_worker_impl")
     if switch is not None:
         return bool(switch != "disable")
-    return _at(config, "actor", "megatron", _MODE) is None and _at(config, "actor", _MODE) is not None
+    return setting(config, "actor", "megatron", _MODE) is None and setting(config, "actor", _MODE) is not None
 
 
 def _mode_at(config: Any, key: tuple[str, ...]) -> str:
-    return str(_at(config, "actor", *key, "mode") or OFF)
+    return str(setting(config, "actor", *key, "mode") or OFF)
 
 
 def _whole(config: Any) -> Any:
@@ -306,7 +306,7 @@ def _whole(config: Any) -> Any:
     return config if root is None else root()
 
 
-def _at(config: Any, *path: str) -> Any:
+def setting(config: Any, *path: str) -> Any:
     """What lies there in a DictConfig, dict or dataclass; None where the way ends before."""
     for name in path:
         if config is None or isinstance(config, str):
@@ -354,7 +354,7 @@ def _guard_validation(module: Any) -> None:
     @functools.wraps(validate)
     def validate_config(config: Any, *args: Any, **kwargs: Any) -> Any:
         if list(_patches):
-            check_actor(_at(config, _ROOT))
+            check_actor(setting(config, _ROOT))
         return validate(config, *args, **kwargs)
 
     _patches.set(module, "validate_config", validate_config, _WHY)
