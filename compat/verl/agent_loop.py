@@ -1,10 +1,8 @@
 """verl's rollout side: routes are kept, cut and passed on, from the engine's output to the batch.
 
-What it probes: which classes a release has (the worker that runs the agent loops, the clients that ask the
-engine), and which of them resume a call that was aborted. What it changes: `generate` of the clients and
-`_run_agent_loop` and `_postprocess` of the worker; each is wrapped, and its result put right. That holds for
-every agent loop, also for a user's own, where the rollout was told to return routes; other jobs run as ever.
-`npu_replay.uninstall()` undoes it.
+`generate` of the clients that ask the engine, and `_run_agent_loop` and `_postprocess` of the worker, are
+wrapped, and their results put right. That holds for every agent loop, also for a user's own, where the
+rollout was told to return routes; other jobs run as ever. `npu_replay.uninstall()` undoes it.
 
 Row i of verl's `routed_experts` is token i of prompt and response, in all layers. A row without a route is
 all zeros: no real row is, since a top-k of 2 and more never chooses an expert twice. (With a top-k of 1 it
@@ -103,16 +101,15 @@ class Turns:
     """What an engine has run for one sample, turn by turn: which tokens, and their routes.
 
     By the rule of `Rollout`: a row is taken from the turn that sampled from it, so it is of that time and of
-    those weights; where that turn had no routes it stays without one. Here the model may be unknown, and turns
-    may share their beginning only.
+    those weights; where that turn had no routes it stays without one. Here the model may be unknown, and
+    turns may share their beginning only.
 
     Args:
-        wanted: a turn that the engine ended by itself must have routes.
-        arrivals: checks them, where the model is known.
+        job: of whose sample these are; None for a call that belongs to none.
     """
 
-    def __init__(self, wanted: bool = False, arrivals: Arrivals | None = None) -> None:
-        self.wanted, self.arrivals = wanted, arrivals
+    def __init__(self, job: _Job | None = None) -> None:
+        self.job = job
         self._ran: list[tuple[Array, Rows]] = []
         """Tokens and what is known of them; a turn that goes on from the one before is one with it."""
 
@@ -136,7 +133,8 @@ class Turns:
         """
         if not len(sampled):
             return
-        if routes is None and self.wanted and not aborted and import_hook.strict():
+        strict = self.job is not None and not self.job.dropped and import_hook.strict()
+        if routes is None and strict and not aborted:
             raise ReplayError(
                 "enable_rollout_routing_replay is on, but the rollout engine returned no routes",
                 where="rollout",
@@ -147,8 +145,8 @@ class Turns:
             )
         tokens = np.concatenate([prompt, sampled])
         ids = None if routes is None else _usable(_as_array(routes), len(prompt), len(tokens), aborted)
-        if ids is not None and self.arrivals is not None and not checked:
-            ids = self.arrivals.admitted(ids, tokens, ended=not aborted)
+        if ids is not None and self.job is not None and self.job.arrivals is not None and not checked:
+            ids = self.job.arrivals.admitted(ids, tokens, ended=not aborted)
         rows = Rows.empty(len(tokens), (0, 0), np.uint8) if ids is None else self._rows_of(ids, len(tokens))
         rows.settled[max(len(prompt) - 1, 0) : -1] = True  # the last token has not run yet
         if self._ran:
@@ -200,7 +198,7 @@ class _Job:
         dropped: R2 records its own.
         lengths: of the longest prompt and response, in tokens; None where the config doesn't tell.
         arrivals: checks what the engine returns, where the model is known.
-        like: layers, top-k and type of the routes so far, for samples that have none of their own.
+        like: [0, layers, topk], of the routes so far, for samples that have none of their own.
     """
 
     client: Any
@@ -208,7 +206,7 @@ class _Job:
     dropped: bool
     lengths: tuple[int, int] | None
     arrivals: Arrivals | None
-    like: tuple[tuple[int, ...], Any] | None = None
+    like: Array | None = None
 
     @classmethod
     def of(cls, worker: Any) -> _Job:
@@ -228,7 +226,7 @@ class _Job:
         )
         return _jobs[worker]
 
-    def with_budget(self, client: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    def with_budget(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments of `generate` with sampling parameters of their own, since a resume counts down in
         them, and with an explicit limit, where verl would take a wrong one: the response length, and no more
         than what prompt and response have together."""
@@ -237,50 +235,36 @@ class _Job:
             return arguments
         limited = dict(given)
         named = not given.keys().isdisjoint(("max_tokens", "max_new_tokens"))
-        if not named and self.lengths is not None and not hasattr(client, "_configured_response_length"):
+        if not named and self.lengths is not None and not hasattr(self.client, "_configured_response_length"):
             left = sum(self.lengths) - len(arguments["prompt_ids"])
             limited["max_tokens"] = max(1, min(self.lengths[1], left))
         return arguments | {"sampling_params": limited}
 
-
-@dataclass(eq=False)
-class _Sample:
-    """One run of an agent loop."""
-
-    job: _Job
-    turns: Turns
-
-    @classmethod
-    def of(cls, worker: Any) -> _Sample:
-        job = _Job.of(worker)
-        return cls(job, Turns(job.wanted and not job.dropped, job.arrivals))
-
-    def routes_of(self, output: Any) -> Array | None:
+    def routes_of(self, output: Any, turns: Turns) -> Array | None:
         """The rows of one output of an agent loop, [tokens, layers, topk], writable, uint8 or int16.
 
         They come from the turns. Where the loop has more to say than these (it asked the engine by a way of
         its own), its own are taken, brought to length.
         """
-        if self.job.dropped:
+        if self.dropped:
             _say_dropped()
             return None
         tokens = _ids([*output.prompt_ids, *output.response_ids])
         own = output.routed_experts
-        rows, seen = self.turns.routes_of(tokens)
+        rows, seen = turns.routes_of(tokens)
         if own is not None and seen < min(len(own), len(tokens)):
             taken = _narrow(_as_array(own)[: len(tokens)])
             rows = np.zeros((len(tokens), *taken.shape[1:]), taken.dtype)
             rows[: len(taken)] = taken
         if rows is not None:
-            self.job.like = rows.shape[1:], rows.dtype
-        elif self.job.wanted and self.job.like is not None:
-            columns, dtype = self.job.like
-            rows = np.zeros((len(tokens), *columns), dtype)
+            self.like = rows[:0].copy()
+        elif self.wanted and self.like is not None:
+            rows = np.zeros((len(tokens), *self.like.shape[1:]), self.like.dtype)
         return rows
 
 
 _jobs: WeakKeyDictionary[Any, _Job] = WeakKeyDictionary()
-_sample: ContextVar[_Sample | None] = ContextVar("npu_replay_sample", default=None)
+_sample: ContextVar[Turns | None] = ContextVar("npu_replay_sample", default=None)
 _resumed: ContextVar[tuple[Any, Turns] | None] = ContextVar("npu_replay_resumed", default=None)
 """The client whose `generate` is under way, and the turns of it if it makes several."""
 
@@ -303,12 +287,13 @@ def _watched_generate(original: Method) -> Method:
                 return output
             outer[1].add(prompt, _ids(output.token_ids), output.routed_experts, aborted=_is_aborted(output))
             return output.model_copy(update={"routed_experts": None})
-        sample, turns = _sample.get(), Turns()
-        if sample is not None and sample.job.client is not self:
-            sample = None
-        if sample is not None:
-            kwargs = sample.job.with_budget(self, kwargs)
-            turns = Turns(sample.turns.wanted, sample.turns.arrivals)
+        sample = _sample.get()
+        job = None if sample is None else sample.job
+        if job is None or job.client is not self:
+            sample = job = None
+        else:
+            kwargs = job.with_budget(kwargs)
+        turns = Turns(job)
         token = _resumed.set((self, turns))
         try:
             output = await original(self, *args, **kwargs)
@@ -321,7 +306,7 @@ def _watched_generate(original: Method) -> Method:
             output.routed_experts, _ = turns.routes_of(np.concatenate([prompt, sampled]))
         if sample is not None:
             aborted = resumed or _is_aborted(output)
-            sample.turns.add(prompt, sampled, output.routed_experts, aborted=aborted, checked=resumed)
+            sample.add(prompt, sampled, output.routed_experts, aborted=aborted, checked=resumed)
         return output
 
     return generate
@@ -332,13 +317,13 @@ def _watched_run(original: Method) -> Method:
 
     @functools.wraps(original)
     async def run_agent_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        sample = _Sample.of(self)
-        if not sample.job.wanted or not list(_patches):
+        job = _Job.of(self)
+        if not job.wanted or not list(_patches):
             return await original(self, *args, **kwargs)
         if "_agent_loop_postprocess" not in vars(self):
             # On the instance: a subclass has its own, and may be one that came with the job's main module.
             _patches.set(self, "_agent_loop_postprocess", _corrected(self), _CORRECT)
-        token = _sample.set(sample)
+        token = _sample.set(Turns(job))
         try:
             return await original(self, *args, **kwargs)
         finally:
@@ -352,9 +337,9 @@ def _corrected(worker: Any) -> Method:
 
     @functools.wraps(original)
     async def agent_loop_postprocess(output: Any, *args: Any, **kwargs: Any) -> Any:
-        sample = _sample.get() or _Sample.of(worker)
+        turns = _sample.get() or Turns()
         for one in output if isinstance(output, list) else [output]:
-            one.routed_experts = sample.routes_of(one)
+            one.routed_experts = _Job.of(worker).routes_of(one, turns)
         return await original(output, *args, **kwargs)
 
     return agent_loop_postprocess

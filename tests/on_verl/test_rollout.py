@@ -677,7 +677,7 @@ def test_a_resume_leaves_the_callers_limit_alone() -> None:
     params = {"max_tokens": 9}
 
     async def call() -> None:
-        token = verl_rollout._sample.set(verl_rollout._Sample.of(worker))
+        token = verl_rollout._sample.set(verl_rollout.Turns(verl_rollout._Job.of(worker)))
         try:
             await worker.llm_client.generate("1", prompt_ids=PROMPT, sampling_params=params)
         finally:
