@@ -312,14 +312,10 @@ def build_r3_replay_mask(input_ids: torch.Tensor, response_mask: torch.Tensor) -
 
     None of a sequence without a response. Rows without a route among them are told by their zeros.
     """
-    lengths = tensors.offsets(input_ids).diff().tolist()
-    if response_mask.is_nested:
-        responses = [int(one.sum()) for one in response_mask.unbind()]
-    else:
-        responses = response_mask.sum(dim=-1).tolist()
+    lengths = tensors.lengths_of(input_ids, None)
     each = [
-        (torch.arange(length) < length - 1) & bool(response)
-        for length, response in zip(lengths, responses, strict=True)
+        (torch.arange(length) < length - 1) & bool(response.any())
+        for length, response in zip(lengths, response_mask.unbind(), strict=True)
     ]
     return torch.nested.nested_tensor_from_jagged(
         torch.cat(each).to(input_ids.device), tensors.offsets(input_ids)
@@ -328,7 +324,7 @@ def build_r3_replay_mask(input_ids: torch.Tensor, response_mask: torch.Tensor) -
 
 def align_r3_router_replay_data(layers_topk_idx: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
     """One row of routes for each token: zeros for a last token that has none."""
-    lengths = [int(size) for size in tensors.offsets(input_ids).diff().tolist()]
+    lengths = tensors.lengths_of(input_ids, None)
     parts = list(layers_topk_idx.unbind())
     if len(parts) != len(lengths):
         switch.defer(
@@ -339,15 +335,9 @@ def align_r3_router_replay_data(layers_topk_idx: torch.Tensor, input_ids: torch.
         parts = [parts[0][:0]] * len(lengths)
     aligned, bad = [], {}
     for number, (routes, length) in enumerate(zip(parts, lengths, strict=True)):
-        if len(routes) not in (length, length - 1):
-            bad[number] = MicroBatchError(
-                "the routes have another number of tokens than the sample",
-                where=f"sample {number} of the micro-batch",
-                expected=f"{length} (or {length - 1}: the last token has no route)",
-                got=len(routes),
-                cause="a response that was cut after the rollout, or routes of another sequence",
-            )
-            routes = routes[:0]
+        error = tensors.wrong_length(len(routes), length, f"sample {number} of the micro-batch")
+        if error is not None:
+            bad[number], routes = error, routes[:0]
         aligned.append(torch.cat([routes, routes.new_zeros(length - len(routes), *routes.shape[1:])]))
     if bad and switch.job is None:
         raise next(iter(bad.values()))

@@ -224,6 +224,19 @@ def blank(rows: int, labels: Sequence[int], config: Any) -> RoutedExperts:
     )
 
 
+def wrong_length(rows: int, tokens: int, where: str = "") -> MicroBatchError | None:
+    """What is wrong with so many rows for a sample; None for a row a token, or none for the last."""
+    if rows in (tokens, tokens - 1):
+        return None
+    return MicroBatchError(
+        "the routes have another number of tokens than the sample",
+        where=where,
+        expected=f"{tokens} (or {tokens - 1}: the last token has no route)",
+        got=rows,
+        cause="a response that was cut after the rollout, or routes of another sequence",
+    )
+
+
 def problems(
     found: Sequence[RoutedExperts | ReplayError], layout: TokenLayout, labels: Sequence[int]
 ) -> dict[int, ReplayError]:
