@@ -134,8 +134,6 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 STILL_LONG = {
     "npu_replay.compat.sglang.faults",
-    "npu_replay.compat.verl.agent_loop",
-    "npu_replay.compat.verl.functions",
     "npu_replay.compat.vllm.decode",
     "npu_replay.compat.vllm.launch",
     "npu_replay.parallel.token_layout",

@@ -24,7 +24,6 @@ from npu_replay.errors import MicroBatchError, ReplayError
 from npu_replay.parallel.collect import collect
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.routers import find
-from npu_replay.sessions.stepwise import Feed
 
 logger = logging.getLogger(__name__)
 
@@ -263,48 +262,38 @@ def set_router_replay_data(
                 cause="R2: the old log-probs weren't computed by the actor in this step (bypass mode); R3: "
                 "the rollout didn't hand its routes on (enable_rollout_routing_replay=False)",
             )
-        _feed(replay, chunk, layers_topk_idx, attention_mask, tf_config, replay_mask, local_cp_size)
+        job, labels = switch.job, replay.labels(chunk)
+        layout = tensors.layout_of(
+            layers_topk_idx, attention_mask, tf_config, sys.modules[UTILS], local_cp_size
+        )
+        from_rollout = replay_mask is not None if job is None else job.r3
+        found = tensors.sequences_of(
+            layers_topk_idx,
+            attention_mask,
+            tf_config,
+            mask=replay_mask,
+            # A row of one expert a layer may well be all zeros in a record.
+            zeros_are_none=from_rollout or int(tf_config.moe_router_topk) > 1,
+        )
+        for number, error in getattr(layers_topk_idx, _BAD, {}).items():
+            found[number] = error
+        problems = tensors.problems(found, layout, labels)
+        # Of a sample that verl has rejected, or without a response, no row is to be replayed.
+        wanted = [True] * len(found) if replay_mask is None else [one.any() for one in replay_mask.unbind()]
+        bad = {number: error for number, error in problems.items() if wanted[number]}
+        if bad and not (job is not None and job.tolerant):
+            raise next(iter(bad.values()))
+        for number, error in bad.items():
+            logger.warning("[npu_replay] sample %d takes the routers' own choice: %s", number, error)
+        good = {number: one for number, one in enumerate(found) if number not in problems}
+        here = tensors.laid_out(good, layout, labels, tf_config)
+        replay.feed(chunk, here)
+        if job is not None and chunk == replay.first_chunk:
+            job.count(rows=int((layout.rows >= 0).sum()), routed=int(here.recorded.sum()))
+            if tensors.speaks_for_samples(layout.parallel):
+                job.count(samples=len(found), bad_samples=len(bad))
     except ReplayError as error:
         switch.defer(error)
-
-
-def _feed(
-    replay: Feed,
-    chunk: int,
-    routes: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    config: Any,
-    mask: torch.Tensor | None,
-    local_cp_size: int | None,
-) -> None:
-    labels = replay.labels(chunk)
-    layout = tensors.layout_of(routes, attention_mask, config, sys.modules[UTILS], local_cp_size)
-    from_rollout = mask is not None if switch.job is None else switch.job.r3
-    found = tensors.sequences_of(
-        routes,
-        attention_mask,
-        config,
-        mask=mask,
-        # A row of one expert a layer may well be all zeros in a record.
-        zeros_are_none=from_rollout or int(config.moe_router_topk) > 1,
-    )
-    for number, error in getattr(routes, _BAD, {}).items():
-        found[number] = error
-    problems = tensors.problems(found, layout, labels)
-    # Of a sample that verl has rejected, or without a response, no row is to be replayed.
-    wanted = [True] * len(found) if mask is None else [bool(one.any()) for one in mask.unbind()]
-    bad = {number: error for number, error in problems.items() if wanted[number]}
-    if bad and not (switch.job is not None and switch.job.tolerant):
-        raise next(iter(bad.values()))
-    for number, error in bad.items():
-        logger.warning("[npu_replay] sample %d takes the routers' own choice: %s", number, error)
-    good = {number: one for number, one in enumerate(found) if number not in problems}
-    here = tensors.laid_out(good, layout, labels, config)
-    replay.feed(chunk, here)
-    if switch.job is not None and chunk == replay.first_chunk:
-        switch.job.count(rows=int((layout.rows >= 0).sum()), routed=int(here.recorded.sum()))
-        if tensors.speaks_for_samples(layout.parallel):
-            switch.job.count(samples=len(found), bad_samples=len(bad))
 
 
 def build_r3_replay_mask(input_ids: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
