@@ -132,11 +132,11 @@ class Switch:
         """Is this the action?"""
         return not self._off and self.action == action
 
-    def replay_of(self, model: Any, config: Any, stage: int | None) -> tuple[Feed, int]:
+    def replaying(self, model: Any, config: Any, stage: int | None) -> tuple[Feed, int]:
         """The open replay, and which of its chunks is meant."""
         return self._open_one(Feed, "replay", model, config, stage)
 
-    def record_of(self, model: Any, config: Any, stage: int | None) -> tuple[Tap, int]:
+    def recording(self, model: Any, config: Any, stage: int | None) -> tuple[Tap, int]:
         """The open record, and which of its chunks is meant."""
         return self._open_one(Tap, "record", model, config, stage)
 

@@ -101,7 +101,7 @@ def merge_router_topk_indices(
     context parallel group has to call it. An error waits for the end of the schedule; rows are blank then.
     """
     dtype, as_bytes = tensors.wire_dtype(tf_config, sys.modules[UTILS])
-    record, chunk = switch.record_of(model, tf_config, vp_rank)
+    record, chunk = switch.recording(model, tf_config, vp_rank)
     labels = [router.label for router in record._routers[chunk]]
     whole = []
     if labels:
@@ -250,7 +250,7 @@ def set_router_replay_data(
         ReplayError: no routes, or routes that don't fit. While an engine's schedule runs it waits for its
             end.
     """
-    replay, chunk = switch.replay_of(model, tf_config, vp_rank)
+    replay, chunk = switch.replaying(model, tf_config, vp_rank)
     if not replay.labels(chunk):
         return
     try:
@@ -364,7 +364,7 @@ class RouterReplayHelper:
         """The RouterReplays of a chunk's routers, ascending; none while no action is on."""
         if not switch.action:
             return []
-        session_of: Any = switch.record_of if switch.is_(RECORD) else switch.replay_of
+        session_of: Any = switch.recording if switch.is_(RECORD) else switch.replaying
         session, chunk = session_of(None, tf_config, vp_rank)
         return [RouterReplay.of(router.module) for router in session._routers[chunk]]
 

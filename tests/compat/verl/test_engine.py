@@ -51,7 +51,7 @@ def record(engine: Engine) -> list[Any]:
         switch.set(RECORD)
         with torch.no_grad():
             model(tokens(0))
-        tap, chunk = switch.record_of(None, None, 0)
+        tap, chunk = switch.recording(None, None, 0)
         routes.append(tap.take(chunk))
         switch.clear()
 
@@ -62,7 +62,7 @@ def record(engine: Engine) -> list[Any]:
 def replay(engine: Engine, routes: list[Any]) -> Any:
     def schedule(model: ToyModel) -> None:
         switch.set(REPLAY)
-        feed, chunk = switch.replay_of(None, None, 0)
+        feed, chunk = switch.replaying(None, None, 0)
         feed.feed(chunk, routes[0])
         model(tokens(0)).sum().backward()
         switch.clear()
