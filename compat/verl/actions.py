@@ -8,20 +8,23 @@ where verl's functions are called without one, all live models with the flag are
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from npu_replay.compat.megatron import parallel_state as megatron_layout
+from npu_replay.compat.megatron.parallel_state import config_of, unwrapped
 from npu_replay.compat.verl import live_models
 from npu_replay.errors import MicroBatchError, ReplayError, RouterError
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions.deferred import DeferringFeed, DeferringTap
 from npu_replay.sessions.stepwise import Feed, Tap
+
+if TYPE_CHECKING:
+    from npu_replay.compat.verl.engine import Pass
 
 logger = logging.getLogger(__name__)
 
@@ -29,48 +32,16 @@ RECORD, REPLAY, BACKWARD = "record", "replay_forward", "replay_backward"
 """The values of verl's RouterReplayAction, and of Megatron's."""
 
 
-class Job(Protocol):
-    """An engine whose schedule runs, as far as a switch has to know it."""
-
-    @property
-    def chunks(self) -> list[nn.Module]:
-        """Of its model."""
-
-    @property
-    def tolerant(self) -> bool:
-        """Are samples with bad routes counted rather than refused?"""
-
-    @property
-    def r3(self) -> bool:
-        """Do the routes come from a rollout engine?"""
-
-    def compares(self) -> bool:
-        """Is the live router's choice counted in this pass?"""
-
-    def most_live_mismatch(self) -> float | None:
-        """How far from the live choice the first micro-batch's routes may be; None for any."""
-
-    def count(self, **figures: int) -> None:
-        """Add to the figures of this pass."""
-
-    def begin(self, error: ReplayError | None) -> None:
-        """Before the schedule: agree with the other ranks that all could open it."""
-
-    def settle(self, session: Feed | Tap | None, error: ReplayError | None) -> None:
-        """The pass is over: agree with the other ranks."""
-
-
 class Switch:
     """The one that all of verl's functions turn."""
 
     def __init__(self) -> None:
         self.action = ""
-        self.job: Job | None = None
+        self.job: Pass | None = None
         self._sessions: list[Feed | Tap] = []
         self._targets: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._last: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()
-        self._off = 0
-        self._expected = 0
+        self._off = self._expected = 0
 
     # Actions
 
@@ -79,9 +50,13 @@ class Switch:
         if self._off:
             return
         before, self.action = self.action, action
-        if action == BACKWARD or (self._sessions and _same_pass(before, action)):
+        same_pass = before == action or {before, action} == {REPLAY, BACKWARD}
+        if action == BACKWARD or (self._sessions and same_pass):
             return
-        self._abandon_or_close()
+        # verl turns to replay first and then, in a record, on to that: what saw no forward goes.
+        if any(map(_ran, self._sessions)):
+            self._close()
+        self._abandon()
         if self.job is not None or not self._expected:
             self._open()
 
@@ -119,28 +94,28 @@ class Switch:
             self._expected -= 1
 
     @contextmanager
-    def running(self, job: Job) -> Iterator[None]:
+    def running(self, job: Pass) -> Iterator[None]:
         """An engine's schedule runs; what is opened meanwhile is its, and closed when it ends."""
         self._abandon()
         outer, self.job = self.job, job
         try:
-            if self.action and not self._off:
-                self._open()
-            yield
-        except ReplayError as error:
-            self.action = ""
-            if not error.shared:
-                logger.error("%s", error)  # before a collective that others may never come to
-                job.settle(self._sessions[0] if self._sessions else None, error)
-            raise
+            try:
+                if self.action and not self._off:
+                    self._open()
+                yield
+            except ReplayError as error:
+                if not error.shared:
+                    logger.error("%s", error)  # before a collective that others may never come to
+                    job.settle(self._sessions[0] if self._sessions else None, error)
+                raise
+            session = self._sessions.pop() if self._sessions else None
+            problem = (
+                None if session is None else problem_of("end a pass", session.__exit__, None, None, None)
+            )
+            job.settle(session, problem)
         except BaseException:
             self.action = ""
             raise
-        else:
-            session, problem = self._ended()
-            if problem is not None:
-                self.action = ""
-            job.settle(session, problem)
         finally:
             self._abandon()
             self.job = outer
@@ -157,13 +132,32 @@ class Switch:
         """Is this the action?"""
         return not self._off and self.action == action
 
-    def feeding(self, model: Any, config: Any, stage: int | None) -> tuple[Feed, int]:
+    def replaying(self, model: Any, config: Any, stage: int | None) -> tuple[Feed, int]:
         """The open replay, and which of its chunks is meant."""
         return self._open_one(Feed, "replay", model, config, stage)
 
-    def tapping(self, model: Any, config: Any, stage: int | None) -> tuple[Tap, int]:
+    def recording(self, model: Any, config: Any, stage: int | None) -> tuple[Tap, int]:
         """The open record, and which of its chunks is meant."""
         return self._open_one(Tap, "record", model, config, stage)
+
+    def _open_one(self, kind: Any, name: str, model: Any, config: Any, stage: int | None) -> tuple[Any, int]:
+        sessions = [one for one in self._sessions if isinstance(one, kind)]
+        if model is not None:
+            wanted = model[0] if isinstance(model, list | tuple) else model
+            for session in sessions:
+                for number, chunk in enumerate(session._chunks):
+                    if any(one is wanted for one in unwrapped(chunk)):
+                        return session, number
+        if len(sessions) > 1:
+            sessions = [one for one in sessions if config_of(one._chunks) is config]
+        if len(sessions) == 1:
+            return sessions[0], _stage(sessions[0]._chunks, stage)
+        raise MicroBatchError(
+            f"no {name} is on for this model" if not sessions else f"several models are in a {name}",
+            expected="verl's action before the forward, on one model",
+            got=f"action {self.action or None}, {len(sessions)} models with this config",
+            cause="a forward step outside the engine's forward_backward_batch, or two models with one config",
+        )
 
     def defer(self, error: ReplayError) -> None:
         """Raise an error when all ranks can leave: at once, unless an engine's schedule runs."""
@@ -177,13 +171,12 @@ class Switch:
     def recorded(self, router: nn.Module) -> torch.Tensor | None:
         """The ids of a router's last recorded call, int64 [rows, topk]; None without one. They outlast the
         record where no engine runs it, as in verl."""
+        found = self._last.get(router)
         for session in self._sessions:
             for one in session._all_routers():
                 if one.module is router and isinstance(session, Tap):
-                    ids = session.last(one)
-                    return None if ids is None else ids.long()
-        kept = self._last.get(router)
-        return None if kept is None else kept.long()
+                    found = session.last(one)
+        return None if found is None else found.long()
 
     def target(self, router: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
         """Give one router the routes of its next forward; they count when all of its chunk have theirs."""
@@ -193,7 +186,7 @@ class Switch:
                 if isinstance(session, Feed) and any(one.module is router for one in routers):
                     if all(id(one.module) in self._targets for one in routers):
                         given = [self._targets.pop(id(one.module)) for one in routers]
-                        session.feed(chunk, _together(given, [one.label for one in routers], routers[0]))
+                        session.feed(chunk, _together(given, routers))
                     return
         raise RouterError(
             "this router is in no open replay",
@@ -207,7 +200,8 @@ class Switch:
         record = self.action == RECORD
         self._last.clear()
         if self.job is not None:
-            self.job.begin(self._opened(self.job, record))
+            what = "record" if record else "replay"
+            self.job.begin(problem_of(what, self._open_for, self.job, record))
             return
         models = live_models.models()
         if not models:
@@ -224,38 +218,16 @@ class Switch:
             self._abandon()
             raise
 
-    def _opened(self, job: Job, record: bool) -> ReplayError | None:
-        """Open an engine's session; or say why it can't be."""
-        try:
-            kind: Any = (
-                DeferringTap(job.chunks)
-                if record
-                else DeferringFeed(
-                    job.chunks,
-                    live_mismatch=job.compares(),
-                    max_live_mismatch=job.most_live_mismatch(),
-                )
+    def _open_for(self, job: Pass, record: bool) -> None:
+        """An engine's session, whose errors wait for the end of its schedule."""
+        session: Any = (
+            DeferringTap(job.chunks)
+            if record
+            else DeferringFeed(
+                job.chunks, live_mismatch=job.compares(), max_live_mismatch=job.most_live_mismatch()
             )
-            self._sessions.append(kind.__enter__())
-        except ReplayError as error:
-            return error
-        except Exception as error:  # noqa: BLE001  the other ranks wait to hear of it, whatever it is
-            unknown = ReplayError(
-                f"this rank can't {'record' if record else 'replay'}",
-                where="before the schedule",
-                expected="a session on the engine's chunks",
-                got=repr(error),
-                cause="a model that was changed since it was built; this error's own cause has the traceback",
-            )
-            unknown.__cause__ = error
-            return unknown
-        return None
-
-    def _abandon_or_close(self) -> None:
-        """verl turns to replay first and then, in a record, on to that: what saw no forward goes."""
-        if any(max(session._timeline.ended, default=0) for session in self._sessions):
-            self._close()
-        self._abandon()
+        )
+        self._sessions.append(session.__enter__())
 
     def _abandon(self) -> None:
         for session in self._sessions:
@@ -269,54 +241,39 @@ class Switch:
             if isinstance(session, Tap):
                 found = {one.module: session.last(one) for one in session._all_routers()}
                 self._last.update({module: ids for module, ids in found.items() if ids is not None})
-        used = [one for one in sessions if max(one._timeline.ended, default=0)] or sessions[:1]
+        used = list(filter(_ran, sessions)) or sessions[:1]
         for session in sessions:
             if session not in used:
                 session.__exit__(ReplayError, None, None)
         for session in used:
             session.__exit__(None, None, None)
 
-    def _ended(self) -> tuple[Feed | Tap | None, ReplayError | None]:
-        """Close the engine's session; it, and its error."""
-        if not self._sessions:
-            return None, None
-        session = self._sessions.pop()
-        try:
-            session.__exit__(None, None, None)
-        except ReplayError as error:
-            return session, error
-        return session, None
-
-    def _open_one(self, kind: Any, name: str, model: Any, config: Any, stage: int | None) -> tuple[Any, int]:
-        sessions = [one for one in self._sessions if isinstance(one, kind)]
-        if model is not None:
-            wanted = list(model) if isinstance(model, list | tuple) else [model]
-            for session in sessions:
-                for number, chunk in enumerate(session._chunks):
-                    if wanted[0] in _layers_of(chunk):
-                        return session, number
-        if len(sessions) > 1:
-            sessions = [one for one in sessions if megatron_layout.config_of(one._chunks) is config]
-        if len(sessions) == 1:
-            return sessions[0], _stage(sessions[0]._chunks, stage)
-        raise MicroBatchError(
-            f"no {name} is on for this model" if not sessions else f"several models are in a {name}",
-            expected="verl's action before the forward, on one model",
-            got=f"action {self.action or None}, {len(sessions)} models with this config",
-            cause="a forward step outside the engine's forward_backward_batch, or two models with one config",
-        )
-
 
 switch = Switch()
 
 
-def _same_pass(before: str, action: str) -> bool:
-    return before == action or {before, action} == {REPLAY, BACKWARD}
+def problem_of(what: str, function: Callable[..., object], *arguments: Any) -> ReplayError | None:
+    """Why a call failed, whatever it is: the other ranks wait to hear of it. None if it didn't."""
+    try:
+        function(*arguments)
+    except ReplayError as error:
+        return error
+    except Exception as error:  # noqa: BLE001  see above
+        unknown = ReplayError(
+            f"this rank can't {what}",
+            where="an engine's pass",
+            expected="a model as it was built, and no fault of its machine",
+            got=repr(error),
+            cause="a model that was changed since, a disk; this error's own cause has the traceback",
+        )
+        unknown.__cause__ = error
+        return unknown
+    return None
 
 
-def _layers_of(chunk: nn.Module) -> list[nn.Module]:
-    """A chunk and what it wraps (DDP, Float16Module), outermost first."""
-    return list(megatron_layout.unwrapped(chunk))
+def _ran(session: Feed | Tap) -> bool:
+    """Has any chunk seen a forward?"""
+    return any(session._timeline.ended)
 
 
 def _stage(chunks: Sequence[nn.Module], told: int | None) -> int:
@@ -327,7 +284,7 @@ def _stage(chunks: Sequence[nn.Module], told: int | None) -> int:
     """
     if len(chunks) == 1:
         return 0
-    if all(any(hasattr(one, "vp_stage") for one in _layers_of(chunk)) for chunk in chunks):
+    if all(any(hasattr(one, "vp_stage") for one in unwrapped(chunk)) for chunk in chunks):
         return told or 0
     from megatron.core import parallel_state
 
@@ -335,13 +292,13 @@ def _stage(chunks: Sequence[nn.Module], told: int | None) -> int:
 
 
 def _together(
-    given: Sequence[tuple[torch.Tensor, torch.Tensor | None]], labels: Sequence[int], router: Any
+    given: Sequence[tuple[torch.Tensor, torch.Tensor | None]], routers: Sequence[Any]
 ) -> RoutedExperts:
     """Targets of single routers, [rows, topk] each, as the routes of their chunk."""
     masks = [mask.reshape(-1).bool().cpu() for _, mask in given if mask is not None]
     return RoutedExperts(
         ids=torch.stack([ids.cpu() for ids, _ in given], dim=1),
-        layers=labels,
-        num_experts=router.num_experts,
+        layers=[one.label for one in routers],
+        num_experts=routers[0].num_experts,
         recorded=torch.stack(masks).all(dim=0) if masks else None,
     )

@@ -1,10 +1,8 @@
 """verl's rollout side: routes are kept, cut and passed on, from the engine's output to the batch.
 
-What it probes: which classes a release has (the worker that runs the agent loops, the clients that ask the
-engine), and which of them resume a call that was aborted. What it changes: `generate` of the clients and
-`_run_agent_loop` and `_postprocess` of the worker; each is wrapped, and its result put right. That holds for
-every agent loop, also for a user's own, where the rollout was told to return routes; other jobs run as ever.
-`npu_replay.uninstall()` undoes it.
+`generate` of the clients that ask the engine, and `_run_agent_loop` and `_postprocess` of the worker, are
+wrapped, and their results put right. That holds for every agent loop, also for a user's own, where the
+rollout was told to return routes; other jobs run as ever. `npu_replay.uninstall()` undoes it.
 
 Row i of verl's `routed_experts` is token i of prompt and response, in all layers. A row without a route is
 all zeros: no real row is, since a top-k of 2 and more never chooses an expert twice. (With a top-k of 1 it
@@ -30,20 +28,22 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.patches import Patches
-from npu_replay.compat.verl.arrivals import Door
+from npu_replay.compat.verl.arrivals import Arrivals
+from npu_replay.compat.verl.config import setting
 from npu_replay.errors import ReplayError
-from npu_replay.routes.checks import is_ids
+from npu_replay.rollout.turns import Rows
+from npu_replay.routes.checks import Array, is_ids
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,6 @@ _FILL = "one sample without routes doesn't take those of its batch"
 _OF_WORKER = ("_run_agent_loop", "_agent_loop_postprocess", "_postprocess")
 _WIDEST = np.iinfo(np.int16).max
 
-Array: TypeAlias = "np.ndarray[Any, Any]"
 Method: TypeAlias = "Callable[..., Coroutine[Any, Any, Any]]"
 
 
@@ -101,21 +100,21 @@ def _wrap_clients(module: Any) -> None:
 class Turns:
     """What an engine has run for one sample, turn by turn: which tokens, and their routes.
 
-    A row is taken from the first turn that ran its token, so a row that a token was sampled from is the one
-    of that time and of those weights. Where that turn had no routes the row stays without one: a later turn
-    runs the token again, but nobody sampled from that.
+    By the rule of `Rollout`: a row is taken from the turn that sampled from it, so it is of that time and of
+    those weights; where that turn had no routes it stays without one. Here the model may be unknown, and
+    turns may share their beginning only.
 
     Args:
-        wanted: a turn that the engine ended by itself must have routes.
-        door: checks them, where the model is known.
+        job: of whose sample these are; None for a call that belongs to none.
     """
 
-    def __init__(self, wanted: bool = False, door: Door | None = None) -> None:
-        self.wanted, self.door = wanted, door
-        self._branches: list[_Branch] = []
+    def __init__(self, job: _Job | None = None) -> None:
+        self.job = job
+        self._ran: list[tuple[Array, Rows]] = []
+        """Tokens and what is known of them; a turn that goes on from the one before is one with it."""
 
     def __len__(self) -> int:
-        return len(self._branches)
+        return len(self._ran)
 
     def add(
         self, prompt: Array, sampled: Array, routes: Any, *, aborted: bool, checked: bool = False
@@ -127,135 +126,107 @@ class Turns:
             sampled: [tokens], what it returned. A turn without any has run nothing that counts.
             routes: [tokens - 1, layers, topk] of both, or None.
             aborted: it was stopped from outside, and may have fewer rows.
-            checked: it was put together from parts that have passed the door.
+            checked: it was put together from parts that were checked.
 
         Raises:
-            ReplayError: none from an engine that should have some, or what the door finds.
+            ReplayError: none from an engine that should have some, or routes that can't be right.
         """
         if not len(sampled):
             return
-        if routes is None and self.wanted and not aborted:
-            _refuse_silent_engine()
+        strict = self.job is not None and not self.job.dropped and import_hook.strict()
+        if routes is None and strict and not aborted:
+            raise ReplayError(
+                "enable_rollout_routing_replay is on, but the rollout engine returned no routes",
+                where="rollout",
+                expected="routed_experts in the output of every turn that wasn't aborted",
+                got=None,
+                cause="an engine that can't capture them (vllm below 0.14, vllm-ascend below 0.15, a model "
+                "without experts); turn the option off, or take R2",
+            )
         tokens = np.concatenate([prompt, sampled])
-        rows = None if routes is None else _usable(_as_array(routes), len(prompt), len(tokens), aborted)
-        if rows is not None and self.door is not None and not checked:
-            rows = self.door.admitted(rows, tokens, ended=not aborted)
-        earlier, common = self._nearest(tokens)
-        branch = _Branch.after(earlier, common, tokens)
-        branch.fill(rows, sampled_from=len(prompt) - 1)
-        if earlier is not None and common == len(earlier.tokens):
-            self._branches.remove(earlier)
-        self._branches.append(branch)
+        ids = None if routes is None else _usable(_as_array(routes), len(prompt), len(tokens), aborted)
+        if ids is not None and self.job is not None and self.job.arrivals is not None and not checked:
+            ids = self.job.arrivals.admitted(ids, tokens, ended=not aborted)
+        rows = Rows.empty(len(tokens), (0, 0), np.uint8) if ids is None else self._rows_of(ids, len(tokens))
+        rows.settled[max(len(prompt) - 1, 0) : -1] = True  # the last token has not run yet
+        if self._ran:
+            before, known = self._ran[-1]
+            if _common(before, tokens) == len(before) and known.ids.shape[1:] == rows.ids.shape[1:]:
+                self._ran.pop()
+                both = known.followed_by(len(tokens) - len(before))
+                both.take(rows)
+                rows = both
+        self._ran.append((tokens, rows))
+
+    def _rows_of(self, ids: Array, tokens: int) -> Rows:
+        for _, known in self._ran:
+            columns = known.ids.shape[1:]
+            if columns not in (ids.shape[1:], (0, 0)):
+                raise ReplayError(
+                    "two turns of one sample have routes of different layers or top-k",
+                    where="rollout",
+                    expected=f"[tokens, {columns[0]}, {columns[1]}]",
+                    got=list(ids.shape),
+                )
+        ids = _narrow(ids[: tokens - 1])
+        rows = Rows.empty(tokens, ids.shape[1:], ids.dtype)
+        rows.recorded[: len(ids)] = ids.any(axis=(1, 2)) & (ids >= 0).all(axis=(1, 2))
+        rows.ids[rows.recorded] = ids[rows.recorded[: len(ids)]]
+        return rows
 
     def routes_of(self, tokens: Array) -> tuple[Array | None, int]:
         """The rows of a sequence, [tokens, layers, topk], zeros where there is no route, and how many of its
         tokens the engine has seen just so. No rows if none of its turns had any."""
-        branch, common = self._nearest(tokens)
-        if branch is None or branch.rows is None:
-            return None, common
-        rows = np.zeros((len(tokens), *branch.rows.shape[1:]), branch.rows.dtype)
-        rows[:common] = branch.rows[:common]
-        return rows, common
-
-    def _nearest(self, tokens: Array) -> tuple[_Branch | None, int]:
-        """The branch that begins like `tokens` for longest, and for how long."""
-        common = [_common_length(branch.tokens, tokens) for branch in self._branches]
-        if not common or not max(common):
-            return None, 0
-        best = common.index(max(common))
-        return self._branches[best], common[best]
+        shared = [(_common(ran, tokens), rows) for ran, rows in self._ran]
+        seen = max((common for common, _ in shared), default=0)
+        like = next((rows.ids for common, rows in shared if common and rows.ids.shape[1]), None)
+        if like is None:
+            return None, seen
+        found = Rows.empty(len(tokens), like.shape[1:], like.dtype)
+        for common, rows in shared:
+            found.take(rows.first(common))
+        return found.ids, seen
 
 
 @dataclass(eq=False)
-class _Branch:
-    """One sequence that the engine has run.
+class _Job:
+    """What a worker of agent loops was told.
 
     Attributes:
-        tokens: [n].
-        settled: [n], the row is known, or it is known that nobody will ever know it.
-        rows: [n, layers, topk], zeros where there is no route; None before the first route.
-    """
-
-    tokens: Array
-    settled: Array
-    rows: Array | None = None
-
-    @classmethod
-    def after(cls, earlier: _Branch | None, common: int, tokens: Array) -> _Branch:
-        """`tokens`, of which the first `common` go on from `earlier`."""
-        branch = cls(tokens, np.zeros(len(tokens), bool))
-        if earlier is not None:
-            branch.settled[:common] = earlier.settled[:common]
-            if earlier.rows is not None:
-                branch._room(earlier.rows)[:common] = earlier.rows[:common]
-        return branch
-
-    def fill(self, rows: Array | None, sampled_from: int) -> None:
-        """Take the rows that are still open; the last token has not run yet, so its row stays open."""
-        ran = len(self.tokens) - 1
-        if rows is not None:
-            room = self._room(rows)
-            if room.shape[1:] != rows.shape[1:]:
-                raise ReplayError(
-                    "two turns of one sample have routes of different layers or top-k",
-                    where="rollout",
-                    expected=f"[tokens, {room.shape[1]}, {room.shape[2]}]",
-                    got=list(rows.shape),
-                )
-            opened = np.flatnonzero(~self.settled[: min(ran, len(rows))])
-            taken = _narrow(rows[opened])
-            room = self.rows = room.astype(np.result_type(room, taken), copy=False)
-            known = taken.any(axis=(1, 2)) & (taken >= 0).all(axis=(1, 2))
-            room[opened[known]] = taken[known]
-            self.settled[opened[known]] = True
-        self.settled[sampled_from:ran] = True
-
-    def _room(self, like: Array) -> Array:
-        if self.rows is None:
-            self.rows = np.zeros((len(self.tokens), *like.shape[1:]), _narrow(like[:0]).dtype)
-        return self.rows
-
-
-@dataclass(eq=False)
-class _Sample:
-    """One run of an agent loop, and what the job's config says of it.
-
-    Attributes:
-        client: asks the engine for the policy; a teacher's or a judge's turns are none of this sample.
+        client: asks the engine for the policy; a teacher's or a judge's turns are none of its samples.
         wanted: the rollout was told to return routes.
         dropped: R2 records its own.
         lengths: of the longest prompt and response, in tokens; None where the config doesn't tell.
-        door: of its worker.
+        arrivals: checks what the engine returns, where the model is known.
+        like: [0, layers, topk], of the routes so far, for samples that have none of their own.
     """
 
     client: Any
     wanted: bool
     dropped: bool
     lengths: tuple[int, int] | None
-    door: Door | None = None
-    turns: Turns = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.turns = Turns(self.wanted and not self.dropped, self.door)
+    arrivals: Arrivals | None
+    like: Array | None = None
 
     @classmethod
-    def of(cls, worker: Any) -> _Sample:
+    def of(cls, worker: Any) -> _Job:
+        if worker in _jobs:
+            return _jobs[worker]
         config = getattr(worker, "config", None)
-        rollout = getattr(worker, "rollout_config", None) or _setting(config, "actor_rollout_ref", "rollout")
-        lengths = (_setting(rollout, "prompt_length"), _setting(rollout, "response_length"))
-        wanted = bool(_setting(rollout, "enable_rollout_routing_replay"))
-        dropped = wanted and _records_itself(_setting(config, "actor_rollout_ref", "actor"))
-        if wanted and not dropped and worker not in _doors:
-            _doors[worker] = Door.of(worker, str(_setting(rollout, "name")))
-        return cls(
+        rollout = getattr(worker, "rollout_config", None) or setting(config, "actor_rollout_ref", "rollout")
+        lengths = (setting(rollout, "prompt_length"), setting(rollout, "response_length"))
+        wanted = bool(setting(rollout, "enable_rollout_routing_replay"))
+        dropped = wanted and _records_itself(setting(config, "actor_rollout_ref", "actor"))
+        _jobs[worker] = cls(
             getattr(worker, "llm_client", None) or getattr(worker, "server_manager", None),
             wanted,
             dropped,
             (int(lengths[0]), int(lengths[1])) if all(isinstance(n, int) for n in lengths) else None,
-            _doors.get(worker),
+            Arrivals.of(worker, str(setting(rollout, "name"))) if wanted and not dropped else None,
         )
+        return _jobs[worker]
 
-    def with_budget(self, client: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    def with_budget(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments of `generate` with sampling parameters of their own, since a resume counts down in
         them, and with an explicit limit, where verl would take a wrong one: the response length, and no more
         than what prompt and response have together."""
@@ -264,13 +235,12 @@ class _Sample:
             return arguments
         limited = dict(given)
         named = not given.keys().isdisjoint(("max_tokens", "max_new_tokens"))
-        if not named and self.lengths is not None and not hasattr(client, "_configured_response_length"):
-            prompt_length, response_length = self.lengths
-            left = prompt_length + response_length - len(arguments["prompt_ids"])
-            limited["max_tokens"] = max(1, min(response_length, left))
+        if not named and self.lengths is not None and not hasattr(self.client, "_configured_response_length"):
+            left = sum(self.lengths) - len(arguments["prompt_ids"])
+            limited["max_tokens"] = max(1, min(self.lengths[1], left))
         return arguments | {"sampling_params": limited}
 
-    def routes_of(self, output: Any, worker: Any) -> Array | None:
+    def routes_of(self, output: Any, turns: Turns) -> Array | None:
         """The rows of one output of an agent loop, [tokens, layers, topk], writable, uint8 or int16.
 
         They come from the turns. Where the loop has more to say than these (it asked the engine by a way of
@@ -281,23 +251,22 @@ class _Sample:
             return None
         tokens = _ids([*output.prompt_ids, *output.response_ids])
         own = output.routed_experts
-        rows, seen = self.turns.routes_of(tokens)
+        rows, seen = turns.routes_of(tokens)
         if own is not None and seen < min(len(own), len(tokens)):
-            rows = _brought_to(_as_array(own), len(tokens))
+            taken = _narrow(_as_array(own)[: len(tokens)])
+            rows = np.zeros((len(tokens), *taken.shape[1:]), taken.dtype)
+            rows[: len(taken)] = taken
         if rows is not None:
-            _shapes[worker] = (rows.shape[1:], rows.dtype)
-        elif self.wanted and worker in _shapes:
-            shape, dtype = _shapes[worker]
-            rows = np.zeros((len(tokens), *shape), dtype)
+            self.like = rows[:0].copy()
+        elif self.wanted and self.like is not None:
+            rows = np.zeros((len(tokens), *self.like.shape[1:]), self.like.dtype)
         return rows
 
 
-_sample: ContextVar[_Sample | None] = ContextVar("npu_replay_sample", default=None)
+_jobs: WeakKeyDictionary[Any, _Job] = WeakKeyDictionary()
+_sample: ContextVar[Turns | None] = ContextVar("npu_replay_sample", default=None)
 _resumed: ContextVar[tuple[Any, Turns] | None] = ContextVar("npu_replay_resumed", default=None)
 """The client whose `generate` is under way, and the turns of it if it makes several."""
-_doors: weakref.WeakKeyDictionary[Any, Door | None] = weakref.WeakKeyDictionary()
-_shapes: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], np.dtype[Any]]] = weakref.WeakKeyDictionary()
-"""Layers and top-k, by worker, for samples that have no routes of their own."""
 
 
 # The wrappers
@@ -319,11 +288,12 @@ def _watched_generate(original: Method) -> Method:
             outer[1].add(prompt, _ids(output.token_ids), output.routed_experts, aborted=_is_aborted(output))
             return output.model_copy(update={"routed_experts": None})
         sample = _sample.get()
-        if sample is not None and sample.client is not self:
-            sample = None
-        if sample is not None:
-            kwargs = sample.with_budget(self, kwargs)
-        turns = Turns() if sample is None else Turns(sample.turns.wanted, sample.turns.door)
+        job = None if sample is None else sample.job
+        if job is None or job.client is not self:
+            sample = job = None
+        else:
+            kwargs = job.with_budget(kwargs)
+        turns = Turns(job)
         token = _resumed.set((self, turns))
         try:
             output = await original(self, *args, **kwargs)
@@ -331,13 +301,12 @@ def _watched_generate(original: Method) -> Method:
             _resumed.reset(token)
         if not hasattr(output, "token_ids"):
             return output
-        sampled = _ids(output.token_ids)
-        if len(turns):
+        sampled, resumed = _ids(output.token_ids), bool(len(turns))
+        if resumed:
             output.routed_experts, _ = turns.routes_of(np.concatenate([prompt, sampled]))
         if sample is not None:
-            resumed = bool(len(turns))
             aborted = resumed or _is_aborted(output)
-            sample.turns.add(prompt, sampled, output.routed_experts, aborted=aborted, checked=resumed)
+            sample.add(prompt, sampled, output.routed_experts, aborted=aborted, checked=resumed)
         return output
 
     return generate
@@ -348,13 +317,13 @@ def _watched_run(original: Method) -> Method:
 
     @functools.wraps(original)
     async def run_agent_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        sample = _Sample.of(self)
-        if not sample.wanted or not list(_patches):
+        job = _Job.of(self)
+        if not job.wanted or not list(_patches):
             return await original(self, *args, **kwargs)
         if "_agent_loop_postprocess" not in vars(self):
             # On the instance: a subclass has its own, and may be one that came with the job's main module.
             _patches.set(self, "_agent_loop_postprocess", _corrected(self), _CORRECT)
-        token = _sample.set(sample)
+        token = _sample.set(Turns(job))
         try:
             return await original(self, *args, **kwargs)
         finally:
@@ -368,9 +337,9 @@ def _corrected(worker: Any) -> Method:
 
     @functools.wraps(original)
     async def agent_loop_postprocess(output: Any, *args: Any, **kwargs: Any) -> Any:
-        sample = _sample.get() or _Sample.of(worker)
+        turns = _sample.get() or Turns()
         for one in output if isinstance(output, list) else [output]:
-            one.routed_experts = sample.routes_of(one, worker)
+            one.routed_experts = _Job.of(worker).routes_of(one, turns)
         return await original(output, *args, **kwargs)
 
     return agent_loop_postprocess
@@ -417,11 +386,7 @@ def _usable(rows: Array, prompt: int, tokens: int, aborted: bool) -> Array | Non
             "[npu_replay] rollout: %d turns so far came with too few routes and go without: expected %d rows "
             "for %d prompt and %d sampled tokens, got %d. Usual cause: an engine that returns the rows of "
             "the prompt elsewhere (vllm 0.21), or loses some",
-            count,
-            tokens - 1,
-            prompt,
-            tokens - prompt,
-            len(rows),
+            *(count, tokens - 1, prompt, tokens - prompt, len(rows)),
         )
     return None
 
@@ -441,18 +406,12 @@ def _narrow(rows: Array) -> Array:
     return rows.astype(np.int16)
 
 
-def _brought_to(rows: Array, tokens: int) -> Array:
-    placed = np.zeros((tokens, *rows.shape[1:]), _narrow(rows[:0]).dtype)
-    taken = _narrow(rows[:tokens])
-    placed[: len(taken)] = taken
-    return placed
-
-
 def _ids(tokens: Any) -> Array:
     return np.asarray(tokens, dtype=np.int64).reshape(-1)
 
 
-def _common_length(first: Array, second: Array) -> int:
+def _common(first: Array, second: Array) -> int:
+    """With how many of the same tokens both begin."""
     length = min(len(first), len(second))
     differ = first[:length] != second[:length]
     return int(differ.argmax()) if differ.any() else length
@@ -462,19 +421,10 @@ def _is_aborted(output: Any) -> bool:
     return output.stop_reason in ("aborted", "abort")
 
 
-# What the config says
-
-
-def _setting(config: Any, *path: str) -> Any:
-    for name in path:
-        config = getattr(config, name, None)
-    return config
-
-
 def _records_itself(actor: Any) -> bool:
     """Does the actor replay what it recorded itself (R2)? Releases have the mode in different places."""
-    places = (actor, _setting(actor, "megatron"), _setting(actor, "veomni"))
-    modes = {_setting(place, "router_replay", "mode") for place in places}
+    places = ((), ("megatron",), ("veomni",))
+    modes = {setting(actor, *place, "router_replay", "mode") for place in places}
     return "R2" in modes and "R3" not in modes
 
 
@@ -483,19 +433,6 @@ def _say_dropped() -> None:
     logger.warning(
         "[npu_replay] enable_rollout_routing_replay is on, but router_replay.mode is R2, which records its "
         "own routes: those of the rollout are dropped. Turn it off, or take R3"
-    )
-
-
-def _refuse_silent_engine() -> None:
-    if not import_hook.strict():
-        return
-    raise ReplayError(
-        "enable_rollout_routing_replay is on, but the rollout engine returned no routes",
-        where="rollout",
-        expected="routed_experts in the output of every turn that wasn't aborted",
-        got=None,
-        cause="an engine that can't capture them (vllm below 0.14, vllm-ascend below 0.15, a model without "
-        "experts); turn the option off, or take R2",
     )
 
 

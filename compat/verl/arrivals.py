@@ -1,7 +1,7 @@
-"""The door in verl's agent loops: what an engine gave a turn is checked where the turn's tokens are known.
+"""Checks in verl's agent loops: what an engine gave a turn is checked where the turn's tokens are known.
 
 What it probes: the model's Hugging Face config on the worker of the agent loops, and the engine's release.
-What it offers: `Door`. It changes nothing. The trainer checks again what it can tell without tokens.
+What it offers: `Arrivals`. It changes nothing. The trainer checks again what it can tell without tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROOF = 64
 or its settings shows at once, in all."""
 
 
-class Door:
+class Arrivals:
     """Of one worker.
 
     Args:
@@ -43,7 +43,7 @@ class Door:
         self._passed = self._refused = 0
 
     @classmethod
-    def of(cls, worker: Any, engine: str) -> Door | None:
+    def of(cls, worker: Any, engine: str) -> Arrivals | None:
         """None where the model's config isn't there, or doesn't tell; said once."""
         config = getattr(getattr(worker, "model_config", None), "hf_config", None)
         why = "the worker of the agent loops has no config of the model"

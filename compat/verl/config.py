@@ -94,75 +94,112 @@ def _problems(config: Any, legacy: bool | None) -> Iterator[ReplayError]:
     mode = OFF if key is None else _mode_at(config, key)
     yield from _misplaced_modes(config, key, mode)
     if mode != OFF and key is not None:
-        where = _dotted(key)
-        yield from _routes_of_the_rollout(config, mode, where)
-        yield from _bypassed_record(config, mode, where)
-        yield from _files(config, key, mode, where)
-        if key[0] != "veomni":
-            yield from _layout(config, key, mode, where)
+        yield from _unfit_settings(config, key, mode)
 
 
 def _misplaced_modes(config: Any, key: tuple[str, ...] | None, mode: str) -> Iterator[ReplayError]:
     """A mode that nobody reads: replay would be off, or another than was asked for, in silence."""
-    strategy = _at(config, "actor", "strategy")
+    strategy = setting(config, "actor", "strategy")
     for other in [(_MODE,), *((engine, _MODE) for engine in _ENGINES)]:
         asked = _mode_at(config, other)
         if other == key or asked in (OFF, mode):
             continue
         if key is None:
-            yield ReplayError(
+            yield _refused(
                 f"{_dotted(other)}={asked} is set, and nothing reads it: these workers know no replay for "
                 f"actor.strategy={strategy}",
-                where="verl's config",
                 expected="strategy megatron, in a release and with workers that replay",
                 got=f"strategy {strategy}",
                 cause="an FSDP job with the lines of a Megatron recipe. Take this one out, or train with "
                 "Megatron (verl 0.7.0 replays in its legacy workers alone)",
             )
         else:
-            yield ReplayError(
+            yield _refused(
                 f"{_dotted(other)}={asked} is set, and these workers don't read it",
-                where="verl's config",
                 expected=f"{_dotted(key)}={asked}",
                 got=f"{_dotted(key)}={mode}",
                 cause=f"a line of another verl release, or of its documentation. Set {_dotted(key)}={asked}",
             )
 
 
-def _routes_of_the_rollout(config: Any, mode: str, where: str) -> Iterator[ReplayError]:
-    """R3 needs the rollout's routes, and R2 must not get them."""
-    flag = f"{_ROOT}.rollout.{_FLAG}"
-    sent = bool(_at(config, "rollout", _FLAG))
-    from_files = any(_at(config, "actor", *key, "replay_file") for key in ((_MODE,), ("megatron", _MODE)))
+def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[ReplayError]:
+    """What this mode can't go with."""
+    where, flag = _dotted(key), f"{_ROOT}.rollout.{_FLAG}"
+    sent = bool(setting(config, "rollout", _FLAG))
+    from_files = any(setting(config, "actor", *at, "replay_file") for at in ((_MODE,), ("megatron", _MODE)))
     if mode == "R3" and not sent and not from_files:
-        yield ReplayError(
+        yield _refused(
             f"{where}=R3 needs the rollout's routes, and the rollout isn't asked for them",
-            where="verl's config",
             expected=f"{flag}=True",
             got=f"{flag}=False",
             cause=f"one of the two lines is missing. Set {flag}=True, or {where}=R2",
         )
     if mode == "R2" and sent:
-        yield ReplayError(
+        yield _refused(
             f"{where}=R2 records its own routes, and the rollout sends others",
-            where="verl's config",
             expected=f"{flag}=False",
             got=f"{flag}=True",
             cause=f"R3 is meant: set {where}=R3. Or R2 is: set {flag}=False",
         )
     if mode == "R3" and sent:
         yield from _engine_without_routes(config)
+    bypass = setting(_whole(config), "algorithm", "rollout_correction", "bypass_mode")
+    if mode == "R2" and (bypass or setting(config, "actor", "policy_loss", "loss_mode") == "bypass_mode"):
+        yield _refused(  # T20
+            f"{where}=R2 records while old log-probs are computed, and bypass mode leaves that pass out",
+            expected="algorithm.rollout_correction.bypass_mode=False",
+            got="True",
+            cause="R2 together with the rollout's own log-probs. Use R3, or switch bypass mode off",
+        )
+    legacy, here = key == (_MODE,), where.removesuffix(".mode")
+    given = {name: setting(config, "actor", *key, name) for name in ("record_file", "replay_file")}
+    if legacy and any(given.values()):
+        yield _refused(
+            "these workers don't write or read routes",
+            expected=f"no {here}.record_file and {here}.replay_file, or engine workers",
+            got=given,
+            cause="0.7's legacy workers; trainer.use_legacy_worker_impl=disable takes the others",
+        )
+    elif given["replay_file"] and mode != "R3":
+        yield _refused(
+            f"{where}={mode} records anew, and {here}.replay_file asks for a replay",
+            expected=f"{where}=R3",
+            got=mode,
+            cause=f"set {where}=R3 to replay the file's routes, or take replay_file out",
+        )
+    if key[0] == "veomni":
+        return
+    # Legacy workers ask the engine's config, the others overwrite that with the model's.
+    unpad = (*(("actor", "megatron") if legacy else ("model",)), "use_remove_padding")
+    if setting(config, *unpad) is False:
+        name = ".".join((_ROOT, *unpad))
+        yield _refused(
+            f"{where}={mode} needs packed sequences",
+            expected=f"{name}=True",
+            got="False",
+            cause="the default of 0.7's Megatron trainer. verl lays routes out for packed sequences alone, "
+            f"and padded rows would get other tokens' routes. Set {name}=True",
+        )
+    stages = setting(config, "actor", "megatron", "virtual_pipeline_model_parallel_size")
+    if setting(config, "actor", "megatron", "dynamic_context_parallel") and stages not in (None, 1):
+        yield _refused(
+            f"{where}={mode} knows no dynamic context parallelism over virtual pipeline stages",
+            expected="one of actor.megatron.dynamic_context_parallel and "
+            "actor.megatron.virtual_pipeline_model_parallel_size at most",
+            got=f"True and {stages}",
+            cause="each micro-batch has a split of its own there, and verl merges stages by one. "
+            "Take one of them out",
+        )
 
 
 def _engine_without_routes(config: Any) -> Iterator[ReplayError]:
     """A rollout engine, or a release of it, that has no routes to give."""
-    name = str(_at(config, "rollout", "name"))
-    asks = _asks_for_routes(name)
-    if asks is False:
-        yield ReplayError(
+    name = str(setting(config, "rollout", "name"))
+    asked = _rollouts()
+    if asked.get(name, True) is False:  # one that isn't verl's own is let through
+        yield _refused(
             f"{_ROOT}.rollout.name={name} gives no routes: this verl never asks {name} for them",
-            where="verl's config",
-            expected="a rollout that verl asks for routes: " + " or ".join(_engines_that_are_asked()),
+            expected="a rollout that verl asks for routes: " + " or ".join(sorted(filter(asked.get, asked))),
             got=name,
             cause="R3 with an engine that can't. Use R2, or another rollout engine",
         )
@@ -173,9 +210,8 @@ def _engine_without_routes(config: Any) -> Iterator[ReplayError]:
         problem = _release_without_routes(config, product, found) if serves and product.version else None
         if problem is None:
             continue
-        yield ReplayError(
+        yield _refused(
             f"{product.name} {product.version} gives no routes that verl can use",
-            where="verl's config",
             expected=problem.expected,
             got=f"{problem.got} ({product.where})",
             cause=f"{problem.cause}. R2 needs no routes of the engine",
@@ -202,9 +238,9 @@ def _release_without_routes(
 
 def _rollout_setting(config: Any) -> vllm_ascend.Setting:
     """What decides whether vllm-ascend's routes are right, as far as verl's config says it."""
-    rollout = functools.partial(_at, config, "rollout")
+    rollout = functools.partial(setting, config, "rollout")
     return vllm_ascend.Setting(
-        model=_at(config, "model", "path"),
+        model=setting(config, "model", "path"),
         quantization=rollout("quantization"),
         data_parallel=rollout("data_parallel_size") or 1,
         tensor_parallel=rollout("tensor_model_parallel_size") or 1,
@@ -212,67 +248,8 @@ def _rollout_setting(config: Any) -> vllm_ascend.Setting:
     )
 
 
-def _bypassed_record(config: Any, mode: str, where: str) -> Iterator[ReplayError]:
-    """R2 records in the old-log-prob pass, which bypass mode leaves out (T20)."""
-    bypass = bool(_at(_whole(config), "algorithm", "rollout_correction", "bypass_mode"))
-    if mode == "R2" and (bypass or _at(config, "actor", "policy_loss", "loss_mode") == "bypass_mode"):
-        yield ReplayError(
-            f"{where}=R2 records while old log-probs are computed, and bypass mode leaves that pass out",
-            where="verl's config",
-            expected="algorithm.rollout_correction.bypass_mode=False",
-            got="True",
-            cause="R2 together with the rollout's own log-probs. Use R3, or switch bypass mode off",
-        )
-
-
-def _files(config: Any, key: tuple[str, ...], mode: str, where: str) -> Iterator[ReplayError]:
-    """Folders of routes: npu_replay reads and writes them in the engine workers."""
-    given = {name: _at(config, "actor", *key, name) for name in ("record_file", "replay_file")}
-    here = where.removesuffix(".mode")
-    if key == (_MODE,) and any(given.values()):
-        yield ReplayError(
-            "these workers don't write or read routes",
-            where="verl's config",
-            expected=f"no {here}.record_file and {here}.replay_file, or engine workers",
-            got=given,
-            cause="0.7's legacy workers; trainer.use_legacy_worker_impl=disable takes the others",
-        )
-    elif given["replay_file"] and mode != "R3":
-        yield ReplayError(
-            f"{where}={mode} records anew, and {here}.replay_file asks for a replay",
-            where="verl's config",
-            expected=f"{where}=R3",
-            got=mode,
-            cause=f"set {where}=R3 to replay the file's routes, or take replay_file out",
-        )
-
-
-def _layout(config: Any, key: tuple[str, ...], mode: str, where: str) -> Iterator[ReplayError]:
-    """What verl's way of packing tokens, or of scheduling them, doesn't replay."""
-    # Legacy workers ask the engine's config, the others overwrite that with the model's.
-    unpad = ("actor", "megatron") if key == (_MODE,) else ("model",)
-    if _at(config, *unpad, "use_remove_padding") is False:
-        name = f"{_ROOT}.{'.'.join(unpad)}.use_remove_padding"
-        yield ReplayError(
-            f"{where}={mode} needs packed sequences",
-            where="verl's config",
-            expected=f"{name}=True",
-            got="False",
-            cause="the default of 0.7's Megatron trainer. verl lays routes out for packed sequences alone, "
-            f"and padded rows would get other tokens' routes. Set {name}=True",
-        )
-    engine = ("actor", "megatron")
-    stages = _at(config, *engine, "virtual_pipeline_model_parallel_size")
-    if _at(config, *engine, "dynamic_context_parallel") and stages not in (None, 1):
-        yield ReplayError(
-            f"{where}={mode} knows no dynamic context parallelism over virtual pipeline stages",
-            where="verl's config",
-            expected="one of actor.megatron.dynamic_context_parallel and "
-            "actor.megatron.virtual_pipeline_model_parallel_size at most",
-            got=f"True and {stages}",
-            cause="each micro-batch has a split of its own there, and verl merges stages by one. "
-            "Take one of them out",
-        )
+def _refused(problem: str, *, expected: object, got: object, cause: str) -> ReplayError:
+    return ReplayError(problem, where="verl's config", expected=expected, got=got, cause=cause)
 
 
 # ---- reading a config
@@ -280,24 +257,24 @@ def _layout(config: Any, key: tuple[str, ...], mode: str, where: str) -> Iterato
 
 def _key_that_is_read(config: Any, legacy: bool | None) -> tuple[str, ...] | None:
     """Below `actor`: where these workers read the mode; None if they know no replay for this strategy."""
-    strategy = _at(config, "actor", "strategy")
+    strategy = setting(config, "actor", "strategy")
     if _legacy(config) if legacy is None else legacy:
-        return (_MODE,) if strategy == "megatron" and _at(config, "actor", _MODE) is not None else None
-    if strategy in _OWN_REPLAY and _at(config, "actor", strategy, _MODE) is not None:
+        return (_MODE,) if strategy == "megatron" and setting(config, "actor", _MODE) is not None else None
+    if strategy in _OWN_REPLAY and setting(config, "actor", strategy, _MODE) is not None:
         return (strategy, _MODE)
     return None
 
 
 def _legacy(config: Any) -> bool:
     """Are the workers 0.7's legacy ones? They are the default there, and later releases lack the switch."""
-    switch = _at(_whole(config), "trainer", "use_legacy_worker_impl")
+    switch = setting(_whole(config), "trainer", "use_legacy_worker_impl")
     if switch is not None:
         return bool(switch != "disable")
-    return _at(config, "actor", "megatron", _MODE) is None and _at(config, "actor", _MODE) is not None
+    return setting(config, "actor", "megatron", _MODE) is None and setting(config, "actor", _MODE) is not None
 
 
 def _mode_at(config: Any, key: tuple[str, ...]) -> str:
-    return str(_at(config, "actor", *key, "mode") or OFF)
+    return str(setting(config, "actor", *key, "mode") or OFF)
 
 
 def _whole(config: Any) -> Any:
@@ -306,7 +283,7 @@ def _whole(config: Any) -> Any:
     return config if root is None else root()
 
 
-def _at(config: Any, *path: str) -> Any:
+def setting(config: Any, *path: str) -> Any:
     """What lies there in a DictConfig, dict or dataclass; None where the way ends before."""
     for name in path:
         if config is None or isinstance(config, str):
@@ -324,24 +301,15 @@ def _dotted(key: tuple[str, ...]) -> str:
 
 
 def _rollouts() -> dict[str, bool]:
-    """Each rollout engine that this verl has a folder for, and whether its server asks it for routes."""
+    """Each of verl's rollout engines, and whether its server asks it for routes."""
     where = next((product.where for product in probe.products() if product.name == "verl"), "")
     folders = Path(where, "workers", "rollout").glob("*_rollout") if where else ()
-    return {
+    return {"hf": False, "naive": False} | {
         folder.name.removesuffix("_rollout"): any(
             _FLAG in file.read_text(encoding="utf-8", errors="replace") for file in folder.rglob("*.py")
         )
         for folder in folders
     }
-
-
-def _asks_for_routes(name: str) -> bool | None:
-    """Does this verl ask that rollout engine for routes? None for an engine that isn't verl's own."""
-    return {"hf": False, "naive": False, **_rollouts()}.get(name)
-
-
-def _engines_that_are_asked() -> list[str]:
-    return sorted(name for name, asked in _rollouts().items() if asked)
 
 
 # ---- where it is asked
@@ -354,7 +322,7 @@ def _guard_validation(module: Any) -> None:
     @functools.wraps(validate)
     def validate_config(config: Any, *args: Any, **kwargs: Any) -> Any:
         if list(_patches):
-            check_actor(_at(config, _ROOT))
+            check_actor(setting(config, _ROOT))
         return validate(config, *args, **kwargs)
 
     _patches.set(module, "validate_config", validate_config, _WHY)
@@ -369,27 +337,23 @@ def _guard_workers(module: Any) -> None:
     if cls is None:
         raise AttributeError("no class ActorRolloutRefWorker")
     legacy = module.__name__ != ENGINE_WORKERS
-    _patches.set(cls, "__init__", _checking_after(cls.__init__, legacy), _WHY)
+    _patches.set(cls, "__init__", _checked_method(cls.__init__, legacy, after=True), _WHY)
     for name in ("_build_model_optimizer", "set_dispatch_collect"):
         if hasattr(cls, name):
-            _patches.set(cls, name, _checking_before(getattr(cls, name), legacy), _WHY)
+            _patches.set(cls, name, _checked_method(getattr(cls, name), legacy, after=False), _WHY)
 
 
-def _checking_after(method: Callable[..., Any], legacy: bool) -> Callable[..., Any]:
+def _checked_method(method: Callable[..., Any], legacy: bool, *, after: bool) -> Callable[..., Any]:
+    """A method of a worker that has its config checked, after it has run or before."""
+
     @functools.wraps(method)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not after:
+            _check_worker(self, legacy)
         result = method(self, *args, **kwargs)
-        _check_worker(self, legacy)
+        if after:
+            _check_worker(self, legacy)
         return result
-
-    return checked
-
-
-def _checking_before(method: Callable[..., Any], legacy: bool) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_worker(self, legacy)
-        return method(self, *args, **kwargs)
 
     return checked
 

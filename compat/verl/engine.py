@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,17 +22,19 @@ from torch import nn
 
 from npu_replay.compat import probe
 from npu_replay.compat.patching.patches import when_undone
-from npu_replay.compat.verl.actions import switch
-from npu_replay.compat.verl.announce import announce
+from npu_replay.compat.verl.actions import problem_of, switch
 from npu_replay.compat.verl.files import Files
 from npu_replay.errors import ReplayError, share
-from npu_replay.parallel import bad_samples
+from npu_replay.parallel.bad_samples import above_ceiling
 from npu_replay.parallel.ranks import agreed, all_here
 from npu_replay.sessions.stepwise import Feed, Tap
+
+_log = logging.getLogger("npu_replay.job")
 
 PREFIX = "npu_replay/"
 _CEILING = "NPU_REPLAY_BAD_SAMPLES"
 _FAR = "NPU_REPLAY_MAX_LIVE_MISMATCH"
+_EVERY = "NPU_REPLAY_METRICS_EVERY"
 
 _COUNTED = (
     *("rows", "routed", "samples", "bad_samples"),
@@ -69,27 +73,27 @@ def wrapped(
         settings = settings_of(self)
         if settings.mode == "disabled":
             return original(self, *args, **kwargs)
-        given = signature.bind(self, *args, **kwargs)
-        given.apply_defaults()
-        if switch.is_off:
-            _ask_for_none(given.arguments["data"])
+        given = signature.bind(self, *args, **kwargs).arguments
+        data = given["data"]
+        flags = _flags_of(data)
+        if switch.is_off:  # an engine reads it in its batch; a worker's actor asks the switch
+            if flags is not None:
+                flags.assign_non_tensor(data, enable_routing_replay=False)
             return original(self, *args, **kwargs)
         if (engine := _engines.get(self)) is None:
             engine = _engines[self] = _Engine(Files.of(settings))
-        job = Pass(
-            list(chunks_of(self)),
-            settings.mode,
-            engine,
-            trains=not given.arguments.get("forward_only", False),
-        )
-        data = given.arguments["data"]
-        files = engine.files if _asks_for_one(data) else None
+        job = Pass(list(chunks_of(self)), settings.mode, engine, trains=not given.get("forward_only", False))
+        files = engine.files
+        if flags is None or not flags.get_non_tensor_data(data, "enable_routing_replay", False):
+            files = None
         if files is not None:
-            job.unread = _problem_of(files.give, data)
+            job.unread = problem_of("read or write files of routes", files.give, data)
         with switch.running(job):
             output = original(self, *args, **kwargs)
             if files is not None and self.is_mp_src_rank_with_outputs():
-                unwritten = _problem_of(files.keep, data, output, self.tf_config, settings.mode)
+                unwritten = problem_of(
+                    "write files of routes", files.keep, data, output, self.tf_config, settings.mode
+                )
                 if unwritten is not None:
                     raise unwritten
         if job.trains:
@@ -97,45 +101,6 @@ def wrapped(
         return output
 
     return forward_backward_batch
-
-
-def refuse_engines() -> None:
-    """npu_replay is being uninstalled: engines that were built with it can't replay by verl's own means.
-
-    Their routers lack what verl's patch hangs on them, and they would go on without a replay, unnoticed.
-    """
-    for engine in list(_engines):
-        engine.forward_backward_batch = _refuses
-
-
-when_undone(refuse_engines)
-
-
-def restore_engines() -> None:
-    """npu_replay is installed again: engines that were refused can go on, built with it as they are."""
-    for engine in list(_engines):
-        if vars(engine).get("forward_backward_batch") is _refuses:
-            del engine.forward_backward_batch
-
-
-def _refuses(*args: Any, **kwargs: Any) -> Any:
-    raise ReplayError(
-        "npu_replay was uninstalled after this engine had replayed with it",
-        expected="uninstall() before the engine is built, or NPU_REPLAY_DISABLE=1 from the start",
-        got="uninstall() in the middle of a job",
-        cause="start the workers anew to go on without npu_replay, or npu_replay.install() to go on with it",
-    )
-
-
-def _ask_for_none(data: Any) -> None:
-    """An engine reads in its batch whether it records or replays; a worker's actor asks the switch."""
-    if (flags := _flags_of(data)) is not None:
-        flags.assign_non_tensor(data, enable_routing_replay=False)
-
-
-def _asks_for_one(data: Any) -> bool:
-    flags = _flags_of(data)
-    return flags is not None and bool(flags.get_non_tensor_data(data, "enable_routing_replay", False))
 
 
 def _flags_of(data: Any) -> Any:
@@ -146,17 +111,32 @@ def _flags_of(data: Any) -> Any:
     return flags if known else None
 
 
-def _problem_of(function: Callable[..., None], *arguments: Any) -> ReplayError | None:
-    """Why it failed: the other ranks wait to hear of it, whatever it is."""
-    try:
-        function(*arguments)
-    except ReplayError as error:
-        return error
-    except Exception as error:  # noqa: BLE001  it is raised when all ranks can leave
-        unknown = ReplayError("routes in files failed", got=repr(error), expected="to read or write them")
-        unknown.__cause__ = error
-        return unknown
-    return None
+def refuse_engines() -> None:
+    """npu_replay is being uninstalled: engines that were built with it can't replay by verl's own means.
+
+    Their routers lack what verl's patch hangs on them, and they would go on without a replay, unnoticed.
+    """
+    for engine in list(_engines):
+        engine.forward_backward_batch = _refuse
+
+
+when_undone(refuse_engines)
+
+
+def restore_engines() -> None:
+    """npu_replay is installed again: engines that were refused can go on, built with it as they are."""
+    for engine in list(_engines):
+        if vars(engine).get("forward_backward_batch") is _refuse:
+            del engine.forward_backward_batch
+
+
+def _refuse(*args: Any, **kwargs: Any) -> Any:
+    raise ReplayError(
+        "npu_replay was uninstalled after this engine had replayed with it",
+        expected="uninstall() before the engine is built, or NPU_REPLAY_DISABLE=1 from the start",
+        got="uninstall() in the middle of a job",
+        cause="start the workers anew to go on without npu_replay, or npu_replay.install() to go on with it",
+    )
 
 
 @dataclass
@@ -178,7 +158,7 @@ class Pass:
     trains: bool
     metrics: dict[str, float] = field(default_factory=dict)
     unread: ReplayError | None = None
-    _counted: dict[str, int] = field(default_factory=dict)
+    _counted: Counter[str] = field(default_factory=Counter)
     _ceiling: int = 0
     """The share of bad samples that is let through, in millionths; the same on all ranks once begun."""
 
@@ -189,28 +169,26 @@ class Pass:
 
     @property
     def tolerant(self) -> bool:
-        """Not in the first step: what is wrong there is wrong in all."""
+        """Are samples with bad routes counted? Not in the first step: what is wrong there is wrong in all."""
         return self.engine.updates > 0
 
     def compares(self) -> bool:
-        """On every n-th update, since it costs the live router's top-k."""
-        every = int(_setting("NPU_REPLAY_METRICS_EVERY", 10))
+        """Is the live router's choice counted? On every n-th update, since it costs the router's top-k."""
+        told = os.environ.get(_EVERY, "").strip() or "10"
+        try:
+            every = int(float(told))
+        except (ValueError, OverflowError) as error:
+            raise ReplayError(f"{_EVERY} must be a number", expected="10, for one", got=told) from error
         return self.trains and every > 0 and self.engine.updates % every == 0
 
     def most_live_mismatch(self) -> float | None:
-        """In the first update's first micro-batch: routes that are laid out wrong show there.
-
-        Raises:
-            ReplayError: the environment says no share.
-        """
-        if not self.trains or self.engine.updates:
-            return None
-        return share(os.environ.get(_FAR, "").strip() or 0.3, _FAR, "token-layers")
+        """How far the first update's first micro-batch may be from the live choice: routes that are laid out
+        wrong show there. None for any distance."""
+        return _share(_FAR, 0.3, "token-layers") if self.trains and not self.engine.updates else None
 
     def count(self, **figures: int) -> None:
         """Add to the figures of this pass."""
-        for name, value in figures.items():
-            self._counted[name] = self._counted.get(name, 0) + value
+        self._counted.update(figures)
 
     def begin(self, error: ReplayError | None) -> None:
         """Before the schedule, in which a rank that isn't there would be waited for.
@@ -221,30 +199,24 @@ class Pass:
         if not self.engine.met:
             all_here()
             self.engine.met = True
-        unread = self._read_ceiling()
-        told = {"ranks": 1, "ceilings": self._ceiling, "squares": self._ceiling**2}
-        _on_every_rank(self._differing(agreed(error or self.unread or unread, told)))
-
-    def _read_ceiling(self) -> ReplayError | None:
+        error = error or self.unread
         try:
-            ceiling = share(os.environ.get(_CEILING, "").strip() or bad_samples.CEILING, _CEILING, "samples")
-        except ReplayError as error:
-            return error
-        self._ceiling = round(ceiling * 1e6)
-        return None
-
-    def _differing(self, sums: dict[str, int]) -> ReplayError | None:
-        """Each rank reads its own environment. By the sums all see alike whether one read another number."""
-        if sums["ranks"] * sums["squares"] == sums["ceilings"] ** 2:  # by Cauchy-Schwarz: all are equal
-            return None
-        mean = sums["ceilings"] / sums["ranks"] / 1e6
-        return ReplayError(
-            f"{_CEILING} differs between the ranks",
-            where="all ranks",
-            expected="one number on all ranks: they leave together, or go on together",
-            got=f"{self._ceiling / 1e6:g} on this one, {mean:g} in the mean of all",
-            cause="it was set on some nodes only; set it in the runtime_env of the job",
-        )
+            self._ceiling = round(_share(_CEILING, bad_samples.CEILING, "samples") * 1e6)
+        except ReplayError as unknown:
+            error = error or unknown
+        # Each rank reads its own environment. By these sums all see alike whether they have read the same.
+        sums = agreed(error, {"ranks": 1, "ceilings": self._ceiling, "squares": self._ceiling**2})
+        if sums["ranks"] * sums["squares"] != sums["ceilings"] ** 2:  # by Cauchy-Schwarz: not all are equal
+            mean = sums["ceilings"] / sums["ranks"] / 1e6
+            _raise_on_every_rank(
+                ReplayError(
+                    f"{_CEILING} differs between the ranks",
+                    where="all ranks",
+                    expected="one number on all ranks: they leave together, or go on together",
+                    got=f"{self._ceiling / 1e6:g} on this one, {mean:g} in the mean of all",
+                    cause="it was set on some nodes only; set it in the runtime_env of the job",
+                )
+            )
 
     def settle(self, session: Feed | Tap | None, error: ReplayError | None) -> None:
         """Agree with the other ranks, say once that it is on, and keep the figures.
@@ -254,40 +226,31 @@ class Pass:
         """
         if session is None and error is None:
             return
-        sums = agreed(error, self._figures(session))
-        _on_every_rank(self._above_ceiling(sums))
+        if session is not None:
+            self.count(**session.counts())
+        sums = agreed(error, {name: self._counted[name] for name in _COUNTED} | {"ranks": 1})
+        bad, samples = sums["bad_samples"], sums["samples"]
+        problem = above_ceiling(bad, samples, self._ceiling / 1e6, setting=_CEILING, where="all ranks")
+        if problem is not None:
+            _raise_on_every_rank(problem)
         if isinstance(session, Feed):
             self.metrics = _metrics(sums)
             if not self.engine.announced:
                 self.engine.announced = True
-                _announce(self.mode, sums)
+                if not dist.is_initialized() or dist.get_rank() == 0:
+                    announce(_summary(self.mode, sums))
         if self.trains:
             self.engine.updates += 1
 
-    def _figures(self, session: Feed | Tap | None) -> dict[str, int]:
-        if session is not None:
-            self.count(**session.counts())
-        return dict.fromkeys(_COUNTED, 0) | self._counted | {"ranks": 1}
 
-    def _above_ceiling(self, sums: dict[str, int]) -> ReplayError | None:
-        return bad_samples.above_ceiling(
-            sums["bad_samples"], sums["samples"], self._ceiling / 1e6, setting=_CEILING, where="all ranks"
-        )
+def _raise_on_every_rank(problem: ReplayError) -> None:
+    """What all ranks have found alike; the first has the whole message."""
+    agreed(problem if not dist.is_initialized() or dist.get_rank() == 0 else None, {})
 
 
-def _on_every_rank(problem: ReplayError | None) -> None:
-    """Raise what all ranks have found alike; the first has the whole message."""
-    if problem is not None:
-        agreed(problem if not dist.is_initialized() or dist.get_rank() == 0 else None, {})
-
-
-def _setting(name: str, default: float) -> float:
-    """A number that the user has set in the environment."""
-    told = os.environ.get(name, "")
-    try:
-        return float(told) if told.strip() else default
-    except ValueError as error:
-        raise ReplayError(f"{name} must be a number", expected=f"{default:g}, for one", got=told) from error
+def _share(name: str, default: float, of: str) -> float:
+    """A share that the user has set in the environment."""
+    return share(os.environ.get(name, "").strip() or default, name, of)
 
 
 def _metrics(sums: dict[str, int]) -> dict[str, float]:
@@ -316,39 +279,39 @@ def _add_metrics(output: Any, metrics: dict[str, float]) -> None:
             first.update(metrics)
 
 
-def _announce(mode: str, sums: dict[str, int]) -> None:
-    """The one line that says that it is on."""
-    if dist.is_initialized() and dist.get_rank() != 0:
-        return
-    stages = _pipeline_stages()
+def _summary(mode: str, sums: dict[str, int]) -> str:
+    """The one line that says that replay is on."""
+    state: Any = sys.modules.get("megatron.core.parallel_state")
+    stages = 1
+    if state is not None and state.model_parallel_is_initialized():
+        stages = int(state.get_pipeline_model_parallel_world_size())
     routers, replayed = (sums[name] * stages // sums["ranks"] for name in ("routers", "replayed"))
     routed = sums["routed"] / max(sums["rows"], 1)
+    percent = "100%" if routed == 1 else f"{min(routed * 100, 99.99):.2f}%"  # never 100% of what is less
     ranks = "1 rank" if sums["ranks"] == 1 else f"{sums['ranks']} ranks agree"
-    announce(
-        f"{mode}: {routers} routers, {replayed} replayed, {_percent(routed)} of rows had a route, {ranks} "
-        f"({', '.join(('seam', *_versions()))})"
-    )
+    names = {"megatron-core": "Megatron"} | ({"mindspeed": "MindSpeed"} if "mindspeed" in sys.modules else {})
+    found = {product.name: product.version or "?" for product in probe.products() if product.found}
+    by = ", ".join(["seam", *(f"{names[name]} {found[name]}" for name in names if name in found)])
+    return f"{mode}: {routers} routers, {replayed} replayed, {percent} of rows had a route, {ranks} ({by})"
 
 
-def _percent(share: float) -> str:
-    """Never 100% of what is less."""
-    return "100%" if share == 1 else f"{min(share * 100, 99.99):.2f}%"
+def announce(line: str) -> None:
+    """Log one line at INFO, and have it shown in a process that shows warnings only."""
+    if not _log.isEnabledFor(logging.INFO):
+        _log.setLevel(logging.INFO)
+    logger: logging.Logger | None = _log
+    handlers: list[logging.Handler] = []
+    while logger is not None:
+        handlers += logger.handlers
+        logger = logger.parent if logger.propagate else None
+    if all(handler.level > logging.INFO for handler in handlers):
+        _log.addHandler(_Stderr())
+    _log.info("[npu_replay] %s", line)
 
 
-def _pipeline_stages() -> int:
-    state: Any = sys.modules.get("megatron.core.parallel_state")
-    if state is None or not state.model_parallel_is_initialized():
-        return 1
-    return int(state.get_pipeline_model_parallel_world_size())
+class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to what stderr is at that time."""
 
-
-def _versions() -> list[str]:
-    """«Megatron 0.12.1», and MindSpeed's where it is imported."""
-    names = {"megatron-core": "Megatron"}
-    if "mindspeed" in sys.modules:
-        names["mindspeed"] = "MindSpeed"
-    return [
-        f"{names[product.name]} {product.version or '?'}"
-        for product in probe.products()
-        if product.name in names and product.found
-    ]
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from npu_replay.compat.verl import tensors
-from npu_replay.errors import MicroBatchError, ReplayError
+from npu_replay.errors import ReplayError
 from npu_replay.routes.fingerprint import fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
 from npu_replay.routes.store import RouteStore, RouteWriter, key_of
@@ -64,10 +64,9 @@ class Files:
         if self._store is None:
             self._store = RouteStore(self.replay)
         found = [self._store.of(tokens) for tokens in _samples(data)]
-        if not found:
-            return
-        dtype = narrow_dtype(found[0].num_experts)
-        data[ROUTES] = tensors.to_verl(found, data[TOKENS], None, dtype).to(data[TOKENS].device)
+        if found:
+            dtype = narrow_dtype(found[0].num_experts)
+            data[ROUTES] = tensors.to_verl(found, data[TOKENS], None, dtype).to(data[TOKENS].device)
 
     def keep(self, data: Any, output: Any, config: Any, mode: str) -> None:
         """After a pass, on the rank with its output: write the routes of samples that weren't written yet.
@@ -86,35 +85,15 @@ class Files:
             mark = fingerprint(tokens)
             if mark in self._written:
                 continue
-            try:
-                if isinstance(one, ReplayError):
-                    raise one
-                whole = _of_whole(one, len(tokens), mark)
-            except ReplayError as error:
-                logger.warning("[npu_replay] routes that can't be used are not written: %s", error)
-                continue
-            self._written.add(mark)
-            self._writer.add(whole, key_of(mark))
+            bad = one if isinstance(one, ReplayError) else tensors.wrong_length(len(one), len(tokens))
+            if bad is None and isinstance(one, RoutedExperts):
+                rows = torch.arange(len(tokens))
+                rows[len(one) :] = -1  # the rollout engine has none for the last token
+                self._written.add(mark)
+                self._writer.add(one.take(rows).sequence(0, len(tokens), fingerprint=mark), key_of(mark))
+            else:
+                logger.warning("[npu_replay] routes that can't be used are not written: %s", bad)
         self._writer.flush()
-
-
-def _of_whole(routes: RoutedExperts, tokens: int, mark: int) -> RoutedExperts:
-    """One row a token: the rollout engine has none for the last.
-
-    Raises:
-        MicroBatchError: more or fewer rows: nobody knows whose they are.
-    """
-    if len(routes) == tokens - 1:
-        rows = torch.arange(tokens)
-        rows[-1] = -1
-        routes = routes.take(rows)
-    if len(routes) != tokens:
-        raise MicroBatchError(
-            "the routes have another number of tokens than the sample",
-            expected=f"{tokens} (or {tokens - 1}: the last token has no route)",
-            got=len(routes),
-        )
-    return routes.sequence(0, tokens, fingerprint=mark)
 
 
 def _samples(data: Any) -> Iterator[torch.Tensor]:

@@ -16,16 +16,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from npu_replay.compat.megatron import parallel_state as megatron_layout
+from npu_replay.compat.megatron.parallel_state import decoder_layers
 from npu_replay.compat.verl import tensors
 from npu_replay.compat.verl.actions import BACKWARD, RECORD, REPLAY, switch
-from npu_replay.compat.verl.router_replay import RouterReplay, value_of
+from npu_replay.compat.verl.router_replay import RouterReplay
 from npu_replay.errors import MicroBatchError, ReplayError
-from npu_replay.parallel import collect as collecting
+from npu_replay.parallel.collect import collect
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.routers import find
-from npu_replay.routes.routed_experts import RoutedExperts
-from npu_replay.sessions.stepwise import Feed, Tap
 
 logger = logging.getLogger(__name__)
 
@@ -57,13 +55,12 @@ def get_num_layers_to_build(config: Any, vp_stage: int | None = None, pp_rank: i
 
 def is_moe_layer(tf_config: Any, layer_idx: int) -> bool:
     """Is this decoder layer, 0-based, a MoE layer?"""
-    return layer_idx in megatron_layout.decoder_layers(tf_config).moe
+    return layer_idx in decoder_layers(tf_config).moe
 
 
 def get_moe_num_layers_to_build(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
     """MoE layers of a pipeline stage."""
-    moe = megatron_layout.decoder_layers(config).moe
-    return sum(layer in moe for layer in _stage(config, vp_stage, pp_rank))
+    return len(set(decoder_layers(config).moe) & set(_stage(config, vp_stage, pp_rank)))
 
 
 def get_current_rank_layer_info(tf_config: Any, vp_rank: int | None = None) -> dict[str, int]:
@@ -80,8 +77,9 @@ def _stage(config: Any, vp_stage: int | None, pp_rank: int | None) -> tuple[int,
 
         pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     stages = config.virtual_pipeline_model_parallel_size or 1
-    decoder = megatron_layout.decoder_layers(config)
-    return decoder.stage(config.pipeline_model_parallel_size, stages, int(pp_rank), vp_stage or 0)
+    return decoder_layers(config).stage(
+        config.pipeline_model_parallel_size, stages, int(pp_rank), vp_stage or 0
+    )
 
 
 # Record
@@ -100,42 +98,31 @@ def merge_router_topk_indices(
     """Append what a chunk's routers chose in its last forward, for the whole sequences of the micro-batch.
 
     Shaped [batch, sequence, layers of the chunk, topk], or jagged. Every rank of the chunk's tensor and
-    context parallel group has to call it.
+    context parallel group has to call it. An error waits for the end of the schedule; rows are blank then.
     """
     dtype, as_bytes = tensors.wire_dtype(tf_config, sys.modules[UTILS])
-    tap, chunk = switch.tapping(model, tf_config, vp_rank)
-    if tap._routers[chunk]:
-        whole = _whole_sequences(tap, chunk, input_ids, attention_mask, tf_config, local_cp_size)
-        merged = tensors.to_verl(whole, input_ids, attention_mask, dtype)
-    else:
-        merged = tensors.without_layers(input_ids, attention_mask, int(tf_config.moe_router_topk), dtype)
-    mini_layer_topk_idx_list.append(_bytes(merged) if as_bytes else merged)
-
-
-def _whole_sequences(
-    tap: Tap,
-    chunk: int,
-    tokens: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    config: Any,
-    local_cp_size: int | None,
-) -> list[RoutedExperts]:
-    """What a chunk just recorded, from all ranks that share its rows; blank where an error waits."""
-    layout: Any = None
-    routes: Any = None
-    try:
-        layout = tensors.layout_of(tokens, attention_mask, config, sys.modules[UTILS], local_cp_size)
-        routes = tap.take(chunk)
-    except ReplayError as error:
-        switch.defer(error)  # the others of the group hear of it in collect
-    try:
-        # The ranks of a stage run their micro-batches together; only a checkpoint or a slow step parts them.
-        return collecting.collect([routes], [layout], _row_groups(local_cp_size), patience=600.0) or []
-    except ReplayError as error:
-        switch.defer(error)
-    labels = [router.label for router in tap._routers[chunk]]
-    lengths = tensors.lengths_of(tokens, attention_mask)
-    return [tensors.blank(size, labels, config) for size in lengths]
+    record, chunk = switch.recording(model, tf_config, vp_rank)
+    labels = [router.label for router in record._routers[chunk]]
+    whole = []
+    if labels:
+        layout: Any = None
+        routes: Any = None
+        try:
+            layout = tensors.layout_of(
+                input_ids, attention_mask, tf_config, sys.modules[UTILS], local_cp_size
+            )
+            routes = record.take(chunk)
+        except ReplayError as error:
+            switch.defer(error)  # the others of the group hear of it in collect
+        try:
+            # A stage's ranks run their micro-batches together; only a checkpoint or a slow step parts them.
+            whole = collect([routes], [layout], _row_groups(local_cp_size), patience=600.0) or []
+        except ReplayError as error:
+            switch.defer(error)
+            lengths = tensors.lengths_of(input_ids, attention_mask)
+            whole = [tensors.blank(size, labels, tf_config) for size in lengths]
+    merged = tensors.to_verl(whole, input_ids, attention_mask, dtype, topk=int(tf_config.moe_router_topk))
+    mini_layer_topk_idx_list.append(tensors.viewed(merged, torch.uint8) if as_bytes else merged)
 
 
 def _row_groups(local_cp_size: int | None) -> list[Any]:
@@ -174,15 +161,14 @@ def reorder_and_merge_vpp_layers(
     for (_, chunk), one in zip(table, micro_batch_tensor_list, strict=True):
         of_chunk[chunk].extend(one.unbind())
     samples = [torch.cat(parts, dim=1) for parts in zip(*of_chunk, strict=True)]
-    if micro_batch_tensor_list[0].is_nested:
-        return torch.nested.as_nested_tensor(samples, layout=torch.jagged)
-    return torch.stack(samples)
+    return tensors.batched(samples, jagged=micro_batch_tensor_list[0].is_nested)
 
 
 def merge_nested_router_maps(router_maps: list[torch.Tensor]) -> torch.Tensor:
     """The samples of several jagged tensors in one, int16."""
-    samples = [sample.to(torch.int16) for one in router_maps for sample in one.unbind()]
-    return torch.nested.as_nested_tensor(samples, layout=torch.jagged)
+    return tensors.batched(
+        [sample.to(torch.int16) for one in router_maps for sample in one.unbind()], jagged=True
+    )
 
 
 @_timed
@@ -191,19 +177,28 @@ def pp_gather(local_layers_router_map: torch.Tensor, tf_config: Any) -> torch.Te
 
     Every rank of the pipeline has to call it, one without MoE layers too. An error on one is raised on all.
     """
-    if int(tf_config.pipeline_model_parallel_size) <= 1:
-        return _gathered(local_layers_router_map.detach().cpu(), tf_config)
+    dtype, as_bytes = tensors.wire_dtype(tf_config, sys.modules[UTILS])
+    if int(tf_config.pipeline_model_parallel_size) > 1:
+        whole = _of_all_stages(local_layers_router_map, tf_config)
+    else:
+        whole = local_layers_router_map.detach().cpu()
+    return tensors.viewed(whole, dtype) if as_bytes else whole
+
+
+def _of_all_stages(local: torch.Tensor, config: Any) -> torch.Tensor:
+    from megatron.core import parallel_state
+
     labels: list[int] = []
     samples: list[Any] = []
     error: Exception | None = None
+    said = None
     try:
-        local = local_layers_router_map.detach().cpu()
-        labels, samples = _of_this_stage(local, tf_config)
+        labels, samples = _of_this_stage(local.detach().cpu(), config)
     except Exception as problem:  # noqa: BLE001  the other stages wait to hear of it, whatever it is
-        error = problem
-    group = _pipeline_group()
+        error, said = problem, problem.line if isinstance(problem, ReplayError) else repr(problem)
+    group = parallel_state.get_pipeline_model_parallel_group()
     told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (labels, samples, _line(error)), group)
+    dist.all_gather_object(told, (labels, samples, said), group)
     for rank, (_, _, theirs) in enumerate(told):
         if theirs is not None:
             raise MicroBatchError(theirs, where=f"pipeline rank {rank}") from error
@@ -212,21 +207,11 @@ def pp_gather(local_layers_router_map: torch.Tensor, tf_config: Any) -> torch.Te
         torch.from_numpy(np.concatenate(parts, axis=1)[:, order])
         for parts in zip(*(theirs for _, theirs, _ in told), strict=True)
     ]
-    stacked = (
-        torch.nested.as_nested_tensor(whole, layout=torch.jagged) if local.is_nested else torch.stack(whole)
-    )
-    return _gathered(stacked, tf_config)
-
-
-def _gathered(routes: torch.Tensor, config: Any) -> torch.Tensor:
-    """What travelled as bytes as ids again."""
-    dtype, as_bytes = tensors.wire_dtype(config, sys.modules[UTILS])
-    return _ids(routes, dtype) if as_bytes else routes
+    return tensors.batched(whole, jagged=local.is_nested)
 
 
 def _of_this_stage(local: torch.Tensor, config: Any) -> tuple[list[int], list[Any]]:
     """What it tells the others: the decoder layers of its columns, chunk by chunk, and its samples."""
-    tensors.wire_dtype(config, sys.modules[UTILS])  # what fails in `_gathered` is known to all before
     samples = [sample.numpy() for sample in local.unbind()]
     parallel = ParallelLayout.from_megatron(config)
     moe = set(parallel.moe_layers)
@@ -235,35 +220,6 @@ def _of_this_stage(local: torch.Tensor, config: Any) -> tuple[list[int], list[An
     if columns != len(labels):
         raise MicroBatchError(f"{columns} recorded layers for the {len(labels)} MoE layers of this stage")
     return labels, samples
-
-
-def _line(error: Exception | None) -> str | None:
-    """For the other ranks; None where nothing is wrong."""
-    if error is None:
-        return None
-    return error.line if isinstance(error, ReplayError) else repr(error)
-
-
-def _pipeline_group() -> Any:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_pipeline_model_parallel_group()
-
-
-def _bytes(ids: torch.Tensor) -> torch.Tensor:
-    """Ids as bytes, the last dimension as much longer."""
-    if not ids.is_nested:
-        return ids.contiguous().view(torch.uint8)
-    each = [one.contiguous().view(torch.uint8) for one in ids.unbind()]
-    return torch.nested.as_nested_tensor(each, layout=torch.jagged)
-
-
-def _ids(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The inverse."""
-    if not data.is_nested:
-        return data.contiguous().view(dtype)
-    each = [one.contiguous().view(dtype) for one in data.unbind()]
-    return torch.nested.as_nested_tensor(each, layout=torch.jagged)
 
 
 # Replay
@@ -294,8 +250,8 @@ def set_router_replay_data(
         ReplayError: no routes, or routes that don't fit. While an engine's schedule runs it waits for its
             end.
     """
-    feed, chunk = switch.feeding(model, tf_config, vp_rank)
-    if not feed.labels(chunk):
+    replay, chunk = switch.replaying(model, tf_config, vp_rank)
+    if not replay.labels(chunk):
         return
     try:
         if layers_topk_idx is None:
@@ -306,47 +262,38 @@ def set_router_replay_data(
                 cause="R2: the old log-probs weren't computed by the actor in this step (bypass mode); R3: "
                 "the rollout didn't hand its routes on (enable_rollout_routing_replay=False)",
             )
-        _feed(feed, chunk, layers_topk_idx, attention_mask, tf_config, replay_mask, local_cp_size)
+        job, labels = switch.job, replay.labels(chunk)
+        layout = tensors.layout_of(
+            layers_topk_idx, attention_mask, tf_config, sys.modules[UTILS], local_cp_size
+        )
+        from_rollout = replay_mask is not None if job is None else job.r3
+        found = tensors.sequences_of(
+            layers_topk_idx,
+            attention_mask,
+            tf_config,
+            mask=replay_mask,
+            # A row of one expert a layer may well be all zeros in a record.
+            zeros_are_none=from_rollout or int(tf_config.moe_router_topk) > 1,
+        )
+        for number, error in getattr(layers_topk_idx, _BAD, {}).items():
+            found[number] = error
+        problems = tensors.problems(found, layout, labels)
+        # Of a sample that verl has rejected, or without a response, no row is to be replayed.
+        wanted = [True] * len(found) if replay_mask is None else [one.any() for one in replay_mask.unbind()]
+        bad = {number: error for number, error in problems.items() if wanted[number]}
+        if bad and not (job is not None and job.tolerant):
+            raise next(iter(bad.values()))
+        for number, error in bad.items():
+            logger.warning("[npu_replay] sample %d takes the routers' own choice: %s", number, error)
+        good = {number: one for number, one in enumerate(found) if number not in problems}
+        here = tensors.laid_out(good, layout, labels, tf_config)
+        replay.feed(chunk, here)
+        if job is not None and chunk == replay.first_chunk:
+            job.count(rows=int((layout.rows >= 0).sum()), routed=int(here.recorded.sum()))
+            if tensors.speaks_for_samples(layout.parallel):
+                job.count(samples=len(found), bad_samples=len(bad))
     except ReplayError as error:
         switch.defer(error)
-
-
-def _feed(
-    feed: Feed,
-    chunk: int,
-    routes: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    config: Any,
-    mask: torch.Tensor | None,
-    local_cp_size: int | None,
-) -> None:
-    labels = feed.labels(chunk)
-    layout = tensors.layout_of(routes, attention_mask, config, sys.modules[UTILS], local_cp_size)
-    from_rollout = mask is not None if switch.job is None else switch.job.r3
-    found = tensors.sequences_of(
-        routes,
-        attention_mask,
-        config,
-        mask=mask,
-        # A row of one expert a layer may well be all zeros in a record.
-        zeros_are_none=from_rollout or int(config.moe_router_topk) > 1,
-    )
-    for number, error in getattr(routes, _BAD, {}).items():
-        found[number] = error
-    unwanted = tensors.unwanted(mask)
-    problems = tensors.problems(found, layout, labels)
-    bad = {number: error for number, error in problems.items() if number not in unwanted}
-    if bad and not (switch.job is not None and switch.job.tolerant):
-        raise next(iter(bad.values()))
-    for number, error in bad.items():
-        logger.warning("[npu_replay] sample %d takes the routers' own choice: %s", number, error)
-    good = {number: one for number, one in enumerate(found) if number not in problems}
-    here = tensors.laid_out(good, layout, labels, config)
-    feed.feed(chunk, here)
-    if switch.job is not None and chunk == feed.first_chunk:
-        switch.job.count(rows=int((layout.rows >= 0).sum()), routed=int(here.recorded.sum()))
-        if tensors.speaks_for_samples(layout.parallel):
-            switch.job.count(samples=len(found), bad_samples=len(bad))
 
 
 def build_r3_replay_mask(input_ids: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
@@ -354,14 +301,10 @@ def build_r3_replay_mask(input_ids: torch.Tensor, response_mask: torch.Tensor) -
 
     None of a sequence without a response. Rows without a route among them are told by their zeros.
     """
-    lengths = tensors.offsets(input_ids).diff().tolist()
-    if response_mask.is_nested:
-        responses = [int(one.sum()) for one in response_mask.unbind()]
-    else:
-        responses = response_mask.sum(dim=-1).tolist()
+    lengths = tensors.lengths_of(input_ids, None)
     each = [
-        (torch.arange(length) < length - 1) & bool(response)
-        for length, response in zip(lengths, responses, strict=True)
+        (torch.arange(length) < length - 1) & bool(response.any())
+        for length, response in zip(lengths, response_mask.unbind(), strict=True)
     ]
     return torch.nested.nested_tensor_from_jagged(
         torch.cat(each).to(input_ids.device), tensors.offsets(input_ids)
@@ -370,7 +313,7 @@ def build_r3_replay_mask(input_ids: torch.Tensor, response_mask: torch.Tensor) -
 
 def align_r3_router_replay_data(layers_topk_idx: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
     """One row of routes for each token: zeros for a last token that has none."""
-    lengths = [int(size) for size in tensors.offsets(input_ids).diff().tolist()]
+    lengths = tensors.lengths_of(input_ids, None)
     parts = list(layers_topk_idx.unbind())
     if len(parts) != len(lengths):
         switch.defer(
@@ -381,19 +324,13 @@ def align_r3_router_replay_data(layers_topk_idx: torch.Tensor, input_ids: torch.
         parts = [parts[0][:0]] * len(lengths)
     aligned, bad = [], {}
     for number, (routes, length) in enumerate(zip(parts, lengths, strict=True)):
-        if len(routes) not in (length, length - 1):
-            bad[number] = MicroBatchError(
-                "the routes have another number of tokens than the sample",
-                where=f"sample {number} of the micro-batch",
-                expected=f"{length} (or {length - 1}: the last token has no route)",
-                got=len(routes),
-                cause="a response that was cut after the rollout, or routes of another sequence",
-            )
-            routes = routes[:0]
+        error = tensors.wrong_length(len(routes), length, f"sample {number} of the micro-batch")
+        if error is not None:
+            bad[number], routes = error, routes[:0]
         aligned.append(torch.cat([routes, routes.new_zeros(length - len(routes), *routes.shape[1:])]))
     if bad and switch.job is None:
         raise next(iter(bad.values()))
-    whole = torch.nested.as_nested_tensor(aligned, layout=torch.jagged)
+    whole = tensors.batched(aligned, jagged=True)
     # In a schedule the other ranks wait for this one: it is set_router_replay_data that says what is wrong.
     setattr(whole, _BAD, bad)
     return whole
@@ -416,7 +353,7 @@ def iter_model_routers(model: Any) -> Iterator[tuple[int, RouterReplay]]:
 
 def set_model_router_replay_action(model: Any, router_replay_action: Any) -> None:
     """Set the action."""
-    switch.set(value_of(router_replay_action))
+    RouterReplay.set_global_router_replay_action(router_replay_action)
 
 
 class RouterReplayHelper:
@@ -427,12 +364,8 @@ class RouterReplayHelper:
         """The RouterReplays of a chunk's routers, ascending; none while no action is on."""
         if not switch.action:
             return []
-        session: Any
-        session, chunk = (
-            switch.tapping(None, tf_config, vp_rank)
-            if switch.is_(RECORD)
-            else switch.feeding(None, tf_config, vp_rank)
-        )
+        session_of: Any = switch.recording if switch.is_(RECORD) else switch.replaying
+        session, chunk = session_of(None, tf_config, vp_rank)
         return [RouterReplay.of(router.module) for router in session._routers[chunk]]
 
     @staticmethod

@@ -21,14 +21,12 @@ from typing import Any
 from npu_replay.compat.megatron_backports import router_init
 from npu_replay.compat.patching import class_source, import_hook
 from npu_replay.compat.patching.patches import Patch, Patches
-from npu_replay.compat.verl import engine as verl_engine
-from npu_replay.compat.verl import functions as verl_functions
+from npu_replay.compat.verl import engine, functions
 from npu_replay.compat.verl.actions import switch
-from npu_replay.compat.verl.router_replay import RouterReplay
+from npu_replay.compat.verl.router_replay import PATCH, RouterReplay
 from npu_replay.errors import ReplayError, described
 
-PATCH = "verl.utils.megatron.router_replay_patch"
-UTILS = verl_functions.UTILS
+UTILS = functions.UTILS
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 ACTOR = "verl.workers.actor.megatron_actor"
 WORKERS = "verl.workers.megatron_workers"
@@ -39,31 +37,22 @@ _USERS = (UTILS, ENGINE, MINDSPEED, ACTOR, WORKERS)
 _WHAT = "router replay of verl"
 _WARNING = "NPU not support router replay"
 
-_FUNCTIONS = (
-    "get_num_layers_to_build",
-    "is_moe_layer",
-    "get_moe_num_layers_to_build",
-    "get_current_rank_layer_info",
-    "merge_router_topk_indices",
-    "reorder_and_merge_vpp_layers",
-    "merge_nested_router_maps",
-    "pp_gather",
-    "set_router_replay_data",
-    "build_r3_replay_mask",
-    "align_r3_router_replay_data",
-    "iter_model_routers",
-    "set_model_router_replay_action",
-    "RouterReplayHelper",
-)
 _NEEDED = {
     PATCH: ("RouterReplay", "RouterReplayAction", "apply_router_replay_patch"),
-    UTILS: (
-        "merge_router_topk_indices",
-        "pp_gather",
-        "set_router_replay_data",
-        "RouterReplayHelper",
-    ),
+    UTILS: ("merge_router_topk_indices", "pp_gather", "set_router_replay_data", "RouterReplayHelper"),
 }
+_BY_VERL: dict[tuple[str, str, str], dict[str, str]] = {
+    ("router", "TopKRouter", "_router_replay_patched"): {
+        "routing": "",
+        "__init__": "original_init",
+        "_hash_routing": "",
+    },
+    ("token_dispatcher", "MoEAlltoAllTokenDispatcher", "_preprocess_patched"): {
+        "preprocess": "original_preprocess"
+    },
+}
+"""What verl's own patch replaces in Megatron: in which module, of which class, and the mark that it leaves
+there; each method with the name under which its replacement keeps the original, if it does."""
 
 _patches = Patches(_WHAT)
 _given_up: list[Exception] = []
@@ -94,7 +83,7 @@ def install() -> None:
         apply = functools.partial(_all_or_nothing, shim)
         import_hook.when_imported(module, f"{_WHAT} ({module})", apply, during=_silenced)
     if any(_patches) and not _given_up:
-        verl_engine.restore_engines()
+        engine.restore_engines()
         if _handed_over:
             _hand_over()
 
@@ -108,32 +97,25 @@ def _all_or_nothing(shim: Callable[[Any], None], module: Any) -> None:
         _rebind_in(module)
         _shimmed.add(module)
     except Exception as error:
-        _give_up(error)
+        _given_up.append(error)
+        _patches.undo()
+        _originals.clear()
+        _shimmed.clear()
+        _refuse_to_start(sys.modules.get(PATCH))
         raise
 
 
-def _give_up(error: Exception) -> None:
-    _given_up.append(error)
-    _patches.undo()
-    _originals.clear()
-    _shimmed.clear()
-    patch = sys.modules.get(PATCH)
+def _refuse_to_start(patch: Any) -> None:
     original = getattr(patch, "apply_router_replay_patch", None)  # its absence may be what is wrong
-    if patch is not None and original is not None and import_hook.strict():
+    if original is None or not import_hook.strict():
+        return
 
-        @functools.wraps(original)
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            import_hook.refuse_failures()
-            return original(*args, **kwargs)
+    @functools.wraps(original)
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        import_hook.refuse_failures()
+        return original(*args, **kwargs)
 
-        _put(
-            patch,
-            "apply_router_replay_patch",
-            refuse,
-            "says why replay can't be done, when an engine is built",
-        )
-        for user in _USERS:
-            _rebind_in(sys.modules.get(user))
+    _put(patch, "apply_router_replay_patch", refuse, "says why replay can't be done, when an engine is built")
 
 
 # What is replaced
@@ -148,9 +130,9 @@ def _replace_patch(module: Any) -> None:
 
 def _replace_functions(module: Any) -> None:
     _check_names(module)
-    for name in _FUNCTIONS:
-        if hasattr(module, name):
-            ours = getattr(verl_functions, name)
+    for name, ours in vars(functions).items():
+        mine = getattr(ours, "__module__", "") == functions.__name__ and not name.startswith("_")
+        if mine and hasattr(module, name):
             _check_signature(module, name, getattr(module, name), ours)
             _put(module, name, ours, "right on every Megatron-core")
 
@@ -199,12 +181,8 @@ def _wrap_pass(cls: Any, chunks_of: Callable[[Any], Any], settings_of: Callable[
     original = getattr(cls, name, None)
     if original is None:
         raise _unknown(described(cls), f"a method {name}", "none")
-    _patches.set(
-        cls,
-        name,
-        verl_engine.wrapped(original, chunks_of, settings_of),
-        "one pass: ranks leave together, figures",
-    )
+    ours = engine.wrapped(original, chunks_of, settings_of)
+    _patches.set(cls, name, ours, "one pass: ranks leave together, figures")
 
 
 def _wrap_workers(module: Any) -> None:
@@ -246,26 +224,16 @@ def _hand_over() -> None:
 
 def _undo_verls() -> None:
     """Where verl's own patch came first, put Megatron's functions back."""
-    router: Any = sys.modules.get("megatron.core.transformer.moe.router")
-    if router is None:
-        return
-    cls: Any = router.TopKRouter
-    if "_router_replay_patched" in vars(cls):
-        routing, init = vars(cls).get("routing"), vars(cls).get("__init__")
-        if _is_verls(routing):
-            cls.routing = class_source.method(cls, "routing")
-        if _is_verls(init):
-            cls.__init__ = _inner(init, "original_init") or class_source.method(cls, "__init__")
-        if _is_verls(vars(cls).get("_hash_routing")):
-            cls._hash_routing = class_source.method(cls, "_hash_routing")
-        del cls._router_replay_patched
-    dispatchers: Any = sys.modules.get("megatron.core.transformer.moe.token_dispatcher")
-    dispatcher = getattr(dispatchers, "MoEAlltoAllTokenDispatcher", None)
-    if dispatcher is not None and "_preprocess_patched" in vars(dispatcher):
-        if _is_verls(dispatcher.preprocess):
-            kept = _inner(dispatcher.preprocess, "original_preprocess")
-            dispatcher.preprocess = kept or class_source.method(dispatcher, "preprocess")
-        del dispatcher._preprocess_patched
+    for (place, name, mark), methods in _BY_VERL.items():
+        module: Any = sys.modules.get(f"megatron.core.transformer.moe.{place}")
+        cls: Any = getattr(module, name, None)
+        if cls is None or mark not in vars(cls):
+            continue
+        for method, kept in methods.items():
+            theirs = vars(cls).get(method)
+            if _is_verls(theirs):
+                setattr(cls, method, _inner(theirs, kept) or class_source.method(cls, method))
+        delattr(cls, mark)
 
 
 def _is_verls(function: Any) -> bool:
@@ -284,16 +252,28 @@ def _refuse_strangers() -> None:
     from megatron.core.transformer.moe.router import TopKRouter
 
     routing: Any = inspect.getattr_static(TopKRouter, "routing")
-    owner = str(getattr(routing, "__module__", "")).split(".")[0]
-    if owner not in ("megatron", "mindspeed", "mindspeed_llm"):
-        raise ReplayError(
+    if str(getattr(routing, "__module__", "")).split(".")[0] not in (
+        "megatron",
+        "mindspeed",
+        "mindspeed_llm",
+    ):
+        raise _somebody_elses(
             "somebody else's routing is in the place of Megatron's",
             where="TopKRouter.routing",
             expected="Megatron's own, or MindSpeed's",
-            got=described(routing),
-            cause="another replay patch in this process; remove it, or turn npu_replay off with "
-            "NPU_REPLAY_DISABLE=1",
+            got=routing,
         )
+
+
+def _somebody_elses(problem: str, *, where: str, expected: str, got: Any) -> ReplayError:
+    return ReplayError(
+        problem,
+        where=where,
+        expected=expected,
+        got=described(got),
+        cause="another replay patch in this process; remove it, or turn npu_replay off with "
+        "NPU_REPLAY_DISABLE=1",
+    )
 
 
 # How it is replaced
@@ -326,13 +306,8 @@ def _check_names(module: Any) -> None:
         if found is None:
             raise _unknown(module.__name__, name, "no such name")
         if getattr(found, "__module__", module.__name__) != module.__name__:
-            raise ReplayError(
-                f"somebody else has replaced {name}",
-                where=module.__name__,
-                expected="verl's own",
-                got=described(found),
-                cause="another patch of verl's router replay; remove it, or turn npu_replay off with "
-                "NPU_REPLAY_DISABLE=1",
+            raise _somebody_elses(
+                f"somebody else has replaced {name}", where=module.__name__, expected="verl's own", got=found
             )
 
 

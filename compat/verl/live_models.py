@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
-from npu_replay.compat.megatron import parallel_state
 from npu_replay.compat.megatron.config_flags import asks_for_replay
+from npu_replay.compat.megatron.parallel_state import is_in_mtp
 from npu_replay.compat.megatron_backports import router_init
 from npu_replay.compat.patching.live_objects import alive
 
@@ -25,14 +24,11 @@ _ROUTER_MODULE = "megatron.core.transformer.moe.router"
 
 def routers() -> list[Any]:
     """The live TopKRouters whose config asks for replay, in the order of their making; also those of MTP."""
-    if _are_of_several_models(_flagged()):
-        gc.collect()  # one that was thrown away lives on in a cycle
-    return _flagged()
-
-
-def _are_of_several_models(found: list[Any]) -> bool:
-    several = len({id(one.config) for one in found}) > 1
-    return several or len({one.layer_number for one in found}) < len(found)
+    found = _flagged()
+    if len({one.layer_number for one in found}) < len(found) or len({id(one.config) for one in found}) > 1:
+        gc.collect()  # of several models one that was thrown away may live on in a cycle
+        found = _flagged()
+    return found
 
 
 def _flagged() -> list[Any]:
@@ -49,13 +45,8 @@ def models() -> list[list[nn.Module]]:
     Chunks that share a config are one model's, unless they hold the same decoder layer twice: then it was
     built twice.
     """
-    return [chunks for _, chunks, _ in _grouped(routers())]
-
-
-def _grouped(wanted: list[Any]) -> list[tuple[Any, list[nn.Module], set[int]]]:
-    """Config, chunks and layers of each model."""
-    found: list[tuple[Any, list[nn.Module], set[int]]] = []
-    for chunk, here in _by_root(wanted, _parents()):
+    found: list[tuple[Any, list[nn.Module], set[int]]] = []  # config, chunks and layers of each model
+    for chunk, here in _chunks(routers()):
         config, labels = here[0].config, {int(one.layer_number or 0) for one in here}
         for known, chunks, taken in found:
             if known is config and not taken & labels:
@@ -64,38 +55,26 @@ def _grouped(wanted: list[Any]) -> list[tuple[Any, list[nn.Module], set[int]]]:
                 break
         else:
             found.append((config, [chunk], labels))
-    return found
+    return [chunks for _, chunks, _ in found]
 
 
-def _by_root(wanted: Iterable[Any], parents: dict[int, nn.Module]) -> list[tuple[nn.Module, list[Any]]]:
-    """The outermost modules around these routers, each with its decoder's routers."""
-    roots: dict[int, tuple[nn.Module, list[Any]]] = {}
-    for router in wanted:
-        line = [router]  # outwards
-        while (parent := parents.get(id(line[-1]))) is not None:
-            line.append(parent)
-        if parallel_state.is_in_mtp(_path(line)):
-            continue
-        if isinstance(line[-1], nn.ModuleList) and len(line) > 1:
-            line.pop()  # a list around whole chunks, which nobody calls
-        roots.setdefault(id(line[-1]), (line[-1], []))[1].append(router)
-    return list(roots.values())
+def _chunks(wanted: list[Any]) -> list[tuple[nn.Module, list[Any]]]:
+    """The outermost modules around these routers, each with its decoder's routers; in the routers' order."""
+    every = [one for one in alive(nn.Module) if "_modules" in vars(one)]
+    held = _children(every)
+    # A list around whole chunks is called by nobody.
+    called = [one for one in every if id(one) in held or not isinstance(one, nn.ModuleList)]
+    held = _children(called)
+    places = {id(router): place for place, router in enumerate(wanted)}
+    found: dict[int, tuple[nn.Module, list[Any]]] = {}
+    for root in called:
+        if id(root) not in held:
+            paths = {id(module): path for path, module in root.named_modules() if id(module) in places}
+            here = sorted(places.pop(one) for one, path in paths.items() if not is_in_mtp(path))
+            if here:
+                found[here[0]] = root, [wanted[place] for place in here]
+    return [found[place] for place in sorted(found)]
 
 
-def _path(line: Sequence[nn.Module]) -> str:
-    """A module's name, from outside: of the innermost of these, each of which is the next one's child."""
-    names = [
-        next(name for name, child in outer._modules.items() if child is inner)
-        for inner, outer in pairwise(line)
-    ]
-    return ".".join(reversed(names))
-
-
-def _parents() -> dict[int, nn.Module]:
-    """The module that holds each module, by the id of the latter."""
-    return {
-        id(child): one
-        for one in alive(nn.Module)
-        for child in one.__dict__.get("_modules", {}).values()
-        if child is not None
-    }
+def _children(modules: Iterable[nn.Module]) -> set[int]:
+    return {id(child) for one in modules for child in one._modules.values()}

@@ -18,6 +18,7 @@ from npu_replay.compat.verl import live_models
 from npu_replay.compat.verl.actions import BACKWARD, RECORD, REPLAY, switch
 from npu_replay.errors import ReplayError, RouterError
 
+PATCH = "verl.utils.megatron.router_replay_patch"
 _made: WeakKeyDictionary[nn.Module, RouterReplay] = WeakKeyDictionary()
 
 
@@ -36,6 +37,7 @@ class RouterReplay(metaclass=_Live):
     """One router's replay. Ask `RouterReplay.of(router)`, or the router; it is not made by hand.
 
     It is also what Megatron's own API reaches while verl's replay is on, so it has that one's methods too.
+    What is set on one router holds for all, as verl uses it.
     """
 
     npu_replay_by_session = True
@@ -65,7 +67,9 @@ class RouterReplay(metaclass=_Live):
     @property
     def router_replay_action(self) -> Any:
         """verl's action, or None."""
-        return next((action for action in actions() if action.value == switch.action), None)
+        module: Any = sys.modules.get(PATCH)
+        known = [] if module is None else module.RouterReplayAction
+        return next((action for action in known if action.value == switch.action), None)
 
     @property
     def recorded_topk_idx(self) -> torch.Tensor | None:
@@ -83,10 +87,6 @@ class RouterReplay(metaclass=_Live):
         if router is None:
             raise RouterError("this router is gone", expected="a live model", got="a target for a dead one")
         switch.target(router, topk_indices, replay_mask)
-
-    def clear_indices(self) -> None:
-        """Forget what was recorded, and targets that were not used yet."""
-        switch.drop_targets()
 
     def get_replay_topk(
         self,
@@ -114,14 +114,6 @@ class RouterReplay(metaclass=_Live):
     def clear_static_buffer(self) -> None:
         """There is none."""
 
-    def set_router_replay_action(self, router_replay_action: Any) -> None:
-        """Set the action; it holds for all routers, as verl uses it."""
-        switch.set(value_of(router_replay_action))
-
-    def clear_router_replay_action(self) -> None:
-        """No action any more, on any router."""
-        switch.clear()
-
     @staticmethod
     def set_replay_data(all_layers_topk_indices: list[torch.Tensor]) -> None:
         """Targets of all routers, in their order."""
@@ -141,14 +133,21 @@ class RouterReplay(metaclass=_Live):
         return [router.recorded_topk_idx for router in RouterReplay.router_instances]
 
     @staticmethod
-    def clear_global_indices() -> None:
-        """Forget what was recorded, and targets that were not used yet."""
-        switch.drop_targets()
-
-    @staticmethod
     def set_global_router_replay_action(router_replay_action: Any) -> None:
-        """Begin a record or a replay."""
-        switch.set(value_of(router_replay_action))
+        """Begin a record or a replay. The action is of verl's enum, Megatron's or another with their values.
+
+        Raises:
+            RouterError: no such action.
+        """
+        value = getattr(router_replay_action, "value", None)
+        if value not in (RECORD, REPLAY, BACKWARD):
+            raise RouterError(
+                "this is no action of a RouterReplay",
+                expected="RouterReplayAction.RECORD, REPLAY_FORWARD or REPLAY_BACKWARD; "
+                "clear_..._action() for none",
+                got=router_replay_action,
+            )
+        switch.set(value)
 
     @staticmethod
     def clear_global_router_replay_action() -> None:
@@ -159,24 +158,11 @@ class RouterReplay(metaclass=_Live):
         """
         switch.clear()
 
+    @staticmethod
+    def clear_global_indices() -> None:
+        """Forget what was recorded, and targets that were not used yet."""
+        switch.drop_targets()
 
-def value_of(action: Any) -> str:
-    """What an action means, of verl's enum, Megatron's or another with the same values.
-
-    Raises:
-        RouterError: no such action.
-    """
-    value = getattr(action, "value", None)
-    if value in (RECORD, REPLAY, BACKWARD):
-        return str(value)
-    raise RouterError(
-        "this is no action of a RouterReplay",
-        expected="RouterReplayAction.RECORD, REPLAY_FORWARD or REPLAY_BACKWARD; clear_..._action() for none",
-        got=action,
-    )
-
-
-def actions() -> list[Any]:
-    """verl's RouterReplayAction, if it is imported."""
-    module: Any = sys.modules.get("verl.utils.megatron.router_replay_patch")
-    return [] if module is None else list(module.RouterReplayAction)
+    set_router_replay_action = set_global_router_replay_action
+    clear_router_replay_action = clear_global_router_replay_action
+    clear_indices = clear_global_indices

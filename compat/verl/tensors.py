@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from npu_replay.compat.megatron import parallel_state
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
@@ -45,10 +46,9 @@ def layout_of(
     Raises:
         MicroBatchError: a padded batch without a mask, or preprocessing that can't be read.
     """
-    lengths = lengths_of(tokens, attention_mask)
-    jagged = bool(tokens.is_nested)
-    pack = _packer(jagged, config, utils, local_cp_size)
-    return TokenLayout.from_probe(pack, lengths, parallel=ParallelLayout.from_megatron(config))
+    pack = _packer(bool(tokens.is_nested), config, utils, local_cp_size)
+    parallel = ParallelLayout.from_megatron(config)
+    return TokenLayout.from_probe(pack, lengths_of(tokens, attention_mask), parallel=parallel)
 
 
 def lengths_of(tokens: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
@@ -79,19 +79,16 @@ def _packer(
     jagged: bool, config: Any, utils: Any, local_cp_size: int | None
 ) -> Callable[[Any], torch.Tensor]:
     """verl's packing of token numbers, with the arguments that its own router replay gives it."""
-    name = (
-        next((name for name in _PACKERS if hasattr(utils, name)), "") if jagged else "preprocess_packed_seqs"
-    )
-    pack = getattr(utils, name, None)
+    names = _PACKERS if jagged else ("preprocess_packed_seqs",)
+    pack = next((getattr(utils, name) for name in names if hasattr(utils, name)), None)
     if pack is None:
         raise MicroBatchError(
             "this verl packs its batches otherwise",
             where=utils.__name__,
-            expected=" or ".join(_PACKERS if jagged else ("preprocess_packed_seqs",)),
+            expected=" or ".join(names),
             got="neither",
             cause="a release of verl that npu_replay doesn't know",
         )
-    known = inspect.signature(pack).parameters
     sparse = getattr(config, "experimental_attention_variant", None) == "dsv4_hybrid"
     wanted = {
         "use_fp8_padding": getattr(config, "fp8", None) in ("e4m3", "hybrid"),
@@ -99,18 +96,15 @@ def _packer(
         "min_local_rows": config.csa_window_size if sparse else None,
         "local_cp_size": local_cp_size,
     }
+    known = inspect.signature(pack).parameters
     arguments = {name: value for name, value in wanted.items() if name in known}
 
     def packed(sequences: list[torch.Tensor]) -> torch.Tensor:
         if jagged:
-            nested = torch.nested.as_nested_tensor(sequences, layout=torch.jagged)
-            return pack(nested, pre_process=True, **arguments)[0]  # type: ignore[no-any-return]
-        width = max(map(len, sequences))
-        padded = torch.zeros(len(sequences), width, dtype=torch.int64)
-        mask = torch.zeros(len(sequences), width, dtype=torch.bool)
-        for row, one in enumerate(sequences):
-            padded[row, : len(one)], mask[row, : len(one)] = one, True
-        return pack(padded, mask, pre_process=True, **arguments)[0]  # type: ignore[no-any-return]
+            return pack(batched(sequences, jagged=True), pre_process=True, **arguments)[0]  # type: ignore[no-any-return]
+        numbers = pad_sequence(sequences, batch_first=True)
+        mask = pad_sequence([torch.ones_like(one, dtype=torch.bool) for one in sequences], batch_first=True)
+        return pack(numbers, mask, pre_process=True, **arguments)[0]  # type: ignore[no-any-return]
 
     return packed
 
@@ -153,13 +147,19 @@ def sequences_of(
     masks = [None] * len(each) if mask is None else list(mask.unbind())
     if len(masks) != len(each):
         raise MicroBatchError("another number of masks than sequences", expected=len(each), got=len(masks))
-    found: list[RoutedExperts | ReplayError] = []
-    for number, (ids, keep) in enumerate(zip(each, masks, strict=True)):
-        found.append(_checked(number, ids, columns, decoder, config, keep, zeros_are_none))
-    return found
+
+    def checked(number: int, ids: torch.Tensor, keep: torch.Tensor | None) -> RoutedExperts | ReplayError:
+        try:
+            if isinstance(columns, list) and len(columns) < decoder.count:
+                _check_dense(ids, decoder, config)
+            return _sequence(ids[:, columns], decoder.moe, config, keep, zeros_are_none)
+        except InvalidRoutes as error:
+            return error.at(f"sample {number} of the micro-batch")
+
+    return [checked(number, *one) for number, one in enumerate(zip(each, masks, strict=True))]
 
 
-def _columns(count: int, decoder: Any) -> slice | list[int]:
+def _columns(count: int, decoder: DecoderLayers) -> slice | list[int]:
     """Which columns are the MoE layers."""
     if count == len(decoder.moe):
         return slice(None)
@@ -171,27 +171,6 @@ def _columns(count: int, decoder: Any) -> slice | list[int]:
         got=count,
         cause="an engine that counts multi-token prediction as a layer, or another model than the trainer's",
     )
-
-
-def _checked(
-    number: int,
-    here: torch.Tensor,
-    columns: slice | list[int],
-    decoder: DecoderLayers,
-    config: Any,
-    keep: torch.Tensor | None,
-    zeros_are_none: bool,
-) -> RoutedExperts | ReplayError:
-    """The routes of one sample; or what is wrong with them, and in which sample."""
-    try:
-        if isinstance(columns, list) and len(columns) < decoder.count:
-            _check_dense(here, decoder, config)
-        return _sequence(here[:, columns], decoder.moe, config, keep, zeros_are_none)
-    except InvalidRoutes as error:
-        where = f"sample {number} of the micro-batch" + (f", {error.where}" if error.where else "")
-        return InvalidRoutes(
-            error.problem, where=where, expected=error.expected, got=error.got, cause=error.cause
-        )
 
 
 def _check_dense(rows: torch.Tensor, decoder: DecoderLayers, config: Any) -> None:
@@ -225,26 +204,15 @@ def laid_out(
     return layout.rows_of(good, layers=labels, topk=topk, num_experts=num_experts)
 
 
-def unwanted(mask: torch.Tensor | None) -> set[int]:
-    """Sequences of which no row is to be replayed: verl has rejected them, or they have no response."""
-    if mask is None:
-        return set()
-    return {number for number, one in enumerate(mask.unbind()) if not bool(one.any())}
-
-
 def speaks_for_samples(parallel: ParallelLayout | None) -> bool:
     """Is this the rank of its replica that counts samples: the first of the first stage with MoE layers?"""
     if parallel is None or parallel.decoder is None:
         return True
-    moe = set(parallel.decoder.moe)
-    first = next(
-        rank
-        for rank in range(parallel.pp)
-        if any(
-            moe & set(parallel.decoder.stage(parallel.pp, parallel.vp, rank, stage))
-            for stage in range(parallel.vp)
-        )
-    )
+    decoder, pp, vp = parallel.decoder, parallel.pp, parallel.vp
+    stages = [
+        {layer for stage in range(vp) for layer in decoder.stage(pp, vp, rank, stage)} for rank in range(pp)
+    ]
+    first = next(rank for rank, layers in enumerate(stages) if layers & set(decoder.moe))
     return (parallel.tp_rank, parallel.cp_rank, parallel.pp_rank) == (0, 0, first)
 
 
@@ -252,6 +220,19 @@ def blank(rows: int, labels: Sequence[int], config: Any) -> RoutedExperts:
     """Rows of which none has a route."""
     return RoutedExperts.unrecorded(
         rows, layers=labels, topk=int(config.moe_router_topk), num_experts=int(config.num_moe_experts)
+    )
+
+
+def wrong_length(rows: int, tokens: int, where: str = "") -> MicroBatchError | None:
+    """What is wrong with so many rows for a sample; None for a row a token, or none for the last."""
+    if rows in (tokens, tokens - 1):
+        return None
+    return MicroBatchError(
+        "the routes have another number of tokens than the sample",
+        where=where,
+        expected=f"{tokens} (or {tokens - 1}: the last token has no route)",
+        got=rows,
+        cause="a response that was cut after the rollout, or routes of another sequence",
     )
 
 
@@ -272,11 +253,15 @@ def to_verl(
     tokens: torch.Tensor,
     attention_mask: torch.Tensor | None,
     dtype: torch.dtype,
+    topk: int = 0,
 ) -> torch.Tensor:
-    """Sequences in the form of the batch that they belong to: jagged, or padded with zeros."""
-    each = [one.ids.to(dtype) for one in found]
+    """Sequences in the form of the batch that they belong to: jagged, or padded with zeros. Where none are
+    given there are no layers, and `topk` alone is known: what a stage of dense layers has to say."""
+    each = [one.ids.to(dtype) for one in found] or [
+        torch.empty(size, 0, topk, dtype=dtype) for size in lengths_of(tokens, attention_mask)
+    ]
     if tokens.is_nested:
-        return torch.nested.as_nested_tensor(each, layout=torch.jagged)
+        return batched(each, jagged=True)
     kept = _kept(attention_mask)
     out = torch.zeros(*kept.shape, *each[0].shape[1:], dtype=dtype)
     for row, ids in enumerate(each):
@@ -284,15 +269,18 @@ def to_verl(
     return out
 
 
-def without_layers(
-    tokens: torch.Tensor, attention_mask: torch.Tensor | None, topk: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """What a stage of dense layers has to say of a batch: no layers."""
-    lengths = lengths_of(tokens, attention_mask)
-    if tokens.is_nested:
-        each = [torch.empty(size, 0, topk, dtype=dtype) for size in lengths]
-        return torch.nested.as_nested_tensor(each, layout=torch.jagged)
-    return torch.empty(*_kept(attention_mask).shape, 0, topk, dtype=dtype)
+def batched(samples: Sequence[torch.Tensor], *, jagged: bool) -> torch.Tensor:
+    """Samples in one tensor."""
+    if jagged:
+        return torch.nested.as_nested_tensor(list(samples), layout=torch.jagged)
+    return torch.stack(list(samples))
+
+
+def viewed(ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same bytes as another dtype; the last dimension is as much longer or shorter."""
+    if not ids.is_nested:
+        return ids.contiguous().view(dtype)
+    return batched([one.contiguous().view(dtype) for one in ids.unbind()], jagged=True)
 
 
 def wire_dtype(config: Any, utils: Any) -> tuple[torch.dtype, bool]:

@@ -341,7 +341,7 @@ def _checked_stand_in(checked: Any) -> Any:
         self.config, self.role = config, role
 
     closure = inspect.getclosurevars(checked).nonlocals
-    return verl_config._checking_after(__init__, closure["legacy"])
+    return verl_config._checked_method(__init__, closure["legacy"], after=True)
 
 
 @WORKERS

@@ -393,7 +393,7 @@ def test_an_engine_without_routes_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     assert run(Turn([20, 21], change=NO_ROUTES)).routed_experts is None
 
 
-# The door
+# What an engine returns, checked
 
 
 DEEP = SimpleNamespace(
@@ -459,7 +459,7 @@ def test_what_from_vllm_refuses_is_refused_here_in_the_same_words(words: str) ->
         run(worker=guarded(Turn(SAMPLED, change=FAULTY[words])))
 
 
-def test_good_routes_pass_the_door_as_they_are() -> None:
+def test_good_routes_pass_as_they_are() -> None:
     tokens, rows = rows_of(run(worker=guarded(Turn(SAMPLED, change=deep))))
     np.testing.assert_array_equal(rows[:-1], deep(np.empty(len(tokens) - 1)))
 
@@ -677,7 +677,7 @@ def test_a_resume_leaves_the_callers_limit_alone() -> None:
     params = {"max_tokens": 9}
 
     async def call() -> None:
-        token = verl_rollout._sample.set(verl_rollout._Sample.of(worker))
+        token = verl_rollout._sample.set(verl_rollout.Turns(verl_rollout._Job.of(worker)))
         try:
             await worker.llm_client.generate("1", prompt_ids=PROMPT, sampling_params=params)
         finally:

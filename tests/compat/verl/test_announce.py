@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from npu_replay.compat.verl.announce import announce
+from npu_replay.compat.verl.engine import announce
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def logger_as_it_was() -> Iterator[logging.Logger]:
 
 
 def test_it_is_seen_once_in_a_process_that_set_up_no_logging() -> None:
-    code = "from npu_replay.compat.verl.announce import announce; announce('one'); announce('two')"
+    code = "from npu_replay.compat.verl.engine import announce; announce('one'); announce('two')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr.splitlines() == ["[npu_replay] one", "[npu_replay] two"]
     assert done.stdout == ""
@@ -32,7 +32,7 @@ def test_it_is_seen_once_in_a_process_that_set_up_no_logging() -> None:
 def test_it_is_seen_where_warnings_alone_are_shown() -> None:
     code = (
         "import logging; logging.basicConfig(level=logging.WARNING, format='%(name)s %(message)s'); "
-        "from npu_replay.compat.verl.announce import announce; announce('one')"
+        "from npu_replay.compat.verl.engine import announce; announce('one')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr.splitlines() == ["npu_replay.job [npu_replay] one"]

@@ -51,7 +51,7 @@ def record(engine: Engine) -> list[Any]:
         switch.set(RECORD)
         with torch.no_grad():
             model(tokens(0))
-        tap, chunk = switch.tapping(None, None, 0)
+        tap, chunk = switch.recording(None, None, 0)
         routes.append(tap.take(chunk))
         switch.clear()
 
@@ -62,7 +62,7 @@ def record(engine: Engine) -> list[Any]:
 def replay(engine: Engine, routes: list[Any]) -> Any:
     def schedule(model: ToyModel) -> None:
         switch.set(REPLAY)
-        feed, chunk = switch.feeding(None, None, 0)
+        feed, chunk = switch.replaying(None, None, 0)
         feed.feed(chunk, routes[0])
         model(tokens(0)).sum().backward()
         switch.clear()
@@ -142,3 +142,19 @@ def test_a_setting_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("NPU_REPLAY_METRICS_EVERY", told)
     with pytest.raises(ReplayError, match="NPU_REPLAY_METRICS_EVERY must be a number"):
         replay(engine, routes)
+
+
+@pytest.mark.parametrize(
+    ("updates", "trains", "compares", "tolerant", "limit"),
+    [
+        (0, True, True, False, 0.3),
+        (0, False, False, False, None),
+        (1, True, False, True, None),
+        (10, True, True, True, None),
+    ],
+)
+def test_what_a_pass_checks_depends_on_the_updates_before_it(
+    updates: int, trains: bool, compares: bool, tolerant: bool, limit: float | None
+) -> None:
+    job = verl_engine.Pass([], "R3", verl_engine._Engine(updates=updates), trains)
+    assert (job.compares(), job.tolerant, job.most_live_mismatch()) == (compares, tolerant, limit)
