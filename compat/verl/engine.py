@@ -25,7 +25,7 @@ from npu_replay.compat.patching.patches import when_undone
 from npu_replay.compat.verl.actions import problem_of, switch
 from npu_replay.compat.verl.files import Files
 from npu_replay.errors import ReplayError, share
-from npu_replay.parallel.bad_samples import above_ceiling
+from npu_replay.parallel.bad_samples import CEILING, above_ceiling
 from npu_replay.parallel.ranks import agreed, all_here
 from npu_replay.sessions.stepwise import Feed, Tap
 
@@ -201,7 +201,7 @@ class Pass:
             self.engine.met = True
         error = error or self.unread
         try:
-            self._ceiling = round(_share(_CEILING, bad_samples.CEILING, "samples") * 1e6)
+            self._ceiling = round(_share(_CEILING, CEILING, "samples") * 1e6)
         except ReplayError as unknown:
             error = error or unknown
         # Each rank reads its own environment. By these sums all see alike whether they have read the same.
