@@ -266,7 +266,7 @@ class Checks:
             self.note(check)
 
 
-def run(folder: Path, wanted: Sequence[str]) -> None:
+def run(folder: Path, wanted: Sequence[str], references: Path) -> None:
     """Run the cases of these names, and note what they show."""
     checks = Checks(folder / f"results-{dist.get_rank()}.jsonl")
     started: dict[str, pm.Split] = {}
@@ -282,7 +282,7 @@ def run(folder: Path, wanted: Sequence[str]) -> None:
             if layout not in started:
                 started = {layout: case.split.start()}
             with parallel_flex.lent() if case.flex else nullcontext() as dispatched:
-                job, found = _run(case, started[layout], recompute, checks, folder)
+                job, found = _run(case, started[layout], recompute, checks, references)
                 if dispatched is not None:
                     _check_zeros(job, found["saturated"], dispatched, checks)
         except BaseException:
@@ -291,9 +291,9 @@ def run(folder: Path, wanted: Sequence[str]) -> None:
 
 
 def _run(
-    case: Case, split: pm.Split, recompute: str, checks: Checks, folder: Path
+    case: Case, split: pm.Split, recompute: str, checks: Checks, references: Path
 ) -> tuple[Job, dict[str, Any]]:
-    found = torch.load(folder / reference_name(case.moe))
+    found = torch.load(references / reference_name(case.moe))
     chunks = pm.build(split, case.moe, **case.config, **RECOMPUTE[recompute])
     parallel = npu_replay.ParallelLayout.from_megatron(chunks)
     job = Job(case, split, chunks, found["weights"], parallel)

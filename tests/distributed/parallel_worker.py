@@ -1,35 +1,40 @@
-"""One process of a job that torchrun starts.
-
-parallel_worker.py FOLDER CASE ...   the cases of these names
-parallel_worker.py FOLDER failures   what happens when a rank has an error
-parallel_worker.py FOLDER            the reference, with one process
-"""
+"""One process of a job: what it runs, and how Megatron is started in it."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import npu_replay
 from distributed import parallel_cases, parallel_failures
 
 
-def main(folder: Path, cases: list[str]) -> None:
-    torch.set_num_threads(1)
+@contextmanager
+def _started() -> Iterator[None]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=100))
     with npu_replay.compat.cpu.lend():
-        if cases == ["failures"]:
-            parallel_failures.run(folder)
-        elif cases:
-            parallel_cases.run(folder, cases)
-        else:
-            parallel_cases.refer(folder)
+        yield
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+def cases(task: dict[str, Any]) -> None:
+    """The cases of these names."""
+    with _started():
+        parallel_cases.run(Path(task["folder"]), task["cases"], Path(task["references"]))
+
+
+def failures(task: dict[str, Any]) -> None:
+    """What happens when a rank has an error."""
+    with _started():
+        parallel_failures.run(Path(task["folder"]))
+
+
+def refer(task: dict[str, Any]) -> None:
+    """The reference, with one process."""
+    with _started():
+        parallel_cases.refer(Path(task["references"]))

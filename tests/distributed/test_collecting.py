@@ -1,12 +1,11 @@
 """collect over real gloo processes: rows and layers merged, and every rank stopped by one rank's error.
 
-Run as a script it is one of four processes: two pipeline stages of two context parallel ranks. Each case
-leaves a line in that process's file; the last case loses a rank, and ends the run.
+`work` is one of four processes: two pipeline stages of two context parallel ranks. The last case loses a
+rank, and ends the run.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from distributed import processes
+import jobs
 
 if TYPE_CHECKING:
     from npu_replay import ParallelLayout, RoutedExperts, TokenLayout
@@ -28,9 +27,9 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+def results() -> dict[str, list[str]]:
     """What each process found, by case."""
-    return processes.by_case(__file__, tmp_path_factory.mktemp("collecting"), PROCESSES)
+    return jobs.by_case("distributed.test_collecting:work", PROCESSES)
 
 
 def test_rows_and_layers_of_all_ranks_become_whole_sequences(results: dict[str, list[str]]) -> None:
@@ -130,27 +129,28 @@ def test_a_rank_that_does_not_come_is_no_hang(results: dict[str, list[str]]) -> 
 # One of the processes
 
 
-def _work(folder: Path, rank: int) -> None:
+def work(task: dict[str, Any]) -> dict[str, str]:
     import torch
     import torch.distributed as dist
 
     from npu_replay import ParallelLayout
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=PROCESSES)
+    dist.init_process_group("gloo")
+    rank = task["rank"]
     rows = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     stages = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     parallel = ParallelLayout(cp=2, cp_rank=rank % 2, pp=2, pp_rank=rank // 2, groups=(rows, stages))
-    with (folder / f"results-{rank}").open("w") as file:
+    found: dict[str, str] = {}
 
-        def tell(case: str, found: object) -> None:
-            file.write(f"{case} = {found}\n")
-            file.flush()
+    def tell(case: str, what: object) -> None:
+        found[case] = str(what)
 
-        _merge(parallel, tell)
-        _merge_much(parallel, tell)
-        _fail(parallel, rank, tell)
-        _lose_a_rank(parallel, rank, tell)
+    _merge(parallel, tell)
+    _merge_much(parallel, tell)
+    _fail(parallel, rank, tell)
+    _lose_a_rank(parallel, rank, tell)
+    return found
 
 
 def _sequences() -> list[RoutedExperts]:
@@ -368,7 +368,3 @@ def _lose_a_rank(parallel: ParallelLayout, rank: int, tell: Callable[[str, objec
         recorded = _recorded(parallel, layouts)
         tell("late", _raised(lambda: collect(recorded, layouts, parallel, patience=2)))
     tell("late seconds", time.monotonic() - started)
-
-
-if __name__ == "__main__":
-    _work(Path(sys.argv[1]), int(sys.argv[2]))

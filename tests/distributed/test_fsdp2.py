@@ -1,19 +1,17 @@
 """FSDP2 with two processes: record changes nothing, and replay repeats the record.
 
-Run as a script it is one of the processes; each case leaves a line in that process's file.
+`work` is one of the processes.
 """
 
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from distributed import processes
+import jobs
 
 if TYPE_CHECKING:
     import torch
@@ -36,11 +34,9 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def results() -> list[dict[str, str]]:
     """What each process found, by case and check."""
-    folder = tmp_path_factory.mktemp("fsdp2")
-    lines = processes.run(__file__, folder, PROCESSES)
-    return [dict(line.split(" = ", 1) for line in one) for one in lines]
+    return jobs.run_ranks("distributed.test_fsdp2:work", {}, PROCESSES)
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -60,22 +56,22 @@ def test_dtensor_activations_are_refused_by_name_s2(results: list[dict[str, str]
         assert "FSDP2 alone is fine" in found["DTensor"]
 
 
-def _work(folder: Path, rank: int) -> None:
-    import torch
+def work(task: dict[str, Any]) -> dict[str, str]:
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=PROCESSES)
-    with (folder / f"results-{rank}").open("w") as file:
+    dist.init_process_group("gloo")
+    rank = task["rank"]
+    found: dict[str, str] = {}
 
-        def tell(what: str, found: object) -> None:
-            file.write(f"{what} = {found}\n")
+    def tell(what: str, this: object) -> None:
+        found[what] = str(this)
 
-        kept: dict[str, list[torch.Tensor]] = {}
-        for case in CASES:
-            _try_fsdp(case, rank, tell, kept)
-        _try_dtensor(tell)
+    kept: dict[str, list[torch.Tensor]] = {}
+    for case in CASES:
+        _try_fsdp(case, rank, tell, kept)
+    _try_dtensor(tell)
     dist.destroy_process_group()
+    return found
 
 
 def _try_fsdp(
@@ -193,7 +189,3 @@ def _model():  # type: ignore[no-untyped-def]  # transformers is imported in the
     for layer in model.model.layers:
         torch.nn.init.normal_(layer.mlp.gate.weight)
     return model
-
-
-if __name__ == "__main__":
-    _work(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,14 +1,13 @@
 """A rank is killed or fails at some moment of collect: all others have an error, which names that rank alone.
 
-Run as a script it is one of four ranks, two pipeline stages of two context parallel ranks. Each case runs in
-a process of its own, forked from it when torch is imported, and has a store and groups of its own.
+`work` is one of four ranks, two pipeline stages of two context parallel ranks. Each case runs in a process of
+its own, forked from it, and has a store and groups of its own.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from unittest import mock
 
 import pytest
 
-from distributed import processes
+import jobs
 
 PROCESSES = 4
 PATIENCE = 4.0
@@ -44,9 +43,9 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+def results() -> dict[str, list[str]]:
     """What each rank found, by case; nothing of one that was killed."""
-    return processes.by_case(__file__, tmp_path_factory.mktemp("leaving"), PROCESSES)
+    return jobs.by_case("distributed.test_leaving:work", PROCESSES)
 
 
 @pytest.mark.parametrize("case", KILLED)
@@ -77,12 +76,10 @@ def test_all_hear_of_a_rank_without_memory_before_their_patience_ends(
 # One of the ranks
 
 
-def _work(folder: Path, rank: int) -> None:
-    import torch
-
+def work(task: dict[str, Any]) -> dict[str, str]:
     import npu_replay.parallel.collect  # noqa: F401  once, for all cases
 
-    torch.set_num_threads(1)
+    folder, rank = Path(task["folder"]), task["rank"]
     cases: dict[str, Callable[[], Any]] = {}
     for name, moment in KILLED.items():
         cases[f"killed {name}"] = lambda at=moment: _killed(rank, at)  # type: ignore[misc]
@@ -101,7 +98,7 @@ def _work(folder: Path, rank: int) -> None:
             _wait_for(children)
     _wait_for(children)
     found = [folder / f"{number}-{rank}" for number in range(len(cases))]
-    (folder / f"results-{rank}").write_text("\n".join(one.read_text() for one in found if one.exists()))
+    return dict(one.read_text().split(" = ", 1) for one in found if one.exists())
 
 
 def _wait_for(children: list[int]) -> None:
@@ -188,7 +185,3 @@ def _failing(rank: int, where: str, on: int) -> Any:
         return works(*arguments, **named)
 
     return mock.patch.object(owner, names[-1], fails)
-
-
-if __name__ == "__main__":
-    _work(Path(sys.argv[1]), int(sys.argv[2]))

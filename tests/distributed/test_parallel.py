@@ -1,24 +1,21 @@
 """Record, collect and replay in real parallel training: a job of several processes against one process alone.
 
-torchrun starts parallel_worker.py; parallel_cases.py has the cases and what is checked in each.
+parallel_worker.py is one process; parallel_cases.py has the cases and what is checked in each.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import jobs
 from distributed import parallel_cases, parallel_failures
 
-WORKER = Path(__file__).with_name("parallel_worker.py")
 LAUNCHES = 4
 """A case that fails takes its launch down; so often are the rest started again."""
 
@@ -35,11 +32,11 @@ class Jobs:
     """Runs the jobs of each size once, when the first test asks."""
 
     def __init__(self, folder: Path, wanted: dict[int, list[str]]) -> None:
-        self._folder = folder
+        self._references = folder
         self._wanted = wanted
         self._found: dict[int, Lines] = {}
-        code, output = launch(1, folder, [])
-        assert code == 0, f"the reference, one process alone, failed:\n{output}"
+        problem, _ = launch("refer", 1, folder)
+        assert not problem, f"the reference, one process alone, failed:\n{problem}"
 
     def lines(self, processes: int, case: str) -> Lines:
         """What every rank noted about a case."""
@@ -50,58 +47,38 @@ class Jobs:
     def _run(self, processes: int) -> Lines:
         cases, found = self._wanted[processes], []
         for _ in range(LAUNCHES):
-            folder = self._folder / f"{processes}-{len(cases)}"
-            folder.mkdir()
-            for reference in self._folder.glob("*.pt"):
-                (folder / reference.name).symlink_to(reference)
-            code, output = launch(processes, folder, cases)
-            lines = noted(folder)
+            problem, lines = launch("cases", processes, self._references, cases)
             found += lines
-            if code == 0:
+            if not problem:
                 break
             last = lines[-1]["case"] if lines else cases[0]
-            found.append({"case": last, "check": "*", "problem": output, "skipped": ""})
+            found.append({"case": last, "check": "*", "problem": problem, "skipped": ""})
             cases = cases[cases.index(last) + 1 :]
             if not cases:
                 break
         return found
 
 
-def launch(processes: int, folder: Path, cases: Sequence[str], timeout: float = 400) -> tuple[int, str]:
-    """Start a job on a port of its own; return its exit code and the end of what it printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={processes}", str(WORKER), str(folder), *cases]
-    path = os.pathsep.join([str(WORKER.parents[1]), os.environ.get("PYTHONPATH", "")])
-    own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}
-    environment = os.environ | own | {"PYTHONPATH": path}
-    with (folder / "output").open("w+") as output:
-        job = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code = job.wait(timeout)
-        except subprocess.TimeoutExpired:
-            code = -1
-        finally:
-            if job.poll() is None:
-                os.killpg(job.pid, signal.SIGKILL)
-                job.wait()
-        output.seek(0)
-        return code, f"exit code {code} (-1: after {timeout} s)\n{output.read()[-4000:]}"
-
-
-def noted(folder: Path) -> Lines:
-    """What the ranks wrote down, in the order of time."""
+def launch(
+    what: str, processes: int, references: Path, cases: Sequence[str] = (), timeout: float = 400
+) -> tuple[str, Lines]:
+    """Run a function of parallel_worker's; return its problem, if any, and what its ranks noted, in order."""
+    task = {"references": str(references), "cases": list(cases)}
+    folder = Path(tempfile.mkdtemp(dir=references))
+    ended = jobs.start(
+        f"distributed.parallel_worker:{what}", task, ranks=processes, timeout=timeout, folder=folder
+    )
+    problem = "\n".join(one.problem for one in ended if one.problem)
     lines = [
         json.loads(line) | {"rank": path.stem.split("-")[1]}
         for path in sorted(folder.glob("results-*.jsonl"))
         for line in path.read_text().splitlines()
     ]
-    return sorted(lines, key=lambda line: line["at"])
+    return problem, sorted(lines, key=lambda line: line["at"])
 
 
 @pytest.fixture(scope="module")
-def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     """Jobs of those cases that a selected test asks for."""
     calls = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     asked = {(params["processes"], params["case"]) for params in calls if "processes" in params}
@@ -115,10 +92,8 @@ def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> Lines:
     """What two ranks noted about errors; the job ends with one."""
-    folder = tmp_path_factory.mktemp("failures")
-    code, output = launch(2, folder, ["failures"], timeout=100)
-    lines = noted(folder)
-    assert code == 1, output
+    problem, lines = launch("failures", 2, tmp_path_factory.mktemp("failures"), timeout=100)
+    assert problem, "it ended well"
     return lines
 
 
@@ -132,9 +107,9 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Lines:
     ],
 )
 def test_parallel_training_is_recorded_and_replayed(
-    jobs: Jobs, processes: int, case: str, check: str
+    trained: Jobs, processes: int, case: str, check: str
 ) -> None:
-    lines = jobs.lines(processes, case)
+    lines = trained.lines(processes, case)
     skipped = {line["skipped"] for line in lines} - {""}
     if skipped:
         pytest.skip(skipped.pop())

@@ -1,18 +1,16 @@
-"""Figures and errors of all ranks, over real gloo processes. Run as a script it is one of three.
+"""Figures and errors of all ranks, over real gloo processes. `work` is one of three.
 
 Ranks that are killed or fail at some moment of collect are in test_leaving.py.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
-from distributed import processes
+import jobs
 
 PROCESSES = 3
 BROKE = "layer 4: it broke"
@@ -21,8 +19,8 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return processes.by_case(__file__, tmp_path_factory.mktemp("ranks"), PROCESSES)
+def results() -> dict[str, list[str]]:
+    return jobs.by_case("distributed.test_ranks:work", PROCESSES)
 
 
 def test_figures_are_added_up(results: dict[str, list[str]]) -> None:
@@ -80,43 +78,36 @@ def test_they_go_on_together_afterwards(results: dict[str, list[str]]) -> None:
     assert results["again"] == ["{'ranks': 3}"] * PROCESSES
 
 
-def _run_as_one_process() -> None:
+def work(task: dict[str, Any]) -> dict[str, str]:
     import torch.distributed as dist
 
     from npu_replay.errors import ReplayError
     from npu_replay.parallel.ranks import agreed, all_here
 
-    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-    store = dist.FileStore(f"{folder}/store", PROCESSES)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES)
-    lines = [f"sums = {agreed(None, {'ranks': 1, 'rows': 20_000_000_000 + rank})}"]
+    rank = task["rank"]
+    dist.init_process_group("gloo")
+    found = {"sums": f"{agreed(None, {'ranks': 1, 'rows': 20_000_000_000 + rank})}"}
     error = ReplayError(
         "it broke", where="layer 4", expected="sense", got="none", cause=f"bad luck on {rank}"
     )
     try:
         agreed(None if rank == 0 else error, {"ranks": 1})
     except ReplayError as raised:
-        lines.append(f"errors = {raised}")
-    lines.append(f"again = {agreed(None, {'ranks': 1})}")
+        found["errors"] = str(raised)
+    found["again"] = str(agreed(None, {"ranks": 1}))
     all_here(patience=60)
-    lines.append("all here = True")
+    found["all here"] = "True"
     absent = None
     if rank != PROCESSES - 1:
         try:
             all_here(patience=2)
         except ReplayError as raised:
             absent = raised
-    lines.append(f"absent = {absent}")
+    found["absent"] = str(absent)
     with mock.patch.object(dist.PrefixStore, "set", side_effect=dist.DistNetworkError("Broken pipe")):
         try:
             all_here(patience=2)
         except ReplayError as raised:
-            lines.append(f"no store = {raised}")
-    (folder / f"results-{rank}").write_text("\n".join(lines))
-    store.set(f"done {rank}", "")
-    store.wait([f"done {other}" for other in range(PROCESSES)])  # who leaves early cuts the others off
-    os._exit(0)  # gloo's threads may end the interpreter's own end with an abort, now and then
-
-
-if __name__ == "__main__":
-    _run_as_one_process()
+            found["no store"] = str(raised)
+    dist.barrier()  # who leaves early cuts the others off
+    return found

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from processes import answer, read_task, triton_at_import
+
+from on_mindspeed.processes import triton_at_import
 
 
 def main(task: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +113,3 @@ def error_of(act: Callable[[], None]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-if __name__ == "__main__":
-    answer(main(read_task()))

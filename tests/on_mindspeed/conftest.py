@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-# The workers run as scripts in this folder and import `processes` by that name; so do the tests.
-sys.path.append(str(Path(__file__).parent))
-
-import processes
+from on_mindspeed import processes
 
 
 @pytest.fixture(params=[processes.STAND_IN, pytest.param(processes.REAL, marks=pytest.mark.mindspeed)])

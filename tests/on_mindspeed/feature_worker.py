@@ -11,19 +11,17 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib.util
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import torch
 import torch.distributed as dist
-from feature_cases import CASES, EXPERTS, SEQ_MODULE, TOPK, Case
-from processes import STAND_IN, answer, read_task, triton_at_import
+
+from on_mindspeed.feature_cases import CASES, EXPERTS, SEQ_MODULE, TOPK, Case
+from on_mindspeed.processes import STAND_IN, triton_at_import
 
 BATCH, LENGTH, VOCAB, LAYERS = 2, 12, 64, 3
 MICRO_BATCHES = 3
@@ -419,7 +417,3 @@ def described(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames[-4:]))
     return f"{type(error).__name__}: {error} ({where})"
-
-
-if __name__ == "__main__":
-    answer(main(read_task()))

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from processes import answer, read_task, triton_at_import
+
+from on_mindspeed.processes import triton_at_import
 
 IMPORTS = {
     "npu_replay": ["npu_replay"],
@@ -173,7 +174,3 @@ def _of(chosen: dict[tuple[int, int, bool], torch.Tensor], key: tuple[int, int, 
     """What the recording pass, which ran without grad, chose there."""
     batch, layer, _ = key
     return chosen[batch, layer, False]
-
-
-if __name__ == "__main__":
-    answer(main(read_task()))

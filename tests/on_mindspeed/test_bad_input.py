@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-import processes
 import pytest
+
+from on_mindspeed import processes
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
-WORKER = Path(__file__).with_name("bad_input_worker.py")
+WORKER = "bad_input_worker:main"
 
 
 def test_a_mindspeed_that_was_half_imported_is_refused(product: str) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
+
+from on_mindspeed import processes
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
-WORKER = Path(__file__).with_name("flags_worker.py")
+WORKER = "flags_worker:main"
 ORDERS = {
     "npu_replay first": ["npu_replay", "mindspeed.megatron_adaptor"],
     "MindSpeed first": ["mindspeed.megatron_adaptor", "npu_replay"],

@@ -8,12 +8,12 @@ all, but for those that some of its branches lack.
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
-from feature_cases import CASES, Case
+
+from on_mindspeed import processes
+from on_mindspeed.feature_cases import CASES, Case
 
 pytestmark = [
     pytest.mark.megatron,
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.timeout(700),
 ]
 
-WORKER = Path(__file__).with_name("feature_worker.py")
+WORKER = "feature_worker:main"
 NOT_IN_STAND_IN = {"capacity", "permute_fusion", "permute_fusion_ep2"}
 """They change no routing, or don't so in the stand-in."""
 MAY_LACK = {

@@ -7,15 +7,15 @@ stand-in's mistake, and whatever is tested on it proves nothing.
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
+
+from on_mindspeed import processes
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
-WORKER = Path(__file__).with_name("fidelity_worker.py")
+WORKER = "fidelity_worker:main"
 Found = dict[str, Any]
 NO_REPLACE = "AttributeError: '{}' object has no attribute 'moe_zero_memory_num_layers'"
 

@@ -9,15 +9,15 @@ throughout.
 from __future__ import annotations
 
 from itertools import permutations
-from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
+
+from on_mindspeed import processes
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
-WORKER = Path(__file__).with_name("import_order_worker.py")
+WORKER = "import_order_worker:main"
 ORDERS = [(order, False) for order in permutations(("npu_replay", "mindspeed", "megatron"))] + [
     # MindSpeed's import imports Megatron, so only npu_replay may still come after this repatch.
     (("mindspeed", "npu_replay", "megatron"), True),

@@ -7,15 +7,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import engine_job as job
 import torch
 import torch.distributed as dist
-from engine_cases import BASE, begin, case_of, check_rows, check_told, in_rows, nothing_is_on, told
-from engine_job import LENGTHS, Tiny
 from omegaconf import OmegaConf
 from verl import DataProto
 
 import npu_replay
+from on_verl import engine_job as job
+from on_verl.engine_cases import BASE, begin, case_of, check_rows, check_told, in_rows, nothing_is_on, told
+from on_verl.engine_job import LENGTHS, Tiny
 
 CASES: dict[str, Callable[[], None]] = {}
 case = case_of(CASES)

@@ -7,15 +7,9 @@ that verl 0.7.0 imports (`transformers_4_names`).
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,8 +18,6 @@ import transformers_4
 
 HERE = Path(__file__).parent
 NEEDED = ("verl", "ray", "tensordict", "hydra")
-
-Run = Callable[..., "Child"]
 
 
 def _is_there(name: str) -> bool:
@@ -71,60 +63,3 @@ def transformers_4_names() -> Iterator[None]:
 def installed_again() -> None:
     """Another file's tests in the same process may have ended with an uninstall()."""
     npu_replay.install()
-
-
-class Child:
-    """A Python process that has ended well: what it wrote, and the JSON object in its last line."""
-
-    def __init__(self, done: subprocess.CompletedProcess[str]) -> None:
-        self.output = done.stdout
-        self.errors = done.stderr
-
-    @property
-    def answer(self) -> Any:
-        """What the script printed as JSON in its last line."""
-        return json.loads(self.output.strip().splitlines()[-1])
-
-
-@pytest.fixture(scope="session")
-def run_child(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Run a script of this folder in a fresh process: `run_child("worker.py", "argument", env={...})`.
-
-    A variable that is None is taken out of the child's environment. A child that fails is an error with the
-    end of what it wrote.
-    """
-
-    def run(
-        script: str, *arguments: str, env: dict[str, str | None] | None = None, timeout: float = 580
-    ) -> Child:
-        folder = tmp_path_factory.mktemp("child")
-        token = folder / "ray_token"  # Ray would write one into the home folder
-        token.write_text(secrets.token_hex(32))
-        changed = {
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "RAY_AUTH_TOKEN_PATH": str(token),
-            "RAY_DEDUP_LOGS": "0",
-            # A busy machine takes more than Ray's half a minute to start a node.
-            "RAY_agent_register_timeout_ms": "150000",
-            "RAY_raylet_start_wait_time_s": "150",
-            "RAY_USAGE_STATS_ENABLED": "0",
-            **(env or {}),
-        }
-        environment = {**os.environ, **{name: value for name, value in changed.items() if value is not None}}
-        for name, value in changed.items():
-            if value is None:
-                environment.pop(name, None)
-        done = subprocess.run(
-            [sys.executable, str(HERE / script), *arguments],
-            env=environment,
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
-        if done.returncode:
-            raise RuntimeError(f"{script} failed:\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}")
-        return Child(done)
-
-    return run

@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import engine_job as job
 import pytest
 import torch
 import torch.distributed as dist
-from engine_job import LENGTHS, Split, Tiny
 from verl.utils import tensordict_utils as tu
 
 import npu_replay
@@ -24,6 +22,8 @@ from distributed.parallel_model import EXPERTS
 from npu_replay import RoutedExperts
 from npu_replay.compat.verl.actions import switch
 from npu_replay.errors import ReplayError
+from on_verl import engine_job as job
+from on_verl.engine_job import LENGTHS, Split, Tiny
 
 CASES: dict[str, Callable[[], None]] = {}
 BASE: dict[str, dict[str, Any]] = {

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import os
-import sys
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
-
-TESTS = Path(__file__).parents[1]
-sys.path.append(str(TESTS / "on_mindspeed"))
 
 ENGINE = "mindspeed.transformer_impl.MindspeedEngineWithLMHead"
 
 
 def main(task: dict[str, Any]) -> dict[str, Any]:
-    rank, world = task["rank"], task["world"]
-    # As torchrun sets them; verl's workers read them, and nobody connects there.
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{world}"}
     os.environ["NPU_REPLAY_MAX_LIVE_MISMATCH"] = "1"  # the routes are such as no router would choose
-    from processes import triton_at_import
-
     import npu_replay
     import transformers_4
+    from on_mindspeed.processes import triton_at_import
 
     transformers_4.lend()
     with triton_at_import():
@@ -39,11 +29,9 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
         native(changes)
 
     adaptor.repatch = repatch  # verl's engine takes it from there when it is imported
-    store = dist.FileStore(task["store"], world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     with npu_replay.compat.cpu.lend():
-        import engine_cases
-        import engine_job
+        from on_verl import engine_cases, engine_job
 
         engine_job.prepare()
         engine_job.register(ENGINE)
@@ -51,9 +39,3 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
             engine_cases.CASES[name]()
     dist.destroy_process_group()
     return {"done": task["cases"], "repatched": len(repatched), "mindspeed": adaptor.__file__}
-
-
-if __name__ == "__main__":
-    from processes import answer, read_task
-
-    answer(main(read_task()))

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
-
-TESTS = Path(__file__).parents[1]
-sys.path.append(str(TESTS / "on_mindspeed"))
 
 
 def main(task: dict[str, Any]) -> dict[str, Any]:
-    from processes import triton_at_import
-
     import npu_replay
     import transformers_4
+    from on_mindspeed.processes import triton_at_import
 
     transformers_4.lend()
 
@@ -41,9 +35,3 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
         compare_with_the_core(verl, first, batches())
         after = [first.forward(sequences).item() for sequences in batches()]
     return {"done": done, "first engine": before == after, "mindspeed": mindspeed.__file__}
-
-
-if __name__ == "__main__":
-    from processes import answer, read_task
-
-    answer(main(read_task()))

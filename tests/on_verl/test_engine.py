@@ -1,23 +1,18 @@
 """verl's own Megatron engine, workers and losses in a job of two processes: engine_cases.py says what runs.
 
-torchrun starts engine_worker.py with all cases; what each rank noted is what is asserted here.
+engine_worker.py runs all cases; what each rank noted is what is asserted here.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
-WORKER = HERE / "engine_worker.py"
+import jobs
+
 LAUNCHES = 4
 """A case that fails takes its launch down; so often are the rest started again."""
 SILENCE = 240
@@ -99,7 +94,17 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> Notes:
     left = _here(CASES) + _here(ACTOR)
     for launch in range(LAUNCHES):
         folder = tmp_path_factory.mktemp(f"launch-{launch}")
-        output = _launch(folder, left)
+        ended = jobs.start(
+            "on_verl.engine_worker:main",
+            {"cases": left},
+            ranks=2,
+            # the routes are such as no router would choose
+            env={"NPU_REPLAY_MAX_LIVE_MISMATCH": "1"},
+            timeout=1500,
+            silence=SILENCE,
+            folder=folder,
+        )
+        output = "\n".join(one.problem for one in ended)
         for file in sorted(folder.glob("rank-*.jsonl")):
             for line in file.read_text().splitlines():
                 note = json.loads(line)
@@ -114,41 +119,6 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> Notes:
         if not left:
             break
     return found
-
-
-def _launch(folder: Path, cases: list[str]) -> str:
-    """Start a job on a port of its own; return the end of what it printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    # What verl and torchrun leave in the folder for temporary files goes with ours.
-    own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}
-    own["NPU_REPLAY_MAX_LIVE_MISMATCH"] = "1"  # the routes are such as no router would choose
-    environment = os.environ | own
-    with (folder / "output").open("w+") as output:
-        process = subprocess.Popen(
-            [*command, str(WORKER), str(folder), *cases],
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        stopped = _watch(process, folder)
-        output.seek(0)
-        return output.read()[-3000:] + stopped
-
-
-def _watch(process: subprocess.Popen[bytes], folder: Path) -> str:
-    """Wait for the job's end, or until no rank has noted a case for so long; a slow machine has the time."""
-    heard, noted = time.monotonic(), 0
-    while process.poll() is None:
-        size = sum(file.stat().st_size for file in folder.glob("rank-*.jsonl"))
-        if size != noted:
-            heard, noted = time.monotonic(), size
-        if time.monotonic() - heard > SILENCE:
-            process.terminate()  # torchrun takes its workers down with it; killed, it leaves them behind
-            process.wait(60)
-            return f"\nstopped: no case ended for {SILENCE} s"
-        time.sleep(0.2)
-    return ""
 
 
 @pytest.mark.parametrize("case", _here(CASES))

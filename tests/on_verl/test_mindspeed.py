@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "on_mindspeed"))
-
-import processes
+from on_mindspeed import processes
 
 pytestmark = pytest.mark.megatron
 
@@ -28,9 +24,7 @@ def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_record_and_replay_with_a_repatch_before_and_after(product: str) -> None:
     """A second engine repatches, which throws away what lies over MindSpeed's own wrappers."""
-    found = processes.run(
-        product, Path(__file__).with_name("mindspeed_worker.py"), {"variants": VARIANTS}, timeout=280
-    )
+    found = processes.run(product, "on_verl.mindspeed_worker:main", {"variants": VARIANTS}, timeout=280)
     assert found["done"] == VARIANTS
     assert found["first engine"]
     assert ("stand_in" in found["mindspeed"]) == (product == processes.STAND_IN)
@@ -42,7 +36,7 @@ def test_the_engine_that_verl_takes_on_an_npu_records_and_replays(product: str) 
     """MindspeedEngineWithLMHead, in two processes: the actor's repatches, and then another one's."""
     if version("verl").startswith("0.7.0"):
         pytest.skip("0.7.0's engines know no replay")
-    worker = Path(__file__).with_name("mindspeed_engine_worker.py")
+    worker = "on_verl.mindspeed_engine_worker:main"
     for found in processes.run_ranks(product, worker, {"cases": CASES}, 2, timeout=280):
         assert found["done"] == CASES
         assert found["repatched"] == 2 * len(CASES)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import jobs
 
 
-def test_workers_read_routes_where_they_lie(run_child: Any) -> None:
+def test_workers_read_routes_where_they_lie() -> None:
     """No copy: two reads of one object are the same memory."""
-    answer = run_child("ray_store_worker.py").answer
+    answer = jobs.run("on_verl.ray_store_worker:main", fresh=True, timeout=580)
     assert answer == {"equal": True, "shared": True, "taken": True}

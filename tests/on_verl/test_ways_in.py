@@ -6,7 +6,6 @@ environment; the runtime_env is the job's.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import verl
 
+import jobs
 from verl_configs import HAS_LEGACY, NEW, OLD, engine_workers_replay
 
 OURS = "npu_replay.compat.verl.router_replay"
@@ -35,9 +35,10 @@ Job = dict[str, Any]
 class Jobs:
     """What the workers of each job have answered, and all that the driver and they have logged."""
 
-    def __init__(self, names: list[str], child: Any) -> None:
-        self._answers = dict(zip(names, child.answer, strict=True))
-        self.log = child.output + child.errors
+    def __init__(self, names: list[str], driver: jobs.Ended) -> None:
+        assert not driver.problem, driver.problem
+        self._answers = dict(zip(names, driver.answer, strict=True))
+        self.log = driver.output
 
     def of(self, name: str, when: str = "workers") -> list[Job]:
         workers = self._answers[name][when]
@@ -46,10 +47,12 @@ class Jobs:
 
 
 @pytest.fixture(scope="module")
-def start(run_child: Any) -> Callable[..., Jobs]:
-    def start(jobs: dict[str, Job], raylet: dict[str, str], runtime_env: dict[str, str]) -> Jobs:
-        task = {"runtime_env": runtime_env, "jobs": list(jobs.values())}
-        return Jobs(list(jobs), run_child("ways_worker.py", json.dumps(task), env={**CLEAN, **raylet}))
+def start() -> Callable[..., Jobs]:
+    def start(wanted: dict[str, Job], raylet: dict[str, str], runtime_env: dict[str, str]) -> Jobs:
+        task = {"runtime_env": runtime_env, "jobs": list(wanted.values())}
+        env = {**CLEAN, **raylet}
+        (driver,) = jobs.start("on_verl.ways_worker:main", task, fresh=True, env=env, timeout=580)
+        return Jobs(list(wanted), driver)
 
     return start
 

@@ -1,6 +1,6 @@
-"""Jobs of two Ray workers, as verl makes them: what npu_replay has changed in each, as JSON in the last line.
+"""Jobs of two Ray workers, as verl makes them: what npu_replay has changed in each.
 
-Argument: the variables of ray_kwargs.ray_init.runtime_env.env_vars as `runtime_env`, and `jobs`, a list of
+The task: the variables of ray_kwargs.ray_init.runtime_env.env_vars as `runtime_env`, and `jobs`, a list of
 
     env             variables of these workers alone
     external_lib    run verl's own init_model with actor_rollout_ref.model.external_lib=npu_replay
@@ -10,15 +10,11 @@ Argument: the variables of ray_kwargs.ray_init.runtime_env.env_vars as `runtime_
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 from importlib import import_module
-from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).parents[1]))
 
 MODULES = (
     "verl.utils.megatron.router_replay_patch",
@@ -29,8 +25,7 @@ MODULES = (
 """What a training worker imports; one of the last two is verl 0.7's alone."""
 
 
-def main() -> None:
-    task = json.loads(sys.argv[1])
+def main(task: dict[str, Any]) -> list[dict[str, Any]]:
     import ray
 
     ray.init(
@@ -44,8 +39,7 @@ def main() -> None:
     pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
     answers = [run(job, pool) for job in task["jobs"]]
     ray.shutdown()
-    print(flush=True)
-    print(json.dumps(answers), flush=True)
+    return answers
 
 
 def run(task: dict[str, Any], pool: Any) -> dict[str, Any]:
@@ -145,7 +139,3 @@ class _NoTrainingWorker:
 
     def get_dispatch_collect(self) -> dict[str, Any]:
         return {"dispatch_dp_rank": {}, "collect_dp_rank": {}}
-
-
-if __name__ == "__main__":
-    main()

@@ -611,7 +611,7 @@ def test_one_wrong_id_anywhere_is_found_at_its_place(
     with pytest.raises(InvalidRoutes) as caught:
         admit(given_, model=model, tokens=tokens, source=source(), **how)
     message = str(caught.value)
-    if kind == "zeros":
+    if not wide[row].any():  # also the only layer's two ids of expert 0
         assert "zeros" in message
     else:
         assert f"layer {layer}:" in message

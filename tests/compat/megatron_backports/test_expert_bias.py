@@ -191,7 +191,7 @@ def counts_right(router: Any, shape: tuple[int, int]) -> bool:
 
 @pytest.mark.megatron
 def test_each_router_gets_it_as_it_is_built_and_gives_it_back(router: Any) -> None:
-    npu_replay.compat.patching.install.install()
+    npu_replay.install()
     built = type(router)(**arguments(router))
     wrong = hasattr(built, "_apply_expert_bias") and expert_bias.wants_column(type(built)._apply_expert_bias)
     assert ("_apply_expert_bias" in vars(built)) == wrong
@@ -261,7 +261,7 @@ def same(a: Any, b: Any) -> bool:
 @pytest.mark.usefixtures("megatron")
 def test_a_padding_mask_passes_through_record_and_replay(variant: str, recompute: str | None) -> None:
     """T7: routing functions of frameworks' own drop it, or fail on it."""
-    npu_replay.compat.patching.install.install()
+    npu_replay.install()
     trainer = Padded(cases.build(VARIANTS[variant], recompute).model, None)
     if not takes_mask(cases.routers(trainer.model)[0].module):
         trainer.mask = padding(cases.LENGTH, cases.BATCH).T

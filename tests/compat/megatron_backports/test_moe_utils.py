@@ -35,7 +35,7 @@ LATER = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.19.2")
 
 @pytest.fixture(scope="module", autouse=True)
 def installed() -> None:
-    npu_replay.compat.patching.install.install()
+    npu_replay.install()
 
 
 @pytest.fixture(scope="module", params=LATER)
@@ -148,7 +148,7 @@ def test_what_a_release_has_is_left_alone() -> None:
 def test_twice_is_as_good_as_once() -> None:
     before = {name: cases.function(name) for name in cases.FUNCTIONS}
     reported = lines()
-    npu_replay.compat.patching.install.install()
+    npu_replay.install()
     moe_functions.install()
     assert {name: cases.function(name) for name in cases.FUNCTIONS} == before
     assert lines() == reported

@@ -566,6 +566,6 @@ def test_a_noop_layer_is_no_missing_chunk(
     chunks[0].decoder.layers[1] = noop(2)
     monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: 2)
     config.num_layers, config.virtual_pipeline_model_parallel_size, config.noop_layers = 4, 2, {1}
-    npu_replay.compat.megatron.parallel_state.check_chunks(chunks)
+    parallel_state.check_chunks(chunks)
     with pytest.raises(RouterError, match="isn't all that this rank has"):
-        npu_replay.compat.megatron.parallel_state.check_chunks(chunks[:1])
+        parallel_state.check_chunks(chunks[:1])

@@ -1,0 +1,260 @@
+"""Child processes: one way to start them, and to hear what they found.
+
+A target is «module:function» of tests/. It is called with its task, and what it returns comes back as JSON. A
+process is `fresh`, a new interpreter, where the order of imports is the subject; else it is forked from one
+that has imported torch, npu_replay and, where it is there, Megatron.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parent
+_TAIL = 6000
+_QUIET = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # A busy machine takes more than Ray's half a minute to start a node.
+    "RAY_agent_register_timeout_ms": "150000",
+    "RAY_raylet_start_wait_time_s": "150",
+}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended, well or not.
+
+    Attributes:
+        code: its exit code; negative for a signal.
+        answer: what the target returned; None where it didn't.
+        output: all that it wrote to stdout and stderr.
+    """
+
+    name: str
+    code: int
+    answer: Any
+    output: str
+
+    @property
+    def problem(self) -> str:
+        """What went wrong, with the end of what it wrote; empty if it ended well."""
+        return f"{self.name} ended with {self.code}\n{self.output[-_TAIL:]}" if self.code else ""
+
+
+def run(target: str, task: Mapping[str, Any] | None = None, **how: Any) -> Any:
+    """What `target` returns in one process; an error with all that it wrote if the process fails."""
+    return run_ranks(target, task, 1, **how)[0]
+
+
+def run_ranks(target: str, task: Mapping[str, Any] | None, ranks: int, **how: Any) -> list[Any]:
+    """What it returns on each of several ranks."""
+    ended = start(target, task, ranks=ranks, **how)
+    problems = [one.problem for one in ended if one.problem]
+    if problems:
+        raise RuntimeError("\n\n".join(problems))
+    return [one.answer for one in ended]
+
+
+def by_case(target: str, ranks: int) -> dict[str, list[str]]:
+    """What each rank that knows a case found of it, where each returns a dict of cases."""
+    found: dict[str, list[str]] = {}
+    for answer in run_ranks(target, None, ranks):
+        for case, what in answer.items():
+            found.setdefault(case, []).append(what)
+    return found
+
+
+def start(
+    target: str,
+    task: Mapping[str, Any] | None = None,
+    *,
+    ranks: int = 1,
+    fresh: bool = False,
+    env: Mapping[str, str | None] | None = None,
+    path: Sequence[Path | str] = (),
+    timeout: float = 200,
+    silence: float | None = None,
+    folder: Path | None = None,
+) -> list[Ended]:
+    """Run `target` in `ranks` processes until all have ended, or one has failed: then the others are killed.
+
+    Args:
+        task: what the target is called with, JSON; it finds "rank", "world", "folder" (a path) and "store" (a
+            file for a FileStore) in it too. Each has RANK, WORLD_SIZE and a store that outlives it in its
+            environment, as torchrun has them: `init_process_group("gloo")` is all it takes.
+        folder: where the processes may leave files; one of their own, which goes with them, if none is given.
+        env: variables to change in the process; None takes one away.
+        path: folders that come first in sys.path, and in PYTHONPATH of its children.
+        timeout: seconds until all are killed.
+        silence: seconds after which they are killed when none has written to a file of its folder.
+    """
+    with ExitStack() as stack:
+        own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="npu_replay_")))
+        files = folder or own / "files"
+        files.mkdir(exist_ok=True)
+        rendezvous = _rendezvous(ranks)
+        given = {**(task or {}), "world": ranks, "folder": str(files), "store": str(own / "store")}
+        processes = [
+            _Process(own, rank, target, given, fresh, env or {}, path, rendezvous) for rank in range(ranks)
+        ]
+        try:
+            why = _wait(processes, files, timeout, silence)
+        finally:
+            for process in processes:
+                process.kill()
+        return [process.ended(why) for process in processes]
+
+
+def _rendezvous(ranks: int) -> Any:
+    """The store that torchrun's agent keeps for its ranks."""
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
+
+
+class _Process:
+    """One rank."""
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        target: str,
+        task: dict[str, Any],
+        fresh: bool,
+        env: Mapping[str, str | None],
+        path: Sequence[Path | str],
+        rendezvous: Any,
+    ) -> None:
+        ranks = task["world"]
+        self.name = f"{target}, rank {rank} of {ranks}"
+        self._folder, self._rank = folder, rank
+        token = folder / f"{rank}.token"  # Ray would write one into the home folder
+        token.write_text(secrets.token_hex(32))
+        changes: dict[str, str | None] = _QUIET | {"TMPDIR": str(folder), "RAY_AUTH_TOKEN_PATH": str(token)}
+        changes |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rendezvous.port)}
+        changes |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{ranks}"}
+        changes["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        first = [*map(str, path), str(TESTS)]
+        changes["PYTHONPATH"] = os.pathsep.join([*first, *filter(None, [os.environ.get("PYTHONPATH")])])
+        changes |= env
+        given = {"target": target, "task": task | {"rank": rank}, "path": first, "env": changes}
+        (folder / f"{rank}.task").write_text(json.dumps(given), encoding="utf-8")
+        self._process = _fresh(folder, rank, changes) if fresh else _forked(folder, rank)
+
+    def code(self) -> int | None:
+        """Its exit code; None while it runs."""
+        if isinstance(self._process, subprocess.Popen):
+            return self._process.poll()
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        if self.code() is None:
+            self._process.kill()
+            self._process.wait() if isinstance(self._process, subprocess.Popen) else self._process.join()
+
+    def ended(self, why: str) -> Ended:
+        answer = self._folder / f"{self._rank}.answer"
+        code = self.code() or 0
+        found = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else None
+        output = (self._folder / f"{self._rank}.output").read_text(encoding="utf-8", errors="replace")
+        return Ended(self.name, code or (0 if answer.exists() else 1), found, output + (why if code else ""))
+
+
+def _fresh(folder: Path, rank: int, changes: Mapping[str, str | None]) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, **{name: value for name, value in changes.items() if value is not None}}
+    for name in [name for name, value in changes.items() if value is None]:
+        environment.pop(name, None)
+    with (folder / f"{rank}.output").open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, __file__, str(folder), str(rank)],
+            env=environment,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "npu_replay.sessions.replay", "megatron.core.models.gpt"])
+
+
+def _forked(folder: Path, rank: int) -> multiprocessing.process.BaseProcess:
+    process = _context.Process(target=_work, args=(folder, rank))
+    process.start()
+    return process
+
+
+def _wait(processes: Sequence[_Process], files: Path, timeout: float, silence: float | None) -> str:
+    """Until all have ended, or one has failed: its peers would wait for it. Why they are killed, if so."""
+    began = heard = time.monotonic()
+    written = -1
+    while True:
+        codes = [process.code() for process in processes]
+        if any(codes) or None not in codes:
+            return "\nkilled: another rank had failed" if any(codes) else ""
+        now, size = time.monotonic(), sum(file.stat().st_size for file in files.rglob("*") if file.is_file())
+        if size != written:
+            heard, written = now, size
+        if now - began > timeout:
+            return f"\nkilled after {timeout:.0f} s"
+        if silence is not None and now - heard > silence:
+            return f"\nkilled: nothing was written for {silence:.0f} s"
+        time.sleep(0.02)
+
+
+def _work(folder: Path, rank: int) -> None:
+    """In the process: call the target, and leave its answer.
+
+    The interpreter doesn't end by itself: gloo's threads may make an abort of that.
+    """
+    given = json.loads((folder / f"{rank}.task").read_text(encoding="utf-8"))
+    output = os.open(folder / f"{rank}.output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.chdir(folder)
+    for name, value in given["env"].items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    sys.argv[1:] = []  # MindSpeed reads it
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    sys.path[:] = [*given["path"], *(entry for entry in sys.path if entry not in given["path"])]
+    code = 1
+    try:
+        module, _, function = given["target"].partition(":")
+        found = getattr(importlib.import_module(module), function)(given["task"])
+        (folder / f"{rank}.answer").write_text(json.dumps(found), encoding="utf-8")
+        code = 0
+    except SystemExit as stopped:
+        print(stopped, file=sys.stderr)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _work(Path(sys.argv[1]), int(sys.argv[2]))
