@@ -90,7 +90,8 @@ def test_the_versions_are_those_of_the_package_and_of_doctor() -> None:
 
 def test_what_it_says_of_vllm_is_what_the_decoder_says() -> None:
     assert faults.FIRST == "0.14.0"
-    assert faults._NO_HTTP.until == "0.21.0"
+    http = [fault for fault in faults.FAULTS if fault.only == ("http",) and fault.sure]
+    assert [fault.until for fault in http] == ["0.21.0"]
     assert "vLLM from 0.14 on but 0.15, over HTTP from 0.21 on" in R3
 
 
