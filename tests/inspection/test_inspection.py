@@ -803,6 +803,7 @@ def test_with_a_topk_of_1_zero_is_an_expert() -> None:
 def test_rows_without_a_route_are_neither_loaded_nor_wrong() -> None:
     ids = scattered(30, topk=4)
     ids[20:] = ids[:, 2] = 0
+    ids[25:, 2] = 3  # whatever is in them, in a dense layer too
     tally = Tally()
     tally.add(view(ids, recorded=np.arange(30) < 20, dense=frozenset({2})))
     assert [(layer.layer, layer.rows, layer.wrong) for layer in tally.figures()] == [(0, 20, {}), (1, 20, {})]
