@@ -212,6 +212,11 @@ def from_lists(value: Any, *, source: Source, most: tuple[int, int, int]) -> Arr
     )
 
 
-def _are_integers(rows: list[list[list[Any]]]) -> bool:
-    """All of them? numpy takes 2.5 for 2, True for 1 and "3" for 3."""
-    return all(type(one) is int for row in rows for ids in row for one in ids)
+def _are_integers(rows: list[Any]) -> bool:
+    """Lists of lists of nothing else? numpy takes 2.5 for 2, True for 1, "3" for 3, a tuple for a list."""
+    for row in rows:
+        if type(row) is not list or not all(type(ids) is list for ids in row):
+            return False
+        if not all(type(one) is int for ids in row for one in ids):
+            return False
+    return True
