@@ -172,7 +172,8 @@ class _Process:
         answer = self._folder / f"{self._rank}.answer"
         code = self.code() or 0
         found = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else None
-        output = (self._folder / f"{self._rank}.output").read_text(encoding="utf-8", errors="replace")
+        file = self._folder / f"{self._rank}.output"
+        output = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
         return Ended(self.name, code or (0 if answer.exists() else 1), found, output + (why if code else ""))
 
 

@@ -144,18 +144,15 @@ def applied() -> list[tuple[str, Applied]]:
     return [(group.reason, one) for group in _groups for one in group]
 
 
-_undoings: list[Callable[[], object]] = []
+undoings: list[Callable[[], object]] = []
+"""What shims have to undo besides their patches; `install.undo_everything` calls it after these."""
 
 
 def when_undone(action: Callable[[], object]) -> None:
-    """Call `action` after everything is undone: for what a shim has to undo besides its patches."""
-    if action not in _undoings:
-        _undoings.append(action)
+    """Have `action` called when everything is undone."""
+    undoings.append(action)
 
 
 def undo_all() -> list[Applied]:
     """Undo every group, newest first; return what somebody else has replaced since."""
-    left = [one for group in reversed(list(_groups)) for one in group.undo()]
-    for action in _undoings:
-        action()
-    return left
+    return [one for group in reversed(list(_groups)) for one in group.undo()]

@@ -1,7 +1,4 @@
-"""torch_npu: there, not there, or failing; torch.cuda that means the NPU; operators that leave no top-k.
-
-Run as a script it is one of two processes that collect, and notes what they send.
-"""
+"""torch_npu: there, not there, or failing; torch.cuda that means the NPU; operators that leave no top-k."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+import jobs
 import npu_device
 from npu_replay.compat import torch_npu
 from npu_replay.compat.probe import Product
@@ -216,43 +214,7 @@ def test_a_mode_sees_such_an_operator_by_its_name() -> None:
 
 
 @pytest.mark.distributed
-def test_collect_sends_nothing_that_hccl_lacks(tmp_path: Path) -> None:
-    from distributed import processes
-
-    for sent in processes.run(__file__, tmp_path, 2):
+def test_collect_sends_nothing_that_hccl_lacks() -> None:
+    for sent in jobs.run_ranks("npu_device:collected", {}, 2):
         assert set(sent) <= HCCL
         assert "uint8" in sent
-
-
-def _collect(folder: Path, rank: int) -> None:
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d
-
-    from npu_replay import RoutedExperts, TokenLayout, collect
-
-    sent: set[str] = set()
-
-    def noting(function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            for one in [*args, *kwargs.values()]:
-                for tensor in one if isinstance(one, list) else [one]:
-                    if isinstance(tensor, torch.Tensor):
-                        sent.add(str(tensor.dtype).removeprefix("torch."))
-            return function(*args, **kwargs)
-
-        return call
-
-    for owner in (dist, distributed_c10d):
-        for name in ("broadcast", "send", "recv", "isend", "irecv", "all_gather", "all_reduce"):
-            setattr(owner, name, noting(getattr(owner, name)))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    ids = torch.rand(5, 1, 300).topk(3).indices  # more experts than a byte holds
-    mine = RoutedExperts(ids=ids, layers=[rank], num_experts=300)
-    for everywhere in (True, False):
-        collect([mine], [TokenLayout.padded([5])], dist.group.WORLD, everywhere=everywhere)
-    (folder / f"results-{rank}").write_text("\n".join(sorted(sent)))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _collect(Path(sys.argv[1]), int(sys.argv[2]))
