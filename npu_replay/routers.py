@@ -16,7 +16,8 @@ from torch import nn
 from npu_replay.errors import RouterError
 
 if TYPE_CHECKING:
-    from npu_replay.sessions.marks import Marks
+    from npu_replay.sessions.micro_batches import Marks
+    from npu_replay.sessions.seam import Call
 
 Model: TypeAlias = "nn.Module | Sequence[nn.Module]"
 """What a block takes: a module, or the list of its virtual-pipeline chunks."""
@@ -60,12 +61,13 @@ class Router:
         topk: experts a token.
         layer: the global 0-based decoder layer; None where the module doesn't know, then `find` numbers.
         shows: reads the router's own output: bool [rows, num_experts], the experts that it sends tokens to.
+            A tensor that nobody writes into.
         drops: tokens over an expert's capacity are dropped, so `shows` may show fewer than were chosen.
         masks: scores are masked before the top-k (group-limited routing).
         gathers: rows of the scores for each row of the input (ranks that alltoall_seq gathers over).
         mend: changes the output of a router that was given ids ([rows, topk]), where what comes after it
             could lose one of them.
-        spare: its top-k asks for so many more than it uses; they come last.
+        call: makes the seam's part in a call of it, where it isn't the plain one; takes what `Call` takes.
         aux_losses: None if it has none.
         row_order: how its rows come of [batch, sequence]: "sequence" (s*b), "batch" (b*s); None if not known.
         bypass: why its top-k might never run, in words for an error; empty if nothing is known.
@@ -81,7 +83,7 @@ class Router:
     masks: bool = True
     gathers: int = 1
     mend: Callable[[object, torch.Tensor], object] | None = None
-    spare: int = 0
+    call: Callable[..., Call] | None = None
     aux_losses: AuxLosses | None = None
     row_order: str | None = None
     bypass: str = ""
@@ -123,9 +125,12 @@ class RouterKind:
         """What answers this router's top-k by now, in words for an error; empty if nothing is known."""
         return ""
 
-    def functions(self, routers: Sequence[Router]) -> dict[str, object]:
-        """The functions that route in these, by name: nobody may replace them inside a block."""
-        return {}
+    def functions(self, routers: Sequence[Router]) -> Iterable[tuple[str, object, str]]:
+        """What routes in these, and nobody may replace inside a block: its name, an owner and its attribute.
+
+        The attribute is looked up in the owner's own `__dict__`, and may be missing there.
+        """
+        return ()
 
     def mark(self, chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> Iterable[Handle]:
         """Hang hooks on a chunk that mark the recomputes which it runs outside backward."""
@@ -182,9 +187,9 @@ def explained(router: Router, called: Iterable[str]) -> str:
     return next(filter(None, said), router.bypass)
 
 
-def functions(found: Sequence[Router]) -> dict[str, object]:
-    """The functions that route in these routers, of every product that is here."""
-    return {name: function for kind in _registered() for name, function in kind.functions(found).items()}
+def functions(found: Sequence[Router]) -> list[tuple[str, object, str]]:
+    """What routes in these routers, of every product that is here: name, owner, attribute."""
+    return [place for kind in _registered() for place in kind.functions(found)]
 
 
 def mark(chunk: nn.Module, found: Sequence[Router], marks: Marks) -> list[Handle]:

@@ -67,14 +67,14 @@ _replaced: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 def _answered(module: Any, native: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(native)
     def fused(*args: Any, **kwargs: Any) -> Any:
-        call = seam.armed()
+        call: Any = seam.armed()  # a MegatronCall: the router is fused
         if call is None:
             return native(*args, **kwargs)
         if call.given:
             # Both take the same arguments, in the same order.
             return getattr(module, _UNFUSED)(*args, **kwargs, fused=False)
         output = native(*args, **kwargs)
-        call.note(lambda: _ids(output, call), "fused")
+        call.note(lambda: _ids(output, call))
         return output
 
     return fused

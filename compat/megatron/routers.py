@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from npu_replay.compat import torch_npu
-from npu_replay.compat.megatron import aux_losses, fused_router, parallel_state
+from npu_replay.compat.megatron import aux_losses, fused_router, parallel_state, router_call
 from npu_replay.compat.mindspeed import fb_overlap, features, llm
 from npu_replay.compat.patching import import_hook
 from npu_replay.errors import NoEffect, RouterError
 from npu_replay.routers import Handle, Router, RouterKind
-from npu_replay.sessions.marks import Marks
+from npu_replay.sessions.micro_batches import Marks
 from npu_replay.sessions.seam import least_positive
 
 _ROUTER_MODULE = "megatron.core.transformer.moe.router"
@@ -65,7 +64,7 @@ class MegatronRouters(RouterKind):
             drops=drops,
             masks=bool(config.moe_router_group_topk),
             gathers=gathered_ranks(config),
-            spare=spare(module),
+            call=router_call.of(module, drops=drops),
             aux_losses=aux_losses.of(module),
             row_order="sequence",
             bypass=_FUSED if fused_router.is_on(config) else "",
@@ -88,25 +87,19 @@ class MegatronRouters(RouterKind):
             handles.append(fused_router.HeldKernel())
         return handles
 
-    def functions(self, routers: Sequence[Router]) -> dict[str, object]:
-        """What these routers' calls go through, whoever has replaced it: of their classes, of their own."""
+    def functions(self, routers: Sequence[Router]) -> Iterator[tuple[str, object, str]]:
+        """What these routers' calls go through: of their classes, of their own, and Megatron's functions."""
         product: Any = sys.modules.get(_ROUTER_MODULE)
         if product is None:
-            return {}
+            return
         ours = [router for router in routers if isinstance(router.module, product.TopKRouter)]
-        found = {
-            # Not by getattr: some people's wrappers bind anew at each access.
-            f"{kind.__name__}.{name}": inspect.getattr_static(kind, name, None)
-            for kind in {product.TopKRouter, *(type(router.module) for router in ours)}
-            for name in _METHODS
-        }
-        found |= {
-            f"{router.path}.{name}": vars(router.module)[name]
-            for router in ours
-            for name in _METHODS
-            if name in vars(router.module)
-        }
-        return found | {name: vars(product)[name] for name in _TOP_K_FUNCTIONS if name in vars(product)}
+        classes = {product.TopKRouter, *(base for router in ours for base in type(router.module).__mro__)}
+        owners = [(kind.__name__, kind) for kind in classes if issubclass(kind, nn.Module)]
+        for where, owner in owners + [(router.path, router.module) for router in ours]:
+            for name in _METHODS:
+                yield f"{where}.{name}", owner, name
+        for name in _TOP_K_FUNCTIONS:
+            yield name, product, name
 
     def accepts_none(self, chunks: Sequence[nn.Module]) -> bool:
         """A stage of an MoE model's pipeline whose layers are all dense, by its config."""
@@ -118,8 +111,11 @@ class MegatronRouters(RouterKind):
 
 
 def _shows(output: object) -> torch.Tensor:
-    """routing_map, bool [rows, experts]: Megatron's routers return (probs, routing_map)."""
-    return _pair(output)[1].bool()
+    """routing_map, bool [rows, experts]: Megatron's routers return (probs, routing_map).
+
+    A copy: what comes after the router may write into it.
+    """
+    return _pair(output)[1].to(torch.bool, copy=True)
 
 
 def _shows_with_drops(output: object) -> torch.Tensor:
@@ -154,11 +150,6 @@ def gathered_ranks(config: Any) -> int:
     if config.moe_token_dispatcher_type != "alltoall_seq":
         return 1
     return int(config.tensor_model_parallel_size)
-
-
-def spare(router: Any) -> int:
-    """Quantile balancing asks for one expert more than it uses: its score says where the limit lies."""
-    return int(router.routing_type == "quantile_balancing")
 
 
 def _refuse(module: Any, path: str) -> None:

@@ -12,14 +12,13 @@ import importlib
 import itertools
 import math
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-from npu_replay.compat.megatron import aux_losses, fused_router
+from npu_replay.compat.megatron import aux_losses, fused_router, router_call
 from npu_replay.compat.megatron.config_flags import asks_for_replay
-from npu_replay.compat.megatron.routers import gathered_ranks, is_by_session, is_replaying, spare
+from npu_replay.compat.megatron.routers import gathered_ranks, is_by_session, is_replaying
 from npu_replay.compat.megatron_backports import router_methods, router_replay
 from npu_replay.compat.megatron_backports.router_replay import MegatronRouterReplay
 from npu_replay.compat.mindspeed import repatch
@@ -200,16 +199,6 @@ _handed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 # How its top-k comes to ask
 
 
-class _Calls(threading.local):
-    """The routers' calls that this thread is in, innermost last."""
-
-    def __init__(self) -> None:
-        self.stack: list[tuple[Any, router_replay.Asked]] = []
-
-
-_calls = _Calls()
-
-
 class _Asks(router_methods.RouterMethods):
     why = "its top-k asks router_replay"
 
@@ -223,10 +212,9 @@ class _Asks(router_methods.RouterMethods):
 
     def apply_load_balancing_loss(self, activation: Any, load_balancing_loss_func: Any) -> Any:
         """The router's own; in a replay it counts the live choice, as upstream's do."""
-        router, loss = self.router, load_balancing_loss_func
-        for of, call in _calls.stack[-1:]:
-            if of is router and call.own_ids is not None and call.ids is not None:
-                loss = aux_losses.recounted(loss, (call.own_ids, call.ids))
+        loss, call = load_balancing_loss_func, seam.running(self.router)
+        if call is not None and call.own_ids is not None and call.ids is not None:
+            loss = aux_losses.recounted(loss, (call.own_ids, call.ids))
         return self.of_class("apply_load_balancing_loss")(activation, loss)
 
     def set_layer_number(self, layer_number: int) -> None:
@@ -246,12 +234,9 @@ def _asking(router: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwarg
     if router_replay.is_idle(replay) or asks_already or _is_left_to_its_own(router, replay):
         return plain(*args, **kwargs)
     call = _call(router, replay, next(iter((*args, *kwargs.values()))))
-    _calls.stack.append((router, call))
-    try:
-        with router_replay.asked(call, fused=fused_router.is_on(router.config)):
-            return plain(*args, **kwargs)
-    finally:
-        _calls.stack.pop()
+    call.owner = router
+    with router_replay.asked(call, fused=fused_router.is_on(router.config)):
+        return plain(*args, **kwargs)
 
 
 def _is_left_to_its_own(router: Any, replay: Any) -> bool:
@@ -271,7 +256,7 @@ def _call(router: Any, replay: Any, inputs: Any) -> router_replay.Asked:
         int(router.topk),
         num_groups=config.moe_router_num_groups,
         group_topk=config.moe_router_group_topk,
-        spare=spare(router),
+        spare=router_call.spare(router),
         compares=losses is not None and is_replaying(replay) and losses.follow_the_call_of(router),
     )
 

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from npu_replay.compat.megatron import fused_router
+from npu_replay.compat.megatron.router_call import MegatronCall
 from npu_replay.compat.megatron.routers import action_of, is_by_session, is_replaying
 from npu_replay.compat.patching import served_modules
 from npu_replay.errors import NoEffect, ReplayError, RouterError
@@ -295,7 +296,7 @@ def _is_plain(ask: Any) -> bool:
     return names is globals() or (product is not None and names is vars(product))
 
 
-class Asked(seam.Call):
+class Asked(MegatronCall):
     """A call of a router whose top-k asks a RouterReplay, which may be a framework's own or a subclass.
 
     Args:
@@ -304,10 +305,11 @@ class Asked(seam.Call):
         num_experts: columns of the scores.
         topk: experts a token.
         num_groups: passed on to `replay`, as is `group_topk`.
-        **options: of seam.Call.
+        compares: also find the router's own choice.
+        spare: see MegatronCall.
     """
 
-    __slots__ = ("_group_topk", "_num_groups", "replay")
+    __slots__ = ("_compares", "_group_topk", "_num_groups", "replay")
 
     def __init__(
         self,
@@ -318,43 +320,44 @@ class Asked(seam.Call):
         *,
         num_groups: int | None = None,
         group_topk: int | None = None,
-        **options: bool | int,
+        compares: bool = False,
+        spare: int = 0,
     ) -> None:
-        # Watch sees the masking of groups, and a top-k that was imported by name.
         super().__init__(
             rows,
             num_experts,
             topk,
-            _nobody,
+            seam.Call.own,
             masks=bool(group_topk),
-            watch=True,
-            **options,  # type: ignore[arg-type]
+            watch=True,  # it sees the masking of groups, and a top-k that was imported by name
+            given=is_replaying(replay),
+            spare=spare,
         )
-        self.replay = replay
-        self._num_groups = num_groups
-        self._group_topk = group_topk
-        self.given = is_replaying(replay)
+        self.replay, self._compares = replay, compares
+        self._num_groups, self._group_topk = num_groups, group_topk
 
-    def _decide(
-        self, native: Callable[..., Any], scores: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decide(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        outer = self._outer
+
         def own(*_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            """As it was asked: of masked scores, where groups are limited; a block around is asked too."""
-            with self._outer_armed():
-                values, ids = torch.topk(scores, *args, **kwargs)
+            """As it was asked: of scores masked by groups; a block around is asked too, for once."""
+            if outer is not None and outer.ids is None:
+                outer._masked.extend(self._masked)
+                seam.arm(outer)
+            try:
+                values, ids = torch.topk(scores, *self._args, **self._kwargs)
+            finally:
+                seam.arm(None)
             return values[:, : self.topk], ids[:, : self.topk]
 
-        if self.compares:
-            self.own_ids = native(scores.detach(), *args, **kwargs)[1]
-        source = self._unmasked(scores)
-        values, ids = self.replay.get_replay_topk(source, self.topk, self._num_groups, self._group_topk, own)
-        outer = self._outer
+        if self._compares:
+            self.own()
+        values, ids = self.replay.get_replay_topk(
+            self.unmasked(scores), self.topk, self._num_groups, self._group_topk, own
+        )
         if isinstance(outer, Asked) and outer.replay is self.replay:
             outer.ids, outer.way = ids, "inner"  # this one was armed by a routing that knows of it
-        if self.spare:
-            all_values, places = native(scores, *args, **kwargs)
-            return all_values, torch.cat([ids, places[:, self.topk :]], dim=1)
-        return values, ids
+        return self._with_spare(scores, ids) if self.spare else (values, ids)
 
     def _noted(self, ids: torch.Tensor) -> None:
         """A fused call has chosen: have it recorded."""
@@ -369,17 +372,21 @@ class Asked(seam.Call):
 
 @contextlib.contextmanager
 def asked(call: Asked, *, fused: bool = False) -> Iterator[None]:
-    """Let the next top-k of this thread that fits be answered, or the fused kernel; there has to be one.
+    """Let the next top-k of this thread that fits be answered; there has to be one.
+
+    Args:
+        fused: is the router's kernel asked, too?
 
     Raises:
         NoEffect: there was none.
     """
     kernel = fused_router.HeldKernel() if fused else None
     seam.guard.install()
+    call.begin()
     try:
-        with call:
-            yield
+        yield
     finally:
+        call.end()
         seam.guard.remove()
         if kernel is not None:
             kernel.remove()
@@ -397,10 +404,6 @@ def _answered_by_hand(replay: MegatronRouterReplay, ids: torch.Tensor) -> None:
     call = seam.armed()
     if isinstance(call, Asked) and call.replay is replay:
         call.ids, call.way = ids, "inner"
-
-
-def _nobody(own: seam.Own) -> torch.Tensor:
-    raise NotImplementedError  # Asked decides otherwise
 
 
 def _everyone() -> list[MegatronRouterReplay]:

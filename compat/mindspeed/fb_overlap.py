@@ -23,7 +23,7 @@ from torch import nn
 from npu_replay.errors import RecomputeError, RouterError
 from npu_replay.routers import Handle, Router
 from npu_replay.sessions.hooks import Hook
-from npu_replay.sessions.marks import Marks
+from npu_replay.sessions.micro_batches import Marks
 
 _PLACE = "core/transformer/moe/moe_feature/fb_overlap/transformer_layer.py"
 _SIGNS = {"checkpoint", "bwd_layer_graph"}

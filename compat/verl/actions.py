@@ -20,8 +20,7 @@ from npu_replay.compat.megatron.parallel_state import config_of, unwrapped
 from npu_replay.compat.verl import live_models
 from npu_replay.errors import MicroBatchError, ReplayError, RouterError
 from npu_replay.routes.routed_experts import RoutedExperts
-from npu_replay.sessions.deferred import DeferringFeed, DeferringTap
-from npu_replay.sessions.stepwise import Feed, Tap
+from npu_replay.sessions.stepwise import StepRecording, StepReplay
 
 if TYPE_CHECKING:
     from npu_replay.compat.verl.engine import Pass
@@ -38,7 +37,7 @@ class Switch:
     def __init__(self) -> None:
         self.action = ""
         self.job: Pass | None = None
-        self._sessions: list[Feed | Tap] = []
+        self._sessions: list[StepReplay | StepRecording] = []
         self._targets: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._last: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()
         self._off = self._expected = 0
@@ -132,13 +131,13 @@ class Switch:
         """Is this the action?"""
         return not self._off and self.action == action
 
-    def replaying(self, model: Any, config: Any, stage: int | None) -> tuple[Feed, int]:
+    def replaying(self, model: Any, config: Any, stage: int | None) -> tuple[StepReplay, int]:
         """The open replay, and which of its chunks is meant."""
-        return self._open_one(Feed, "replay", model, config, stage)
+        return self._open_one(StepReplay, "replay", model, config, stage)
 
-    def recording(self, model: Any, config: Any, stage: int | None) -> tuple[Tap, int]:
+    def recording(self, model: Any, config: Any, stage: int | None) -> tuple[StepRecording, int]:
         """The open record, and which of its chunks is meant."""
-        return self._open_one(Tap, "record", model, config, stage)
+        return self._open_one(StepRecording, "record", model, config, stage)
 
     def _open_one(self, kind: Any, name: str, model: Any, config: Any, stage: int | None) -> tuple[Any, int]:
         sessions = [one for one in self._sessions if isinstance(one, kind)]
@@ -164,7 +163,7 @@ class Switch:
         if self.job is None or not self._sessions:
             raise error
         for session in self._sessions:
-            session.defer(error)  # type: ignore[union-attr]  # an engine's sessions wait
+            session.defer(error)
 
     # Single routers
 
@@ -174,7 +173,7 @@ class Switch:
         found = self._last.get(router)
         for session in self._sessions:
             for one in session._all_routers():
-                if one.module is router and isinstance(session, Tap):
+                if one.module is router and isinstance(session, StepRecording):
                     found = session.last(one)
         return None if found is None else found.long()
 
@@ -183,10 +182,10 @@ class Switch:
         self._targets[id(router)] = ids, mask
         for session in self._sessions:
             for chunk, routers in enumerate(session._routers):
-                if isinstance(session, Feed) and any(one.module is router for one in routers):
+                if isinstance(session, StepReplay) and any(one.module is router for one in routers):
                     if all(id(one.module) in self._targets for one in routers):
                         given = [self._targets.pop(id(one.module)) for one in routers]
-                        session.feed(chunk, _together(given, routers))
+                        session.give(chunk, _together(given, routers))
                     return
         raise RouterError(
             "this router is in no open replay",
@@ -213,7 +212,7 @@ class Switch:
             )
         try:
             for chunks in models:
-                self._sessions.append((Tap(chunks) if record else Feed(chunks)).__enter__())
+                self._sessions.append((StepRecording(chunks) if record else StepReplay(chunks)).__enter__())
         except BaseException:
             self._abandon()
             raise
@@ -221,10 +220,13 @@ class Switch:
     def _open_for(self, job: Pass, record: bool) -> None:
         """An engine's session, whose errors wait for the end of its schedule."""
         session: Any = (
-            DeferringTap(job.chunks)
+            StepRecording(job.chunks, errors_wait=True)
             if record
-            else DeferringFeed(
-                job.chunks, live_mismatch=job.compares(), max_live_mismatch=job.most_live_mismatch()
+            else StepReplay(
+                job.chunks,
+                errors_wait=True,
+                live_mismatch=job.compares(),
+                max_live_mismatch=job.most_live_mismatch(),
             )
         )
         self._sessions.append(session.__enter__())
@@ -238,7 +240,7 @@ class Switch:
         """Close all that is open. Models that ran nothing were not meant, if another did."""
         sessions, self._sessions = self._sessions, []
         for session in sessions:
-            if isinstance(session, Tap):
+            if isinstance(session, StepRecording):
                 found = {one.module: session.last(one) for one in session._all_routers()}
                 self._last.update({module: ids for module, ids in found.items() if ids is not None})
         used = list(filter(_ran, sessions)) or sessions[:1]
@@ -271,7 +273,7 @@ def problem_of(what: str, function: Callable[..., object], *arguments: Any) -> R
     return None
 
 
-def _ran(session: Feed | Tap) -> bool:
+def _ran(session: StepReplay | StepRecording) -> bool:
     """Has any chunk seen a forward?"""
     return any(session._timeline.ended)
 

@@ -27,7 +27,7 @@ from npu_replay.compat.verl.files import Files
 from npu_replay.errors import ReplayError, share
 from npu_replay.parallel.bad_samples import CEILING, above_ceiling
 from npu_replay.parallel.ranks import agreed, all_here
-from npu_replay.sessions.stepwise import Feed, Tap
+from npu_replay.sessions.stepwise import StepRecording, StepReplay
 
 _log = logging.getLogger("npu_replay.job")
 
@@ -218,7 +218,7 @@ class Pass:
                 )
             )
 
-    def settle(self, session: Feed | Tap | None, error: ReplayError | None) -> None:
+    def settle(self, session: StepReplay | StepRecording | None, error: ReplayError | None) -> None:
         """Agree with the other ranks, say once that it is on, and keep the figures.
 
         Raises:
@@ -233,7 +233,7 @@ class Pass:
         problem = above_ceiling(bad, samples, self._ceiling / 1e6, setting=_CEILING, where="all ranks")
         if problem is not None:
             _raise_on_every_rank(problem)
-        if isinstance(session, Feed):
+        if isinstance(session, StepReplay):
             self.metrics = _metrics(sums)
             if not self.engine.announced:
                 self.engine.announced = True

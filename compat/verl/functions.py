@@ -287,7 +287,7 @@ def set_router_replay_data(
             logger.warning("[npu_replay] sample %d takes the routers' own choice: %s", number, error)
         good = {number: one for number, one in enumerate(found) if number not in problems}
         here = tensors.laid_out(good, layout, labels, tf_config)
-        replay.feed(chunk, here)
+        replay.give(chunk, here)
         if job is not None and chunk == replay.first_chunk:
             job.count(rows=int((layout.rows >= 0).sum()), routed=int(here.recorded.sum()))
             if tensors.speaks_for_samples(layout.parallel):

@@ -18,7 +18,7 @@ from npu_replay.bench import decode, gather
 from npu_replay.bench.timing import Case, Way
 from npu_replay.demo import megatron_model
 from npu_replay.routes import inputs
-from npu_replay.sessions import seam, session
+from npu_replay.sessions import router_calls, seam
 
 TOKENS = (64, 1024, 8192)
 ROUTER: dict[str, Any] = {"hidden_size": 2048, "num_moe_experts": 128, "moe_router_topk": 8}
@@ -123,7 +123,7 @@ def _only_watch(way: Way) -> Callable[[], contextlib.AbstractContextManager[Any]
         with (
             mock.patch.object(seam.guard, "install"),
             mock.patch.object(seam.guard, "remove"),
-            mock.patch.object(session, "_ways", WeakKeyDictionary()),
+            mock.patch.object(router_calls, "ways", WeakKeyDictionary()),
             way.block(),
         ):
             yield

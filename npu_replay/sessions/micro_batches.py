@@ -8,6 +8,9 @@ them that runs it.
 Where nothing that was noted runs, as in a tensor's hook, the number of autograd's running node tells: the
 counter is noted at the end of each forward, and the number falls between two notes. Ends and not starts are
 noted: a reentrant checkpoint around the whole model makes its node before the model's forward begins.
+
+A schedule that runs a layer again by itself, outside backward, between the forwards of other micro-batches,
+looks like a forward; so the compat module that knows the place marks it (`Marks`).
 """
 
 from __future__ import annotations
@@ -15,11 +18,13 @@ from __future__ import annotations
 import bisect
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from npu_replay.errors import MicroBatchError, RecomputeError, micro_batch
 from npu_replay.sessions import recompute
@@ -30,6 +35,7 @@ CALLED_INSIDE = (
 )
 
 Owner: TypeAlias = "tuple[int, int]"  # chunk, micro-batch
+Key: TypeAlias = "tuple[int, int]"  # layer label, micro-batch
 
 
 @dataclass
@@ -44,6 +50,8 @@ class Forward:
     handling: BaseException | None
     called: set[int] = field(default_factory=set)
     """Layer labels of the routers called so far."""
+    checked: bool = False
+    """Is it seen to that the routers' outputs show the ids?"""
 
 
 class Timeline:
@@ -112,8 +120,9 @@ class Timeline:
         # Where grad was off as the forward began, nodes that were made since say that it was turned on.
         grows = forward.grad or recompute.sequence_number() != forward.made
         inner = recompute.enclosing(functions=grows and not torch.is_grad_enabled())
-        if inner:
-            self._note(inner, (forward.chunk, forward.number))
+        if not inner:
+            return forward.enclosing
+        self._note(inner, (forward.chunk, forward.number))
         return forward.enclosing + inner
 
     def recomputed(self, chunk: int, layer: int) -> int:
@@ -211,3 +220,37 @@ class Timeline:
                 got=f"thread {thread}",
                 cause="a model called from a thread pool; micro-batches can't be put in order there",
             )
+
+
+class Marks:
+    """What is known of the next call of each router of one chunk.
+
+    Args:
+        running: the number of the micro-batch whose forward this chunk runs now.
+    """
+
+    def __init__(self, running: Callable[[], int]) -> None:
+        self.running = running
+        self._foreseen: dict[int, Any] = {}
+        self._announced: dict[int, int] = {}
+
+    def foresee(self, router: nn.Module, token: object) -> None:
+        """The router's next forward may be run again as long as `token` lives (it takes weak references)."""
+        self._foreseen[id(router)] = token
+
+    def announce(self, router: nn.Module, number: int) -> None:
+        """The router's next call is the recompute of micro-batch `number`."""
+        self._announced[id(router)] = number
+
+    def take_foreseen(self, router: nn.Module) -> Any:
+        """The token of `foresee`, once."""
+        return self._foreseen.pop(id(router), None) if self._foreseen else None
+
+    def take_announced(self, router: nn.Module) -> int | None:
+        """The number of `announce`, once."""
+        return self._announced.pop(id(router), None) if self._announced else None
+
+    def clear(self) -> None:
+        """Drop what no call has taken: an exception came between."""
+        self._foreseen.clear()
+        self._announced.clear()

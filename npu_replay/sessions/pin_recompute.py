@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from npu_replay.routers import Model, Router
+from npu_replay.routers import Model
 from npu_replay.sessions import seam
-from npu_replay.sessions.micro_batches import Forward
-from npu_replay.sessions.session import Session, narrowed
-from npu_replay.sessions.witness import Key
+from npu_replay.sessions.micro_batches import Key
+from npu_replay.sessions.session import Session
 
 
 def pin_recompute(model: Model) -> Pinning:
@@ -27,16 +26,12 @@ class Pinning(Session):
 
     name = "pin_recompute"
 
-    def _live(self, router: Router, forward: Forward, rows: int, device: torch.device) -> seam.Choose:
-        key = router.label, forward.number
-
-        def choose(own: seam.Own) -> torch.Tensor:
-            ids = own()
-            if key in self._pending:
-                self._kept[key] = narrowed(ids, router)
-            return ids
-
-        return choose
+    def _choose(self, call: seam.Call) -> torch.Tensor:
+        ids = call.own()
+        key = call.owner.label, call.forward.number
+        if key in self._pending:
+            self._kept[key] = ids.to(call.owner.narrow)
+        return ids
 
     def _release(self, key: Key) -> None:
         super()._release(key)

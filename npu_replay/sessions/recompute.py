@@ -18,14 +18,19 @@ import functools
 import gc
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType, FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import BackwardCFunction, Function
 from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from npu_replay.sessions.micro_batches import Key
+    from npu_replay.sessions.session import Session
 
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number that the next node made on this thread will get."""
@@ -46,9 +51,12 @@ _RUN_BACKWARD = {
 }
 
 
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
 def in_backward() -> bool:
     """Is this thread running autograd's backward?"""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return _graph_task() != -1
 
 
 def running_node_number() -> int | None:
@@ -64,6 +72,8 @@ def enclosing(*, functions: bool) -> list[Any]:
     Args:
         functions: also custom Functions, whose forwards run without grad. Walks the Python stack.
     """
+    if not functions and _top_hooks is not None and _top_hooks(True) is None:
+        return []
     return [*_open_regions(), *(_running_functions() if functions else ())]
 
 
@@ -209,3 +219,59 @@ def _watched(
     else:
         around.append(enclosing(functions=reentrant))
     return (x * 2).sin()
+
+
+class Recomputes:
+    """The calls of routers that autograd may yet run again, and those that it has, by layer and micro-batch.
+
+    Args:
+        session: its `_release` is told of a call whose graph has died. Not kept alive.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = weakref.ref(session)
+        self._around: dict[Key, list[weakref.ref[Any]]] = {}
+        self._ran: set[Key] = set()
+
+    def __len__(self) -> int:
+        return len(self._around)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._around
+
+    def expect(self, key: Key, around: list[Any]) -> None:
+        """Autograd may recompute this call as long as any of these lives, which enclose it."""
+        session = self._session
+
+        def died(_: object) -> None:
+            if (alive := session()) is not None:
+                alive._pending._died(key)
+
+        self._around[key] = [weakref.ref(one, died) for one in around]
+
+    def ran(self, key: Key) -> None:
+        """The call was recomputed."""
+        self._ran.add(key)
+
+    def drop(self, key: Key) -> None:
+        """The forward of this call raised."""
+        self._around.pop(key, None)
+        self._ran.discard(key)
+
+    def due(self) -> list[Key]:
+        """The calls that autograd may yet recompute and hasn't."""
+        return [key for key in list(self._around) if key not in self._ran and self._may_come(key)]
+
+    def clear(self) -> None:
+        """The block is over."""
+        self._around.clear()
+        self._ran.clear()
+
+    def _may_come(self, key: Key) -> bool:
+        return any(one() is not None for one in self._around.get(key, ()))
+
+    def _died(self, key: Key) -> None:
+        session = self._session()
+        if session is not None and not self._may_come(key):
+            self.drop(key)
+            session._release(key)

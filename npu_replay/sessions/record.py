@@ -11,9 +11,8 @@ from npu_replay.routers import Model, Router
 from npu_replay.routes.inputs import Recorded, copied
 from npu_replay.routes.routed_experts import RoutedExperts, without_layers
 from npu_replay.sessions import seam
-from npu_replay.sessions.micro_batches import Forward
-from npu_replay.sessions.session import Session, narrowed
-from npu_replay.sessions.witness import Key
+from npu_replay.sessions.micro_batches import Key
+from npu_replay.sessions.session import Session
 
 
 def record(model: Model, *, inputs: bool = True) -> Recording:
@@ -63,13 +62,11 @@ class Recording(Session):
             )
         return self._routes
 
-    def _live(self, router: Router, forward: Forward, rows: int, device: torch.device) -> seam.Choose:
-        def choose(own: seam.Own) -> torch.Tensor:
-            ids = own()
-            self._ids[router.label, forward.number] = narrowed(ids, router)
-            return ids
-
-        return choose
+    def _choose(self, call: seam.Call) -> torch.Tensor:
+        ids = call.own()
+        # Made under inference_mode it can't be saved for backward, and never is: the int64 copy at use can.
+        self._ids[call.owner.label, call.forward.number] = ids.to(call.owner.narrow)
+        return ids
 
     def _again(self, router: Router, number: int, device: torch.device) -> torch.Tensor:
         ids = self._ids.get((router.label, number))

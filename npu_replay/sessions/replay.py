@@ -9,15 +9,15 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from npu_replay.errors import MicroBatchError, ReplayError, RouterError, list_of, micro_batch, share
+from npu_replay.errors import MicroBatchError, ReplayError, RouterError, list_of, micro_batch
 from npu_replay.routers import Model, Router
 from npu_replay.routes.inputs import copied
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions import seam
-from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward
-from npu_replay.sessions.session import Session, narrowed
-from npu_replay.sessions.staging import Packet, Staged, to_device
-from npu_replay.sessions.witness import Count
+from npu_replay.sessions.live_mismatch import LiveMismatch
+from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, Marks
+from npu_replay.sessions.router_calls import RouterCalls
+from npu_replay.sessions.session import Session
 
 
 def replay(
@@ -63,20 +63,58 @@ def counted_by_aux_losses(asked: str | None = None) -> AuxLoss:
         ReplayError: neither "live" nor "replayed".
     """
     found = asked or os.environ.get("NPU_REPLAY_AUX_LOSS") or "live"
-    if found == "live":
-        return "live"
-    if found == "replayed":
-        return "replayed"
-    raise ReplayError(
-        "this is nothing that aux losses can count",
-        where="aux_loss" if asked else "NPU_REPLAY_AUX_LOSS",
-        expected="'live' or 'replayed'",
-        got=found,
-    )
+    if found not in ("live", "replayed"):
+        raise ReplayError(
+            "this is nothing that aux losses can count",
+            where="aux_loss" if asked else "NPU_REPLAY_AUX_LOSS",
+            expected="'live' or 'replayed'",
+            got=found,
+        )
+    return "live" if found == "live" else "replayed"
 
 
-class Replaying(Session):
-    """What all replays share: answering a router's top-k out of packets of routes.
+class DeviceRoutes:
+    """Routes of one micro-batch for one chunk, and their copies on the devices of a model.
+
+    Args:
+        routes: rows as the routers have them.
+        routers: those of the chunk.
+
+    Attributes:
+        rows: how many there are.
+        missing: int64, those without a route; None if every row has one.
+        on: by device, the narrow ids [rows, topk] of each layer, and `missing` there.
+    """
+
+    def __init__(self, routes: RoutedExperts, routers: Sequence[Router]) -> None:
+        self.routes = routes
+        self.rows = len(routes)
+        self._labels = [router.label for router in routers]
+        missing = (~routes.recorded).nonzero()[:, 0]
+        self.missing: torch.Tensor | None = missing if len(missing) else None
+        self.on: dict[torch.device, tuple[dict[int, torch.Tensor], torch.Tensor | None]] = {}
+
+    def send(self, device: torch.device) -> None:
+        """Have them on a device, narrow; without waiting for them, and once."""
+        if device not in self.on and self._labels:
+            ids = to_device(self.routes.only(self._labels).ids, device)
+            missing = None if self.missing is None else to_device(self.missing, device)
+            self.on[device] = dict(zip(self._labels, ids.unbind(1), strict=True)), missing
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the device that the host doesn't wait for, which only pinned memory allows."""
+    if device.type == "cpu":
+        return tensor
+    try:
+        pinned = tensor.contiguous().pin_memory()
+    except (RuntimeError, NotImplementedError):  # a device without such memory, or no more of it
+        return tensor.to(device)
+    return pinned.to(device, non_blocking=True)
+
+
+class AnyReplay(Session):
+    """What all replays share: answering a router's top-k with routes of its chunk's micro-batch.
 
     Args:
         model: see Session.
@@ -96,22 +134,28 @@ class Replaying(Session):
     ) -> None:
         super().__init__(model)
         self._aux_loss = counted_by_aux_losses(aux_loss)
-        self._live_mismatch = live_mismatch
-        self._most: float | None = None
-        if max_live_mismatch is not None:
-            self._most = share(max_live_mismatch, "max_live_mismatch", "token-layers")
-        self._apart = Apart()
-        self._first: dict[int, Apart] = {}
-        """By chunk, in its first forward."""
+        self._mismatch = LiveMismatch(live_mismatch, max_live_mismatch)
+        self._given: dict[tuple[int, int], DeviceRoutes] = {}
+        """Of each chunk and micro-batch."""
         self._chunk_of: dict[int, int] = {}
 
-    def _packet(self, chunk: int, number: int) -> Packet:
-        """The routes of a chunk's micro-batch, which has some."""
-        raise NotImplementedError
+    def _routes_of(self, chunk: int, number: int) -> DeviceRoutes:
+        given = self._given.get((chunk, number))
+        if given is None:
+            raise MicroBatchError(
+                "no routes were given for this forward",
+                where=f"{micro_batch(number)}, chunk {chunk}",
+                expected="the routes of each forward before it",
+                got="none",
+                cause="an extra forward (a reference pass, an evaluation) while a replay is on",
+            )
+        return given
 
-    def _stage(self, chunk: int, number: int, device: torch.device) -> Staged:
-        """The same on the device."""
-        raise NotImplementedError
+    def _send(self, forward: Forward, device: torch.device) -> None:
+        """The copy of a micro-batch begins with the micro-batch before it, if its routes are here."""
+        for number in (forward.number, forward.number + 1):
+            if (given := self._given.get((forward.chunk, number))) is not None:
+                given.send(device)
 
     def metrics(self) -> dict[str, float]:
         """Micro-batches, routers, seconds; live_mismatch where it was asked for."""
@@ -123,32 +167,32 @@ class Replaying(Session):
 
     def counts(self) -> dict[str, int]:
         """Also token-layers compared with the live router, and how many of them differed."""
-        return super().counts() | {"differing": int(self._apart.differing), "compared": self._apart.compared}
+        found = self._mismatch
+        return super().counts() | {"differing": int(found.differing), "compared": found.compared}
 
     def _check_model(self) -> None:
+        super()._check_model()
         self._chunk_of = {
             router.label: chunk for chunk, routers in enumerate(self._routers) for router in routers
         }
 
-    def _attach(self) -> None:
-        super()._attach()
-        for router in self._all_routers():
-            losses = router.aux_losses
-            if losses is not None and losses.follow != (self._aux_loss == "replayed"):
-                self._handles.append(losses.recount(functools.partial(self._counted, router)))
-
-    def _counted(self, router: Router) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The ids that the aux losses of the router's call are told to count, and those that are used."""
-        running = self._calls.stack[-1] if self._calls.stack else None
-        if running is None or running.module is not router.module:
-            return None
-        used = running.call.ids
-        counted = used if self._aux_loss == "replayed" else running.call.own_ids
-        return None if counted is None or used is None else (counted, used)
-
-    def _compares(self, router: Router) -> bool:
+    def _attach_router(self, router: Router, chunk: int, marks: Marks) -> None:
+        super()._attach_router(router, chunk, marks)
         losses = router.aux_losses
-        return losses is not None and self._aux_loss == "live" and losses.follow_the_call_of(router.module)
+        if losses is not None and losses.follow != (self._aux_loss == "replayed"):
+            counted = functools.partial(_counted, self._calls[-1], self._aux_loss)
+            self._undo.callback(losses.recount(counted).remove)
+
+    def _compare(self, call: seam.Call) -> None:
+        """Find the router's own choice too, if its aux losses count that in this call."""
+        router = call.owner.router
+        losses = router.aux_losses
+        if losses is not None and self._aux_loss == "live" and losses.follow_the_call_of(router.module):
+            call.own()
+
+    def _choose_again(self, call: seam.Call) -> torch.Tensor:
+        self._compare(call)
+        return super()._choose_again(call)
 
     def _check_layers(self, number: int, routes: RoutedExperts, routers: Sequence[Router]) -> None:
         """Refuse routes that these routers can't be given."""
@@ -185,64 +229,53 @@ class Replaying(Session):
                     "batch-major",
                 )
 
-    def _live(self, router: Router, forward: Forward, rows: int, device: torch.device) -> seam.Choose:
-        self._check_forward(forward)
-        routes = self._packet(forward.chunk, forward.number).routes
-        if len(routes) != rows:
+    def _prepare(
+        self, router: Router, forward: Forward, rows: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The narrow ids [rows, topk] of this call, and the rows without a route, if any."""
+        if forward is self._timeline.bypassed:
+            self._check_forward(forward)
+        given = self._routes_of(forward.chunk, forward.number)
+        if given.rows != rows:
             raise MicroBatchError(
                 "the routes have another number of tokens than the router",
                 where=micro_batch(forward.number, router.label),
                 expected=f"{rows} rows",
-                got=len(routes),
+                got=given.rows,
                 cause=self._why_other_rows(forward),
             )
-        layers, missing = self._stage(forward.chunk, forward.number, device)
-        ids = layers[router.label]
-        key = router.label, forward.number
+        if device not in given.on:
+            self._send(forward, device)
+        layers, missing = given.on[device]
+        return layers[router.label], missing
 
-        def choose(own: seam.Own) -> torch.Tensor:
-            chosen = ids.long()
-            tallies = self._tallies(forward)
-            if tallies:
-                differ = _differ(chosen, own(), missing)
-                for tally in tallies:
-                    tally.add(differ, int(routes.recorded.sum()))
-            if missing is not None:
-                chosen.index_copy_(0, missing, own(missing))
-                if key in self._pending:
-                    self._kept[key] = narrowed(chosen, router)
-            elif key in self._pending:
-                self._kept[key] = ids
-            return chosen
+    def _choose(self, call: seam.Call) -> torch.Tensor:
+        ids, missing = call.routes
+        forward = call.forward
+        chosen: torch.Tensor = ids.long()
+        self._compare(call)
+        if self._mismatch.asks(forward):
+            self._mismatch.add(forward, chosen, call.own(), missing)
+        if missing is not None:
+            chosen.index_copy_(0, missing, call.own(missing))
+        key = call.owner.label, forward.number
+        if key in self._pending:
+            self._kept[key] = ids if missing is None else chosen.to(call.owner.narrow)
+        return chosen
 
-        return choose
+    def _begin(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward:
+        forward = super()._begin(chunk, args, kwargs)
+        if (given := self._given.get((chunk, forward.number))) is not None:
+            for device in given.on:
+                self._send(forward, device)
+        return forward
 
-    def _end(self, chunk: int, output: object) -> None:
-        super()._end(chunk, output)
-        first = self._first.pop(chunk, None)
-        if first is not None and self._most is not None and self._timeline.ended[chunk]:
-            self._check_live_mismatch(chunk, first.share(), self._most)
-
-    def _tallies(self, forward: Forward) -> list[Apart]:
-        """Where this forward's distance from the live choice is counted."""
-        asked = [self._apart] if self._live_mismatch else []
-        if self._most is not None and forward.number == 0:
-            asked.append(self._first.setdefault(forward.chunk, Apart()))
-        return asked
-
-    def _check_live_mismatch(self, chunk: int, found: float, most: float) -> None:
-        """At the end of a chunk's first forward: are the routes anywhere near its routers' own choice?"""
-        if found <= most:
-            return
-        raise MicroBatchError(
-            "the routes are far from what the routers would choose for these tokens",
-            where=f"{micro_batch(0)}, chunk {chunk}",
-            expected=f"at most {most:.1%} of the token-layers to differ (max_live_mismatch, or in a verl "
-            "job NPU_REPLAY_MAX_LIVE_MISMATCH)",
-            got=f"{found:.1%}",
-            cause="routes of another micro-batch or of other weights, rows in another order (TokenLayout's "
-            "order=, side=), or a rollout in so low a precision that a higher ceiling is right",
-        )
+    def _end(self, chunk: int, output: object) -> tuple[Forward, bool] | None:
+        ended = super()._end(chunk, output)
+        if ended is not None and ended[1] and (given := self._given.get((chunk, ended[0].number))):
+            given.on.clear()  # what a recompute needs is kept by itself
+        self._mismatch.check(chunk, ended is not None and ended[1])
+        return ended
 
     def _why_other_rows(self, forward: Forward) -> str:
         if forward is self._timeline.bypassed:
@@ -261,37 +294,26 @@ class Replaying(Session):
         return f"{laid_out}; or {extra}"
 
     def _again(self, router: Router, number: int, device: torch.device) -> torch.Tensor:
-        packet = self._packet(self._chunk_of[router.label], number)
-        if (router.label, number) in self._kept or packet.missing is not None:
+        given = self._routes_of(self._chunk_of[router.label], number)
+        if (router.label, number) in self._kept or given.missing is not None:
             return super()._again(router, number, device)
-        return to_device(packet.routes.layer_ids(router.label), device)
+        return to_device(given.routes.layer_ids(router.label), device)
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._given.clear()
 
 
-class Apart:
-    """Token-layers with a route, and in how many of them the live router would have chosen otherwise."""
-
-    def __init__(self) -> None:
-        self.differing = Count()
-        self.compared = 0
-
-    def add(self, differ: torch.Tensor, compared: int) -> None:
-        self.differing.add(differ)
-        self.compared += compared
-
-    def share(self) -> float:
-        """Waits for the device."""
-        return int(self.differing) / max(1, self.compared)
+def _counted(calls: RouterCalls, aux_loss: AuxLoss) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The ids that the aux losses of the router's call are told to count, and those that are used."""
+    call = seam.running(calls)
+    if call is None or call.ids is None:
+        return None
+    counted = call.ids if aux_loss == "replayed" else call.own_ids
+    return None if counted is None else (counted, call.ids)
 
 
-def _differ(theirs: torch.Tensor, ours: torch.Tensor, missing: torch.Tensor | None) -> torch.Tensor:
-    """[rows] bool: where the sets of experts differ, but for rows without a route."""
-    differ = (theirs.sort(dim=1).values != ours.sort(dim=1).values).any(dim=1)
-    if missing is not None:
-        differ[missing] = False
-    return differ
-
-
-class Replay(Replaying):
+class Replay(AnyReplay):
     """Makes every router choose what `routes` says.
 
     Args:
@@ -314,63 +336,54 @@ class Replay(Replaying):
         super().__init__(
             model, live_mismatch=live_mismatch, max_live_mismatch=max_live_mismatch, aux_loss=aux_loss
         )
-        self._packets = [Packet(one) for one in checked_routes(routes)]
+        self._routes = checked_routes(routes)
 
     def _holds(self) -> str:
-        routes = [packet.routes for packet in self._packets]
-        rows, missing = sum(map(len, routes)), sum(int((~one.recorded).sum()) for one in routes)
-        return f"{self._done()} of {len(routes)} micro-batches, {rows} rows, {missing} without a route"
+        rows, missing = _rows(self._routes)
+        count = f"{self._done()} of {len(self._routes)} micro-batches"
+        return f"{count}, {rows} rows, {missing} without a route"
 
     def metrics(self) -> dict[str, float]:
         """Micro-batches, rows, rows without a route, samples with bad routes, seconds; live_mismatch where it
         was asked for; capacity_dropped where tokens are dropped."""
-        done = [packet.routes for packet in self._packets[: self._done()]]
-        return super().metrics() | {
-            "rows": sum(len(routes) for routes in done),
-            "rows_without_route": sum(int((~routes.recorded).sum()) for routes in done),
-            "bad_samples": sum(routes.bad_samples for routes in done),
-        }
-
-    def _packet(self, chunk: int, number: int) -> Packet:
-        return self._packets[number]
-
-    def _stage(self, chunk: int, number: int, device: torch.device) -> Staged:
-        """The copy of a micro-batch begins with the micro-batch before it."""
-        labels = sorted(self._chunk_of)
-        here, *_ = [packet.staged(labels, device) for packet in self._packets[number : number + 2]]
-        return here
+        done = self._routes[: self._done()]
+        rows, missing = _rows(done)
+        bad = sum(routes.bad_samples for routes in done)
+        return super().metrics() | {"rows": rows, "rows_without_route": missing, "bad_samples": bad}
 
     def _check_model(self) -> None:
         super()._check_model()
-        for number, packet in enumerate(self._packets):
-            self._check_layers(number, packet.routes, self._all_routers())
+        for number, routes in enumerate(self._routes):
+            self._check_layers(number, routes, self._all_routers())
+            for chunk, found in enumerate(self._routers):
+                self._given[chunk, number] = DeviceRoutes(routes, found)
 
     def _check_forward(self, forward: Forward) -> None:
-        if forward.number >= len(self._packets):
+        if forward.number >= len(self._routes):
             raise MicroBatchError(
                 "there are more micro-batches than routes",
                 where=micro_batch(forward.number),
-                expected=f"{len(self._packets)} forwards in this block",
+                expected=f"{len(self._routes)} forwards in this block",
                 got=f"a forward number {forward.number + 1}",
                 cause="the update cuts the batch into other micro-batches than the routes were laid out for, "
                 "or an extra forward (a reference pass, an evaluation) runs inside the block",
             )
 
     def _is_checked(self, number: int) -> bool:
-        return super()._is_checked(number) or number == len(self._packets) - 1
+        return super()._is_checked(number) or number == len(self._routes) - 1
 
     def _tokens_wanted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        known = self._packets[self._timeline.number(0)].routes.inputs is not None
+        known = self._routes[self._timeline.number(0)].inputs is not None
         return copied(args, kwargs) if known else None
 
     def _check_inputs(self) -> None:
         """Were the micro-batches so far called with the tokens that their routes belong to?"""
         for number in [one for one in sorted(self._tokens) if one < self._timeline.ended[0]]:
             tokens = self._tokens.pop(number).cpu()
-            inputs = self._packets[number].routes.inputs
+            inputs = self._routes[number].inputs
             if inputs is None or inputs.fit(tokens):
                 continue
-            others = [n for n, packet in enumerate(self._packets) if _belong(packet.routes, tokens)]
+            others = [n for n, one in enumerate(self._routes) if one.inputs and one.inputs.fit(tokens)]
             raise MicroBatchError(
                 "the model was called with other tokens than those that the routes belong to",
                 where=micro_batch(number),
@@ -382,27 +395,21 @@ class Replay(Replaying):
                 "checks none",
             )
 
-    def _end(self, chunk: int, output: object) -> None:
-        super()._end(chunk, output)
+    def _end(self, chunk: int, output: object) -> tuple[Forward, bool] | None:
+        ended = super()._end(chunk, output)
         if self._is_checked(self._timeline.ended[0] - 1):
             self._check_inputs()
-        for packet in self._packets[: min(self._timeline.ended)]:
-            packet.unstage()
-
-    def _clear(self) -> None:
-        super()._clear()
-        for packet in self._packets:
-            packet.unstage()
+        return ended
 
     def _check_complete(self) -> None:
         super()._check_complete()
         self._check_inputs()
         done = self._timeline.ended[0]
-        if done < len(self._packets):
+        if done < len(self._routes):
             raise MicroBatchError(
                 "there were fewer micro-batches than routes",
                 where=micro_batch(done),
-                expected=f"{len(self._packets)} forwards in this block",
+                expected=f"{len(self._routes)} forwards in this block",
                 got=done,
                 cause="a schedule that was cut short, a forward that raised and was skipped (what came after "
                 "it then had the routes before its own), routes of more than this rank's micro-batches, or "
@@ -410,11 +417,12 @@ class Replay(Replaying):
             )
 
 
-def _belong(routes: RoutedExperts, tokens: torch.Tensor) -> bool:
-    return routes.inputs is not None and routes.inputs.fit(tokens)
+def _rows(routes: Sequence[RoutedExperts]) -> tuple[int, int]:
+    """How many rows there are, and how many of them without a route."""
+    return sum(map(len, routes)), sum(int((~one.recorded).sum()) for one in routes)
 
 
-def checked_routes(routes: Sequence[RoutedExperts]) -> list[RoutedExperts]:
+def checked_routes(routes: Any) -> list[RoutedExperts]:
     """A list of RoutedExperts, or an error that says what it is instead."""
     listed = list_of(routes, RoutedExperts, "routes", "recording.routes was meant", kind=MicroBatchError)
     if not listed:

@@ -17,12 +17,11 @@ Two ways to catch that top-k, measured in docs/architecture.md:
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
@@ -31,31 +30,43 @@ from npu_replay.errors import RouterError
 from npu_replay.sessions import compiler_names
 from npu_replay.sessions.hooks import outside_modes
 
-
-class Own(Protocol):
-    """Runs the router's own top-k: int64 ids [rows, topk], of all rows or of those that are asked for."""
-
-    def __call__(self, rows: torch.Tensor | None = None) -> torch.Tensor: ...
-
-
-Choose = Callable[[Own], torch.Tensor]
-"""Given the router's own choice (call it only if it is needed: it costs a top-k), the ids to use, int64."""
+Choose: TypeAlias = "Callable[[Call], torch.Tensor]"
+"""Given the call, whose `own` is the router's own choice, the ids to use: int64 [rows, topk]."""
 
 _MASKS = {torch.masked_fill, torch.Tensor.masked_fill, torch.where, torch.Tensor.where}
 
 
-class _Armed(threading.local):
+class _Here(threading.local):
     def __init__(self) -> None:  # up to torch 2.10 dynamo takes a class attribute for a constant
-        self.call: Call | None = None
+        self.armed: Call | None = None
+        self.running: Call | None = None
 
 
-_armed = _Armed()
+_here = _Here()
 
 
 def armed() -> Call | None:
     """The router's call that this thread is in, as long as its top-k hasn't come."""
-    call = _armed.call
+    call = _here.armed
     return call if call is not None and call.ids is None else None
+
+
+def arm(call: Call | None) -> None:
+    """Have this call answer the next top-k of this thread that fits; None: nobody."""
+    _here.armed = call
+
+
+def is_running() -> bool:
+    """Is this thread in a router's call, or was it left in one by an interrupt?"""
+    return _here.running is not None
+
+
+def running(owner: object) -> Call | None:
+    """The innermost call of this thread that this owner has begun and not ended."""
+    call = _here.running
+    while call is not None and call.owner is not owner:
+        call = call.below
+    return call
 
 
 class Call:
@@ -68,37 +79,45 @@ class Call:
         choose: gives the ids to use.
         masks: this router masks its scores before the top-k; needs `watch`.
         watch: also enter `Watch`, until the top-k was caught.
-        verify: leave in `suspect` a flag, on the device, that the gathered scores can't be right.
-        keeps: tokens over an expert's capacity are dropped by a second top-k, down the columns; it may not
-            drop a chosen expert with a probability of exactly zero for a token that nobody sent there.
-        spare: the router asks its top-k for so many more than it uses; they come last, and stay its own.
-        compares: also find the router's own choice of all rows.
         given: the ids may be others than the router would choose.
 
-    Afterwards `ids` are the ids that were used and `way` how the top-k was caught; None where none was, and
-    then `seen` names what was called instead, as far as it was watched. `own_ids` are the router's own, where
-    it was asked to compare. `inside` may be set to the frame that runs the router: an interrupt skips the
-    forward hook, and a call whose frame has gone answers nothing any more.
+    Attributes:
+        ids: int64 [rows, topk] that were used; None until the top-k has come.
+        way: how it was caught, "guard" or "watch"; None before.
+        values: what the router got beside the ids, float [rows, topk].
+        scores: what the top-k was asked over.
+        own_ids: the router's own choice of all rows, where anybody has asked for it.
+        seen: what the router called until its top-k was caught, as far as it was watched.
+        strayed: a flag on the device that a kernel chose others than were wanted; None from a top-k.
+        owner, forward, routes: for whoever begins the call.
+        inside: the frame that runs the router: an interrupt skips the forward hook, and a call whose frame
+            has gone answers nothing any more. None: it always answers.
+        below: the call that this one lies in.
     """
 
     __slots__ = (
+        "_args",
+        "_kwargs",
         "_masked",
+        "_native",
         "_outer",
+        "below",
         "choose",
-        "compares",
+        "forward",
         "given",
         "ids",
         "inside",
-        "keeps",
         "masks",
         "num_experts",
         "own_ids",
+        "owner",
+        "routes",
         "rows",
+        "scores",
         "seen",
-        "spare",
-        "suspect",
+        "strayed",
         "topk",
-        "verify",
+        "values",
         "watching",
         "way",
     )
@@ -112,10 +131,6 @@ class Call:
         *,
         masks: bool = False,
         watch: bool = False,
-        verify: bool = False,
-        keeps: bool = False,
-        spare: int = 0,
-        compares: bool = False,
         given: bool = False,
     ) -> None:
         self.rows = rows
@@ -124,77 +139,82 @@ class Call:
         self.choose = choose
         self.masks = masks
         self.watching = watch
-        self.verify = verify
-        self.keeps = keeps
-        self.spare = spare
-        self.compares = compares
         self.given = given
-        self.inside: FrameType | None = None
         self.ids: torch.Tensor | None = None
-        self.own_ids: torch.Tensor | None = None
-        self.suspect: torch.Tensor | None = None
         self.way: str | None = None
+        self.values: torch.Tensor | None = None
+        self.strayed: torch.Tensor | None = None
+        self.scores: Any = None
+        self.own_ids: torch.Tensor | None = None
         self.seen: list[str] = []
+        self.owner: Any = None
+        self.forward: Any = None
+        self.routes: Any = None
+        self.inside: FrameType | None = None
+        self.below: Call | None = None
         self._masked: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._outer: Call | None = None
 
-    def __enter__(self) -> Call:
-        self._outer = _armed.call
-        _armed.call = self
+    def begin(self) -> None:
+        """From now on the top-k of this thread is answered."""
+        self._outer, self.below = _here.armed, _here.running
+        _here.armed = _here.running = self
         if self.watching:
             _watch.enter()
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
+        """The router's call is over."""
         if self.watching:
             _watch.leave()
-        _armed.call = self._outer
-        self._masked.clear()
+        _here.armed, _here.running = self._outer, self.below
 
-    def matches(self, scores: object, k: object, dim: object, kwargs: dict[str, Any]) -> bool:
-        """Is this the routing decision? After it, and with `keeps`: is it the choice of whom to drop?"""
+    def matches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Is this top-k one that the call answers?"""
+        count = len(args)
+        scores = args[0] if count else kwargs.get("input")
         return (
             isinstance(scores, torch.Tensor)
-            and scores.dim() == 2
-            and scores.shape[1] == self.num_experts
-            and scores.shape[0] == self.rows
-            and (
-                (k == self.topk + self.spare and dim in (-1, 1))
-                if self.ids is None
-                else self.keeps and dim in (0, -2)
+            and scores.shape == (self.rows, self.num_experts)
+            and self._wants(
+                args[1] if count > 1 else kwargs.get("k"), args[2] if count > 2 else kwargs.get("dim", -1)
             )
             and kwargs.get("largest", True)
             and "out" not in kwargs
             and self._is_running()
         )
 
+    def _wants(self, k: object, dim: object) -> bool:
+        """Is a top-k of this k and dimension the routing decision?"""
+        return k == self.topk and dim in (-1, 1)
+
     def _is_running(self) -> bool:
         """Is the router's frame still among those that called this? If not, the call is left for good."""
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None and frame is not self.inside:
+        if self.inside is None:
+            return True
+        frame: FrameType | None = sys._getframe(3)
+        while frame is not None:
+            if frame is self.inside:
+                return True
             frame = frame.f_back
-        if frame is self.inside:
-            return True  # also where none was set
-        _armed.call = self._outer
+        _here.armed = self._outer
+        self._stop_watching()
+        return False
+
+    def _stop_watching(self) -> None:
+        """Leave Watch before the call ends: what follows in the router runs as ever, and its compiled
+        functions would compile anew for a mode. From inside Watch it can't be left: torch pushes it back."""
         if self.watching and _watch.is_innermost():
             self.watching = False
             _watch.leave()
-        return False
 
     def answer(
         self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], way: str
     ) -> Any:
         """Answer the top-k, once: later ones in this call are the router's own business."""
-        if self.ids is not None:
-            return self._drop(native, args, kwargs, self.ids)
-        _armed.call = None
-        if way == "guard" and self.watching and _watch.is_innermost():
-            # What follows in the router runs as ever; its compiled functions would compile anew for a mode.
-            # (From inside Watch it can't be left: torch pushes it back.)
-            _watch.leave()
-            self.watching = False
-        scores = args[0] if args else kwargs["input"]
-        rest = {name: value for name, value in kwargs.items() if name != "input"}
+        _here.armed = None
+        if way == "guard":
+            self._stop_watching()
+        scores = args[0] if args else kwargs.pop("input")
         if type(scores).__name__ == "DTensor":
             raise RouterError(
                 "the scores are a DTensor, which replay doesn't support",
@@ -202,74 +222,66 @@ class Call:
                 got=f"DTensor with placements {getattr(scores, 'placements', '?')}",
                 cause="tensor parallelism by parallelize_module over the router; FSDP2 alone is fine",
             )
-
-        values, ids = self._decide(native, scores, args[1:], rest)
-        self.ids, self.way = ids[:, : self.topk] if self.spare else ids, way
-        if self.keeps:
-            _armed.call = self  # for the second top-k
+        self.scores, self._native, self._args, self._kwargs = scores, native, args[1:], kwargs
+        values, ids = self._decide(scores)
+        self.values, self.ids, self.way = values, ids, way
         return torch.return_types.topk((values, ids))
 
-    def _decide(
-        self, native: Callable[..., Any], scores: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the top-k returns: values and ids, [rows, topk + spare]."""
-
-        def own(rows: torch.Tensor | None = None) -> torch.Tensor:
-            asked = scores.detach()  # half the price of no_grad()
-            if rows is not None:
-                asked = asked.index_select(0, rows)
-            ids: torch.Tensor = native(asked, *args, **kwargs)[1]
-            return ids[:, : self.topk] if self.spare else ids
-
+    def _decide(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the top-k returns: values and ids."""
         with outside_modes():
-            ids = self._chosen(own)
-        if self.spare:
-            values, places = native(scores, *args, **kwargs)
-            ids, source = torch.cat([ids, places[:, self.topk :]], dim=1), scores
-        else:
-            source = self._unmasked(scores)
-            values = source.gather(1, ids)
-        if self.verify:
-            mask_unseen = self.masks and source is scores and not self.spare
-            with outside_modes():
-                self.suspect = _suspect(values.detach(), scores.detach(), mask_unseen=mask_unseen)
-        return values, ids
+            ids = self.choose(self)
+        return self.unmasked(scores).gather(1, ids), ids
 
-    @contextlib.contextmanager
-    def _outer_armed(self) -> Iterator[None]:
-        """Let the call around this one answer, for once: it knows what was masked meanwhile."""
-        outer = self._outer
-        if outer is not None and outer.ids is None:
-            outer._masked.extend(self._masked)
-            _armed.call = outer
-        try:
-            yield
-        finally:
-            _armed.call = None
+    def own(self, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """The router's own choice, int64 [rows, topk], of all rows or of these. Costs a top-k, once."""
+        if self.own_ids is not None:
+            return self.own_ids if rows is None else self.own_ids.index_select(0, rows)
+        scores = self.scores.detach()  # half the price of no_grad()
+        if rows is not None:
+            return self._native_ids(scores.index_select(0, rows))
+        self.own_ids = self._native_ids(scores)
+        return self.own_ids
 
-    def _chosen(self, own: Own) -> torch.Tensor:
-        if not self.compares:
-            return self.choose(own)
-        self.own_ids = found = own()
-        return self.choose(lambda rows=None: found if rows is None else found.index_select(0, rows))
+    def _native_ids(self, scores: torch.Tensor) -> torch.Tensor:
+        ids: torch.Tensor = self._native(scores, *self._args, **self._kwargs)[1]
+        return ids
 
-    def note(self, read: Callable[[], torch.Tensor], way: str) -> None:
-        """Take down what a router chose without a top-k that could be answered.
+    def masked(self, result: torch.Tensor, source: torch.Tensor) -> None:
+        """Remember which scores a masked tensor was made from: a replayed expert may lie in the mask."""
+        self._masked.append((result, source))
 
-        Args:
-            read: gives the ids, int64 [rows, topk]; what it does is not the router's doing any more.
-            way: what chose.
-        """
-        _armed.call = None
-        ids = read()
-        self._noted(ids)
-        self.ids, self.way = ids, way
+    def unmasked(self, scores: torch.Tensor) -> torch.Tensor:
+        """These scores before they were masked; themselves where no mask was seen."""
+        for result, source in reversed(self._masked):
+            if result is scores:
+                scores = source
+        return scores
 
-    def _noted(self, ids: torch.Tensor) -> None:
-        """Leaves in `suspect` a flag, on the device, that other ids were wanted, as in a recompute."""
-        wanted = self._chosen(lambda rows=None: ids if rows is None else ids.index_select(0, rows))
-        if wanted is not ids or self.verify:
-            self.suspect = (wanted != ids).any()
+
+class CapacityCall(Call):
+    """A call of a router that drops tokens over an expert's capacity, by a second top-k, down the columns.
+
+    That one may not drop a chosen expert with a probability of exactly zero for a token that nobody sent
+    there, as ids that were given may have.
+    """
+
+    __slots__ = ()
+    drops = True
+
+    def _wants(self, k: object, dim: object) -> bool:
+        return super()._wants(k, dim) if self.ids is None else dim in (0, -2)
+
+    def answer(
+        self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], way: str
+    ) -> Any:
+        """Answer the top-k over the experts, and then the one over the tokens."""
+        if self.ids is not None:
+            return self._drop(native, args, kwargs, self.ids)
+        answered = super().answer(native, args, kwargs, way)
+        if self.given and self.drops:
+            _here.armed = self
+        return answered
 
     def _drop(
         self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], ids: torch.Tensor
@@ -279,7 +291,7 @@ class Call:
         Elsewhere it stays the router's own, also among equals. Where it doesn't, fewer positive scores than
         places are in the column, so none of them is dropped either way.
         """
-        _armed.call = None
+        _here.armed = None
         scores = args[0] if args else kwargs.pop("input")
         kept = native(scores, *args[1:], **kwargs)
         if not scores.is_floating_point():
@@ -293,15 +305,10 @@ class Call:
             places = torch.where(lost, again, kept[1])
         return torch.return_types.topk((scores.gather(0, places), places))
 
-    def masked(self, result: torch.Tensor, source: torch.Tensor) -> None:
-        """Remember which scores a masked tensor was made from: a replayed expert may lie in the mask."""
-        self._masked.append((result, source))
 
-    def _unmasked(self, scores: torch.Tensor) -> torch.Tensor:
-        for result, source in reversed(self._masked):
-            if result is scores:
-                scores = source
-        return scores
+def least_positive(dtype: torch.dtype) -> float:
+    """A number above zero that is no weight, and that no device flushes to zero."""
+    return max(2.0**-24 if dtype == torch.float16 else 0.0, torch.finfo(torch.float32).tiny)
 
 
 class Watch(TorchFunctionMode):
@@ -320,12 +327,12 @@ class Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        call = _armed.call
+        call = _here.armed
         if call is None:
             return func(*args, **kwargs)
         call.seen.append(getattr(func, "__name__", ""))
         if call.seen[-1] == "topk":
-            if call.matches(*_scores_k_dim(args, kwargs), kwargs):
+            if call.matches(args, kwargs):
                 return call.answer(func, args, kwargs, "watch")
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
@@ -350,15 +357,6 @@ def _mask_source(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
     return source if isinstance(source, torch.Tensor) else None
 
 
-def _scores_k_dim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
-    count = len(args)
-    return (
-        args[0] if count else kwargs.get("input"),
-        args[1] if count > 1 else kwargs.get("k"),
-        args[2] if count > 2 else kwargs.get("dim", -1),
-    )
-
-
 class _Guarded:
     """One of torch's two names for top-k, answered through the armed call of this thread, if there is one."""
 
@@ -368,12 +366,12 @@ class _Guarded:
         self.native = native = owner.topk
 
         def topk(*args: Any, **kwargs: Any) -> Any:
-            call = _armed.call
+            call = _here.armed
             if call is None:
                 if not guard.is_open:  # who wrapped it inside a block has laid it back after the block
                     self.lay_back()
                 return native(*args, **kwargs)
-            if not call.matches(*_scores_k_dim(args, kwargs), kwargs):
+            if not call.matches(args, kwargs):
                 return native(*args, **kwargs)
             return call.answer(native, args, kwargs, "guard")
 
@@ -427,20 +425,3 @@ class _Guard:
 
 
 guard = _Guard()
-
-
-def least_positive(dtype: torch.dtype) -> float:
-    """A number above zero that is no weight, and that no device flushes to zero."""
-    return max(2.0**-24 if dtype == torch.float16 else 0.0, torch.finfo(torch.float32).tiny)
-
-
-def _suspect(values: torch.Tensor, scores: torch.Tensor, *, mask_unseen: bool) -> torch.Tensor:
-    """A flag on the device: were these gathered from scores that somebody masked unseen?
-
-    Masking with -inf shows as such values; masking by a product with 0 as exact zeros in
-    rows whose best score is above zero.
-    """
-    flag = torch.isneginf(values).any()  # and not NaN: a step that diverged isn't ours to report
-    if mask_unseen:
-        flag = flag | ((values == 0).any(dim=1) & (scores.amax(dim=1) > 0) & (scores == 0).any(dim=1)).any()
-    return flag

@@ -6,41 +6,46 @@ its forward step: before a chunk's forward, or right after it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from npu_replay.errors import MicroBatchError, micro_batch
 from npu_replay.routers import Model, Router
 from npu_replay.routes.routed_experts import RoutedExperts
-from npu_replay.sessions import seam
 from npu_replay.sessions.micro_batches import Forward
 from npu_replay.sessions.record import Recording, micro_batch_routes
-from npu_replay.sessions.replay import Replaying
-from npu_replay.sessions.staging import Packet, Staged
-from npu_replay.sessions.witness import Key
+from npu_replay.sessions.replay import AnyReplay, DeviceRoutes
 
 
-class Feed(Replaying):
+class StepReplay(AnyReplay):
     """A replay that is given each chunk's routes just before its forward.
 
-        with Feed(chunks) as session:
-            session.feed(chunk, routes)
+        with StepReplay(chunks) as session:
+            session.give(chunk, routes)
             chunks[chunk](...)
 
     Args:
         model: see Session.
+        errors_wait: see Block.
         live_mismatch, max_live_mismatch: see replay.
     """
 
     def __init__(
-        self, model: Model, *, live_mismatch: bool = False, max_live_mismatch: float | None = None
+        self,
+        model: Model,
+        *,
+        errors_wait: bool = False,
+        live_mismatch: bool = False,
+        max_live_mismatch: float | None = None,
     ) -> None:
         super().__init__(model, live_mismatch=live_mismatch, max_live_mismatch=max_live_mismatch)
-        self._packets: dict[tuple[int, int], Packet] = {}
+        self.errors_wait = errors_wait
         self._rows = 0
         self._rows_without_route = 0
         self._replayed: set[int] = set()
 
-    def feed(self, chunk: int, routes: RoutedExperts) -> None:
+    def give(self, chunk: int, routes: RoutedExperts) -> None:
         """Give a chunk the routes of its next forward; again before it, they take the place of the first.
 
         Raises:
@@ -48,7 +53,7 @@ class Feed(Replaying):
         """
         number = self._timeline.ended[chunk]
         self._check_layers(number, routes, self._routers[chunk])
-        self._packets[chunk, number] = Packet(routes)
+        self._given[chunk, number] = DeviceRoutes(routes, self._routers[chunk])
 
     def labels(self, chunk: int) -> list[int]:
         """The decoder layers of a chunk's routers, ascending."""
@@ -67,36 +72,29 @@ class Feed(Replaying):
         """Also routers that were given routes."""
         return super().counts() | {"replayed": len(self._replayed)}
 
-    def _live(self, router: Router, forward: Forward, rows: int, device: torch.device) -> seam.Choose:
-        choose = super()._live(router, forward, rows, device)
+    def _prepare(self, router: Router, forward: Forward, rows: int, device: torch.device) -> Any:
+        prepared = super()._prepare(router, forward, rows, device)
         self._replayed.add(router.label)
-        return choose
-
-    def _packet(self, chunk: int, number: int) -> Packet:
-        packet = self._packets.get((chunk, number))
-        if packet is None:
-            raise _no_routes(chunk, number)
-        return packet
-
-    def _stage(self, chunk: int, number: int, device: torch.device) -> Staged:
-        return self._packet(chunk, number).staged(self.labels(chunk), device)
+        return prepared
 
     def _check_forward(self, forward: Forward) -> None:
         if self._routers[forward.chunk]:
-            self._packet(forward.chunk, forward.number)
+            self._routes_of(forward.chunk, forward.number)
 
-    def _end(self, chunk: int, output: object) -> None:
-        number = self._timeline.ended[chunk]
-        super()._end(chunk, output)
-        packet = self._packets.get((chunk, number))
-        if packet is not None and self._timeline.ended[chunk] > number:
-            packet.unstage()
-            self._rows += len(packet.routes)
-            self._rows_without_route += 0 if packet.missing is None else len(packet.missing)
+    def _end(self, chunk: int, output: object) -> tuple[Forward, bool] | None:
+        ended = super()._end(chunk, output)
+        if (
+            ended is not None
+            and ended[1]
+            and (given := self._given.get((chunk, ended[0].number))) is not None
+        ):
+            self._rows += given.rows
+            self._rows_without_route += 0 if given.missing is None else len(given.missing)
+        return ended
 
     def _check_complete(self) -> None:
         super()._check_complete()
-        left = [at for at in self._packets if at[1] >= self._timeline.ended[at[0]]]
+        left = [at for at in self._given if at[1] >= self._timeline.ended[at[0]]]
         if left:
             raise MicroBatchError(
                 "routes were given for a forward that never came",
@@ -106,31 +104,22 @@ class Feed(Replaying):
                 cause="a schedule that was cut short, or a forward of another module than this chunk",
             )
 
-    def _clear(self) -> None:
-        super()._clear()
-        self._packets.clear()
 
-
-def _no_routes(chunk: int, number: int) -> MicroBatchError:
-    return MicroBatchError(
-        "no routes were given for this forward",
-        where=f"{micro_batch(number)}, chunk {chunk}",
-        expected="the routes of each forward before it",
-        got="none",
-        cause="an extra forward (a reference pass, an evaluation) while a replay is on",
-    )
-
-
-class Tap(Recording):
+class StepRecording(Recording):
     """A record whose routes are taken chunk by chunk, right after each forward.
 
-    with Tap(chunks) as session:
-        chunks[chunk](...)
-        routes = session.take(chunk)
+        with StepRecording(chunks) as session:
+            chunks[chunk](...)
+            routes = session.take(chunk)
+
+    Args:
+        model: see Session.
+        errors_wait: see Block.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, *, errors_wait: bool = False) -> None:
         super().__init__(model, inputs=False)  # what a framework does with them it checks by itself
+        self.errors_wait = errors_wait
 
     def take(self, chunk: int) -> RoutedExperts:
         """The routes of a chunk's last forward, rows as its routers had them; no layers without routers."""
@@ -150,18 +139,15 @@ class Tap(Recording):
         numbers = [number for label, number in self._ids if label == router.label]
         return self._ids[router.label, max(numbers)] if numbers else None
 
-    def _end(self, chunk: int, output: object) -> None:
-        super()._end(chunk, output)
-        self._drop_earlier(chunk, self._timeline.ended[chunk] - 1)
-
-    def _drop_earlier(self, chunk: int, number: int) -> None:
+    def _end(self, chunk: int, output: object) -> tuple[Forward, bool] | None:
         """What was taken is kept for recomputes alone."""
+        ended = super()._end(chunk, output)
         labels = {router.label for router in self._routers[chunk]}
-        done: list[Key] = [
-            key for key in self._ids if key[0] in labels and key[1] < number and key not in self._pending
-        ]
-        for key in done:
-            del self._ids[key]
+        last = self._timeline.ended[chunk] - 1
+        for key in list(self._ids):
+            if key[0] in labels and key[1] < last and key not in self._pending:
+                del self._ids[key]
+        return ended
 
     def _finish(self) -> None:
         """Nothing is put together: it was taken."""

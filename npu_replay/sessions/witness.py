@@ -5,8 +5,8 @@ What is found stays on the device, and is read once, at the end of a forward.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -14,8 +14,7 @@ from npu_replay import routers
 from npu_replay.errors import NoEffect, micro_batch
 from npu_replay.routers import Router
 from npu_replay.sessions import seam
-
-Key: TypeAlias = "tuple[int, int]"  # layer label, micro-batch
+from npu_replay.sessions.micro_batches import Forward, Key
 
 
 class Count:
@@ -34,6 +33,24 @@ class Count:
         return sum(int(part) for part in self._parts.values())
 
 
+class _Shown(NamedTuple):
+    """What one output showed.
+
+    Attributes:
+        map: bool [rows, experts], which experts are shown.
+        ids: int64 [rows, topk], those that the router was given.
+        scores: float [rows, experts], those that its values were gathered from; None for a fused kernel.
+    """
+
+    map: torch.Tensor
+    ids: torch.Tensor
+    scores: torch.Tensor | None
+
+
+_HELD = 2**22
+"""Bytes of maps that are held until they are counted together."""
+
+
 class Witness:
     """What the calls of a session's routers have shown.
 
@@ -44,82 +61,127 @@ class Witness:
     """
 
     def __init__(self) -> None:
-        self.dropped = Count()
+        self.dropped = 0
         self.chosen = 0
         self.strayed = Count()
-        self._flags: dict[Key, torch.Tensor] = {}
+        self._shown: dict[Key, _Shown] = {}
+        self._held = 0
+        self._counts: dict[Key, tuple[int, torch.Tensor] | None] = {}
+        """How many experts were chosen; int64 [2], how many of them are shown, and how many are in all. None:
+        the output was of other rows."""
         self._unreached: dict[Key, list[str]] = {}  # and what was called instead
 
-    def saw(self, router: Router, number: int, call: seam.Call, output: object) -> None:
+    def saw(self, router: Router, forward: Forward, call: seam.Call, output: object) -> None:
         """A call of the router in a forward has ended."""
-        key = router.label, number
+        key = router.label, forward.number
         if call.ids is None:
             self._unreached[key] = call.seen
-        elif call.suspect is not None:
+        elif forward.checked:
             with torch.no_grad():
-                self._flags[key] = self._flag(router, call, call.ids, call.suspect, router.shows(output))
-
-    def saw_again(self, call: seam.Call) -> None:
-        """A call of a router in a recompute has ended."""
-        if call.way == "fused" and call.suspect is not None:
-            self.strayed.add(call.suspect)
-
-    def _flag(
-        self, router: Router, call: seam.Call, ids: torch.Tensor, suspect: torch.Tensor, shown: torch.Tensor
-    ) -> torch.Tensor:
-        """Does the output show other experts than the router was given?"""
-        if shown.shape != (call.rows, router.num_experts):
-            return torch.ones_like(suspect)
-        given = torch.zeros_like(shown).scatter(1, ids, True)
-        if not router.drops:
-            return (shown != given).any() | suspect
-        self.dropped.add(given & ~shown)
-        self.chosen += ids.numel()
-        return (shown & ~given).any() | suspect
+                self._counts[key] = None
+                if (shown := _read(router, call, call.ids, output)) is not None:
+                    self._shown[key] = shown
+                    self._held += shown.map.numel()
+                if self._held > _HELD:
+                    self._count()
 
     def forget(self, key: Key) -> None:
         """The forward of this call raised."""
-        self._flags.pop(key, None)
-        self._unreached.pop(key, None)
+        for kept in (self._shown, self._counts, self._unreached):
+            kept.pop(key, None)
 
     def clear(self) -> None:
         """The block is over."""
-        self._flags.clear()
-        self._unreached.clear()
+        for kept in (self._shown, self._counts, self._unreached):
+            kept.clear()
 
-    def check(self, found: Sequence[Router], called: Collection[int], number: int) -> None:
+    def check(self, found: Sequence[Router], forward: Forward) -> None:
         """After every forward: was each top-k reached? After some: do the outputs show the ids?
 
         Raises:
             NoEffect: a router was not called, never reached its top-k, or shows other experts.
         """
+        number = forward.number
         for router in found:
             key = router.label, number
-            if router.label not in called:
-                raise _no_effect(router, number, "the router was not called", _PAST_CALL)
-            if key in self._unreached:
-                known = routers.explained(router, self._unreached[key]) or _NO_TOPK
+            if router.label not in forward.called:
+                raise not_called(router, number)
+            if (seen := self._unreached.get(key)) is not None:
+                known = routers.explained(router, seen) or _NO_TOPK
                 raise _no_effect(router, number, "the router never reached its top-k", known)
-        wrong = self._wrong([(router.label, number) for router in found])
+            if forward.checked and key not in self._counts:
+                raise _no_effect(router, number, "the router's output was not seen", _NO_TOPK)
+        if not forward.checked:
+            return
+        self._count()
+        read = _read_once({router.label: self._counts.pop((router.label, number)) for router in found})
         for router in found:
-            if (router.label, number) in wrong:
+            chosen, inside, total = read.get(router.label, (0, 0, -1))
+            if inside != total or not (router.drops or total == chosen):
                 problem = "the router's output doesn't show the chosen experts"
                 raise _no_effect(router, number, problem, _CHANGED)
+            if router.drops:
+                self.dropped += chosen - inside
+                self.chosen += chosen
 
-    def _wrong(self, keys: Sequence[Key]) -> set[Key]:
-        """The calls whose flags are set. Waits for each device once."""
-        by_device: dict[torch.device, list[tuple[Key, torch.Tensor]]] = {}
-        for key in keys:
-            if (flag := self._flags.pop(key, None)) is not None:
-                by_device.setdefault(flag.device, []).append((key, flag))
-        return {
-            key
-            for flagged in by_device.values()
-            for (key, _), is_set in zip(
-                flagged, torch.stack([flag for _, flag in flagged]).tolist(), strict=True
-            )
-            if is_set
-        }
+    def _count(self) -> None:
+        """Count what outputs have shown. Those of one size go together: each operation has its price."""
+        alike: dict[object, list[Key]] = {}
+        for key, one in self._shown.items():
+            scored = None if one.scores is None else one.scores.dtype
+            alike.setdefault((one.map.device, one.map.shape, one.ids.shape, scored), []).append(key)
+        for keys in alike.values():
+            maps, ids, scores = zip(*(self._shown[key] for key in keys), strict=True)
+            given, shown = torch.stack(ids), torch.stack(maps)
+            inside = shown.gather(2, given)
+            if scores[0] is not None:  # -inf is a mask's that nobody saw, and NaN a step's that diverged
+                inside = inside > torch.stack(scores).gather(2, given).isneginf()
+            counts = torch.stack([inside.sum(dim=(1, 2)), shown.sum(dim=(1, 2))], dim=1)
+            for key, pair in zip(keys, counts.unbind(), strict=True):
+                self._counts[key] = given[0].numel(), pair
+        self._shown.clear()
+        self._held = 0
+
+
+def _read(router: Router, call: seam.Call, ids: torch.Tensor, output: object) -> _Shown | None:
+    """What an output shows of the ids that its router was given; None if it is no output of these rows."""
+    shown = router.shows(output)
+    if shown.shape != (call.rows, router.num_experts):
+        return None
+    if call.scores is None:
+        return _Shown(shown, ids, None)
+    scores = call.unmasked(call.scores).detach()
+    if call.masks and call.values is not None and call.unmasked(call.scores) is call.scores:
+        shown = shown | _zeroed(call.values.detach(), scores)  # all of them, which is wrong
+    return _Shown(shown, ids, scores)
+
+
+def _read_once(counts: dict[int, tuple[int, torch.Tensor] | None]) -> dict[int, tuple[int, int, int]]:
+    """The figures of each layer that has some. Waits for each device once."""
+    by_device: dict[torch.device, list[tuple[int, int, torch.Tensor]]] = {}
+    for label, count in counts.items():
+        if count is not None:
+            by_device.setdefault(count[1].device, []).append((label, *count))
+    return {
+        label: (chosen, inside, total)
+        for listed in by_device.values()
+        for (label, chosen, _), (inside, total) in zip(
+            listed, torch.stack([pair for _, _, pair in listed]).tolist(), strict=True
+        )
+    }
+
+
+def _zeroed(values: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A flag on the device: were these gathered from scores that somebody masked unseen, by a product with 0?
+
+    It shows as exact zeros in rows whose best score is above zero.
+    """
+    return ((values == 0).any(dim=1) & (scores.amax(dim=1) > 0) & (scores == 0).any(dim=1)).any()
+
+
+def not_called(router: Router, number: int) -> NoEffect:
+    """The error of a router that a forward left out."""
+    return _no_effect(router, number, "the router was not called", _PAST_CALL)
 
 
 def _no_effect(router: Router, number: int, problem: str, cause: str) -> NoEffect:

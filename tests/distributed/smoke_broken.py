@@ -65,13 +65,12 @@ def record_shifts_rows() -> Any:
 
 
 def record_changes_choice() -> Any:
-    live = Recording._live
+    native = seam.Call._native_ids
 
-    def changed(self: Recording, router: Any, *args: Any) -> seam.Choose:
-        choose = live(self, router, *args)
-        return lambda own: choose(lambda *rows: router.num_experts - 1 - own(*rows))
+    def changed(self: seam.Call, scores: torch.Tensor) -> torch.Tensor:
+        return self.num_experts - 1 - native(self, scores)
 
-    return mock.patch.object(Recording, "_live", changed)
+    return mock.patch.object(seam.Call, "_native_ids", changed)
 
 
 def layout_shifts_rows() -> Any:

@@ -688,7 +688,7 @@ def _unthought() -> None:
     """Where it opens a pass, and where pipeline stages gather: the others don't wait for it."""
     tiny = begin(mode="R2", split=Split(pp=2))
     actor = job.actor_worker(tiny)
-    with _failing_on_rank_1("verl.actions.DeferringTap"):
+    with _failing_on_rank_1("verl.actions.StepRecording"):
         _leave(actor, lambda: recorded_batch(actor, tiny), "this rank can't record")
     with (
         _failing_on_rank_1("verl.functions._of_this_stage"),

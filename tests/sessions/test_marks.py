@@ -15,7 +15,7 @@ import npu_replay
 from npu_replay import RoutedExperts, routers
 from npu_replay.errors import MicroBatchError, RecomputeError
 from npu_replay.routers import Router
-from npu_replay.sessions.marks import Marks
+from npu_replay.sessions.micro_batches import Marks
 from toys import EXPERTS, HIDDEN, ROWS, TOPK, ToyLayer, ToyModel, ToyRouters, hooks, tokens
 
 SEEDS = (0, 1, 2)

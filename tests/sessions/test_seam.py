@@ -13,7 +13,7 @@ from torch import topk as topk_taken_early
 import npu_replay
 from npu_replay import RoutedExperts, routers
 from npu_replay.errors import NoEffect
-from npu_replay.sessions import seam, session
+from npu_replay.sessions import router_calls, seam
 from toys import EXPERTS, ROWS, TOPK, Select, ToyModel, ToyRouter, ToyRouters, run, same, tokens
 
 Scores = torch.Tensor
@@ -23,7 +23,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 @pytest.fixture(autouse=True)
 def toy_routers() -> Iterator[None]:
     routers.register("toy", ToyRouters())
-    session._ways.clear()
+    router_calls.ways.clear()
     yield
     routers.unregister("toy")
 
@@ -98,7 +98,7 @@ def test_a_name_taken_early_is_seen_by_the_safety_net_and_remembered() -> None:
     model = ToyModel(ToyRouter(select=through_an_alias))
     with npu_replay.record(model):
         model(tokens(0)), model(tokens(1)), model(tokens(2))
-    assert session._ways[model.layers[0].router] == "watch"
+    assert router_calls.ways[model.layers[0].router] == "watch"
 
 
 def groups(scores: Scores) -> torch.Tensor:

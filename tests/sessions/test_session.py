@@ -27,7 +27,8 @@ from torch.utils.checkpoint import (
 import npu_replay
 from npu_replay import RoutedExperts, TokenLayout, routers
 from npu_replay.errors import MicroBatchError, NoEffect, RecomputeError, ReplayError, RouterError
-from npu_replay.sessions import recompute, staging
+from npu_replay.sessions import recompute
+from npu_replay.sessions import replay as replaying
 from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, hooks, run, same, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -1034,13 +1035,13 @@ def test_routes_go_to_the_device_once_narrow_and_one_micro_batch_ahead(
         for _ in range(3)
     ]
     sent: list[torch.Tensor] = []
-    native = staging.to_device
+    native = replaying.to_device
 
     def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         sent.append(tensor)
         return native(tensor, device)
 
-    monkeypatch.setattr(staging, "to_device", to_device)
+    monkeypatch.setattr(replaying, "to_device", to_device)
     counts = []
     with npu_replay.replay(model, whole):
         for seed in range(3):
@@ -1065,7 +1066,7 @@ def test_observe_shows_the_routers_own_choice_and_counts_no_copy() -> None:
 
 def test_observe_is_never_empty_in_silence() -> None:
     model = ToyModel()
-    with pytest.raises(MicroBatchError, match="nothing ran in this block"), npu_replay.observe(model):
+    with pytest.raises(MicroBatchError, match="not through the __call__"), npu_replay.observe(model):
         model.layers[0](tokens())
     model.layers[1].forward = lambda hidden: hidden
     with pytest.raises(NoEffect, match=r"micro-batch 0, layer 1.*not called"), npu_replay.observe(model):

@@ -10,8 +10,7 @@ import torch
 import npu_replay
 from npu_replay import RoutedExperts, routers
 from npu_replay.errors import MicroBatchError, NoEffect, ReplayError, RouterError
-from npu_replay.sessions.deferred import DeferringFeed, DeferringTap
-from npu_replay.sessions.stepwise import Feed, Tap
+from npu_replay.sessions.stepwise import StepRecording, StepReplay
 from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, hooks, run, same, tokens
 
 
@@ -42,10 +41,10 @@ def test_a_feed_does_what_a_replay_of_all_routes_does(recompute: str | None) -> 
     with npu_replay.replay(model, routes):
         wanted = run(model, 0, 1, 2)
     model.zero_grad()
-    with Feed(model) as session:
+    with StepReplay(model) as session:
         losses = []
         for seed, one in enumerate(routes):
-            session.feed(0, one)
+            session.give(0, one)
             losses.append(model(tokens(seed).requires_grad_()).square().mean())
         loss = sum(losses)
         loss.backward()
@@ -60,7 +59,7 @@ def test_what_was_tapped_is_what_was_recorded() -> None:
     model = ToyModel()
     wanted = recorded(model, 0, 1, 2)
     tapped = []
-    with Tap(model) as session, torch.no_grad():
+    with StepRecording(model) as session, torch.no_grad():
         for seed in range(3):
             model(tokens(seed))
             tapped.append(session.take(0))
@@ -71,7 +70,7 @@ def test_what_was_tapped_is_what_was_recorded() -> None:
 def test_a_tap_keeps_what_a_recompute_may_want() -> None:
     model = ToyModel(recompute="non-reentrant")
     wanted = run(model, 0, 1)
-    with Tap(model) as session:
+    with StepRecording(model) as session:
         model.zero_grad()
         losses = []
         for seed in (0, 1):
@@ -86,32 +85,32 @@ def test_a_forward_without_routes_is_refused() -> None:
     model = ToyModel()
     with (
         pytest.raises(MicroBatchError, match="micro-batch 1, chunk 0: no routes were given"),
-        Feed(model) as session,
+        StepReplay(model) as session,
     ):
-        session.feed(0, foreign(0))
+        session.give(0, foreign(0))
         model(tokens(0))
         model(tokens(1))
 
 
 def test_routes_without_a_forward_are_refused() -> None:
     model = ToyModel()
-    with pytest.raises(MicroBatchError, match="a forward that never came"), Feed(model) as session:
-        session.feed(0, foreign(0))
+    with pytest.raises(MicroBatchError, match="a forward that never came"), StepReplay(model) as session:
+        session.give(0, foreign(0))
         model(tokens(0))
-        session.feed(0, foreign(1))
+        session.give(0, foreign(1))
 
 
 def test_routes_that_lack_a_layer_are_refused_at_once() -> None:
-    with Feed(ToyModel()) as session:
+    with StepReplay(ToyModel()) as session:
         with pytest.raises(RouterError, match="missing from the routes"):
-            session.feed(0, foreign(0, layers=(0,)))
-        session.feed(0, foreign(0))
+            session.give(0, foreign(0, layers=(0,)))
+        session.give(0, foreign(0))
         session._chunks[0](tokens(0))
 
 
 def test_nothing_can_be_taken_before_a_forward() -> None:
     model = ToyModel()
-    with Tap(model) as session:
+    with StepRecording(model) as session:
         with pytest.raises(MicroBatchError, match="nothing was recorded yet"):
             session.take(0)
         model(tokens(0))
@@ -125,14 +124,14 @@ def test_a_deferred_error_waits_and_the_forward_goes_on_with_the_routers_own_cho
         pytest.raises(
             MicroBatchError, match="micro-batch 1, layer 0: the routes have another number"
         ) as raised,
-        DeferringFeed(model) as session,
+        StepReplay(model, errors_wait=True) as session,
     ):
-        session.feed(0, foreign(0))
+        session.give(0, foreign(0))
         model(tokens(0))
-        session.feed(0, foreign(1, rows=ROWS - 1))
+        session.give(0, foreign(1, rows=ROWS - 1))
         assert torch.equal(model(tokens(1)), live)
         assert session.failed is not None
-        session.feed(0, foreign(2))
+        session.give(0, foreign(2))
         model(tokens(2))
     assert raised.value is session.failed
     assert hooks(model) == 0
@@ -143,25 +142,25 @@ def test_after_a_deferred_error_a_recompute_goes_on_too(recompute: str) -> None:
     """It would die of its own error otherwise, in the middle of backward."""
     model = ToyModel(recompute=recompute)
     wanted = run(model, 0)
-    with pytest.raises(MicroBatchError, match="no routes were given"), DeferringFeed(model):
+    with pytest.raises(MicroBatchError, match="no routes were given"), StepReplay(model, errors_wait=True):
         assert same(wanted, run(model, 0))
 
 
-@pytest.mark.parametrize("kind", [DeferringFeed, DeferringTap])
+@pytest.mark.parametrize("kind", [StepReplay, StepRecording])
 def test_a_router_without_an_effect_is_deferred_too(kind: type) -> None:
     def other(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values, ids = torch.topk(scores, router.topk, dim=-1)
         return values, (ids + 1) % EXPERTS
 
     model = ToyModel(ToyRouter(), ToyRouter(select=other))
-    with pytest.raises(NoEffect, match="layer 1"), kind(model) as session:
-        if kind is DeferringFeed:
-            session.feed(0, foreign(0))
+    with pytest.raises(NoEffect, match="layer 1"), kind(model, errors_wait=True) as session:
+        if kind is StepReplay:
+            session.give(0, foreign(0))
         model(tokens(0))
         assert isinstance(session.failed, NoEffect)
 
 
 def test_a_foreign_exception_is_not_hidden_by_a_deferred_error() -> None:
-    with pytest.raises(ZeroDivisionError), DeferringFeed(ToyModel()) as session:
+    with pytest.raises(ZeroDivisionError), StepReplay(ToyModel(), errors_wait=True) as session:
         session.defer(ReplayError("waits"))
         raise ZeroDivisionError

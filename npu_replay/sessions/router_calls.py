@@ -1,0 +1,188 @@
+"""The calls of one router in a session, from its pre-hook to its forward hook.
+
+A model has a hundred routers, and an accelerator waits for what the host does around each. So what the calls
+of a router have in common is worked out when the block opens, and what those of a micro-batch have in common
+when it begins.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from npu_replay import routers
+from npu_replay.errors import MicroBatchError, RecomputeError, RouterError, micro_batch
+from npu_replay.routers import Router
+from npu_replay.routes.routed_experts import narrow_dtype
+from npu_replay.sessions import seam
+from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, Marks
+from npu_replay.sessions.recompute import in_backward
+
+if TYPE_CHECKING:
+    from npu_replay.sessions.session import Session
+
+ways: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
+"""How each router's top-k was caught last time; saves the safety net in the next session."""
+
+_is_batched = torch._C._functorch.is_batchedtensor
+
+
+class RouterCalls:
+    """What begins and ends the calls of one router.
+
+    Attributes:
+        narrow: the dtype in which its ids are kept.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_chunk",
+        "_depth",
+        "_kind",
+        "_marks",
+        "_mend",
+        "_session",
+        "_timeline",
+        "_way",
+        "label",
+        "narrow",
+        "router",
+    )
+
+    def __init__(self, session: Session, router: Router, chunk: int, marks: Marks) -> None:
+        self._session = session
+        self._chunk = chunk
+        self._depth = 3 if session.errors_wait else 2  # of the module's __call__; Hook's is between
+        self._marks = marks
+        self._timeline = session._timeline
+        self._kind = router.call or (seam.CapacityCall if router.drops else seam.Call)
+        self._mend = router.mend if session.foreign else None
+        self._way = ways.get(router.module)
+        self.router = router
+        self.label = router.label
+        self.narrow = narrow_dtype(router.num_experts)
+
+    def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The router's forward begins: its top-k is answered from now on."""
+        started = time.perf_counter()
+        session, router = self._session, self.router
+        hidden = args[0] if args and isinstance(args[0], torch.Tensor) else _first_tensor(args, kwargs)
+        if _is_batched(hidden):
+            raise _under_vmap(router)
+        rows = hidden.numel() // hidden.shape[-1] * router.gathers
+        number = self._marks.take_announced(router.module)
+        if number is None and in_backward():
+            number = self._timeline.recomputed(self._chunk, self.label)
+        if number is None:
+            forward = self._live()
+            choose = session._choose
+            routes = session._prepare(router, forward, rows, hidden.device)
+        else:
+            forward, choose = None, session._choose_again
+            routes = self._again(number, rows, hidden.device)
+        call = self._kind(
+            rows,
+            router.num_experts,
+            router.topk,
+            choose,
+            masks=router.masks,
+            watch=router.masks or self._way != "guard",
+            given=session.foreign,
+        )
+        call.owner, call.forward, call.routes = self, forward, routes
+        call.inside = sys._getframe(self._depth)
+        call.begin()
+        session._seconds += time.perf_counter() - started
+
+    def ends(self, args: tuple[Any, ...], output: object) -> object:
+        """The router's forward is over; what this returns takes the place of the output, if it isn't None."""
+        call = seam.running(self)
+        if call is None:
+            return None  # its beginning was refused
+        started = time.perf_counter()
+        call.end()
+        mended = None
+        if output is not None:  # else the router raised, or its recompute was stopped early
+            self._note(call, output)
+            if self._mend is not None and call.ids is not None:
+                mended = self._mend(output, call.ids)
+        self._session._seconds += time.perf_counter() - started
+        return mended
+
+    def _live(self) -> Forward:
+        """The forward that this call belongs to."""
+        forward, label = self._timeline.live(self._chunk), self.label
+        if label in forward.called:
+            raise self._called_again(forward)
+        forward.called.add(label)
+        around = self._timeline.enclosing(forward)
+        if (foreseen := self._marks.take_foreseen(self.router.module)) is not None:
+            around = [*around, foreseen]
+        if around:
+            self._session._pending.expect((label, forward.number), around)
+        return forward
+
+    def _again(self, number: int, rows: int, device: torch.device) -> torch.Tensor:
+        """The ids of the call that this one is the recompute of."""
+        ids = self._session._again(self.router, number, device)
+        if len(ids) != rows:
+            raise RecomputeError(
+                "the recompute has another number of tokens than its forward",
+                where=micro_batch(number, self.label),
+                expected=f"{len(ids)} rows",
+                got=rows,
+                cause="a forward of something else that is run from a gradient hook",
+            )
+        self._session._pending.ran((self.label, number))
+        return ids
+
+    def _note(self, call: seam.Call, output: object) -> None:
+        if call.way != self._way:
+            self._way = ways[self.router.module] = call.way
+        witness = self._session._witness
+        if call.forward is not None:
+            witness.saw(self.router, call.forward, call, output)
+        elif call.way is None:
+            raise RecomputeError(
+                "the recompute of this router never reached its top-k",
+                where=f"layer {self.label}, in its recompute",
+                cause=routers.explained(self.router, call.seen)
+                or "a recompute that takes another path than the forward",
+            )
+        elif call.strayed is not None:
+            witness.strayed.add(call.strayed)
+
+    def _called_again(self, forward: Forward) -> MicroBatchError:
+        bypassed = forward is self._timeline.bypassed
+        return MicroBatchError(
+            "the router is called again before the forward of the model that was passed has ended",
+            where=micro_batch(forward.number, self.label),
+            expected="one call of each router in one __call__ of the model",
+            got="a second call",
+            cause=f"{CALLED_INSIDE}; Megatron's overlap_moe_expert_parallel_comm does so too"
+            if bypassed
+            else "a model that runs its layers several times in one forward, one sequence after another; or "
+            "a graph of before this block that MindSpeed's moe_fb_overlap runs again in it",
+        )
+
+
+def _under_vmap(router: Router) -> RouterError:
+    return RouterError(
+        "the router runs under vmap, where its rows can't be told apart",
+        where=f"layer {router.label} ({router.path or 'the module itself'})",
+        expected="hidden states [..., hidden]",
+        got="a batched tensor of torch.vmap",
+        cause="torch.vmap, torch.func.jacrev or the like around the model; loop over the batch instead",
+    )
+
+
+def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value
+    raise RouterError("the router was called without a tensor", expected="hidden states", got=args)
