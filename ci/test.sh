@@ -3,7 +3,7 @@
 #
 #   ci/test.sh                  the quick ones, in some minutes on two cores: no wheels, no smoke jobs, nothing
 #                               slow, and two of the ways to split a model
-#   ci/test.sh --all            all of them
+#   ci/test.sh --all            all of them with the first release, and with the next what needs Megatron
 #                               (neither has tests/matrix/, which ci/matrix.sh runs on every release)
 #   ci/test.sh ARGUMENT ...     what pytest makes of these: ci/test.sh tests/sessions/test_session.py -k recompute
 set -euo pipefail
@@ -34,12 +34,22 @@ quick() {
     run_pytest "$1" "$parallel" -k "2-tp2-full or pp2-vp2-full"
 }
 
+# The first release runs all; a later one what needs Megatron, and of the parallel cases a choice.
+all() {
+    if [[ -z $2 ]]; then
+        run_pytest "$1" --ignore tests/matrix "${@:3}"
+    else
+        run_pytest "$1" -m "${2% and }" --ignore tests/matrix --ignore "$parallel" "${@:3}"
+        run_pytest "$1" "$parallel" -k "$parallel_choice"
+    fi
+}
+
 marks=""
 releases=$(python ci/matrix.py tier tests) # a loop over what fails would run no test and be content
 for release in $releases; do
     case ${1:-} in
         "") quick "$release" "$marks" ;;
-        --all) run_pytest "$release" ${marks:+-m "${marks% and }"} --ignore tests/matrix "${@:2}" ;;
+        --all) all "$release" "$marks" "${@:2}" ;;
         *) run_pytest "$release" ${marks:+-m "${marks% and }"} "$@" ;;
     esac
     marks="megatron and "

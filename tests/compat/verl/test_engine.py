@@ -63,7 +63,7 @@ def replay(engine: Engine, routes: list[Any]) -> Any:
     def schedule(model: ToyModel) -> None:
         switch.set(REPLAY)
         feed, chunk = switch.replaying(None, None, 0)
-        feed.feed(chunk, routes[0])
+        feed.give(chunk, routes[0])
         model(tokens(0)).sum().backward()
         switch.clear()
 
