@@ -108,7 +108,9 @@ class RouterCalls:
         call.end()
         mended = None
         if output is not None:  # else the router raised, or its recompute was stopped early
-            self._note(call, output)
+            forward = call.forward
+            if forward is None or forward.checked or call.way != "guard" or self._way != "guard":
+                self._note(call, output)
             if self._mend is not None and call.ids is not None:
                 mended = self._mend(output, call.ids)
         self._session._seconds += time.perf_counter() - started

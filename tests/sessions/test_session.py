@@ -264,6 +264,20 @@ def test_a_router_that_ignores_its_routes_shows_after_the_optimizer_stepped(
     assert ran == noticed
 
 
+def showing_fewer(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    values, ids = torch.topk(scores, router.topk, dim=-1)
+    return values, torch.cat([ids[:, :1], ids[:, :-1]], dim=1)
+
+
+def test_only_a_router_that_drops_may_show_fewer_experts_than_were_chosen() -> None:
+    with pytest.raises(NoEffect, match="doesn't show the chosen experts"):
+        record(ToyModel(ToyRouter(select=showing_fewer)))
+    model = ToyModel(ToyRouter(select=showing_fewer, drops=True))
+    with npu_replay.record(model) as recording:
+        model(tokens())
+    assert recording.metrics()["capacity_dropped"] == pytest.approx(1 / TOPK)
+
+
 def test_a_fused_gating_operator_is_named_in_the_error() -> None:
     library = torch.library.Library("npu_replay_test", "DEF")
     library.define("npu_moe_gating_top_k(Tensor x, int k) -> (Tensor, Tensor)")
