@@ -65,12 +65,14 @@ def record_shifts_rows() -> Any:
 
 
 def record_changes_choice() -> Any:
-    native = seam.Call._native_ids
+    """Of all rows, as a record asks for them; a replay asks for the rows that have no route."""
+    native = seam.Call.own
 
-    def changed(self: seam.Call, scores: torch.Tensor) -> torch.Tensor:
-        return self.num_experts - 1 - native(self, scores)
+    def changed(self: seam.Call, rows: torch.Tensor | None = None) -> torch.Tensor:
+        found = native(self, rows)
+        return self.num_experts - 1 - found if rows is None else found
 
-    return mock.patch.object(seam.Call, "_native_ids", changed)
+    return mock.patch.object(seam.Call, "own", changed)
 
 
 def layout_shifts_rows() -> Any:
