@@ -1,7 +1,7 @@
 """Child processes: one way to start them, and to hear what they found.
 
 A target is «module:function» of tests/. It is called with its task, and what it returns comes back as JSON. A
-process is forked from one that has imported torch, with what Megatron imports of torch, and nothing else: what
+process is forked from one that has imported torch, with what Megatron imports of it, and nothing else: which
 comes first, npu_replay or a framework, is up to the target. One that is `fresh` is a new interpreter.
 """
 
