@@ -16,12 +16,16 @@ run_with() {
     try "pytest with vLLM $1 and SGLang $2" with_engines "$1" "$2" python -m pytest -q -rs tests/on_engines "${@:3}"
 }
 
-run_with 0.20.2 0.5.7 "$@"
-run_with 0.21.0 0.5.10 "$@"
-run_with 0.27.1 0.5.12 "$@"
-run_with 0.33.0 0.5.23 "$@"
+older() {
+    run_with 0.20.2 0.5.7 "$@"
+    run_with 0.21.0 0.5.10 "$@"
+    run_with 0.27.1 0.5.12 "$@"
+}
 
+beside older "$@"
+run_with 0.33.0 0.5.23 "$@"
 try contracts python ci/contracts.py
+join
 
 echo "engines: tests and contracts $((SECONDS - tests_started)) s"
 exit $status

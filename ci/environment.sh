@@ -211,4 +211,18 @@ try() {
     "${@:2}" || status=1
 }
 
+# beside COMMAND ...: runs in the background, where it and what comes next use one core each. `join` waits for it,
+# shows what it printed, and sets status=1 if it failed.
+beside() {
+    beside_log=$(mktemp)
+    (status=0; "$@"; exit "$status") >"$beside_log" 2>&1 </dev/null &
+    beside_process=$!
+}
+
+join() {
+    wait "$beside_process" || status=1
+    cat "$beside_log"
+    rm "$beside_log"
+}
+
 setup_seconds=$((SECONDS - setup_started))

@@ -11,25 +11,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import matrix_page
 from matrix_page import CAPABILITIES, FAILS, MISSING, NATIVE, ROOT, SHIMMED, Shown
 
+import jobs
 import matrix
 
 WORK = ROOT / ".work"
 LOGS = WORK / "matrix"
 TRANSFORMERS_TESTS = "tests/matrix/test_transformers.py"
 LAST_LINES = 30
+HOURS = 3600.0
 STALE = "run bash ci/matrix.sh --all and commit docs/matrix.md with docs/matrix/"
 
 
@@ -62,55 +62,48 @@ def run(release: matrix.Release, cases: str) -> Outcome:
     log, result = LOGS / f"{release.name}.log", LOGS / f"{release.name}.json"
     result.unlink(missing_ok=True)
     told = {"NPU_REPLAY_MATRIX_RESULT": str(result), "NPU_REPLAY_MATRIX_CASES": cases}
-    environment = _environment(release) | told
     select = [TRANSFORMERS_TESTS]
     if release.product == "megatron":
         select = ["tests/matrix", "--ignore", TRANSFORMERS_TESTS]
-    command = [sys.executable, "-m", "pytest", "-q", "-rsfE", "-p", "no:cacheprovider", *select]
-    with log.open("w", encoding="utf-8") as output:
-        status = subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=output, check=False)
+    arguments = ["-q", "-rsfE", "-p", "no:cacheprovider", *select]
+    ended = _process(release, "jobs:tests", {"arguments": arguments}, told)
+    status = ended.code or ended.answer
+    log.write_text(ended.output, encoding="utf-8")
     found = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
     shown, problems = judge(release.product, found, natives(release), "all" if cases == "all" else "a choice")
     if found and found.get(release.package) != release.version:
         problems = [f"what ran was {release.package} {found.get(release.package)}"]
-    if not found or (status.returncode and not problems):
+    if not found or (status and not problems):
         unsaid = "" if found else " and left no result"
-        problems = [f"pytest ended with {status.returncode}{unsaid}, see {log.relative_to(ROOT)}"]
+        problems = [f"pytest ended with {status}{unsaid}, see {log.relative_to(ROOT)}"]
     return Outcome(
         release,
         shown,
         tuple(problems),
         time.monotonic() - started,
-        said=_end_of(log) if status.returncode or not found else "",
+        said=_end_of(ended.output) if status or not found else "",
     )
 
 
-def _end_of(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join(f"    {line}" for line in lines[-LAST_LINES:])
+def _end_of(output: str) -> str:
+    return "\n".join(f"    {line}" for line in output.splitlines()[-LAST_LINES:])
 
 
-def _environment(release: matrix.Release) -> dict[str, str]:
-    """Whatever is on PYTHONPATH already stays: a vendor's toolkit may live there."""
-    folder = str(WORK / release.product / release.version)
-    path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+def _process(
+    release: matrix.Release, target: str, task: Mapping[str, Any], environment: Mapping[str, str]
+) -> jobs.Ended:
+    """One of tests/jobs.py, with the release on its path."""
+    folder = WORK / release.product / release.version
+    return jobs.start(target, task, path=[folder], env=environment, timeout=HOURS)[0]
 
 
 def natives(release: matrix.Release) -> Mapping[str, bool]:
     """What the release has by itself, asked in a process that never imports npu_replay."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "tests/capabilities.py", release.product],
-        cwd=ROOT,
-        env=_environment(release) | {"NPU_REPLAY_DISABLE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
+    ended = _process(
+        release, "capabilities:natives", {"product": release.product}, {"NPU_REPLAY_DISABLE": "1"}
     )
-    if done.returncode:  # then its tests fail too, and say why
-        return dict.fromkeys(CAPABILITIES[release.product], False)
-    answer: dict[str, bool] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+    # If it fails its tests fail too, and say why.
+    return ended.answer or dict.fromkeys(CAPABILITIES[release.product], False)
 
 
 def judge(

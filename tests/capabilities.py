@@ -1,16 +1,13 @@
 """What docs/matrix.md has a row for, and how an untouched release is asked whether it has it by itself.
 
-    python tests/capabilities.py megatron     # as JSON; npu_replay is never imported here
-
-A test of tests/matrix/ says by `@pytest.mark.capability("name")` what it shows.
+A test of tests/matrix/ says by `@pytest.mark.capability("name")` what it shows. npu_replay is never imported
+here.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -160,10 +157,6 @@ CAPABILITIES: Mapping[str, Mapping[str, Capability]] = {
 }
 
 
-def natives(product: str) -> dict[str, bool]:
-    """Which capabilities the untouched release on the path has by itself."""
-    return {name: capability.is_native() for name, capability in CAPABILITIES[product].items()}
-
-
-if __name__ == "__main__":
-    print(json.dumps(natives(sys.argv[1])))
+def natives(task: Mapping[str, Any]) -> dict[str, bool]:
+    """For a process of tests/jobs.py: what the untouched release of this "product" has by itself."""
+    return {name: capability.is_native() for name, capability in CAPABILITIES[task["product"]].items()}

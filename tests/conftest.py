@@ -1,4 +1,7 @@
-"""What every test relies on: one thread, and Megatron's tests skipped where there is no Megatron."""
+"""What every test relies on: one thread, and Megatron's tests skipped where there is no Megatron.
+
+Files with slow tests come first: of several workers one would have the last of them alone.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -13,7 +16,12 @@ import npu_replay
 torch.set_num_threads(1)
 
 
+SLOW = ("slow", "distributed", "packaging")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = {item.path for item in items if any(map(item.get_closest_marker, SLOW))}
+    items.sort(key=lambda item: item.path not in slow)
     if find_spec("megatron") is not None and find_spec("megatron.core") is not None:
         return
     skip = pytest.mark.skip(

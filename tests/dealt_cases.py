@@ -10,29 +10,25 @@ A = TypeVar("A")
 B = TypeVar("B")
 C = TypeVar("C")
 
-HANDS = 8
 HAND = os.environ.get("NPU_REPLAY_MATRIX_CASES", "0")
 """The number of a hand, or `all` for every case; ci/matrix.sh says it."""
 
 
-def every(first: Sequence[A], second: Sequence[B], third: Sequence[C]) -> list[tuple[A, B, C]]:
-    """Each with each with each."""
-    return [(a, b, c) for a in first for b in second for c in third]
+def dealt(
+    first: Sequence[A], second: Sequence[B], third: Sequence[C], hand: str = HAND
+) -> list[tuple[A, B, C]]:
+    """A case for each value of the first and longest axis, the values of the others in turn.
 
-
-def dealt(first: Sequence[A], second: Sequence[B], third: Sequence[C], hand: int) -> list[tuple[A, B, C]]:
-    """A share of the pairs of the two first axes, each with one value of the third, which takes turns.
-
-    HANDS hands that follow each other hold each pair of the two first axes once, each hand every value of
-    all three. The next HANDS hands have other triples than these, until all were there.
+    As many hands that follow each other as the second axis is long hold each pair of the two first axes once.
+    The next as many have other triples than these, until all were there.
 
     Args:
-        hand: any number from 0 on.
+        hand: any number from 0 on, or `all`: each with each with each.
     """
-    turn, hand = divmod(hand, HANDS)
+    if hand == "all":
+        return [(a, b, c) for a in first for b in second for c in third]
+    turn = int(hand) // len(second)
     return [
-        (a, b, third[(i + i // HANDS + j // HANDS + turn) % len(third)])
+        (a, second[(i + int(hand)) % len(second)], third[(i + turn) % len(third)])
         for i, a in enumerate(first)
-        for j, b in enumerate(second)
-        if (i + j) % HANDS == hand
     ]

@@ -1,9 +1,8 @@
-"""What the modules of the Megatron-core on the path hold with npu_replay, without it, and after it: as JSON.
+"""What the modules of the Megatron-core on the path hold with npu_replay, without it, and after it.
 
-    python tests/megatron_snapshot.py first|last
-
-npu_replay is imported before Megatron or after it. The answer has a snapshot a stage, `untouched` (where it
-came last), `installed`, `uninstalled`; what a second install and an uninstall left different; and the report.
+For a process of tests/jobs.py: npu_replay is imported before Megatron or after it. The answer has a snapshot
+a stage, `untouched` (where it came last), `installed`, `uninstalled`; what a second install and an uninstall
+left different; and the report.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import json
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -106,9 +105,10 @@ def build_a_model() -> None:
         megatron_model.model(megatron_model.config(moe_enable_routing_replay=True))
 
 
-def with_npu_replay(came: str) -> dict[str, Any]:
+def with_npu_replay(task: Mapping[str, Any]) -> dict[str, Any]:
+    """Its "came" is first or last."""
     answer: dict[str, Any] = {}
-    if came == "last":
+    if task["came"] == "last":
         import_megatron()
         before = objects()
         answer["untouched"] = described(before)
@@ -127,10 +127,6 @@ def with_npu_replay(came: str) -> dict[str, Any]:
     npu_replay.uninstall()
     after = objects()
     answer |= {"uninstalled": described(after), "report after": list(map(str, npu_replay.report().patches))}
-    if came == "last":
+    if task["came"] == "last":
         answer["left behind"] = differing(before, after)
     return answer
-
-
-if __name__ == "__main__":
-    print(json.dumps(with_npu_replay(sys.argv[1])))

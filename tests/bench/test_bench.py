@@ -15,7 +15,7 @@ from npu_replay.bench import gather as bench_gather
 from npu_replay.bench import run as bench
 from npu_replay.sessions import router_calls, seam
 
-pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
+pytestmark = [pytest.mark.megatron, pytest.mark.first_release, pytest.mark.usefixtures("megatron")]
 
 
 @pytest.mark.slow

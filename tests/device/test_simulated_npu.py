@@ -1,6 +1,6 @@
 """The accelerator's tests on a simulated NPU: each file in a process of its own, which has that device.
 
-What such a device can't do is listed in tests/npu_device.py.
+test_core.py runs there in test_device_sh.py. What such a device can't do is listed in tests/npu_device.py.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ def environment() -> dict[str, str]:
 @pytest.mark.parametrize(
     ("name", "least"),
     [
-        ("test_core.py", 19),
         ("test_spread.py", 20),
         ("test_transformers.py", 9),
-        pytest.param("test_megatron.py", 6, marks=[pytest.mark.megatron, pytest.mark.timeout(900)]),
+        pytest.param(
+            *("test_megatron.py", 6),
+            marks=[pytest.mark.megatron, pytest.mark.first_release, pytest.mark.timeout(900)],
+        ),
     ],
 )
 def test_the_accelerators_tests_pass_there(name: str, least: int, tmp_path: Path) -> None:

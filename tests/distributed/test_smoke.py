@@ -142,6 +142,7 @@ BREAKS: dict[str, dict[str, str]] = {  # each break, what fails then, and why it
 }
 
 
+@pytest.mark.first_release
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_break_fails_what_it_breaks_and_nothing_else(broken: tuple[int, Path, str], name: str) -> None:
     _, folder, output = broken
@@ -159,6 +160,7 @@ def test_every_feature_is_seen_to_fail() -> None:
     assert {feature for failed in BREAKS.values() for feature in failed} == set(FEATURES)
 
 
+@pytest.mark.first_release
 def test_a_rank_that_hangs_ends_the_job_with_a_report(broken: tuple[int, Path, str]) -> None:
     code, folder, output = broken
     assert code == 1
@@ -169,6 +171,7 @@ def test_a_rank_that_hangs_ends_the_job_with_a_report(broken: tuple[int, Path, s
     assert "the features after it were not tried" in output
 
 
+@pytest.mark.first_release
 def test_the_rank_that_failed_is_heard_and_not_the_one_that_waited(broken: tuple[int, Path, str]) -> None:
     _, folder, output = broken
     found = json.loads((folder / "one_rank_raises.json").read_text())
@@ -178,17 +181,20 @@ def test_the_rank_that_failed_is_heard_and_not_the_one_that_waited(broken: tuple
     assert "FAIL  replay        softmax: rank 1: micro-batch 0, layer 3: made to fail" in output
 
 
+@pytest.mark.first_release
 def test_what_comes_after_a_rank_that_failed_is_tried(broken: tuple[int, Path, str]) -> None:
     _, folder, _ = broken
     found = json.loads((folder / "one_rank_raises.json").read_text())
     assert tried(found) == {feature: {"FAIL" if feature == "replay" else "PASS"} for feature in FEATURES}
 
 
+@pytest.mark.first_release
 def test_only_the_first_rank_speaks(broken: tuple[int, Path, str]) -> None:
     _, _, output = broken
     assert output.count("FAIL  mismatch") == 1
 
 
+@pytest.mark.first_release
 def test_a_model_that_doesnt_train_is_not_replays_fault(broken: tuple[int, Path, str]) -> None:
     _, folder, _ = broken
     found = json.loads((folder / "model_diverges.json").read_text())

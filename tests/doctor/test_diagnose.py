@@ -180,6 +180,7 @@ def append(source: Path, line: str) -> int:
 
 
 @pytest.mark.megatron
+@pytest.mark.first_release
 def test_a_module_that_is_no_python_is_named_with_its_line(megatron_core: Path) -> None:
     line = append(megatron_core / "transformer/moe/moe_utils.py", "def (")
     result = diagnosed(megatron_core)
@@ -190,6 +191,7 @@ def test_a_module_that_is_no_python_is_named_with_its_line(megatron_core: Path) 
 
 
 @pytest.mark.megatron
+@pytest.mark.first_release
 def test_a_module_that_is_missing_is_named(megatron_core: Path) -> None:
     (megatron_core / "transformer/transformer_config.py").unlink()
     result = diagnosed(megatron_core)
@@ -200,6 +202,7 @@ def test_a_module_that_is_missing_is_named(megatron_core: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.megatron
+@pytest.mark.first_release
 @pytest.mark.parametrize(
     ("name", "line", "error"),
     [
@@ -227,6 +230,7 @@ ROUTING = ("topk_softmax_with_capacity", "topk_routing_with_score_function")
 
 @pytest.mark.slow
 @pytest.mark.megatron
+@pytest.mark.first_release
 def test_a_fork_whose_routing_has_another_name_is_told(megatron_core: Path) -> None:
     for source in megatron_core.rglob("*.py"):
         text = renamed = source.read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import npu_replay
-from dealt_cases import HAND, dealt, every
+from dealt_cases import dealt
 from megatron_cases import (
     ALL_RECOMPUTE,
     VARIANTS,
@@ -34,10 +34,7 @@ def _case(variant: str, recompute: str | None, order: str) -> Any:
     return pytest.param(variant, recompute, order, marks=marks, id=f"{variant}-{recompute}-{order}")
 
 
-CASES = every(*AXES) if HAND == "all" else dealt(*AXES, hand=int(HAND))
-
-
-@pytest.mark.parametrize(("variant", "recompute", "order"), [_case(*case) for case in CASES])
+@pytest.mark.parametrize(("variant", "recompute", "order"), [_case(*case) for case in dealt(*AXES)])
 def test_a_record_changes_nothing_and_every_recompute_replays_its_own_forward(
     variant: str, recompute: str | None, order: str
 ) -> None:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import jobs
+
 pytestmark = [pytest.mark.megatron, pytest.mark.capability("report")]
 
-TESTS = Path(__file__).parents[1]
 WRAPPED = {
     "megatron.core.transformer.moe.router.TopKRouter.__init__",
     "megatron.core.transformer.transformer_config.MLATransformerConfig.__init__",
@@ -34,15 +31,9 @@ SERVED = "module None"
 @functools.cache
 def snapshot(came: str) -> dict[str, Any]:
     """What a process found in which npu_replay was imported first, before Megatron, or last."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", TESTS / "megatron_snapshot.py", came],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"NPU_REPLAY_DISABLE": "0"},
+    found: dict[str, Any] = jobs.run(
+        "megatron_snapshot:with_npu_replay", {"came": came}, env={"NPU_REPLAY_DISABLE": "0"}
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 

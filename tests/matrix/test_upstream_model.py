@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import npu_replay
-from dealt_cases import HAND, dealt, every
+from dealt_cases import HAND, dealt
 from megatron_cases import (
     FULL,
     SIGMOID_BIAS,
@@ -123,34 +123,25 @@ def witness(variant: str, routes: Sequence[RoutedExperts]) -> tuple[list[float],
         return plain.run("each")
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_model_recorded_by_the_api_is_recorded_as_by_npu_replay(api: UpstreamApi, variant: str) -> None:
-    trainer, plain = flagged(variant), build(VARIANTS[variant])
-    with npu_replay.record(plain.model) as recording, torch.no_grad():
-        for tokens in plain.batches:
-            plain.loss(tokens)
-    found = recorded(api, trainer)
-    for ours, theirs in zip(recording.routes, found, strict=True):
-        for ids, others in zip(layers(ours), theirs, strict=True):
-            assert torch.equal(ids.sort(dim=1).values, others.sort(dim=1).values)
-
-
-AXES = (list(VARIANTS), RECOMPUTE, SCHEDULES)
-CASES = every(*AXES) if HAND == "all" else dealt(*AXES, hand=int(HAND))
-
-
-@pytest.mark.parametrize(("variant", "recompute", "schedule"), CASES, ids=_named)
-def test_what_was_recorded_is_replayed_after_the_router_changed(
+@pytest.mark.parametrize(
+    ("variant", "recompute", "schedule"), dealt(list(VARIANTS), RECOMPUTE, SCHEDULES), ids=_named
+)
+def test_what_was_recorded_is_as_by_npu_replay_and_is_replayed_after_the_router_changed(
     api: UpstreamApi, variant: str, recompute: str | None, schedule: Schedule
 ) -> None:
     """The old log-probs' pass and the update: recompute too, by REPLAY_BACKWARD alone."""
-    trainer = flagged(variant, recompute)
+    trainer, plain = flagged(variant, recompute), build(VARIANTS[variant])
+    with npu_replay.record(plain.model) as recording, torch.no_grad():
+        for tokens in plain.batches:
+            plain.loss(tokens)
     targets = recorded(api, trainer)
+    for ours, theirs in zip(recording.routes, targets, strict=True):
+        for ids, others in zip(layers(ours), theirs, strict=True):
+            assert torch.equal(ids.sort(dim=1).values, others.sort(dim=1).values)
     with perturbed(trainer.model):
         losses, grads = replayed(api, trainer, targets, schedule)
     labels = [router.label for router in routers(trainer.model)]
     routes = [RoutedExperts(ids=torch.stack(ids, dim=1), layers=labels, num_experts=8) for ids in targets]
-    plain = build(VARIANTS[variant])
     with perturbed(plain.model), npu_replay.replay(plain.model, routes):
         expected = plain.run("each")
     assert same((losses, grads), expected)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-EXPERTS, TOPK = 8, 2
+EXPERTS, TOPK = 4, 2
 
 
 @dataclass(frozen=True)

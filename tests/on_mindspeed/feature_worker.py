@@ -155,6 +155,7 @@ def parallel(case: Case) -> Iterator[None]:
 
 def examine(case: Case) -> dict[str, Any]:
     import npu_replay
+    from megatron_cases import perturbed, random_routes
 
     found: dict[str, Any] = {}
     if case.refused:
@@ -368,40 +369,6 @@ class Witness:
             differs = weighed & ~chosen if drops else routed != chosen
             total += int(differs.any(dim=1).sum())
         return total
-
-
-@contextlib.contextmanager
-def perturbed(model: Any) -> Iterator[None]:
-    """Other router weights for the length of the block."""
-    from npu_replay.routers import find
-
-    weights = [router.module.weight for router in find([model])[0]]
-    kept = [weight.detach().clone() for weight in weights]
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for weight in weights:
-            weight.add_(torch.randn(weight.shape, generator=generator))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for weight, original in zip(weights, kept, strict=True):
-                weight.copy_(original)
-
-
-def random_routes(like: list[Any]) -> list[Any]:
-    """Routes that no router of this model would choose, others for each micro-batch."""
-    from npu_replay import RoutedExperts
-
-    generator = torch.Generator().manual_seed(5)
-    return [
-        RoutedExperts(
-            ids=torch.rand(*r.ids.shape[:2], r.num_experts, generator=generator).topk(r.topk).indices,
-            layers=r.layers,
-            num_experts=r.num_experts,
-        )
-        for r in like
-    ]
 
 
 def distance(run: Run, other: Run) -> float:

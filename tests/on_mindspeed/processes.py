@@ -1,7 +1,7 @@
 """Processes with a `mindspeed` on the path: the real one, or the stand-in.
 
-MindSpeed changes torch and Megatron for the whole process when it is imported. So no test imports it: a fresh
-process does.
+MindSpeed changes torch and Megatron for the whole process when it is imported. So no test imports it: a
+process of its own does.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run_ranks(
         target if "." in target else f"on_mindspeed.{target}",
         task | {"product": product},
         count,
-        fresh=True,
+        fresh=real,  # it comes with torch
         path=[*path, *([] if product == REAL and real else [STUBS])],
         env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "1" if real else "0"},
         timeout=timeout,

@@ -17,6 +17,7 @@ from on_mindspeed.feature_cases import CASES, Case
 
 pytestmark = [
     pytest.mark.megatron,
+    pytest.mark.first_release,
     pytest.mark.slow,
     pytest.mark.timeout(700),
 ]

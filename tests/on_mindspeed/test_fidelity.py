@@ -13,7 +13,7 @@ import pytest
 
 from on_mindspeed import processes
 
-pytestmark = [pytest.mark.megatron, pytest.mark.slow]
+pytestmark = [pytest.mark.megatron, pytest.mark.first_release, pytest.mark.slow]
 
 WORKER = "fidelity_worker:main"
 Found = dict[str, Any]

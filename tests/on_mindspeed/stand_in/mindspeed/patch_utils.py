@@ -84,7 +84,8 @@ class Patch:
 
 
 def _swap(holder: Any, name: str, old: Any, new: Any) -> None:
-    if hasattr(holder, name) and getattr(holder, name) is old:
+    # Not getattr: thousands of modules are asked for each patch, and some of them import something first.
+    if getattr(holder, "__dict__", {}).get(name, _swap) is old:
         setattr(holder, name, new)
 
 

@@ -178,19 +178,13 @@ class MoEFwdBwdOverlapFeature(MindSpeedFeature):
             )
 
     def register_patches(self, patch_manager: Any, args: Any) -> None:
-        from mindspeed.core.transformer.moe.moe_feature.fb_overlap import (
-            transformer_block_fb_overlap_init_wrapper,
-        )
-        from mindspeed.core.transformer.moe.moe_feature.fb_overlap.adaptor import (
-            get_forward_backward_func_vpp_overlap_wrapper,
-            get_moe_module_spec_wrapper,
-        )
+        from mindspeed.core.transformer.moe.moe_feature.fb_overlap import adaptor, transformer_block
 
         block = "megatron.core.transformer.transformer_block.TransformerBlock.__init__"
         schedule = "megatron.core.pipeline_parallel.schedules.get_forward_backward_func"
-        patch_manager.register_patch(_SPEC, get_moe_module_spec_wrapper)
-        patch_manager.register_patch(block, transformer_block_fb_overlap_init_wrapper)
-        patch_manager.register_patch(schedule, get_forward_backward_func_vpp_overlap_wrapper)
+        patch_manager.register_patch(_SPEC, adaptor.get_moe_module_spec_wrapper)
+        patch_manager.register_patch(block, transformer_block.transformer_block_fb_overlap_init_wrapper)
+        patch_manager.register_patch(schedule, adaptor.get_forward_backward_func_vpp_overlap_wrapper)
 
 
 class BalancedMoEFeature(MindSpeedFeature):
@@ -209,11 +203,9 @@ class BalancedMoEFeature(MindSpeedFeature):
         self.incompatible_check(args, "moe_expert_capacity_factor")
 
     def register_patches(self, patch_manager: Any, args: Any) -> None:
-        from mindspeed.core.transformer.moe.moe_feature.balanced_moe.adaptor import (
-            get_moe_module_spec_wrapper,
-        )
+        from mindspeed.core.transformer.moe.moe_feature.fb_overlap import adaptor
 
-        patch_manager.register_patch(_SPEC, get_moe_module_spec_wrapper)
+        patch_manager.register_patch(_SPEC, adaptor.get_moe_module_spec_wrapper)
 
 
 class MoEAlltoAllMC2Feature(MindSpeedFeature):

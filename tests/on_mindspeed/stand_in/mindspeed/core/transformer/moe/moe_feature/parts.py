@@ -6,7 +6,7 @@ No fact of MindSpeed's is played here; its kernels need an NPU.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -32,16 +32,28 @@ class LocalExperts(SequentialMLP):
         super().__init__(num_local_experts, config, linears, **groups_of(given))
 
 
-def equip(layer: Any, groups: dict[str, Any], experts: Any = LocalExperts) -> None:
-    """Give a layer its router, dispatcher, experts and shared experts."""
-    config = layer.config
-    layer.router = TopKRouter(config=config, **groups)
-    layer.experts = build_module(experts, layer.num_local_experts, config, **groups)
-    layer.token_dispatcher = _dispatcher(config.moe_token_dispatcher_type)(
-        layer.num_local_experts, layer.local_expert_indices, config=config, **groups
-    )
-    if layer.use_shared_expert:
-        layer.shared_experts = build_module(layer.submodules.shared_experts, config=config, **groups)
+class Layer(BaseMoELayer):
+    """A layer of MindSpeed's: it calls the router as a module."""
+
+    experts_class: ClassVar[type] = LocalExperts
+
+    def __init__(
+        self, config: Any, submodules: Any = None, layer_number: int | None = None, **given: Any
+    ) -> None:
+        self.submodules = submodules
+        groups = groups_of(given)
+        BaseMoELayer.__init__(self, config, layer_number, **groups)
+        self.router = TopKRouter(config=config, **groups)
+        self.experts = build_module(self.experts_class, self.num_local_experts, config, **groups)
+        self.token_dispatcher = _dispatcher(config.moe_token_dispatcher_type)(
+            self.num_local_experts, self.local_expert_indices, config=config, **groups
+        )
+        if self.use_shared_expert:
+            self.shared_experts = build_module(submodules.shared_experts, config=config, **groups)
+
+    def forward(self, hidden_states: Any, **_: Any) -> Any:
+        probs, routing_map = self.router(hidden_states)
+        return compute(self, hidden_states, probs, routing_map), None
 
 
 def _dispatcher(kind: str) -> Any:
@@ -53,9 +65,9 @@ def _dispatcher(kind: str) -> Any:
     return getattr(token_dispatcher, classes[kind])
 
 
-def compute(layer: Any, hidden: Any, probs: Any, routing_map: Any, experts: Any = None) -> Any:
+def compute(layer: Any, hidden: Any, probs: Any, routing_map: Any) -> Any:
     """The experts' output for a routing, and the shared experts'."""
-    dispatcher, experts = layer.token_dispatcher, experts or layer.experts
+    dispatcher, experts = layer.token_dispatcher, layer.experts
     if hasattr(dispatcher, "token_permutation"):
         rows, counts, weights = dispatcher.token_permutation(hidden, probs, routing_map)
         output, _ = dispatcher.token_unpermutation(*experts(rows, counts, weights))

@@ -8,11 +8,9 @@ from functools import wraps
 from typing import Any
 
 import torch
-
 from mindspeed.args_utils import get_full_args as get_args
-from mindspeed.core.transformer.moe.moe_feature.fb_overlap.modules.utils import P2PCommParams, detach_tensor
+from mindspeed.core.transformer.moe.moe_feature.fb_overlap.modules.utils import detach_tensor
 from mindspeed.core.transformer.moe.moe_feature.fb_overlap.transformer_layer import (
-    transformer_layer_backward,
     transformer_layer_forward_backward_overlaping,
 )
 
@@ -26,33 +24,11 @@ def transformer_block_fb_overlap_init_wrapper(init_fn: Callable[..., None]) -> C
         block = args[0]
         if not get_args().moe_fb_overlap:
             return
-        block.fwd_layer_graphs = block.pp_comm_output = None
         block.forward = types.MethodType(transformer_block_forward_backward_overlaping, block)
-        for slot in ("fwd_layer_graphs", "pp_comm_output"):
-            setattr(block, f"set_{slot}", types.MethodType(_setter(slot), block))
-            setattr(block, f"get_{slot}", types.MethodType(_getter(slot), block))
         for layer in block.layers:
             layer.forward = types.MethodType(transformer_layer_forward_backward_overlaping, layer)
 
     return wrapper
-
-
-def _setter(slot: str) -> Callable[[Any, Any], None]:
-    def put(self: Any, value: Any) -> None:
-        assert getattr(self, slot) is None
-        setattr(self, slot, value)
-
-    return put
-
-
-def _getter(slot: str) -> Callable[[Any], Any]:
-    def take(self: Any) -> Any:
-        value = getattr(self, slot)
-        assert value is not None
-        setattr(self, slot, None)
-        return value
-
-    return take
 
 
 def transformer_block_forward_backward_overlaping(
@@ -90,8 +66,7 @@ def transformer_block_forward_backward_overlaping(
     }
     if not self.pre_process:
         hidden_states = self.input_tensor
-    grad, handle, pp_comm_output = bwd_block_output_grad, None, None
-    graphs = []
+    grad, handle, graphs = bwd_block_output_grad, None, []
     for number, layer in enumerate(self.layers):
         checkpoint = _is_checkpointed(self, number)
         if not (self.pre_process and number == 0):
@@ -105,7 +80,7 @@ def transformer_block_forward_backward_overlaping(
                 **given,
             )
         else:
-            hidden_states, context, graph, (grad, handle), pp_comm_output = layer(
+            hidden_states, context, graph, (grad, handle) = layer(
                 hidden_states,
                 attention_mask,
                 grad,
@@ -113,8 +88,6 @@ def transformer_block_forward_backward_overlaping(
                 bwd_unperm_a2a_handle=handle,
                 next_bwd_layer_graph=None,
                 context=context,
-                pp_comm_params=P2PCommParams(),
-                bwd_pp_comm_params=P2PCommParams(),
                 checkpoint=checkpoint,
                 **given,
             )
@@ -123,10 +96,7 @@ def transformer_block_forward_backward_overlaping(
         detached = detach_tensor(hidden_states)
         graphs[-1].unperm2_graph = (graphs[-1].unperm2_graph[0], detached)
         hidden_states = self.final_layernorm(detached)
-    if torch.is_grad_enabled():
-        self.set_fwd_layer_graphs(graphs)
-        if bwd_block_graphs is not None:
-            self.set_pp_comm_output(pp_comm_output)
+    self.fwd_layer_graphs = graphs if torch.is_grad_enabled() else None
     return hidden_states
 
 
@@ -138,11 +108,3 @@ def _is_checkpointed(block: Any, number: int) -> bool:
         assert config.recompute_num_layers == 1
         return True
     return number < config.recompute_num_layers
-
-
-def transformer_block_backward(block_output_grad: Any, layer_graphs: list[Any]) -> Any:
-    """Backward of what is left, last layer first."""
-    grad = block_output_grad
-    while layer_graphs:
-        grad = transformer_layer_backward(grad, layer_graphs.pop(-1))
-    return grad

@@ -6,27 +6,22 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-
 from mindspeed.core.transformer.moe.moe_feature.fb_overlap.modules.utils import (
     LayerGraph,
-    P2PCommOutput,
     detach_tensor,
+    run_graph_backward,
 )
-from mindspeed.core.transformer.moe.moe_feature.fb_overlap.overlap_funcs import (
-    transformer_layer_backward_dense,
-    transformer_layer_backward_moe,
-    transformer_layer_forward_dense,
+from mindspeed.core.transformer.moe.moe_feature.fb_overlap.overlap_funcs.fwd import (
+    Pieces,
+    backward_before_experts,
     transformer_layer_forward_moe,
-    transformer_layer_forward_moe_backward_moe_overlaping,
 )
 
 
 def transformer_layer_forward(*args: Any, **kwargs: Any) -> Any:
     """The layer that is the first argument; without grad where `checkpoint`: it is going to run again."""
-    layer = args[0]
     with torch.no_grad() if kwargs["checkpoint"] else nullcontext():
-        moe = hasattr(layer.mlp, "experts")
-        return (transformer_layer_forward_moe if moe else transformer_layer_forward_dense)(*args, **kwargs)
+        return transformer_layer_forward_moe(*args, **kwargs)
 
 
 def transformer_layer_backward(layer_output_grad: Any, layer_graph: LayerGraph) -> Any:
@@ -40,10 +35,8 @@ def transformer_layer_backward(layer_output_grad: Any, layer_graph: LayerGraph) 
                 layer_graph.layer, layer_graph.layer_input, *layer_graph.layer_inputs, checkpoint=False
             )
         layer_graph.unperm2_graph = (layer_graph.unperm2_graph[0], following)
-    backward = (
-        transformer_layer_backward_moe if layer_graph.is_moe_layer else transformer_layer_backward_dense
-    )
-    return backward(layer_output_grad, layer_graph)
+    run_graph_backward(layer_graph.unperm2_graph, layer_output_grad)
+    return backward_before_experts(layer_graph)
 
 
 def should_run_fb_overlap(fwd_layer: Any, bwd_layer_graph: LayerGraph | None = None) -> bool:
@@ -94,24 +87,23 @@ def transformer_layer_forward_backward_overlaping(
                 *bwd_layer_graph.layer_inputs,
                 checkpoint=False,
             )
-        out = transformer_layer_forward_moe_backward_moe_overlaping(
-            fwd_layer,
-            hidden_states,
-            attention_mask,
-            bwd_layer_output_grad,
-            bwd_layer_graph,
-            bwd_unperm_a2a_handle,
-            next_bwd_layer_graph,
-            *inputs[1:],
-            pp_comm_params,
-            bwd_pp_comm_params,
-            checkpoint=checkpoint,
-        )
+        given = {
+            "attention_mask": attention_mask,
+            "rotary_pos_emb": rotary_pos_emb,
+            "attention_bias": attention_bias,
+            "packed_seq_params": packed_seq_params,
+        }
+        run_graph_backward(bwd_layer_graph.unperm2_graph, bwd_layer_output_grad)
+        with torch.no_grad() if checkpoint else nullcontext():
+            pieces = Pieces(fwd_layer, hidden_states, checkpoint, **given)
+        grad = backward_before_experts(bwd_layer_graph)
+        with torch.no_grad() if checkpoint else nullcontext():
+            output, graph = pieces.finish()
+        out = (output, context, graph, (grad, None))
     else:
         out = transformer_layer_forward(fwd_layer, hidden_states, *inputs, checkpoint=checkpoint)
         if bwd_layer_graph is not None:
-            grad = transformer_layer_backward(bwd_layer_output_grad, bwd_layer_graph)
-            out = (*out, (grad, None), P2PCommOutput(grad))
+            out = (*out, (transformer_layer_backward(bwd_layer_output_grad, bwd_layer_graph), None))
     if checkpoint:
         out[2].record_layer_inputs(*inputs)
     return out

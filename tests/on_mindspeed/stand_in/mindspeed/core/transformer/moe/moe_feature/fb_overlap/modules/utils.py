@@ -38,28 +38,14 @@ class LayerGraph:
     layer_inputs: Any
 
     def __init__(self, saved_graphs: Any, layer_input: Any, layer: Any, checkpointed: bool = False) -> None:
+        self.attn_graph, self.pre_mlp_layernorm_graph, self.router_graph, self.unperm2_graph = saved_graphs
         if checkpointed:
             self.unperm2_graph = (None, None)
-        else:
-            self.attn_graph, self.pre_mlp_layernorm_graph, self.router_graph, self.unperm2_graph = (
-                saved_graphs
-            )
         self.layer_input = layer_input
         self.checkpointed = checkpointed
         self.layer = layer
-        self.is_moe_layer = hasattr(layer.mlp, "experts") or hasattr(layer.mlp, "hot_experts")
+        self.is_moe_layer = hasattr(layer.mlp, "experts")
 
     def record_layer_inputs(self, *args: Any) -> None:
         """Keep what the layer got besides its hidden states."""
         self.layer_inputs = args
-
-
-class P2PCommParams:
-    """What to send to which pipeline stage: nothing here, since the stand-in has one stage."""
-
-
-class P2PCommOutput:
-    """What came of it."""
-
-    def __init__(self, input_tensor_grad: Any = None) -> None:
-        self.input_tensor_grad = input_tensor_grad

@@ -1,68 +1,46 @@
-"""A layer's forward in pieces: attention, norm, router, experts."""
+"""A layer's forward in pieces (attention, norm, router, experts), and its backward, last piece first."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mindspeed.core.transformer.moe.moe_feature.fb_overlap.modules.attention import attention_forward
-from mindspeed.core.transformer.moe.moe_feature.fb_overlap.modules.utils import LayerGraph, detach_tensor
+from mindspeed.core.transformer.moe.moe_feature.fb_overlap.modules.utils import (
+    LayerGraph,
+    detach_tensor,
+    run_graph_backward,
+)
 from mindspeed.core.transformer.moe.moe_feature.parts import compute
 
 
-def router_forward(self: Any, hidden_states: Any) -> Any:
-    """The one place where a router is called, as a module."""
-    probs, routing_map = self.mlp.router(hidden_states)
-    return probs, routing_map
-
-
 class Pieces:
-    """A forward on its way: what one piece leaves for the next."""
+    """A forward up to the output of its experts, or of its MLP."""
 
-    def __init__(self, layer: Any, hidden_states: Any, checkpoint: bool) -> None:
+    def __init__(self, layer: Any, hidden_states: Any, checkpoint: bool, **given: Any) -> None:
         self.layer, self.layer_input, self.checkpoint = layer, hidden_states, checkpoint
-        self.router: tuple[Any, Any] = (None, None)
-
-    def attend(
-        self, attention_mask: Any, rotary_pos_emb: Any, attention_bias: Any, packed_seq_params: Any
-    ) -> None:
-        """Attention and the norm after it."""
-        attended = attention_forward(
-            self.layer,
-            self.layer_input,
-            self.layer_input,
-            attention_mask=attention_mask,
-            rotary_pos_emb=rotary_pos_emb,
-            attention_bias=attention_bias,
-            packed_seq_params=packed_seq_params,
-        )
-        self.attention = (attended, self._cut(attended))
-        normed = self.layer.pre_mlp_layernorm(self.attention[1])
-        self.norm = (normed, self._cut(normed))
-
-    def route(self) -> None:
-        """The router."""
-        probs, self.routing_map = router_forward(self.layer, self.norm[1])
-        self.router = (probs, self._cut(probs))
-
-    def compute(self) -> None:
-        """The experts."""
-        self.computed = compute(self.layer.mlp, self.norm[1], self.router[1], self.routing_map), None
-
-    def compute_dense(self) -> None:
-        """The MLP of a layer without experts."""
-        self.computed = self.layer.mlp(self.norm[1])
+        attended = layer.self_attention(layer.input_layernorm(hidden_states), **given)
+        self.attention = self._cut(self._added(layer.self_attn_bda, attended, hidden_states))
+        self.norm = self._cut(layer.pre_mlp_layernorm(self.attention[1]))
+        self.router = (None, None)
+        if hasattr(layer.mlp, "experts"):
+            probs, routing_map = layer.mlp.router(self.norm[1])
+            self.router = self._cut(probs)
+            self.computed = compute(layer.mlp, self.norm[1], self.router[1], routing_map), None
+        else:
+            self.computed = layer.mlp(self.norm[1])
 
     def finish(self) -> tuple[Any, LayerGraph]:
         """The layer's output, and what its backward needs."""
-        layer = self.layer
-        with layer.bias_dropout_add_exec_handler():
-            add = layer.mlp_bda(layer.training, layer.config.bias_dropout_fusion)
-            output = add(self.computed, self.attention[1], layer.hidden_dropout)
+        output = self._added(self.layer.mlp_bda, self.computed, self.attention[1])
         saved = (self.attention, self.norm, self.router, (output, None))
-        return output, LayerGraph(saved, self.layer_input, layer, checkpointed=self.checkpoint)
+        return output, LayerGraph(saved, self.layer_input, self.layer, checkpointed=self.checkpoint)
 
-    def _cut(self, tensor: Any) -> Any:
-        return detach_tensor(tensor, checkpoint_forward=self.checkpoint)
+    def _added(self, how: Any, output: Any, residual: Any) -> Any:
+        with self.layer.bias_dropout_add_exec_handler():
+            add = how(self.layer.training, self.layer.config.bias_dropout_fusion)
+            return add(output, residual, self.layer.hidden_dropout)
+
+    def _cut(self, tensor: Any) -> tuple[Any, Any]:
+        return tensor, detach_tensor(tensor, checkpoint_forward=self.checkpoint)
 
 
 def transformer_layer_forward_moe(
@@ -79,32 +57,25 @@ def transformer_layer_forward_moe(
     packed_seq_params: Any = None,
     checkpoint: bool = False,
 ) -> Any:
-    """A layer with experts: (output, context, graph)."""
-    pieces = Pieces(self, hidden_states, checkpoint)
-    pieces.attend(attention_mask, rotary_pos_emb, attention_bias, packed_seq_params)
-    pieces.route()
-    pieces.compute()
+    """A layer, here with experts or without: (output, context, graph)."""
+    pieces = Pieces(
+        self,
+        hidden_states,
+        checkpoint,
+        attention_mask=attention_mask,
+        rotary_pos_emb=rotary_pos_emb,
+        attention_bias=attention_bias,
+        packed_seq_params=packed_seq_params,
+    )
     output, graph = pieces.finish()
     return output, context, graph
 
 
-def transformer_layer_forward_dense(
-    self: Any,
-    hidden_states: Any,
-    attention_mask: Any = None,
-    context: Any = None,
-    context_mask: Any = None,
-    rotary_pos_emb: Any = None,
-    rotary_pos_cos: Any = None,
-    rotary_pos_sin: Any = None,
-    attention_bias: Any = None,
-    inference_params: Any = None,
-    packed_seq_params: Any = None,
-    checkpoint: bool = False,
-) -> Any:
-    """A layer without experts: (output, context, graph)."""
-    pieces = Pieces(self, hidden_states, checkpoint)
-    pieces.attend(attention_mask, rotary_pos_emb, attention_bias, packed_seq_params)
-    pieces.compute_dense()
-    output, graph = pieces.finish()
-    return output, context, graph
+def backward_before_experts(graph: LayerGraph) -> Any:
+    """Router, norm and attention; the gradient of the layer's input, None where that is no leaf."""
+    if graph.is_moe_layer:
+        run_graph_backward(graph.router_graph)
+    run_graph_backward(graph.pre_mlp_layernorm_graph)
+    run_graph_backward(graph.attn_graph)
+    # A layer's input that is no leaf (the embedding's output) has had its backward with this one's.
+    return graph.layer_input.grad if graph.layer_input.is_leaf else None
