@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import torch
 
 from npu_replay.compat.sglang.answers import Answer, read
 from npu_replay.compat.sglang.faults import HONOURS_START, STOPS_EXACTLY
@@ -22,7 +20,8 @@ from npu_replay.errors import InvalidRoutes, ReplayError, whole_number
 from npu_replay.rollout.admit import Missing, admit
 from npu_replay.rollout.faults import Symptom, release, tells_release
 from npu_replay.rollout.model_config import RoutedModel
-from npu_replay.rollout.payloads import as_numpy, from_base64, token_ids
+from npu_replay.rollout.payloads import TokenIds, as_numpy, from_base64, token_ids
+from npu_replay.rollout.server_answers import Tokens
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts
 
@@ -33,15 +32,13 @@ _TAKEN_BACK = 64
 _STOPPED = ("stop", "tool_calls", "function_call")
 """How a request ends at a stop string, whose tokens the caller may have taken away."""
 
-Tokens: TypeAlias = "Sequence[int] | Array | torch.Tensor"
-
 
 def from_sglang(
     meta_info: Any,
     model: Any,
     *,
-    prompt_token_ids: Tokens | None = None,
-    output_ids: Tokens | None = None,
+    prompt_token_ids: TokenIds | None = None,
+    output_ids: TokenIds | None = None,
     start_len: int = 0,
     version: str | None = None,
     weight_version: int | str | None = None,
@@ -94,8 +91,8 @@ def rows_in(answer: Answer, model: RoutedModel | None) -> Array | None:
         raise replace(answer.source, faults=()).error(
             Symptom.SHAPE,
             "SGLang sends ids without their shape",
-            expected="the model's config, to know it: --config",
-            got="no config",
+            "the model's config, to know it: --config",
+            "no config",
         )
     if not isinstance(answer.payload, str):
         return None
@@ -111,8 +108,8 @@ def rows_in(answer: Answer, model: RoutedModel | None) -> Array | None:
 def routes_of(
     answer: Answer,
     model: RoutedModel,
-    prompt: Tokens | None,
-    output: Tokens | None,
+    prompt: TokenIds | None,
+    output: TokenIds | None,
     start: int,
     missing: Missing = "error",
     weight_version: int | str | None = None,
@@ -126,25 +123,14 @@ def routes_of(
         tokens=tokens.ids,
         source=answer.source,
         start=start,
-        ended=answer.finish != "abort",
+        ended=answer.ended,
         missing=missing,
         weight_version=weights if weight_version is None else weight_version,
     )
     return _sampled_by_them(routes, answer, tokens, missing)
 
 
-@dataclass(frozen=True)
-class _Tokens:
-    """The sequence: its ids, how many are the prompt's; how many the engine sampled, and how many of those
-    the caller took off the end."""
-
-    ids: Array
-    prompt: int
-    sampled: int
-    trimmed: int
-
-
-def _tokens(answer: Answer, prompt: Tokens | None, output: Tokens | None) -> _Tokens:
+def _tokens(answer: Answer, prompt: TokenIds | None, output: TokenIds | None) -> Tokens:
     source = answer.source
     given = [
         theirs if ours is None else token_ids(ours, replace(source, field=name))
@@ -170,7 +156,7 @@ def _tokens(answer: Answer, prompt: Tokens | None, output: Tokens | None) -> _To
     trimmed = ran - len(sampled)
     if not 0 <= trimmed <= _TAKEN_BACK or (trimmed and whole is None and answer.finish not in _STOPPED):
         raise _other_tokens(answer, "output_ids", ran, len(sampled))
-    return _Tokens(np.concatenate([ids, sampled]), len(ids), ran, trimmed)
+    return Tokens(np.concatenate([ids, sampled]), len(ids), trimmed)
 
 
 def _other_tokens(answer: Answer, name: str, expected: object, got: object) -> InvalidRoutes:
@@ -189,7 +175,7 @@ def _other_tokens(answer: Answer, name: str, expected: object, got: object) -> I
 
 
 def _sampled_by_them(
-    routes: RoutedExperts, answer: Answer, tokens: _Tokens, missing: Missing
+    routes: RoutedExperts, answer: Answer, tokens: Tokens, missing: Missing
 ) -> RoutedExperts:
     """Keep rows apart from log-probs that other weights made.
 
@@ -208,8 +194,8 @@ def _sampled_by_them(
             Symptom.STALE_ROWS,
             f"the request was retracted {answer.retractions} times, and the weights changed under it: the "
             f"routes of its first {newest} output tokens were computed again, their log-probs weren't",
-            expected="routes that sampled the tokens (missing='native' leaves those rows without a route)",
-            got=", ".join(
+            "routes that sampled the tokens (missing='native' leaves those rows without a route)",
+            ", ".join(
                 f"weights {span.version} for tokens {span.start} to {span.end}"
                 for span in answer.weight_spans
             ),
@@ -257,12 +243,12 @@ class _Due:
     aborted: bool
 
     @classmethod
-    def of(cls, answer: Answer, tokens: _Tokens, start: int) -> _Due:
+    def of(cls, answer: Answer, tokens: Tokens, start: int) -> _Due:
         version, count = answer.source.version, len(tokens.ids)
         if not 0 <= start <= count:
             problem = "start_len isn't in the sequence"
-            raise answer.source.error(Symptom.SHAPE, problem, expected=f"0 to {count}", got=start)
-        last, aborted = max(0, count - 1), answer.finish == "abort"
+            raise answer.source.error(Symptom.SHAPE, problem, f"0 to {count}", start)
+        last, aborted = max(0, count - 1), not answer.ended
         past = 0
         if version and release(version) < release(STOPS_EXACTLY):
             # One row for each token that it ran, and two kinds are in no count: the drafts that were accepted
@@ -270,8 +256,8 @@ class _Due:
             past = 1 if tokens.sampled == 0 and not aborted else answer.drafted_past
         return cls(
             wanted=max(0, last - start),
-            ran=max(0, last + tokens.trimmed - start),
-            start=min(start, last + tokens.trimmed),
+            ran=max(0, last + tokens.taken_off - start),
+            start=min(start, last + tokens.taken_off),
             honours=release(version) >= release(HONOURS_START) if version else None,
             past=past,
             aborted=aborted,
@@ -325,7 +311,7 @@ def _ids(answer: Answer, model: RoutedModel, due: _Due) -> Array:
         if due.aborted or due.ran == 0:
             return np.zeros(0, np.int32)
         problem = "there are no routes in the answer"
-        raise source.error(Symptom.MISSING, problem, expected=f"{due.ran} rows", got="none")
+        raise source.error(Symptom.MISSING, problem, f"{due.ran} rows", "none")
     if isinstance(payload, np.ndarray) and payload.dtype.kind in "iu":
         return payload
     data = bytes(payload) if isinstance(payload, (bytearray, memoryview)) else payload
@@ -333,8 +319,8 @@ def _ids(answer: Answer, model: RoutedModel, due: _Due) -> Array:
         raise source.error(
             Symptom.UNREADABLE,
             "these aren't expert ids",
-            expected="base64 of int32, or integers",
-            got=getattr(data, "dtype", type(data).__name__),
+            "base64 of int32, or integers",
+            getattr(data, "dtype", type(data).__name__),
         )
     # Bytes may be ids already: the fourth of an id is 0, or -1's, and neither is base64.
     if isinstance(data, str) or data[3:4] not in (b"\x00", b"\xff"):
@@ -346,7 +332,7 @@ def _ids(answer: Answer, model: RoutedModel, due: _Due) -> Array:
         data = from_base64(data, source=source, most=most)
     if len(data) % 4:
         problem = "these aren't int32"
-        raise source.error(Symptom.UNREADABLE, problem, expected="a multiple of 4 bytes", got=len(data))
+        raise source.error(Symptom.UNREADABLE, problem, "a multiple of 4 bytes", len(data))
     return np.frombuffer(data, "<i4")
 
 
@@ -364,8 +350,8 @@ def _check_count(count: int, answer: Answer, model: RoutedModel, due: _Due) -> N
     raise answer.source.error(
         Symptom.COLUMNS,
         f"{count} ids can't be shaped",
-        expected=f"{due.count * row}: {due.count} rows of {model.num_layers} layers with top-{model.topk}",
-        got=f"what fits {other or 'no model of so many tokens'}",
+        f"{due.count * row}: {due.count} rows of {model.num_layers} layers with top-{model.topk}",
+        f"what fits {other or 'no model of so many tokens'}",
     )
 
 
@@ -388,13 +374,13 @@ def _wrong_rows(rows: int, answer: Answer, due: _Due) -> InvalidRoutes:
         return replace(answer.source, faults=()).error(
             Symptom.TOO_MANY_ROWS,
             "so many rows may begin at the first token or at start_len",
-            expected=f"{due.ran} from token {due.start} on, or {due.whole} from the first on",
-            got=f"{rows}: the whole sequence's, or those asked for and {due.past} that drafts ran past its "
+            f"{due.ran} from token {due.start} on, or {due.whole} from the first on",
+            f"{rows}: the whole sequence's, or those asked for and {due.past} that drafts ran past its "
             "end (ask without a start, or with another)",
         )
     return answer.source.error(
         Symptom.TOO_FEW_ROWS if rows < due.count else Symptom.TOO_MANY_ROWS,
         "the engine has rows for other tokens than these",
-        expected=f"{due.count} rows, from token {due.first} on; the last token has none",
-        got=rows,
+        f"{due.count} rows, from token {due.first} on; the last token has none",
+        rows,
     )

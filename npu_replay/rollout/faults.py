@@ -197,7 +197,7 @@ class Source:
         )
 
     def error(
-        self, symptom: Symptom, problem: str, *, expected: object = None, got: object = None, where: str = ""
+        self, symptom: Symptom, problem: str, expected: object = None, got: object = None, *, where: str = ""
     ) -> InvalidRoutes:
         """An error about this data, with the likeliest known causes."""
         engine = f"{self.engine} {self.version}".rstrip()

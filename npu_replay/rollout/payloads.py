@@ -10,8 +10,9 @@ import binascii
 import io
 import math
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from npu_replay.errors import as_text
 from npu_replay.rollout.faults import Source, Symptom
 from npu_replay.routes.checks import MAX_LAYERS, Array, is_ids
 from npu_replay.routes.fingerprint import as_token_ids
+
+TokenIds: TypeAlias = "Sequence[int] | Array | torch.Tensor"
 
 _HEADER = 4096  # bytes; an array of integers needs some 128
 _WIDEST = 4  # bytes an id: int32
@@ -39,8 +42,8 @@ def token_ids(value: Any, source: Source) -> Array:
     raise source.error(
         Symptom.UNREADABLE,
         "these aren't token ids",
-        expected="integers from 0 on, [tokens]",
-        got=named(value) if ids is None else f"{ids.min()} to {ids.max()}",
+        "integers from 0 on, [tokens]",
+        named(value) if ids is None else f"{ids.min()} to {ids.max()}",
     )
 
 
@@ -85,8 +88,8 @@ def any_array(value: Any, *, source: Source, most: tuple[int, int, int] | None =
     raise source.error(
         Symptom.SHAPE,
         "this isn't an array of expert ids",
-        expected="integers, [tokens, layers, topk]: an array, base64 of an .npy, or nested lists",
-        got=named(value),
+        "integers, [tokens, layers, topk]: an array, base64 of an .npy, or nested lists",
+        named(value),
     )
 
 
@@ -97,16 +100,14 @@ def from_base64(text: str | bytes, *, source: Source, most: int) -> bytes:
         InvalidRoutes: it is longer, or isn't base64.
     """
     if not isinstance(text, (str, bytes)):
-        raise source.error(
-            Symptom.UNREADABLE, "this isn't base64", expected="text or bytes", got=type(text).__name__
-        )
+        raise source.error(Symptom.UNREADABLE, "this isn't base64", "text or bytes", type(text).__name__)
     size = len(text) // 4 * 3
     if size > most + 3:
         raise source.error(
             Symptom.TOO_MANY_ROWS,
             "there is more text than the sequence can have routes",
-            expected=f"at most {most} bytes when decoded",
-            got=f"some {size}",
+            f"at most {most} bytes when decoded",
+            f"some {size}",
         )
     try:
         if len(text) % 4:
@@ -116,7 +117,7 @@ def from_base64(text: str | bytes, *, source: Source, most: int) -> bytes:
         return binascii.a2b_base64(text, strict_mode=True)  # makes no copy of the text first
     except ValueError as error:
         raise source.error(
-            Symptom.UNREADABLE, "this isn't base64", expected="base64 without line ends", got=error
+            Symptom.UNREADABLE, "this isn't base64", "base64 without line ends", error
         ) from error
 
 
@@ -133,7 +134,7 @@ def from_npy(data: bytes | memoryview, *, source: Source, most: int) -> Array:
         view = memoryview(data).cast("B")
     except TypeError as error:
         raise source.error(
-            Symptom.UNREADABLE, "this isn't an .npy array", expected="bytes", got=type(data).__name__
+            Symptom.UNREADABLE, "this isn't an .npy array", "bytes", type(data).__name__
         ) from error
     head = io.BytesIO(view[:_HEADER])
     shape, by_column, dtype = _header(head, source)
@@ -142,16 +143,13 @@ def from_npy(data: bytes | memoryview, *, source: Source, most: int) -> Array:
         raise source.error(
             Symptom.TOO_MANY_ROWS,
             "the array is larger than the sequence can have routes",
-            expected=f"at most {most} bytes",
-            got=f"{size}, shape {shape}",
+            f"at most {most} bytes",
+            f"{size}, shape {shape}",
         )
     body = view[head.tell() :]
     if len(body) != size:
         raise source.error(
-            Symptom.UNREADABLE,
-            "the .npy was cut short or lengthened",
-            expected=f"{size} bytes",
-            got=len(body),
+            Symptom.UNREADABLE, "the .npy was cut short or lengthened", f"{size} bytes", len(body)
         )
     return np.frombuffer(body, dtype).reshape(shape, order="F" if by_column else "C")
 
@@ -167,18 +165,16 @@ def _header(head: io.BytesIO, source: Source) -> tuple[tuple[int, ...], bool, np
             raise ValueError(f"version {version}")
     except Exception as error:  # numpy reads it as Python, and lets through whatever that raises
         raise source.error(
-            Symptom.UNREADABLE, "this isn't an .npy array", expected="its header", got=str(error)[:200]
+            Symptom.UNREADABLE, "this isn't an .npy array", "its header", str(error)[:200]
         ) from error
     if dtype.kind not in "iu":
-        raise source.error(
-            Symptom.UNREADABLE, "this isn't an array of integers", expected="integers", got=dtype
-        )
+        raise source.error(Symptom.UNREADABLE, "this isn't an array of integers", "integers", dtype)
     if len(shape) != 3 or not all(type(length) is int and 0 <= length < _LONGEST for length in shape):
         raise source.error(
             Symptom.SHAPE,
             "this isn't an array of expert ids",
-            expected=f"[tokens, layers, topk], each below {_LONGEST}",
-            got=str(shape)[:200],
+            f"[tokens, layers, topk], each below {_LONGEST}",
+            str(shape)[:200],
         )
     return shape, by_column, dtype
 
@@ -207,8 +203,8 @@ def from_lists(value: Any, *, source: Source, most: tuple[int, int, int]) -> Arr
     raise source.error(
         Symptom.UNREADABLE,
         "these aren't nested lists of expert ids",
-        expected=f"integers, [tokens, layers, topk], at most {list(most)}",
-        got=f"{type(value).__name__} of {len(value)}" if isinstance(value, list) else type(value).__name__,
+        f"integers, [tokens, layers, topk], at most {list(most)}",
+        f"{type(value).__name__} of {len(value)}" if isinstance(value, list) else type(value).__name__,
     )
 
 
