@@ -77,8 +77,7 @@ def _add_stages(module: Any) -> None:
 
 
 def _fill_stages(module: Any) -> None:
-    module.is_vp_first_stage = is_vp_first_stage
-    module.is_vp_last_stage = is_vp_last_stage
+    vars(module).update(is_vp_first_stage=is_vp_first_stage, is_vp_last_stage=is_vp_last_stage)
 
 
 def _add(module: Any, *functions: Callable[..., Any]) -> None:
@@ -173,7 +172,7 @@ def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
                 return native(logits, topk, **how)
             router_replay = SimpleNamespace(get_replay_topk=_own_topk)  # the top-k is only watched
         rows, num_experts = logits.shape[0], logits.shape[-1]
-        call = Asked(router_replay, rows, num_experts, topk, num_groups=num_groups, group_topk=group_topk)
+        call = Asked(router_replay, rows, num_experts, topk, groups=(num_groups, group_topk))
         with asked(call, fused=fused):
             probs, routing_map = native(logits, topk, **how)
         return _dense(probs, call) if dense_output else (probs, routing_map)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import tracemalloc
@@ -29,7 +28,6 @@ from vllm_outputs import (
     QWEN,
     WIDE,
     Endpoint,
-    Sampled,
     answer,
     expected,
     npy,
@@ -996,47 +994,20 @@ def with_rows(value: Any) -> dict[str, Any]:
     return sent
 
 
-def header(text: str) -> str:
-    """Base64 of an .npy that has this header and no data."""
-    padded = text.encode().ljust(118) + b"\n"
-    return base64.b64encode(b"\x93NUMPY\x01\x00" + len(padded).to_bytes(2, "little") + padded).decode()
-
-
-SHAPE = "{'descr': '|u1', 'fortran_order': False, 'shape': %s}"
 GOOD = vllm_outputs.engine_rows("0.33.0", QWEN, sampled(QWEN))
 
 
-class Trap:
-    """Unpickling it fails the test."""
-
-    def __reduce__(self) -> Any:
-        return (pytest.fail, ("a pickle was loaded",))
-
-
+# What an .npy, base64 and lists may not be is in tests/rollout/test_payloads.py.
 BAD = {
-    "absurd-shape": (header(SHAPE % "(2000000000, 2000000000, 8)"), "2000000000"),
-    "negative-shape": (header(SHAPE % "(-1, 6, 8)"), "(-1, 6, 8)"),
     "cut-short": (npy(GOOD)[:-400], "cut short or lengthened"),
-    "header-alone": (header(SHAPE % "(109, 6, 8)"), "cut short or lengthened"),
-    "pickle": (npy(np.array([Trap()], object)), "integers"),
-    "floats": (npy(GOOD.astype(np.float32)), "integers"),
-    "strings": (npy(np.array(["a"])), "integers"),
-    "structured": (npy(np.zeros(3, [("a", "i4")])), "integers"),
-    "header-bomb": (header("(" * 100), "npy"),
+    "pickle": (npy(np.array([{}], object)), "integers"),
     "flat": (npy(GOOD.reshape(-1)), "[tokens, layers, topk]"),
-    "four-axes": (npy(GOOD[None]), "[tokens, layers, topk]"),
     "nothing": ("", "npy"),
     "garbage": ("!!!!not base64 at all!!!!", "base64"),
-    "not-ascii": ("é" * 400, "base64"),
-    "line-ends": (npy(GOOD)[:76] + "\n" + npy(GOOD)[76:], "base64"),
     "too-long": ("A" * 400_000, "more text than the sequence can have"),
     "ragged": ([*GOOD.tolist()[:-1], [[1, 2]]], "nested lists"),
     "too-many-lists": (GOOD.tolist() * 40, "nested lists"),
     "wide-lists": ([[[1] * 8] * 6000] * 109, "nested lists"),
-    "nan-list": ([[[float("nan")] * 8] * 6] * 109, "nested lists"),
-    "strings-list": ([[["1"] * 8] * 6] * 109, "nested lists"),
-    "true-list": ([[[True] * 8] * 6] * 109, "nested lists"),
-    "huge-int": ([[[2**80] * 8] * 6] * 109, "nested lists"),
     "empty-list": ([], ""),
     "dict": ({"data": "AAAA"}, "nested lists"),
     "number": (7, "nested lists"),
@@ -1071,17 +1042,13 @@ BAD_OBJECTS = {
 }
 
 
-@pytest.mark.parametrize("missing", ["error", "native"])
 @pytest.mark.parametrize("value", BAD_OBJECTS.values(), ids=BAD_OBJECTS.keys())
-def test_bad_objects_are_refused_with_the_sample_and_the_field(value: Any, missing: Any) -> None:
+def test_bad_objects_are_refused_with_the_sample_and_the_field(value: Any) -> None:
     output = request_output("0.33.0", QWEN, sampled(QWEN))
     output.outputs[0].routed_experts = value
-    with refused("vLLM 0.33.0, request 17, completion 0, outputs[0].routed_experts"):
-        from_vllm(output, QWEN, version="0.33.0", missing=missing)
-
-
-@pytest.mark.parametrize("value", BAD_OBJECTS.values(), ids=BAD_OBJECTS.keys())
-def test_bad_prompt_rows_are_refused_with_their_field(value: Any) -> None:
+    for missing in ("error", "native"):
+        with refused("vLLM 0.33.0, request 17, completion 0, outputs[0].routed_experts"):
+            from_vllm(output, QWEN, version="0.33.0", missing=missing)
     output = request_output("0.21.0", QWEN, sampled(QWEN))
     assert isinstance(output, vllm_outputs.RequestOutput021)
     output.prompt_routed_experts = value
@@ -1144,17 +1111,6 @@ def test_reasons_and_names_that_are_no_words_are_passed_over(word: Any) -> None:
 def test_an_int_too_long_for_python_is_refused() -> None:
     with refused("isn't JSON"):
         from_vllm('{"choices": [{"token_ids": [' + "9" * 10_000 + "]}]}", QWEN)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_every_layout_gives_the_same_routes(seed: int) -> None:
-    """One rollout, through every release in turn."""
-    one: Sampled = sampled(WIDE, prompt=30 + seed * 50, output=20, seed=seed)
-    found = {
-        version: only(from_vllm(request_output(version, WIDE, one), WIDE))
-        for version in (*PLAIN, "0.21.0", *NARROW)
-    }
-    assert all(routes == expected(WIDE, one) for routes in found.values())
 
 
 def test_decoding_takes_little_more_than_twice_the_ids() -> None:
