@@ -67,7 +67,7 @@ def read(found: Any, version: str) -> Answer:
     found = server_answers.opened(found, f"SGLang {version}".rstrip(), _FORMS)
     if not isinstance(found, Mapping):
         got = f"a list of {len(found)}: give them one by one" if isinstance(found, list) else named(found)
-        raise about.error(Symptom.UNREADABLE, "this is no answer of SGLang's", _FORMS, got)
+        raise about.unreadable("this is no answer of SGLang's", _FORMS, got)
     if "choices" in found or "sglext" in found:
         return _of_openai(found, about)
     if "meta_info" in found:
@@ -116,7 +116,7 @@ def _of_openai(found: Mapping[Any, Any], source: Source) -> Answer:
     source = _about(source, found.get("id"), "sglext.routed_experts")
     choices = found.get("choices", [])
     if not isinstance(choices, list) or not all(isinstance(choice, Mapping) for choice in choices):
-        raise source.error(Symptom.UNREADABLE, "choices aren't a list of choices", _FORMS, named(choices))
+        raise source.unreadable("choices aren't a list of choices", _FORMS, named(choices))
     if len(choices) > 1:
         raise replace(source, faults=()).error(
             Symptom.MISSING,
@@ -163,7 +163,7 @@ def _mapping(found: Mapping[Any, Any], key: str, source: Source) -> Mapping[Any,
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise source.error(Symptom.UNREADABLE, f"{key} is no object", "a dict", named(value))
+        raise source.unreadable(f"{key} is no object", "a dict", named(value))
     return value
 
 
@@ -172,7 +172,7 @@ def _count(found: Mapping[Any, Any], key: str, source: Source) -> int | None:
     if value is None:
         return None
     if type(value) is not int or value < 0:
-        raise source.error(Symptom.UNREADABLE, f"{key} is no count", "a whole number", str(value)[:_SHORT])
+        raise source.unreadable(f"{key} is no count", "a whole number", str(value)[:_SHORT])
     return value
 
 
@@ -208,8 +208,7 @@ def _spans(found: Mapping[Any, Any], source: Source) -> tuple[WeightSpan, ...]:
             return found_spans
         raise ValueError("spans that overlap, or lie in no order")
     except (TypeError, LookupError, ValueError, OverflowError) as error:
-        raise source.error(
-            Symptom.UNREADABLE,
+        raise source.unreadable(
             "weight_versions isn't a list of spans, one after the other",
             "dicts of version, start and end, from 0 on",
             str(spans)[:_SHORT],

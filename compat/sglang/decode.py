@@ -118,7 +118,7 @@ def routes_of(
     tokens = _tokens(answer, prompt, output)
     weights = None if len(answer.weight_spans) > 1 else answer.weight_version  # of all rows
     routes = admit(
-        _rows(answer, model, _Due.of(answer, tokens, start)),
+        _Rows.of(answer, model, tokens, start).read(),
         model=model,
         tokens=tokens.ids,
         source=answer.source,
@@ -131,20 +131,14 @@ def routes_of(
 
 
 def _tokens(answer: Answer, prompt: TokenIds | None, output: TokenIds | None) -> Tokens:
-    source = answer.source
-    given = [
-        theirs if ours is None else token_ids(ours, replace(source, field=name))
-        for name, ours, theirs in (
-            ("prompt_token_ids", prompt, answer.prompt_ids),
-            ("output_ids", output, answer.output_ids),
-        )
-    ]
-    if given[0] is None or given[1] is None:
-        name = "prompt_token_ids" if given[0] is None else "output_ids"
-        raise InvalidRoutes(
-            f"the answer doesn't repeat the tokens: give {name}", where=str(source.sample or "SGLang")
-        )
-    ids, sampled = given[0], given[1]
+    given = {"prompt_token_ids": (prompt, answer.prompt_ids), "output_ids": (output, answer.output_ids)}
+    found: list[Array] = []
+    for name, (ours, theirs) in given.items():
+        if ours is None and theirs is None:
+            problem = f"the answer doesn't repeat the tokens: give {name}"
+            raise InvalidRoutes(problem, where=answer.source.sample or "SGLang")
+        found.append(theirs if ours is None else token_ids(ours, replace(answer.source, field=name)))
+    ids, sampled = found
     if answer.prompt_ids is not None and not np.array_equal(ids, answer.prompt_ids):
         raise _other_tokens(answer, "prompt_token_ids", "those of the answer", "others")
     if answer.prompt_tokens is not None and len(ids) - answer.prompt_tokens not in (0, answer.unbilled):
@@ -223,45 +217,43 @@ def _warn_of_retractions(version: str) -> None:
 # ---- rows
 
 
+def _is_before(answer: Answer, version: str) -> bool:
+    """Is the engine known to be of an earlier release?"""
+    known = answer.source.version
+    return bool(known) and release(known) < release(version)
+
+
 @dataclass(frozen=True)
-class _Due:
-    """How many rows there may be.
+class _Rows:
+    """The rows of an answer, held against how many there may be.
 
     Attributes:
+        start: rows before it aren't wanted, and this release leaves them out or sends them.
         wanted: of the sequence, from `start` on.
-        ran: that the engine has, from `start` on: for tokens too that were trimmed from the sequence.
-        start: rows before it are left out, or not, as `honours` says: None where the release isn't known.
+        ran: that the engine has from there on: for tokens too that the caller took off the end.
         past: exactly so many more lie behind the end, or none.
-        aborted: there may be none at all.
     """
 
+    answer: Answer
+    model: RoutedModel
+    start: int
     wanted: int
     ran: int
-    start: int
-    honours: bool | None
     past: int
-    aborted: bool
 
     @classmethod
-    def of(cls, answer: Answer, tokens: Tokens, start: int) -> _Due:
-        version, count = answer.source.version, len(tokens.ids)
+    def of(cls, answer: Answer, model: RoutedModel, tokens: Tokens, start: int) -> _Rows:
+        count = len(tokens.ids)
         if not 0 <= start <= count:
             problem = "start_len isn't in the sequence"
             raise answer.source.error(Symptom.SHAPE, problem, f"0 to {count}", start)
-        last, aborted = max(0, count - 1), not answer.ended
-        past = 0
-        if version and release(version) < release(STOPS_EXACTLY):
+        last, past = max(0, count - 1), 0
+        if _is_before(answer, STOPS_EXACTLY):
             # One row for each token that it ran, and two kinds are in no count: the drafts that were accepted
             # together with the end, and the token that a prefill samples though none was asked for.
-            past = 1 if tokens.sampled == 0 and not aborted else answer.drafted_past
-        return cls(
-            wanted=max(0, last - start),
-            ran=max(0, last + tokens.taken_off - start),
-            start=min(start, last + tokens.taken_off),
-            honours=release(version) >= release(HONOURS_START) if version else None,
-            past=past,
-            aborted=aborted,
-        )
+            past = 1 if tokens.sampled == 0 and answer.ended else answer.drafted_past
+        end = last + tokens.taken_off
+        return cls(answer, model, min(start, end), max(0, last - start), max(0, end - start), past)
 
     @property
     def whole(self) -> int:
@@ -271,7 +263,7 @@ class _Due:
     @property
     def first(self) -> int:
         """The token of the first row that this release sends."""
-        return 0 if self.honours is False else self.start
+        return 0 if _is_before(self.answer, HONOURS_START) else self.start
 
     @property
     def count(self) -> int:
@@ -281,78 +273,86 @@ class _Due:
     def readings(self, count: int) -> set[int]:
         """How many of the first of so many rows weren't asked for: one number, none where no release sends so
         many, or two where it can't be told."""
-        found = {self.start for past in (0, self.past) if count == self.whole + past}
-        if self.honours is not False:
-            found |= {0 for past in (0, self.past) if count == self.ran + past}
-        return found or ({0} if self.aborted and count == 0 else set())
+        more = (0, self.past)
+        found = {self.start} if count - self.whole in more else set()
+        if self.first == self.start and count - self.ran in more:
+            found.add(0)
+        return found or ({0} if count == 0 and not self.answer.ended else set())
 
+    def read(self) -> Array:
+        """Those of the sequence from its start on, [n, columns, topk], of any integer dtype.
 
-def _rows(answer: Answer, model: RoutedModel, due: _Due) -> Array:
-    """The rows of the sequence from its start on, [n, columns, topk], of any integer dtype.
+        Raises:
+            InvalidRoutes: there are none, they can't be read, or there are as many as no release sends.
+        """
+        ids = self.ids()
+        if ids.ndim != 3:
+            self.check_count(ids.size)
+            ids = ids.reshape(-1, self.model.num_layers, self.model.topk)
+        first = self.readings(len(ids))
+        if len(first) != 1:
+            raise self.wrong(len(ids))
+        (first_wanted,) = first
+        return ids[first_wanted : first_wanted + self.wanted]
 
-    Raises:
-        InvalidRoutes: there are none, they can't be read, or there are as many as no release sends.
-    """
-    ids = _ids(answer, model, due)
-    if ids.ndim != 3:
-        _check_count(ids.size, answer, model, due)
-        ids = ids.reshape(-1, model.num_layers, model.topk)
-    first = due.readings(len(ids))
-    if len(first) != 1:
-        raise _wrong_rows(len(ids), answer, due)
-    (first_wanted,) = first
-    return ids[first_wanted : first_wanted + due.wanted]
+    def ids(self) -> Array:
+        """The ids as they came: flat, or in the shape that a tensor has."""
+        data, source = as_numpy(self.answer.payload), self.answer.source
+        if data is None or (isinstance(data, list) and not data):  # 0.5.8 says [] for none
+            if self.ran == 0 or not self.answer.ended:
+                return np.zeros(0, np.int32)
+            problem = "there are no routes in the answer"
+            raise source.error(Symptom.MISSING, problem, f"{self.ran} rows", "none")
+        if isinstance(data, np.ndarray) and data.dtype.kind in "iu":
+            return data
+        data = bytes(data) if isinstance(data, (bytearray, memoryview)) else data
+        if not isinstance(data, (str, bytes)):
+            got = getattr(data, "dtype", type(data).__name__)
+            raise source.unreadable("these aren't expert ids", "base64 of int32, or integers", got)
+        # Bytes may be ids already: the fourth of an id is 0, or -1's, and neither is base64.
+        if isinstance(data, str) or data[3:4] not in (b"\x00", b"\xff"):
+            padding = data[-2:].count("=") if isinstance(data, str) else data[-2:].count(b"=")
+            size = len(data) // 4 * 3 - padding
+            if size % 4 == 0:  # a wrong count is found before the text is decoded
+                self.check_count(size // 4)
+            most = (self.whole + self.past) * self.model.num_layers * self.model.topk * 4
+            data = from_base64(data, source=source, most=most)
+        if len(data) % 4:
+            raise source.unreadable("these aren't int32", "a multiple of 4 bytes", len(data))
+        return np.frombuffer(data, "<i4")
 
-
-def _ids(answer: Answer, model: RoutedModel, due: _Due) -> Array:
-    """The ids as they came: flat, or in the shape that a tensor has."""
-    payload, source = as_numpy(answer.payload), answer.source
-    if payload is None or (isinstance(payload, list) and not payload):  # 0.5.8 says [] for none
-        if due.aborted or due.ran == 0:
-            return np.zeros(0, np.int32)
-        problem = "there are no routes in the answer"
-        raise source.error(Symptom.MISSING, problem, f"{due.ran} rows", "none")
-    if isinstance(payload, np.ndarray) and payload.dtype.kind in "iu":
-        return payload
-    data = bytes(payload) if isinstance(payload, (bytearray, memoryview)) else payload
-    if not isinstance(data, (str, bytes)):
-        raise source.error(
-            Symptom.UNREADABLE,
-            "these aren't expert ids",
-            "base64 of int32, or integers",
-            getattr(data, "dtype", type(data).__name__),
+    def check_count(self, count: int) -> None:
+        """Refuse so many ids, naming the model that has as many for these tokens, if there is one."""
+        layers, topk = self.model.num_layers, self.model.topk
+        rows, rest = divmod(count, layers * topk)
+        if not rest and self.readings(rows):
+            return
+        other = _that_fits(count, self.ran, self.model) or _that_fits(count, self.whole, self.model)
+        if not rest and not other:
+            raise self.wrong(rows)
+        raise self.answer.source.error(
+            Symptom.COLUMNS,
+            f"{count} ids can't be shaped",
+            f"{self.count * layers * topk}: {self.count} rows of {layers} layers with top-{topk}",
+            f"what fits {other or 'no model of so many tokens'}",
         )
-    # Bytes may be ids already: the fourth of an id is 0, or -1's, and neither is base64.
-    if isinstance(data, str) or data[3:4] not in (b"\x00", b"\xff"):
-        padding = data[-2:].count("=") if isinstance(data, str) else data[-2:].count(b"=")
-        size = len(data) // 4 * 3 - padding
-        if size % 4 == 0:  # a wrong count is found before the text is decoded
-            _check_count(size // 4, answer, model, due)
-        most = (due.whole + due.past) * model.num_layers * model.topk * 4
-        data = from_base64(data, source=source, most=most)
-    if len(data) % 4:
-        problem = "these aren't int32"
-        raise source.error(Symptom.UNREADABLE, problem, "a multiple of 4 bytes", len(data))
-    return np.frombuffer(data, "<i4")
 
-
-def _check_count(count: int, answer: Answer, model: RoutedModel, due: _Due) -> None:
-    """Refuse so many ids, naming the model that has as many for these tokens, if there is one."""
-    row = model.num_layers * model.topk
-    rows, rest = divmod(count, row)
-    if not rest and due.readings(rows):
-        return
-    other = next(
-        (model_of for ran in (due.ran, due.whole) if (model_of := _that_fits(count, ran, model))), ""
-    )
-    if not rest and not other:
-        raise _wrong_rows(rows, answer, due)
-    raise answer.source.error(
-        Symptom.COLUMNS,
-        f"{count} ids can't be shaped",
-        f"{due.count * row}: {due.count} rows of {model.num_layers} layers with top-{model.topk}",
-        f"what fits {other or 'no model of so many tokens'}",
-    )
+    def wrong(self, rows: int) -> InvalidRoutes:
+        """So many rows are none of those that a release sends, or may be either of two."""
+        if self.readings(rows):
+            return replace(self.answer.source, faults=()).error(
+                Symptom.TOO_MANY_ROWS,
+                "so many rows may begin at the first token or at start_len",
+                f"{self.ran} from token {self.start} on, or {self.whole} from the first on",
+                f"{rows}: the whole sequence's, or those asked for and {self.past} that drafts ran past its "
+                "end (ask without a start, or with another)",
+            )
+        return self.answer.source.error(
+            Symptom.TOO_FEW_ROWS if rows < self.count else Symptom.TOO_MANY_ROWS,
+            "the engine has rows for other tokens than these",
+            f"{self.count} rows, from token {self.first} on; the last token has none",
+            rows,
+        )
 
 
 def _that_fits(size: int, rows: int, model: RoutedModel) -> str:
@@ -367,20 +367,3 @@ def _that_fits(size: int, rows: int, model: RoutedModel) -> str:
     fits = [] if no_layers else [f"{layers} layers with top-{model.topk}"]
     fits += [] if no_topk else [f"top-{topk} in {model.num_layers} layers"]
     return " or ".join(fits) or f"{row} ids a token"
-
-
-def _wrong_rows(rows: int, answer: Answer, due: _Due) -> InvalidRoutes:
-    if due.readings(rows):
-        return replace(answer.source, faults=()).error(
-            Symptom.TOO_MANY_ROWS,
-            "so many rows may begin at the first token or at start_len",
-            f"{due.ran} from token {due.start} on, or {due.whole} from the first on",
-            f"{rows}: the whole sequence's, or those asked for and {due.past} that drafts ran past its "
-            "end (ask without a start, or with another)",
-        )
-    return answer.source.error(
-        Symptom.TOO_FEW_ROWS if rows < due.count else Symptom.TOO_MANY_ROWS,
-        "the engine has rows for other tokens than these",
-        f"{due.count} rows, from token {due.first} on; the last token has none",
-        rows,
-    )

@@ -130,11 +130,11 @@ def _judged(one: Any, decoder: ModuleType, known: Known, number: int, name: str)
             raise replace(one.source, faults=()).error(
                 Symptom.SHAPE,
                 "the answer neither names nor counts its tokens",
-                "--prompt-ids and --output-ids",
-                "the routes alone",
+                expected="--prompt-ids and --output-ids",
+                got="the routes alone",
             )
         if rows is None and (tokens is None or known.model is None):
-            raise one.source.error(Symptom.MISSING, "there are no routes", "ids", None)
+            raise one.source.error(Symptom.MISSING, "there are no routes", expected="ids", got=None)
     except ReplayError as error:
         return Sample(name=name, problem=error)
     if tokens is None or known.model is None:

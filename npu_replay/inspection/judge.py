@@ -121,11 +121,11 @@ def judge_rows(
         problem = source.error(
             Symptom.SHAPE,
             "this isn't an array of expert ids",
-            "integers, [tokens, layers, topk]",
-            f"{rows.dtype} {list(rows.shape)}",
+            expected="integers, [tokens, layers, topk]",
+            got=f"{rows.dtype} {list(rows.shape)}",
         )
     elif tokens is None and not len(rows):
-        problem = source.error(Symptom.MISSING, "there are no rows", "one a token", 0)
+        problem = source.error(Symptom.MISSING, "there are no rows", expected="one a token", got=0)
     else:
         ids = stand_ins(rows, known.start + len(rows) + 1, known.start) if tokens is None else tokens
         try:

@@ -17,7 +17,7 @@ import torch
 from npu_replay.errors import InvalidRoutes, one_of
 from npu_replay.rollout.faults import Source, Symptom
 from npu_replay.rollout.model_config import RoutedModel
-from npu_replay.rollout.payloads import TokenIds, named, token_ids
+from npu_replay.rollout.payloads import TokenIds, not_ids, token_ids
 from npu_replay.routes import checks
 from npu_replay.routes.checks import Array, Finding
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_array_dtype
@@ -123,12 +123,7 @@ class _Arrival:
         unnoticed. What was aborted may have none."""
         tokens, start = len(self.tokens), self.start
         if not checks.is_ids(rows):
-            raise self.source.error(
-                Symptom.SHAPE,
-                "this isn't an array of expert ids",
-                "integers, [tokens, layers, topk]",
-                named(rows),
-            )
+            raise not_ids(self.source, rows)
         if not 0 <= start <= tokens:
             problem = "the first row's token isn't in the sequence"
             raise self.source.error(Symptom.SHAPE, problem, f"0 to {tokens}", start)

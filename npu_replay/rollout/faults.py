@@ -210,6 +210,10 @@ class Source:
             cause=self._cause(symptom),
         )
 
+    def unreadable(self, problem: str, expected: object, got: object) -> InvalidRoutes:
+        """An error about data of another kind than it should be."""
+        return self.error(Symptom.UNREADABLE, problem, expected, got)
+
     def _cause(self, symptom: Symptom) -> str:
         causes: dict[str, None] = {}
         for fault in self.faults:
