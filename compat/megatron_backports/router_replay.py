@@ -239,9 +239,7 @@ class MegatronRouterReplay:
 
         Args:
             scores: float [rows, experts].
-            topk: how many experts a token has.
-            num_groups: passed on to `default_compute_topk`, as is `group_topk`.
-            default_compute_topk: the router's own.
+            default_compute_topk: the router's own, which is given the groups.
 
         Raises:
             NoTarget: a replay without a target, or with one of another shape.
@@ -251,9 +249,8 @@ class MegatronRouterReplay:
             _answered_by_hand(self, ids)
             return scores.gather(1, ids), ids
         if default_compute_topk is None:
-            raise RouterError(
-                "there is no top-k to ask", where=_place(self), expected="default_compute_topk", got=None
-            )
+            problem, expected = "there is no top-k to ask", "default_compute_topk"
+            raise RouterError(problem, where=_place(self), expected=expected, got=None)
         values, ids = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.router_replay_action is RouterReplayAction.RECORD:
             self.record_indices(ids)
@@ -301,9 +298,6 @@ class Asked(MegatronCall):
 
     Args:
         replay: has `get_replay_topk`, as upstream's.
-        rows: tokens.
-        num_experts: columns of the scores.
-        topk: experts a token.
         groups: how many, and of how many experts are taken; passed on to `replay`.
         compares: also find the router's own choice.
         spare: see MegatronCall.

@@ -614,8 +614,9 @@ def test_t28_an_aborted_turn_has_the_rows_that_are_there(version: str, over_http
     assert routes.fingerprint == fingerprint(one.tokens)
 
 
-def test_t28_no_rows_of_an_aborted_turn_may_be_an_empty_array() -> None:
-    one = sampled(QWEN, finish_reason="abort")
+@pytest.mark.parametrize("finish_reason", ["abort", "error"])
+def test_t28_no_rows_of_an_aborted_turn_may_be_an_empty_array(finish_reason: str) -> None:
+    one = sampled(QWEN, finish_reason=finish_reason)
     output = request_output("0.33.0", QWEN, one)
     output.outputs[0].routed_experts = output.outputs[0].routed_experts[:0]
     assert only(from_vllm(output, QWEN, version="0.33.0")) == expected(QWEN, one, rows=0)
