@@ -133,9 +133,9 @@ def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
         router_replay: Any = None,
         dense_output: bool = False,
     ) -> Pair:
-        """Choose each row's `topk` experts, or take them from `router_replay`, and weigh them.
+        """Choose each row's `topk` experts of logits [rows, experts], or take them from `router_replay`.
 
-        All arguments are Megatron's of 0.19. A replay goes without the fused kernel.
+        All arguments mean what they mean in Megatron 0.19. A replay goes without the fused kernel.
 
         Returns:
             The probabilities in the logits' dtype, and the map, bool; both [rows, experts]. With

@@ -3,7 +3,6 @@
 OpenAI's      {"error": {"message": "...", "code": 404}}, or {"object": "error", "message": "..."}
 FastAPI's     {"detail": "Not Found"}, or a list of what is wrong with which field
 a stream's    «data: {...}» lines, which carry no routes
-
 """
 
 from __future__ import annotations

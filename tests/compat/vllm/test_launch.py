@@ -117,6 +117,7 @@ def nested(name: str) -> dict[str, Any]:
 
 MTP = {"method": "deepseek_mtp", "num_speculative_tokens": 1}
 
+# fmt: off
 REFUSED = {
     "pp": (EVERY, {"pipeline_parallel_size": 2}, "no release captures over pipeline stages"),
     "pp-of-a-command-line": (("0.33.0",), {"pipeline_parallel_size": "2"}, "pipeline stages"),
@@ -126,50 +127,35 @@ REFUSED = {
     "off": (EVERY, {SWITCH: False}, "True, or nothing"),
     "t32-eplb": (("0.14.0", "0.14.1", "0.21.0"), {"enable_eplb": True}, "0.22.0 or later"),
     "dp": (("0.14.0", "0.14.1"), {"data_parallel_size": 2}, "vLLM 0.16.0 or later"),
-    "dp-ep": (
-        ("0.16.0", "0.17.0", "0.18.0", "0.19.1"),
-        {"data_parallel_size": 2, "enable_expert_parallel": True},
-        "vLLM 0.20.0 or later",
-    ),
+    "dp-ep": (("0.16.0", "0.17.0", "0.18.0", "0.19.1"), {"data_parallel_size": 2,
+        "enable_expert_parallel": True}, "vLLM 0.20.0 or later"),
     "nodes": (SHARED_MEMORY, {"nnodes": 2}, "vLLM 0.22.0 or later"),
-    "connector": (
-        (*SHARED_MEMORY, "0.21.0", *MANAGER),
-        {"kv_transfer_config": connector("OffloadingConnector")},
-        "vLLM 0.31.0 or later",
-    ),
+    "connector": ((*SHARED_MEMORY, "0.21.0", *MANAGER),
+        {"kv_transfer_config": connector("OffloadingConnector")}, "vLLM 0.31.0 or later"),
     "offload": ((*SHARED_MEMORY, "0.21.0", *MANAGER), {"kv_offloading_size": 8.0}, "vLLM 0.31.0 or later"),
     "async": (("0.21.0",), {"async_scheduling": True}, "vLLM 0.22.0 or later"),
     "prefix-cache": (("0.21.0",), {"enable_prefix_caching": True}, "vLLM 0.22.0 or later"),
     "no-prefix-cache": (AUX_OUTPUT, {"enable_prefix_caching": False}, "vLLM 0.22.0 to 0.30.0"),
     "mtp": ((*SHARED_MEMORY, *MANAGER[:3]), {"speculative_config": MTP}, "vLLM 0.26.0 or later"),
     "dspark": (("0.25.0", "0.26.0", "0.27.1"), {"speculative_config": {"method": "dspark"}}, "vLLM 0.28.0"),
-    "dspark-by-name": (
-        ("0.27.0",),
+    "dspark-by-name": (("0.27.0",),
         {"speculative_config": json.dumps({"model": "deepseek-ai/DSpark_qwen3_8b_block7"})},
-        "vLLM 0.28.0 or later",
-    ),
+        "vLLM 0.28.0 or later"),
     "eplb-text": (("0.14.0",), {"enable_eplb": "True"}, "vLLM 0.16.0 to 0.20.2"),
     "off-text": (("0.33.0",), {SWITCH: "false"}, "True, or nothing"),
-    "dp-ep-text": (
-        ("0.16.0",),
-        {"data_parallel_size": "2", "enable_expert_parallel": "true"},
-        "vLLM 0.20.0 or later",
-    ),
+    "dp-ep-text": (("0.16.0",), {"data_parallel_size": "2", "enable_expert_parallel": "true"},
+        "vLLM 0.20.0 or later"),
     "offload-text": (("0.30.0",), {"kv_offloading_size": "8"}, "vLLM 0.31.0 or later"),
     "mtp-json": (("0.23.0",), {"speculative_config": json.dumps(MTP)}, "vLLM 0.26.0 or later"),
-    "adaptive": (
-        AUX_OUTPUT,
-        {"speculative_config": {"method": "eagle3", "enable_adaptive_verification": True}},
-        "enable_adaptive_verification=False",
-    ),
+    "adaptive": (AUX_OUTPUT, {"speculative_config": {"method": "eagle3",
+        "enable_adaptive_verification": True}}, "enable_adaptive_verification=False"),
     "monolithic": (("0.20.2", "0.26.0"), {"moe_backend": "flashinfer-trtllm"}, "vLLM 0.27.0 or later"),
-    **{
-        f"{name}-{form.__name__}": (AUX_OUTPUT, {"kv_transfer_config": form(name)}, "connectors that offload")
+    **{f"{name}-{form.__name__}": (AUX_OUTPUT, {"kv_transfer_config": form(name)}, "connectors that offload")
         for name in ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MoRIIOConnector")
-        for form in (connector, nested)
-    },
+        for form in (connector, nested)},
     "Mooncake": (AUX_OUTPUT, {"kv_transfer_config": json.dumps(nested("MooncakeConnector"))}, "Mooncake"),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize(
@@ -188,20 +174,11 @@ def test_an_argument_that_the_release_cant_is_refused_by_name(
         engine_arguments(version, planned=planned)
 
 
+# fmt: off
 ALLOWED = {
-    "one-of-each": (
-        EVERY,
-        {
-            "pipeline_parallel_size": 1,
-            "decode_context_parallel_size": 1,
-            "data_parallel_size": 1,
-            "nnodes": 1,
-            "enable_eplb": False,
-            "kv_transfer_config": None,
-            "speculative_config": None,
-            "runner": "generate",
-        },
-    ),
+    "one-of-each": (EVERY, {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1,
+        "data_parallel_size": 1, "nnodes": 1, "enable_eplb": False, "kv_transfer_config": None,
+        "speculative_config": None, "runner": "generate"}),
     "eplb": (("0.16.0", "0.20.2", "0.22.0", "0.33.0"), {"enable_eplb": True}),
     "dp": (("0.16.0", "0.20.2", "0.33.0"), {"data_parallel_size": 2}),
     "dp-ep": (("0.20.0", "0.33.0"), {"data_parallel_size": 2, "enable_expert_parallel": True}),
@@ -221,6 +198,7 @@ ALLOWED = {
     "monolithic": (("0.27.0", "0.33.0"), {"moe_backend": "flashinfer_trtllm"}),
     "triton": (("0.20.2",), {"moe_backend": "triton"}),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize(
