@@ -59,31 +59,59 @@ def aborted(prompt: list[int], sampled: list[int], version: int = 1) -> Turn:
 
 
 # turns, tokens that nobody sampled, and ("latest", turn); then all tokens, and the weights of each row
-# fmt: off
 STORIES: dict[str, tuple[list[Any], list[int], list[int | None]]] = {
     "one turn has no row for the last token": ([turn([5, 6], [7, 8])], [5, 6, 7, 8], [1, 1, 1, None]),
-    "a tool's tokens have none either": ([turn([5, 6], [7, 8]), [20, 21]], [5, 6, 7, 8, 20, 21], [1, 1, 1,
-        None, None, None]),
-    "the next turn fills both (NeMo-RL#3485)": ([turn([5, 6], [7, 8]), [20, 21], turn([5, 6, 7, 8, 20, 21],
-        [9])], [5, 6, 7, 8, 20, 21, 9], [1] * 6 + [None]),
-    "a tool's tokens come with the next prompt": ([turn([5, 6], [7, 8]), turn([5, 6, 7, 8, 20, 21], [9])], [5,
-        6, 7, 8, 20, 21, 9], [1] * 6 + [None]),
-    "T13 a resume after an abort doubles nothing": ([aborted([5, 6], [7, 8, 9]), turn([5, 6, 7, 8, 9], [10,
-        11])], [5, 6, 7, 8, 9, 10, 11], [1] * 6 + [None]),
-    "T14 a resume prefills all with new weights; what the old sampled from is theirs": ([aborted([5, 6], [7,
-        8]), turn([5, 6, 7, 8], [9, 10], version=2)], [5, 6, 7, 8, 9, 10], [1, 1, 1, 2, 2, None]),
-    "T14 the caller's word takes the rows of the new weights": ([aborted([5, 6], [7, 8]), ("latest", turn([5,
-        6, 7, 8], [9, 10], version=2))], [5, 6, 7, 8, 9, 10], [2] * 5 + [None]),
-    "T28 nobody knows how 7 and 8 were sampled, and a later prefill doesn't tell": ([Turn(prompt=[5, 6],
-        sampled=[7, 8], aborted=True), turn([5, 6, 7, 8], [9, 10], version=2)], [5, 6, 7, 8, 9, 10], [2, None,
-        None, 2, 2, None]),
-    "T29 a retracted request is taken by the rows it was sampled from": ([aborted([5, 6], [7, 8, 9]), turn([5,
-        6, 7, 8, 9], [10], version=2)], [5, 6, 7, 8, 9, 10], [1, 1, 1, 1, 2, None]),
-    "an engine leaves out what earlier turns have (routed_experts_prompt_start)": ([turn([5, 6], [7, 8]),
-        replace(turn([5, 6, 7, 8, 20], [9]), routes=routes_of([5, 6, 7, 8, 20, 9]).take([-1, -1, -1, 3, 4,
-        5]))], [5, 6, 7, 8, 20, 9], [1, 1, 1, 1, 1, None]),
+    "a tool's tokens have none either": (
+        [turn([5, 6], [7, 8]), [20, 21]],
+        [5, 6, 7, 8, 20, 21],
+        [1, 1, 1, None, None, None],
+    ),
+    "the next turn fills both (NeMo-RL#3485)": (
+        [turn([5, 6], [7, 8]), [20, 21], turn([5, 6, 7, 8, 20, 21], [9])],
+        [5, 6, 7, 8, 20, 21, 9],
+        [1] * 6 + [None],
+    ),
+    "a tool's tokens come with the next prompt": (
+        [turn([5, 6], [7, 8]), turn([5, 6, 7, 8, 20, 21], [9])],
+        [5, 6, 7, 8, 20, 21, 9],
+        [1] * 6 + [None],
+    ),
+    "T13 a resume after an abort doubles nothing": (
+        [aborted([5, 6], [7, 8, 9]), turn([5, 6, 7, 8, 9], [10, 11])],
+        [5, 6, 7, 8, 9, 10, 11],
+        [1] * 6 + [None],
+    ),
+    "T14 a resume prefills all with new weights; what the old sampled from is theirs": (
+        [aborted([5, 6], [7, 8]), turn([5, 6, 7, 8], [9, 10], version=2)],
+        [5, 6, 7, 8, 9, 10],
+        [1, 1, 1, 2, 2, None],
+    ),
+    "T14 the caller's word takes the rows of the new weights": (
+        [aborted([5, 6], [7, 8]), ("latest", turn([5, 6, 7, 8], [9, 10], version=2))],
+        [5, 6, 7, 8, 9, 10],
+        [2] * 5 + [None],
+    ),
+    "T28 nobody knows how 7 and 8 were sampled, and a later prefill doesn't tell": (
+        [Turn(prompt=[5, 6], sampled=[7, 8], aborted=True), turn([5, 6, 7, 8], [9, 10], version=2)],
+        [5, 6, 7, 8, 9, 10],
+        [2, None, None, 2, 2, None],
+    ),
+    "T29 a retracted request is taken by the rows it was sampled from": (
+        [aborted([5, 6], [7, 8, 9]), turn([5, 6, 7, 8, 9], [10], version=2)],
+        [5, 6, 7, 8, 9, 10],
+        [1, 1, 1, 1, 2, None],
+    ),
+    "an engine leaves out what earlier turns have (routed_experts_prompt_start)": (
+        [
+            turn([5, 6], [7, 8]),
+            replace(
+                turn([5, 6, 7, 8, 20], [9]), routes=routes_of([5, 6, 7, 8, 20, 9]).take([-1, -1, -1, 3, 4, 5])
+            ),
+        ],
+        [5, 6, 7, 8, 20, 9],
+        [1, 1, 1, 1, 1, None],
+    ),
 }
-# fmt: on
 
 
 @pytest.mark.parametrize("story", STORIES)

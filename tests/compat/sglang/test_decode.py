@@ -1022,28 +1022,46 @@ def test_a_payload_of_something_else(payload: Any, problem: str) -> None:
 
 
 OF_ANOTHER = r"shaped.*81 rows of 6 layers with top-4.*"
-# fmt: off
 OTHER_ROWS = {
     "layers": (lambda _: text_of(np.ones((81, 7, 4))), OF_ANOTHER + "7 layers with top-4"),
     "MoE layers alone": (lambda _: text_of(np.ones((81, 5, 4))), OF_ANOTHER + "the 5 MoE layers alone"),
-    "top-8": (lambda _: text_of(np.ones((81, 6, 8))), OF_ANOTHER
-        + "12 layers with top-4 or top-8 in 6 layers"),
-    "top-2": (lambda _: text_of(np.ones((81, 6, 2))), OF_ANOTHER
-        + "3 layers with top-4 or top-2 in 6 layers"),
+    "top-8": (
+        lambda _: text_of(np.ones((81, 6, 8))),
+        OF_ANOTHER + "12 layers with top-4 or top-8 in 6 layers",
+    ),
+    "top-2": (
+        lambda _: text_of(np.ones((81, 6, 2))),
+        OF_ANOTHER + "3 layers with top-4 or top-2 in 6 layers",
+    ),
     "neither": (lambda _: text_of(np.ones((81, 3, 5))), OF_ANOTHER + "fits 15 ids a token"),
-    "one id too few": (lambda rows: text_of(rows.reshape(-1)[:-1]),
-        r"1943 ids can't be shaped.*Expected 1944.*no model"),
-    "narrow, as sglang#31219 plans": (lambda rows: base64.b64encode(rows.astype(np.uint8).tobytes()).decode(),
-        "can't be shaped"),
-    **{f"shaped {shape}": (lambda _, shape=shape: np.ones(shape, np.int32),
-        r"top-k isn't the model's|columns are neither") for shape in ((81, 6, 3), (81, 4, 4), (81, 24, 1))},
-    **{f"{rows} rows, {form.__name__}": (lambda there, rows=rows, form=form: form(np.resize(there, (82, 6,
-        4))[:rows]), rf"rows for other tokens.*Expected 81 rows.*got {rows}") for rows in (80, 82, 0)
-        for form in (np.asarray, torch.from_numpy)},
-    "bytes that begin with a mark": (lambda rows: np.concatenate([np.full_like(rows[:1], -1),
-        rows[1:]]).tobytes(), r"dense layer has experts.*\[-1, -1, -1, -1\]"),
+    "one id too few": (
+        lambda rows: text_of(rows.reshape(-1)[:-1]),
+        r"1943 ids can't be shaped.*Expected 1944.*no model",
+    ),
+    "narrow, as sglang#31219 plans": (
+        lambda rows: base64.b64encode(rows.astype(np.uint8).tobytes()).decode(),
+        "can't be shaped",
+    ),
+    **{
+        f"shaped {shape}": (
+            lambda _, shape=shape: np.ones(shape, np.int32),
+            r"top-k isn't the model's|columns are neither",
+        )
+        for shape in ((81, 6, 3), (81, 4, 4), (81, 24, 1))
+    },
+    **{
+        f"{rows} rows, {form.__name__}": (
+            lambda there, rows=rows, form=form: form(np.resize(there, (82, 6, 4))[:rows]),
+            rf"rows for other tokens.*Expected 81 rows.*got {rows}",
+        )
+        for rows in (80, 82, 0)
+        for form in (np.asarray, torch.from_numpy)
+    },
+    "bytes that begin with a mark": (
+        lambda rows: np.concatenate([np.full_like(rows[:1], -1), rows[1:]]).tobytes(),
+        r"dense layer has experts.*\[-1, -1, -1, -1\]",
+    ),
 }
-# fmt: on
 
 
 @pytest.mark.parametrize(("make", "words"), OTHER_ROWS.values(), ids=OTHER_ROWS)

@@ -127,8 +127,8 @@ REFUSED = {
     "off": (EVERY, {SWITCH: False}, "True, or nothing"),
     "t32-eplb": (("0.14.0", "0.14.1", "0.21.0"), {"enable_eplb": True}, "0.22.0 or later"),
     "dp": (("0.14.0", "0.14.1"), {"data_parallel_size": 2}, "vLLM 0.16.0 or later"),
-    "dp-ep": (("0.16.0", "0.17.0", "0.18.0", "0.19.1"), {"data_parallel_size": 2,
-        "enable_expert_parallel": True}, "vLLM 0.20.0 or later"),
+    "dp-ep": (("0.16.0", "0.17.0", "0.18.0", "0.19.1"),
+        {"data_parallel_size": 2, "enable_expert_parallel": True}, "vLLM 0.20.0 or later"),
     "nodes": (SHARED_MEMORY, {"nnodes": 2}, "vLLM 0.22.0 or later"),
     "connector": ((*SHARED_MEMORY, "0.21.0", *MANAGER),
         {"kv_transfer_config": connector("OffloadingConnector")}, "vLLM 0.31.0 or later"),
@@ -147,8 +147,9 @@ REFUSED = {
         "vLLM 0.20.0 or later"),
     "offload-text": (("0.30.0",), {"kv_offloading_size": "8"}, "vLLM 0.31.0 or later"),
     "mtp-json": (("0.23.0",), {"speculative_config": json.dumps(MTP)}, "vLLM 0.26.0 or later"),
-    "adaptive": (AUX_OUTPUT, {"speculative_config": {"method": "eagle3",
-        "enable_adaptive_verification": True}}, "enable_adaptive_verification=False"),
+    "adaptive": (AUX_OUTPUT,
+        {"speculative_config": {"method": "eagle3", "enable_adaptive_verification": True}},
+        "enable_adaptive_verification=False"),
     "monolithic": (("0.20.2", "0.26.0"), {"moe_backend": "flashinfer-trtllm"}, "vLLM 0.27.0 or later"),
     **{f"{name}-{form.__name__}": (AUX_OUTPUT, {"kv_transfer_config": form(name)}, "connectors that offload")
         for name in ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MoRIIOConnector")
@@ -176,9 +177,10 @@ def test_an_argument_that_the_release_cant_is_refused_by_name(
 
 # fmt: off
 ALLOWED = {
-    "one-of-each": (EVERY, {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1,
-        "data_parallel_size": 1, "nnodes": 1, "enable_eplb": False, "kv_transfer_config": None,
-        "speculative_config": None, "runner": "generate"}),
+    "one-of-each": (EVERY,
+        {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "data_parallel_size": 1,
+        "nnodes": 1, "enable_eplb": False, "kv_transfer_config": None, "speculative_config": None,
+        "runner": "generate"}),
     "eplb": (("0.16.0", "0.20.2", "0.22.0", "0.33.0"), {"enable_eplb": True}),
     "dp": (("0.16.0", "0.20.2", "0.33.0"), {"data_parallel_size": 2}),
     "dp-ep": (("0.20.0", "0.33.0"), {"data_parallel_size": 2, "enable_expert_parallel": True}),
