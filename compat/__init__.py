@@ -27,21 +27,12 @@ if TYPE_CHECKING:
         vllm_ascend,
     )
 
+# fmt: off
 __all__ = [
-    "cpu",
-    "cuda",
-    "megatron",
-    "megatron_backports",
-    "mindspeed",
-    "patching",
-    "probe",
-    "sglang",
-    "torch_npu",
-    "transformers",
-    "verl",
-    "vllm",
-    "vllm_ascend",
+    "cpu", "cuda", "megatron", "megatron_backports", "mindspeed", "patching", "probe", "sglang", "torch_npu",
+    "transformers", "verl", "vllm", "vllm_ascend",
 ]
+# fmt: on
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours
     __getattr__, __dir__ = lazy.names(__name__, {name: name for name in __all__})

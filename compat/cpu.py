@@ -64,16 +64,7 @@ class Stream:
 
 _STREAM = Stream()
 _FACTORIES = (
-    "empty",
-    "zeros",
-    "ones",
-    "full",
-    "tensor",
-    "arange",
-    "rand",
-    "randn",
-    "empty_like",
-    "zeros_like",
+    *("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "empty_like", "zeros_like"),
 )
 
 

@@ -304,13 +304,14 @@ def _needing(name: str, lacking: list[str], why: str, remedy: str) -> Capability
     return Capability(name, "missing", reasons, remedy) if reasons else Capability(name, "works", why)
 
 
-def _unusable(name: str, product: Product, remedy: str) -> Capability:
+def unusable(name: str, product: Product, remedy: str = "") -> Capability:
+    """A capability that is lost with a product: broken with it, or missing."""
     return Capability(name, "broken" if product.problem else "missing", product.lacking, remedy)
 
 
 def _megatron(product: Product, mindspeed: Product) -> Capability:
     if not product.usable:
-        return _unusable(MEGATRON, product, _GET_MEGATRON)
+        return unusable(MEGATRON, product, _GET_MEGATRON)
     whose = "TopKRouter is recognised" + (", with MindSpeed's patches too" if mindspeed.usable else "")
     fuses = "moe_router_fusion" in _config_fields(product)
     return Capability(MEGATRON, "works", whose + ("; moe_router_fusion too" if fuses else ""))
@@ -333,7 +334,7 @@ def _megatrons_own(product: Product) -> Capability:
 def _transformers(product: Product) -> Capability:
     name, remedy = "replay on transformers", "pip install 'transformers>=5'"
     if not product.usable:
-        return _unusable(name, product, remedy)
+        return unusable(name, product, remedy)
     if any(
         kind.name.endswith("Router") for kind in _classes(product, "models/qwen3_moe/modeling_qwen3_moe.py")
     ):

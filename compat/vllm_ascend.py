@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from npu_replay.compat.probe import Capability, Product
+from npu_replay.compat.probe import Capability, Product, unusable
 from npu_replay.errors import ReplayError
 from npu_replay.rollout import launch, model_config
 from npu_replay.rollout.faults import Clash, Fault, Limit, Plan, Symptom, release
@@ -41,45 +41,36 @@ class Setting:
     Attributes:
         model: a RoutedModel, or a Hugging Face config: its path or its folder's, its contents, an object.
         quantization: vLLM's argument of that name. A model's own folder or config may say so too.
-        data_parallel, tensor_parallel: ranks.
-        expert_parallel: is it on?
+        data_parallel_size, tensor_parallel_size: ranks.
+        enable_expert_parallel: is it on?
         soc: the processor's generation.
         async_scheduling: is it on? None: as vLLM likes.
     """
 
     model: Any = None
     quantization: str | None = None
-    data_parallel: int = 1
-    tensor_parallel: int = 1
-    expert_parallel: bool = False
+    data_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     soc: Soc | None = None
     async_scheduling: bool | None = None
 
     def plan(self) -> dict[str, Any]:
         """The same by vLLM's names, with what the model says of itself."""
-        return {
-            "quantization": self.quantization or model_config.quantization(self.model),
-            "hybrid": model_config.is_hybrid(self.model),
-            "data_parallel_size": self.data_parallel,
-            "tensor_parallel_size": self.tensor_parallel,
-            "enable_expert_parallel": self.expert_parallel,
-            "soc": self.soc,
-            "async_scheduling": self.async_scheduling,
-        }
+        quantized = self.quantization or model_config.quantization(self.model)
+        return vars(self) | {"quantization": quantized, "hybrid": model_config.is_hybrid(self.model)}
 
 
 def check(version: str, setting: Setting = Setting()) -> None:
     """Refuse a release that will give zeros, or nothing, with this model and these settings.
 
     >>> from npu_replay.compat.vllm_ascend import Setting, check
-    >>> check("0.29.0rc1", Setting(data_parallel=2))
+    >>> check("0.29.0rc1", Setting(data_parallel_size=2))
 
     Raises:
         ReplayError: what is missing, and what to do instead.
     """
-    problem = refusal(version, setting)
-    if problem is not None:
-        raise problem
+    launch.refuse(refusal(version, setting))
 
 
 def refusal(version: str, setting: Setting) -> ReplayError | None:
@@ -130,13 +121,12 @@ def capability(product: Product) -> Capability:
         product: what is found of vllm-ascend.
     """
     if not product.usable:
-        state: Literal["broken", "missing"] = "broken" if product.problem else "missing"
-        return Capability(CAPABILITY, state, product.problem or "vllm-ascend is not installed")
+        return unusable(CAPABILITY, product)
     if not product.version:
         return Capability(CAPABILITY, "works", "but its release isn't known, and some give zeros")
     problem = refusal(product.version, Setting())
     if problem is not None:
-        return Capability(CAPABILITY, "broken", f"{problem.problem}", f"{problem.cause}")
+        return Capability(CAPABILITY, "broken", problem.problem, problem.cause)
     notes = limits(product.version) or ("the experts of every layer are captured",)
     return Capability(CAPABILITY, "works", "; ".join(notes))
 

@@ -77,8 +77,7 @@ def _add_stages(module: Any) -> None:
 
 
 def _fill_stages(module: Any) -> None:
-    module.is_vp_first_stage = is_vp_first_stage
-    module.is_vp_last_stage = is_vp_last_stage
+    vars(module).update(is_vp_first_stage=is_vp_first_stage, is_vp_last_stage=is_vp_last_stage)
 
 
 def _add(module: Any, *functions: Callable[..., Any]) -> None:
@@ -134,19 +133,13 @@ def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
         router_replay: Any = None,
         dense_output: bool = False,
     ) -> Pair:
-        """Choose each row's `topk` experts, or take them from `router_replay`, and weigh them.
+        """Choose each row's `topk` experts of logits [rows, experts], or take them from `router_replay`.
 
-        Args:
-            logits: [rows, experts].
-            topk: as all other arguments, Megatron's of 0.19.
-            expert_bias: float [experts]: added to a sigmoid's scores for the choice alone.
-            fused: by Transformer Engine's kernel; a replay goes without it.
-            router_replay: a RouterReplay; what its action says is done.
-            dense_output: the chosen experts alone, in the order of the top-k.
+        All arguments mean what they mean in Megatron 0.19. A replay goes without the fused kernel.
 
         Returns:
             The probabilities in the logits' dtype, and the map, bool; both [rows, experts]. With
-            `dense_output` the probabilities and the ids, int64; both [rows, topk].
+            `dense_output` the probabilities and the ids, int64, in the order of the top-k; both [rows, topk].
 
         Raises:
             ReplayError: a dense output of the fused kernel, or of a function that calls no top-k.
@@ -173,7 +166,7 @@ def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
                 return native(logits, topk, **how)
             router_replay = SimpleNamespace(get_replay_topk=_own_topk)  # the top-k is only watched
         rows, num_experts = logits.shape[0], logits.shape[-1]
-        call = Asked(router_replay, rows, num_experts, topk, num_groups=num_groups, group_topk=group_topk)
+        call = Asked(router_replay, rows, num_experts, topk, groups=(num_groups, group_topk))
         with asked(call, fused=fused):
             probs, routing_map = native(logits, topk, **how)
         return _dense(probs, call) if dense_output else (probs, routing_map)
@@ -214,18 +207,10 @@ def apply_router_token_dropping(
     drop_policy: str = "probs",
     pad_to_capacity: bool = False,
 ) -> Pair:
-    """Leave each expert no more rows than its capacity.
+    """Leave each expert no more rows than its capacity, of probabilities and map, [rows, experts] each.
 
-    Args:
-        routing_probs: [rows, experts].
-        routing_map: bool [rows, experts].
-        router_topk: experts a row.
-        capacity_factor: an expert's capacity in shares of an even load.
-        drop_policy: who goes first: the least probable rows («probs»), or the last ones («position»).
-        pad_to_capacity: fill each expert up with rows that didn't choose it, of no probability.
-
-    Returns:
-        The probabilities and the map of those that stay.
+    The least probable rows go first («probs»), or the last ones («position»). With `pad_to_capacity` each
+    expert is filled up with rows that didn't choose it, of no probability.
 
     Raises:
         ValueError: another policy.
@@ -254,12 +239,6 @@ def compute_routing_scores_for_aux_loss(
     >>> logits = torch.tensor([[0.0, 2.0, 1.0]])
     >>> compute_routing_scores_for_aux_loss(logits, 2, "softmax")
     (tensor([[False,  True,  True]]), tensor([[0.0900, 0.6652, 0.2447]]))
-
-    Args:
-        logits: [rows, experts].
-        topk: experts a row.
-        score_function: «softmax» or «sigmoid».
-        fused: by Transformer Engine's kernel.
 
     Returns:
         The map, bool, and the scores, each row's sum 1 (float32 for a softmax; the logits' dtype for a

@@ -254,8 +254,7 @@ def _call(router: Any, replay: Any, inputs: Any) -> router_replay.Asked:
         inputs.numel() // inputs.shape[-1] * gathered_ranks(config),
         int(router.num_experts),
         int(router.topk),
-        num_groups=config.moe_router_num_groups,
-        group_topk=config.moe_router_group_topk,
+        groups=(config.moe_router_num_groups, config.moe_router_group_topk),
         spare=router_call.spare(router),
         compares=losses is not None and is_replaying(replay) and losses.follow_the_call_of(router),
     )

@@ -239,9 +239,7 @@ class MegatronRouterReplay:
 
         Args:
             scores: float [rows, experts].
-            topk: how many experts a token has.
-            num_groups: passed on to `default_compute_topk`, as is `group_topk`.
-            default_compute_topk: the router's own.
+            default_compute_topk: the router's own, which is given the groups.
 
         Raises:
             NoTarget: a replay without a target, or with one of another shape.
@@ -251,9 +249,8 @@ class MegatronRouterReplay:
             _answered_by_hand(self, ids)
             return scores.gather(1, ids), ids
         if default_compute_topk is None:
-            raise RouterError(
-                "there is no top-k to ask", where=_place(self), expected="default_compute_topk", got=None
-            )
+            problem, expected = "there is no top-k to ask", "default_compute_topk"
+            raise RouterError(problem, where=_place(self), expected=expected, got=None)
         values, ids = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.router_replay_action is RouterReplayAction.RECORD:
             self.record_indices(ids)
@@ -301,15 +298,12 @@ class Asked(MegatronCall):
 
     Args:
         replay: has `get_replay_topk`, as upstream's.
-        rows: tokens.
-        num_experts: columns of the scores.
-        topk: experts a token.
-        num_groups: passed on to `replay`, as is `group_topk`.
+        groups: how many, and of how many experts are taken; passed on to `replay`.
         compares: also find the router's own choice.
         spare: see MegatronCall.
     """
 
-    __slots__ = ("_compares", "_group_topk", "_num_groups", "replay")
+    __slots__ = ("_compares", "_groups", "replay")
 
     def __init__(
         self,
@@ -318,8 +312,7 @@ class Asked(MegatronCall):
         num_experts: int,
         topk: int,
         *,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
+        groups: tuple[int | None, int | None] = (None, None),
         compares: bool = False,
         spare: int = 0,
     ) -> None:
@@ -328,13 +321,12 @@ class Asked(MegatronCall):
             num_experts,
             topk,
             seam.Call.own,
-            masks=bool(group_topk),
+            masks=bool(groups[1]),
             watch=True,  # it sees the masking of groups, and a top-k that was imported by name
             given=is_replaying(replay),
             spare=spare,
         )
-        self.replay, self._compares = replay, compares
-        self._num_groups, self._group_topk = num_groups, group_topk
+        self.replay, self._compares, self._groups = replay, compares, groups
 
     def _decide(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         outer = self._outer
@@ -352,22 +344,15 @@ class Asked(MegatronCall):
 
         if self._compares:
             self.own()
-        values, ids = self.replay.get_replay_topk(
-            self.unmasked(scores), self.topk, self._num_groups, self._group_topk, own
-        )
+        values, ids = self.replay.get_replay_topk(self.unmasked(scores), self.topk, *self._groups, own)
         if isinstance(outer, Asked) and outer.replay is self.replay:
             outer.ids, outer.way = ids, "inner"  # this one was armed by a routing that knows of it
         return self._with_spare(scores, ids) if self.spare else (values, ids)
 
     def _noted(self, ids: torch.Tensor) -> None:
         """A fused call has chosen: have it recorded."""
-        self.replay.get_replay_topk(
-            torch.empty(len(ids), 0, device=ids.device),
-            self.topk,
-            self._num_groups,
-            self._group_topk,
-            lambda *_, **__: (ids, ids),
-        )
+        scores = torch.empty(len(ids), 0, device=ids.device)
+        self.replay.get_replay_topk(scores, self.topk, *self._groups, lambda *_, **__: (ids, ids))
 
 
 @contextlib.contextmanager

@@ -32,8 +32,7 @@ Preparation = Callable[[], object]
 STRICT = "NPU_REPLAY_STRICT"
 
 _preparing: dict[str, dict[str, Preparation]] = {}
-_waiting: dict[str, dict[str, Shim]] = {}
-_during: dict[str, dict[str, During]] = {}
+_waiting: dict[str, dict[str, tuple[Shim, During]]] = {}
 _failures: dict[str, str] = {}
 
 
@@ -60,11 +59,10 @@ def when_imported(module: str, name: str, shim: Shim, during: During = nullconte
     """
     if disabled():
         return
-    _waiting.setdefault(module, {})[name] = shim
+    _waiting.setdefault(module, {})[name] = shim, during
     if _is_imported(module):
         _run(module)
     else:
-        _during.setdefault(module, {})[name] = during
         _look_out()
 
 
@@ -121,7 +119,7 @@ def refuse_failures() -> None:
 
 def forget() -> None:
     """Wait for no import any more, and forget what failed."""
-    for waiting in (_preparing, _waiting, _during, _failures):
+    for waiting in (_preparing, _waiting, _failures):
         waiting.clear()
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
@@ -139,7 +137,7 @@ def _prepare(module: str) -> None:
 
 
 def _run(module: str) -> None:
-    for name, shim in _waiting.pop(module, {}).items():
+    for name, (shim, _) in _waiting.pop(module, {}).items():
         attempt(module, name, functools.partial(shim, sys.modules[module]))
 
 
@@ -215,7 +213,7 @@ class _Loader(importlib.abc.Loader):
             module.__spec__.loader = module.__loader__ = self._loader
         _prepare(self._module)
         with ExitStack() as entered:
-            for during in _during.pop(self._module, {}).values():
+            for _, during in _waiting.get(self._module, {}).values():
                 entered.enter_context(during())
             self._loader.exec_module(module)
         if sys.modules.get(self._module) is module:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from npu_replay.compat.sglang.faults import FAULTS
+from npu_replay.rollout import server_answers
 from npu_replay.rollout.faults import Source, Symptom
 from npu_replay.rollout.payloads import named, token_ids
-from npu_replay.rollout.server_answers import opened
 from npu_replay.routes.checks import Array
 
 _FORMS = "meta_info, or the whole answer of /generate or of an OpenAI endpoint"
@@ -34,33 +34,19 @@ class WeightSpan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What one answer says of one sequence; None where it says nothing.
+class Answer(server_answers.Answer):
+    """One answer of SGLang's. Its token ids are [n] int64; a weight version is that at the end.
 
     Attributes:
-        source: for messages: the request's id and the field of the routes.
-        payload: the routes, in whatever form.
-        prompt_ids, output_ids: [n] int64, where the answer repeats them.
-        prompt_tokens, completion_tokens: how many the engine counted.
         unbilled: so many tokens of the prompt may be missing in `prompt_tokens`.
         drafted_past: so many tokens were drafted and accepted behind the end, by the engine's counts of
             speculation; they may have been run.
-        finish: «stop», «length», «abort»; empty for a request that isn't finished.
-        weight_version: the weights at the end; None also for SGLang's own «default», which says nothing.
         weight_spans: the weights that sampled each part of the output, in SGLang 0.5.19 and later.
         retractions: how often the request was put back and computed again.
     """
 
-    source: Source
-    payload: Any
-    prompt_ids: Array | None = None
-    output_ids: Array | None = None
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
     unbilled: int = 0
     drafted_past: int = 0
-    finish: str = ""
-    weight_version: str | None = None
     weight_spans: tuple[WeightSpan, ...] = ()
     retractions: int = 0
 
@@ -78,10 +64,10 @@ def read(found: Any, version: str) -> Answer:
         InvalidRoutes: it is something else, or a field of it is.
     """
     about = source(version)
-    found = opened(found, f"SGLang {version}".rstrip(), _FORMS)
+    found = server_answers.opened(found, f"SGLang {version}".rstrip(), _FORMS)
     if not isinstance(found, Mapping):
         got = f"a list of {len(found)}: give them one by one" if isinstance(found, list) else named(found)
-        raise about.error(Symptom.UNREADABLE, "this is no answer of SGLang's", expected=_FORMS, got=got)
+        raise about.unreadable("this is no answer of SGLang's", _FORMS, got)
     if "choices" in found or "sglext" in found:
         return _of_openai(found, about)
     if "meta_info" in found:
@@ -130,16 +116,14 @@ def _of_openai(found: Mapping[Any, Any], source: Source) -> Answer:
     source = _about(source, found.get("id"), "sglext.routed_experts")
     choices = found.get("choices", [])
     if not isinstance(choices, list) or not all(isinstance(choice, Mapping) for choice in choices):
-        raise source.error(
-            Symptom.UNREADABLE, "choices aren't a list of choices", expected=_FORMS, got=named(choices)
-        )
+        raise source.unreadable("choices aren't a list of choices", _FORMS, named(choices))
     if len(choices) > 1:
         raise replace(source, faults=()).error(
             Symptom.MISSING,
             "an OpenAI endpoint of SGLang gives the routes of its first choice only",
-            expected="n=1; or /generate, one answer at a time; or, from 0.5.13 on, a chat with "
+            "n=1; or /generate, one answer at a time; or, from 0.5.13 on, a chat with "
             "return_meta_info=True and choices[i] one by one",
-            got=f"{len(choices)} choices",
+            f"{len(choices)} choices",
         )
     choice: Mapping[Any, Any] = choices[0] if choices else {}
     beside, info = _mapping(found, "sglext", source), _mapping(choice, "meta_info", source)
@@ -179,7 +163,7 @@ def _mapping(found: Mapping[Any, Any], key: str, source: Source) -> Mapping[Any,
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise source.error(Symptom.UNREADABLE, f"{key} is no object", expected="a dict", got=named(value))
+        raise source.unreadable(f"{key} is no object", "a dict", named(value))
     return value
 
 
@@ -188,9 +172,7 @@ def _count(found: Mapping[Any, Any], key: str, source: Source) -> int | None:
     if value is None:
         return None
     if type(value) is not int or value < 0:
-        raise source.error(
-            Symptom.UNREADABLE, f"{key} is no count", expected="a whole number", got=str(value)[:_SHORT]
-        )
+        raise source.unreadable(f"{key} is no count", "a whole number", str(value)[:_SHORT])
     return value
 
 
@@ -208,7 +190,7 @@ def _finish(reason: Any) -> str:
 
 
 def _weights(found: Mapping[Any, Any]) -> str | None:
-    version = found.get("weight_version")
+    version = found.get("weight_version")  # SGLang's own «default» says nothing
     known = isinstance(version, (str, int)) and version != "default"
     return str(version)[:_SHORT] if known else None
 
@@ -226,9 +208,8 @@ def _spans(found: Mapping[Any, Any], source: Source) -> tuple[WeightSpan, ...]:
             return found_spans
         raise ValueError("spans that overlap, or lie in no order")
     except (TypeError, LookupError, ValueError, OverflowError) as error:
-        raise source.error(
-            Symptom.UNREADABLE,
+        raise source.unreadable(
             "weight_versions isn't a list of spans, one after the other",
-            expected="dicts of version, start and end, from 0 on",
-            got=str(spans)[:_SHORT],
+            "dicts of version, start and end, from 0 on",
+            str(spans)[:_SHORT],
         ) from error

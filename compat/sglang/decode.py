@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import torch
 
 from npu_replay.compat.sglang.answers import Answer, read
 from npu_replay.compat.sglang.faults import HONOURS_START, STOPS_EXACTLY
@@ -22,7 +20,8 @@ from npu_replay.errors import InvalidRoutes, ReplayError, whole_number
 from npu_replay.rollout.admit import Missing, admit
 from npu_replay.rollout.faults import Symptom, release, tells_release
 from npu_replay.rollout.model_config import RoutedModel
-from npu_replay.rollout.payloads import as_numpy, from_base64, token_ids
+from npu_replay.rollout.payloads import TokenIds, as_numpy, from_base64, token_ids
+from npu_replay.rollout.server_answers import Tokens
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts
 
@@ -33,15 +32,13 @@ _TAKEN_BACK = 64
 _STOPPED = ("stop", "tool_calls", "function_call")
 """How a request ends at a stop string, whose tokens the caller may have taken away."""
 
-Tokens: TypeAlias = "Sequence[int] | Array | torch.Tensor"
-
 
 def from_sglang(
     meta_info: Any,
     model: Any,
     *,
-    prompt_token_ids: Tokens | None = None,
-    output_ids: Tokens | None = None,
+    prompt_token_ids: TokenIds | None = None,
+    output_ids: TokenIds | None = None,
     start_len: int = 0,
     version: str | None = None,
     weight_version: int | str | None = None,
@@ -94,8 +91,8 @@ def rows_in(answer: Answer, model: RoutedModel | None) -> Array | None:
         raise replace(answer.source, faults=()).error(
             Symptom.SHAPE,
             "SGLang sends ids without their shape",
-            expected="the model's config, to know it: --config",
-            got="no config",
+            "the model's config, to know it: --config",
+            "no config",
         )
     if not isinstance(answer.payload, str):
         return None
@@ -111,8 +108,8 @@ def rows_in(answer: Answer, model: RoutedModel | None) -> Array | None:
 def routes_of(
     answer: Answer,
     model: RoutedModel,
-    prompt: Tokens | None,
-    output: Tokens | None,
+    prompt: TokenIds | None,
+    output: TokenIds | None,
     start: int,
     missing: Missing = "error",
     weight_version: int | str | None = None,
@@ -121,44 +118,27 @@ def routes_of(
     tokens = _tokens(answer, prompt, output)
     weights = None if len(answer.weight_spans) > 1 else answer.weight_version  # of all rows
     routes = admit(
-        _rows(answer, model, _Due.of(answer, tokens, start)),
+        _Rows.of(answer, model, tokens, start).read(),
         model=model,
         tokens=tokens.ids,
         source=answer.source,
         start=start,
-        ended=answer.finish != "abort",
+        ended=answer.ended,
         missing=missing,
         weight_version=weights if weight_version is None else weight_version,
     )
     return _sampled_by_them(routes, answer, tokens, missing)
 
 
-@dataclass(frozen=True)
-class _Tokens:
-    """The sequence: its ids, how many are the prompt's; how many the engine sampled, and how many of those
-    the caller took off the end."""
-
-    ids: Array
-    prompt: int
-    sampled: int
-    trimmed: int
-
-
-def _tokens(answer: Answer, prompt: Tokens | None, output: Tokens | None) -> _Tokens:
-    source = answer.source
-    given = [
-        theirs if ours is None else token_ids(ours, replace(source, field=name))
-        for name, ours, theirs in (
-            ("prompt_token_ids", prompt, answer.prompt_ids),
-            ("output_ids", output, answer.output_ids),
-        )
-    ]
-    if given[0] is None or given[1] is None:
-        name = "prompt_token_ids" if given[0] is None else "output_ids"
-        raise InvalidRoutes(
-            f"the answer doesn't repeat the tokens: give {name}", where=str(source.sample or "SGLang")
-        )
-    ids, sampled = given[0], given[1]
+def _tokens(answer: Answer, prompt: TokenIds | None, output: TokenIds | None) -> Tokens:
+    given = {"prompt_token_ids": (prompt, answer.prompt_ids), "output_ids": (output, answer.output_ids)}
+    found: list[Array] = []
+    for name, (ours, theirs) in given.items():
+        if ours is None and theirs is None:
+            problem = f"the answer doesn't repeat the tokens: give {name}"
+            raise InvalidRoutes(problem, where=answer.source.sample or "SGLang")
+        found.append(theirs if ours is None else token_ids(ours, replace(answer.source, field=name)))
+    ids, sampled = found
     if answer.prompt_ids is not None and not np.array_equal(ids, answer.prompt_ids):
         raise _other_tokens(answer, "prompt_token_ids", "those of the answer", "others")
     if answer.prompt_tokens is not None and len(ids) - answer.prompt_tokens not in (0, answer.unbilled):
@@ -170,7 +150,7 @@ def _tokens(answer: Answer, prompt: Tokens | None, output: Tokens | None) -> _To
     trimmed = ran - len(sampled)
     if not 0 <= trimmed <= _TAKEN_BACK or (trimmed and whole is None and answer.finish not in _STOPPED):
         raise _other_tokens(answer, "output_ids", ran, len(sampled))
-    return _Tokens(np.concatenate([ids, sampled]), len(ids), ran, trimmed)
+    return Tokens(np.concatenate([ids, sampled]), len(ids), trimmed)
 
 
 def _other_tokens(answer: Answer, name: str, expected: object, got: object) -> InvalidRoutes:
@@ -189,7 +169,7 @@ def _other_tokens(answer: Answer, name: str, expected: object, got: object) -> I
 
 
 def _sampled_by_them(
-    routes: RoutedExperts, answer: Answer, tokens: _Tokens, missing: Missing
+    routes: RoutedExperts, answer: Answer, tokens: Tokens, missing: Missing
 ) -> RoutedExperts:
     """Keep rows apart from log-probs that other weights made.
 
@@ -208,8 +188,8 @@ def _sampled_by_them(
             Symptom.STALE_ROWS,
             f"the request was retracted {answer.retractions} times, and the weights changed under it: the "
             f"routes of its first {newest} output tokens were computed again, their log-probs weren't",
-            expected="routes that sampled the tokens (missing='native' leaves those rows without a route)",
-            got=", ".join(
+            "routes that sampled the tokens (missing='native' leaves those rows without a route)",
+            ", ".join(
                 f"weights {span.version} for tokens {span.start} to {span.end}"
                 for span in answer.weight_spans
             ),
@@ -237,45 +217,43 @@ def _warn_of_retractions(version: str) -> None:
 # ---- rows
 
 
+def _is_before(answer: Answer, version: str) -> bool:
+    """Is the engine known to be of an earlier release?"""
+    known = answer.source.version
+    return bool(known) and release(known) < release(version)
+
+
 @dataclass(frozen=True)
-class _Due:
-    """How many rows there may be.
+class _Rows:
+    """The rows of an answer, held against how many there may be.
 
     Attributes:
+        start: rows before it aren't wanted, and this release leaves them out or sends them.
         wanted: of the sequence, from `start` on.
-        ran: that the engine has, from `start` on: for tokens too that were trimmed from the sequence.
-        start: rows before it are left out, or not, as `honours` says: None where the release isn't known.
+        ran: that the engine has from there on: for tokens too that the caller took off the end.
         past: exactly so many more lie behind the end, or none.
-        aborted: there may be none at all.
     """
 
+    answer: Answer
+    model: RoutedModel
+    start: int
     wanted: int
     ran: int
-    start: int
-    honours: bool | None
     past: int
-    aborted: bool
 
     @classmethod
-    def of(cls, answer: Answer, tokens: _Tokens, start: int) -> _Due:
-        version, count = answer.source.version, len(tokens.ids)
+    def of(cls, answer: Answer, model: RoutedModel, tokens: Tokens, start: int) -> _Rows:
+        count = len(tokens.ids)
         if not 0 <= start <= count:
             problem = "start_len isn't in the sequence"
-            raise answer.source.error(Symptom.SHAPE, problem, expected=f"0 to {count}", got=start)
-        last, aborted = max(0, count - 1), answer.finish == "abort"
-        past = 0
-        if version and release(version) < release(STOPS_EXACTLY):
+            raise answer.source.error(Symptom.SHAPE, problem, f"0 to {count}", start)
+        last, past = max(0, count - 1), 0
+        if _is_before(answer, STOPS_EXACTLY):
             # One row for each token that it ran, and two kinds are in no count: the drafts that were accepted
             # together with the end, and the token that a prefill samples though none was asked for.
-            past = 1 if tokens.sampled == 0 and not aborted else answer.drafted_past
-        return cls(
-            wanted=max(0, last - start),
-            ran=max(0, last + tokens.trimmed - start),
-            start=min(start, last + tokens.trimmed),
-            honours=release(version) >= release(HONOURS_START) if version else None,
-            past=past,
-            aborted=aborted,
-        )
+            past = 1 if tokens.sampled == 0 and answer.ended else answer.drafted_past
+        end = last + tokens.taken_off
+        return cls(answer, model, min(start, end), max(0, last - start), max(0, end - start), past)
 
     @property
     def whole(self) -> int:
@@ -285,7 +263,7 @@ class _Due:
     @property
     def first(self) -> int:
         """The token of the first row that this release sends."""
-        return 0 if self.honours is False else self.start
+        return 0 if _is_before(self.answer, HONOURS_START) else self.start
 
     @property
     def count(self) -> int:
@@ -295,78 +273,86 @@ class _Due:
     def readings(self, count: int) -> set[int]:
         """How many of the first of so many rows weren't asked for: one number, none where no release sends so
         many, or two where it can't be told."""
-        found = {self.start for past in (0, self.past) if count == self.whole + past}
-        if self.honours is not False:
-            found |= {0 for past in (0, self.past) if count == self.ran + past}
-        return found or ({0} if self.aborted and count == 0 else set())
+        more = (0, self.past)
+        found = {self.start} if count - self.whole in more else set()
+        if self.first == self.start and count - self.ran in more:
+            found.add(0)
+        return found or ({0} if count == 0 and not self.answer.ended else set())
 
+    def read(self) -> Array:
+        """Those of the sequence from its start on, [n, columns, topk], of any integer dtype.
 
-def _rows(answer: Answer, model: RoutedModel, due: _Due) -> Array:
-    """The rows of the sequence from its start on, [n, columns, topk], of any integer dtype.
+        Raises:
+            InvalidRoutes: there are none, they can't be read, or there are as many as no release sends.
+        """
+        ids = self.ids()
+        if ids.ndim != 3:
+            self.check_count(ids.size)
+            ids = ids.reshape(-1, self.model.num_layers, self.model.topk)
+        first = self.readings(len(ids))
+        if len(first) != 1:
+            raise self.wrong(len(ids))
+        (first_wanted,) = first
+        return ids[first_wanted : first_wanted + self.wanted]
 
-    Raises:
-        InvalidRoutes: there are none, they can't be read, or there are as many as no release sends.
-    """
-    ids = _ids(answer, model, due)
-    if ids.ndim != 3:
-        _check_count(ids.size, answer, model, due)
-        ids = ids.reshape(-1, model.num_layers, model.topk)
-    first = due.readings(len(ids))
-    if len(first) != 1:
-        raise _wrong_rows(len(ids), answer, due)
-    (first_wanted,) = first
-    return ids[first_wanted : first_wanted + due.wanted]
+    def ids(self) -> Array:
+        """The ids as they came: flat, or in the shape that a tensor has."""
+        data, source = as_numpy(self.answer.payload), self.answer.source
+        if data is None or (isinstance(data, list) and not data):  # 0.5.8 says [] for none
+            if self.ran == 0 or not self.answer.ended:
+                return np.zeros(0, np.int32)
+            problem = "there are no routes in the answer"
+            raise source.error(Symptom.MISSING, problem, f"{self.ran} rows", "none")
+        if isinstance(data, np.ndarray) and data.dtype.kind in "iu":
+            return data
+        data = bytes(data) if isinstance(data, (bytearray, memoryview)) else data
+        if not isinstance(data, (str, bytes)):
+            got = getattr(data, "dtype", type(data).__name__)
+            raise source.unreadable("these aren't expert ids", "base64 of int32, or integers", got)
+        # Bytes may be ids already: the fourth of an id is 0, or -1's, and neither is base64.
+        if isinstance(data, str) or data[3:4] not in (b"\x00", b"\xff"):
+            padding = data[-2:].count("=") if isinstance(data, str) else data[-2:].count(b"=")
+            size = len(data) // 4 * 3 - padding
+            if size % 4 == 0:  # a wrong count is found before the text is decoded
+                self.check_count(size // 4)
+            most = (self.whole + self.past) * self.model.num_layers * self.model.topk * 4
+            data = from_base64(data, source=source, most=most)
+        if len(data) % 4:
+            raise source.unreadable("these aren't int32", "a multiple of 4 bytes", len(data))
+        return np.frombuffer(data, "<i4")
 
-
-def _ids(answer: Answer, model: RoutedModel, due: _Due) -> Array:
-    """The ids as they came: flat, or in the shape that a tensor has."""
-    payload, source = as_numpy(answer.payload), answer.source
-    if payload is None or (isinstance(payload, list) and not payload):  # 0.5.8 says [] for none
-        if due.aborted or due.ran == 0:
-            return np.zeros(0, np.int32)
-        problem = "there are no routes in the answer"
-        raise source.error(Symptom.MISSING, problem, expected=f"{due.ran} rows", got="none")
-    if isinstance(payload, np.ndarray) and payload.dtype.kind in "iu":
-        return payload
-    data = bytes(payload) if isinstance(payload, (bytearray, memoryview)) else payload
-    if not isinstance(data, (str, bytes)):
-        raise source.error(
-            Symptom.UNREADABLE,
-            "these aren't expert ids",
-            expected="base64 of int32, or integers",
-            got=getattr(data, "dtype", type(data).__name__),
+    def check_count(self, count: int) -> None:
+        """Refuse so many ids, naming the model that has as many for these tokens, if there is one."""
+        layers, topk = self.model.num_layers, self.model.topk
+        rows, rest = divmod(count, layers * topk)
+        if not rest and self.readings(rows):
+            return
+        other = _that_fits(count, self.ran, self.model) or _that_fits(count, self.whole, self.model)
+        if not rest and not other:
+            raise self.wrong(rows)
+        raise self.answer.source.error(
+            Symptom.COLUMNS,
+            f"{count} ids can't be shaped",
+            f"{self.count * layers * topk}: {self.count} rows of {layers} layers with top-{topk}",
+            f"what fits {other or 'no model of so many tokens'}",
         )
-    # Bytes may be ids already: the fourth of an id is 0, or -1's, and neither is base64.
-    if isinstance(data, str) or data[3:4] not in (b"\x00", b"\xff"):
-        padding = data[-2:].count("=") if isinstance(data, str) else data[-2:].count(b"=")
-        size = len(data) // 4 * 3 - padding
-        if size % 4 == 0:  # a wrong count is found before the text is decoded
-            _check_count(size // 4, answer, model, due)
-        most = (due.whole + due.past) * model.num_layers * model.topk * 4
-        data = from_base64(data, source=source, most=most)
-    if len(data) % 4:
-        problem = "these aren't int32"
-        raise source.error(Symptom.UNREADABLE, problem, expected="a multiple of 4 bytes", got=len(data))
-    return np.frombuffer(data, "<i4")
 
-
-def _check_count(count: int, answer: Answer, model: RoutedModel, due: _Due) -> None:
-    """Refuse so many ids, naming the model that has as many for these tokens, if there is one."""
-    row = model.num_layers * model.topk
-    rows, rest = divmod(count, row)
-    if not rest and due.readings(rows):
-        return
-    other = next(
-        (model_of for ran in (due.ran, due.whole) if (model_of := _that_fits(count, ran, model))), ""
-    )
-    if not rest and not other:
-        raise _wrong_rows(rows, answer, due)
-    raise answer.source.error(
-        Symptom.COLUMNS,
-        f"{count} ids can't be shaped",
-        expected=f"{due.count * row}: {due.count} rows of {model.num_layers} layers with top-{model.topk}",
-        got=f"what fits {other or 'no model of so many tokens'}",
-    )
+    def wrong(self, rows: int) -> InvalidRoutes:
+        """So many rows are none of those that a release sends, or may be either of two."""
+        if self.readings(rows):
+            return replace(self.answer.source, faults=()).error(
+                Symptom.TOO_MANY_ROWS,
+                "so many rows may begin at the first token or at start_len",
+                f"{self.ran} from token {self.start} on, or {self.whole} from the first on",
+                f"{rows}: the whole sequence's, or those asked for and {self.past} that drafts ran past its "
+                "end (ask without a start, or with another)",
+            )
+        return self.answer.source.error(
+            Symptom.TOO_FEW_ROWS if rows < self.count else Symptom.TOO_MANY_ROWS,
+            "the engine has rows for other tokens than these",
+            f"{self.count} rows, from token {self.first} on; the last token has none",
+            rows,
+        )
 
 
 def _that_fits(size: int, rows: int, model: RoutedModel) -> str:
@@ -381,20 +367,3 @@ def _that_fits(size: int, rows: int, model: RoutedModel) -> str:
     fits = [] if no_layers else [f"{layers} layers with top-{model.topk}"]
     fits += [] if no_topk else [f"top-{topk} in {model.num_layers} layers"]
     return " or ".join(fits) or f"{row} ids a token"
-
-
-def _wrong_rows(rows: int, answer: Answer, due: _Due) -> InvalidRoutes:
-    if due.readings(rows):
-        return replace(answer.source, faults=()).error(
-            Symptom.TOO_MANY_ROWS,
-            "so many rows may begin at the first token or at start_len",
-            expected=f"{due.ran} from token {due.start} on, or {due.whole} from the first on",
-            got=f"{rows}: the whole sequence's, or those asked for and {due.past} that drafts ran past its "
-            "end (ask without a start, or with another)",
-        )
-    return answer.source.error(
-        Symptom.TOO_FEW_ROWS if rows < due.count else Symptom.TOO_MANY_ROWS,
-        "the engine has rows for other tokens than these",
-        expected=f"{due.count} rows, from token {due.first} on; the last token has none",
-        got=rows,
-    )

@@ -41,9 +41,7 @@ def engine_arguments(
         raise ReplayError("unknown device", where="device", expected="cuda, npu", got=repr(device))
     device = "npu" if plan.get("device") == "npu" else device
     _refuse_release(version, device)
-    problem = launch.clash("SGLang", version, device, plan, CLASHES)
-    if problem is not None:
-        raise problem
+    launch.refuse(launch.clash("SGLang", version, device, plan, CLASHES))
     turned_on = {**plan, **_one_draft_a_step(plan), "enable_return_routed_experts": True}
     said = launch.limits("SGLang", version, device, plan, LIMITS)
     return EngineArguments(turned_on, said, negates=False)
@@ -79,9 +77,7 @@ def refusal(version: str, device: str) -> ReplayError | None:
 def _refuse_release(version: str, device: str) -> None:
     release(version)  # or an error, for what is no text
     launch.refuse_untold("SGLang", version, "version", "0.5.23", numbers=3)
-    problem = refusal(version, device)
-    if problem is not None:
-        raise problem
+    launch.refuse(refusal(version, device))
 
 
 _NAMES = {

@@ -242,9 +242,9 @@ def _rollout_setting(config: Any) -> vllm_ascend.Setting:
     return vllm_ascend.Setting(
         model=setting(config, "model", "path"),
         quantization=rollout("quantization"),
-        data_parallel=rollout("data_parallel_size") or 1,
-        tensor_parallel=rollout("tensor_model_parallel_size") or 1,
-        expert_parallel=(rollout("expert_parallel_size") or 1) > 1,
+        data_parallel_size=rollout("data_parallel_size") or 1,
+        tensor_parallel_size=rollout("tensor_model_parallel_size") or 1,
+        enable_expert_parallel=(rollout("expert_parallel_size") or 1) > 1,
     )
 
 

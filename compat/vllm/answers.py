@@ -24,10 +24,9 @@ from npu_replay.compat import vllm_ascend as ascend
 from npu_replay.compat.vllm.faults import BEAMS, FAULTS
 from npu_replay.compat.vllm.launch import device_of
 from npu_replay.errors import InvalidRoutes
+from npu_replay.rollout import server_answers
 from npu_replay.rollout.faults import Source, release
-from npu_replay.rollout.server_answers import opened
 
-_NOT_ENDED = ("abort", "error")
 _ANSWER = "an answer of /v1/completions, /v1/chat/completions or /inference/v1/generate"
 _NOT_FOUND = (
     "a path that this server hasn't got. From 0.30.0 on it serves /inference/v1/generate with "
@@ -36,47 +35,28 @@ _NOT_FOUND = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What an answer says of one completion; None where it says nothing.
+class Answer(server_answers.Answer):
+    """One completion of vLLM's.
 
     Attributes:
-        source: for messages: the release, the request, the completion, and the known faults.
         number: which of the request's completions it is, as the engine counts them.
         http: did it come over HTTP?
-        prompt_ids, output_ids: the ids of the prompt and those that were sampled, as they came.
-        prompt_tokens, completion_tokens: how many of each the engine ran, where an answer over HTTP says so
-            of this completion alone.
-        payload: the routes: an array, base64 text or nested lists.
-        prompt_payload: the prompt's, where they are kept apart.
+        prompt_payload: the prompt's rows, where they are kept apart.
         another_prompt: are those the rows of another prompt? They are the first completion's.
-        finish: the engine's word for why it ended.
         stop_string: did a stop string end it? vLLM looks for those outside of its scheduler.
-        weight_version: the engine's own, where it names one for all tokens.
     """
 
-    source: Source
     number: int
     http: bool
-    prompt_ids: Any = None
-    output_ids: Any = None
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    payload: Any = None
     prompt_payload: Any = None
     another_prompt: bool = False
-    finish: str | None = None
     stop_string: bool = False
-    weight_version: str | None = None
+    aborts = ("abort", "error")
 
     @property
     def place(self) -> str:
         """«choices[2]»: where it lies in the answer."""
         return f"{'choices' if self.http else 'outputs'}[{self.number}]"
-
-    @property
-    def ended(self) -> bool:
-        """Did it end by itself? One that was aborted may have no rows."""
-        return self.finish not in _NOT_ENDED
 
 
 def read(output: Any, version: str | None = None, vllm_ascend: str | None = None) -> list[Answer]:
@@ -91,7 +71,7 @@ def read(output: Any, version: str | None = None, vllm_ascend: str | None = None
     Raises:
         InvalidRoutes: it is something else, an error message, or a piece of a stream.
     """
-    output = opened(output, "vLLM", _ANSWER, not_found=_NOT_FOUND)
+    output = server_answers.opened(output, "vLLM", _ANSWER, not_found=_NOT_FOUND)
     http = isinstance(output, Mapping)
     choices = _choices(output) if http else _outputs(output)
     if not choices:
@@ -131,7 +111,7 @@ def read(output: Any, version: str | None = None, vllm_ascend: str | None = None
                 payload=rows,
                 prompt_payload=shared,
                 another_prompt=shared is not None and differ(first, prompt),
-                finish=finish,
+                finish=finish or "",
                 stop_string=stop_string,
                 weight_version=_weights(_said(choice, "weight_versions")),
             )

@@ -13,7 +13,7 @@ an error. Nothing of vLLM is imported or changed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from npu_replay.rollout.admit import Missing, admit
 from npu_replay.rollout.faults import Source, Symptom
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.payloads import any_array, token_ids
+from npu_replay.rollout.server_answers import Tokens
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts
 
@@ -110,25 +111,6 @@ def rows_in(answer: Answer, model: RoutedModel | None) -> Array | None:
     return np.concatenate(filled) if len(filled) > 1 else next(iter(filled + parts), None)
 
 
-@dataclass(frozen=True)
-class _Tokens:
-    """A completion's ids; how many of them are the prompt's; how many more the caller took off its end."""
-
-    ids: Array
-    prompt: int
-    taken_off: int
-
-    @property
-    def ran(self) -> int:
-        """How many ids the engine has, of prompt and output."""
-        return len(self.ids) + self.taken_off
-
-    @property
-    def generated_rows(self) -> int:
-        """How many rows the engine has after the prompt's: the last token that it sampled has none."""
-        return max(0, self.ran - self.prompt - 1)
-
-
 # ---- token ids
 
 
@@ -158,7 +140,7 @@ def _axes(value: Any) -> int:
     return int(isinstance(value, (list, tuple)))
 
 
-def _tokens(one: Answer, prompt: Any, output: Any) -> _Tokens:
+def _tokens(one: Answer, prompt: Any, output: Any) -> Tokens:
     """What the caller gave, held against what the answer says; else what the answer says."""
     source = replace(one.source, field="prompt_token_ids")
     ids, theirs = _given(prompt, one.prompt_ids, "prompt", "prompt_token_ids", source)
@@ -179,7 +161,7 @@ def _tokens(one: Answer, prompt: Any, output: Any) -> _Tokens:
             problem = "the sampled token ids given here aren't those that the engine sampled"
             raise _others(problem, theirs, sampled, source, ", or fewer off their end")
         taken_off = 0  # a stream, whose last output has the last ids alone
-    return _Tokens(np.concatenate([ids, sampled]), len(ids), taken_off)
+    return Tokens(np.concatenate([ids, sampled]), len(ids), taken_off)
 
 
 def _given(ours: Any, theirs: Any, which: str, argument: str, source: Source) -> tuple[Array, Array | None]:
@@ -188,8 +170,8 @@ def _given(ours: Any, theirs: Any, which: str, argument: str, source: Source) ->
         raise source.error(
             Symptom.SHAPE,
             f"the answer hasn't got the {which} token ids",
-            expected=f"return_token_ids=true in the request, or {argument}= here",
-            got="neither",
+            f"return_token_ids=true in the request, or {argument}= here",
+            "neither",
         )
     ids = token_ids(theirs if ours is None else ours, source)
     return ids, None if theirs is None else ids if ours is None else token_ids(theirs, source)
@@ -197,16 +179,16 @@ def _given(ours: Any, theirs: Any, which: str, argument: str, source: Source) ->
 
 def _others(problem: str, theirs: Array, ours: Array, source: Source, more: str = "") -> Exception:
     expected = f"{len(theirs)} ids, as in the output{more}"
-    return source.error(Symptom.SHAPE, problem, expected=expected, got=f"{len(ours)} others")
+    return source.error(Symptom.SHAPE, problem, expected, f"{len(ours)} others")
 
 
 def _counted(problem: str, count: int | None, source: Source) -> Exception:
     return source.error(
         Symptom.SHAPE,
         f"{problem}, the engine ran {count}",
-        expected="the ids that it ran, not those of its text tokenised again (return_token_ids=true in the "
+        "the ids that it ran, not those of its text tokenised again (return_token_ids=true in the "
         "request puts them into the answer)",
-        got=f"others than the {count} in its usage",
+        f"others than the {count} in its usage",
     )
 
 
@@ -228,8 +210,8 @@ def routes_of(
         raise replace(source, field="prompt_routed_experts").error(
             Symptom.TOO_FEW_ROWS,
             "the answer is to several prompts, and has the rows of the first alone",
-            expected="one prompt a request",
-            got="another prompt than the first completion's",
+            "one prompt a request",
+            "another prompt than the first completion's",
         )
     lacking = _lacks_rows(one, tokens, start)
     dropped = missing == "native" and one.stop_string and DROPPED_AT_STOP_STRING.holds(source.version)
@@ -238,10 +220,7 @@ def routes_of(
     rows = _none(model) if lacking else _rows(one, tokens, model, start)
     if source.never_captures and len(rows) and not rows.any():
         raise source.error(  # with a top-k of 1 too, where the ids alone don't show it
-            Symptom.ZEROS,
-            f"all {len(rows)} rows are zeros",
-            expected="ids of experts",
-            got="nothing that was captured",
+            Symptom.ZEROS, f"all {len(rows)} rows are zeros", "ids of experts", "nothing that was captured"
         )
     return admit(
         rows,
@@ -256,29 +235,29 @@ def routes_of(
     )
 
 
-def _lacks_rows(one: Answer, tokens: _Tokens, start: int) -> bool:
+def _lacks_rows(one: Answer, tokens: Tokens, start: int) -> bool:
     """Are there none, though the engine ran tokens whose rows they would be? The prompt's, where they are
     kept apart, are no routes of a completion whose own are lost."""
     if one.payload is not None:
         return False
     if one.prompt_payload is not None:
-        return tokens.generated_rows > 0
-    return tokens.ran - 1 > start
+        return tokens.sampled > 1  # the last has no row
+    return tokens.prompt + tokens.sampled - 1 > start
 
 
 def _no_rows(one: Answer) -> Exception:
-    if one.finish is None and not one.http:
+    if not one.finish and not one.http:
         return one.source.error(
             Symptom.SHAPE,
             "the request isn't finished, and routes come with its last output",
-            expected="the output whose finish_reason is set",
-            got="finish_reason None",
+            "the output whose finish_reason is set",
+            "finish_reason None",
         )
     return one.source.error(
         Symptom.MISSING,
         "the completion has no routes",
-        expected="an array of expert ids",
-        got=f"None, finished by «{one.finish}»",
+        "an array of expert ids",
+        f"None, finished by «{one.finish or None}»",
     )
 
 
@@ -286,27 +265,26 @@ def _none(model: RoutedModel) -> Array:
     return np.zeros((0, model.num_layers, model.topk), np.uint8)
 
 
-def _rows(one: Answer, tokens: _Tokens, model: RoutedModel, start: int) -> Array:
+def _rows(one: Answer, tokens: Tokens, model: RoutedModel, start: int) -> Array:
     """All rows of the completion as one array, [rows, layers, topk], of whichever dtype they came in."""
     source = one.source
     if one.prompt_payload is None:
-        return _none(model) if one.payload is None else _array(one.payload, tokens.ran, model, source)
+        most = tokens.prompt + tokens.sampled
+        return _none(model) if one.payload is None else _array(one.payload, most, model, source)
     if start:
-        raise source.error(
-            Symptom.SHAPE, "this release gives all rows of the prompt", expected="start=0", got=start
-        )
+        raise source.error(Symptom.SHAPE, "this release gives all rows of the prompt", "start=0", start)
     parts = [_prompt_rows(one, tokens, model)]
     if one.payload is not None:
-        parts.append(_array(one.payload, tokens.generated_rows + 1, model, source))
-        if len(parts[1]) == tokens.generated_rows + 1:  # with MTP it keeps as many as tokens
-            parts[1] = parts[1][:-1]
+        sampled = max(1, tokens.sampled)
+        part = _array(one.payload, sampled, model, source)
+        parts.append(part[:-1] if len(part) == sampled else part)  # with MTP it keeps as many as tokens
     filled = [part for part in parts if len(part)]
     if len({part.shape[1:] for part in filled}) > 1:
         raise source.error(
             Symptom.SHAPE,
             "the rows of the prompt and of the completion have other shapes",
-            expected=f"[..., {', '.join(map(str, parts[0].shape[1:]))}]",
-            got=list(parts[1].shape),
+            f"[..., {', '.join(map(str, parts[0].shape[1:]))}]",
+            list(parts[1].shape),
         )
     rows = np.concatenate(filled) if filled else parts[0]
     # 0.21.0 gives MoE layers the first columns, one after the other, and may have empty ones after them: it
@@ -315,18 +293,15 @@ def _rows(one: Answer, tokens: _Tokens, model: RoutedModel, start: int) -> Array
     return rows if rows[:, used:].any() else rows[:, :used]
 
 
-def _prompt_rows(one: Answer, tokens: _Tokens, model: RoutedModel) -> Array:
+def _prompt_rows(one: Answer, tokens: Tokens, model: RoutedModel) -> Array:
     """The prompt's part, exact: what follows would shift. Without a sample its last token never ran."""
     source = replace(one.source, field="prompt_routed_experts")
     rows = _array(one.prompt_payload, tokens.prompt, model, source)
     if len(rows) != tokens.prompt:
         raise source.error(
-            Symptom.SHAPE,
-            "the prompt has another number of rows than tokens",
-            expected=tokens.prompt,
-            got=len(rows),
+            Symptom.SHAPE, "the prompt has another number of rows than tokens", tokens.prompt, len(rows)
         )
-    return rows if tokens.ran > tokens.prompt else rows[:-1]
+    return rows if tokens.sampled else rows[:-1]
 
 
 def _array(value: Any, most: int, model: RoutedModel, source: Source) -> Array:

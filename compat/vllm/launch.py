@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from npu_replay.compat import vllm_ascend as ascend
-from npu_replay.compat.probe import Capability, Product
+from npu_replay.compat.probe import Capability, Product, unusable
 from npu_replay.compat.vllm.faults import BY_BLOCK, CLASHES, FAULTS, LIMITS, NEEDED, NEWEST, SWITCH, V2
 from npu_replay.errors import ReplayError, whole_number
 from npu_replay.rollout import launch
@@ -61,10 +61,10 @@ def engine_arguments(
     if vllm_ascend:
         launch.refuse_untold("vllm-ascend", vllm_ascend, "vllm_ascend", "0.23.0")
     device = device_of(version, vllm_ascend or "")
-    _refuse(refusal(version, vllm_ascend or ""))
+    launch.refuse(refusal(version, vllm_ascend or ""))
     if plan["model"] is not None:
         _refuse_without_experts(version, plan["model"])
-    _refuse(launch.clash("vLLM", version, "", plan, CLASHES))
+    launch.refuse(launch.clash("vLLM", version, "", plan, CLASHES))
     needed = {name: value for run, some in NEEDED if run.holds(version) for name, value in some.items()}
     environment = dict(V2) if release(version) >= release(BY_BLOCK) else {}
     said = launch.limits("vLLM", version, device, plan, LIMITS, NEWEST)
@@ -72,9 +72,9 @@ def engine_arguments(
         setting = ascend.Setting(
             model=plan["model"],
             quantization=quantization or given.get("quantization"),
-            data_parallel=given.get("data_parallel_size") or 1,
-            tensor_parallel=given.get("tensor_parallel_size") or 1,
-            expert_parallel=bool(given.get("enable_expert_parallel")),
+            data_parallel_size=given.get("data_parallel_size") or 1,
+            tensor_parallel_size=given.get("tensor_parallel_size") or 1,
+            enable_expert_parallel=bool(given.get("enable_expert_parallel")),
             soc=soc,
             async_scheduling=given.get("async_scheduling"),
         )
@@ -99,8 +99,7 @@ def capability(product: Product, plugin: Product | None = None) -> Capability:
         plugin: what is found of vllm-ascend.
     """
     if not product.usable:
-        state: Literal["broken", "missing"] = "broken" if product.problem else "missing"
-        return Capability(CAPABILITY, state, product.problem or "vllm is not installed")
+        return unusable(CAPABILITY, product)
     if not tells_release(product.version):
         return Capability(CAPABILITY, "works", "but its release isn't known, and some give zeros")
     problem = refusal(product.version, plugin.version if plugin is not None and plugin.usable else "")
@@ -120,11 +119,6 @@ def refusal(version: str, vllm_ascend: str = "") -> ReplayError | None:
     if not tells_release(version):
         return None
     return launch.refusal("vLLM", version, device_of(version, vllm_ascend) or "cuda", FAULTS)
-
-
-def _refuse(problem: ReplayError | None) -> None:
-    if problem is not None:
-        raise problem
 
 
 def _refuse_without_experts(version: str, model: Any) -> None:

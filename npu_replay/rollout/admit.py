@@ -8,7 +8,6 @@ the likeliest fault of that engine and release.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ import torch
 from npu_replay.errors import InvalidRoutes, one_of
 from npu_replay.rollout.faults import Source, Symptom
 from npu_replay.rollout.model_config import RoutedModel
-from npu_replay.rollout.payloads import named, token_ids
+from npu_replay.rollout.payloads import TokenIds, not_ids, token_ids
 from npu_replay.routes import checks
 from npu_replay.routes.checks import Array, Finding
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_array_dtype
@@ -32,7 +31,7 @@ def admit(
     rows: Any,
     *,
     model: RoutedModel,
-    tokens: Sequence[int] | Array | torch.Tensor,
+    tokens: TokenIds,
     source: Source,
     start: int = 0,
     ended: bool = True,
@@ -117,24 +116,17 @@ class _Arrival:
     def refuse(self, symptom: Symptom, found: Finding | None) -> None:
         if found is not None:
             where = found.layer(self.model.layers)
-            raise self.source.error(
-                symptom, found.problem, expected=found.expected, got=found.got, where=where
-            )
+            raise self.source.error(symptom, found.problem, found.expected, found.got, where=where)
 
     def due_rows(self, rows: Any, ended: bool, surplus: int) -> Array:
         """Exactly as many rows as the engine has run tokens: one row more or less would shift them all
         unnoticed. What was aborted may have none."""
         tokens, start = len(self.tokens), self.start
         if not checks.is_ids(rows):
-            raise self.source.error(
-                Symptom.SHAPE,
-                "this isn't an array of expert ids",
-                expected="integers, [tokens, layers, topk]",
-                got=named(rows),
-            )
+            raise not_ids(self.source, rows)
         if not 0 <= start <= tokens:
             problem = "the first row's token isn't in the sequence"
-            raise self.source.error(Symptom.SHAPE, problem, expected=f"0 to {tokens}", got=start)
+            raise self.source.error(Symptom.SHAPE, problem, f"0 to {tokens}", start)
         wanted = max(0, tokens - 1 - start + surplus)
         if len(rows) == wanted or (len(rows) == 0 and not ended):
             return rows[: max(0, tokens - 1 - start)]
@@ -143,8 +135,8 @@ class _Arrival:
         raise self.source.error(
             Symptom.TOO_FEW_ROWS if few else Symptom.TOO_MANY_ROWS,
             f"the engine has rows for {'fewer' if few else 'more'} tokens than it ran",
-            expected=f"{wanted} rows ({tokens} tokens from {start} on{taken_off}; the last has none)",
-            got=len(rows),
+            f"{wanted} rows ({tokens} tokens from {start} on{taken_off}; the last has none)",
+            len(rows),
         )
 
     def routed_columns(self, rows: Array) -> Array:
@@ -152,7 +144,7 @@ class _Arrival:
         model, (columns, topk) = self.model, rows.shape[1:]
         if topk != model.topk:
             problem = "the engine's top-k isn't the model's"
-            raise self.source.error(Symptom.TOPK, problem, expected=f"{model.topk} ids", got=topk)
+            raise self.source.error(Symptom.TOPK, problem, f"{model.topk} ids", topk)
         if columns == model.num_layers:
             self.refuse_dense(rows)
             wanted = list(model.layers)
@@ -162,8 +154,8 @@ class _Arrival:
             raise self.source.error(
                 Symptom.COLUMNS,
                 "the engine's columns are neither all decoder layers nor the MoE layers",
-                expected=f"{model.num_layers}, or {len(model.sparse)}",
-                got=columns,
+                f"{model.num_layers}, or {len(model.sparse)}",
+                columns,
             )
         if wanted[-1] - wanted[0] == len(wanted) - 1:
             return rows[:, wanted[0] : wanted[-1] + 1]  # neighbours aren't copied
@@ -176,9 +168,9 @@ class _Arrival:
             raise self.source.error(
                 Symptom.DENSE_COLUMN,
                 "a dense layer has experts",
+                "zeros in the columns of dense layers",
+                f"{dense[row, column].tolist()} in row {self.start + row}",
                 where=f"layer {self.model.dense[column]}",
-                expected="zeros in the columns of dense layers",
-                got=f"{dense[row, column].tolist()} in row {self.start + row}",
             )
 
     def blank_rows(self, rows: Array) -> Array:
@@ -191,11 +183,11 @@ class _Arrival:
         different = f"{topk} different experts a token"
         if len(blank) and len(blank) == len(rows):
             problem, got = f"all {len(rows)} rows are zeros", "nothing that was captured"
-            raise self.source.error(Symptom.ZEROS, problem, expected=different, got=got)
+            raise self.source.error(Symptom.ZEROS, problem, different, got)
         if len(blank) and self.missing == "error":
             problem = f"{len(blank)} of {len(rows)} rows are zeros in all layers"
             got = f"the first is row {self.start + blank[0]}, the last {self.start + blank[-1]}"
-            raise self.source.error(Symptom.ZERO_ROWS, problem, expected=different, got=got)
+            raise self.source.error(Symptom.ZERO_ROWS, problem, different, got)
         return blank
 
     def stale_rows(self, rows: Array, recorded: Array) -> Array:
@@ -213,8 +205,8 @@ class _Arrival:
         error = self.source.error(
             Symptom.STALE_ROWS,
             f"{len(stale)} rows are another token's in all layers, the first is row {self.start + stale[0]}",
-            expected="routes that depend on the token",
-            got=f"a copy, for token {int(tokens[stale[0]])}",
+            "routes that depend on the token",
+            f"a copy, for token {int(tokens[stale[0]])}",
         )
         if self.missing == "error":
             raise error

@@ -197,7 +197,7 @@ class Source:
         )
 
     def error(
-        self, symptom: Symptom, problem: str, *, expected: object = None, got: object = None, where: str = ""
+        self, symptom: Symptom, problem: str, expected: object = None, got: object = None, *, where: str = ""
     ) -> InvalidRoutes:
         """An error about this data, with the likeliest known causes."""
         engine = f"{self.engine} {self.version}".rstrip()
@@ -209,6 +209,10 @@ class Source:
             got=got,
             cause=self._cause(symptom),
         )
+
+    def unreadable(self, problem: str, expected: object, got: object) -> InvalidRoutes:
+        """An error about data of another kind than it should be."""
+        return self.error(Symptom.UNREADABLE, problem, expected, got)
 
     def _cause(self, symptom: Symptom) -> str:
         causes: dict[str, None] = {}

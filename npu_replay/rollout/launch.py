@@ -126,6 +126,12 @@ def limits(
     )
 
 
+def refuse(problem: ReplayError | None) -> None:
+    """Raise it, if there is one."""
+    if problem is not None:
+        raise problem
+
+
 def refuse_untold(product: str, version: Any, parameter: str, example: str, numbers: int = 2) -> None:
     """Refuse a version that doesn't tell its release: it would be checked against no table."""
     if not tells_release(version, numbers):

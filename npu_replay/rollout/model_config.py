@@ -14,24 +14,12 @@ from npu_replay.routes.checks import MAX_EXPERTS, MAX_LAYERS
 from npu_replay.routes.file import plain_file
 
 _EXPERTS = (
-    "num_experts",
-    "n_routed_experts",
-    "num_local_experts",
-    "moe_num_experts",
-    "num_routed_experts",
-    "n_experts",
-    "num_moe_experts",
+    *("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts"),
+    *("n_experts", "num_moe_experts"),
 )
 _TOPK = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_topk",
-    "moe_top_k",
-    "moe_k",
-    "top_k_experts",
-    "experts_per_token",
-    "moe_router_topk",
-    "num_selected_experts",
+    *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"),
+    *("experts_per_token", "moe_router_topk", "num_selected_experts"),
 )
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")

@@ -10,17 +10,21 @@ import binascii
 import io
 import math
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from npu_replay.errors import as_text
+from npu_replay.errors import InvalidRoutes, as_text
 from npu_replay.rollout.faults import Source, Symptom
 from npu_replay.routes.checks import MAX_LAYERS, Array, is_ids
 from npu_replay.routes.fingerprint import as_token_ids
 
+TokenIds: TypeAlias = "Sequence[int] | Array | torch.Tensor"
+
+_IDS = "integers, [tokens, layers, topk]"
 _HEADER = 4096  # bytes; an array of integers needs some 128
 _WIDEST = 4  # bytes an id: int32
 _MOST_TOPK = 1024
@@ -36,11 +40,10 @@ def token_ids(value: Any, source: Source) -> Array:
     ids = as_token_ids(value)
     if ids is not None and not (ids < 0).any():
         return ids
-    raise source.error(
-        Symptom.UNREADABLE,
+    raise source.unreadable(
         "these aren't token ids",
-        expected="integers from 0 on, [tokens]",
-        got=named(value) if ids is None else f"{ids.min()} to {ids.max()}",
+        "integers from 0 on, [tokens]",
+        named(value) if ids is None else f"{ids.min()} to {ids.max()}",
     )
 
 
@@ -82,12 +85,12 @@ def any_array(value: Any, *, source: Source, most: tuple[int, int, int] | None =
         return from_lists(value, source=source, most=most or (len(value), MAX_LAYERS, _MOST_TOPK))
     if is_ids(value):
         return value
-    raise source.error(
-        Symptom.SHAPE,
-        "this isn't an array of expert ids",
-        expected="integers, [tokens, layers, topk]: an array, base64 of an .npy, or nested lists",
-        got=named(value),
-    )
+    raise not_ids(source, value, f"{_IDS}: an array, base64 of an .npy, or nested lists")
+
+
+def not_ids(source: Source, got: Any, expected: str = _IDS) -> InvalidRoutes:
+    """An error about something that holds no ids, or not in three axes."""
+    return source.error(Symptom.SHAPE, "this isn't an array of expert ids", expected, named(got))
 
 
 def from_base64(text: str | bytes, *, source: Source, most: int) -> bytes:
@@ -97,16 +100,14 @@ def from_base64(text: str | bytes, *, source: Source, most: int) -> bytes:
         InvalidRoutes: it is longer, or isn't base64.
     """
     if not isinstance(text, (str, bytes)):
-        raise source.error(
-            Symptom.UNREADABLE, "this isn't base64", expected="text or bytes", got=type(text).__name__
-        )
+        raise source.unreadable("this isn't base64", "text or bytes", type(text).__name__)
     size = len(text) // 4 * 3
     if size > most + 3:
         raise source.error(
             Symptom.TOO_MANY_ROWS,
             "there is more text than the sequence can have routes",
-            expected=f"at most {most} bytes when decoded",
-            got=f"some {size}",
+            f"at most {most} bytes when decoded",
+            f"some {size}",
         )
     try:
         if len(text) % 4:
@@ -115,9 +116,7 @@ def from_base64(text: str | bytes, *, source: Source, most: int) -> bytes:
             return base64.b64decode(text, validate=True)
         return binascii.a2b_base64(text, strict_mode=True)  # makes no copy of the text first
     except ValueError as error:
-        raise source.error(
-            Symptom.UNREADABLE, "this isn't base64", expected="base64 without line ends", got=error
-        ) from error
+        raise source.unreadable("this isn't base64", "base64 without line ends", error) from error
 
 
 def from_npy(data: bytes | memoryview, *, source: Source, most: int) -> Array:
@@ -132,9 +131,7 @@ def from_npy(data: bytes | memoryview, *, source: Source, most: int) -> Array:
     try:
         view = memoryview(data).cast("B")
     except TypeError as error:
-        raise source.error(
-            Symptom.UNREADABLE, "this isn't an .npy array", expected="bytes", got=type(data).__name__
-        ) from error
+        raise source.unreadable("this isn't an .npy array", "bytes", type(data).__name__) from error
     head = io.BytesIO(view[:_HEADER])
     shape, by_column, dtype = _header(head, source)
     size = math.prod(shape) * dtype.itemsize
@@ -142,17 +139,12 @@ def from_npy(data: bytes | memoryview, *, source: Source, most: int) -> Array:
         raise source.error(
             Symptom.TOO_MANY_ROWS,
             "the array is larger than the sequence can have routes",
-            expected=f"at most {most} bytes",
-            got=f"{size}, shape {shape}",
+            f"at most {most} bytes",
+            f"{size}, shape {shape}",
         )
     body = view[head.tell() :]
     if len(body) != size:
-        raise source.error(
-            Symptom.UNREADABLE,
-            "the .npy was cut short or lengthened",
-            expected=f"{size} bytes",
-            got=len(body),
-        )
+        raise source.unreadable("the .npy was cut short or lengthened", f"{size} bytes", len(body))
     return np.frombuffer(body, dtype).reshape(shape, order="F" if by_column else "C")
 
 
@@ -166,19 +158,15 @@ def _header(head: io.BytesIO, source: Source) -> tuple[tuple[int, ...], bool, np
         else:
             raise ValueError(f"version {version}")
     except Exception as error:  # numpy reads it as Python, and lets through whatever that raises
-        raise source.error(
-            Symptom.UNREADABLE, "this isn't an .npy array", expected="its header", got=str(error)[:200]
-        ) from error
+        raise source.unreadable("this isn't an .npy array", "its header", str(error)[:200]) from error
     if dtype.kind not in "iu":
-        raise source.error(
-            Symptom.UNREADABLE, "this isn't an array of integers", expected="integers", got=dtype
-        )
+        raise source.unreadable("this isn't an array of integers", "integers", dtype)
     if len(shape) != 3 or not all(type(length) is int and 0 <= length < _LONGEST for length in shape):
         raise source.error(
             Symptom.SHAPE,
             "this isn't an array of expert ids",
-            expected=f"[tokens, layers, topk], each below {_LONGEST}",
-            got=str(shape)[:200],
+            f"[tokens, layers, topk], each below {_LONGEST}",
+            str(shape)[:200],
         )
     return shape, by_column, dtype
 
@@ -204,11 +192,10 @@ def from_lists(value: Any, *, source: Source, most: tuple[int, int, int]) -> Arr
                 return rows
     except (ValueError, TypeError, OverflowError, RecursionError):
         pass  # ragged, of other things than numbers, or too large ones
-    raise source.error(
-        Symptom.UNREADABLE,
+    raise source.unreadable(
         "these aren't nested lists of expert ids",
-        expected=f"integers, [tokens, layers, topk], at most {list(most)}",
-        got=f"{type(value).__name__} of {len(value)}" if isinstance(value, list) else type(value).__name__,
+        f"integers, [tokens, layers, topk], at most {list(most)}",
+        f"{type(value).__name__} of {len(value)}" if isinstance(value, list) else type(value).__name__,
     )
 
 

@@ -1,21 +1,66 @@
-"""What the server of a rollout engine sends back: JSON, or a refusal in one of three forms.
+"""What a rollout engine sends back: an `Answer` with its `Tokens`; JSON, or a refusal in one of three forms.
 
-    OpenAI's      {"error": {"message": "...", "code": 404}}, or {"object": "error", "message": "..."}
-    FastAPI's     {"detail": "Not Found"}, or a list of what is wrong with which field
-    a stream's    «data: {...}» lines, which carry no routes
-
-Probes: nothing. Offers: `opened`. Nothing to undo.
+OpenAI's      {"error": {"message": "...", "code": 404}}, or {"object": "error", "message": "..."}
+FastAPI's     {"detail": "Not Found"}, or a list of what is wrong with which field
+a stream's    «data: {...}» lines, which carry no routes
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from npu_replay.errors import InvalidRoutes
+from npu_replay.rollout.faults import Source
+from npu_replay.routes.checks import Array
 
 _MOST = 300  # characters of somebody else's words
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What an answer says of one sequence; None or empty where it says nothing.
+
+    Attributes:
+        source: for messages: the release, the request, the field of the routes, and the known faults.
+        payload: the routes, in whatever form.
+        prompt_ids, output_ids: those that the engine was given and those that it sampled.
+        prompt_tokens, completion_tokens: how many of each the engine counted.
+        finish: the engine's word for why it ended: «stop», «length», «abort».
+        weight_version: the engine's own.
+    """
+
+    source: Source
+    payload: Any = None
+    prompt_ids: Any = None
+    output_ids: Any = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    finish: str = ""
+    weight_version: str | None = None
+
+    aborts: ClassVar[tuple[str, ...]] = ("abort",)
+
+    @property
+    def ended(self) -> bool:
+        """Did it end by itself? One that was aborted may have no rows."""
+        return self.finish not in self.aborts
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A sequence's ids; how many of them are the prompt's; how many more the caller took off its end."""
+
+    ids: Array
+    prompt: int
+    taken_off: int
+
+    @property
+    def sampled(self) -> int:
+        """How many the engine sampled."""
+        return len(self.ids) + self.taken_off - self.prompt
 
 
 def opened(found: Any, engine: str, expected: str, *, not_found: str = "") -> Any:

@@ -17,6 +17,7 @@ import torch
 
 from npu_replay.errors import MicroBatchError, ReplayError, as_text, listed, one_of, shown, whole_number
 from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.rollout.payloads import TokenIds
 from npu_replay.routes.checks import Array
 from npu_replay.routes.fingerprint import as_token_ids, fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_array_dtype
@@ -24,7 +25,6 @@ from npu_replay.routes.routed_experts import RoutedExperts, narrow_array_dtype
 Keep = Literal["first", "latest"]
 _KEEP = ("first", "latest")
 Version: TypeAlias = "int | str | None"
-Tokens: TypeAlias = "Sequence[int] | np.ndarray[Any, Any] | torch.Tensor"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # == of token arrays has no single answer
@@ -40,8 +40,8 @@ class Turn:
             that of `routes`.
     """
 
-    prompt: Tokens
-    sampled: Tokens
+    prompt: TokenIds
+    sampled: TokenIds
     routes: RoutedExperts | None = None
     aborted: bool = False
     weight_versions: Sequence[Version] | None = None
@@ -180,7 +180,7 @@ class Rollout:
         versions: list[Version] = self._rows.versions.tolist()
         return versions
 
-    def append(self, tokens: Tokens) -> None:
+    def append(self, tokens: TokenIds) -> None:
         """Add tokens that nobody sampled (a tool's answer). Their rows come with the next turn."""
         self._grow(np.concatenate([self._tokens, _ids(tokens)]))
 
@@ -345,7 +345,7 @@ class Rollout:
         return MicroBatchError(problem, where=where, expected=expected, got=got, cause=cause)
 
 
-def _ids(tokens: Tokens) -> Array:
+def _ids(tokens: TokenIds) -> Array:
     """[tokens] int64."""
     ids = as_token_ids(tokens)
     if ids is not None and (ids >= 0).all():

@@ -51,7 +51,7 @@ def test_t32_a_release_that_gives_zeros_is_refused_for_every_model(version: str)
 def test_an_unquantized_model_without_linear_attention_passes(version: str) -> None:
     check(version)
     check(version, Setting(model=QWEN3))
-    check(version, Setting(model=QWEN3, tensor_parallel=8))
+    check(version, Setting(model=QWEN3, tensor_parallel_size=8))
 
 
 @pytest.mark.parametrize("version", UNQUANTIZED)
@@ -64,7 +64,7 @@ def test_quantized_experts_are_refused_before_0_27_1rc1(version: str, quantizati
 @pytest.mark.parametrize("version", ALL)
 def test_310p_passes_from_0_27_1rc1_on(version: str) -> None:
     """It never splits tokens, either."""
-    check(version, Setting(tensor_parallel=4, expert_parallel=True, soc="310P"))
+    check(version, Setting(tensor_parallel_size=4, enable_expert_parallel=True, soc="310P"))
 
 
 @pytest.mark.parametrize("version", ALL)
@@ -102,16 +102,18 @@ def test_t23_hybrid_models_need_the_second_model_runner_later(version: str, mode
 def test_data_parallelism_that_ends_the_engine_is_refused(version: str) -> None:
     """0.21 to 0.24 have the patch that mends it, and don't install it on the vLLM that they are made for."""
     with refused(rf"{version} ends in an AssertionError under data par.*0\.27\.1rc1.*#9728.*0\.25\.1rc1"):
-        check(version, Setting(data_parallel=2))
+        check(version, Setting(data_parallel_size=2))
 
 
 @pytest.mark.parametrize("version", ALL)
 def test_data_parallelism_passes_later(version: str) -> None:
-    check(version, Setting(data_parallel=2, tensor_parallel=4, expert_parallel=True, soc="A3"))
+    check(
+        version, Setting(data_parallel_size=2, tensor_parallel_size=4, enable_expert_parallel=True, soc="A3")
+    )
 
 
 def test_split_tokens_are_put_together_from_0_25_1rc1_on() -> None:
-    plan = Setting(data_parallel=2).plan()
+    plan = Setting(data_parallel_size=2).plan()
     assert clash("vllm-ascend", "0.24.0rc1", "", plan, vllm_ascend.CLASHES)
     assert not clash("vllm-ascend", "0.25.1rc1", "", plan, vllm_ascend.CLASHES)
 
@@ -124,7 +126,7 @@ def test_split_tokens_are_put_together_from_0_25_1rc1_on() -> None:
 def test_tokens_split_over_tensor_parallel_ranks_are_refused(
     version: str, soc: Any, tensor_parallel: int, splits: bool
 ) -> None:
-    setting = Setting(tensor_parallel=tensor_parallel, expert_parallel=True, soc=soc)
+    setting = Setting(tensor_parallel_size=tensor_parallel, enable_expert_parallel=True, soc=soc)
     if splits:
         lost = "an earlier step's" if version in ALL[1:] else "zeros"
         remedy = "data_parallel_size above 1, or expert" if version in ALL else "expert"
@@ -135,15 +137,15 @@ def test_tokens_split_over_tensor_parallel_ranks_are_refused(
             check(version, setting)
     else:
         check(version, setting)
-    check(version, Setting(tensor_parallel=tensor_parallel, soc=soc))  # experts aren't spread
+    check(version, Setting(tensor_parallel_size=tensor_parallel, soc=soc))  # experts aren't spread
 
 
 def test_where_the_processor_isnt_said_the_split_is_a_limit() -> None:
-    setting = Setting(tensor_parallel=4, expert_parallel=True)
+    setting = Setting(tensor_parallel_size=4, enable_expert_parallel=True)
     check("0.23.0", setting)
     assert any("say soc= to have it checked" in limit for limit in limits("0.23.0", setting))
     assert any("are an earlier step's then" in limit for limit in limits("0.28.0rc1", setting))
-    assert not any("soc=" in limit for limit in limits("0.23.0", Setting(tensor_parallel=4)))
+    assert not any("soc=" in limit for limit in limits("0.23.0", Setting(tensor_parallel_size=4)))
 
 
 @pytest.mark.parametrize("version", UNQUANTIZED)

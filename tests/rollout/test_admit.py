@@ -317,6 +317,7 @@ def swapped(*order: int) -> Callable[[Array], Array]:
 
 
 # The rows are [149, 6, 8]: dense layers 0 and 3 are zeros.
+# fmt: off
 WRONG: dict[str, Wrong] = {
     "fractions": Wrong(Symptom.SHAPE, r"got float64 \[149, 6, 8\]", lambda rows: rows.astype(float)),
     "bools": Wrong(Symptom.SHAPE, r"got bool \[149, 6, 8\]", lambda rows: rows > 0),
@@ -326,95 +327,58 @@ WRONG: dict[str, Wrong] = {
     "nothing": Wrong(Symptom.SHAPE, "got NoneType", lambda rows: None),
     "a start after the end": Wrong(Symptom.SHAPE, "0 to 150, got 151", lambda rows: rows[:0], {"start": 151}),
     "a start before 0": Wrong(Symptom.SHAPE, "0 to 150, got -1", lambda rows: rows, {"start": -1}),
-    "a row missing": Wrong(
-        Symptom.TOO_FEW_ROWS, r"Expected 149 rows \(150 tokens from 0 on.*got 148", lambda rows: rows[:-1]
-    ),
+    "a row missing": Wrong(Symptom.TOO_FEW_ROWS, r"Expected 149 rows \(150 tokens from 0 on.*got 148",
+        lambda rows: rows[:-1]),
     "no rows": Wrong(Symptom.TOO_FEW_ROWS, "got 0", lambda rows: rows[:0]),
-    "a row for the last token": Wrong(
-        Symptom.TOO_MANY_ROWS, r"Expected 149 rows .*got 150", lambda rows: np.concatenate([rows, rows[:1]])
-    ),
-    "the prompt's rows too": Wrong(
-        Symptom.TOO_MANY_ROWS,
-        r"Expected 109 rows \(150 tokens from 40 on.*got 149",
-        lambda rows: rows,
-        {"start": 40},
-    ),
-    "too many of an aborted": Wrong(
-        Symptom.TOO_MANY_ROWS,
-        "got 298",
-        lambda rows: np.concatenate([rows, rows]),
-        {"ended": False},
-    ),
+    "a row for the last token": Wrong(Symptom.TOO_MANY_ROWS, r"Expected 149 rows .*got 150",
+        lambda rows: np.concatenate([rows, rows[:1]])),
+    "the prompt's rows too": Wrong(Symptom.TOO_MANY_ROWS,
+        r"Expected 109 rows \(150 tokens from 40 on.*got 149", lambda rows: rows, {"start": 40}),
+    "too many of an aborted": Wrong(Symptom.TOO_MANY_ROWS, "got 298",
+        lambda rows: np.concatenate([rows, rows]), {"ended": False}),
     "another top-k": Wrong(Symptom.TOPK, "Expected 8 ids, got 6", lambda rows: rows[..., :6]),
     "layers missing": Wrong(Symptom.COLUMNS, "Expected 6, or 4, got 5", lambda rows: rows[:, :5]),
-    "shared experts appended": Wrong(
-        Symptom.TOPK, "got 9", lambda rows: np.concatenate([rows, rows[..., :1]], axis=2)
-    ),
-    "columns shifted": Wrong(
-        Symptom.DENSE_COLUMN,
-        r"layer 0: a dense layer has experts.*got \[\d+.*\] in row 0",
-        swapped(1, 2, 3, 4, 5, 0),
-    ),
-    "an id in a dense layer": Wrong(
-        Symptom.DENSE_COLUMN,
-        r"layer 3: .*got \[0, 0, 7, 0, 0, 0, 0, 0\] in row 77",
-        changed((77, 3, 2), 7),
-    ),
-    "an id too high": Wrong(
-        Symptom.RANGE,
-        "layer 4: an id is out of range, the first in row 66.*0 to 127, got 128",
-        changed((66, 4, 7), 128),
-    ),
+    "shared experts appended": Wrong(Symptom.TOPK, "got 9",
+        lambda rows: np.concatenate([rows, rows[..., :1]], axis=2)),
+    "columns shifted": Wrong(Symptom.DENSE_COLUMN,
+        r"layer 0: a dense layer has experts.*got \[\d+.*\] in row 0", swapped(1, 2, 3, 4, 5, 0)),
+    "an id in a dense layer": Wrong(Symptom.DENSE_COLUMN,
+        r"layer 3: .*got \[0, 0, 7, 0, 0, 0, 0, 0\] in row 77", changed((77, 3, 2), 7)),
+    "an id too high": Wrong(Symptom.RANGE,
+        "layer 4: an id is out of range, the first in row 66.*0 to 127, got 128", changed((66, 4, 7), 128)),
     "an id below 0": Wrong(Symptom.RANGE, "layer 5: .*row 148.*got -1", changed((148, 5, 0), -1)),
     "physical ids": Wrong(Symptom.RANGE, "0 to 127", lambda rows: np.where(rows > 0, rows + 30, 0)),
     "all zeros": Wrong(Symptom.ZEROS, "all 149 rows are zeros.*got nothing", lambda rows: rows * 0),
-    "a row of zeros": Wrong(
-        Symptom.ZERO_ROWS, "1 of 149 rows are zeros in all layers.*the first is row 31", changed(31, 0)
-    ),
-    "a cached prefix of zeros": Wrong(
-        Symptom.ZERO_ROWS,
-        "48 of 149 rows .*the first is row 0, the last 47",
-        changed(slice(48), 0),
-    ),
-    "a layer never captured": Wrong(
-        Symptom.CONSTANT_LAYER,
+    "a row of zeros": Wrong(Symptom.ZERO_ROWS, "1 of 149 rows are zeros in all layers.*the first is row 31",
+        changed(31, 0)),
+    "a cached prefix of zeros": Wrong(Symptom.ZERO_ROWS, "48 of 149 rows .*the first is row 0, the last 47",
+        changed(slice(48), 0)),
+    "a layer never captured": Wrong(Symptom.CONSTANT_LAYER,
         r"layer 4: all 149 recorded rows are the same \(1 such layers\).*got \[0, 0, 0, 0, 0, 0, 0, 0\]",
-        changed((slice(None), 4), 0),
-    ),
-    "two layers of one row": Wrong(
-        Symptom.CONSTANT_LAYER,
+        changed((slice(None), 4), 0)),
+    "two layers of one row": Wrong(Symptom.CONSTANT_LAYER,
         r"layer 2: .*\(2 such layers\).*got \[3, 4, 5, 6, 7, 8, 9, 10\]",
-        changed((slice(None), [2, 5]), np.arange(3, 11)),
-    ),
-    "an expert twice": Wrong(
-        Symptom.DUPLICATES,
+        changed((slice(None), [2, 5]), np.arange(3, 11))),
+    "an expert twice": Wrong(Symptom.DUPLICATES,
         "layer 5: 1 token-layers name an expert twice, the first in row 100",
-        lambda rows: changed((100, 5, 7), rows[100, 5, 0])(rows),
-    ),
-    "a layer of zeros in one row": Wrong(
-        Symptom.DUPLICATES,
-        r"layer 2: 3 token-layers .*row 8.*got \[0, 0, 0, 0, 0, 0, 0, 0\]",
-        changed(([8, 9, 10], 2), 0),
-    ),
-    "a row repeated at a chunk's end": Wrong(
-        Symptom.STALE_ROWS,
+        lambda rows: changed((100, 5, 7), rows[100, 5, 0])(rows)),
+    "a layer of zeros in one row": Wrong(Symptom.DUPLICATES,
+        r"layer 2: 3 token-layers .*row 8.*got \[0, 0, 0, 0, 0, 0, 0, 0\]", changed(([8, 9, 10], 2), 0)),
+    "a row repeated at a chunk's end": Wrong(Symptom.STALE_ROWS,
         f"1 rows are another token's in all layers, the first is row 64.*for token {words()[64]}",
-        copied(64, 63),
-    ),
+        copied(64, 63)),
     "a row from long before": Wrong(Symptom.STALE_ROWS, "the first is row 140", copied(140, 2)),
-    "rows of another request": Wrong(
-        Symptom.STALE_ROWS, "49 rows are", lambda rows: changed(slice(100, 149), rows[:49])(rows)
-    ),
-    "tokens that are fractions": Wrong(
-        Symptom.UNREADABLE, "token ids", lambda rows: rows, {"tokens": words() * 1.0}
-    ),
-    "tokens that are text": Wrong(
-        Symptom.UNREADABLE, "token ids", lambda rows: rows, {"tokens": [str(word) for word in words()]}
-    ),
+    "rows of another request": Wrong(Symptom.STALE_ROWS, "49 rows are",
+        lambda rows: changed(slice(100, 149), rows[:49])(rows)),
+    "tokens that are fractions": Wrong(Symptom.UNREADABLE, "token ids", lambda rows: rows,
+        {"tokens": words() * 1.0}),
+    "tokens that are text": Wrong(Symptom.UNREADABLE, "token ids", lambda rows: rows,
+        {"tokens": [str(word) for word in words()]}),
     "ragged tokens": Wrong(Symptom.UNREADABLE, "token ids", lambda rows: rows, {"tokens": [[1], [2, 3]]}),
     "tokens in rows": Wrong(Symptom.UNREADABLE, "token ids", lambda rows: rows, {"tokens": words()[None]}),
     "no tokens": Wrong(Symptom.UNREADABLE, "token ids.*got None", lambda rows: rows, {"tokens": None}),
 }
+# fmt: on
 
 
 def refused(case: str, **changes: Any) -> InvalidRoutes:

@@ -137,18 +137,11 @@ def test_a_stream_of_sglang_has_its_routes_in_the_last_event() -> None:
 
 
 @pytest.mark.parametrize("version", SGLANG)
-def test_routes_that_sglang_wasnt_asked_for(version: str) -> None:
-    with EngineServer("sglang", version, MODEL) as server:
-        body = ask_sglang(server, PROMPT, return_routed_experts=False)
-        with pytest.raises(InvalidRoutes, match=r"no routes in the answer.*return_routed_experts=True"):
-            from_sglang(body, MODEL, prompt_token_ids=PROMPT, version=version)
-
-
-@pytest.mark.parametrize("version", SGLANG)
-def test_routes_that_sglang_wasnt_started_for(version: str) -> None:
-    with EngineServer("sglang", version, MODEL, capturing=False) as server:
-        body = ask_sglang(server, PROMPT)
-    with pytest.raises(InvalidRoutes, match="enable_return_routed_experts=True"):
+@pytest.mark.parametrize("started", [True, False])
+def test_routes_that_sglang_wasnt_asked_or_started_for(version: str, started: bool) -> None:
+    with EngineServer("sglang", version, MODEL, capturing=started) as server:
+        body = ask_sglang(server, PROMPT, return_routed_experts=not started)
+    with pytest.raises(InvalidRoutes, match=r"return_routed_experts=True.*enable_return_routed_experts=True"):
         from_sglang(body, MODEL, prompt_token_ids=PROMPT, version=version)
 
 

@@ -29,35 +29,22 @@ from npu_replay.routes.checks import Array
 
 transformers.logging.set_verbosity_error()
 
+# fmt: off
 SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "moe_intermediate_size": 16,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "vocab_size": 300,
-    "num_experts_per_tok": 4,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 8, "vocab_size": 300, "num_experts_per_tok": 4, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
 }
+# fmt: on
+# fmt: off
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_hidden_layers": 4, "num_experts": 16},
     "qwen3_moe of 300 experts": {"num_hidden_layers": 3, "num_experts": 300, "mlp_only_layers": [1]},
-    "deepseek_v3": {
-        "num_hidden_layers": 5,
-        "first_k_dense_replace": 2,
-        "n_routed_experts": 16,
-        "n_group": 4,
-        "topk_group": 2,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 8,
-    },
+    "deepseek_v3": {"num_hidden_layers": 5, "first_k_dense_replace": 2, "n_routed_experts": 16, "n_group": 4,
+        "topk_group": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+        "v_head_dim": 8},
 }
+# fmt: on
 VLLM = ("0.14.0", "0.16.0", "0.20.2", "0.21.0", "0.22.0", "0.30.0", "0.33.0")
 
 

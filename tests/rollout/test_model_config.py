@@ -18,19 +18,13 @@ from npu_replay.rollout.model_config import RoutedModel
 
 transformers.logging.set_verbosity_error()
 
+# fmt: off
 SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "num_experts_per_tok": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 8, "vocab_size": 64, "num_experts_per_tok": 2, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
 }
+# fmt: on
 LATENT = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -41,77 +35,39 @@ LATENT = {
 ONE_GROUP = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1}
 
 # Each way in which a family of transformers says which layers have experts, and which have them then.
+# fmt: off
 FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "qwen3_moe": ("qwen3_moe", {"num_experts": 8}, (0, 1, 2, 3)),
     "qwen3_moe, a layer without": ("qwen3_moe", {"num_experts": 8, "mlp_only_layers": [1]}, (0, 2, 3)),
     "qwen3_moe, every second": ("qwen3_moe", {"num_experts": 8, "decoder_sparse_step": 2}, (1, 3)),
-    "qwen2_moe, both": (
-        "qwen2_moe",
-        {"num_experts": 8, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
-        (1,),
-    ),
+    "qwen2_moe, both": ("qwen2_moe", {"num_experts": 8, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+        (1,)),
     "deepseek_v3": ("deepseek_v3", LATENT | ONE_GROUP | {"first_k_dense_replace": 2}, (2, 3)),
     "glm4_moe": ("glm4_moe", ONE_GROUP | {"first_k_dense_replace": 1}, (1, 2, 3)),
-    "exaone_moe": (
-        "exaone_moe",
-        {"num_experts": 8, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
-        (1, 3),
-    ),
+    "exaone_moe": ("exaone_moe",
+        {"num_experts": 8, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}, (1, 3)),
     "mixtral": ("mixtral", {"num_local_experts": 8}, (0, 1, 2, 3)),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 8}, (0, 1, 2, 3)),
-    "ernie4_5_moe": (
-        "ernie4_5_moe",
-        {
-            "moe_num_experts": 8,
-            "moe_k": 2,
-            "moe_layer_start_index": 1,
-            "moe_layer_end_index": 2,
-            "moe_layer_interval": 1,
-        },
-        (1, 2),
-    ),
-    "ernie4_5_moe, every second": (
-        "ernie4_5_moe",
-        {
-            "moe_num_experts": 8,
-            "moe_k": 2,
-            "moe_layer_start_index": 0,
-            "moe_layer_end_index": -1,
-            "moe_layer_interval": 2,
-        },
-        (1, 3),
-    ),
-    "llama4, by a step": (
-        "llama4_text",
-        {"num_local_experts": 8, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 48},
-        (1, 3),
-    ),
-    "llama4, by a list": (
-        "llama4_text",
-        {"num_local_experts": 8, "moe_layers": [0, 2], "intermediate_size_mlp": 48},
-        (0, 2),
-    ),
-    "jamba": (
-        "jamba",
+    "ernie4_5_moe": ("ernie4_5_moe",
+        {"moe_num_experts": 8, "moe_k": 2, "moe_layer_start_index": 1, "moe_layer_end_index": 2,
+        "moe_layer_interval": 1}, (1, 2)),
+    "ernie4_5_moe, every second": ("ernie4_5_moe",
+        {"moe_num_experts": 8, "moe_k": 2, "moe_layer_start_index": 0, "moe_layer_end_index": -1,
+        "moe_layer_interval": 2}, (1, 3)),
+    "llama4, by a step": ("llama4_text",
+        {"num_local_experts": 8, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 48}, (1, 3)),
+    "llama4, by a list": ("llama4_text",
+        {"num_local_experts": 8, "moe_layers": [0, 2], "intermediate_size_mlp": 48}, (0, 2)),
+    "jamba": ("jamba",
         {"num_experts": 8, "expert_layer_period": 3, "expert_layer_offset": 1, "use_mamba_kernels": False},
-        (1,),
-    ),
+        (1,)),
     "afmoe": ("afmoe", {"num_experts": 8, "num_dense_layers": 2}, (2, 3)),
-    "nemotron_h": (
-        "nemotron_h",
-        {
-            "n_routed_experts": 8,
-            "n_group": 1,
-            "topk_group": 1,
-            "layers_block_type": ["mamba", "moe", "attention", "moe"],
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 8,
-            "n_groups": 2,
-            "ssm_state_size": 16,
-        },
-        (1, 3),
-    ),
+    "nemotron_h": ("nemotron_h",
+        {"n_routed_experts": 8, "n_group": 1, "topk_group": 1,
+        "layers_block_type": ["mamba", "moe", "attention", "moe"], "mamba_num_heads": 4, "mamba_head_dim": 8,
+        "n_groups": 2, "ssm_state_size": 16}, (1, 3)),
 }
+# fmt: on
 
 
 def build(family: str) -> PreTrainedModel:
@@ -170,20 +126,13 @@ def test_layers_that_look_experts_up_by_token_have_no_route() -> None:
 
 # config.json as it is on the hub
 
+# fmt: off
 DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3",
-    "num_hidden_layers": 61,
-    "first_k_dense_replace": 3,
-    "moe_layer_freq": 1,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "num_nextn_predict_layers": 1,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
+    "model_type": "deepseek_v3", "num_hidden_layers": 61, "first_k_dense_replace": 3, "moe_layer_freq": 1,
+    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+    "num_nextn_predict_layers": 1, "intermediate_size": 18432, "moe_intermediate_size": 2048,
 }
+# fmt: on
 KIMI_K2 = DEEPSEEK_V3 | {"first_k_dense_replace": 1, "n_routed_experts": 384, "n_group": 1, "topk_group": 1}
 QWEN3_30B = {
     "num_hidden_layers": 48,
@@ -194,211 +143,63 @@ QWEN3_30B = {
     "intermediate_size": 6144,
     "moe_intermediate_size": 768,
 }
+# fmt: off
 LLAMA4_MAVERICK = {
     "model_type": "llama4",
-    "text_config": {
-        "num_hidden_layers": 48,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 1,
-        "interleave_moe_layer_step": 2,
-        "intermediate_size": 8192,
-        "intermediate_size_mlp": 16384,
-    },
+    "text_config": {"num_hidden_layers": 48, "num_local_experts": 128, "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2, "intermediate_size": 8192, "intermediate_size_mlp": 16384},
     "vision_config": {"num_hidden_layers": 34},
 }
+# fmt: on
 NEMOTRON_PATTERN = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 
+# config.json, MoE layers, decoder layers, experts, top-k
+# fmt: off
 HUB: dict[str, tuple[dict[str, Any], tuple[int, ...], int, int, int]] = {
-    # config.json, MoE layers, decoder layers, experts, top-k
     "DeepSeek-V3": (DEEPSEEK_V3, tuple(range(3, 61)), 61, 256, 8),
     "Kimi-K2": (KIMI_K2, tuple(range(1, 61)), 61, 384, 8),
     "Kimi-K2.5": ({"text_config": KIMI_K2, "vision_config": {}}, tuple(range(1, 61)), 61, 384, 8),
     "Qwen3-30B-A3B": (QWEN3_30B, tuple(range(48)), 48, 128, 8),
-    "Qwen3-Next-80B-A3B": (
-        QWEN3_30B | {"num_experts": 512, "num_experts_per_tok": 10, "full_attention_interval": 4},
-        tuple(range(48)),
-        48,
-        512,
-        10,
-    ),
-    "Qwen3.5-35B-A3B": (
-        {
-            "text_config": {
-                "num_hidden_layers": 40,
-                "num_experts": 256,
-                "num_experts_per_tok": 8,
-                "moe_intermediate_size": 512,
-                "shared_expert_intermediate_size": 512,
-            },
-            "vision_config": {"depth": 27},
-        },
-        tuple(range(40)),
-        40,
-        256,
-        8,
-    ),
-    "GLM-4.5": (
-        {
-            "num_hidden_layers": 92,
-            "first_k_dense_replace": 3,
-            "n_routed_experts": 160,
-            "num_experts_per_tok": 8,
-            "intermediate_size": 12288,
-            "moe_intermediate_size": 1536,
-        },
-        tuple(range(3, 92)),
-        92,
-        160,
-        8,
-    ),
+    "Qwen3-Next-80B-A3B": (QWEN3_30B
+        | {"num_experts": 512, "num_experts_per_tok": 10, "full_attention_interval": 4}, tuple(range(48)),
+        48, 512, 10),
+    "Qwen3.5-35B-A3B": ({"text_config": {"num_hidden_layers": 40, "num_experts": 256,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
+        "vision_config": {"depth": 27}}, tuple(range(40)), 40, 256, 8),
+    "GLM-4.5": ({"num_hidden_layers": 92, "first_k_dense_replace": 3, "n_routed_experts": 160,
+        "num_experts_per_tok": 8, "intermediate_size": 12288, "moe_intermediate_size": 1536},
+        tuple(range(3, 92)), 92, 160, 8),
     "Llama-4-Maverick": (LLAMA4_MAVERICK, tuple(range(1, 48, 2)), 48, 128, 1),
-    "ERNIE-4.5-21B-A3B": (
-        {
-            "num_hidden_layers": 28,
-            "moe_num_experts": 64,
-            "moe_k": 6,
-            "moe_layer_start_index": 1,
-            "moe_layer_end_index": 27,
-            "moe_layer_interval": 1,
-            "intermediate_size": 12288,
-            "moe_intermediate_size": 1536,
-        },
-        tuple(range(1, 28)),
-        28,
-        64,
-        6,
-    ),
-    "MiniMax-M2": (
-        {
-            "num_hidden_layers": 62,
-            "num_local_experts": 256,
-            "num_experts_per_tok": 8,
-            "intermediate_size": 1536,
-        },
-        tuple(range(62)),
-        62,
-        256,
-        8,
-    ),
-    "gpt-oss-20b": (
-        {
-            "num_hidden_layers": 24,
-            "num_local_experts": 32,
-            "num_experts_per_tok": 4,
-            "experts_per_token": 4,
-            "intermediate_size": 2880,
-        },
-        tuple(range(24)),
-        24,
-        32,
-        4,
-    ),
-    "Mixtral-8x7B": (
-        {
-            "num_hidden_layers": 32,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "intermediate_size": 14336,
-        },
-        tuple(range(32)),
-        32,
-        8,
-        2,
-    ),
-    "Step-3": (
-        {
-            "text_config": {
-                "num_hidden_layers": 6,
-                "moe_num_experts": 48,
-                "moe_top_k": 3,
-                "moe_layers_enum": "4, 5",
-                "intermediate_size": 18432,
-                "moe_intermediate_size": 5120,
-            }
-        },
-        (4, 5),
-        6,
-        48,
-        3,
-    ),
-    "MiMo-V2-Flash": (
-        {
-            "num_hidden_layers": 4,
-            "n_routed_experts": 256,
-            "num_experts_per_tok": 8,
-            "moe_layer_freq": [0, 1, 1, 1],
-            "intermediate_size": 16384,
-            "moe_intermediate_size": 2048,
-        },
-        (1, 2, 3),
-        4,
-        256,
-        8,
-    ),
-    "Hunyuan-A13B": (
-        {
-            "num_hidden_layers": 32,
-            "num_experts": 64,
-            "moe_topk": [8] * 32,
-            "intermediate_size": 3072,
-            "moe_intermediate_size": [3072] * 32,
-        },
-        tuple(range(32)),
-        32,
-        64,
-        8,
-    ),
-    "Nemotron-3-Nano": (
-        {
-            "num_hidden_layers": 52,
-            "hybrid_override_pattern": NEMOTRON_PATTERN,
-            "n_routed_experts": 128,
-            "num_experts_per_tok": 6,
-            "intermediate_size": 1856,
-            "moe_intermediate_size": 1856,
-        },
-        tuple(layer for layer, kind in enumerate(NEMOTRON_PATTERN) if kind == "E"),
-        52,
-        128,
-        6,
-    ),
-    "Jamba-1.5": (
-        {
-            "num_hidden_layers": 32,
-            "num_experts": 16,
-            "num_experts_per_tok": 2,
-            "expert_layer_period": 2,
-            "expert_layer_offset": 1,
-            "attn_layer_period": 8,
-            "attn_layer_offset": 4,
-            "intermediate_size": 14336,
-        },
-        tuple(range(1, 32, 2)),
-        32,
-        16,
-        2,
-    ),
-    "Granite-4-H": (
-        {
-            "num_hidden_layers": 3,
-            "num_local_experts": 64,
-            "num_experts_per_tok": 6,
-            "layers_block_type": ["mamba", "mamba", "attention"],
-            "intermediate_size": 512,
-        },
-        (0, 1, 2),
-        3,
-        64,
-        6,
-    ),
-    "a Megatron config": (
-        {"num_layers": 4, "num_moe_experts": 8, "moe_router_topk": 2, "moe_layer_freq": [0, 1, 1, 1]},
-        (1, 2, 3),
-        4,
-        8,
-        2,
-    ),
+    "ERNIE-4.5-21B-A3B": ({"num_hidden_layers": 28, "moe_num_experts": 64, "moe_k": 6,
+        "moe_layer_start_index": 1, "moe_layer_end_index": 27, "moe_layer_interval": 1,
+        "intermediate_size": 12288, "moe_intermediate_size": 1536}, tuple(range(1, 28)), 28, 64, 6),
+    "MiniMax-M2": ({"num_hidden_layers": 62, "num_local_experts": 256, "num_experts_per_tok": 8,
+        "intermediate_size": 1536}, tuple(range(62)), 62, 256, 8),
+    "gpt-oss-20b": ({"num_hidden_layers": 24, "num_local_experts": 32, "num_experts_per_tok": 4,
+        "experts_per_token": 4, "intermediate_size": 2880}, tuple(range(24)), 24, 32, 4),
+    "Mixtral-8x7B": ({"num_hidden_layers": 32, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "intermediate_size": 14336}, tuple(range(32)), 32, 8, 2),
+    "Step-3": ({"text_config": {"num_hidden_layers": 6, "moe_num_experts": 48, "moe_top_k": 3,
+        "moe_layers_enum": "4, 5", "intermediate_size": 18432, "moe_intermediate_size": 5120}}, (4, 5), 6,
+        48, 3),
+    "MiMo-V2-Flash": ({"num_hidden_layers": 4, "n_routed_experts": 256, "num_experts_per_tok": 8,
+        "moe_layer_freq": [0, 1, 1, 1], "intermediate_size": 16384, "moe_intermediate_size": 2048},
+        (1, 2, 3), 4, 256, 8),
+    "Hunyuan-A13B": ({"num_hidden_layers": 32, "num_experts": 64, "moe_topk": [8] * 32,
+        "intermediate_size": 3072, "moe_intermediate_size": [3072] * 32}, tuple(range(32)), 32, 64, 8),
+    "Nemotron-3-Nano": ({"num_hidden_layers": 52, "hybrid_override_pattern": NEMOTRON_PATTERN,
+        "n_routed_experts": 128, "num_experts_per_tok": 6, "intermediate_size": 1856,
+        "moe_intermediate_size": 1856},
+        tuple(layer for layer, kind in enumerate(NEMOTRON_PATTERN) if kind == "E"), 52, 128, 6),
+    "Jamba-1.5": ({"num_hidden_layers": 32, "num_experts": 16, "num_experts_per_tok": 2,
+        "expert_layer_period": 2, "expert_layer_offset": 1, "attn_layer_period": 8, "attn_layer_offset": 4,
+        "intermediate_size": 14336}, tuple(range(1, 32, 2)), 32, 16, 2),
+    "Granite-4-H": ({"num_hidden_layers": 3, "num_local_experts": 64, "num_experts_per_tok": 6,
+        "layers_block_type": ["mamba", "mamba", "attention"], "intermediate_size": 512}, (0, 1, 2), 3, 64, 6),
+    "a Megatron config": ({"num_layers": 4, "num_moe_experts": 8, "moe_router_topk": 2,
+        "moe_layer_freq": [0, 1, 1, 1]}, (1, 2, 3), 4, 8, 2),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("name", HUB)
@@ -428,6 +229,7 @@ def test_of_leaves_a_routed_model_as_it_is() -> None:
 # A config that can't be read ends in an error, never in a wrong answer
 
 
+# fmt: off
 UNREADABLE: dict[str, tuple[Any, str]] = {
     "nothing": ({}, "number of decoder layers"),
     "None": (None, "number of decoder layers"),
@@ -447,34 +249,26 @@ UNREADABLE: dict[str, tuple[Any, str]] = {
     "a switch that is off": (QWEN3_30B | {"enable_moe_block": False}, "can't be the MoE layers"),
     "Doge without experts": (QWEN3_30B | {"is_moe": False}, "can't be the MoE layers"),
     "zero experts (LongCat)": (DEEPSEEK_V3 | {"zero_expert_num": 256}, "zero experts"),
-    "dense layers, but which?": (
-        {key: value for key, value in DEEPSEEK_V3.items() if key != "first_k_dense_replace"},
-        "doesn't say which",
-    ),
-    "too short a list": (
-        QWEN3_30B | {"mlp_layer_types": ["sparse"] * 47},
-        "unknown way which layers have experts: mlp_layer_types",
-    ),
-    "an unknown kind of layer": (
-        QWEN3_30B | {"mlp_layer_types": ["sparser"] * 48},
-        "unknown way which layers have experts: mlp_layer_types",
-    ),
+    "dense layers, but which?": ({key: value for key, value in DEEPSEEK_V3.items()
+        if key != "first_k_dense_replace"}, "doesn't say which"),
+    "too short a list": (QWEN3_30B | {"mlp_layer_types": ["sparse"] * 47},
+        "unknown way which layers have experts: mlp_layer_types"),
+    "an unknown kind of layer": (QWEN3_30B | {"mlp_layer_types": ["sparser"] * 48},
+        "unknown way which layers have experts: mlp_layer_types"),
     "kinds that are no list": (QWEN3_30B | {"mlp_layer_types": 3}, "mlp_layer_types"),
     "kinds that can't be compared": (QWEN3_30B | {"mlp_layer_types": [["sparse"]] * 48}, "mlp_layer_types"),
     "blocks that are no list": (QWEN3_30B | {"layers_block_type": 3}, "layers_block_type"),
     "a frequency too short": (QWEN3_30B | {"moe_layer_freq": [1] * 47}, "moe_layer_freq"),
-    "a frequency to be evaluated (Megatron's)": (
-        QWEN3_30B | {"moe_layer_freq": "([0]*1+[1]*47)"},
-        "moe_layer_freq",
-    ),
-    "two starts (ERNIE-4.5-VL)": (
-        QWEN3_30B | {"moe_layer_start_index": [1, 1], "moe_layer_end_index": [29, 28]},
-        "unknown way which layers have experts: moe_layer_",
-    ),
+    "a frequency to be evaluated (Megatron's)": (QWEN3_30B | {"moe_layer_freq": "([0]*1+[1]*47)"},
+        "moe_layer_freq"),
+    "two starts (ERNIE-4.5-VL)": (QWEN3_30B
+        | {"moe_layer_start_index": [1, 1], "moe_layer_end_index": [29, 28]},
+        "unknown way which layers have experts: moe_layer_"),
     "a list of layers in words": (QWEN3_30B | {"moe_layers_enum": "one,two"}, "moe_layers_enum"),
     "layers that are a number": (QWEN3_30B | {"moe_layers": 3}, "moe_layers"),
     "layers without that are a number": (QWEN3_30B | {"mlp_only_layers": 3}, "mlp_only_layers"),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("case", UNREADABLE)

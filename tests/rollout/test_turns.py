@@ -54,59 +54,87 @@ def check(rollout: Rollout, tokens: list[int], versions: list[int | None]) -> No
         assert np.array_equal(routes.ids[place].numpy(), wanted), place
 
 
-def test_one_turn_has_no_row_for_the_last_token() -> None:
+def aborted(prompt: list[int], sampled: list[int], version: int = 1) -> Turn:
+    return turn(prompt, sampled, version, aborted=True)
+
+
+# turns, tokens that nobody sampled, and ("latest", turn); then all tokens, and the weights of each row
+STORIES: dict[str, tuple[list[Any], list[int], list[int | None]]] = {
+    "one turn has no row for the last token": ([turn([5, 6], [7, 8])], [5, 6, 7, 8], [1, 1, 1, None]),
+    "a tool's tokens have none either": (
+        [turn([5, 6], [7, 8]), [20, 21]],
+        [5, 6, 7, 8, 20, 21],
+        [1, 1, 1, None, None, None],
+    ),
+    "the next turn fills both (NeMo-RL#3485)": (
+        [turn([5, 6], [7, 8]), [20, 21], turn([5, 6, 7, 8, 20, 21], [9])],
+        [5, 6, 7, 8, 20, 21, 9],
+        [1] * 6 + [None],
+    ),
+    "a tool's tokens come with the next prompt": (
+        [turn([5, 6], [7, 8]), turn([5, 6, 7, 8, 20, 21], [9])],
+        [5, 6, 7, 8, 20, 21, 9],
+        [1] * 6 + [None],
+    ),
+    "T13 a resume after an abort doubles nothing": (
+        [aborted([5, 6], [7, 8, 9]), turn([5, 6, 7, 8, 9], [10, 11])],
+        [5, 6, 7, 8, 9, 10, 11],
+        [1] * 6 + [None],
+    ),
+    "T14 a resume prefills all with new weights; what the old sampled from is theirs": (
+        [aborted([5, 6], [7, 8]), turn([5, 6, 7, 8], [9, 10], version=2)],
+        [5, 6, 7, 8, 9, 10],
+        [1, 1, 1, 2, 2, None],
+    ),
+    "T14 the caller's word takes the rows of the new weights": (
+        [aborted([5, 6], [7, 8]), ("latest", turn([5, 6, 7, 8], [9, 10], version=2))],
+        [5, 6, 7, 8, 9, 10],
+        [2] * 5 + [None],
+    ),
+    "T28 nobody knows how 7 and 8 were sampled, and a later prefill doesn't tell": (
+        [Turn(prompt=[5, 6], sampled=[7, 8], aborted=True), turn([5, 6, 7, 8], [9, 10], version=2)],
+        [5, 6, 7, 8, 9, 10],
+        [2, None, None, 2, 2, None],
+    ),
+    "T29 a retracted request is taken by the rows it was sampled from": (
+        [aborted([5, 6], [7, 8, 9]), turn([5, 6, 7, 8, 9], [10], version=2)],
+        [5, 6, 7, 8, 9, 10],
+        [1, 1, 1, 1, 2, None],
+    ),
+    "an engine leaves out what earlier turns have (routed_experts_prompt_start)": (
+        [
+            turn([5, 6], [7, 8]),
+            replace(
+                turn([5, 6, 7, 8, 20], [9]), routes=routes_of([5, 6, 7, 8, 20, 9]).take([-1, -1, -1, 3, 4, 5])
+            ),
+        ],
+        [5, 6, 7, 8, 20, 9],
+        [1, 1, 1, 1, 1, None],
+    ),
+}
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_each_row_is_of_the_time_that_its_token_was_sampled_from(story: str) -> None:
+    steps, tokens, versions = STORIES[story]
     rollout = Rollout(MODEL)
-    rollout.extend(turn([5, 6], [7, 8]))
-    check(rollout, [5, 6, 7, 8], [1, 1, 1, None])
+    for step in steps:
+        if isinstance(step, list):
+            rollout.append(step)
+        elif isinstance(step, Turn):
+            rollout.extend(step)
+        else:
+            rollout.extend(step[1], keep=step[0])
+    check(rollout, tokens, versions)
     assert rollout.prompt_length == 2
-    assert rollout.routes.weight_version == 1
+    known = set(versions) - {None}
+    assert rollout.routes.weight_version == (known.pop() if len(known) == 1 else None)
 
 
 def test_repr_says_what_a_rollout_holds() -> None:
     rollout = Rollout(MODEL, name="sample 3")
     rollout.extend(turn([5, 6], [7, 8]))
     assert repr(rollout) == "Rollout('sample 3', 1 turns, 4 tokens, 3 rows with a route)"
-
-
-def test_the_next_turn_fills_the_last_row_and_the_tools_rows() -> None:
-    """The dummy last row of a turn must not stay (NeMo-RL#3485)."""
-    rollout = Rollout(MODEL)
-    rollout.extend(turn([5, 6], [7, 8]))
-    rollout.append([20, 21])
-    check(rollout, [5, 6, 7, 8, 20, 21], [1, 1, 1, None, None, None])
-    rollout.extend(turn([5, 6, 7, 8, 20, 21], [9]))
-    check(rollout, [5, 6, 7, 8, 20, 21, 9], [1] * 6 + [None])
-
-
-def test_a_tools_tokens_may_come_with_the_next_prompt() -> None:
-    rollout = Rollout(MODEL)
-    rollout.extend(turn([5, 6], [7, 8]))
-    rollout.extend(turn([5, 6, 7, 8, 20, 21], [9]))
-    check(rollout, [5, 6, 7, 8, 20, 21, 9], [1] * 6 + [None])
-
-
-def test_a_resume_after_an_abort_doubles_nothing_t13() -> None:
-    rollout = Rollout(MODEL)
-    rollout.extend(turn([5, 6], [7, 8, 9], aborted=True))
-    rollout.extend(turn([5, 6, 7, 8, 9], [10, 11]))
-    check(rollout, [5, 6, 7, 8, 9, 10, 11], [1] * 6 + [None])
-    assert rollout.prompt_length == 2
-
-
-def test_rows_of_the_old_weights_stay_t14() -> None:
-    """A resume prefills everything with new weights; what the old ones sampled from is theirs."""
-    rollout = Rollout(MODEL)
-    rollout.extend(turn([5, 6], [7, 8], version=1, aborted=True))
-    rollout.extend(turn([5, 6, 7, 8], [9, 10], version=2))
-    check(rollout, [5, 6, 7, 8, 9, 10], [1, 1, 1, 2, 2, None])
-    assert rollout.routes.weight_version is None
-
-
-def test_the_callers_word_takes_the_rows_of_the_new_weights_t14() -> None:
-    rollout = Rollout(MODEL)
-    rollout.extend(turn([5, 6], [7, 8], version=1, aborted=True))
-    rollout.extend(turn([5, 6, 7, 8], [9, 10], version=2), keep="latest")
-    check(rollout, [5, 6, 7, 8, 9, 10], [2] * 5 + [None])
 
 
 def test_weights_that_changed_within_a_turn() -> None:
@@ -120,39 +148,12 @@ def test_weights_that_changed_within_a_turn() -> None:
         Rollout(MODEL).extend(replace(whole, weight_versions=["a"]))
 
 
-def test_an_aborted_turn_without_routes_stays_without_t28() -> None:
-    """Nobody knows how the tokens 7 and 8 were sampled, and a later prefill doesn't tell."""
-    rollout = Rollout(MODEL)
-    rollout.extend(Turn(prompt=[5, 6], sampled=[7, 8], aborted=True))
-    rollout.extend(turn([5, 6, 7, 8], [9, 10], version=2))
-    check(rollout, [5, 6, 7, 8, 9, 10], [2, None, None, 2, 2, None])
-
-
-def test_a_retracted_request_is_taken_by_the_rows_it_was_sampled_from_t29() -> None:
-    """An engine that runs a request again after an update of the weights has the new ones' rows for old
-    tokens; the rows of the turn before are kept."""
-    rollout = Rollout(MODEL)
-    rollout.extend(turn([5, 6], [7, 8, 9], version=1, aborted=True))
-    rollout.extend(turn([5, 6, 7, 8, 9], [10], version=2))
-    assert rollout.weight_versions == [1, 1, 1, 1, 2, None]
-
-
 def test_routes_of_new_tokens_alone_are_refused_t30() -> None:
     """A multi-turn prefix that was left out would shift all rows."""
     rollout = Rollout(MODEL)
     rollout.extend(turn([5, 6], [7, 8]))
     with pytest.raises(ReplayError, match=r"turn 2: the routes have another number of tokens"):
         rollout.extend(Turn(prompt=[5, 6, 7, 8, 20], sampled=[9], routes=routes_of([20, 9])))
-
-
-def test_deltas_fill_the_rows_that_are_open() -> None:
-    """routed_experts_prompt_start: the engine leaves out what earlier turns have."""
-    rollout = Rollout(MODEL)
-    rollout.extend(turn([5, 6], [7, 8]))
-    whole = [5, 6, 7, 8, 20, 9]
-    delta = routes_of(whole).take([-1, -1, -1, 3, 4, 5])
-    rollout.extend(Turn(prompt=whole[:-1], sampled=[9], routes=delta))
-    check(rollout, whole, [1, 1, 1, 1, 1, None])
 
 
 @pytest.mark.parametrize(

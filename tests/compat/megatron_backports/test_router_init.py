@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -326,26 +327,16 @@ def test_a_router_that_reaches_no_top_k_is_no_silent_no_op(
     ours.clear_global_router_replay_action()
 
 
-def test_a_block_refuses_a_router_that_is_replaying(ours: Any) -> None:
-    trainer = build_replayed({})
-    ours.set_global_router_replay_action(api()[1].REPLAY_FORWARD)
-    with (
-        pytest.raises(RouterError, match="RouterReplay is replaying on this router"),
-        npu_replay.record(trainer.model),
-    ):
-        pass
-    ours.clear_global_router_replay_action()
-
-
-def test_a_replay_that_is_begun_inside_a_block_is_named(ours: Any) -> None:
-    trainer = build_replayed({})
+def test_a_block_refuses_a_router_that_is_replaying_and_names_a_replay_begun_inside_it(ours: Any) -> None:
+    trainer, forward = build_replayed({}), api()[1].REPLAY_FORWARD
     ours.set_replay_data([torch.tensor([[6, 1]]).expand(BATCH * LENGTH, 2)] * 4)
-    with (
-        pytest.raises(NoEffect, match=r"RouterReplay was given .*REPLAY_FORWARD inside the block: two ways"),
-        npu_replay.record(trainer.model),
-    ):
-        ours.set_global_router_replay_action(api()[1].REPLAY_FORWARD)
+    begun = rf"RouterReplay was given .*{forward.name} inside the block: two ways"
+    with pytest.raises(NoEffect, match=begun), npu_replay.record(trainer.model):
+        ours.set_global_router_replay_action(forward)
         trainer.loss(trainer.batches[0])
+    already = "RouterReplay is replaying on this router"
+    with pytest.raises(RouterError, match=already), npu_replay.record(trainer.model):
+        pass
     ours.clear_global_router_replay_action()
     ours.clear_global_indices()
 
@@ -402,9 +393,8 @@ def test_a_router_is_replayed_however_it_was_made(way: str, monkeypatch: pytest.
         for module in modules:
             module.routing = types.MethodType(by_its_class, module)
     if way == "built before":
-        for group in (router_init._patches, router_methods._patches):
-            group.undo()
-        router_init.install()
+        with uninstalled():
+            pass
         # Other models of this process may be alive, and have theirs again too.
         api()[0].global_router_replay_instances[:] = [module.router_replay for module in modules]
     _, recorded = upstream_loop.record(trainer)
@@ -515,37 +505,35 @@ def test_a_router_that_can_not_be_equipped_is_built_and_blocks_are_refused(
         npu_replay.record(model).__enter__()
 
 
-def test_after_uninstall_a_live_router_is_as_megatron_made_it(ours: Any) -> None:
-    """And after install() it is replayed again."""
-    trainer = build_replayed({})
-    module = routers(trainer.model)[0].module
-    assert {"forward", "routing", "router_replay"} <= vars(module).keys()
-    for group in (router_init._patches, router_methods._patches):
-        group.undo()
+@contextlib.contextmanager
+def uninstalled() -> Iterator[list[Any]]:
+    """Without what is done to routers; what was left alone then."""
+    left = [one for group in (router_init._patches, router_methods._patches) for one in group.undo()]
     try:
-        assert not {"forward", "routing", "set_layer_number", "router_replay"} & vars(module).keys()
-        assert not ours.global_router_replay_instances
+        yield left
     finally:
         router_init.install()
+
+
+OURS = {"forward", "routing", "set_layer_number", "router_replay"}
+
+
+def test_after_uninstall_a_live_router_is_as_megatron_made_it(ours: Any) -> None:
+    """Its copy, too; and after install() it is replayed again."""
+    trainer = build_replayed({})
+    modules = [routers(trainer.model)[0].module]
+    assert {"forward", "routing", "router_replay"} <= vars(modules[0]).keys()
+    if not any(isinstance(one, torch.distributed.ProcessGroup) for one in vars(modules[0]).values()):
+        modules.append(copy.deepcopy(modules[0]))  # process groups can't be copied
+        assert "router_replay" in vars(modules[1])
+    with uninstalled():
+        assert not any(OURS & vars(module).keys() for module in modules)
+        assert not ours.global_router_replay_instances
     mine = [router.module.router_replay for router in routers(trainer.model)]
     assert all(any(one is other for other in ours.global_router_replay_instances) for one in mine)
     ours.global_router_replay_instances[:] = mine
     _, recorded = upstream_loop.record(trainer)
     assert all(ids is not None for layers in recorded for ids in layers)
-
-
-def test_after_uninstall_a_copied_router_is_as_megatron_made_it(ours: Any) -> None:
-    module = routers(build_replayed({}).model)[0].module
-    if any(isinstance(one, torch.distributed.ProcessGroup) for one in vars(module).values()):
-        pytest.skip("this Megatron-core's routers hold process groups, which can't be copied")
-    twin = copy.deepcopy(module)
-    assert "router_replay" in vars(twin)
-    for group in (router_init._patches, router_methods._patches):
-        group.undo()
-    try:
-        assert not {"forward", "routing", "set_layer_number", "router_replay"} & vars(twin).keys()
-    finally:
-        router_init.install()
 
 
 @pytest.mark.parametrize("flag", [FLAG, {}], ids=["replayed", "not replayed"])
@@ -556,12 +544,8 @@ def test_a_wrapper_around_a_lent_method_survives_uninstall(ours: Any, flag: dict
     modules = [router.module for router in routers(trainer.model)]
     for module in modules:
         module.forward = functools.partial(module.forward)
-    router_init._patches.undo()
-    left = router_methods._patches.undo()
-    try:
+    with uninstalled() as left:
         assert ["forward" in patch.where for patch in left] == [True]
         assert same(trainer.run("each"), untouched)
-    finally:
         for module in modules:
             del module.forward
-        router_init.install()

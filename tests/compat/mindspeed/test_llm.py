@@ -154,6 +154,18 @@ class Tower(nn.Module):
         return [loss.item()], [None if p.grad is None else p.grad.clone() for p in self.parameters()]
 
 
+def check_tower(tower: Tower) -> list[RoutedExperts]:
+    """Record is bit-equal to untouched, and random routes are what the routers show."""
+    untouched = tower.run(HIDDEN)
+    with npu_replay.record(tower) as recording:
+        assert same(tower.run(HIDDEN), untouched)
+    routes = random_routes(recording.routes)
+    with npu_replay.observe(tower) as shown, npu_replay.replay(tower, routes):
+        tower.run(HIDDEN)
+    assert npu_replay.compare(shown.shown, routes).differing == 0
+    return recording.routes
+
+
 HIDDEN = torch.randn(12, 2, 32, generator=torch.Generator().manual_seed(2)).to(DEVICE)
 TOKENS = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(4)).to(DEVICE)
 
@@ -414,15 +426,9 @@ def test_experts_without_weights_are_experts_like_the_others(
     tower = Tower(configured(case, monkeypatch, source)).to(DEVICE)
     if tower.routers[0].weight.shape[0] == 8:
         pytest.skip("this MindSpeed-LLM has no zero experts")
-    untouched = tower.run(HIDDEN)
-    with npu_replay.record(tower) as recording:
-        assert same(tower.run(HIDDEN), untouched)
-    assert recording.routes[0].num_experts == 12
-    assert int(recording.routes[0].ids.max()) > 7
-    routes = random_routes(recording.routes)
-    with npu_replay.observe(tower) as shown, npu_replay.replay(tower, routes):
-        tower.run(HIDDEN)
-    assert npu_replay.compare(shown.shown, routes).differing == 0
+    routes = check_tower(tower)
+    assert routes[0].num_experts == 12
+    assert int(routes[0].ids.max()) > 7
 
 
 def test_a_router_that_returns_its_logits_too_is_replayed(
@@ -433,13 +439,7 @@ def test_a_router_that_returns_its_logits_too_is_replayed(
         pytest.skip("this MindSpeed-LLM has no global aux loss")
     tower = Tower(configured(Case("aux_loss", {"use_global_aux_loss": True}), monkeypatch, source)).to(DEVICE)
     assert len(tower.routers[0](HIDDEN)) == 3
-    untouched = tower.run(HIDDEN)
-    with npu_replay.record(tower) as recording:
-        assert same(tower.run(HIDDEN), untouched)
-    routes = random_routes(recording.routes)
-    with npu_replay.observe(tower) as shown, npu_replay.replay(tower, routes):
-        tower.run(HIDDEN)
-    assert npu_replay.compare(shown.shown, routes).differing == 0
+    check_tower(tower)
 
 
 def built_by_mindspeed_llm(config: Any) -> list[int]:
