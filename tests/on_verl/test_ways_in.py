@@ -93,7 +93,8 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     def of(name: str) -> Found:
         if name not in answers:
             raylet, runtime_env = RAYS[WAYS[name].ray]
-            names = [one for one in WAYS if one in {name, *selected} and WAYS[one].ray == WAYS[name].ray]
+            wanted = {name, *selected} & {one for one in WAYS if HERE_ARE.get(one, True)}
+            names = [one for one in WAYS if one in wanted and WAYS[one].ray == WAYS[name].ray]
             tasks = [WAYS[one].task for one in names]
             model = tiny_model(tmp_path_factory.mktemp("model"))
             (driver,) = jobs.start(
