@@ -24,6 +24,7 @@ import verl
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torch import nn
+from torch.nn.functional import pad
 from verl import DataProto
 from verl.utils import tensordict_utils as tu
 
@@ -292,10 +293,8 @@ def optimizer_config() -> Any:
         weight_decay=0.0,
         total_training_steps=10,
         lr_warmup_steps=0,
-        override_optimizer_config={
-            "bf16": False,
-            "params_dtype": torch.float32,
-        },  # 0.7 and 0.8 know bf16 alone
+        # 0.7 and 0.8 know bf16 alone.
+        override_optimizer_config={"bf16": False, "params_dtype": torch.float32},
     )
 
 
@@ -513,30 +512,23 @@ def batch(split: Split, routes: Sequence[torch.Tensor] | None = None) -> DataPro
         routes: of each of this rank's samples, [tokens, layers, topk].
     """
     numbers = mine(split)
-    rows, width = len(numbers), PROMPT + RESPONSE
+    given = [samples()[number] for number in numbers]
+    prompts = torch.stack([pad(prompt, (PROMPT - len(prompt), 0)) for prompt, _ in given])
+    responses = torch.stack([pad(response, (0, RESPONSE - len(response))) for _, response in given])
+    tokens = torch.cat([prompts, responses], dim=1)
+    attention, answered = (tokens > 0).long(), (responses > 0).long()  # no token is 0
     tensors = {
-        "input_ids": torch.zeros(rows, width, dtype=torch.int64),
-        "attention_mask": torch.zeros(rows, width, dtype=torch.int64),
-        "prompts": torch.zeros(rows, PROMPT, dtype=torch.int64),
-        "responses": torch.zeros(rows, RESPONSE, dtype=torch.int64),
-        "response_mask": torch.zeros(rows, RESPONSE, dtype=torch.int64),
-        "advantages": torch.zeros(rows, RESPONSE),
+        "input_ids": tokens,
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+        "prompts": prompts,
+        "responses": responses,
+        "response_mask": answered,
+        "advantages": answered * (1.0 - 0.5 * (torch.tensor(numbers)[:, None] % 4)),
     }
     if routes is not None:
-        shape = rows, width, *routes[0].shape[1:]
-        tensors["routed_experts"] = torch.zeros(*shape, dtype=routes[0].dtype)
-    for row, number in enumerate(numbers):
-        prompt, response = samples()[number]
-        first, last = PROMPT - len(prompt), PROMPT + len(response)
-        tensors["input_ids"][row, first:last] = torch.cat([prompt, response])
-        tensors["attention_mask"][row, first:last] = 1
-        tensors["prompts"][row, first:] = prompt
-        tensors["responses"][row, : len(response)] = response
-        tensors["response_mask"][row, : len(response)] = 1
-        tensors["advantages"][row, : len(response)] = 1.0 - 0.5 * (number % 4)
-        if routes is not None:
-            tensors["routed_experts"][row, first:last] = routes[row]
-    tensors["position_ids"] = (tensors["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        around = [(0, 0, 0, 0, PROMPT - len(prompt), RESPONSE - len(answer)) for prompt, answer in given]
+        tensors["routed_experts"] = torch.stack([pad(*each) for each in zip(routes, around, strict=True)])
     return DataProto.from_single_dict(tensors, meta_info={"temperature": 1.0})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import sys
 from collections.abc import Iterator
@@ -313,23 +312,3 @@ def test_a_shim_that_failed_stops_the_worker_of_a_job_that_replays(
     verl_config._check_worker(workers.made(key="disabled"), workers.legacy)
     with pytest.raises(ReplayError, match="another shim failed: KeyError: 1"):
         verl_config._check_worker(workers.made(key="R2"), workers.legacy)
-
-
-@pytest.mark.megatron
-def test_a_checked_method_keeps_what_verl_registered_with_it(
-    workers: Workers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from verl.single_controller.base.decorator import MAGIC_ATTR
-
-    cls = workers.cls
-    own = dict(vars(cls))
-    before = {name: getattr(getattr(cls, name), MAGIC_ATTR, None) for name in dir(cls)}
-    signature = inspect.signature(cls.__init__)
-    monkeypatch.setattr(verl_config, "_patches", Patches("a test"))
-    verl_config.install()
-    changed = {patch.name for patch in verl_config._patches if patch.owner is cls}
-    assert {"__init__", "set_dispatch_collect"} <= changed
-    assert {name: getattr(getattr(cls, name), MAGIC_ATTR, None) for name in dir(cls)} == before
-    assert inspect.signature(cls.__init__) == signature
-    verl_config._patches.undo()
-    assert [name for name in changed if vars(cls).get(name) is not own.get(name)] == []

@@ -7,7 +7,6 @@ import functools
 import gc
 import importlib
 import pickle
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -359,9 +358,3 @@ def test_after_uninstall_a_router_has_megatrons_again_and_after_install_verls(ve
     finally:
         npu_replay.install()
     assert module.router_replay is own
-
-
-def test_importing_verl_warns_of_nothing() -> None:
-    with warnings.catch_warnings(record=True) as said:
-        Verl()
-    assert not [one for one in said if "router replay" in str(one.message)]
