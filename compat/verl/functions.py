@@ -266,8 +266,6 @@ def set_router_replay_data(
         good, problems = batch.routes(mask=replay_mask, zeros_are_none=zeros_are_none)
         problems |= getattr(layers_topk_idx, _BAD, {})
         samples = len(good | problems)
-        usable = [None if number in problems else good[number] for number in range(samples)]
-        problems = layout.bad_routes(usable, layers=labels) | problems
         # Of a sample that verl has rejected, or without a response, no row is to be replayed.
         wanted = [True] * samples if replay_mask is None else [one.any() for one in replay_mask.unbind()]
         bad = {number: error for number, error in problems.items() if wanted[number]}

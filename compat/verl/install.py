@@ -12,9 +12,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -35,7 +34,6 @@ _USERS = (UTILS, ENGINE, MINDSPEED, ACTOR, WORKERS)
 """Modules that bind names of PATCH and UTILS with `from ... import`."""
 
 _WHAT = "router replay of verl"
-_WARNING = "NPU not support router replay"
 
 _NEEDED = {
     PATCH: ("RouterReplay", "RouterReplayAction", "apply_router_replay_patch"),
@@ -81,7 +79,7 @@ def install() -> None:
         (MINDSPEED, lambda module: None),
     ):
         apply = functools.partial(_all_or_nothing, shim)
-        import_hook.when_imported(module, f"{_WHAT} ({module})", apply, during=_silenced)
+        import_hook.when_imported(module, f"{_WHAT} ({module})", apply)
     if any(_patches) and not _given_up:
         engine.restore_engines()
         if _handed_over:
@@ -308,18 +306,3 @@ def _unknown(where: str, expected: str, got: str) -> ReplayError:
         got=f"{got} in verl {getattr(verl, '__version__', '?')}",
         cause="a newer verl; update npu_replay, or turn it off with NPU_REPLAY_DISABLE=1",
     )
-
-
-@contextmanager
-def _silenced() -> Iterator[None]:
-    """verl warns at import that an NPU has no router replay, where names of Megatron-core 0.14 are missing.
-
-    Nothing of what is missing is called any more. Other filters that are made meanwhile stay.
-    """
-    warnings.filterwarnings("ignore", message=_WARNING)
-    ours = warnings.filters[0]
-    try:
-        yield
-    finally:
-        with suppress(ValueError):  # somebody has reset them
-            warnings.filters.remove(ours)  # type: ignore[attr-defined]  # a list, though typed as a Sequence
