@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -26,14 +26,12 @@ logger = logging.getLogger(__name__)
 Shim = Callable[[Any], None]
 """Changes a module that was just imported; leaves it as it was if it raises."""
 
-During = Callable[[], AbstractContextManager[None]]
 Preparation = Callable[[], object]
 
 STRICT = "NPU_REPLAY_STRICT"
 
 _preparing: dict[str, dict[str, Preparation]] = {}
 _waiting: dict[str, dict[str, Shim]] = {}
-_during: dict[str, dict[str, During]] = {}
 _failures: dict[str, str] = {}
 
 
@@ -47,12 +45,11 @@ def strict() -> bool:
     return os.environ.get(STRICT) != "0"
 
 
-def when_imported(module: str, name: str, shim: Shim, during: During = nullcontext) -> None:
+def when_imported(module: str, name: str, shim: Shim) -> None:
     """Call `shim(module)` when `module` is imported, or now if it is. `name` says in messages what it does.
 
     With NPU_REPLAY_DISABLE=1 nothing is done. A shim that raises is logged as an ERROR; the import goes on,
-    and the first block that the shim was meant for is refused (`refuse_failures`). `during` is entered while
-    the module's code runs, if that is still to come.
+    and the first block that the shim was meant for is refused (`refuse_failures`).
 
     >>> from npu_replay.compat.patching.import_hook import when_imported
     >>> when_imported("json", "an example", lambda module: print("told of", module.__name__))
@@ -64,7 +61,6 @@ def when_imported(module: str, name: str, shim: Shim, during: During = nullconte
     if _is_imported(module):
         _run(module)
     else:
-        _during.setdefault(module, {})[name] = during
         _look_out()
 
 
@@ -121,7 +117,7 @@ def refuse_failures() -> None:
 
 def forget() -> None:
     """Wait for no import any more, and forget what failed."""
-    for waiting in (_preparing, _waiting, _during, _failures):
+    for waiting in (_preparing, _waiting, _failures):
         waiting.clear()
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
@@ -214,9 +210,6 @@ class _Loader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = module.__loader__ = self._loader
         _prepare(self._module)
-        with ExitStack() as entered:
-            for during in _during.pop(self._module, {}).values():
-                entered.enter_context(during())
-            self._loader.exec_module(module)
+        self._loader.exec_module(module)
         if sys.modules.get(self._module) is module:
             _run(self._module)
