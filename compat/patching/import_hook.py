@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -26,13 +26,12 @@ logger = logging.getLogger(__name__)
 Shim = Callable[[Any], None]
 """Changes a module that was just imported; leaves it as it was if it raises."""
 
-During = Callable[[], AbstractContextManager[None]]
 Preparation = Callable[[], object]
 
 STRICT = "NPU_REPLAY_STRICT"
 
 _preparing: dict[str, dict[str, Preparation]] = {}
-_waiting: dict[str, dict[str, tuple[Shim, During]]] = {}
+_waiting: dict[str, dict[str, Shim]] = {}
 _failures: dict[str, str] = {}
 
 
@@ -46,12 +45,11 @@ def strict() -> bool:
     return os.environ.get(STRICT) != "0"
 
 
-def when_imported(module: str, name: str, shim: Shim, during: During = nullcontext) -> None:
+def when_imported(module: str, name: str, shim: Shim) -> None:
     """Call `shim(module)` when `module` is imported, or now if it is. `name` says in messages what it does.
 
     With NPU_REPLAY_DISABLE=1 nothing is done. A shim that raises is logged as an ERROR; the import goes on,
-    and the first block that the shim was meant for is refused (`refuse_failures`). `during` is entered while
-    the module's code runs, if that is still to come.
+    and the first block that the shim was meant for is refused (`refuse_failures`).
 
     >>> from npu_replay.compat.patching.import_hook import when_imported
     >>> when_imported("json", "an example", lambda module: print("told of", module.__name__))
@@ -59,7 +57,7 @@ def when_imported(module: str, name: str, shim: Shim, during: During = nullconte
     """
     if disabled():
         return
-    _waiting.setdefault(module, {})[name] = shim, during
+    _waiting.setdefault(module, {})[name] = shim
     if _is_imported(module):
         _run(module)
     else:
@@ -137,7 +135,7 @@ def _prepare(module: str) -> None:
 
 
 def _run(module: str) -> None:
-    for name, (shim, _) in _waiting.pop(module, {}).items():
+    for name, shim in _waiting.pop(module, {}).items():
         attempt(module, name, functools.partial(shim, sys.modules[module]))
 
 
@@ -212,9 +210,6 @@ class _Loader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = module.__loader__ = self._loader
         _prepare(self._module)
-        with ExitStack() as entered:
-            for _, during in _waiting.get(self._module, {}).values():
-                entered.enter_context(during())
-            self._loader.exec_module(module)
+        self._loader.exec_module(module)
         if sys.modules.get(self._module) is module:
             _run(self._module)

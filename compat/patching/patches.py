@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -95,6 +97,23 @@ class Patches:
                 f"{name} of {type(owner).__qualname__} is no plain attribute and can't be patched"
             )
         self.add(Patch(owner, name, why, original, value))
+
+    def wrap(self, owner: Any, name: str, around: Callable[..., Any], why: str) -> None:
+        """Replace a function by `around(original, *arguments)`, which keeps its name and signature; one that
+        is awaited stays so."""
+        original = getattr(owner, name)
+        if inspect.iscoroutinefunction(original):
+
+            @functools.wraps(original)
+            async def wrapper(*args: Any, **kwargs: Any) -> Any:
+                return await around(original, *args, **kwargs)
+        else:
+
+            @functools.wraps(original)
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                return around(original, *args, **kwargs)
+
+        self.set(owner, name, wrapper, why)
 
     def add(self, applied: Applied) -> None:
         """Remember what was changed already, not by `set`."""

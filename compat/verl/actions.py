@@ -141,12 +141,11 @@ class Switch:
 
     def _open_one(self, kind: Any, name: str, model: Any, config: Any, stage: int | None) -> tuple[Any, int]:
         sessions = [one for one in self._sessions if isinstance(one, kind)]
-        if model is not None:
-            wanted = model[0] if isinstance(model, list | tuple) else model
-            for session in sessions:
-                for number, chunk in enumerate(session._chunks):
-                    if any(one is wanted for one in unwrapped(chunk)):
-                        return session, number
+        wanted = model[0] if isinstance(model, list | tuple) else model
+        for session in sessions:
+            for number, chunk in enumerate(session._chunks):
+                if wanted is not None and any(one is wanted for one in unwrapped(chunk)):
+                    return session, number
         if len(sessions) > 1:
             sessions = [one for one in sessions if config_of(one._chunks) is config]
         if len(sessions) == 1:

@@ -28,10 +28,10 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -62,8 +62,6 @@ _FILL = "one sample without routes doesn't take those of its batch"
 _OF_WORKER = ("_run_agent_loop", "_agent_loop_postprocess", "_postprocess")
 _WIDEST = np.iinfo(np.int16).max
 
-Method: TypeAlias = "Callable[..., Coroutine[Any, Any, Any]]"
-
 
 def install() -> None:
     """Have verl's agent loops keep routes, now or when their modules are imported."""
@@ -83,15 +81,15 @@ def _wrap_worker(module: Any) -> None:
             got=", ".join(name for name in vars(module) if "Worker" in name) or "no worker",
         )
     for kind in workers:
-        _patches.set(kind, "_run_agent_loop", _watched_run(vars(kind)["_run_agent_loop"]), _KEEP)
-        _patches.set(kind, "_postprocess", _filling(vars(kind)["_postprocess"]), _FILL)
+        _patches.wrap(kind, "_run_agent_loop", _run_agent_loop, _KEEP)
+        _patches.wrap(kind, "_postprocess", _postprocess, _FILL)
 
 
 def _wrap_clients(module: Any) -> None:
     for name in CLIENTS[module.__name__]:
         kind = getattr(module, name, None)
         if kind is not None and "generate" in vars(kind):
-            _patches.set(kind, "generate", _watched_generate(vars(kind)["generate"]), _KEEP)
+            _patches.wrap(kind, "generate", _generate, _KEEP)
 
 
 # One sample: what its turns have shown
@@ -133,8 +131,8 @@ class Turns:
         """
         if not len(sampled):
             return
-        strict = self.job is not None and not self.job.dropped and import_hook.strict()
-        if routes is None and strict and not aborted:
+        job = self.job
+        if routes is None and job is not None and not job.dropped and not aborted and import_hook.strict():
             raise ReplayError(
                 "enable_rollout_routing_replay is on, but the rollout engine returned no routes",
                 where="rollout",
@@ -145,8 +143,8 @@ class Turns:
             )
         tokens = np.concatenate([prompt, sampled])
         ids = None if routes is None else _usable(_as_array(routes), len(prompt), len(tokens), aborted)
-        if ids is not None and self.job is not None and self.job.arrivals is not None and not checked:
-            ids = self.job.arrivals.admitted(ids, tokens, ended=not aborted)
+        if ids is not None and job is not None and job.arrivals is not None and not checked:
+            ids = job.arrivals.admitted(ids, tokens, ended=not aborted)
         rows = Rows.empty(len(tokens), (0, 0), np.uint8) if ids is None else self._rows_of(ids, len(tokens))
         rows.settled[max(len(prompt) - 1, 0) : -1] = True  # the last token has not run yet
         if self._ran:
@@ -272,92 +270,72 @@ _resumed: ContextVar[tuple[Any, Turns] | None] = ContextVar("npu_replay_resumed"
 # The wrappers
 
 
-def _watched_generate(original: Method) -> Method:
+async def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`generate`; one that calls its base class again after an abort is given the merged routes at its end.
 
     While it runs it sees no routes, so it can't merge them its own way.
     """
-
-    @functools.wraps(original)
-    async def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        prompt, outer = _ids(kwargs["prompt_ids"]), _resumed.get()
-        if outer is not None and outer[0] is self:
-            output = await original(self, *args, **kwargs)
-            if not hasattr(output, "token_ids"):
-                return output
-            outer[1].add(prompt, _ids(output.token_ids), output.routed_experts, aborted=_is_aborted(output))
-            return output.model_copy(update={"routed_experts": None})
-        sample = _sample.get()
-        job = None if sample is None else sample.job
-        if job is None or job.client is not self:
-            sample = job = None
-        else:
-            kwargs = job.with_budget(kwargs)
-        turns = Turns(job)
-        token = _resumed.set((self, turns))
-        try:
-            output = await original(self, *args, **kwargs)
-        finally:
-            _resumed.reset(token)
+    prompt, outer = _ids(kwargs["prompt_ids"]), _resumed.get()
+    if outer is not None and outer[0] is self:
+        output = await original(self, *args, **kwargs)
         if not hasattr(output, "token_ids"):
             return output
-        sampled, resumed = _ids(output.token_ids), bool(len(turns))
-        if resumed:
-            output.routed_experts, _ = turns.routes_of(np.concatenate([prompt, sampled]))
-        if sample is not None:
-            aborted = resumed or _is_aborted(output)
-            sample.add(prompt, sampled, output.routed_experts, aborted=aborted, checked=resumed)
+        outer[1].add(prompt, _ids(output.token_ids), output.routed_experts, aborted=_is_aborted(output))
+        return output.model_copy(update={"routed_experts": None})
+    sample = _sample.get()
+    job = None if sample is None else sample.job
+    if job is None or job.client is not self:
+        sample = job = None
+    else:
+        kwargs = job.with_budget(kwargs)
+    turns = Turns(job)
+    token = _resumed.set((self, turns))
+    try:
+        output = await original(self, *args, **kwargs)
+    finally:
+        _resumed.reset(token)
+    if not hasattr(output, "token_ids"):
         return output
-
-    return generate
-
-
-def _watched_run(original: Method) -> Method:
-    """`_run_agent_loop`, which runs an agent loop and hands its output to `_agent_loop_postprocess`."""
-
-    @functools.wraps(original)
-    async def run_agent_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        job = _Job.of(self)
-        if not job.wanted or not list(_patches):
-            return await original(self, *args, **kwargs)
-        if "_agent_loop_postprocess" not in vars(self):
-            # On the instance: a subclass has its own, and may be one that came with the job's main module.
-            _patches.set(self, "_agent_loop_postprocess", _corrected(self), _CORRECT)
-        token = _sample.set(Turns(job))
-        try:
-            return await original(self, *args, **kwargs)
-        finally:
-            _sample.reset(token)
-
-    return run_agent_loop
+    sampled, resumed = _ids(output.token_ids), bool(len(turns))
+    if resumed:
+        output.routed_experts, _ = turns.routes_of(np.concatenate([prompt, sampled]))
+    if sample is not None:
+        aborted = resumed or _is_aborted(output)
+        sample.add(prompt, sampled, output.routed_experts, aborted=aborted, checked=resumed)
+    return output
 
 
-def _corrected(worker: Any) -> Method:
-    original = worker._agent_loop_postprocess
+async def _run_agent_loop(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs an agent loop, and hands its output to `_agent_loop_postprocess`."""
+    job = _Job.of(self)
+    if not job.wanted or not list(_patches):
+        return await original(self, *args, **kwargs)
+    if "_agent_loop_postprocess" not in vars(self):
+        # On the instance: a subclass has its own, and may be one that came with the job's main module.
+        corrected = functools.partial(_agent_loop_postprocess, job)
+        _patches.wrap(self, "_agent_loop_postprocess", corrected, _CORRECT)
+    token = _sample.set(Turns(job))
+    try:
+        return await original(self, *args, **kwargs)
+    finally:
+        _sample.reset(token)
 
-    @functools.wraps(original)
-    async def agent_loop_postprocess(output: Any, *args: Any, **kwargs: Any) -> Any:
-        turns = _sample.get() or Turns()
-        for one in output if isinstance(output, list) else [output]:
-            one.routed_experts = _Job.of(worker).routes_of(one, turns)
-        return await original(output, *args, **kwargs)
 
-    return agent_loop_postprocess
+async def _agent_loop_postprocess(job: _Job, original: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+    turns = _sample.get() or Turns()
+    for one in output if isinstance(output, list) else [output]:
+        one.routed_experts = job.routes_of(one, turns)
+    return await original(output, *args, **kwargs)
 
 
-def _filling(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`_postprocess`, which joins the samples of a batch and takes the first for all."""
-
-    @functools.wraps(original)
-    def postprocess(self: Any, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        having = next((one.routed_experts for one in inputs if one.routed_experts is not None), None)
-        if having is not None:
-            for one in inputs:
-                if one.routed_experts is None:
-                    one.routed_experts = torch.zeros_like(having)
-        return original(self, inputs, *args, **kwargs)
-
-    return postprocess
+def _postprocess(original: Any, self: Any, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    """Joins the samples of a batch, and takes the first for all."""
+    having = next((one.routed_experts for one in inputs if one.routed_experts is not None), None)
+    if having is not None:
+        for one in inputs:
+            if one.routed_experts is None:
+                one.routed_experts = torch.zeros_like(having)
+    return original(self, inputs, *args, **kwargs)
 
 
 # Rows
@@ -365,15 +343,15 @@ def _filling(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _as_array(routes: Any) -> Array:
     rows = routes.detach().cpu().numpy() if isinstance(routes, torch.Tensor) else np.asarray(routes)
-    if not is_ids(rows):
-        raise ReplayError(
-            "the rollout engine's routes can't be read",
-            where="rollout",
-            expected="whole numbers, [tokens, layers, topk]",
-            got=f"{type(routes).__name__} of {rows.dtype}, {list(rows.shape)}",
-            cause="an engine of a release that this verl wasn't made for",
-        )
-    return rows
+    if is_ids(rows):
+        return rows
+    raise ReplayError(
+        "the rollout engine's routes can't be read",
+        where="rollout",
+        expected="whole numbers, [tokens, layers, topk]",
+        got=f"{type(routes).__name__} of {rows.dtype}, {list(rows.shape)}",
+        cause="an engine of a release that this verl wasn't made for",
+    )
 
 
 def _usable(rows: Array, prompt: int, tokens: int, aborted: bool) -> Array | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +231,7 @@ def _release_without_routes(
             "no routes",
             expected="vllm 0.14, 0.16 to 0.20, or 0.22 and later",
             got=f"vllm {product.version}",
-            cause="0.21 splits what verl takes for one array",
+            cause="0.21 splits what verl takes for one array",  # from_vllm reads it, so it is no fault there
         )
     return vllm.refusal(product.version, plugin)
 
@@ -317,15 +317,13 @@ def _rollouts() -> dict[str, bool]:
 
 def _guard_validation(module: Any) -> None:
     """verl's own check of the whole config, which the driver makes before any worker is there."""
-    validate = module.validate_config
 
-    @functools.wraps(validate)
-    def validate_config(config: Any, *args: Any, **kwargs: Any) -> Any:
+    def validate_config(original: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
         if list(_patches):
             check_actor(setting(config, _ROOT))
-        return validate(config, *args, **kwargs)
+        return original(config, *args, **kwargs)
 
-    _patches.set(module, "validate_config", validate_config, _WHY)
+    _patches.wrap(module, "validate_config", validate_config, _WHY)
 
 
 def _guard_workers(module: Any) -> None:
@@ -337,25 +335,19 @@ def _guard_workers(module: Any) -> None:
     if cls is None:
         raise AttributeError("no class ActorRolloutRefWorker")
     legacy = module.__name__ != ENGINE_WORKERS
-    _patches.set(cls, "__init__", _checked_method(cls.__init__, legacy, after=True), _WHY)
+
+    def made(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        _check_worker(self, legacy)
+
+    def called(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_worker(self, legacy)
+        return original(self, *args, **kwargs)
+
+    _patches.wrap(cls, "__init__", made, _WHY)
     for name in ("_build_model_optimizer", "set_dispatch_collect"):
         if hasattr(cls, name):
-            _patches.set(cls, name, _checked_method(getattr(cls, name), legacy, after=False), _WHY)
-
-
-def _checked_method(method: Callable[..., Any], legacy: bool, *, after: bool) -> Callable[..., Any]:
-    """A method of a worker that has its config checked, after it has run or before."""
-
-    @functools.wraps(method)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not after:
-            _check_worker(self, legacy)
-        result = method(self, *args, **kwargs)
-        if after:
-            _check_worker(self, legacy)
-        return result
-
-    return checked
+            _patches.wrap(cls, name, called, _WHY)
 
 
 def _check_worker(worker: Any, legacy: bool) -> None:

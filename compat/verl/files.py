@@ -19,7 +19,7 @@ import torch.distributed as dist
 from npu_replay.compat.verl import tensors
 from npu_replay.errors import ReplayError
 from npu_replay.routes.fingerprint import fingerprint
-from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
+from npu_replay.routes.routed_experts import narrow_dtype
 from npu_replay.routes.store import RouteStore, RouteWriter, key_of
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,8 @@ class Files:
         found = [self._store.of(tokens) for tokens in _samples(data)]
         if found:
             dtype = narrow_dtype(found[0].num_experts)
-            data[ROUTES] = tensors.to_verl(found, data[TOKENS], None, dtype).to(data[TOKENS].device)
+            batch = tensors.MicroBatch(data[TOKENS], None, None)
+            data[ROUTES] = batch.filled(found, dtype).to(data[TOKENS].device)
 
     def keep(self, data: Any, output: Any, config: Any, mode: str) -> None:
         """After a pass, on the rank with its output: write the routes of samples that weren't written yet.
@@ -80,13 +81,14 @@ class Files:
         if self._writer is None or routes is None:
             return
         zeros_are_none = mode == "R3" or int(config.moe_router_topk) > 1
-        found = tensors.sequences_of(routes, None, config, zeros_are_none=zeros_are_none)
-        for tokens, one in zip(_samples(data), found, strict=True):
-            mark = fingerprint(tokens)
+        batch = tensors.MicroBatch(routes, None, config)
+        good, problems = batch.routes(zeros_are_none=zeros_are_none)
+        for number, tokens in enumerate(_samples(data)):
+            mark, one = fingerprint(tokens), good.get(number)
             if mark in self._written:
                 continue
-            bad = one if isinstance(one, ReplayError) else tensors.wrong_length(len(one), len(tokens))
-            if bad is None and isinstance(one, RoutedExperts):
+            bad = problems[number] if one is None else tensors.wrong_length(len(one), len(tokens))
+            if bad is None and one is not None:
                 rows = torch.arange(len(tokens))
                 rows[len(one) :] = -1  # the rollout engine has none for the last token
                 self._written.add(mark)

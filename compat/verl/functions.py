@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -24,10 +23,9 @@ from npu_replay.errors import MicroBatchError, ReplayError
 from npu_replay.parallel.collect import collect
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.routers import find
+from npu_replay.routes.routed_experts import RoutedExperts
 
 logger = logging.getLogger(__name__)
-
-UTILS = "verl.utils.megatron.router_replay_utils"
 
 
 def _timed(function: Any) -> Any:
@@ -100,7 +98,8 @@ def merge_router_topk_indices(
     Shaped [batch, sequence, layers of the chunk, topk], or jagged. Every rank of the chunk's tensor and
     context parallel group has to call it. An error waits for the end of the schedule; rows are blank then.
     """
-    dtype, as_bytes = tensors.wire_dtype(tf_config, sys.modules[UTILS])
+    batch = tensors.MicroBatch(input_ids, attention_mask, tf_config, local_cp_size)
+    dtype, as_bytes = tensors.wire_dtype(tf_config)
     record, chunk = switch.recording(model, tf_config, vp_rank)
     labels = [router.label for router in record._routers[chunk]]
     whole = []
@@ -108,10 +107,7 @@ def merge_router_topk_indices(
         layout: Any = None
         routes: Any = None
         try:
-            layout = tensors.layout_of(
-                input_ids, attention_mask, tf_config, sys.modules[UTILS], local_cp_size
-            )
-            routes = record.take(chunk)
+            layout, routes = batch.layout(), record.take(chunk)
         except ReplayError as error:
             switch.defer(error)  # the others of the group hear of it in collect
         try:
@@ -119,9 +115,8 @@ def merge_router_topk_indices(
             whole = collect([routes], [layout], _row_groups(local_cp_size), patience=600.0) or []
         except ReplayError as error:
             switch.defer(error)
-            lengths = tensors.lengths_of(input_ids, attention_mask)
-            whole = [tensors.blank(size, labels, tf_config) for size in lengths]
-    merged = tensors.to_verl(whole, input_ids, attention_mask, dtype, topk=int(tf_config.moe_router_topk))
+            whole = [RoutedExperts.unrecorded(size, layers=labels, **batch.model) for size in batch.lengths]
+    merged = batch.filled(whole, dtype)
     mini_layer_topk_idx_list.append(tensors.viewed(merged, torch.uint8) if as_bytes else merged)
 
 
@@ -177,7 +172,7 @@ def pp_gather(local_layers_router_map: torch.Tensor, tf_config: Any) -> torch.Te
 
     Every rank of the pipeline has to call it, one without MoE layers too. An error on one is raised on all.
     """
-    dtype, as_bytes = tensors.wire_dtype(tf_config, sys.modules[UTILS])
+    dtype, as_bytes = tensors.wire_dtype(tf_config)
     if int(tf_config.pipeline_model_parallel_size) > 1:
         whole = _of_all_stages(local_layers_router_map, tf_config)
     else:
@@ -263,35 +258,28 @@ def set_router_replay_data(
                 "the rollout didn't hand its routes on (enable_rollout_routing_replay=False)",
             )
         job, labels = switch.job, replay.labels(chunk)
-        layout = tensors.layout_of(
-            layers_topk_idx, attention_mask, tf_config, sys.modules[UTILS], local_cp_size
-        )
+        batch = tensors.MicroBatch(layers_topk_idx, attention_mask, tf_config, local_cp_size)
+        layout = batch.layout()
         from_rollout = replay_mask is not None if job is None else job.r3
-        found = tensors.sequences_of(
-            layers_topk_idx,
-            attention_mask,
-            tf_config,
-            mask=replay_mask,
-            # A row of one expert a layer may well be all zeros in a record.
-            zeros_are_none=from_rollout or int(tf_config.moe_router_topk) > 1,
-        )
-        for number, error in getattr(layers_topk_idx, _BAD, {}).items():
-            found[number] = error
-        problems = tensors.problems(found, layout, labels)
+        # A row of one expert a layer may well be all zeros in a record.
+        zeros_are_none = from_rollout or batch.model["topk"] > 1
+        good, problems = batch.routes(mask=replay_mask, zeros_are_none=zeros_are_none)
+        problems |= getattr(layers_topk_idx, _BAD, {})
+        samples = len(good | problems)
         # Of a sample that verl has rejected, or without a response, no row is to be replayed.
-        wanted = [True] * len(found) if replay_mask is None else [one.any() for one in replay_mask.unbind()]
+        wanted = [True] * samples if replay_mask is None else [one.any() for one in replay_mask.unbind()]
         bad = {number: error for number, error in problems.items() if wanted[number]}
         if bad and not (job is not None and job.tolerant):
-            raise next(iter(bad.values()))
+            raise bad[min(bad)]
         for number, error in bad.items():
             logger.warning("[npu_replay] sample %d takes the routers' own choice: %s", number, error)
-        good = {number: one for number, one in enumerate(found) if number not in problems}
-        here = tensors.laid_out(good, layout, labels, tf_config)
+        good = {number: one for number, one in good.items() if number not in problems}
+        here = layout.rows_of(good, layers=labels, **batch.model)
         replay.give(chunk, here)
         if job is not None and chunk == replay.first_chunk:
             job.count(rows=int((layout.rows >= 0).sum()), routed=int(here.recorded.sum()))
             if tensors.speaks_for_samples(layout.parallel):
-                job.count(samples=len(found), bad_samples=len(bad))
+                job.count(samples=samples, bad_samples=len(bad))
     except ReplayError as error:
         switch.defer(error)
 
@@ -301,7 +289,7 @@ def build_r3_replay_mask(input_ids: torch.Tensor, response_mask: torch.Tensor) -
 
     None of a sequence without a response. Rows without a route among them are told by their zeros.
     """
-    lengths = tensors.lengths_of(input_ids, None)
+    lengths = tensors.MicroBatch(input_ids, None, None).lengths
     each = [
         (torch.arange(length) < length - 1) & bool(response.any())
         for length, response in zip(lengths, response_mask.unbind(), strict=True)
@@ -313,7 +301,7 @@ def build_r3_replay_mask(input_ids: torch.Tensor, response_mask: torch.Tensor) -
 
 def align_r3_router_replay_data(layers_topk_idx: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
     """One row of routes for each token: zeros for a last token that has none."""
-    lengths = tensors.lengths_of(input_ids, None)
+    lengths = tensors.MicroBatch(input_ids, None, None).lengths
     parts = list(layers_topk_idx.unbind())
     if len(parts) != len(lengths):
         switch.defer(

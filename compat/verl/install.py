@@ -12,9 +12,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -24,9 +23,9 @@ from npu_replay.compat.patching.patches import Patch, Patches
 from npu_replay.compat.verl import engine, functions
 from npu_replay.compat.verl.actions import switch
 from npu_replay.compat.verl.router_replay import PATCH, RouterReplay
+from npu_replay.compat.verl.tensors import UTILS
 from npu_replay.errors import ReplayError, described
 
-UTILS = functions.UTILS
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 ACTOR = "verl.workers.actor.megatron_actor"
 WORKERS = "verl.workers.megatron_workers"
@@ -35,7 +34,6 @@ _USERS = (UTILS, ENGINE, MINDSPEED, ACTOR, WORKERS)
 """Modules that bind names of PATCH and UTILS with `from ... import`."""
 
 _WHAT = "router replay of verl"
-_WARNING = "NPU not support router replay"
 
 _NEEDED = {
     PATCH: ("RouterReplay", "RouterReplayAction", "apply_router_replay_patch"),
@@ -81,7 +79,7 @@ def install() -> None:
         (MINDSPEED, lambda module: None),
     ):
         apply = functools.partial(_all_or_nothing, shim)
-        import_hook.when_imported(module, f"{_WHAT} ({module})", apply, during=_silenced)
+        import_hook.when_imported(module, f"{_WHAT} ({module})", apply)
     if any(_patches) and not _given_up:
         engine.restore_engines()
         if _handed_over:
@@ -142,38 +140,13 @@ def _wrap_engine(module: Any) -> None:
     if hasattr(module, "apply_router_replay_patch"):  # 0.7.0's engine has no router replay
         _wrap_pass(cls, lambda self: self.module, lambda self: self.engine_config.router_replay)
     if hasattr(cls, "disable_adapter"):
-        _wrap_disable_adapter(cls)
-
-
-def _wrap_disable_adapter(cls: Any) -> None:
-    """A LoRA actor without its adapter is the reference; verl asks it for log-probs with replay on."""
-    original = cls.disable_adapter
-
-    @functools.wraps(original)
-    @contextmanager
-    def disable_adapter(self: Any) -> Iterator[Any]:
-        with switch.off(), original(self) as given:
-            yield given
-
-    _patches.set(cls, "disable_adapter", disable_adapter, "a reference pass is never replayed")
+        _patches.wrap(cls, "disable_adapter", _without_adapter, _REFERENCE)
 
 
 def _wrap_actor(module: Any) -> None:
     cls = module.MegatronPPOActor
     _wrap_pass(cls, lambda self: self.actor_module, lambda self: self.config.router_replay)
-    _wrap_expecting(cls, "update_policy")
-
-
-def _wrap_expecting(cls: Any, name: str) -> None:
-    """0.7's workers set the action before the pass; which chunks it means is known in it."""
-    original = getattr(cls, name)
-
-    @functools.wraps(original)
-    def expecting(*args: Any, **kwargs: Any) -> Any:
-        with switch.expecting():
-            return original(*args, **kwargs)
-
-    _patches.set(cls, name, expecting, "the action waits for the pass")
+    _patches.wrap(cls, "update_policy", _expecting, _WAITS)
 
 
 def _wrap_pass(cls: Any, chunks_of: Callable[[Any], Any], settings_of: Callable[[Any], Any]) -> None:
@@ -186,21 +159,35 @@ def _wrap_pass(cls: Any, chunks_of: Callable[[Any], Any], settings_of: Callable[
 
 
 def _wrap_workers(module: Any) -> None:
-    """0.7's reference pass of a LoRA actor goes through compute_log_prob, which would record or replay it."""
     cls = module.ActorRolloutRefWorker
-    original = cls.compute_ref_log_prob
+    _patches.wrap(cls, "compute_ref_log_prob", _reference, _REFERENCE)
+    _patches.wrap(cls, "compute_log_prob", _expecting, _WAITS)
 
-    @functools.wraps(original)
-    def compute_ref_log_prob(self: Any, data: Any) -> Any:
-        with switch.off():
-            output = original(self, data)
-        batch = getattr(output, "batch", None)
-        if batch is not None and "routed_experts" in batch.keys():  # noqa: SIM118  a TensorDict iterates over rows
-            del batch["routed_experts"]
-        return output
 
-    _patches.set(cls, "compute_ref_log_prob", compute_ref_log_prob, "a reference pass is never replayed")
-    _wrap_expecting(cls, "compute_log_prob")
+_REFERENCE, _WAITS = "a reference pass is never replayed", "the action waits for the pass"
+
+
+@contextmanager
+def _without_adapter(original: Any, self: Any) -> Iterator[Any]:
+    """A LoRA actor without its adapter is the reference; verl asks it for log-probs with replay on."""
+    with switch.off(), original(self) as given:
+        yield given
+
+
+def _expecting(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """0.7's workers set the action before the pass; which chunks it means is known in it."""
+    with switch.expecting():
+        return original(*args, **kwargs)
+
+
+def _reference(original: Any, self: Any, data: Any) -> Any:
+    """0.7's reference pass of a LoRA actor goes through compute_log_prob, which would record or replay it."""
+    with switch.off():
+        output = original(self, data)
+    batch = getattr(output, "batch", None)
+    if batch is not None and "routed_experts" in batch.keys():  # noqa: SIM118  a TensorDict iterates over rows
+        del batch["routed_experts"]
+    return output
 
 
 def apply_router_replay_patch() -> None:
@@ -231,21 +218,12 @@ def _undo_verls() -> None:
             continue
         for method, kept in methods.items():
             theirs = vars(cls).get(method)
-            if _is_verls(theirs):
-                setattr(cls, method, _inner(theirs, kept) or class_source.method(cls, method))
+            # Its wrappers carry the name of what they wrap; their code doesn't.
+            code = getattr(theirs, "__code__", None)
+            if code is not None and code.co_filename.endswith("router_replay_patch.py"):
+                inner = dict(zip(code.co_freevars, theirs.__closure__ or (), strict=True)).get(kept)
+                setattr(cls, method, inner.cell_contents if inner else class_source.method(cls, method))
         delattr(cls, mark)
-
-
-def _is_verls(function: Any) -> bool:
-    """Was it made in verl's patch? Its wrappers carry the name of what they wrap; their code doesn't."""
-    code = getattr(function, "__code__", None)
-    return code is not None and code.co_filename.endswith("router_replay_patch.py")
-
-
-def _inner(function: Any, name: str) -> Any:
-    """What a wrapper keeps under a name in its closure."""
-    names = function.__code__.co_freevars
-    return function.__closure__[names.index(name)].cell_contents if name in names else None
 
 
 def _refuse_strangers() -> None:
@@ -328,18 +306,3 @@ def _unknown(where: str, expected: str, got: str) -> ReplayError:
         got=f"{got} in verl {getattr(verl, '__version__', '?')}",
         cause="a newer verl; update npu_replay, or turn it off with NPU_REPLAY_DISABLE=1",
     )
-
-
-@contextmanager
-def _silenced() -> Iterator[None]:
-    """verl warns at import that an NPU has no router replay, where names of Megatron-core 0.14 are missing.
-
-    Nothing of what is missing is called any more. Other filters that are made meanwhile stay.
-    """
-    warnings.filterwarnings("ignore", message=_WARNING)
-    ours = warnings.filters[0]
-    try:
-        yield
-    finally:
-        with suppress(ValueError):  # somebody has reset them
-            warnings.filters.remove(ours)  # type: ignore[attr-defined]  # a list, though typed as a Sequence

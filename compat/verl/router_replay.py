@@ -14,16 +14,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from npu_replay.compat.megatron_backports.router_replay import AnotherNumber
 from npu_replay.compat.verl import live_models
 from npu_replay.compat.verl.actions import BACKWARD, RECORD, REPLAY, switch
-from npu_replay.errors import ReplayError, RouterError
+from npu_replay.errors import RouterError
 
 PATCH = "verl.utils.megatron.router_replay_patch"
 _made: WeakKeyDictionary[nn.Module, RouterReplay] = WeakKeyDictionary()
-
-
-class AnotherNumber(ReplayError, ValueError):
-    """As many tensors as routers were expected; a ValueError too, as it is in verl and Megatron."""
 
 
 class _Live(type):

@@ -53,8 +53,11 @@ class Split:
     etp: int = 1
     ranks: dict[str, int] = field(default_factory=dict)
 
-    def start(self) -> Split:
-        """Initialise Megatron's parallel state anew, and return the split with this rank's places."""
+    def start(self, *, gloo: bool = False) -> Split:
+        """Initialise Megatron's parallel state anew, and return the split with this rank's places.
+
+        gloo: make the groups of CPUs too, which Megatron's optimizer asks for.
+        """
         from megatron.core import parallel_state, tensor_parallel
 
         parallel_state.destroy_model_parallel()
@@ -66,7 +69,7 @@ class Split:
             expert_model_parallel_size=self.ep,
             expert_tensor_parallel_size=self.etp,
             distributed_timeout_minutes=1,
-            create_gloo_process_groups=False,
+            create_gloo_process_groups=gloo,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         ranks = {

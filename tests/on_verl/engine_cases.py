@@ -1,21 +1,24 @@
-"""What verl's own engine does with npu_replay in it, on two processes; each case asserts on every rank."""
+"""What verl's own engine, and 0.7's own actor, do with npu_replay in them, on two processes.
+
+Each case asserts on every rank.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import logging
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from logging.handlers import BufferingHandler
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from verl.utils import tensordict_utils as tu
 
 import npu_replay
 from distributed.parallel_model import EXPERTS
@@ -23,75 +26,41 @@ from npu_replay import RoutedExperts
 from npu_replay.compat.verl.actions import switch
 from npu_replay.errors import ReplayError
 from on_verl import engine_job as job
-from on_verl.engine_job import LENGTHS, Split, Tiny
+from on_verl.engine_job import LENGTHS, Actor, LegacyActor, Split, Tiny
 
 CASES: dict[str, Callable[[], None]] = {}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 BASE: dict[str, dict[str, Any]] = {
     "dp2": {},
     "pp2": {"split": Split(pp=2)},
     "pp2 and a stage of dense layers": {"split": Split(pp=2), "moe": (0, 0, 1, 1)},
-    "pp2, two virtual stages and a dense chunk": {
-        "split": Split(pp=2, vp=2),
-        "moe": (0, 1, 1, 1),
-    },
+    "pp2, two virtual stages and a dense chunk": {"split": Split(pp=2, vp=2), "moe": (0, 1, 1, 1)},
     "tp2 with sequence parallel": {"split": Split(tp=2, etp=2)},
     "cp2": {"split": Split(cp=2)},
     "dynamic micro-batches": {"most": 24},
-    "full recompute": {
-        "changes": {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-    },
+    "full recompute": {"changes": FULL},
     "ep2": {"split": Split(ep=2)},
 }
 
 
-def case_of(cases: dict[str, Callable[[], None]]) -> Callable[[str], Callable[[Any], Any]]:
-    """A decorator that adds a case to these, under a name."""
+def case(name: str) -> Callable[[Any], Any]:
+    """Add a case under a name."""
 
-    def case(name: str) -> Callable[[Any], Any]:
-        def add(run: Callable[[], None]) -> Callable[[], None]:
-            cases[name] = run
-            return run
+    def add(run: Callable[[], None]) -> Callable[[], None]:
+        CASES[name] = run
+        return run
 
-        return add
-
-    return case
-
-
-case = case_of(CASES)
-
-
-# What is told
-
-
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+    return add
 
 
 @contextlib.contextmanager
 def told() -> Iterator[list[str]]:
-    """The lines for an operator."""
-    log, handler = logging.getLogger("npu_replay.job"), _Lines()
+    """The lines for an operator; they are there after the block."""
+    log, handler, lines = logging.getLogger("npu_replay.job"), BufferingHandler(1000), list[str]()
     log.addHandler(handler)
-    yield handler.lines
+    yield lines
     log.removeHandler(handler)
-
-
-def collected(output: Any, split: Split) -> dict[str, Any]:
-    """What the driver gets of this data-parallel rank: from the one rank of it that has an output."""
-    mine = None if output is None else {name: tu.get(output, name) for name in output.keys()}  # noqa: SIM118
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, (split.ranks["dp"], mine))
-    (found,) = (one for rank, one in everyones if rank == split.ranks["dp"] and one is not None)
-    return dict(found)
+    lines += [record.getMessage() for record in handler.buffer]
 
 
 # What is expected
@@ -109,15 +78,19 @@ def sets(ids: torch.Tensor) -> torch.Tensor:
 
 
 def check_rows(
-    shown: Sequence[RoutedExperts], routes: Sequence[torch.Tensor], columns: Sequence[int], tiny: Tiny
+    shown: Sequence[RoutedExperts],
+    routes: Sequence[torch.Tensor],
+    tiny: Tiny,
+    columns: Sequence[int] | None = None,
 ) -> None:
     """The witness saw these routes: of every token of this rank, in its row, in its layer.
 
     Args:
         shown: by micro-batch, what the routers' outputs showed.
         routes: of each sample of this rank, [tokens, layers, topk]; a row of zeros has none.
-        columns: the decoder layer of each column.
+        columns: the decoder layer of each column; all layers if not given.
     """
+    columns = columns or range(len(tiny.moe))
     first, checked = job.mine(tiny.split)[0], 0
     for one, numbers in zip(shown, groups(tiny) * (len(shown) // len(groups(tiny))), strict=True):
         if not one.layers:
@@ -135,8 +108,7 @@ def check_rows(
 
 def in_rows(tiny: Tiny, routes: Sequence[torch.Tensor]) -> list[RoutedExperts]:
     """Routes of this rank's samples in its routers' rows, for npu_replay's own replay."""
-    first, found = job.mine(tiny.split)[0], []
-    columns = [layer for layer, moe in enumerate(tiny.moe) if moe]
+    first, columns, found = job.mine(tiny.split)[0], moe_layers(tiny), []
     for numbers in groups(tiny):
         here = job.rows(numbers, tiny.split)
         ids = torch.zeros(len(here), len(columns), routes[0].shape[-1], dtype=torch.int64)
@@ -149,12 +121,20 @@ def in_rows(tiny: Tiny, routes: Sequence[torch.Tensor]) -> list[RoutedExperts]:
     return found
 
 
+def moe_layers(tiny: Tiny) -> list[int]:
+    return [layer for layer, moe in enumerate(tiny.moe) if moe]
+
+
 def same_gradients(ours: Any, theirs: Any) -> None:
-    ours, theirs = ours.actor.engine.gradients, theirs.actor.engine.gradients
-    assert len(ours) == len(theirs) > 0
-    for a, b in zip(ours, theirs, strict=True):
+    assert len(ours.gradients) == len(theirs.gradients) > 0
+    for a, b in zip(ours.gradients, theirs.gradients, strict=True):
         assert any(one.any() for one in a)
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def same_shown(ours: Any, theirs: Any) -> None:
+    for a, b in zip(ours.shown, theirs.shown, strict=True):
+        assert torch.equal(sets(a.ids), sets(b.ids))
 
 
 def nothing_is_on() -> None:
@@ -163,52 +143,67 @@ def nothing_is_on() -> None:
     assert not npu_replay.report().open_sessions
 
 
+def check_told(lines: list[str], mode: str, tiny: Tiny, share: str) -> None:
+    """Once, on rank 0."""
+    routers = sum(tiny.moe)
+    start = f"{mode}: {routers} routers, {routers} replayed, {share} of rows had a route, 2 ranks"
+    assert len(lines) == (dist.get_rank() == 0), lines
+    assert all(line.startswith(f"[npu_replay] {start}") for line in lines), lines
+
+
 def begin(**settings: Any) -> Tiny:
     """Parallel state for a case; its settings."""
     return Tiny(**(settings | {"split": job.start(settings.get("split", Split()))}))
 
 
-def recorded_batch(actor: Any, tiny: Tiny) -> tuple[Any, list[torch.Tensor]]:
+def plain_of(actor: Any) -> Any:
+    """The same actor, of a job without replay."""
+    return type(actor)(replace(actor.tiny, mode="disabled"))
+
+
+def r3_batch(tiny: Tiny, routes: Sequence[torch.Tensor] | None) -> Any:
+    """A batch with a rollout's routes, if given, that can be updated on right away."""
+    data = job.batch(tiny.split, routes)
+    data.batch["old_log_probs"] = torch.zeros(len(data), job.RESPONSE)
+    return data
+
+
+def recorded_batch(actor: Any) -> tuple[Any, list[torch.Tensor]]:
     """R2's first pass: the batch with old log-probs and routes, as the trainer has it; and the routes."""
-    data = job.batch(tiny.split)
-    output = collected(actor.compute_log_prob(job.log_prob_batch(data)), tiny.split)
-    routes = output["routed_experts"]
-    data.batch["old_log_probs"] = job.as_responses(output["log_probs"], data)
-    data.batch["routed_experts"] = routes
-    return data, list(routes.unbind())
+    data = job.batch(actor.tiny.split)
+    data.batch["old_log_probs"], data.batch["routed_experts"] = actor.log_probs(data)
+    return data, job.unpadded(data.batch["routed_experts"], data)
 
 
 # R2 and R3
 
 
-def _r2(settings: dict[str, Any]) -> None:
+def _r2(kind: Any, settings: dict[str, Any]) -> None:
     tiny = begin(mode="R2", **settings)
-    actor, plain = job.actor_worker(tiny), job.actor_worker(replace(tiny, mode="disabled"))
-    ours, theirs = actor.actor.engine.module, plain.actor.engine.module
-    with npu_replay.observe(ours) as first:
-        data, routes = recorded_batch(actor, tiny)
-    with npu_replay.record(theirs) as own:
-        live = collected(plain.compute_log_prob(job.log_prob_batch(job.batch(tiny.split))), tiny.split)
-    assert torch.equal(job.as_responses(live["log_probs"], data), data.batch["old_log_probs"])
-    columns = [layer for layer, moe in enumerate(tiny.moe) if moe]
+    actor = kind(tiny)
+    plain, columns = plain_of(actor), moe_layers(tiny)
+    with npu_replay.observe(actor.chunks) as first:
+        data, routes = recorded_batch(actor)
+    others = job.batch(tiny.split)
+    with npu_replay.record(plain.chunks) as own:
+        others.batch["old_log_probs"], none = plain.log_probs(others)
+    assert none is None
+    assert torch.equal(others.batch["old_log_probs"], data.batch["old_log_probs"])
     assert [tuple(one.shape) for one in routes] == [
         (sum(LENGTHS[number]), len(columns), 2) for number in job.mine(tiny.split)
     ]
-    if not tiny.most:
-        check_rows(first.shown, routes, columns, tiny)
-    with job.other_routers(ours, theirs), told() as lines:
-        with npu_replay.observe(ours) as second:
-            output = actor.update_actor(job.update_batch(data, tiny))
-        with npu_replay.replay(theirs, own.routes):
-            plain.update_actor(job.update_batch(data, tiny))
-    if not tiny.most:
-        check_rows(second.shown, routes, columns, tiny)
-    elif tiny.split.tp * tiny.split.cp == 1:
-        for a, b in zip(first.shown, second.shown, strict=True):
-            assert torch.equal(sets(a.ids), sets(b.ids))
+    with job.other_routers(actor.chunks, plain.chunks), told() as lines:
+        with npu_replay.observe(actor.chunks) as second:
+            metrics = actor.update(data)
+        with npu_replay.replay(plain.chunks, own.routes):
+            plain.update(others)
+    if tiny.most:
+        same_shown(first, second)
+    else:
+        for seen in (first, second):
+            check_rows(seen.shown, routes, tiny, columns)
     same_gradients(actor, plain)
-    check_told(lines, "R2", len(columns), "100%")
-    metrics = collected(output, tiny.split)["metrics"]
+    check_told(lines, "R2", tiny, "100%")
     assert set(metrics["npu_replay/rows_without_route"]) == {0.0}
     assert set(metrics["npu_replay/bad_samples"]) == {0.0}
     assert 0.1 < metrics["npu_replay/live_mismatch"][0] <= 1
@@ -216,61 +211,66 @@ def _r2(settings: dict[str, Any]) -> None:
     nothing_is_on()
 
 
-def check_told(lines: list[str], mode: str, routers: int, share: str) -> None:
-    """Once, on rank 0."""
-    if dist.get_rank():
-        assert lines == []
-        return
-    (line,) = lines
-    start = (
-        f"[npu_replay] {mode}: {routers} routers, {routers} replayed, {share} of rows had a route, 2 ranks"
-    )
-    assert line.startswith(start), line
-
-
-def _r3(settings: dict[str, Any]) -> None:
+def _r3(kind: Any, settings: dict[str, Any]) -> None:
     tiny = begin(mode="R3", **settings)
-    actor, plain = job.actor_worker(tiny), job.actor_worker(replace(tiny, mode="disabled"))
-    ours, theirs = actor.actor.engine.module, plain.actor.engine.module
-    routes = job.rollout_routes(tiny)
-    rows = in_rows(tiny, routes)
-    data = job.batch(tiny.split, routes)
-    columns = range(len(tiny.moe))
+    actor = kind(tiny)
+    plain, routes = plain_of(actor), job.rollout_routes(tiny)
+    data, others, rows = job.batch(tiny.split, routes), job.batch(tiny.split), in_rows(tiny, routes)
     with told() as lines:
-        with npu_replay.observe(ours) as first:
-            old = collected(actor.compute_log_prob(job.log_prob_batch(data)), tiny.split)
-        check_rows(first.shown, routes, columns, tiny)
-        with npu_replay.replay(theirs, rows):
-            wanted = collected(plain.compute_log_prob(job.log_prob_batch(data)), tiny.split)
-        torch.testing.assert_close(old["log_probs"].values(), wanted["log_probs"].values())
-        data.batch["old_log_probs"] = job.as_responses(old["log_probs"], data)
-        with npu_replay.observe(ours) as second:
-            output = actor.update_actor(job.update_batch(data, tiny))
-        check_rows(second.shown, routes, columns, tiny)
-        with npu_replay.replay(theirs, rows):
-            plain.update_actor(job.update_batch(data, tiny))
+        with npu_replay.observe(actor.chunks) as first:
+            data.batch["old_log_probs"], _ = actor.log_probs(data)
+        with npu_replay.replay(plain.chunks, rows):
+            others.batch["old_log_probs"], _ = plain.log_probs(others)
+        with npu_replay.observe(actor.chunks) as second:
+            metrics = actor.update(data)
+        with npu_replay.replay(plain.chunks, rows):
+            plain.update(others)
+    torch.testing.assert_close(data.batch["old_log_probs"], others.batch["old_log_probs"])
+    for seen in (first, second):
+        check_rows(seen.shown, routes, tiny)
     same_gradients(actor, plain)
-    metrics = collected(output, tiny.split)["metrics"]
-    assert metrics["actor/ppo_kl"][0] == 0.0, "an unchanged policy under the same routes is the same policy"
-    missing, total = _missing()
+    assert not any(metrics["actor/ppo_kl"]), "an unchanged policy under the same routes is the same policy"
+    missing = _missing()
     without = metrics["npu_replay/rows_without_route"]
-    assert all(abs(one - missing / total) < 1e-9 for one in without), (without, missing / total)
-    check_told(lines, "R3", sum(tiny.moe), f"{100 - 100 * missing / total:.2f}%")
+    assert all(abs(one - missing) < 1e-9 for one in without), (without, missing)
+    check_told(lines, "R3", tiny, f"{100 - 100 * missing:.2f}%")
     nothing_is_on()
 
 
-def _missing() -> tuple[int, int]:
-    """Tokens of all samples that the rollout engine has no route of, and all tokens."""
-    whole = Tiny(split=Split(ranks={"dp": 0}, pp=2))
-    routes = job.rollout_routes(whole)
+def _missing() -> float:
+    """The share of all samples' tokens that the rollout engine has no route of."""
+    routes = job.rollout_routes(Tiny(split=Split(ranks={"dp": 0}, pp=2)))
     flags = torch.cat([(one != 0).flatten(1).any(dim=1) for one in routes])
-    return int((~flags).sum()), len(flags)
+    return float((~flags).double().mean())
 
 
-for _name, _settings in BASE.items():
-    CASES[f"R2: {_name}"] = lambda settings=_settings: _r2(settings)  # type: ignore[misc]
-    if "most" not in _settings:
-        CASES[f"R3: {_name}"] = lambda settings=_settings: _r3(settings)  # type: ignore[misc]
+def _lora(kind: Any) -> None:
+    """An actor without its adapter is the reference: neither recorded nor replayed, and without routes."""
+    for mode in ("R2", "R3"):
+        tiny = begin(mode=mode, lora=True)
+        actor = kind(tiny)
+        routes = job.rollout_routes(tiny)
+        with told() as lines:
+            found, names = actor.reference(job.batch(tiny.split, routes))
+            wanted, _ = plain_of(actor).reference(job.batch(tiny.split))
+        assert torch.equal(found, wanted)
+        assert "routed_experts" not in names
+        assert lines == []
+        assert actor.adapter.off == 1
+        nothing_is_on()
+        data = job.batch(tiny.split, routes if mode == "R3" else None)
+        with npu_replay.observe(actor.chunks) as seen:
+            _, own = actor.log_probs(data)
+        check_rows(seen.shown, routes if mode == "R3" else job.unpadded(own, data), tiny)
+        nothing_is_on()
+
+
+for _kind, _of in ((Actor, ""), (LegacyActor, "0.7's actor, ")):
+    for _name, _settings in BASE.items():
+        CASES[f"{_of}R2: {_name}"] = partial(_r2, _kind, _settings)
+        if "most" not in _settings:
+            CASES[f"{_of}R3: {_name}"] = partial(_r3, _kind, _settings)
+    CASES[f"{_of}without its adapter"] = partial(_lora, _kind)
 
 
 # What must stay as it is
@@ -280,18 +280,16 @@ for _name, _settings in BASE.items():
 def _epochs() -> None:
     """Each update replays its own samples' routes, over optimizer steps; figures on every second one."""
     tiny = begin(mode="R2", micro=1)
-    actor = job.actor_worker(tiny)
-    data, routes = recorded_batch(actor, tiny)
-    os.environ["NPU_REPLAY_METRICS_EVERY"] = "2"
-    module = actor.actor.engine.module
-    with job.other_routers(module), told() as lines, npu_replay.observe(module) as seen:
-        output = actor.update_actor(job.update_batch(data, tiny, mini_batch_size=4, epochs=2))
-    del os.environ["NPU_REPLAY_METRICS_EVERY"]
+    actor = Actor(tiny)
+    data, routes = recorded_batch(actor)
+    with pytest.MonkeyPatch.context() as patch, job.other_routers(actor.chunks), told() as lines:
+        patch.setenv("NPU_REPLAY_METRICS_EVERY", "2")
+        with npu_replay.observe(actor.chunks) as seen:
+            metrics = actor.update(data, mini_batch_size=4, epochs=2)
     assert len(seen.shown) == 2 * len(groups(tiny))
-    check_rows(seen.shown, routes, range(len(tiny.moe)), tiny)
-    assert len(actor.actor.engine.gradients) == 4
-    check_told(lines, "R2", 4, "100%")
-    metrics = collected(output, tiny.split)["metrics"]
+    check_rows(seen.shown, routes, tiny)
+    assert len(actor.gradients) == 4
+    check_told(lines, "R2", tiny, "100%")
     assert len(metrics["npu_replay/seconds"]) == 4 * 2, "of each update, on each rank"
     assert len(metrics["npu_replay/live_mismatch"]) == 2 * 2
 
@@ -300,86 +298,47 @@ def _epochs() -> None:
 def _others() -> None:
     """T26: neither is replayed, before, while or after the actor is."""
     tiny = begin(mode="R3")
-    actor = job.actor_worker(tiny)
-    actor.ref = job.training_worker(replace(tiny, mode="disabled", forward_only=True))
-    # The forward of 0.7's critic is called with an argument that it doesn't have.
-    critics = (
-        []
-        if job.RELEASE.startswith("0.7.")
-        else [job.training_worker(replace(tiny, mode="disabled", value=True))]
-    )
-    routes = job.rollout_routes(tiny)
-    data = job.batch(tiny.split, routes)
+    actor = Actor(tiny)
+    actor.worker.ref = job.training_worker(replace(tiny, mode="disabled", forward_only=True))
+    passes = [(actor.worker.ref, actor.worker.compute_ref_log_prob, "log_probs")]
+    if not job.RELEASE.startswith("0.7."):  # its critic's forward is called with an argument it doesn't have
+        critic = job.training_worker(replace(tiny, mode="disabled", value=True))
+        passes.append((critic, critic.infer_batch, "values"))
+    data = job.batch(tiny.split, job.rollout_routes(tiny))
 
-    def passes() -> tuple[list[RoutedExperts], list[torch.Tensor]]:
-        with npu_replay.observe(actor.ref.engine.module) as ref, told() as lines:
-            output = actor.compute_ref_log_prob(job.log_prob_batch(data))
-        shown, found = list(ref.shown), [output["log_probs"].values()]
-        for critic in critics:
-            with npu_replay.observe(critic.engine.module) as values, told() as more:
-                output = critic.infer_batch(job.log_prob_batch(data))
-            shown, found, lines = shown + values.shown, [*found, output["values"].values()], lines + more
-        assert lines == []
-        return shown, found
+    def asked() -> list[torch.Tensor]:
+        found = []
+        for worker, run, name in passes:
+            with npu_replay.observe(worker.engine.module) as seen, told() as lines:
+                found.append(run(job.log_prob_batch(data))[name].values())
+            found += [one.ids for one in seen.shown]
+            assert lines == []
+        return found
 
-    before = passes()
-    old = collected(actor.compute_log_prob(job.log_prob_batch(data)), tiny.split)
-    between = passes()
-    data.batch["old_log_probs"] = job.as_responses(old["log_probs"], data)
-    actor.update_actor(job.update_batch(data, tiny))
-    after = passes()
-    for found in (between, after):
-        assert all(torch.equal(a.ids, b.ids) for a, b in zip(before[0], found[0], strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(before[1], found[1], strict=True))
+    before = asked()
+    data.batch["old_log_probs"], _ = actor.log_probs(data)
+    between = asked()
+    actor.update(data)
+    for found in (between, asked()):
+        assert all(torch.equal(a, b) for a, b in zip(before, found, strict=True))
     nothing_is_on()
-
-
-@case("the actor without its adapter")
-def _lora() -> None:
-    """verl asks a LoRA actor without its adapter for the reference's log-probs, as if for its own."""
-    for mode in ("R2", "R3"):
-        tiny = begin(mode=mode, lora=True)
-        actor, plain = job.actor_worker(tiny), job.actor_worker(replace(tiny, mode="disabled"))
-        routes = job.rollout_routes(tiny)
-        data = job.batch(tiny.split, routes if mode == "R3" else None)
-
-        def reference(worker: Any, data: Any = data) -> Any:
-            return worker.compute_log_prob(
-                job.without_padding(data, compute_loss=False, no_lora_adapter=True)
-            )
-
-        before = [one.clone() for one in routes]
-        with told() as lines:
-            found, wanted = reference(actor), reference(plain)
-        assert torch.equal(found["log_probs"].values(), wanted["log_probs"].values())
-        assert "routed_experts" not in found.keys()  # noqa: SIM118  a TensorDict iterates over rows
-        assert lines == []
-        assert all(torch.equal(a, b) for a, b in zip(before, routes, strict=True))
-        with npu_replay.observe(actor.actor.engine.module) as seen:
-            output = collected(actor.compute_log_prob(job.log_prob_batch(data)), tiny.split)
-        shown = routes if mode == "R3" else list(output["routed_experts"].unbind())
-        check_rows(seen.shown, shown, range(len(tiny.moe)), tiny)
-        nothing_is_on()
 
 
 @case("a second engine")
 def _second() -> None:
     """NeMo #3687: one built after the first has recorded leaves the first as it is, and works itself."""
     tiny = begin(mode="R2")
-    first = job.actor_worker(tiny)
-    data, routes = recorded_batch(first, tiny)
-    second = job.actor_worker(tiny)
+    first = Actor(tiny)
+    data, routes = recorded_batch(first)
+    second = Actor(tiny)
     importlib.import_module("verl.utils.megatron.router_replay_patch").apply_router_replay_patch()
-    with job.other_routers(second.actor.engine.module):
-        others, their_routes = recorded_batch(second, tiny)
+    with job.other_routers(second.chunks):
+        others, their_routes = recorded_batch(second)
     assert not all(torch.equal(sets(a), sets(b)) for a, b in zip(routes, their_routes, strict=True))
     for actor, batch, wanted in ((first, data, routes), (second, others, their_routes)):
-        with (
-            npu_replay.observe(actor.actor.engine.module) as seen,
-            job.other_routers(first.actor.engine.module),
-        ):
-            actor.update_actor(job.update_batch(batch, tiny))
-        check_rows(seen.shown, wanted, range(len(tiny.moe)), tiny)
+        with npu_replay.observe(actor.chunks) as seen, job.other_routers(first.chunks):
+            actor.update(batch)
+        check_rows(seen.shown, wanted, tiny)
     nothing_is_on()
 
 
@@ -388,32 +347,25 @@ def _offload() -> None:
     from verl.utils import megatron_utils
 
     tiny = begin(mode="R2", sharded=True)
-    actor = job.actor_worker(tiny)
-    module = actor.actor.engine.module
-    data, routes = recorded_batch(actor, tiny)
-    with job.other_routers(module):
-        weights = [weight.detach().clone() for weight in module[0].parameters()]
-        megatron_utils.offload_megatron_model_to_cpu(module)
-        assert module[0].buffers[0].param_data.untyped_storage().size() == 0
-        megatron_utils.load_megatron_model_to_gpu(module)
-        assert all(torch.equal(a, b) for a, b in zip(weights, module[0].parameters(), strict=True))
-        with npu_replay.observe(module) as seen:
-            actor.update_actor(job.update_batch(data, tiny))
-    check_rows(seen.shown, routes, range(len(tiny.moe)), tiny)
+    actor = Actor(tiny)
+    data, routes = recorded_batch(actor)
+    with job.other_routers(actor.chunks):
+        weights = _weights(actor)
+        megatron_utils.offload_megatron_model_to_cpu(actor.chunks)
+        assert actor.chunks[0].buffers[0].param_data.untyped_storage().size() == 0
+        megatron_utils.load_megatron_model_to_gpu(actor.chunks)
+        _same_weights(weights, _weights(actor))
+        with npu_replay.observe(actor.chunks) as seen:
+            actor.update(data)
+    check_rows(seen.shown, routes, tiny)
 
 
-def _checkpoints(engine: Any, folder: str) -> tuple[Callable[[], None], Callable[[], None]]:
-    """verl's way to save and load; torch's on Megatron-core 0.12, whose own wants an older torch."""
-    if importlib.import_module("megatron.core").__version__.startswith("0.12."):
-        file, module = f"{folder}/{dist.get_rank()}", engine.module[0]
-        return (
-            lambda: torch.save(module.state_dict(), file),
-            lambda: module.load_state_dict(torch.load(file, weights_only=False)),
-        )
-    return (
-        lambda: engine.save_checkpoint(folder),
-        lambda: engine.load_checkpoint(folder, del_local_after_load=False),
-    )
+def _weights(actor: Any) -> list[torch.Tensor]:
+    return [weight.detach().clone() for weight in actor.chunks[0].parameters()]
+
+
+def _same_weights(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def shared_folder() -> str:
@@ -423,33 +375,41 @@ def shared_folder() -> str:
     return folder[0]
 
 
+def _routes_freely(actor: Any, plain: Any) -> None:
+    """A pass without an action is as one of a job without replay, and says nothing."""
+    with npu_replay.observe(actor.chunks) as live, told() as lines, torch.no_grad():
+        actor.worker.actor.infer_batch(job.log_prob_batch(job.batch(actor.tiny.split)))
+    with npu_replay.observe(plain.chunks) as wanted:
+        plain.log_probs(job.batch(actor.tiny.split))
+    assert lines == []
+    for a, b in zip(live.shown, wanted.shown, strict=True):
+        assert torch.equal(a.ids, b.ids)
+
+
 @case("a checkpoint in between")
 def _checkpoint() -> None:
     """Nothing of a replay is kept in a checkpoint; a loaded model replays when it is asked to."""
     tiny = begin(mode="R2", sharded=True)
-    actor, plain = job.actor_worker(tiny), job.actor_worker(replace(tiny, mode="disabled"))
-    engine = actor.actor.engine
-    folder = shared_folder()
-    data, routes = recorded_batch(actor, tiny)
-    with job.other_routers(engine.module, plain.actor.engine.module):
-        save, load = _checkpoints(engine, folder)
-        save()
-        job.fill(engine.module)
-        load()
-        for a, b in zip(
-            engine.module[0].parameters(), plain.actor.engine.module[0].parameters(), strict=True
-        ):
-            assert torch.equal(a, b)
+    actor = Actor(tiny)
+    plain, folder = plain_of(actor), shared_folder()
+    data, routes = recorded_batch(actor)
+    with job.other_routers(actor.chunks, plain.chunks):
+        if importlib.import_module("megatron.core").__version__.startswith("0.12."):
+            # torch's own way: that of this release wants an older torch
+            torch.save(actor.chunks[0].state_dict(), f"{folder}/{dist.get_rank()}")
+            job.fill(actor.chunks)
+            saved = torch.load(f"{folder}/{dist.get_rank()}", weights_only=False)
+            actor.chunks[0].load_state_dict(saved)
+        else:
+            actor.engine.save_checkpoint(folder)
+            job.fill(actor.chunks)
+            actor.engine.load_checkpoint(folder, del_local_after_load=False)
+        _same_weights(_weights(actor), _weights(plain))
         nothing_is_on()
-        with npu_replay.observe(engine.module) as live, torch.no_grad():
-            actor.actor.infer_batch(job.log_prob_batch(job.batch(tiny.split)))
-        with npu_replay.observe(plain.actor.engine.module) as wanted:
-            plain.compute_log_prob(job.log_prob_batch(job.batch(tiny.split)))
-        for a, b in zip(live.shown, wanted.shown, strict=True):
-            assert torch.equal(a.ids, b.ids)
-        with npu_replay.observe(engine.module) as seen:
-            actor.update_actor(job.update_batch(data, tiny))
-        check_rows(seen.shown, routes, range(len(tiny.moe)), tiny)
+        _routes_freely(actor, plain)
+        with npu_replay.observe(actor.chunks) as seen:
+            actor.update(data)
+        check_rows(seen.shown, routes, tiny)
 
 
 @case("routes in files")
@@ -458,9 +418,9 @@ def _files() -> None:
     for split in (Split(), Split(pp=2)):
         folder = shared_folder()
         tiny = begin(mode="R2", split=split, files={"record_file": folder})
-        actor = job.actor_worker(tiny)
-        data, routes = recorded_batch(actor, tiny)
-        actor.update_actor(job.update_batch(data, tiny))
+        actor = Actor(tiny)
+        data, routes = recorded_batch(actor)
+        actor.update(data)
         dist.barrier()
         stored = npu_replay.RouteStore(folder)
         assert len(stored) == len(LENGTHS)
@@ -469,27 +429,25 @@ def _files() -> None:
             assert torch.equal(found.ids, one)
             assert bool(found.recorded.all())
         again = replace(tiny, mode="R3", files={"replay_file": folder}, micro=1)
-        other, batch = job.actor_worker(again), job.batch(tiny.split)
-        module = other.actor.engine.module
-        with job.other_routers(module):
-            with npu_replay.observe(module) as first:
-                output = collected(other.compute_log_prob(job.log_prob_batch(batch)), tiny.split)
-            batch.batch["old_log_probs"] = job.as_responses(output["log_probs"], batch)
-            with npu_replay.observe(module) as second:
-                other.update_actor(job.update_batch(batch, again, mini_batch_size=4))
+        other, batch = Actor(again), job.batch(tiny.split)
+        with job.other_routers(other.chunks):
+            with npu_replay.observe(other.chunks) as first:
+                batch.batch["old_log_probs"], _ = other.log_probs(batch)
+            with npu_replay.observe(other.chunks) as second:
+                other.update(batch, mini_batch_size=4)
         for one in routes:
             one[-1] = 0  # verl's R3 leaves the last token to the router: nothing comes after it
         for seen in (first, second):
-            check_rows(seen.shown, routes, range(len(tiny.moe)), again)
+            check_rows(seen.shown, routes, again)
         nothing_is_on()
         with pytest.raises(ReplayError, match=r"under this name|other: nobody|so does this one"):
-            recorded_batch(job.actor_worker(tiny), tiny)
+            recorded_batch(Actor(tiny))
         nothing_is_on()
         batch.batch["input_ids"] += batch.batch["attention_mask"] * (dist.get_rank() == 1)
         if tiny.split.pp > 1:
             return
         with pytest.raises(ReplayError, match=r"no routes of these tokens|so does this one"):
-            other.compute_log_prob(job.log_prob_batch(batch))
+            other.log_probs(batch)
         nothing_is_on()
 
 
@@ -497,36 +455,23 @@ def _files() -> None:
 def _off() -> None:
     """No line, no figures, no routes, with mode disabled; routes in the batch or not."""
     tiny = begin(mode="disabled")
-    actor = job.actor_worker(tiny)
+    actor = Actor(tiny)
     data = job.batch(tiny.split, job.rollout_routes(tiny))
-    with told() as lines, npu_replay.observe(actor.actor.engine.module) as seen:
-        output = collected(actor.compute_log_prob(job.log_prob_batch(data)), tiny.split)
-        assert "routed_experts" not in output
-        data.batch["old_log_probs"] = job.as_responses(output["log_probs"], data)
-        output = collected(actor.update_actor(job.update_batch(data, tiny)), tiny.split)
+    with told() as lines:
+        with npu_replay.observe(actor.chunks) as first:
+            data.batch["old_log_probs"], routes = actor.log_probs(data)
+        with npu_replay.observe(actor.chunks) as second:
+            metrics = actor.update(data)
+    assert routes is None
     assert lines == []
-    assert not [name for name in output["metrics"] if name.startswith("npu_replay/")]
-    half = len(seen.shown) // 2
-    for a, b in zip(seen.shown[:half], seen.shown[half:], strict=True):
-        assert torch.equal(a.ids, b.ids)
+    assert not [name for name in metrics if name.startswith("npu_replay/")]
+    same_shown(first, second)
 
 
 # What goes wrong
 
 
-def _spoiled(kind: str, routes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The routes of a rank, the first sample's spoiled; all of them where it is a matter of shape."""
-    found = [one.clone().to(torch.int16) for one in routes]
-    if kind == "range":
-        found[0][1, 1] = torch.tensor([EXPERTS + 3, 1])
-    elif kind == "twice":
-        found[0][1, 1] = torch.tensor([5, 5])
-    elif kind == "layers":
-        found = [torch.cat([one, one[:, :1]], dim=1) for one in found]
-    return found
-
-
-def _leave(actor: Any, run: Callable[[], Any], words: str, *, first: int = 1) -> None:
+def _leave(run: Callable[[], Any], words: str, *, first: int = 1) -> None:
     """Both ranks leave within seconds: the one that found it with all it knows, the other with one line."""
     started = time.monotonic()
     with pytest.raises(ReplayError) as raised:
@@ -543,85 +488,113 @@ def _leave(actor: Any, run: Callable[[], Any], words: str, *, first: int = 1) ->
     nothing_is_on()
 
 
+def _spoiled(kind: str, routes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """On rank 1 the first sample's routes are bad; all of them where it is a matter of shape."""
+    found = [one.clone().to(torch.int16) for one in routes]
+    if dist.get_rank() == 0:
+        return found
+    if kind == "number of layers":
+        return [torch.cat([one, one[:, :1]], dim=1) for one in found]
+    found[0][1, 1] = torch.tensor([EXPERTS + 3, 1] if kind == "out of range" else [5, 5])
+    return found
+
+
 @case("one rank has bad routes in the first step")
 def _bad_first() -> None:
     """All leave together, before the optimizer steps; with good routes the next pass is right."""
-    words = {"range": "out of range", "twice": "expert twice", "layers": "number of layers"}
     for split in (Split(), Split(pp=2)):
-        for kind, problem in words.items():
-            tiny = begin(mode="R3", split=split)
-            actor = job.actor_worker(tiny)
-            routes = job.rollout_routes(tiny)
-            spoiled = _spoiled(kind, routes) if dist.get_rank() == 1 else _as_wide(kind, routes)
-            good, bad = job.batch(tiny.split, routes), job.batch(tiny.split, spoiled)
-            engine = actor.actor.engine
-            weights = [one.detach().clone() for one in engine.module[0].parameters()]
-            for data in (good, bad):
-                data.batch["old_log_probs"] = torch.zeros(len(data), job.RESPONSE)
-            _leave(actor, lambda bad=bad, a=actor, t=tiny: a.update_actor(job.update_batch(bad, t)), problem)
-            assert engine.gradients == [], "no step was made"
-            assert all(torch.equal(a, b) for a, b in zip(weights, engine.module[0].parameters(), strict=True))
-            with npu_replay.observe(engine.module) as seen:
-                actor.update_actor(job.update_batch(good, tiny))
-            check_rows(seen.shown, routes, range(len(tiny.moe)), tiny)
-
-
-def _as_wide(kind: str, routes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [one.to(torch.int16) for one in routes]
+        tiny = begin(mode="R3", split=split)
+        actor, routes = Actor(tiny), job.rollout_routes(tiny)
+        weights = _weights(actor)
+        for problem in ("out of range", "expert twice", "number of layers"):
+            _leave(partial(actor.update, r3_batch(tiny, _spoiled(problem, routes))), problem)
+            assert actor.gradients == [], "no step was made"
+            _same_weights(weights, _weights(actor))
+        with npu_replay.observe(actor.chunks) as seen:
+            actor.update(r3_batch(tiny, routes))
+        check_rows(seen.shown, routes, tiny)
 
 
 @case("one rank has routes of another length")
 def _bad_length() -> None:
     """Found in verl's forward step, where its other ranks wait for it."""
     tiny = begin(mode="R3")
-    actor = job.actor_worker(tiny)
-    data = job.batch(tiny.split, job.rollout_routes(tiny))
-    data.batch["old_log_probs"] = torch.zeros(len(data), job.RESPONSE)
-    update = job.update_batch(data, tiny)
+    actor, routes = Actor(tiny), job.rollout_routes(tiny)
+    data = r3_batch(tiny, routes)
+    update = job.update_batch(data)
     if dist.get_rank() == 1:
         each = list(update["routed_experts"].unbind())
         each[0] = each[0][:-3]
         update["routed_experts"] = torch.nested.as_nested_tensor(each, layout=torch.jagged)
-    _leave(actor, lambda: actor.update_actor(update), "number of tokens")
-    with npu_replay.observe(actor.actor.engine.module) as seen:
-        actor.update_actor(job.update_batch(data, tiny))
-    check_rows(seen.shown, job.rollout_routes(tiny), range(len(tiny.moe)), tiny)
+    _leave(lambda: actor.worker.update_actor(update), "number of tokens")
+    with npu_replay.observe(actor.chunks) as seen:
+        actor.update(data)
+    check_rows(seen.shown, routes, tiny)
 
 
 @case("bad samples after the first step")
 def _bad_later() -> None:
     """One is counted, two of eight are an error on all ranks, unless the user allows so many."""
     tiny = begin(mode="R3")
-    actor = job.actor_worker(tiny)
-    engine = actor.actor.engine
-    routes = job.rollout_routes(tiny)
+    actor, routes = Actor(tiny), job.rollout_routes(tiny)
     second = dist.get_rank() == 1
 
-    def update(bad: int) -> tuple[Any, list[RoutedExperts]]:
+    def updated(bad: int) -> None:
         """With so many bad samples, on rank 1."""
         given = [one.to(torch.int16) for one in routes]
         for one in given[: bad * second]:
             one[1, 1] = torch.tensor([EXPERTS + 3, 1])
-        data = job.batch(tiny.split, given)
-        data.batch["old_log_probs"] = torch.zeros(len(data), job.RESPONSE)
-        with npu_replay.observe(engine.module) as seen:
-            output = actor.update_actor(job.update_batch(data, tiny))
-        return collected(output, tiny.split)["metrics"], seen.shown
-
-    def counted(bad: int) -> None:
-        metrics, shown = update(bad)
+        with npu_replay.observe(actor.chunks) as seen:
+            metrics = actor.update(r3_batch(tiny, given))
         assert set(metrics["npu_replay/bad_samples"]) == {float(bad)}
         left = [one if number >= bad * second else torch.zeros_like(one) for number, one in enumerate(routes)]
-        check_rows(shown, left, range(len(tiny.moe)), tiny)
+        check_rows(seen.shown, left, tiny)
 
-    counted(0)
-    counted(1)
-    steps = len(engine.gradients)
-    _leave(actor, lambda: update(2), "2 of 8 samples have routes that can't be used", first=0)
-    assert len(engine.gradients) == steps
-    os.environ["NPU_REPLAY_BAD_SAMPLES"] = "0.25"
-    counted(2)
-    del os.environ["NPU_REPLAY_BAD_SAMPLES"]
+    updated(0)
+    updated(1)
+    steps = len(actor.gradients)
+    _leave(partial(updated, 2), "2 of 8 samples have routes that can't be used", first=0)
+    assert len(actor.gradients) == steps
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NPU_REPLAY_BAD_SAMPLES", "0.25")
+        updated(2)
+
+
+@case("a setting of one rank's own")
+def _own_setting() -> None:
+    """Ranks that decide by different numbers would part: one is told that they differ, before the pass."""
+    tiny = begin(mode="R3")
+    actor = Actor(tiny)
+    update = partial(actor.update, r3_batch(tiny, job.rollout_routes(tiny)))
+    name = "NPU_REPLAY_BAD_SAMPLES"
+    for value, words, first in (
+        ("0.25", f"{name} differs between the ranks", 0),
+        ("few", f"{name} is a share of the samples", 1),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setenv(name, value)
+            _leave(update, words, first=first)
+    update()
+
+
+@case("routes far from the routers' own choice")
+def _far() -> None:
+    """Of other samples, or in other rows than the tokens: said in the first update, before it steps."""
+    tiny = begin(mode="R3")
+    actor = Actor(tiny)
+    update = partial(actor.update, r3_batch(tiny, job.rollout_routes(tiny)))
+    name = "NPU_REPLAY_MAX_LIVE_MISMATCH"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(name)
+        _leave(update, "far from what the routers would choose for these tokens", first=0)
+        patch.setenv(name, "much")
+        _leave(update, f"{name} is a share of the token-layers", first=0)
+    assert not actor.gradients
+    update()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(name)
+        update()  # not the first any more
 
 
 @contextlib.contextmanager
@@ -635,68 +608,19 @@ def _failing_on_rank_1(where: str) -> Iterator[None]:
         yield
 
 
-@case("a setting of one rank's own")
-def _own_setting() -> None:
-    """Ranks that decide by different numbers would part: one is told that they differ, before the pass."""
-    tiny = begin(mode="R3")
-    actor = job.actor_worker(tiny)
-    data = job.batch(tiny.split, job.rollout_routes(tiny))
-    data.batch["old_log_probs"] = torch.zeros(len(data), job.RESPONSE)
-
-    def update() -> Any:
-        return actor.update_actor(job.update_batch(data, tiny))
-
-    name = "NPU_REPLAY_BAD_SAMPLES"
-    wrong = (
-        ("0.25", f"{name} differs between the ranks", 0),
-        ("few", f"{name} is a share of the samples", 1),
-    )
-    for value, words, first in wrong:
-        with pytest.MonkeyPatch.context() as patch:
-            if dist.get_rank() == 1:
-                patch.setenv(name, value)
-            _leave(actor, update, words, first=first)
-    update()
-
-
-@case("routes far from the routers' own choice")
-def _far() -> None:
-    """Of other samples, or in other rows than the tokens: said in the first update, before it steps."""
-    tiny = begin(mode="R3")
-    actor = job.actor_worker(tiny)
-    data = job.batch(tiny.split, job.rollout_routes(tiny))
-    data.batch["old_log_probs"] = torch.zeros(len(data), job.RESPONSE)
-
-    def update() -> Any:
-        return actor.update_actor(job.update_batch(data, tiny))
-
-    name = "NPU_REPLAY_MAX_LIVE_MISMATCH"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(name)
-        _leave(actor, update, "far from what the routers would choose for these tokens", first=0)
-        patch.setenv(name, "much")
-        _leave(actor, update, f"{name} is a share of the token-layers", first=0)
-    assert not actor.actor.engine.gradients
-    update()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(name)
-        update()  # not the first any more
-
-
 @case("one rank fails in a way that nobody has thought of")
 def _unthought() -> None:
     """Where it opens a pass, and where pipeline stages gather: the others don't wait for it."""
-    tiny = begin(mode="R2", split=Split(pp=2))
-    actor = job.actor_worker(tiny)
+    actor = Actor(begin(mode="R2", split=Split(pp=2)))
     with _failing_on_rank_1("verl.actions.StepRecording"):
-        _leave(actor, lambda: recorded_batch(actor, tiny), "this rank can't record")
+        _leave(partial(recorded_batch, actor), "this rank can't record")
     with (
         _failing_on_rank_1("verl.functions._of_this_stage"),
         pytest.raises(ReplayError, match="pipeline rank 1: KeyError"),
     ):
-        recorded_batch(actor, tiny)
+        recorded_batch(actor)
     nothing_is_on()
-    recorded_batch(actor, tiny)
+    recorded_batch(actor)
 
 
 @case("routes are missing")
@@ -704,48 +628,28 @@ def _missing_routes() -> None:
     """T20: R2 without a record, R3 without a rollout's routes: an error, and nothing of an earlier pass."""
     for mode in ("R2", "R3"):
         tiny = begin(mode=mode)
-        actor = job.actor_worker(tiny)
-        whole = job.batch(tiny.split, job.rollout_routes(tiny))
-        whole.batch["old_log_probs"] = torch.zeros(len(whole), job.RESPONSE)
-        actor.update_actor(job.update_batch(whole, tiny))
-        data = job.batch(tiny.split)
-        data.batch["old_log_probs"] = torch.zeros(len(data), job.RESPONSE)
+        actor = Actor(tiny)
+        actor.update(r3_batch(tiny, job.rollout_routes(tiny)))
         with pytest.raises(RuntimeError, match=r"no routes|routed_experts"):
-            actor.update_actor(job.update_batch(data, tiny))
+            actor.update(r3_batch(tiny, None))
         nothing_is_on()
-        with npu_replay.observe(actor.actor.engine.module) as live, told() as lines:
-            actor.actor.infer_batch(job.log_prob_batch(job.batch(tiny.split)))
-        plain = job.actor_worker(replace(tiny, mode="disabled"))
-        for a, b in zip(
-            plain.actor.engine.module[0].parameters(), actor.actor.engine.module[0].parameters(), strict=True
-        ):
-            a.data.copy_(b)
-        with npu_replay.observe(plain.actor.engine.module) as wanted:
-            plain.compute_log_prob(job.log_prob_batch(job.batch(tiny.split)))
-        assert lines == []
-        for a, b in zip(live.shown, wanted.shown, strict=True):
-            assert torch.equal(a.ids, b.ids)
+        plain = plain_of(actor)
+        for theirs, ours in zip(plain.chunks[0].parameters(), _weights(actor), strict=True):
+            theirs.data.copy_(ours)
+        _routes_freely(actor, plain)
 
 
 @case("a rollout's routes under R2")
 def _rollouts_routes() -> None:
     """T4: what the update replays is what the batch holds; a record beside it is the trainer's own choice."""
     tiny = begin(mode="R2")
-    actor = job.actor_worker(tiny)
-    routes = job.rollout_routes(tiny)
+    actor, routes = Actor(tiny), job.rollout_routes(tiny)
     data = job.batch(tiny.split, routes)
-    with npu_replay.observe(actor.actor.engine.module) as first:
-        output = collected(actor.compute_log_prob(job.log_prob_batch(data)), tiny.split)
-    chosen = output.get("routed_experts")
-    columns = range(len(tiny.moe))
-    check_rows(first.shown, routes if chosen is None else list(chosen.unbind()), columns, tiny)
-    data.batch["old_log_probs"] = job.as_responses(output["log_probs"], data)
+    with npu_replay.observe(actor.chunks) as first:
+        data.batch["old_log_probs"], chosen = actor.log_probs(data)
     if chosen is not None:
-        data.batch["routed_experts"] = chosen
-        routes = list(chosen.unbind())
-    with (
-        job.other_routers(actor.actor.engine.module),
-        npu_replay.observe(actor.actor.engine.module) as second,
-    ):
-        actor.update_actor(job.update_batch(data, tiny))
-    check_rows(second.shown, routes, columns, tiny)
+        data.batch["routed_experts"], routes = chosen, list(chosen.unbind())
+    check_rows(first.shown, routes, tiny)
+    with job.other_routers(actor.chunks), npu_replay.observe(actor.chunks) as second:
+        actor.update(data)
+    check_rows(second.shown, routes, tiny)

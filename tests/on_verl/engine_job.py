@@ -12,17 +12,19 @@ import inspect
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import verl
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torch import nn
+from torch.nn.functional import pad
 from verl import DataProto
 from verl.utils import tensordict_utils as tu
 
@@ -60,32 +62,11 @@ class Tiny:
 
 def start(split: Split) -> Split:
     """Megatron's parallel state anew, as an engine of verl makes it; the split with this rank's places."""
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import parallel_state
 
-    parallel_state.destroy_model_parallel()
     # Which 0.12 forgets to forget.
     parallel_state._EMBEDDING_GLOBAL_RANKS = parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=split.tp,
-        pipeline_model_parallel_size=split.pp,
-        virtual_pipeline_model_parallel_size=split.vp if split.vp > 1 else None,
-        use_sharp=False,
-        context_parallel_size=split.cp,
-        expert_model_parallel_size=split.ep,
-        expert_tensor_parallel_size=split.etp,
-        nccl_communicator_config_path=None,
-        distributed_timeout_minutes=1,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    ranks = {
-        "tp": parallel_state.get_tensor_model_parallel_rank(),
-        "cp": parallel_state.get_context_parallel_rank(),
-        "pp": parallel_state.get_pipeline_model_parallel_rank(),
-        "ep": parallel_state.get_expert_model_parallel_rank(),
-        "etp": parallel_state.get_expert_tensor_parallel_rank(),
-        "dp": parallel_state.get_data_parallel_rank(),
-    }
-    return replace(split, ranks=ranks)
+    return split.start(gloo=True)
 
 
 # The model
@@ -312,10 +293,8 @@ def optimizer_config() -> Any:
         weight_decay=0.0,
         total_training_steps=10,
         lr_warmup_steps=0,
-        override_optimizer_config={
-            "bf16": False,
-            "params_dtype": torch.float32,
-        },  # 0.7 and 0.8 know bf16 alone
+        # 0.7 and 0.8 know bf16 alone.
+        override_optimizer_config={"bf16": False, "params_dtype": torch.float32},
     )
 
 
@@ -340,26 +319,167 @@ def training_worker(tiny: Tiny) -> Any:
     return worker
 
 
-def actor_worker(tiny: Tiny) -> Any:
-    """verl's ActorRolloutRefWorker with an actor, for its compute_log_prob and update_actor."""
-    from verl.workers.config import McoreActorConfig
-    from verl.workers.engine_workers import ActorRolloutRefWorker
-    from verl.workers.utils.losses import ppo_loss
+class Actor:
+    """verl's ActorRolloutRefWorker with an actor and an engine: what a trainer has done by it.
 
-    config = {
-        "actor": {"strategy": "megatron", "megatron": {"router_replay": {"mode": tiny.mode}}},
-        "rollout": {"name": "vllm", "enable_rollout_routing_replay": tiny.mode == "R3"},
+    Attributes:
+        chunks: of its model.
+        gradients: those of each optimizer step.
+        adapter: the stand-in of LoRA.
+    """
+
+    def __init__(self, tiny: Tiny) -> None:
+        from verl.workers.config import McoreActorConfig
+        from verl.workers.engine_workers import ActorRolloutRefWorker
+        from verl.workers.utils.losses import ppo_loss
+
+        config = {
+            "actor": {"strategy": "megatron", "megatron": {"router_replay": {"mode": tiny.mode}}},
+            "rollout": {"name": "vllm", "enable_rollout_routing_replay": tiny.mode == "R3"},
+        }
+        self.tiny = tiny
+        self.worker = ActorRolloutRefWorker(config=OmegaConf.create(config), role="actor")
+        self.worker.actor = training_worker(tiny)
+        loss = McoreActorConfig(
+            rollout_n=1,
+            ppo_mini_batch_size=len(LENGTHS),
+            ppo_micro_batch_size_per_gpu=tiny.micro,
+            use_torch_compile=False,
+        )
+        self.worker.set_loss_fn(partial(ppo_loss, config=loss))
+        self.engine = self.worker.actor.engine
+        self.chunks: list[nn.Module] = self.engine.module
+        self.gradients, self.adapter = self.engine.gradients, self.engine.peft_cls
+
+    def log_probs(self, data: DataProto) -> tuple[torch.Tensor, Any]:
+        """Old log-probs as the trainer keeps them, [samples, RESPONSE] float32, and the routes, if any."""
+        found = self.output(self.worker.compute_log_prob(log_prob_batch(data)))
+        return as_responses(found["log_probs"], data), found.get("routed_experts")
+
+    def reference(self, data: DataProto) -> tuple[torch.Tensor, list[str]]:
+        """The log-probs without the adapter, and the names of all that came with them."""
+        found = self.worker.compute_log_prob(without_padding(data, compute_loss=False, no_lora_adapter=True))
+        return found["log_probs"].values(), list(found.keys())
+
+    def update(self, data: DataProto, **more: Any) -> dict[str, Any]:
+        """One update; its metrics."""
+        return dict(self.output(self.worker.update_actor(update_batch(data, **more)))["metrics"])
+
+    def output(self, mine: Any) -> dict[str, Any]:
+        """What the driver gets of this data-parallel rank: from the one rank of it that has an output."""
+        if mine is not None:
+            mine = {name: tu.get(mine, name) for name in mine.keys()}  # noqa: SIM118
+        found = told_by(self.tiny.split, mine)
+        return dict(next(one for one in found if one is not None))
+
+
+def told_by(split: Split, mine: Any) -> list[Any]:
+    """What each rank of this data-parallel rank has to say."""
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, (split.ranks["dp"], mine))
+    return [one for rank, one in everyones if rank == split.ranks["dp"]]
+
+
+class LegacyActor:
+    """verl 0.7's other worker, megatron_workers over MegatronPPOActor, as init_model leaves it: the same."""
+
+    def __init__(self, tiny: Tiny) -> None:
+        from verl.utils.megatron import optimizer as optimizers
+        from verl.workers.actor.megatron_actor import MegatronPPOActor
+        from verl.workers.megatron_workers import ActorRolloutRefWorker
+
+        self.tiny = tiny
+        worker = ActorRolloutRefWorker(config=OmegaConf.create(_legacy_config(tiny)), role="actor")
+        worker.config.actor.profiler = {"tool": None}  # 0.7.0's actor reads it, after the worker has
+        worker.tf_config = transformer_config(tiny)
+        worker.actor_module = chunks_of(tiny, worker.tf_config, wrapped=True)
+        settings = optimizer_config()
+        worker.actor_optimizer = optimizers.get_megatron_optimizer(
+            model=worker.actor_module,
+            config=optimizers.init_megatron_optim_config(settings, use_distributed_optimizer=False),
+        )
+        worker.actor_optimizer_scheduler = optimizers.get_megatron_optimizer_param_scheduler(
+            optimizer=worker.actor_optimizer, config=settings
+        )
+        worker.peft_cls = self.adapter = Adapter() if tiny.lora else None
+        worker.flops_counter = SimpleNamespace(estimate_flops=lambda *_, **__: (1.0, 1.0))
+        worker.actor = MegatronPPOActor(
+            config=worker.config.actor,
+            model_config=SimpleNamespace(vocab_size=VOCAB, hidden_size=worker.tf_config.hidden_size),
+            hf_config=model_config(tiny).hf_config,
+            tf_config=worker.tf_config,
+            actor_module=worker.actor_module,
+            actor_optimizer=worker.actor_optimizer,
+        )
+        self.worker, self.chunks = worker, list(worker.actor_module)
+        self.gradients: list[list[torch.Tensor]] = []
+        step = worker.actor_optimizer.step
+
+        def stepped() -> Any:
+            self.gradients.append(gradients(self.chunks))
+            return step()
+
+        worker.actor_optimizer.step = stepped
+
+    def log_probs(self, data: DataProto) -> tuple[torch.Tensor, Any]:
+        found = self.worker.compute_log_prob(self._counted(data)).batch
+        routes = told_by(self.tiny.split, found.get("routed_experts"))
+        assert all(one is None or torch.equal(routes[0], one) for one in routes)
+        return found["old_log_probs"], routes[-1]
+
+    def reference(self, data: DataProto) -> tuple[torch.Tensor, list[str]]:
+        found = self.worker.compute_ref_log_prob(self._counted(data)).batch
+        return found["ref_log_prob"], list(found.keys())
+
+    def update(self, data: DataProto) -> dict[str, Any]:
+        output = self.worker.update_actor(self._counted(data))
+        told = told_by(self.tiny.split, (self.tiny.split.ranks["pp"], output.meta_info["metrics"]))
+        return dict(next(metrics for stage, metrics in told if stage == self.tiny.split.pp - 1))
+
+    def _counted(self, data: DataProto) -> DataProto:
+        data = DataProto(batch=data.batch.clone(), meta_info=dict(data.meta_info))
+        data.meta_info["global_token_num"] = [sum(LENGTHS[number]) for number in mine(self.tiny.split)]
+        return data
+
+
+def _legacy_config(tiny: Tiny) -> dict[str, Any]:
+    passes = {
+        "log_prob_micro_batch_size_per_gpu": tiny.micro,
+        "log_prob_max_token_len_per_gpu": tiny.most,
+        "log_prob_use_dynamic_bsz": tiny.most > 0,
     }
-    worker = ActorRolloutRefWorker(config=OmegaConf.create(config), role="actor")
-    worker.actor = training_worker(tiny)
-    loss = McoreActorConfig(
-        rollout_n=1,
-        ppo_mini_batch_size=len(LENGTHS),
-        ppo_micro_batch_size_per_gpu=tiny.micro,
-        use_torch_compile=False,
-    )
-    worker.set_loss_fn(partial(ppo_loss, config=loss))
-    return worker
+    megatron = {
+        "seed": 1,
+        "tensor_model_parallel_size": tiny.split.tp,
+        "context_parallel_size": tiny.split.cp,
+        "sequence_parallel": tiny.split.tp > 1,
+        "use_remove_padding": True,
+    }
+    actor = {
+        "strategy": "megatron",
+        "router_replay": {"mode": tiny.mode},
+        "megatron": megatron,
+        "ppo_mini_batch_size": len(LENGTHS),
+        "ppo_micro_batch_size_per_gpu": tiny.micro,
+        "ppo_epochs": 1,
+        "ppo_max_token_len_per_gpu": tiny.most,
+        "use_dynamic_bsz": tiny.most > 0,
+        "use_kl_loss": False,
+        "shuffle": False,
+        "data_loader_seed": 1,
+        "entropy_coeff": 0.0,
+        "clip_ratio": 0.2,
+        "clip_ratio_low": 0.2,
+        "clip_ratio_high": 0.2,
+        "clip_ratio_c": 3.0,
+        "loss_agg_mode": "token-mean",
+        "loss_scale_factor": None,
+        "policy_loss": {"loss_mode": "vanilla"},
+        "global_batch_info": {},
+    }
+    rollout = {"name": "vllm", "n": 1, "temperature": 1.0} | passes
+    rollout["enable_rollout_routing_replay"] = tiny.mode == "R3"
+    return {"actor": actor, "rollout": rollout, "ref": passes}
 
 
 # Data
@@ -392,30 +512,23 @@ def batch(split: Split, routes: Sequence[torch.Tensor] | None = None) -> DataPro
         routes: of each of this rank's samples, [tokens, layers, topk].
     """
     numbers = mine(split)
-    rows, width = len(numbers), PROMPT + RESPONSE
+    given = [samples()[number] for number in numbers]
+    prompts = torch.stack([pad(prompt, (PROMPT - len(prompt), 0)) for prompt, _ in given])
+    responses = torch.stack([pad(response, (0, RESPONSE - len(response))) for _, response in given])
+    tokens = torch.cat([prompts, responses], dim=1)
+    attention, answered = (tokens > 0).long(), (responses > 0).long()  # no token is 0
     tensors = {
-        "input_ids": torch.zeros(rows, width, dtype=torch.int64),
-        "attention_mask": torch.zeros(rows, width, dtype=torch.int64),
-        "prompts": torch.zeros(rows, PROMPT, dtype=torch.int64),
-        "responses": torch.zeros(rows, RESPONSE, dtype=torch.int64),
-        "response_mask": torch.zeros(rows, RESPONSE, dtype=torch.int64),
-        "advantages": torch.zeros(rows, RESPONSE),
+        "input_ids": tokens,
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+        "prompts": prompts,
+        "responses": responses,
+        "response_mask": answered,
+        "advantages": answered * (1.0 - 0.5 * (torch.tensor(numbers)[:, None] % 4)),
     }
     if routes is not None:
-        shape = rows, width, *routes[0].shape[1:]
-        tensors["routed_experts"] = torch.zeros(*shape, dtype=routes[0].dtype)
-    for row, number in enumerate(numbers):
-        prompt, response = samples()[number]
-        first, last = PROMPT - len(prompt), PROMPT + len(response)
-        tensors["input_ids"][row, first:last] = torch.cat([prompt, response])
-        tensors["attention_mask"][row, first:last] = 1
-        tensors["prompts"][row, first:] = prompt
-        tensors["responses"][row, : len(response)] = response
-        tensors["response_mask"][row, : len(response)] = 1
-        tensors["advantages"][row, : len(response)] = 1.0 - 0.5 * (number % 4)
-        if routes is not None:
-            tensors["routed_experts"][row, first:last] = routes[row]
-    tensors["position_ids"] = (tensors["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        around = [(0, 0, 0, 0, PROMPT - len(prompt), RESPONSE - len(answer)) for prompt, answer in given]
+        tensors["routed_experts"] = torch.stack([pad(*each) for each in zip(routes, around, strict=True)])
     return DataProto.from_single_dict(tensors, meta_info={"temperature": 1.0})
 
 
@@ -439,16 +552,21 @@ def log_prob_batch(data: DataProto) -> TensorDict:
     return without_padding(data, calculate_entropy=True, compute_loss=False)
 
 
-def update_batch(data: DataProto, tiny: Tiny, **more: Any) -> TensorDict:
+def update_batch(data: DataProto, **more: Any) -> TensorDict:
     size = len(LENGTHS)
     settings = {"global_batch_size": size, "mini_batch_size": size, "epochs": 1, "seed": 1} | more
+    loader = {"shuffle": False}
     return without_padding(
-        data,
-        calculate_entropy=False,
-        dataloader_kwargs={"shuffle": False},
-        compute_loss=True,
-        **settings,
+        data, calculate_entropy=False, dataloader_kwargs=loader, compute_loss=True, **settings
     )
+
+
+def unpadded(routes: torch.Tensor, data: DataProto) -> list[torch.Tensor]:
+    """The routes of each sample, as a release gives them: jagged, or padded."""
+    if routes.is_nested:
+        return list(routes.unbind())
+    kept = data.batch["attention_mask"].bool()
+    return [one[mask] for one, mask in zip(routes, kept, strict=True)]
 
 
 # Where a token sits
@@ -491,17 +609,19 @@ def router_layers(chunks: Sequence[nn.Module]) -> dict[int, nn.Module]:
     return parallel_model.routers(bare)
 
 
-def lend_attention_utils() -> None:
-    """verl's NPU functions for packing, which are plain torch, where flash-attn isn't installed."""
-    utils = importlib.import_module("verl.utils.attention_utils")
+def prepare() -> None:
+    """Lend what this machine lacks, and put the small engines in their place."""
+    if not hasattr(np, "product"):
+        np.product = np.prod  # Megatron-core before 0.16 saves checkpoints with it; numpy 2 has renamed it
+    # verl before 0.9 offloads to memory that only a machine with a device can pin.
+    torch.Tensor.pin_memory = lambda self, *_: self.clone()  # type: ignore[method-assign]
+    transformers_4.lend()
+    # verl's NPU functions for packing, which are plain torch, where flash-attn isn't installed.
     plain = importlib.import_module("verl.utils.npu_flash_attn_utils")
     names = ("index_first_axis", "pad_input", "rearrange", "unpad_input")
-    found = tuple(getattr(plain, name) for name in names)
-    utils._get_attention_functions = lambda: found
-
-
-def lend_memory_figures() -> None:
-    """verl logs how much memory a device has; 0.9 takes a machine without one for one with CUDA."""
+    packing = tuple(getattr(plain, name) for name in names)
+    importlib.import_module("verl.utils.attention_utils")._get_attention_functions = lambda: packing
+    # verl logs how much memory a device has; 0.9 takes a machine without one for one with CUDA.
     torch.cuda.mem_get_info = lambda *_: (0, 0)  # type: ignore[assignment]
     for name in (
         *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
@@ -509,24 +629,4 @@ def lend_memory_figures() -> None:
     ):
         for device in (torch.cuda, torch.cpu):
             setattr(device, name, lambda *_: 0)
-
-
-def lend_pinned_memory() -> None:
-    """verl before 0.9 offloads to memory that only a machine with a device can pin."""
-    torch.Tensor.pin_memory = lambda self, *_: self.clone()  # type: ignore[method-assign]
-
-
-def lend_numpy_1_names() -> None:
-    """Megatron-core before 0.16 saves checkpoints with a function that numpy 2 has renamed."""
-    if not hasattr(np, "product"):
-        np.product = np.prod
-
-
-def prepare() -> None:
-    """Lend what this machine lacks, and put the small engines in their place."""
-    lend_numpy_1_names()
-    lend_pinned_memory()
-    transformers_4.lend()
-    lend_attention_utils()
-    lend_memory_figures()
     register()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import time
 import traceback
@@ -21,11 +20,8 @@ def main(task: dict[str, Any]) -> None:
         from on_verl import engine_cases, engine_job
 
         engine_job.prepare()
-        cases = dict(engine_cases.CASES)
-        if importlib.util.find_spec("verl.workers.actor") is not None:
-            cases |= importlib.import_module("on_verl.actor_cases").CASES
         for name in task["cases"]:
-            _note(Path(task["folder"]), name, cases[name])
+            _note(Path(task["folder"]), name, engine_cases.CASES[name])
     dist.destroy_process_group()
 
 

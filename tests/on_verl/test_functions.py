@@ -7,15 +7,13 @@ import functools
 import gc
 import importlib
 import pickle
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import jobs
 import npu_replay
 from megatron_cases import perturbed, routers
 from npu_replay import RoutedExperts
@@ -75,6 +73,44 @@ def verl() -> Iterator[Verl]:
     router_init.install()
 
 
+class Recorded:
+    """A job, and what its routers choose: by npu_replay's own record, and through verl's functions."""
+
+    def __init__(self, verl: Verl, variant: str = "softmax_after_topk", **changes: Any) -> None:
+        self.verl, self.job, self.batch = verl, Job(variant, None, **changes), batches()
+        self.own = core_routes(self.job, self.batch)
+        self.routes = verl.record(self.batch, self.job.forward, self.job.config, self.job.model)
+
+    def check(self) -> torch.Tensor:
+        """Both are the same; the ids of all tokens."""
+        ids = torch.cat([one.ids for one in self.own]).long()
+        assert torch.equal(packed(self.routes, self.verl).long(), ids)
+        return ids
+
+    def with_samples(self, each: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Routes of these samples, as this verl carries them."""
+        if self.routes.is_nested:
+            return torch.nested.as_nested_tensor(list(each), layout=torch.jagged)
+        return torch.stack(list(each))
+
+    def replayed(self, routes: torch.Tensor, **how: Any) -> list[float]:
+        """The losses of an update with these routes."""
+        job = self.job
+        job.model.zero_grad()
+        losses = self.verl.replayed(
+            self.batch, routes, job.forward, job.config, job.model, backward=backward_sum, **how
+        )
+        return [loss.item() for loss in losses]
+
+    def check_replay(self, routes: torch.Tensor, own: list[RoutedExperts], **how: Any) -> None:
+        """An update with these routes is npu_replay's own replay of those, with other router weights."""
+        with perturbed(self.job.model):
+            losses, grads = core_replay(self.job, self.batch, own, backward_sum)
+            assert self.replayed(routes, **how) == [loss.item() for loss in losses]
+            for a, b in zip(self.job.grads(), grads, strict=True):
+                assert a is b or torch.equal(a, b)
+
+
 @pytest.mark.parametrize("recompute", [None, "full"])
 @pytest.mark.parametrize("variant", CASES)
 def test_record_replay_and_backward_through_verls_functions(
@@ -84,119 +120,75 @@ def test_record_replay_and_backward_through_verls_functions(
     compare_with_the_core(verl, Job(variant, recompute), batches())
 
 
-def test_no_warning_says_that_an_npu_has_no_replay() -> None:
-    found = jobs.run("on_verl.quiet_worker:main", fresh=True)
-    assert not [one for one in found["said"] if "not support router replay" in one]
-    assert not [one for one in found["filters"] if "router replay" in one]
-
-
 def test_ids_above_255_survive_the_way_through_verl(verl: Verl) -> None:
     """T19: 0.7 and 0.8 narrow to uint8 in the engine itself."""
-    job, batch = (
-        Job("softmax_after_topk", None, num_moe_experts=300, moe_router_topk=4, num_layers=2),
-        batches(),
-    )
-    own = core_routes(job, batch)
-    routes = verl.record(batch, job.forward, job.config, job.model)
-    ids = torch.cat([one.ids for one in own]).long()
+    ids = Recorded(verl, num_moe_experts=300, moe_router_topk=4, num_layers=2).check()
     assert int(ids.max()) > 255
-    assert torch.equal(packed(routes, verl).long(), ids)
 
 
 def test_recorded_routes_have_the_type_that_this_verl_carries(verl: Verl) -> None:
     """A fork's own merging may count on it: its bytes are sent, and read as that type again."""
-    job, batch = Job("softmax_after_topk", None), batches()
     own = "torch.int16" in Path(verl.utils.__file__).read_text()  # of 0.9 on, whatever the number of experts
-    routes = verl.record(batch, job.forward, job.config, job.model)
-    assert routes.dtype == (torch.int16 if own else torch.uint8)
+    assert Recorded(verl).routes.dtype == (torch.int16 if own else torch.uint8)
 
 
 def test_routes_of_all_layers_find_their_routers(verl: Verl) -> None:
     """T2, T3: an engine reports dense layers too; they are dropped by label."""
-    job, batch = Job("dense_first", None), batches()
-    own = core_routes(job, batch)
-    routes = verl.record(batch, job.forward, job.config, job.model)
-    whole = _with_dense_column(routes)
-    with perturbed(job.model):
-        wanted, _ = core_replay(job, batch, own, backward_sum)
-        losses = verl.replayed(batch, whole, job.forward, job.config, job.model, backward=backward_sum)
-    assert [loss.item() for loss in losses] == [loss.item() for loss in wanted]
+    recorded = Recorded(verl, "dense_first")
+    recorded.check_replay(recorded.with_samples(_with_dense_column(recorded)), recorded.own)
 
 
-def _with_dense_column(routes: torch.Tensor) -> torch.Tensor:
-    def widened(one: torch.Tensor) -> torch.Tensor:
-        return torch.cat([torch.zeros_like(one[..., :1, :]), one], dim=-2)
-
-    if routes.is_nested:
-        return torch.nested.as_nested_tensor([widened(one) for one in routes.unbind()], layout=torch.jagged)
-    return widened(routes)
+def _with_dense_column(recorded: Recorded) -> list[torch.Tensor]:
+    return [torch.cat([torch.zeros_like(one[:, :1]), one], dim=1) for one in recorded.routes.unbind()]
 
 
 def test_experts_in_a_dense_layers_column_are_refused(verl: Verl) -> None:
     """The labels have shifted: each layer would replay its neighbour's routes, and all ids look right."""
-    job, batch = Job("dense_first", None), batches()
-    routes = verl.record(batch, job.forward, job.config, job.model)
-    each = [one.roll(1, dims=-2) for one in _with_dense_column(routes).unbind()]
-    jagged = routes.is_nested
-    wrong = torch.nested.as_nested_tensor(each, layout=torch.jagged) if jagged else torch.stack(each)
+    recorded = Recorded(verl, "dense_first")
+    wrong = recorded.with_samples([one.roll(1, dims=1) for one in _with_dense_column(recorded)])
     with pytest.raises(InvalidRoutes, match=r"sample 0 .*, layer 0: a dense layer has experts"):
-        verl.replayed(batch, wrong, job.forward, job.config, job.model, backward=backward_sum)
+        recorded.replayed(wrong)
 
 
 def test_rows_of_zeros_take_the_routers_own_choice(verl: Verl) -> None:
     """T1, T42: a row that the engine never saw is zeros, and would be expert 0 twice."""
-    job, batch = Job("softmax_after_topk", None), batches()
-    own = core_routes(job, batch)
-    routes = verl.record(batch, job.forward, job.config, job.model)
-    each = list(routes.unbind())
-    gone = [one.clone() for one in each]
-    mask = verl.batch(batch[0])[1]
-    last = -1 if mask is None else int(mask[0].nonzero()[-1])
-    gone[0][last - 1 if mask is not None else -2 :] = 0  # the last two tokens of the first sample
-    cut = torch.nested.as_nested_tensor(gone, layout=torch.jagged) if routes.is_nested else torch.stack(gone)
-    partly = list(own)
-    recorded = torch.ones(len(own[0]), dtype=torch.bool)
-    recorded[[LENGTHS[0][0] - 2, LENGTHS[0][0] - 1]] = False
-    partly[0] = RoutedExperts(
-        ids=own[0].ids, layers=own[0].layers, num_experts=own[0].num_experts, recorded=recorded
-    )
-    with perturbed(job.model):
-        wanted, grads = core_replay(job, batch, partly, backward_sum)
-        job.model.zero_grad()
-        losses = verl.replayed(batch, cut, job.forward, job.config, job.model, backward=backward_sum)
-        assert [loss.item() for loss in losses] == [loss.item() for loss in wanted]
-        assert all(
-            torch.equal(a, b)
-            for a, b in zip(job.grads(), grads, strict=True)
-            if a is not None and b is not None
-        )
+    recorded = Recorded(verl)
+    each = [one.clone() for one in recorded.routes.unbind()]
+    mask = verl.batch(recorded.batch[0])[1]
+    end = len(each[0]) if mask is None else int(mask[0].nonzero()[-1]) + 1
+    each[0][end - 2 :] = 0  # the last two tokens of the first sample
+    keep = torch.ones(len(recorded.own[0]), dtype=torch.bool)
+    keep[[LENGTHS[0][0] - 2, LENGTHS[0][0] - 1]] = False
+    partly = [_only(recorded.own[0], keep), *recorded.own[1:]]
+    recorded.check_replay(recorded.with_samples(each), partly)
 
 
-@pytest.mark.parametrize("bad", ["range", "twice", "layers", "length"])
-def test_routes_that_do_not_fit_are_refused_by_name(verl: Verl, bad: str) -> None:
-    job, batch = Job("softmax_after_topk", None), batches()
-    routes = verl.record(batch, job.forward, job.config, job.model)
-    each = [one.clone().to(torch.int16) for one in routes.unbind()]
-    inside = 2 if routes.is_nested else 4
-    if bad == "range":
-        each[1][inside, 1] = torch.tensor([900, 1])
-    elif bad == "twice":
-        each[1][inside, 1] = torch.tensor([3, 3])
-    elif bad == "layers":
+def _only(routes: RoutedExperts, keep: torch.Tensor) -> RoutedExperts:
+    return RoutedExperts(ids=routes.ids, layers=routes.layers, num_experts=routes.num_experts, recorded=keep)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ([900, 1], "out of range"),
+        ([3, 3], "expert twice"),
+        ("layers", "number of layers"),
+        ("length", "another"),
+    ],
+)
+def test_routes_that_do_not_fit_are_refused_by_name(verl: Verl, bad: Any, words: str) -> None:
+    recorded = Recorded(verl)
+    each = [one.clone().to(torch.int16) for one in recorded.routes.unbind()]
+    jagged = recorded.routes.is_nested
+    if bad == "layers":
         each = [one[:, :3] for one in each]
-    elif routes.is_nested:
-        each[1] = each[1][:-3]
+    elif bad == "length":
+        each = [each[0], each[1][:-3], *each[2:]] if jagged else [one[:, :, :1] for one in each]
     else:
-        each = [one[:, :, :1] for one in each]
-    wrong = (
-        torch.nested.as_nested_tensor(each, layout=torch.jagged) if routes.is_nested else torch.stack(each)
-    )
-    words = {"range": "out of range", "twice": "expert twice", "layers": "number of layers"}.get(
-        bad, "another"
-    )
+        each[1][2 if jagged else 4, 1] = torch.tensor(bad)
     with pytest.raises(ReplayError, match=words) as raised:
-        verl.replayed(batch, wrong, job.forward, job.config, job.model, backward=backward_sum)
-    if bad in ("range", "twice"):
+        recorded.replayed(recorded.with_samples(each))
+    if isinstance(bad, list):
         assert isinstance(raised.value, InvalidRoutes)
         assert "sample 1 of the micro-batch, layer 1" in str(raised.value)
 
@@ -205,58 +197,62 @@ def test_a_thrown_away_model_is_not_replayed_instead(verl: Verl) -> None:
     """T18: the model is built twice, and the first one's routers are registered first."""
     orphan = Job("softmax_after_topk", None, seed=1)
     del orphan
-    job, batch = Job("softmax_after_topk", None), batches()
-    own = core_routes(job, batch)
-    routes = verl.record(batch, job.forward, job.config, job.model)
-    assert torch.equal(packed(routes, verl).long(), torch.cat([one.ids for one in own]).long())
-    assert len(verl.patch.RouterReplay.router_instances) == 4
+    recorded = Recorded(verl)
+    recorded.check()
+    assert len(verl.patch.RouterReplay.router_instances) == len(routers(recorded.job.model)) == 4
 
 
 def test_a_reference_model_beside_it_is_left_alone(verl: Verl) -> None:
     """T26: two models with the flag; the action means the one that runs."""
     reference = Job("softmax_after_topk", None, seed=1)
-    job, batch = Job("softmax_after_topk", None), batches()
-    before = [reference.forward(sequences).item() for sequences in batch]
-    routes = verl.record(batch, job.forward, job.config, job.model)
-    with perturbed(job.model):
-        verl.replayed(batch, routes, job.forward, job.config, job.model, backward=backward_sum)
-    assert [reference.forward(sequences).item() for sequences in batch] == before
+    before = [reference.forward(sequences).item() for sequences in batches()]
+    recorded = Recorded(verl)
+    with perturbed(recorded.job.model):
+        recorded.replayed(recorded.routes)
+    assert [reference.forward(sequences).item() for sequences in batches()] == before
 
 
 def test_a_second_apply_keeps_the_first_engine(verl: Verl) -> None:
     """NeMo #3687: clearing the registry for another model emptied the live one."""
-    job, batch = Job("softmax_after_topk", None), batches()
-    own = core_routes(job, batch)
+    recorded = Recorded(verl)
     verl.patch.apply_router_replay_patch()
-    routes = verl.record(batch, job.forward, job.config, job.model)
-    assert torch.equal(packed(routes, verl).long(), torch.cat([one.ids for one in own]).long())
+    job = recorded.job
+    recorded.routes = verl.record(recorded.batch, job.forward, job.config, job.model)
+    recorded.check()
 
 
 def test_a_rejected_sample_takes_the_routers_own_choice(verl: Verl) -> None:
     """verl 0.9 replays no row of a sample whose response it has rejected; that is no bad sample."""
     if not hasattr(verl.utils, "build_r3_replay_mask"):
         pytest.skip("this verl masks no rows")
-    job, batch = Job("softmax_after_topk", None), batches()
-    own = core_routes(job, batch)
-    routes = verl.record(batch, job.forward, job.config, job.model)
-    masks = []
-    for number, sequences in enumerate(batch):
+    recorded, masks = Recorded(verl), []
+    for number, sequences in enumerate(recorded.batch):
         wanted = torch.tensor([bool(number or row != 1) for row in range(len(sequences))])
         tokens, _ = verl.batch(sequences)
         masks.append(verl.utils.build_r3_replay_mask(tokens, wanted[:, None]))
-    recorded = [torch.cat(list(mask.unbind())) for mask in masks]
-    partly = [
-        RoutedExperts(ids=one.ids, layers=one.layers, num_experts=one.num_experts, recorded=keep)
-        for one, keep in zip(own, recorded, strict=True)
-    ]
-    assert not recorded[0][7:19].any()
-    assert recorded[0][:6].all()
-    with perturbed(job.model):
-        wanted_losses, _ = core_replay(job, batch, partly, backward_sum)
-        losses = verl.replayed(
-            batch, routes, job.forward, job.config, job.model, backward=backward_sum, masks=masks
-        )
-    assert [loss.item() for loss in losses] == [loss.item() for loss in wanted_losses]
+    keep = [torch.cat(list(mask.unbind())) for mask in masks]
+    assert not keep[0][7:19].any()
+    assert keep[0][:6].all()
+    partly = [_only(one, rows) for one, rows in zip(recorded.own, keep, strict=True)]
+    recorded.check_replay(recorded.routes, partly, masks=masks)
+
+
+@pytest.mark.parametrize("extra", [(), (None,)])
+def test_packing_may_return_two_things_or_three(
+    verl: Verl, monkeypatch: pytest.MonkeyPatch, extra: tuple[None, ...]
+) -> None:
+    """T9: it became three, and unpacking two of them failed in every record."""
+    for name in ("preprocess_thd_engine", "preprocess_thd_no_padding", "preprocess_packed_seqs"):
+        native = getattr(verl.utils, name, None)
+        if native is None:
+            continue
+
+        @functools.wraps(native)
+        def pack(*args: Any, native: Any = native, **kwargs: Any) -> tuple[Any, ...]:
+            return native(*args, **kwargs)[0], None, *extra
+
+        monkeypatch.setattr(verl.utils, name, pack)
+    Recorded(verl).check()
 
 
 # Loops that go from router to router, as a fork's or a user's own
@@ -362,31 +358,3 @@ def test_after_uninstall_a_router_has_megatrons_again_and_after_install_verls(ve
     finally:
         npu_replay.install()
     assert module.router_replay is own
-
-
-@pytest.mark.parametrize("extra", [(), (None,)])
-def test_packing_may_return_two_things_or_three(
-    verl: Verl, monkeypatch: pytest.MonkeyPatch, extra: tuple[None, ...]
-) -> None:
-    """T9: it became three, and unpacking two of them failed in every record."""
-    job, batch = Job("softmax_after_topk", None), batches()
-    names = ("preprocess_thd_engine", "preprocess_thd_no_padding", "preprocess_packed_seqs")
-    for name in names:
-        if not hasattr(verl.utils, name):
-            continue
-        native = getattr(verl.utils, name)
-
-        @functools.wraps(native)
-        def pack(*args: Any, native: Any = native, **kwargs: Any) -> tuple[Any, ...]:
-            return native(*args, **kwargs)[0], None, *extra
-
-        monkeypatch.setattr(verl.utils, name, pack)
-    own = core_routes(job, batch)
-    routes = verl.record(batch, job.forward, job.config, job.model)
-    assert torch.equal(packed(routes, verl).long(), torch.cat([one.ids for one in own]).long())
-
-
-def test_importing_verl_warns_of_nothing() -> None:
-    with warnings.catch_warnings(record=True) as said:
-        Verl()
-    assert not [one for one in said if "router replay" in str(one.message)]

@@ -22,11 +22,11 @@ def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
+@pytest.mark.newest
 def test_record_and_replay_with_a_repatch_before_and_after(product: str) -> None:
     """A second engine repatches, which throws away what lies over MindSpeed's own wrappers."""
-    found = processes.run(product, "on_verl.mindspeed_worker:main", {"variants": VARIANTS}, timeout=280)
-    assert found["done"] == VARIANTS
-    assert found["first engine"]
+    found = processes.run(product, "on_verl.mindspeed_worker:functions", {"cases": VARIANTS}, timeout=280)
+    assert found["as before"]
     assert ("stand_in" in found["mindspeed"]) == (product == processes.STAND_IN)
 
 
@@ -36,8 +36,8 @@ def test_the_engine_that_verl_takes_on_an_npu_records_and_replays(product: str) 
     """MindspeedEngineWithLMHead, in two processes: the actor's repatches, and then another one's."""
     if version("verl").startswith("0.7.0"):
         pytest.skip("0.7.0's engines know no replay")
-    worker = "on_verl.mindspeed_engine_worker:main"
-    for found in processes.run_ranks(product, worker, {"cases": CASES}, 2, timeout=280):
-        assert found["done"] == CASES
+    for found in processes.run_ranks(
+        product, "on_verl.mindspeed_worker:engine", {"cases": CASES}, 2, timeout=280
+    ):
         assert found["repatched"] == 2 * len(CASES)
         assert ("stand_in" in found["mindspeed"]) == (product == processes.STAND_IN)

@@ -131,39 +131,35 @@ PROMPT = [60, 11, 12, 2, 62, 63]
 MESSAGES = [{"role": "user", "content": "w11 w12"}]
 
 
+TURNS = {
+    "max_user_turns": None,
+    "max_assistant_turns": None,
+    "max_parallel_calls": 1,
+    "max_tool_response_length": 64,
+    "tool_response_truncate_side": "middle",
+    "tool_config_path": None,
+    "interaction_config_path": None,
+    "format": "scripted",
+    "enable": True,
+}
+ROLLOUT = {
+    "name": "vllm",
+    "prompt_length": PROMPT_LENGTH,
+    "response_length": RESPONSE_LENGTH,
+    "enable_rollout_routing_replay": True,
+    "full_determinism": False,
+    "multi_turn": TURNS,
+}
+MODES = {"router_replay": {"mode": "disabled"}, "megatron": {"router_replay": {"mode": "R3"}}}
+
+
 def make_config(**changed: Any) -> Any:
+    model = {"path": "none", "tokenizer_path": "none"}
+    data = {"apply_chat_template_kwargs": {}, "mm_processor_kwargs": {}}
     config = OmegaConf.create(
         {
-            "actor_rollout_ref": {
-                "actor": {
-                    "router_replay": {"mode": "disabled"},
-                    "megatron": {"router_replay": {"mode": "R3"}},
-                },
-                "model": {"path": "none", "tokenizer_path": "none"},
-                "rollout": {
-                    "name": "vllm",
-                    "prompt_length": PROMPT_LENGTH,
-                    "response_length": RESPONSE_LENGTH,
-                    "enable_rollout_routing_replay": True,
-                    "full_determinism": False,
-                    "multi_turn": {
-                        "max_user_turns": None,
-                        "max_assistant_turns": None,
-                        "max_parallel_calls": 1,
-                        "max_tool_response_length": 64,
-                        "tool_response_truncate_side": "middle",
-                        "tool_config_path": None,
-                        "interaction_config_path": None,
-                        "format": "scripted",
-                        "enable": True,
-                    },
-                },
-            },
-            "data": {
-                "apply_chat_template_kwargs": {},
-                "mm_processor_kwargs": {},
-                "continuous_token": {"enable": False, "model_family": "auto"},
-            },
+            "actor_rollout_ref": {"actor": MODES, "model": model, "rollout": ROLLOUT},
+            "data": data | {"continuous_token": {"enable": False, "model_family": "auto"}},
             "reward_model": {"enable": False, "enable_resource_pool": False, "use_reward_loop": False},
             "async_training": {"partial_rollout": True},
         }
@@ -263,6 +259,22 @@ def rows_of(output: Any) -> tuple[list[int], np.ndarray]:
     return output.input_ids[0][mask].tolist(), output.routed_experts[0][mask].numpy()
 
 
+def check_rows(
+    tokens: list[int], rows: np.ndarray, *spans: tuple[int | None, int, int], experts: int = 64
+) -> None:
+    """Rows from one token to another are of these weights; None: no route. Without spans all but the last
+    are of the first weights."""
+    assert len(rows) == len(tokens)
+    assert not rows[-1].any()
+    for weights, first, last in spans or [(0, 0, len(tokens) - 1)]:
+        if weights is None:
+            assert not rows[first:last].any(), "tokens without known routes have some"
+        else:
+            np.testing.assert_array_equal(
+                rows[first:last], routes(tokens, weights, experts)[first:last], f"{weights}"
+            )
+
+
 def resuming(*turns: Turn, config: Any = None) -> Any:
     kind = resuming_class()
     if kind is None:
@@ -294,8 +306,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_one_turn_gives_each_token_its_row_and_the_last_none() -> None:
     tokens, rows = rows_of(run(Turn([20, 21, 22])))
     assert tokens == [*PROMPT, 20, 21, 22]
-    np.testing.assert_array_equal(rows[:-1], routes(tokens))
-    assert not rows[-1].any()
+    check_rows(tokens, rows)
 
 
 def test_read_only_routes_reach_verl_in_memory_of_their_own() -> None:  # T10
@@ -308,9 +319,10 @@ def test_read_only_routes_reach_verl_in_memory_of_their_own() -> None:  # T10
     output.routed_experts += 1
 
 
-def test_routes_are_cut_with_the_response() -> None:  # T12
-    sampled = list(range(20, 20 + RESPONSE_LENGTH + 3))
-    tokens, rows = rows_of(run(Turn(sampled)))
+@pytest.mark.parametrize("loop", ["single_turn_agent", "tool_agent"])
+def test_routes_are_cut_with_the_response(loop: str) -> None:  # T12
+    sampled = list(range(20, 20 + RESPONSE_LENGTH + 4))
+    tokens, rows = rows_of(run(Turn(sampled), loop=loop))
     assert tokens == [*PROMPT, *sampled[:RESPONSE_LENGTH]]
     np.testing.assert_array_equal(rows, routes([*PROMPT, *sampled])[: len(tokens)])
 
@@ -325,7 +337,7 @@ def test_what_a_loop_hands_out_has_a_row_a_token(loop: str) -> None:  # T12
 def test_ids_keep_their_value_and_a_type_that_torch_can_work_with(experts: int) -> None:  # T19
     tokens, rows = rows_of(output := run(Turn([20, 21, 22], experts=experts)))
     assert output.routed_experts.dtype in (torch.uint8, torch.int16)  # from 0.9.1 on int16 in any case
-    np.testing.assert_array_equal(rows[:-1], routes(tokens, experts=experts))
+    check_rows(tokens, rows, experts=experts)
     assert experts <= 256 or rows.max() > 255
 
 
@@ -348,8 +360,7 @@ def test_ids_keep_their_value_to_the_trainers_packed_form(  # T19
     if not packed["routed_experts"].is_nested:
         pytest.skip("this release doesn't pack routes")
     for one, rows in zip(outputs, packed["routed_experts"].unbind(), strict=True):
-        tokens, _ = rows_of(one)
-        np.testing.assert_array_equal(rows.numpy()[:-1], routes(tokens, experts=experts))
+        check_rows(rows_of(one)[0], rows.numpy(), experts=experts)
 
 
 def test_an_id_that_no_type_of_verl_holds_is_an_error() -> None:  # T19
@@ -359,8 +370,7 @@ def test_an_id_that_no_type_of_verl_holds_is_an_error() -> None:  # T19
 
 @pytest.mark.parametrize("kind", [torch.from_numpy, lambda rows: rows.astype(np.int32), np.ndarray.tolist])
 def test_routes_may_come_as_a_tensor_or_in_wide_integers(kind: Any) -> None:  # T15
-    tokens, rows = rows_of(run(Turn([20, 21, 22], change=lambda rows: kind(rows.copy()))))
-    np.testing.assert_array_equal(rows[:-1], routes(tokens))
+    check_rows(*rows_of(run(Turn([20, 21, 22], change=lambda rows: kind(rows.copy())))))
 
 
 def test_routes_of_another_shape_are_refused() -> None:
@@ -373,16 +383,10 @@ def test_rows_that_cannot_be_placed_are_left_out_and_said(
 ) -> None:
     """vllm 0.21 returned the sampled tokens' rows alone: at the prompt's place they would be wrong."""
     monkeypatch.setattr(verl_rollout, "_short", itertools.count(1))
+    worker = make_worker(Engine(Turn([20, 21, 22]), Turn([20, 21, 22], change=lambda rows: rows[6:])))
     with caplog.at_level(logging.WARNING):
-        first = run(Turn([20, 21, 22]))
-        worker = make_worker(Engine(Turn([20, 21, 22]), Turn([20, 21, 22], change=lambda rows: rows[6:])))
-
-        async def both() -> list[Any]:
-            return [await rollout(worker), await rollout(worker)]
-
-        _, second = asyncio.run(both())
-    assert first.routed_experts.any()
-    assert not second.routed_experts.any()
+        batch = batch_of(worker, 2)["routed_experts"]
+    assert [bool(one.any()) for one in batch] == [True, False]
     assert "too few routes" in caplog.text
 
 
@@ -410,38 +414,25 @@ def deep(rows: np.ndarray) -> np.ndarray:
     return drawn
 
 
-def shifted(rows: np.ndarray) -> np.ndarray:
-    return np.roll(deep(rows), 1, axis=1)
+def changed(place: Any, what: Any) -> Callable[[np.ndarray], np.ndarray]:
+    """Those routes with something else in one place."""
+
+    def change(rows: np.ndarray) -> np.ndarray:
+        found = deep(rows)
+        found[place] = what(found) if callable(what) else what
+        return found
+
+    return change
 
 
-def stale(rows: np.ndarray) -> np.ndarray:
-    found = deep(rows)
-    found[5:] = found[4]
-    return found
-
-
-def doubled(rows: np.ndarray) -> np.ndarray:
-    found = deep(rows)
-    found[7, 2] = found[7, 2, 0]
-    return found
-
-
-def out_of_range(rows: np.ndarray) -> np.ndarray:
-    found = deep(rows)
-    found[7, 2, 0] = 64
-    return found
-
-
-def one_too_many(rows: np.ndarray) -> np.ndarray:
-    return np.concatenate([deep(rows), deep(rows)[:1]])
-
-
+shifted: Callable[[np.ndarray], np.ndarray] = lambda rows: np.roll(deep(rows), 1, axis=1)  # noqa: E731
+stale = changed(slice(5, None), lambda rows: rows[4])
 FAULTY = {
     "a dense layer has experts": shifted,
     "rows are another token's in all layers": stale,
-    "name an expert twice": doubled,
-    "an id is out of range": out_of_range,
-    "rows for more tokens than it ran": one_too_many,
+    "name an expert twice": changed((7, 2), lambda rows: rows[7, 2, 0]),
+    "an id is out of range": changed((7, 2, 0), 64),
+    "rows for more tokens than it ran": lambda rows: np.concatenate([deep(rows), deep(rows)[:1]]),
     "top-k isn't the model's": lambda rows: deep(rows)[..., :4],
     "neither all decoder layers nor the MoE layers": lambda rows: deep(rows)[:, :3],
 }
@@ -459,19 +450,10 @@ def test_what_from_vllm_refuses_is_refused_here_in_the_same_words(words: str) ->
         run(worker=guarded(Turn(SAMPLED, change=FAULTY[words])))
 
 
-def test_good_routes_pass_as_they_are() -> None:
-    tokens, rows = rows_of(run(worker=guarded(Turn(SAMPLED, change=deep))))
-    np.testing.assert_array_equal(rows[:-1], deep(np.empty(len(tokens) - 1)))
-
-
-def test_rows_that_were_never_written_are_left_to_the_trainer() -> None:
-    def begun_late(rows: np.ndarray) -> np.ndarray:
-        found = deep(rows)
-        found[:3] = 0
-        return found
-
-    tokens, rows = rows_of(run(worker=guarded(Turn(SAMPLED, change=begun_late))))
-    np.testing.assert_array_equal(rows[:-1], begun_late(np.empty(len(tokens) - 1)))
+@pytest.mark.parametrize("good", [deep, changed(slice(3), 0)])
+def test_good_routes_pass_as_they_are_and_rows_that_were_never_written_are_the_trainers(good: Any) -> None:
+    tokens, rows = rows_of(run(worker=guarded(Turn(SAMPLED, change=good))))
+    np.testing.assert_array_equal(rows[:-1], good(np.empty(len(tokens) - 1)))
 
 
 @pytest.mark.parametrize("words", FAULTY)
@@ -532,45 +514,23 @@ def tool_turns() -> list[Turn]:
     return [Turn([20, 21, CALL, 2], weights=1), Turn([30, 31], weights=2)]
 
 
-def test_the_tool_loop_keeps_routes() -> None:  # T11
+def test_each_row_of_the_tool_loop_is_of_the_turn_that_first_ran_its_token() -> None:  # T11, T14, T42
     worker = make_worker(engine := Engine(*tool_turns()))
     tokens, rows = rows_of(run(loop="tool_agent", worker=worker))
     assert tokens == [*engine.prompts[1], 30, 31], "the turns don't hang together"
     assert len(engine.prompts[1]) > len(PROMPT) + 4, "no tool has answered"
-    assert rows[:-1].any(axis=(1, 2)).all()
-
-
-def test_each_row_is_of_the_turn_that_first_ran_its_token() -> None:  # T14
-    worker = make_worker(Engine(*tool_turns()))
-    tokens, rows = rows_of(run(loop="tool_agent", worker=worker))
     ran = len(PROMPT) + 4 - 1
-    np.testing.assert_array_equal(rows[:ran], routes(tokens, weights=1)[:ran])
-    np.testing.assert_array_equal(rows[ran:-1], routes(tokens, weights=2)[ran:])
+    check_rows(tokens, rows, (1, 0, ran), (2, ran, len(tokens) - 1))
+    assert (rows[:-1, 1:, 0] != rows[:-1, 1:, 1]).all(), "the same expert twice in a route"
 
 
-def test_the_tools_tokens_have_rows_of_the_next_turn_and_zeros_without_one() -> None:  # T42
-    answered = make_worker(engine := Engine(tool_turns()[0], Turn([], stop="aborted", change=NO_ROUTES)))
-    tokens, rows = rows_of(run(loop="tool_agent", worker=answered))
+def test_the_tools_tokens_have_zeros_where_no_turn_has_run_them() -> None:  # T42
+    worker = make_worker(engine := Engine(tool_turns()[0], Turn([], stop="aborted", change=NO_ROUTES)))
+    tokens, rows = rows_of(run(loop="tool_agent", worker=worker))
     ran = len(PROMPT) + 4 - 1
     assert tokens == engine.prompts[1]
     assert len(tokens) > ran + 1, "no tool has answered"
-    np.testing.assert_array_equal(rows[:ran], routes(tokens, weights=1)[:ran])
-    assert not rows[ran:].any(), "a token that never ran has a route"
-
-
-def test_a_row_is_either_a_route_or_all_zeros() -> None:  # T42
-    worker = make_worker(Engine(*tool_turns()))
-    _, rows = rows_of(run(loop="tool_agent", worker=worker))
-    empty = ~rows.any(axis=(1, 2))
-    assert (rows[~empty][:, 1:, 0] != rows[~empty][:, 1:, 1]).all(), "the same expert twice in a route"
-    assert empty.tolist() == [False] * (len(rows) - 1) + [True]
-
-
-def test_tool_rows_are_cut_with_the_response() -> None:  # T12
-    sampled = list(range(20, 20 + RESPONSE_LENGTH + 4))
-    tokens, rows = rows_of(run(Turn(sampled), loop="tool_agent"))
-    assert tokens == [*PROMPT, *sampled[:RESPONSE_LENGTH]]
-    np.testing.assert_array_equal(rows, routes([*PROMPT, *sampled])[: len(tokens)])
+    check_rows(tokens, rows, (1, 0, ran), (None, ran, len(tokens)))
 
 
 def test_a_users_own_loop_that_forgets_routes_keeps_them() -> None:  # T11
@@ -590,8 +550,7 @@ def test_a_users_own_loop_that_forgets_routes_keeps_them() -> None:  # T11
     Forgetful.__module__, Forgetful.__qualname__ = __name__, "Forgetful"
     sys.modules.setdefault(__name__, types.ModuleType(__name__)).__dict__["Forgetful"] = Forgetful
     agent_loop.register("forgetful")(Forgetful)
-    tokens, rows = rows_of(run(Turn([20, 21, 22]), loop="forgetful"))
-    np.testing.assert_array_equal(rows[:-1], routes(tokens))
+    check_rows(*rows_of(run(Turn([20, 21, 22]), loop="forgetful")))
 
 
 def test_turns_of_another_client_are_none_of_the_samples() -> None:
@@ -606,62 +565,56 @@ def test_turns_of_another_client_are_none_of_the_samples() -> None:
 
     engine = Judged(Turn([20, 21, 22]))
     engine.generate = SimpleNamespace(remote=engine._generate)
-    tokens, rows = rows_of(run(worker=make_worker(engine, config)))
-    np.testing.assert_array_equal(rows[:-1], routes(tokens))
+    check_rows(*rows_of(run(worker=make_worker(engine, config))))
 
 
 # Resumed after an abort
 
 
-def resumed(*turns: Turn) -> tuple[list[int], np.ndarray]:
+def copied(kind: Any) -> Any:
+    return lambda rows: kind(rows.copy())
+
+
+@pytest.mark.parametrize(
+    ("turns", "spans"),
+    [
+        pytest.param(
+            [Turn([20, 21, 22], 1, "aborted"), Turn([23, 24], 2, "aborted"), Turn([25], 3)],
+            [(1, 0, 8), (2, 8, 10), (3, 10, 11)],
+            id="T13, T14: rows are neither doubled nor replaced",
+        ),
+        *(
+            pytest.param(
+                [Turn([20, 21], 0, "aborted", copied(first)), Turn([22], 0, change=copied(second))],
+                [(0, 0, 8)],
+                id="T15: tensors and arrays are mixed",
+            )
+            for first in (torch.from_numpy, np.copy)
+            for second in (torch.from_numpy, np.copy)
+        ),
+        pytest.param(
+            [Turn([20, 21], 1, "aborted"), Turn([22, 23, 24], 2, "aborted", NO_ROUTES), Turn([25, 26], 3)],
+            [(1, 0, 7), (None, 7, 10), (3, 10, 12)],
+            id="T28: an aborted turn without routes shifts nothing",
+        ),
+        pytest.param(
+            [Turn([20, 21], 1, "aborted", NO_ROUTES), Turn([22], 2)],
+            [(2, 0, 5), (None, 5, 7), (2, 7, 8)],
+            id="T28: the rows of new weights don't stand for tokens of the old",
+        ),
+        pytest.param(
+            [Turn([], 0, "aborted", NO_ROUTES), Turn([20, 21], 2)],
+            [(2, 0, 7)],
+            id="T28: an abort before the first token changes nothing",
+        ),
+    ],
+)
+def test_a_resumed_sample_has_each_row_of_its_own_turn(turns: list[Turn], spans: list[Any]) -> None:
+    sampled = [token for turn in turns for token in turn.sampled]
     worker, _ = resuming(*turns)
-    return rows_of(run(worker=worker))
-
-
-def test_a_resume_neither_doubles_nor_replaces_rows() -> None:  # T13, T14
-    tokens, rows = resumed(
-        Turn([20, 21, 22], weights=1, stop="aborted"),
-        Turn([23, 24], weights=2, stop="aborted"),
-        Turn([25], weights=3),
-    )
-    assert tokens == [*PROMPT, 20, 21, 22, 23, 24, 25]
-    for weights, first, last in ((1, 0, 8), (2, 8, 10), (3, 10, 11)):
-        np.testing.assert_array_equal(rows[first:last], routes(tokens, weights)[first:last])
-    assert not rows[-1].any()
-
-
-def test_a_resume_may_mix_tensors_and_arrays() -> None:  # T15
-    for kinds in ((torch.from_numpy, np.copy), (np.copy, torch.from_numpy), (np.copy, np.copy)):
-        tokens, rows = resumed(
-            Turn([20, 21], stop="aborted", change=lambda rows, kind=kinds[0]: kind(rows.copy())),
-            Turn([22], change=lambda rows, kind=kinds[1]: kind(rows.copy())),
-        )
-        np.testing.assert_array_equal(rows[:-1], routes(tokens))
-
-
-def test_an_aborted_turn_without_routes_shifts_nothing() -> None:  # T28
-    tokens, rows = resumed(
-        Turn([20, 21], weights=1, stop="aborted"),
-        Turn([22, 23, 24], weights=2, stop="aborted", change=NO_ROUTES),
-        Turn([25, 26], weights=3),
-    )
-    np.testing.assert_array_equal(rows[:7], routes(tokens, 1)[:7])
-    assert not rows[7:10].any(), "tokens that were sampled without known routes have some"
-    np.testing.assert_array_equal(rows[10:12], routes(tokens, 3)[10:12])
-    assert len(rows) == len(tokens)
-
-
-def test_a_first_turn_without_routes_leaves_its_own_rows_empty() -> None:  # T28
-    tokens, rows = resumed(Turn([20, 21], weights=1, stop="aborted", change=NO_ROUTES), Turn([22], weights=2))
-    first = len(PROMPT) - 1
-    np.testing.assert_array_equal(rows[:first], routes(tokens, 2)[:first])
-    assert not rows[first : first + 2].any(), "the rows of new weights stand for tokens of the old"
-    np.testing.assert_array_equal(rows[first + 2 : -1], routes(tokens, 2)[first + 2 :])
-
-
-def test_an_abort_before_the_first_token_changes_nothing() -> None:  # T28
-    tokens, rows = resumed(Turn([], stop="aborted", change=NO_ROUTES), Turn([20, 21], weights=2))
-    np.testing.assert_array_equal(rows[:-1], routes(tokens, 2))
+    tokens, rows = rows_of(run(worker=worker))
+    assert tokens == [*PROMPT, *sampled]
+    check_rows(tokens, rows, *spans)
 
 
 def test_a_resume_keeps_within_the_response_length() -> None:
@@ -691,27 +644,20 @@ def test_a_client_on_its_own_merges_too() -> None:  # T13
     kind = resuming_class()
     if kind is None:
         pytest.skip("this release doesn't resume")
-    client = make_client(
-        Engine(Turn([20, 21], weights=1, stop="aborted"), Turn([22], weights=2)), make_config(), kind
-    )
+    engine = Engine(Turn([20, 21], weights=1, stop="aborted"), Turn([22], weights=2))
+    client = make_client(engine, make_config(), kind)
     output = asyncio.run(client.generate("1", prompt_ids=PROMPT, sampling_params={}))
-    tokens = [*PROMPT, 20, 21, 22]
-    np.testing.assert_array_equal(output.routed_experts[:7], routes(tokens, 1)[:7])
-    np.testing.assert_array_equal(output.routed_experts[7:8], routes(tokens, 2)[7:8])
+    check_rows([*PROMPT, 20, 21, 22], output.routed_experts, (1, 0, 7), (2, 7, 8))
 
 
 def test_a_multi_turn_sample_with_a_resume_in_each_turn() -> None:  # T13, T14
     worker, engine = resuming(
-        Turn([20], weights=1, stop="aborted"),
-        Turn([CALL, 2], weights=2),
-        Turn([30], weights=3, stop="abort"),
-        Turn([31], weights=4),
+        Turn([20], 1, "aborted"), Turn([CALL, 2], 2), Turn([30], 3, "abort"), Turn([31], 4)
     )
     tokens, rows = rows_of(run(loop="tool_agent", worker=worker))
     assert tokens[: len(PROMPT) + 3] == [*PROMPT, 20, CALL, 2]
     start = len(engine.prompts[2])
-    for weights, first, last in ((1, 0, 6), (2, 6, 8), (3, 8, start), (4, start, start + 1)):
-        np.testing.assert_array_equal(rows[first:last], routes(tokens, weights)[first:last])
+    check_rows(tokens, rows, (1, 0, 6), (2, 6, 8), (3, 8, start), (4, start, start + 1))
 
 
 # The limit of a turn
@@ -732,11 +678,15 @@ def test_a_later_turn_is_limited_to_what_is_left() -> None:
 # The batch
 
 
-def batch_of(worker: Any, count: int) -> Any:
+def postprocessed(worker: Any, count: int) -> Any:
     async def samples() -> list[Any]:
         return [await rollout(worker) for _ in range(count)]
 
-    return worker._postprocess(asyncio.run(samples())).batch
+    return worker._postprocess(asyncio.run(samples()))
+
+
+def batch_of(worker: Any, count: int) -> Any:
+    return postprocessed(worker, count).batch
 
 
 @pytest.mark.parametrize("without", [0, 1, 2])
@@ -754,8 +704,7 @@ def test_a_batch_has_each_samples_rows_where_its_tokens_are() -> None:
     for sample in range(2):
         places = batch["attention_mask"][sample].bool()
         tokens = batch["input_ids"][sample][places].tolist()
-        rows = batch["routed_experts"][sample][places].numpy()
-        np.testing.assert_array_equal(rows[:-1], routes(tokens))
+        check_rows(tokens, batch["routed_experts"][sample][places].numpy())
 
 
 @pytest.mark.parametrize("key", ["actor.router_replay.mode", "actor.megatron.router_replay.mode"])
@@ -765,12 +714,7 @@ def test_r2_records_its_own_and_drops_those_of_the_rollout(key: str) -> None:  #
     config = make_config()
     for place in ("actor.router_replay.mode", "actor.megatron.router_replay.mode"):
         OmegaConf.update(config, f"actor_rollout_ref.{place}", "R2" if place == key else "disabled")
-    worker = make_worker(Engine(Turn([20, 21]), Turn([22, 23])), config)
-
-    async def samples() -> list[Any]:
-        return [await rollout(worker) for _ in range(2)]
-
-    batch = worker._postprocess(asyncio.run(samples()))
+    batch = postprocessed(make_worker(Engine(Turn([20, 21]), Turn([22, 23])), config), 2)
     assert "routed_experts" not in set(batch.batch.keys())
     recorded = torch.full((2, PROMPT_LENGTH + RESPONSE_LENGTH, LAYERS, TOPK), 5, dtype=torch.uint8)
     batch = batch.union(DataProto.from_dict({"routed_experts": recorded}))
@@ -794,9 +738,7 @@ def test_the_transfer_queues_form_has_a_row_a_token() -> None:  # T12
     worker = make_worker(Engine(Turn([20, 21, 22])), kind=Queued)
     fields = run(worker=worker)
     tokens = torch.cat([fields["prompts"], fields["responses"]]).tolist()
-    assert len(fields["routed_experts"]) == len(tokens)
-    np.testing.assert_array_equal(fields["routed_experts"][:-1].numpy(), routes(tokens))
-    assert not fields["routed_experts"][-1].any()
+    check_rows(tokens, fields["routed_experts"].numpy())
 
 
 # Leaving no trace

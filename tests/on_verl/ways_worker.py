@@ -1,7 +1,9 @@
-"""Jobs of two Ray workers, as verl makes them: what npu_replay has changed in each.
+"""Jobs of Ray workers, as verl makes them: what npu_replay has changed in each.
 
-The task: the variables of ray_kwargs.ray_init.runtime_env.env_vars as `runtime_env`, and `jobs`, a list of
+The task: the variables of ray_kwargs.ray_init.runtime_env.env_vars as `runtime_env`, the folder of a `model`,
+and `jobs`, a list of
 
+    workers         how many; one if not said
     env             variables of these workers alone
     external_lib    run verl's own init_model with actor_rollout_ref.model.external_lib=npu_replay
     lines           lines of that job's config
@@ -25,25 +27,32 @@ MODULES = (
 """What a training worker imports; one of the last two is verl 0.7's alone."""
 
 
-def main(task: dict[str, Any]) -> list[dict[str, Any]]:
+def main(task: dict[str, Any]) -> dict[str, Any]:
     import ray
+    import ray.cloudpickle
 
     ray.init(
-        num_cpus=2,  # one a worker, as in the pool below
+        num_cpus=3,  # one a worker, as in the pools below
         include_dashboard=False,
         _node_ip_address="127.0.0.1",
         runtime_env={"env_vars": task["runtime_env"]},
     )
     from verl.single_controller.ray import RayResourcePool
 
-    pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
-    answers = [run(job, pool) for job in task["jobs"]]
+    # Ray sends what is in here whole: only what it needs is imported in a worker, as in a job.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    pools = {
+        count: RayResourcePool([count], use_gpu=False, max_colocate_count=1)
+        for count in {job.get("workers", 1) for job in task["jobs"]}
+    }
+    answers = [run(job, pools[job.get("workers", 1)], task["model"]) for job in task["jobs"]]
+    store = ray.get(ray.remote(num_cpus=0)(read).remote([ray.put(routes())]))
     ray.shutdown()
-    return answers
+    return {"jobs": answers, "store": store}
 
 
-def run(task: dict[str, Any], pool: Any) -> dict[str, Any]:
-    """One job's workers, until they have answered."""
+def run(task: dict[str, Any], pool: Any, model: str) -> tuple[list[Any], list[Any]]:
+    """One job's workers, until they have answered, and once more after an uninstall()."""
     import ray
     from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 
@@ -52,31 +61,61 @@ def run(task: dict[str, Any], pool: Any) -> dict[str, Any]:
     if "external_lib" in task:
         from verl_configs import job
 
-        task["config"] = job(task["lines"]).actor_rollout_ref
-    answer = {"workers": group.execute_all_sync("found", task)}
+        lines = {"actor_rollout_ref.model.path": model, **task["lines"]}
+        task["config"] = job(lines).actor_rollout_ref
+    workers, after = group.execute_all_sync("found", task), []
     if task.get("uninstall"):
         import npu_replay
 
         # The whole recipe: every worker of verl's has this method.
         group.execute_all_sync("execute_with_func_generator", lambda worker: npu_replay.uninstall())
-        answer["after"] = group.execute_all_sync("found", {})
+        after = group.execute_all_sync("found", {})
     time.sleep(1)  # what they have logged comes with a delay
     for worker in group.workers:
         ray.kill(worker)
-    return answer
+    return workers, after
+
+
+def routes() -> Any:
+    """Some 8 MB of routes, the same in each process."""
+    import numpy as np
+
+    import npu_replay
+
+    generator = np.random.default_rng(0)
+    some = np.argsort(generator.random((1024, 128)), axis=1)[:, :8]
+    return npu_replay.RoutedExperts(
+        ids=some[generator.integers(0, 1024, (20_000, 48))],
+        layers=tuple(range(48)),
+        num_experts=128,
+        recorded=np.arange(20_000) < 19_999,
+        fingerprint=7,
+        weight_version="step 3",
+    )
+
+
+def read(boxed: list[Any]) -> dict[str, bool]:
+    """In a worker: read them twice."""
+    import numpy as np
+    import ray
+
+    first, second, made = ray.get(boxed[0]), ray.get(boxed[0]), routes()
+    memory = np.frombuffer(first.to_buffers()[1], np.uint8)
+    some = first.take([0, 5, -1])
+    return {
+        "equal": first == made and second == made,
+        "shared": first.ids.data_ptr() == second.ids.data_ptr() == memory.ctypes.data,
+        "taken": bool((some.ids[1] == made.ids[5]).all()) and not bool(some.recorded[2]),
+    }
 
 
 def worker_class() -> type:
-    """Made here, so that Ray sends it whole: only what it inherits is imported in a worker, as in a job."""
     from verl.single_controller.base.worker import Worker
 
     class Asked(Worker):
         def found(self, task: dict[str, Any]) -> dict[str, Any]:
             return found(task)
 
-    import ray.cloudpickle
-
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     return Asked
 
 

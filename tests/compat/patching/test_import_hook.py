@@ -9,7 +9,6 @@ import logging
 import pickle
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -62,25 +61,6 @@ def test_a_shim_runs_once_however_often_it_is_asked_for() -> None:
     module = importlib.import_module(NAME)
     assert module.value == 2
     assert importlib.reload(module).value == 1
-
-
-def test_every_waiter_may_say_what_is_entered_while_the_modules_code_runs(product: Path) -> None:
-    """One that comes later and says nothing takes nobody's away."""
-    entered: list[str] = []
-
-    @contextmanager
-    def during() -> Iterator[None]:
-        entered.append("begin")
-        yield
-        entered.append("end")
-
-    (product / "__init__.py").write_text("value = 1\nimport sys\nsys.entered.append('code')\n")
-    sys.entered = entered  # type: ignore[attr-defined]
-    import_hook.when_imported(NAME, "doubles", double, during=during)
-    import_hook.when_imported(NAME, "doubles again", double)
-    assert importlib.import_module(NAME).value == 4
-    del sys.entered  # type: ignore[attr-defined]
-    assert entered == ["begin", "code", "end"]
 
 
 def test_another_finder_that_asks_all_finders_is_no_endless_loop(monkeypatch: pytest.MonkeyPatch) -> None:

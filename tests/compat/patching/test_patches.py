@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -85,6 +87,30 @@ def test_setting_twice_keeps_the_first_and_the_original(patches: Patches) -> Non
     assert len(list(patches)) == 1
     patches.undo()
     assert Owner.value == 1
+
+
+def test_a_wrapped_function_keeps_its_face_and_what_is_awaited_stays_so(patches: Patches) -> None:
+    """Ray tells the methods that run in an event loop by asking, and verl keeps what it knows in a method."""
+
+    def ask(number: int) -> int:
+        return number
+
+    async def wait(number: int) -> int:
+        return number
+
+    def doubled(original: Any, number: int) -> Any:
+        return original(2 * number)
+
+    ask.told = "by verl"  # type: ignore[attr-defined]
+    owner = SimpleNamespace(ask=ask, wait=wait)
+    for name in ("ask", "wait"):
+        patches.wrap(owner, name, doubled, "twice as much")
+    assert owner.ask(2) == asyncio.run(owner.wait(2)) == 4
+    assert owner.ask.told == "by verl"
+    assert inspect.signature(owner.ask) == inspect.signature(ask)
+    assert [inspect.iscoroutinefunction(one) for one in (owner.ask, owner.wait)] == [False, True]
+    patches.undo()
+    assert (owner.ask, owner.wait) == (ask, wait)
 
 
 def test_undoing_twice_does_nothing(patches: Patches) -> None:

@@ -22,20 +22,25 @@ def logger_as_it_was() -> Iterator[logging.Logger]:
     logger.setLevel(level)
 
 
-def test_it_is_seen_once_in_a_process_that_set_up_no_logging() -> None:
+@pytest.mark.parametrize(
+    ("logging_of_its_own", "lines"),
+    [
+        ("pass", ["[npu_replay] one", "[npu_replay] two"]),
+        (  # warnings alone are shown
+            "import logging; logging.basicConfig(level=logging.WARNING, format='%(name)s %(message)s')",
+            ["npu_replay.job [npu_replay] one", "npu_replay.job [npu_replay] two"],
+        ),
+    ],
+)
+def test_it_is_seen_once_whatever_logging_a_process_has_set_up(
+    logging_of_its_own: str, lines: list[str]
+) -> None:
     code = "from npu_replay.compat.verl.engine import announce; announce('one'); announce('two')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stderr.splitlines() == ["[npu_replay] one", "[npu_replay] two"]
-    assert done.stdout == ""
-
-
-def test_it_is_seen_where_warnings_alone_are_shown() -> None:
-    code = (
-        "import logging; logging.basicConfig(level=logging.WARNING, format='%(name)s %(message)s'); "
-        "from npu_replay.compat.verl.engine import announce; announce('one')"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{logging_of_its_own}\n{code}"], capture_output=True, text=True, check=False
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stderr.splitlines() == ["npu_replay.job [npu_replay] one"]
+    assert done.stderr.splitlines() == lines
+    assert done.stdout == ""
 
 
 def test_it_goes_the_users_way_where_logging_is_set_up(
