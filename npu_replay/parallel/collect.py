@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from npu_replay.errors import MicroBatchError, ReplayError, micro_batch
+from npu_replay.errors import MicroBatchError, ReplayError, list_of, micro_batch
 from npu_replay.parallel.merge import Block, Part, Union
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.ranks import Circle, Outcome
@@ -26,7 +26,6 @@ from npu_replay.sessions.record import Recording
 PIECE = 1 << 24
 """Bytes that are sent at once: beside the result a rank needs no more than this."""
 
-_T = TypeVar("_T")
 Groups: TypeAlias = "ParallelLayout | dist.ProcessGroup | Sequence[dist.ProcessGroup]"
 
 _PROBLEM = "a rank of the group didn't come to collect(), or is gone"
@@ -115,65 +114,51 @@ class _Offer:
 def _process_groups(groups: Groups) -> list[Any]:
     """The process groups that this rank isn't alone in."""
     if isinstance(groups, ParallelLayout):
-        if not groups.groups and groups.tp * groups.cp * groups.pp > 1:
-            raise ReplayError(
-                "this ParallelLayout has no process groups to collect over",
-                expected="ParallelLayout.from_megatron(model), or groups=(...) beside the numbers",
-                got=f"tp={groups.tp}, cp={groups.cp}, pp={groups.pp} given by hand",
-            )
+        ReplayError.unless(
+            bool(groups.groups) or groups.tp * groups.cp * groups.pp == 1,
+            "this ParallelLayout has no process groups to collect over",
+            "ParallelLayout.from_megatron(model), or groups=(...) beside the numbers",
+            f"tp={groups.tp}, cp={groups.cp}, pp={groups.pp} given by hand",
+        )
         groups = groups.groups
     found: list[Any] = list(groups) if isinstance(groups, Iterable) else [groups]
     for group in found:
-        if not isinstance(group, dist.ProcessGroup):
-            raise ReplayError("this isn't a process group", expected="torch's ProcessGroup", got=type(group))
-        if dist.get_rank(group) < 0:
-            raise ReplayError("this rank isn't in the group", expected="a group of this rank", got=group)
-    return [group for group in found if dist.get_world_size(group) > 1]
-
-
-def _list_of(kind: type[_T], given: Any, what: str) -> list[_T]:
-    """`given` as a list, if it holds these alone."""
-    found = [given] if isinstance(given, kind) else list(given)
-    wrong = [type(one).__name__ for one in found if not isinstance(one, kind)]
-    if wrong or isinstance(given, kind):
-        raise MicroBatchError(
-            f"{what} are given as a list",
-            expected=f"one {kind.__name__} a micro-batch",
-            got=wrong or f"a single {kind.__name__}",
+        is_one = isinstance(group, dist.ProcessGroup)
+        ReplayError.unless(is_one, "this isn't a process group", "torch's ProcessGroup", type(group))
+        ReplayError.unless(
+            dist.get_rank(group) >= 0, "this rank isn't in the group", "a group of this rank", group
         )
-    return found
+    return [group for group in found if dist.get_world_size(group) > 1]
 
 
 def _checked_layouts(layouts: Any, groups: Groups) -> list[TokenLayout]:
     """The layouts, if they were made for this rank."""
-    found = _list_of(TokenLayout, layouts, "layouts")
+    found = list_of(layouts, TokenLayout, "layouts", kind=MicroBatchError)
     for number, layout in enumerate(found):
         made_for = layout.parallel
-        if isinstance(groups, ParallelLayout) and made_for is not None and made_for.cut != groups.cut:
+        if isinstance(groups, ParallelLayout) and made_for is not None:
             here, there = (
                 f"cp {one.cp}, rank {one.cp_rank}; rows in {one.slices_rows} slices, tp rank {one.tp_rank}"
                 for one in (groups, made_for)
             )
-            raise MicroBatchError(
-                "the layout was made for another rank",
-                where=micro_batch(number),
-                expected=here,
-                got=there,
-                cause="the layouts of another rank, or a ParallelLayout that was changed in between",
-            )
+            problem = "the layout was made for another rank"
+            cause = "the layouts of another rank, or a ParallelLayout that was changed in between"
+            fine = made_for.cut == groups.cut
+            MicroBatchError.unless(fine, problem, here, there, cause, micro_batch(number))
     return found
 
 
 def _blocks(routes: Any, layouts: list[TokenLayout]) -> list[Block | None]:
     """What this rank recorded of each micro-batch, without its padding; None without MoE layers."""
-    recorded = _list_of(RoutedExperts, routes.routes if isinstance(routes, Recording) else routes, "routes")
-    if len(recorded) != len(layouts):
-        raise MicroBatchError(
-            "another number of layouts than micro-batches were recorded",
-            expected=f"{len(recorded)}, one TokenLayout a micro-batch",
-            got=len(layouts),
-            cause="forwards that belong to no micro-batch inside the record block",
-        )
+    given = routes.routes if isinstance(routes, Recording) else routes
+    recorded = list_of(given, RoutedExperts, "routes", kind=MicroBatchError)
+    MicroBatchError.unless(
+        len(recorded) == len(layouts),
+        "another number of layouts than micro-batches were recorded",
+        f"{len(recorded)}, one TokenLayout a micro-batch",
+        len(layouts),
+        "forwards that belong to no micro-batch inside the record block",
+    )
     blocks: list[Block | None] = []
     for number, (one, layout) in enumerate(zip(recorded, layouts, strict=True)):
         if not one.layers:
@@ -263,23 +248,23 @@ class _Plan:
 
 def _check_offers(offers: list[_Offer]) -> None:
     """The ranks have to want the same, of the same sequences."""
-    if len({offer.everywhere for offer in offers}) > 1:
-        raise ReplayError(
-            "the ranks disagree about who gets the result",
-            expected="the same `everywhere` on all ranks",
-            got=[offer.everywhere for offer in offers],
-            cause="everywhere=rank == 0: the first rank of the groups gets it anyway",
-        )
+    ReplayError.unless(
+        len({offer.everywhere for offer in offers}) == 1,
+        "the ranks disagree about who gets the result",
+        "the same `everywhere` on all ranks",
+        [offer.everywhere for offer in offers],
+        "everywhere=rank == 0: the first rank of the groups gets it anyway",
+    )
     first = offers[0]
     for rank, offer in enumerate(offers):
-        if offer.batches != first.batches:
-            raise MicroBatchError(
-                "the ranks have layouts of other sequences",
-                where=f"rank {rank} of the group",
-                expected=f"the lengths and fingerprints of rank 0, {len(first.batches)} micro-batches",
-                got=f"others, {len(offer.batches)} micro-batches",
-                cause="ranks of different data-parallel replicas in one group, or batches cut differently",
-            )
+        MicroBatchError.unless(
+            offer.batches == first.batches,
+            "the ranks have layouts of other sequences",
+            f"the lengths and fingerprints of rank 0, {len(first.batches)} micro-batches",
+            f"others, {len(offer.batches)} micro-batches",
+            "ranks of different data-parallel replicas in one group, or batches cut differently",
+            f"rank {rank} of the group",
+        )
 
 
 def _senders(number: int, parts: list[Part | None]) -> dict[int, Part]:

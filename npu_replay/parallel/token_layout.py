@@ -21,7 +21,7 @@ from npu_replay.errors import MicroBatchError, ReplayError, listed, one_of, shar
 from npu_replay.parallel import bad_samples, probed_layout
 from npu_replay.parallel.parallel_layout import Context, ParallelLayout
 from npu_replay.routes.arguments import is_plain
-from npu_replay.routes.inputs import LaidOut
+from npu_replay.routes.inputs import Inputs
 from npu_replay.routes.routed_experts import RoutedExperts
 
 Order: TypeAlias = Literal["sequence", "batch"]
@@ -29,6 +29,7 @@ Order: TypeAlias = Literal["sequence", "batch"]
 those of Hugging Face do (b*s)."""
 
 _ALONE = ParallelLayout()
+_check = MicroBatchError.unless
 _MOST_TOKENS = 1 << 31
 
 _log = logging.getLogger(__name__)
@@ -277,7 +278,7 @@ class TokenLayout:
             _say_unchecked()
         gathered._about(bad_samples=len(bad), row_order=self.order)
         if self.fed is not None and self.fingerprints is not None:
-            gathered._about(inputs=LaidOut(self.fed, self.lengths, self.fingerprints))
+            gathered._about(inputs=Inputs(self.fed, self.lengths, self.fingerprints))
         return gathered
 
     def rows_of(
@@ -323,8 +324,7 @@ class TokenLayout:
         Raises:
             MicroBatchError: another number of rows than the layout has.
         """
-        row_of = self.row_of(routes)
-        return self.sequences(routes.take(row_of))
+        return self.sequences(routes.take(self.row_of(routes)))
 
     def row_of(self, routes: object, where: str = "") -> torch.Tensor:
         """int64 [tokens], the row of each packed token among these rows, or -1."""
@@ -437,8 +437,3 @@ def _checked_rows(given: Any, tokens: int) -> torch.Tensor:
     cause = "padding that repeats a token, or slices of two ranks in one layout"
     _check(most <= 1, problem, "each token in one row at most", most, cause, where)
     return rows
-
-
-def _check(fine: bool, problem: str, expected: object, got: object, cause: str = "", where: str = "") -> None:
-    if not fine:
-        raise MicroBatchError(problem, where=where, expected=expected, got=got, cause=cause)

@@ -346,11 +346,7 @@ class RoutedExperts:
         """
         if not self.vouched:
             ids, rows = self.ids.numpy(), self.recorded.numpy()
-            found = checks.find_constant(ids, rows, self.num_experts, tokens)
-            cause = (
-                "the rollout engine didn't capture this layer (its buffer was never bound, or the layer is "
-            )
-            _refuse(found, self.layers, cause + "dense and its column must be dropped by label)")
+            _refuse(checks.find_constant(ids, rows, self.num_experts, tokens), self.layers, _CONSTANT)
         return self
 
     def to_bytes(self) -> bytes:
@@ -422,5 +418,4 @@ def without_layers() -> RoutedExperts:
 
 def _refuse(found: Finding | None, layers: tuple[int, ...], cause: str) -> None:
     if found is not None:
-        where = found.layer(layers)
-        raise InvalidRoutes(found.problem, where=where, expected=found.expected, got=found.got, cause=cause)
+        raise found.error(InvalidRoutes, found.layer(layers), cause)

@@ -90,7 +90,7 @@ def test_a_rank_needs_twice_the_result_beside_what_it_recorded(results: dict[str
         ("not covered, for one rank", "tokens were recorded by no rank"),
         ("a single layout", "layouts are given as a list"),
         ("a single route", "routes are given as a list"),
-        ("no list", "'int' object is not iterable"),
+        ("no list", "layouts are given as a list"),
         ("out of memory", "MemoryError"),
         ("not everywhere", "the ranks disagree about who gets the result"),
         ("another rank's layouts", "the layout was made for another rank"),

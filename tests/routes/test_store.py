@@ -433,9 +433,9 @@ def test_routes_of_other_tokens_under_the_key_of_these_are_refused(tmp_path: Pat
         writer.add(sample(1), key=route_store.key_of(fingerprint(tokens_of(2))))
         writer.add(sample(3, tokens=7).take(range(7)), key=route_store.key_of(fingerprint(tokens_of(4))))
     store = RouteStore(tmp_path)
-    with pytest.raises(RouteFileError, match="routes of other tokens"):
+    with pytest.raises(RouteFileError, match="routes belong to other tokens"):
         store.of(tokens_of(2))
-    with pytest.raises(RouteFileError, match=r"routes of other tokens.*20 tokens.*got 7"):
+    with pytest.raises(RouteFileError, match=r"another number of tokens.*20 .*got 7"):
         store.of(tokens_of(4))  # which say nothing of their tokens
 
 
