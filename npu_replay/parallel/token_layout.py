@@ -324,7 +324,8 @@ class TokenLayout:
         Raises:
             MicroBatchError: another number of rows than the layout has.
         """
-        return self.sequences(routes.take(self.row_of(routes)))
+        row_of = self.row_of(routes)
+        return self.sequences(routes.take(row_of))
 
     def row_of(self, routes: object, where: str = "") -> torch.Tensor:
         """int64 [tokens], the row of each packed token among these rows, or -1."""
