@@ -18,6 +18,12 @@ CEILING = 0.01
 _log = logging.getLogger(__name__)
 
 
+def asked(layers: Sequence[int] | None) -> tuple[int, ...] | None:
+    """The decoder layers that somebody asks for."""
+    given = () if layers is None else listed(layers, "the layers")
+    return None if layers is None else tuple(whole_number(layer, "a layer") for layer in given)
+
+
 def find(
     batch: Any,
     lengths: tuple[int, ...],
@@ -32,8 +38,7 @@ def find(
     problem = "another number of sequences than the layout has"
     cause = "a batch that was cut or merged after its layout was made"
     MicroBatchError.unless(len(batch) == len(lengths), problem, len(lengths), len(batch), cause)
-    if layers is not None:
-        layers = [whole_number(layer, "a layer") for layer in listed(layers, "the layers")]
+    layers = asked(layers)
     kinds = Counter(_kind(one, layers) for one in batch if isinstance(one, RoutedExperts))
     usual = kinds.most_common(1)[0][0] if kinds else None
     marks = (None,) * len(lengths) if fingerprints is None else fingerprints
@@ -98,7 +103,7 @@ def _find_bad(
     if lacking := set(layers or ()).difference(routes.layers):
         return Finding(
             f"nobody recorded decoder layer {min(lacking)}",
-            f"layers {layers}",
+            f"layers {list(layers or ())}",
             list(routes.layers),
             cause="routes of another pipeline stage, or columns that count the MoE layers only",
         )

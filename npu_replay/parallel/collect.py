@@ -9,8 +9,7 @@ bytes, since back ends lack narrow integers, in pieces that go straight into the
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,8 @@ PIECE = 1 << 24
 """Bytes that are sent at once: beside the result a rank needs no more than this."""
 
 Groups: TypeAlias = "ParallelLayout | dist.ProcessGroup | Sequence[dist.ProcessGroup]"
+Blocks: TypeAlias = "list[Block | None]"
+"""What a rank has of each micro-batch; None without MoE layers."""
 
 _PROBLEM = "a rank of the group didn't come to collect(), or is gone"
 _CAUSE = (
@@ -85,7 +86,7 @@ def collect(
     layouts = outcome.attempt(_checked_layouts, layouts, groups) or []
     blocks = outcome.attempt(_blocks, routes, layouts) or []
     for circle in circles:
-        blocks = _exchanged(circle, outcome, blocks, layouts, everywhere=everywhere)
+        blocks = _exchanged(circle, outcome, blocks, layouts, everywhere)
     merged = None
     if everywhere or all(circle.me == 0 for circle in circles):
         merged = outcome.attempt(_sequences, blocks, layouts, groups)
@@ -97,18 +98,17 @@ def collect(
     return merged
 
 
-@dataclass(frozen=True)
-class _Offer:
+class _Offer(NamedTuple):
     """What a rank says before it sends anything."""
 
     everywhere: bool
     batches: list[object]  # the lengths and fingerprints of each micro-batch
     parts: list[Part | None]  # what it has of each; None without MoE layers
 
-    @classmethod
-    def of(cls, everywhere: bool, blocks: list[Block | None], layouts: Sequence[TokenLayout]) -> _Offer:
-        batches: list[object] = [(layout.lengths, layout.fingerprints) for layout in layouts]
-        return cls(everywhere, batches, [None if block is None else block.part() for block in blocks])
+
+def _offer(everywhere: bool, blocks: Blocks, layouts: Sequence[TokenLayout]) -> _Offer:
+    batches: list[object] = [(layout.lengths, layout.fingerprints) for layout in layouts]
+    return _Offer(everywhere, batches, [None if block is None else block.part() for block in blocks])
 
 
 def _process_groups(groups: Groups) -> list[Any]:
@@ -148,8 +148,8 @@ def _checked_layouts(layouts: Any, groups: Groups) -> list[TokenLayout]:
     return found
 
 
-def _blocks(routes: Any, layouts: list[TokenLayout]) -> list[Block | None]:
-    """What this rank recorded of each micro-batch, without its padding; None without MoE layers."""
+def _blocks(routes: Any, layouts: list[TokenLayout]) -> Blocks:
+    """What this rank recorded, without its padding."""
     given = routes.routes if isinstance(routes, Recording) else routes
     recorded = list_of(given, RoutedExperts, "routes", kind=MicroBatchError)
     MicroBatchError.unless(
@@ -159,7 +159,7 @@ def _blocks(routes: Any, layouts: list[TokenLayout]) -> list[Block | None]:
         len(layouts),
         "forwards that belong to no micro-batch inside the record block",
     )
-    blocks: list[Block | None] = []
+    blocks: Blocks = []
     for number, (one, layout) in enumerate(zip(recorded, layouts, strict=True)):
         if not one.layers:
             blocks.append(None)
@@ -171,15 +171,10 @@ def _blocks(routes: Any, layouts: list[TokenLayout]) -> list[Block | None]:
 
 
 def _exchanged(
-    circle: Circle,
-    outcome: Outcome,
-    blocks: list[Block | None],
-    layouts: Sequence[TokenLayout],
-    *,
-    everywhere: bool,
-) -> list[Block | None]:
+    circle: Circle, outcome: Outcome, blocks: Blocks, layouts: Sequence[TokenLayout], everywhere: bool
+) -> Blocks:
     """Each micro-batch with what all ranks of the group have of it; None on a rank that isn't to get it."""
-    offers = outcome.agree(circle, outcome.attempt(_Offer.of, everywhere, blocks, layouts))
+    offers = outcome.agree(circle, outcome.attempt(_offer, everywhere, blocks, layouts))
     if outcome.error is not None:
         return []
     plan = outcome.attempt(_Plan, circle, blocks, offers)
@@ -194,7 +189,7 @@ class _Plan:
         ReplayError: what the ranks have doesn't go together.
     """
 
-    def __init__(self, circle: Circle, blocks: list[Block | None], offers: list[_Offer]) -> None:
+    def __init__(self, circle: Circle, blocks: Blocks, offers: list[_Offer]) -> None:
         _check_offers(offers)
         self._circle, self._blocks, self._everywhere = circle, blocks, offers[0].everywhere
         receives = self._everywhere or circle.me == 0
@@ -212,7 +207,7 @@ class _Plan:
         self._buffer = torch.empty(most, dtype=torch.uint8)
         self._there = self._buffer.to(circle.device)
 
-    def carried_out(self) -> list[Block | None]:
+    def carried_out(self) -> Blocks:
         """What this rank has of each micro-batch when all have sent.
 
         Raises:
@@ -286,9 +281,7 @@ def _senders(number: int, parts: list[Part | None]) -> dict[int, Part]:
     return dict(first.values())
 
 
-def _sequences(
-    blocks: list[Block | None], layouts: Sequence[TokenLayout], groups: Groups
-) -> list[RoutedExperts]:
+def _sequences(blocks: Blocks, layouts: Sequence[TokenLayout], groups: Groups) -> list[RoutedExperts]:
     decoder = groups.decoder if isinstance(groups, ParallelLayout) else None
     found = []
     for number, (block, layout) in enumerate(zip(blocks, layouts, strict=True)):

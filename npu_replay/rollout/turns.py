@@ -17,6 +17,7 @@ import torch
 
 from npu_replay.errors import MicroBatchError, ReplayError, as_text, listed, one_of, shown, whole_number
 from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.routes.arguments import common
 from npu_replay.routes.checks import Array
 from npu_replay.routes.fingerprint import as_token_ids, find_other_tokens, fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_array_dtype
@@ -164,14 +165,13 @@ class Rollout:
     def routes(self) -> RoutedExperts:
         """One row a token so far, with the fingerprint of `tokens`; and the weight version, if all rows have
         the same."""
-        versions = set(self._rows.versions[self._rows.recorded].tolist())
         return RoutedExperts._checked(
             ids=torch.from_numpy(self._rows.ids.copy()),
             layers=self.model.layers,
             num_experts=self.model.num_experts,
             recorded=torch.from_numpy(self._rows.recorded.copy()),
             tokens=self._tokens,
-            weight_version=versions.pop() if len(versions) == 1 else None,
+            weight_version=common(self._rows.versions[self._rows.recorded]),
         )
 
     @property

@@ -23,6 +23,7 @@ _Error = TypeVar("_Error", bound=ReplayError)
 MAX_EXPERTS = 32_767  # int16
 MAX_LAYERS = 4_096
 """Of a model: some ten times those of the deepest. More are a number of something else."""
+MAX_TOKENS = 1 << 31
 CONSTANT_ROWS = 64
 """From this many rows on, a layer that is the same in all of them may be a fault."""
 SURE_BITS = 96

@@ -400,191 +400,175 @@ def probed(fn: Callable[[list[torch.Tensor]], Any], lengths: Sequence[int] = (3,
     return TokenLayout.from_probe(fn, lengths)
 
 
+def native(lengths: Sequence[int], batch: Any, **about: Any) -> RoutedExperts:
+    return gathered(lengths, batch, on_bad_route="native", **about)
+
+
 ONE = ([3], [routes(3, 1)])
 TWO = ([3, 2], [routes(3, 1), routes(2, 2)])
 SLICED = ParallelLayout(tp=2, sequence_parallel=True)
-ORDER = "sequence-major | order='sequence' | order='batch'"
-NUMBERS = "none of the token numbers came out | Usual cause"
-Refused = list[tuple[Callable[[], object], str]]
+CP2 = ParallelLayout(cp=2)
+MAKERS = (TokenLayout.padded, TokenLayout.packed)
+Refused = dict[str, list[Callable[[], object]]]
 
-REFUSED: dict[type[ReplayError], Refused] = {
-    MicroBatchError: [
-        # numbers of sequences, tokens and rows: T12, T13
-        (lambda: grid().gather([routes(3, 1)]), "another number of sequences | Expected 2 | got 1"),
-        (lambda: grid().bad_routes([None] * 3), "another number of sequences | Expected 2 | got 3"),
-        (lambda: grid().gather([routes(1, 1), routes(2, 2)]), "sequence 0 | Expected 3 (or 2 | got 1"),
-        (lambda: grid().gather([routes(4, 1), routes(2, 2)]), "sequence 0 | Expected 3 (or 2 | got 4"),
-        (lambda: grid().gather([routes(3, 1), routes(4, 2)]), "sequence 1 | number of tokens | cut after"),
-        (lambda: grid().scatter(routes(7, 1)), "another number of rows | Expected 8 | got 7"),
-        (lambda: TokenLayout.padded([3, 5], 4), "longer than what the batch is padded to"),
-        (lambda: gathered([], []), "empty batch | >= 1 sequence | got 0"),
-        # no routes: T20
-        (lambda: gathered([3, 2], [routes(3, 1), None]), "sequence 1 | isn't RoutedExperts | got NoneType"),
-        (lambda: gathered([3], [routes(3, 1).ids]), "sequence 0 | isn't RoutedExperts | got Tensor"),
-        (lambda: gathered([3], routes(3, 1)), "routes are given as a list | [routes] was meant"),
-        (lambda: gathered([3], None), "routes are given as a list | got NoneType"),
-        # without any, nobody knows how many experts there are
-        (lambda: gathered([2, 2], [None] * 2, on_bad_route="native", ceiling=1.0), "sequence 0"),
-        # the first bad one is named, whatever the ceiling, which is for "native"
-        *(
-            (lambda ceiling=ceiling: gathered([2, 2], [routes(4, 1), None], ceiling=ceiling), "sequence 0:")
-            for ceiling in (0.01, 1.0)
-        ),
-        # layers: T2, T27, the 1-based numbers of Megatron's layer_number too
-        (
-            lambda: gathered(*TWO, layers=[1, 2]),
-            "sequence 0: nobody recorded decoder layer 2 | layers [1, 2] | got [1, 4] | pipeline stage",
-        ),
-        (
-            lambda: gathered([3, 2], [routes(3, 1), routes(2, 2, layers=(1, 3))], layers=[1, 4]),
-            "sequence 1: nobody recorded decoder layer 4",
-        ),
-        *(
-            (
-                lambda about=about: gathered([2] * 3, [routes(2, 1), routes(2, 2, **about), routes(2, 3)]),
-                "sequence 1: these routes differ from the others in the batch | Usual cause",
-            )
-            for about in ({"topk": 3}, {"num_experts": 16}, {"layers": (1, 5)}, {"layers": (1, 4, 5)})
-        ),
-        # fingerprints: T24e
-        *(
-            (
-                lambda make=make, marks=marks: make([3, 2], fingerprints=marks),
-                f"another number of fingerprints than sequences | Expected 2 | got {len(marks)}",
-            )
-            for make in (TokenLayout.padded, TokenLayout.packed)
-            for marks in ([1], [1, 2, 3])
-        ),
-        # rows: T24c, two sequences never share a row, nor a token two
-        (
-            lambda: TokenLayout(torch.tensor([0, 1, 2, 1]), (3,)),
-            "token 1, rows [1, 3] | overlaps itself | each token in one row | Usual cause",
-        ),
-        *(
-            (
-                lambda rows=rows: TokenLayout(torch.tensor(rows), (2, 1)),
-                "a row for a token that isn't there | add up to 3 tokens | Usual cause: lengths",
-            )
-            for rows in ([0, 1, 2, 3], [0, -2, 1], [-1, -1, -5], [0, 1, 99])
-        ),
-        (lambda: TokenLayout(torch.tensor([[0, 1]]), (2,)), "flat list | [rows] | got [1, 2]"),
-        (lambda: TokenLayout(torch.tensor(0), (2,)), "flat list | got []"),
-        (lambda: TokenLayout(torch.zeros(1), (1,)), "rows | whole numbers | torch.float32"),
-        # lengths and what they are padded to
-        *(
-            (lambda build=build, sizes=sizes: build(sizes), f"negative length | >= 0 | {sizes[-1]}")
-            for sizes in ([-1], [3, -2])
-            for build in (
-                TokenLayout.padded,
-                TokenLayout.packed,
-                lambda sizes: TokenLayout(torch.tensor([0]), sizes),
-                lambda sizes: probed(torch.cat, sizes),
-            )
-        ),
-        *(
-            (lambda rooms=rooms: TokenLayout.packed([3, 2], padded_lengths=rooms), "don't add up")
-            for rooms in ([4], [4, 4, 4], [4, 1], [2, 2])
-        ),
-        *(
-            (
-                lambda make=make, name=name, bad=bad: make([3, 2], **{name: bad}),
-                f"multiple | >= 1 | got {bad}",
-            )
-            for make, name, bad in (
-                (TokenLayout.padded, "align", 0),
-                (TokenLayout.padded, "align", -4),
-                (TokenLayout.packed, "align", 0),
-                (TokenLayout.packed, "align_end", 0),
-                (TokenLayout.packed, "align_end", -1),
-            )
-        ),
-        (lambda: TokenLayout.packed([3], align=2, padded_lengths=[4]), "one rule | align or padded_lengths"),
-        (
-            lambda: TokenLayout.packed([3, 5], padded_lengths=[4, 6], parallel=ParallelLayout(cp=2)),
-            "sequence 1 can't be cut evenly | got 6",
-        ),
-        # words
-        (lambda: grid(order="time"), "order | 'sequence' or 'batch' | 'time'"),
-        (lambda: grid(side="top"), "side | 'right' or 'left' | 'top'"),
-        (lambda: gathered(*ONE, on_bad_route="skip"), "on_bad_route | 'error' or 'native' | 'skip'"),
-        *(
-            (lambda bad=bad: gathered(*ONE, ceiling=bad), "ceiling is a share | 0 to 1")
-            for bad in (-0.1, 50, float("nan"), "many", None, [0.1], 10**400)
-        ),
-        # T44: Megatron slices along the sequence, which batch-major rows are not in order of
-        (lambda: TokenLayout.padded([4, 4], order="batch", parallel=SLICED), ORDER),
-        (lambda: TokenLayout.from_probe(torch.stack, [4, 4], order="batch", parallel=SLICED), ORDER),
-        # preprocessing that returns no token ids
-        *(
-            (lambda fn=fn: probed(fn), f"something else than token ids | integer tensor | {words}")
-            for fn, words in (
-                (lambda sequences: {"input_ids": torch.cat(sequences)}, "got dict"),
-                (lambda sequences: {"input_ids": torch.cat(sequences)}, "pick input_ids"),
-                (lambda sequences: None, "got NoneType"),
-                (lambda sequences: sequences, "got list"),
-                (lambda sequences: torch.cat(sequences).double(), "got torch.float64 tensor"),
-                (lambda sequences: torch.cat(sequences).bfloat16(), "got torch.bfloat16 tensor"),
-                (lambda sequences: torch.cat(sequences) > 0, "got torch.bool tensor"),
-                (lambda sequences: torch.cat(sequences).to(torch.int16), "got torch.int16 tensor"),
-                (lambda sequences: torch.cat(sequences).numpy().astype(float), "got float64 array"),
-                (lambda sequences: torch.cat(sequences).numpy().astype(object), "got object array"),
-            )
-        ),
-        *(
-            (
-                lambda shape=shape: probed(lambda sequences: torch.cat(sequences).reshape(shape), [3, 1]),
-                f"another shape | [rows], [1, rows] or [batch, sequence] | got {list(shape)}",
-            )
-            for shape in ((1, 1, 4), (2, 2, 1))
-        ),
-        (
-            lambda: probed(lambda sequences: torch.cat([*sequences, sequences[0][:1]]), [2, 1]),
-            "token 0, rows [0, 3] | overlaps itself",
-        ),
-        # that changes the ids: a layout without any token would replay nothing, in silence
-        (lambda: probed(lambda sequences: torch.cat(sequences) % 1000), NUMBERS),
-        (lambda: probed(lambda sequences: torch.cat(sequences).clamp(max=151_935)), NUMBERS),
-        (lambda: probed(lambda sequences: torch.tensor([11, 12, 13])), NUMBERS),
-        *(
-            (lambda fn=fn: TokenLayout.from_probe(fn, [4], parallel=ParallelLayout(cp=2)), NUMBERS)
-            for fn in (
-                lambda _: torch.tensor([[3, 9, 4, 1]]),
-                lambda sequences: torch.cat(sequences).clamp(max=5) + torch.arange(4),
-            )
-        ),
-        # that looks at the ids: the second time it is given the same lengths and other numbers
-        *(
-            (lambda fn=fn: probed(fn), "other rows the second time | lengths alone | Usual cause: a shuffle")
-            for fn in (
-                lambda sequences: torch.cat(sequences).sort().values,
-                lambda sequences: torch.cat(sorted(sequences, key=lambda one: int(one[0]))),
-                lambda sequences: torch.cat([one[one % 2 == 0] for one in sequences]),
-                lambda sequences: torch.cat([one[one % 3 == 0] for one in sequences]),
-                lambda sequences: torch.cat(sequences)[: int(sequences[0][0]) % 5],
-                lambda sequences: torch.cat(sequences)[None, : 4 + int(sequences[0][0]) % 2],
-            )
+REFUSED: Refused = {  # what is said, and of what
+    # numbers of sequences, tokens and rows: T12, T13
+    "another number of sequences | Expected 2 | got 1": [lambda: grid().gather([routes(3, 1)])],
+    "another number of sequences | Expected 2 | got 3": [lambda: grid().bad_routes([None] * 3)],
+    "sequence 0 | Expected 3 (or 2 | got 1": [lambda: grid().gather([routes(1, 1), routes(2, 2)])],
+    "sequence 0 | Expected 3 (or 2 | got 4": [lambda: grid().gather([routes(4, 1), routes(2, 2)])],
+    "sequence 1 | number of tokens | cut after": [lambda: grid().gather([routes(3, 1), routes(4, 2)])],
+    "another number of rows | Expected 8 | got 7": [lambda: grid().scatter(routes(7, 1))],
+    "longer than what the batch is padded to": [lambda: TokenLayout.padded([3, 5], 4)],
+    "empty batch | >= 1 sequence | got 0": [lambda: gathered([], [])],
+    # no routes: T20; without any, nobody knows how many experts there are
+    "sequence 1 | isn't RoutedExperts | got NoneType": [lambda: gathered([3, 2], [routes(3, 1), None])],
+    "sequence 0 | isn't RoutedExperts | got Tensor": [lambda: gathered([3], [routes(3, 1).ids])],
+    "routes are given as a list | [routes] was meant": [lambda: gathered([3], routes(3, 1))],
+    "routes are given as a list | got NoneType": [lambda: gathered([3], None)],
+    "sequence 0": [lambda: native([2, 2], [None] * 2, ceiling=1.0)],
+    # the first bad one is named, whatever the ceiling, which is for "native"
+    "sequence 0: | got 4": [
+        lambda: gathered([2, 2], [routes(4, 1), None], ceiling=0.01),
+        lambda: gathered([2, 2], [routes(4, 1), None], ceiling=1.0),
+    ],
+    # layers: T2, T27, the 1-based numbers of Megatron's layer_number too
+    "sequence 0: nobody recorded decoder layer 2 | layers [1, 2] | got [1, 4] | pipeline stage": [
+        lambda: gathered(*TWO, layers=[1, 2])
+    ],
+    "sequence 1: nobody recorded decoder layer 4": [
+        lambda: gathered([3, 2], [routes(3, 1), routes(2, 2, layers=(1, 3))], layers=[1, 4])
+    ],
+    "sequence 1: these routes differ from the others in the batch | Usual cause": [
+        lambda about=about: gathered([2] * 3, [routes(2, 1), routes(2, 2, **about), routes(2, 3)])
+        for about in ({"topk": 3}, {"num_experts": 16}, {"layers": (1, 5)}, {"layers": (1, 4, 5)})
+    ],
+    # fingerprints: T24e
+    "another number of fingerprints than sequences | Expected 2 | got": [
+        lambda make=make, marks=marks: make([3, 2], fingerprints=marks)
+        for make in MAKERS
+        for marks in ([1], [1, 2, 3])
+    ],
+    # rows: T24c, two sequences never share a row, nor a token two
+    "token 1, rows [1, 3] | overlaps itself | each token in one row | Usual cause": [
+        lambda: TokenLayout(torch.tensor([0, 1, 2, 1]), (3,))
+    ],
+    "a row for a token that isn't there | add up to 3 tokens | Usual cause: lengths": [
+        lambda rows=rows: TokenLayout(torch.tensor(rows), (2, 1))
+        for rows in ([0, 1, 2, 3], [0, -2, 1], [-1, -1, -5], [0, 1, 99])
+    ],
+    "flat list | [rows] | got [1, 2]": [lambda: TokenLayout(torch.tensor([[0, 1]]), (2,))],
+    "flat list | got []": [lambda: TokenLayout(torch.tensor(0), (2,))],
+    "rows | whole numbers | torch.float32": [lambda: TokenLayout(torch.zeros(1), (1,))],
+    # lengths and what they are padded to
+    "negative length | >= 0 | got -2": [
+        *(lambda make=make: make([3, -2]) for make in MAKERS),
+        lambda: TokenLayout(torch.tensor([0]), [-2]),
+        lambda: probed(torch.cat, [3, -2]),
+        lambda: TokenLayout.packed([3, 2], padded_lengths=[4, -2]),
+    ],
+    "padded_lengths don't add up": [
+        lambda rooms=rooms: TokenLayout.packed([3, 2], padded_lengths=rooms)
+        for rooms in ([4], [4, 4, 4], [4, 1], [2, 2])
+    ],
+    "multiple | >= 1 | got 0": [
+        *(lambda make=make: make([3, 2], align=0) for make in MAKERS),
+        lambda: TokenLayout.packed([3, 2], align_end=0),
+    ],
+    "multiple | >= 1 | got -4": [
+        lambda: TokenLayout.padded([3, 2], align=-4),
+        lambda: TokenLayout.packed([3, 2], align_end=-4),
+    ],
+    "one rule | align or padded_lengths": [lambda: TokenLayout.packed([3], align=2, padded_lengths=[4])],
+    "sequence 1 can't be cut evenly | got 6": [
+        lambda: TokenLayout.packed([3, 5], padded_lengths=[4, 6], parallel=CP2)
+    ],
+    # words and shares
+    "order | 'sequence' or 'batch' | 'time'": [lambda: grid(order="time")],
+    "side | 'right' or 'left' | 'top'": [lambda: grid(side="top")],
+    "on_bad_route | 'error' or 'native' | 'skip'": [lambda: gathered(*ONE, on_bad_route="skip")],
+    "ceiling is a share | 0 to 1": [
+        lambda bad=bad: gathered(*ONE, ceiling=bad)
+        for bad in (-0.1, 50, float("nan"), "many", None, [0.1], 10**400)
+    ],
+    # T44: Megatron slices along the sequence, which batch-major rows are not in order of
+    "sequence-major | order='sequence' | order='batch'": [
+        lambda: TokenLayout.padded([4, 4], order="batch", parallel=SLICED),
+        lambda: TokenLayout.from_probe(torch.stack, [4, 4], order="batch", parallel=SLICED),
+    ],
+    # preprocessing that returns no token ids
+    **{
+        f"something else than token ids | integer tensor | {words}": [lambda fn=fn: probed(fn)]
+        for words, fn in {
+            "got dict": lambda sequences: {"input_ids": torch.cat(sequences)},
+            "pick input_ids": lambda sequences: {"input_ids": torch.cat(sequences)},
+            "got NoneType": lambda sequences: None,
+            "got list": lambda sequences: sequences,
+            "got torch.float64 tensor": lambda sequences: torch.cat(sequences).double(),
+            "got torch.bfloat16 tensor": lambda sequences: torch.cat(sequences).bfloat16(),
+            "got torch.bool tensor": lambda sequences: torch.cat(sequences) > 0,
+            "got torch.int16 tensor": lambda sequences: torch.cat(sequences).to(torch.int16),
+            "got float64 array": lambda sequences: torch.cat(sequences).numpy().astype(float),
+            "got object array": lambda sequences: torch.cat(sequences).numpy().astype(object),
+        }.items()
+    },
+    "another shape | [rows], [1, rows] or [batch, sequence] | got [": [
+        lambda shape=shape: probed(lambda sequences: torch.cat(sequences).reshape(shape), [3, 1])
+        for shape in ((1, 1, 4), (2, 2, 1))
+    ],
+    "token 0, rows [0, 3] | overlaps itself": [
+        lambda: probed(lambda sequences: torch.cat([*sequences, sequences[0][:1]]), [2, 1])
+    ],
+    # that changes the ids: a layout without any token would replay nothing, in silence
+    "none of the token numbers came out | Usual cause": [
+        lambda: probed(lambda sequences: torch.cat(sequences) % 1000),
+        lambda: probed(lambda sequences: torch.cat(sequences).clamp(max=151_935)),
+        lambda: probed(lambda sequences: torch.tensor([11, 12, 13])),
+        lambda: TokenLayout.from_probe(lambda _: torch.tensor([[3, 9, 4, 1]]), [4], parallel=CP2),
+        lambda: TokenLayout.from_probe(
+            lambda sequences: torch.cat(sequences).clamp(max=5) + torch.arange(4), [4], parallel=CP2
         ),
     ],
-    InvalidRoutes: [
-        (lambda: gathered(*TWO, layers=[4, 1]), "order"),
-        (lambda: gathered(*TWO, layers=[1, 1]), "order"),
+    # that looks at the ids: the second time it is given the same lengths and other numbers
+    "other rows the second time | lengths alone | Usual cause: a shuffle": [
+        lambda fn=fn: probed(fn)
+        for fn in (
+            lambda sequences: torch.cat(sequences).sort().values,
+            lambda sequences: torch.cat(sorted(sequences, key=lambda one: int(one[0]))),
+            lambda sequences: torch.cat([one[one % 2 == 0] for one in sequences]),
+            lambda sequences: torch.cat([one[one % 3 == 0] for one in sequences]),
+            lambda sequences: torch.cat(sequences)[: int(sequences[0][0]) % 5],
+            lambda sequences: torch.cat(sequences)[None, : 4 + int(sequences[0][0]) % 2],
+        )
     ],
-    ReplayError: [
-        (lambda: grid(context="ring"), "context | 'zigzag' or 'contiguous' | 'ring'"),
-        (lambda: TokenLayout.packed([3], context="ring"), "context | 'zigzag' or 'contiguous' | 'ring'"),
-        (lambda: TokenLayout.padded([2.7]), "length must be a whole number | 2.7"),
-        (lambda: TokenLayout.packed([2.7]), "length must be a whole number | 2.7"),
-        (lambda: TokenLayout.packed([3], fingerprints=["x"]), "a fingerprint must be a whole number"),
-        (lambda: gathered(*ONE, layers=[1.0]), "a layer must be a whole number | 1.0"),
+}
+BAD_LAYERS: Refused = {"order": [lambda bad=bad: gathered(*TWO, layers=bad) for bad in ([4, 1], [1, 1])]}
+BAD_ARGUMENTS: Refused = {
+    "context | 'zigzag' or 'contiguous' | 'ring'": [
+        lambda: grid(context="ring"),
+        lambda: TokenLayout.packed([3], context="ring"),
     ],
+    "length must be a whole number | 2.7": [lambda make=make: make([2.7]) for make in MAKERS],
+    "a fingerprint must be a whole number": [lambda: TokenLayout.packed([3], fingerprints=["x"])],
+    "a layer must be a whole number | 1.0": [lambda: gathered(*ONE, layers=[1.0])],
 }
 
 
 @pytest.mark.parametrize(
-    ("kind", "call", "words"), [(kind, *row) for kind, rows in REFUSED.items() for row in rows]
+    ("kind", "words", "call"),
+    [
+        (kind, words, call)
+        for kind, table in (
+            (MicroBatchError, REFUSED),
+            (InvalidRoutes, BAD_LAYERS),
+            (ReplayError, BAD_ARGUMENTS),
+        )
+        for words, calls in table.items()
+        for call in calls
+    ],
 )
 def test_what_does_not_fit_is_refused_by_name(
-    kind: type[ReplayError], call: Callable[[], object], words: str
+    kind: type[ReplayError], words: str, call: Callable[[], object]
 ) -> None:
     with pytest.raises(kind, match=says(*words.split(" | "))):
         call()
