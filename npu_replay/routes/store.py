@@ -12,6 +12,7 @@ import glob
 import json
 import logging
 import os
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -43,15 +44,10 @@ logger = logging.getLogger(__name__)
 
 
 class _Entry(NamedTuple):
-    """Where one sample lies, and what its index says of it: of all in the shard, and of it alone."""
+    """Where one sample lies, and its header: its own, over what all in the shard have."""
 
     shard: str
-    common: dict[str, Any]
-    own: dict[str, Any]
-
-    @property
-    def header(self) -> dict[str, Any]:
-        return self.common | self.own
+    header: ChainMap[str, Any]
 
 
 class RouteStore(Mapping[str, RoutedExperts]):
@@ -119,7 +115,7 @@ class RouteStore(Mapping[str, RoutedExperts]):
     def described(self, key: str) -> tuple[Path, dict[str, Any]]:
         """The shard that a sample lies in, and its header."""
         entry = self._samples[key]
-        return self.folder / entry.shard, entry.header
+        return self.folder / entry.shard, dict(entry.header)
 
     def of(self, tokens: Any) -> RoutedExperts:
         """The routes of one sequence of token ids, [tokens].
@@ -293,4 +289,4 @@ def _read_index(path: Path) -> dict[str, _Entry]:
         check_header(common, optional=FIELDS)
         for own in index["samples"].values():
             check_header(own, optional=common)
-        return {key: _Entry(shard, common, {**own}) for key, own in index["samples"].items()}
+        return {key: _Entry(shard, ChainMap({**own}, common)) for key, own in index["samples"].items()}
