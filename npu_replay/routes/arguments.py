@@ -70,7 +70,7 @@ def check_columns(labels: tuple[int, ...], columns: int) -> None:
         columns,
         "an engine that reports every layer against labels of the MoE layers only, or the reverse",
     )
-    fine = list(labels) == sorted({*labels}) and all(0 <= label < MAX_LAYERS for label in labels)
+    fine = list(labels) == sorted({*labels}) and (not labels or 0 <= labels[0] <= labels[-1] < MAX_LAYERS)
     problem = "layer labels must be ascending 0-based decoder layers, each once"
     InvalidRoutes.unless(fine, problem, f"for example (0, 1, 2), below {MAX_LAYERS}", short)
 
@@ -80,8 +80,8 @@ def mask(recorded: IdArray | None, *, tokens: int) -> torch.Tensor:
         return torch.ones(tokens, dtype=torch.bool)
     expected, problem = f"bool, shape ({tokens},)", "recorded must say of each token whether it has a route"
     rows = plain_tensor(recorded, problem, expected)
-    fine, got = rows.dtype == torch.bool and rows.shape == (tokens,), f"{rows.dtype}, {tuple(rows.shape)}"
-    InvalidRoutes.unless(fine, problem, expected, got)
+    fine = rows.dtype == torch.bool and rows.shape == (tokens,)
+    InvalidRoutes.unless(fine, problem, expected, f"{rows.dtype}, shape {tuple(rows.shape)}")
     return rows.clone()
 
 

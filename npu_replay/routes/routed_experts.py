@@ -274,9 +274,9 @@ class RoutedExperts:
         alike = ("num_experts", "topk") if layers is not None else ("layers", "num_experts", "topk")
         for number, part in enumerate(parts):
             for what in alike:
-                wanted, found = getattr(first, what), getattr(part, what)
-                problem = f"part {number} of concat() has other {what}"
-                InvalidRoutes.unless(found == wanted, problem, wanted, found, cause)
+                if (found := getattr(part, what)) != (wanted := getattr(first, what)):
+                    problem = f"part {number} of concat() has other {what}"
+                    raise InvalidRoutes(problem, expected=wanted, got=found, cause=cause)
         labels = first.layers if layers is None else arguments.labels(layers)
         columns = {of: part._columns(labels) for of, part in {part.layers: part for part in parts}.items()}
         return first._derived(
@@ -312,10 +312,10 @@ class RoutedExperts:
         if labels == self.layers:
             return slice(None)
         columns = [self.layers.index(layer) for layer in labels if layer in self.layers]
-        fine = len(columns) == len(labels) and columns == sorted(set(columns))
-        problem = "asked for layers that aren't here, or not in ascending order"
-        cause = "routes of another pipeline stage, or 1-based numbers (Megatron's layer_number)"
-        InvalidRoutes.unless(fine, problem, f"some of {self.layers}", labels, cause)
+        if len(columns) != len(labels) or columns != sorted(set(columns)):
+            problem = "asked for layers that aren't here, or not in ascending order"
+            cause = "routes of another pipeline stage, or 1-based numbers (Megatron's layer_number)"
+            raise InvalidRoutes(problem, expected=f"some of {self.layers}", got=labels, cause=cause)
         if columns and columns[-1] - columns[0] == len(columns) - 1:
             return slice(columns[0], columns[-1] + 1)
         return columns
