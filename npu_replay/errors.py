@@ -37,6 +37,23 @@ class ReplayError(RuntimeError):
             message += f". Usual cause: {cause}"
         super().__init__(f"[npu_replay] {message}")
 
+    @classmethod
+    def unless(
+        cls,
+        fine: bool,
+        problem: str,
+        expected: object = None,
+        got: object = None,
+        cause: str = "",
+        where: str = "",
+    ) -> None:
+        """Raise an error of this kind where something isn't fine.
+
+        >>> MicroBatchError.unless(2 < 3, "too many tokens", "below 3", 2)
+        """
+        if not fine:
+            raise cls(problem, where=where, expected=expected, got=got, cause=cause)
+
     def at(self: _Error, place: object) -> _Error:
         """The same error, of which it is known where it is."""
         if not str(place) or str(place) in self.where:

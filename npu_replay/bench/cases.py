@@ -163,7 +163,7 @@ def _inputs(tokens: int, device: torch.device, rounds: int) -> Case:
 
     def check() -> None:
         if (kept := inputs.copied((), {"input_ids": given["input_ids"]})) is not None:
-            inputs.Recorded.of(kept.cpu()).fit(kept.cpu())
+            inputs.Inputs.recorded(kept.cpu()).fit(kept.cpu())
 
     ways = [Way("forward", forward), Way("tokens kept and checked", check)]
     return Case("inputs", tokens, ways, rounds, device=device)

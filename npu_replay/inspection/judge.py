@@ -13,7 +13,7 @@ from npu_replay.rollout.admit import admit
 from npu_replay.rollout.faults import Source, Symptom
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routes.checks import CONSTANT_ROWS, MAX_EXPERTS, MAX_LAYERS, Array, is_ids
-from npu_replay.routes.fingerprint import fingerprint
+from npu_replay.routes.fingerprint import find_other_tokens, fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts
 
 WITHOUT_MODEL = (
@@ -275,14 +275,9 @@ def _check_tokens(routes: RoutedExperts, tokens: Array, where: str) -> None:
             expected=len(tokens),
             got=len(routes),
         )
-    if routes.fingerprint is not None and routes.fingerprint != fingerprint(tokens):
-        raise MicroBatchError(
-            "these are routes of other tokens",
-            where=where,
-            expected=f"fingerprint {fingerprint(tokens):#018x}",
-            got=f"{routes.fingerprint:#018x}",
-            cause="text that was decoded and tokenised again, or routes of another sample",
-        )
+    other = find_other_tokens(len(routes), routes.fingerprint, len(tokens), fingerprint(tokens))
+    if other is not None:
+        raise other.error(MicroBatchError, where)
 
 
 def _check_rows(routes: RoutedExperts, tokens: Array | None, where: str) -> None:

@@ -8,12 +8,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from npu_replay.errors import MicroBatchError, ReplayError, listed, whole_number
+from npu_replay.routes.checks import Finding
+from npu_replay.routes.fingerprint import find_other_tokens
 from npu_replay.routes.routed_experts import RoutedExperts
 
 CEILING = 0.01
 """The share of bad samples that is tolerated where the user says no other."""
 
 _log = logging.getLogger(__name__)
+
+
+def asked(layers: Sequence[int] | None) -> tuple[int, ...] | None:
+    """The decoder layers that somebody asks for."""
+    given = () if layers is None else listed(layers, "the layers")
+    return None if layers is None else tuple(whole_number(layer, "a layer") for layer in given)
 
 
 def find(
@@ -23,31 +31,21 @@ def find(
     layers: Sequence[int] | None,
 ) -> dict[int, ReplayError]:
     """The bad ones by number; see TokenLayout.bad_routes."""
-    if isinstance(batch, RoutedExperts) or not isinstance(batch, Sequence):
-        raise MicroBatchError(
-            "routes are given as a list",
-            expected="one RoutedExperts a sequence",
-            got=type(batch).__name__,
-            cause="[routes] was meant" if isinstance(batch, RoutedExperts) else "",
-        )
-    if len(batch) != len(lengths):
-        raise MicroBatchError(
-            "another number of sequences than the layout has",
-            expected=len(lengths),
-            got=len(batch),
-            cause="a batch that was cut or merged after its layout was made",
-        )
-    if layers is not None:
-        layers = [whole_number(layer, "a layer") for layer in listed(layers, "the layers")]
+    single = isinstance(batch, RoutedExperts)
+    fine, cause = isinstance(batch, Sequence) and not single, "[routes] was meant" if single else ""
+    kind = type(batch).__name__
+    MicroBatchError.unless(fine, "routes are given as a list", "one RoutedExperts a sequence", kind, cause)
+    problem = "another number of sequences than the layout has"
+    cause = "a batch that was cut or merged after its layout was made"
+    MicroBatchError.unless(len(batch) == len(lengths), problem, len(lengths), len(batch), cause)
+    layers = asked(layers)
     kinds = Counter(_kind(one, layers) for one in batch if isinstance(one, RoutedExperts))
     usual = kinds.most_common(1)[0][0] if kinds else None
     marks = (None,) * len(lengths) if fingerprints is None else fingerprints
     found: dict[int, ReplayError] = {}
     for number, (routes, size, mark) in enumerate(zip(batch, lengths, marks, strict=True)):
-        if (wrong := _problem(routes, size, mark, layers, usual)) is not None:
-            problem, expected, got, cause = wrong
-            where = f"sequence {number}"
-            found[number] = MicroBatchError(problem, where=where, expected=expected, got=got, cause=cause)
+        if (wrong := _find_bad(routes, size, mark, layers, usual)) is not None:
+            found[number] = wrong.error(MicroBatchError, f"sequence {number}")
     return found
 
 
@@ -86,47 +84,35 @@ def tolerate(bad: dict[int, ReplayError], samples: int, ceiling: float) -> None:
     )
 
 
-def _problem(
+def _find_bad(
     routes: object, size: int, mark: int | None, layers: Sequence[int] | None, usual: object
-) -> tuple[str, object, object, str] | None:
-    """What is wrong with the routes of a sequence, what was expected, what came, and the usual cause."""
+) -> Finding | None:
+    """What is wrong with the routes of a sequence."""
     if not isinstance(routes, RoutedExperts):
         cause = "a sample that was aborted, or whose routes were dropped on the way" if routes is None else ""
-        return "this isn't RoutedExperts", "RoutedExperts", type(routes).__name__, cause
-    if len(routes) not in (size, size - 1):
-        return (
-            "the routes have another number of tokens than the sequence",
-            f"{size} (or {size - 1}: the last token has no route)",
-            len(routes),
-            "a response that was cut after the rollout, or routes of another sequence",
-        )
-    if mark is not None and routes.fingerprint is not None and mark != routes.fingerprint:
-        return (
-            "the routes belong to other tokens",
-            f"fingerprint {mark:#018x}",
-            f"{routes.fingerprint:#018x}",
-            "retokenised text, a shuffled batch, or parts merged in another order",
-        )
+        return Finding("this isn't RoutedExperts", "RoutedExperts", type(routes).__name__, cause=cause)
+    if (other := find_other_tokens(len(routes), routes.fingerprint, size, mark)) is not None:
+        return other
     if size > 1 and not bool(routes.recorded.any()):
-        return (
+        return Finding(
             "no row of these routes is recorded",
             "a route for most tokens",
             f"none for {len(routes)} tokens",
-            "a sample that was aborted, or an engine that captured nothing",
+            cause="a sample that was aborted, or an engine that captured nothing",
         )
     if lacking := set(layers or ()).difference(routes.layers):
-        return (
+        return Finding(
             f"nobody recorded decoder layer {min(lacking)}",
-            f"layers {layers}",
+            f"layers {list(layers or ())}",
             list(routes.layers),
-            "routes of another pipeline stage, or columns that count the MoE layers only, without dense ones",
+            cause="routes of another pipeline stage, or columns that count the MoE layers only",
         )
     if (kind := _kind(routes, layers)) != usual:
-        return (
+        return Finding(
             "these routes differ from the others in the batch",
             f"({'' if layers is not None else 'layers, '}top-k, experts) {usual}",
             kind,
-            "routes of different models, or of engines that report other columns",
+            cause="routes of different models, or of engines that report other columns",
         )
     return None
 

@@ -9,13 +9,12 @@ bytes, since back ends lack narrow integers, in pieces that go straight into the
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from npu_replay.errors import MicroBatchError, ReplayError, micro_batch
+from npu_replay.errors import MicroBatchError, ReplayError, list_of, micro_batch
 from npu_replay.parallel.merge import Block, Part, Union
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.ranks import Circle, Outcome
@@ -26,8 +25,9 @@ from npu_replay.sessions.record import Recording
 PIECE = 1 << 24
 """Bytes that are sent at once: beside the result a rank needs no more than this."""
 
-_T = TypeVar("_T")
 Groups: TypeAlias = "ParallelLayout | dist.ProcessGroup | Sequence[dist.ProcessGroup]"
+Blocks: TypeAlias = "list[Block | None]"
+"""What a rank has of each micro-batch; None without MoE layers."""
 
 _PROBLEM = "a rank of the group didn't come to collect(), or is gone"
 _CAUSE = (
@@ -86,7 +86,7 @@ def collect(
     layouts = outcome.attempt(_checked_layouts, layouts, groups) or []
     blocks = outcome.attempt(_blocks, routes, layouts) or []
     for circle in circles:
-        blocks = _exchanged(circle, outcome, blocks, layouts, everywhere=everywhere)
+        blocks = _exchanged(circle, outcome, blocks, layouts, everywhere)
     merged = None
     if everywhere or all(circle.me == 0 for circle in circles):
         merged = outcome.attempt(_sequences, blocks, layouts, groups)
@@ -98,83 +98,68 @@ def collect(
     return merged
 
 
-@dataclass(frozen=True)
-class _Offer:
+class _Offer(NamedTuple):
     """What a rank says before it sends anything."""
 
     everywhere: bool
     batches: list[object]  # the lengths and fingerprints of each micro-batch
     parts: list[Part | None]  # what it has of each; None without MoE layers
 
-    @classmethod
-    def of(cls, everywhere: bool, blocks: list[Block | None], layouts: Sequence[TokenLayout]) -> _Offer:
-        batches: list[object] = [(layout.lengths, layout.fingerprints) for layout in layouts]
-        return cls(everywhere, batches, [None if block is None else block.part() for block in blocks])
+
+def _offer(everywhere: bool, blocks: Blocks, layouts: Sequence[TokenLayout]) -> _Offer:
+    batches: list[object] = [(layout.lengths, layout.fingerprints) for layout in layouts]
+    return _Offer(everywhere, batches, [None if block is None else block.part() for block in blocks])
 
 
 def _process_groups(groups: Groups) -> list[Any]:
     """The process groups that this rank isn't alone in."""
     if isinstance(groups, ParallelLayout):
-        if not groups.groups and groups.tp * groups.cp * groups.pp > 1:
-            raise ReplayError(
-                "this ParallelLayout has no process groups to collect over",
-                expected="ParallelLayout.from_megatron(model), or groups=(...) beside the numbers",
-                got=f"tp={groups.tp}, cp={groups.cp}, pp={groups.pp} given by hand",
-            )
+        ReplayError.unless(
+            bool(groups.groups) or groups.tp * groups.cp * groups.pp == 1,
+            "this ParallelLayout has no process groups to collect over",
+            "ParallelLayout.from_megatron(model), or groups=(...) beside the numbers",
+            f"tp={groups.tp}, cp={groups.cp}, pp={groups.pp} given by hand",
+        )
         groups = groups.groups
     found: list[Any] = list(groups) if isinstance(groups, Iterable) else [groups]
     for group in found:
-        if not isinstance(group, dist.ProcessGroup):
-            raise ReplayError("this isn't a process group", expected="torch's ProcessGroup", got=type(group))
-        if dist.get_rank(group) < 0:
-            raise ReplayError("this rank isn't in the group", expected="a group of this rank", got=group)
-    return [group for group in found if dist.get_world_size(group) > 1]
-
-
-def _list_of(kind: type[_T], given: Any, what: str) -> list[_T]:
-    """`given` as a list, if it holds these alone."""
-    found = [given] if isinstance(given, kind) else list(given)
-    wrong = [type(one).__name__ for one in found if not isinstance(one, kind)]
-    if wrong or isinstance(given, kind):
-        raise MicroBatchError(
-            f"{what} are given as a list",
-            expected=f"one {kind.__name__} a micro-batch",
-            got=wrong or f"a single {kind.__name__}",
+        is_one = isinstance(group, dist.ProcessGroup)
+        ReplayError.unless(is_one, "this isn't a process group", "torch's ProcessGroup", type(group))
+        ReplayError.unless(
+            dist.get_rank(group) >= 0, "this rank isn't in the group", "a group of this rank", group
         )
-    return found
+    return [group for group in found if dist.get_world_size(group) > 1]
 
 
 def _checked_layouts(layouts: Any, groups: Groups) -> list[TokenLayout]:
     """The layouts, if they were made for this rank."""
-    found = _list_of(TokenLayout, layouts, "layouts")
+    found = list_of(layouts, TokenLayout, "layouts", kind=MicroBatchError)
     for number, layout in enumerate(found):
         made_for = layout.parallel
-        if isinstance(groups, ParallelLayout) and made_for is not None and made_for.cut != groups.cut:
+        if isinstance(groups, ParallelLayout) and made_for is not None:
             here, there = (
                 f"cp {one.cp}, rank {one.cp_rank}; rows in {one.slices_rows} slices, tp rank {one.tp_rank}"
                 for one in (groups, made_for)
             )
-            raise MicroBatchError(
-                "the layout was made for another rank",
-                where=micro_batch(number),
-                expected=here,
-                got=there,
-                cause="the layouts of another rank, or a ParallelLayout that was changed in between",
-            )
+            problem = "the layout was made for another rank"
+            cause = "the layouts of another rank, or a ParallelLayout that was changed in between"
+            fine = made_for.cut == groups.cut
+            MicroBatchError.unless(fine, problem, here, there, cause, micro_batch(number))
     return found
 
 
-def _blocks(routes: Any, layouts: list[TokenLayout]) -> list[Block | None]:
-    """What this rank recorded of each micro-batch, without its padding; None without MoE layers."""
-    recorded = _list_of(RoutedExperts, routes.routes if isinstance(routes, Recording) else routes, "routes")
-    if len(recorded) != len(layouts):
-        raise MicroBatchError(
-            "another number of layouts than micro-batches were recorded",
-            expected=f"{len(recorded)}, one TokenLayout a micro-batch",
-            got=len(layouts),
-            cause="forwards that belong to no micro-batch inside the record block",
-        )
-    blocks: list[Block | None] = []
+def _blocks(routes: Any, layouts: list[TokenLayout]) -> Blocks:
+    """What this rank recorded, without its padding."""
+    given = routes.routes if isinstance(routes, Recording) else routes
+    recorded = list_of(given, RoutedExperts, "routes", kind=MicroBatchError)
+    MicroBatchError.unless(
+        len(recorded) == len(layouts),
+        "another number of layouts than micro-batches were recorded",
+        f"{len(recorded)}, one TokenLayout a micro-batch",
+        len(layouts),
+        "forwards that belong to no micro-batch inside the record block",
+    )
+    blocks: Blocks = []
     for number, (one, layout) in enumerate(zip(recorded, layouts, strict=True)):
         if not one.layers:
             blocks.append(None)
@@ -186,15 +171,10 @@ def _blocks(routes: Any, layouts: list[TokenLayout]) -> list[Block | None]:
 
 
 def _exchanged(
-    circle: Circle,
-    outcome: Outcome,
-    blocks: list[Block | None],
-    layouts: Sequence[TokenLayout],
-    *,
-    everywhere: bool,
-) -> list[Block | None]:
+    circle: Circle, outcome: Outcome, blocks: Blocks, layouts: Sequence[TokenLayout], everywhere: bool
+) -> Blocks:
     """Each micro-batch with what all ranks of the group have of it; None on a rank that isn't to get it."""
-    offers = outcome.agree(circle, outcome.attempt(_Offer.of, everywhere, blocks, layouts))
+    offers = outcome.agree(circle, outcome.attempt(_offer, everywhere, blocks, layouts))
     if outcome.error is not None:
         return []
     plan = outcome.attempt(_Plan, circle, blocks, offers)
@@ -209,7 +189,7 @@ class _Plan:
         ReplayError: what the ranks have doesn't go together.
     """
 
-    def __init__(self, circle: Circle, blocks: list[Block | None], offers: list[_Offer]) -> None:
+    def __init__(self, circle: Circle, blocks: Blocks, offers: list[_Offer]) -> None:
         _check_offers(offers)
         self._circle, self._blocks, self._everywhere = circle, blocks, offers[0].everywhere
         receives = self._everywhere or circle.me == 0
@@ -227,7 +207,7 @@ class _Plan:
         self._buffer = torch.empty(most, dtype=torch.uint8)
         self._there = self._buffer.to(circle.device)
 
-    def carried_out(self) -> list[Block | None]:
+    def carried_out(self) -> Blocks:
         """What this rank has of each micro-batch when all have sent.
 
         Raises:
@@ -263,23 +243,23 @@ class _Plan:
 
 def _check_offers(offers: list[_Offer]) -> None:
     """The ranks have to want the same, of the same sequences."""
-    if len({offer.everywhere for offer in offers}) > 1:
-        raise ReplayError(
-            "the ranks disagree about who gets the result",
-            expected="the same `everywhere` on all ranks",
-            got=[offer.everywhere for offer in offers],
-            cause="everywhere=rank == 0: the first rank of the groups gets it anyway",
-        )
+    ReplayError.unless(
+        len({offer.everywhere for offer in offers}) == 1,
+        "the ranks disagree about who gets the result",
+        "the same `everywhere` on all ranks",
+        [offer.everywhere for offer in offers],
+        "everywhere=rank == 0: the first rank of the groups gets it anyway",
+    )
     first = offers[0]
     for rank, offer in enumerate(offers):
-        if offer.batches != first.batches:
-            raise MicroBatchError(
-                "the ranks have layouts of other sequences",
-                where=f"rank {rank} of the group",
-                expected=f"the lengths and fingerprints of rank 0, {len(first.batches)} micro-batches",
-                got=f"others, {len(offer.batches)} micro-batches",
-                cause="ranks of different data-parallel replicas in one group, or batches cut differently",
-            )
+        MicroBatchError.unless(
+            offer.batches == first.batches,
+            "the ranks have layouts of other sequences",
+            f"the lengths and fingerprints of rank 0, {len(first.batches)} micro-batches",
+            f"others, {len(offer.batches)} micro-batches",
+            "ranks of different data-parallel replicas in one group, or batches cut differently",
+            f"rank {rank} of the group",
+        )
 
 
 def _senders(number: int, parts: list[Part | None]) -> dict[int, Part]:
@@ -301,9 +281,7 @@ def _senders(number: int, parts: list[Part | None]) -> dict[int, Part]:
     return dict(first.values())
 
 
-def _sequences(
-    blocks: list[Block | None], layouts: Sequence[TokenLayout], groups: Groups
-) -> list[RoutedExperts]:
+def _sequences(blocks: Blocks, layouts: Sequence[TokenLayout], groups: Groups) -> list[RoutedExperts]:
     decoder = groups.decoder if isinstance(groups, ParallelLayout) else None
     found = []
     for number, (block, layout) in enumerate(zip(blocks, layouts, strict=True)):

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from npu_replay.errors import MicroBatchError, micro_batch
+from npu_replay.routes.arguments import common
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
 
 
@@ -78,14 +79,9 @@ class Union:
 
     def __init__(self, number: int, parts: list[Part]) -> None:
         kinds = {f"top-{part.topk} of {part.num_experts} experts" for part in parts}
-        if len(kinds) > 1:
-            raise MicroBatchError(
-                "the ranks recorded routers of another shape",
-                where=micro_batch(number),
-                expected="one top-k and number of experts",
-                got=" and ".join(sorted(kinds)),
-                cause="different models or configs on the ranks",
-            )
+        problem, expected = "the ranks recorded routers of another shape", "one top-k and number of experts"
+        got, cause = " and ".join(sorted(kinds)), "different models or configs on the ranks"
+        MicroBatchError.unless(len(kinds) == 1, problem, expected, got, cause, micro_batch(number))
         self._number, self._parts = number, parts
         all_tokens = [np.frombuffer(zlib.decompress(part.tokens), np.uint8) for part in parts]
         self._held = torch.from_numpy(np.any(all_tokens, axis=0))
@@ -111,14 +107,14 @@ class Union:
             column = self._labels.index(layer)
             twice = self._known[rows, column]
             differ = (self._ids[rows[twice], column] != theirs[twice]).any(dim=1)
-            if bool(differ.any()):
-                raise MicroBatchError(
-                    "two ranks recorded the same token differently",
-                    where=micro_batch(self._number, layer),
-                    expected="layouts that don't overlap, or the same routes where they do",
-                    got=f"{int(differ.sum())} tokens with two routes",
-                    cause="layouts of another rank, or of another context parallel cut than the trainer's",
-                )
+            MicroBatchError.unless(
+                not bool(differ.any()),
+                "two ranks recorded the same token differently",
+                "layouts that don't overlap, or the same routes where they do",
+                f"{int(differ.sum())} tokens with two routes",
+                "layouts of another rank, or of another context parallel cut than the trainer's",
+                micro_batch(self._number, layer),
+            )
             self._ids[rows, column] = theirs
             self._known[rows, column] = True
 
@@ -139,13 +135,12 @@ class Union:
                 cause="layouts that don't cover the batch, or a rank that isn't in the group",
             )
         self._ids[~self._recorded] = 0  # recorded by some ranks, and not by others
-        versions = {part.weight_version for part in self._parts}
         routes = RoutedExperts._adopt(
             self._ids,
             self._labels,
             self._parts[0].num_experts,
             recorded=self._recorded,
-            weight_version=versions.pop() if len(versions) == 1 else None,
+            weight_version=common(part.weight_version for part in self._parts),
             vouched=all(part.vouched for part in self._parts),
         )
         return Block(self._held, routes)

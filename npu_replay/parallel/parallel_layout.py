@@ -58,20 +58,15 @@ class ParallelLayout:
     groups: tuple[Any, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.decoder, DecoderLayers | None):
-            raise ReplayError(
-                "decoder says which layers there are", expected="DecoderLayers(...)", got=shown(self.decoder)
-            )
+        fine = isinstance(self.decoder, DecoderLayers | None)
+        problem = "decoder says which layers there are"
+        ReplayError.unless(fine, problem, "DecoderLayers(...)", shown(self.decoder))
         for axis in (*_AXES, "vp"):
             for name in {axis, f"{axis}_rank"} & vars(self).keys():
                 object.__setattr__(self, name, whole_number(getattr(self, name), name))
             size, rank = getattr(self, axis), getattr(self, f"{axis}_rank", 0)
-            if size < 1 or not 0 <= rank < size:
-                raise ReplayError(
-                    f"this rank has no place in {axis}",
-                    expected="a size of at least 1 and a rank below it",
-                    got=f"{axis}={size}, {axis}_rank={rank}",
-                )
+            got, problem = f"{axis}={size}, {axis}_rank={rank}", f"this rank has no place in {axis}"
+            ReplayError.unless(0 <= rank < size, problem, "a size of at least 1 and a rank below it", got)
 
     def __repr__(self) -> str:
         """What differs from a process alone; of an axis that is split the rank too."""
@@ -161,15 +156,15 @@ class ParallelLayout:
         """
         chunks = chunks_of(model)
         found = sorted(router.label for routers in find(chunks) for router in routers)
-        if tuple(found) != self.moe_layers:
-            raise RouterError(
-                "the routers of the model are in other decoder layers than its config says",
-                where=f"pipeline rank {self.pp_rank} of {self.pp}, {self.vp} virtual stages",
-                expected=list(self.moe_layers),
-                got=found,
-                cause="another pipeline split than the config's, or layer numbers that come out wrong "
-                "(Megatron-core 0.12 and 0.13, virtual stages and only num_layers_in_last_pipeline_stage)",
-            )
+        RouterError.unless(
+            tuple(found) == self.moe_layers,
+            "the routers of the model are in other decoder layers than its config says",
+            list(self.moe_layers),
+            found,
+            "another pipeline split than the config's, or layer numbers that come out wrong "
+            "(Megatron-core 0.12 and 0.13, virtual stages and only num_layers_in_last_pipeline_stage)",
+            f"pipeline rank {self.pp_rank} of {self.pp}, {self.vp} virtual stages",
+        )
 
 
 _readers: dict[str, Callable[[Any, bool | None], ParallelLayout]] = {}

@@ -33,26 +33,26 @@ def places(
         MicroBatchError: `fn` returns something else, or other places another time.
     """
     once, again = (_probed(fn, sizes, padding_alone, turned) for turned in (False, True))
-    if once.shape != again.shape or not torch.equal(once, again):
-        raise MicroBatchError(
-            "the preprocessing puts the same tokens into other rows the second time",
-            expected="a layout that depends on the lengths alone",
-            got=f"shape {list(once.shape)}, then {list(again.shape)}",
-            cause="a shuffle, or code that looks at the token ids (sorting, a hash)",
-        )
+    MicroBatchError.unless(
+        torch.equal(once, again),
+        "the preprocessing puts the same tokens into other rows the second time",
+        "a layout that depends on the lengths alone",
+        f"shape {list(once.shape)}, then {list(again.shape)}",
+        "a shuffle, or code that looks at the token ids (sorting, a hash)",
+    )
     if tokens is None:
         return once
     real = [torch.as_tensor(one).detach().cpu().to(torch.int64).reshape(-1) for one in tokens]
-    if tuple(map(len, real)) != sizes:
-        raise MicroBatchError("tokens and lengths differ", expected=sizes, got=tuple(map(len, real)))
+    given = tuple(map(len, real))
+    MicroBatchError.unless(given == sizes, "tokens and lengths differ", sizes, given)
     made, held = _fed(fn, [one.clone() for one in real]), once >= 0
-    if made.shape != once.shape or bool((made[held] != torch.cat(real)[once[held]]).any()):
-        raise MicroBatchError(
-            "the preprocessing puts the real token ids into other rows than the numbers in their place",
-            expected="a layout that depends on the lengths alone",
-            got=f"shape {list(made.shape)} for {list(once.shape)}, or other ids in its rows",
-            cause="code that treats some ids apart (a mask of ids != pad, with pad inside the text)",
-        )
+    MicroBatchError.unless(
+        made.shape == once.shape and torch.equal(made[held], torch.cat(real)[once[held]]),
+        "the preprocessing puts the real token ids into other rows than the numbers in their place",
+        "a layout that depends on the lengths alone",
+        f"shape {list(made.shape)} for {list(once.shape)}, or other ids in its rows",
+        "code that treats some ids apart (a mask of ids != pad, with pad inside the text)",
+    )
     return once
 
 
@@ -94,10 +94,7 @@ def _fed(fn: Preprocessing, sequences: list[torch.Tensor]) -> torch.Tensor:
     made = made.detach().cpu().to(torch.int64)
     if made.dim() == 2 and made.shape[0] == 1:
         made = made[0]
-    if made.dim() not in (1, 2):
-        raise MicroBatchError(
-            "the preprocessing returns another shape than a model is fed",
-            expected="[rows], [1, rows] or [batch, sequence]",
-            got=list(made.shape),
-        )
+    problem = "the preprocessing returns another shape than a model is fed"
+    expected = "[rows], [1, rows] or [batch, sequence]"
+    MicroBatchError.unless(made.dim() in (1, 2), problem, expected, list(made.shape))
     return made

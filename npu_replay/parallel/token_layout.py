@@ -21,7 +21,8 @@ from npu_replay.errors import MicroBatchError, ReplayError, listed, one_of, shar
 from npu_replay.parallel import bad_samples, probed_layout
 from npu_replay.parallel.parallel_layout import Context, ParallelLayout
 from npu_replay.routes.arguments import is_plain
-from npu_replay.routes.inputs import LaidOut
+from npu_replay.routes.checks import MAX_TOKENS
+from npu_replay.routes.inputs import Inputs
 from npu_replay.routes.routed_experts import RoutedExperts
 
 Order: TypeAlias = Literal["sequence", "batch"]
@@ -29,7 +30,7 @@ Order: TypeAlias = Literal["sequence", "batch"]
 those of Hugging Face do (b*s)."""
 
 _ALONE = ParallelLayout()
-_MOST_TOKENS = 1 << 31
+_check = MicroBatchError.unless
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class TokenLayout:
         if length is None:
             length = _rounded(max(sizes, default=0), _alignment(align, rank, context))
         length = whole_number(length, "length")
-        fine = max(sizes, default=0) <= length <= _MOST_TOKENS and length >= 0
+        fine = max(sizes, default=0) <= length <= MAX_TOKENS and length >= 0
         _check(fine, "a sequence is longer than what the batch is padded to", f"<= {length}", sizes)
         one_of(side, ("right", "left"), "side", kind=MicroBatchError)
         grid = _joined(_slots(sizes, [length] * len(sizes), side == "left")).view(len(sizes), length)
@@ -261,10 +262,8 @@ class TokenLayout:
         """
         one_of(on_bad_route, ("error", "native"), "on_bad_route", kind=MicroBatchError)
         ceiling = share(ceiling, "ceiling", "samples", kind=MicroBatchError)
-        if layers is not None:
-            layers = tuple(whole_number(layer, "a layer") for layer in listed(layers, "the layers"))
-        bad = self.bad_routes(batch, layers=layers)
-        if bad:
+        layers = bad_samples.asked(layers)
+        if bad := self.bad_routes(batch, layers=layers):
             bad_samples.tolerate(bad, len(batch), 0.0 if on_bad_route == "error" else ceiling)
         real = {n: routes for n, routes in enumerate(batch) if isinstance(routes, RoutedExperts)}
         if not real:
@@ -277,7 +276,7 @@ class TokenLayout:
             _say_unchecked()
         gathered._about(bad_samples=len(bad), row_order=self.order)
         if self.fed is not None and self.fingerprints is not None:
-            gathered._about(inputs=LaidOut(self.fed, self.lengths, self.fingerprints))
+            gathered._about(inputs=Inputs(self.fed, self.lengths, self.fingerprints))
         return gathered
 
     def rows_of(
@@ -359,13 +358,13 @@ def _sizes(lengths: Sequence[int]) -> tuple[int, ...]:
     sizes = tuple(whole_number(size, what) for size in listed(lengths, "the lengths"))
     for size in sizes:
         problem = "a sequence has a negative length" if size < 0 else f"{what} is no number of tokens"
-        _check(0 <= size <= _MOST_TOKENS, problem, f">= 0, and at most {_MOST_TOKENS}", size)
+        _check(0 <= size <= MAX_TOKENS, problem, f">= 0, and at most {MAX_TOKENS}", size)
     return sizes
 
 
 def _multiple(given: object, what: str) -> int:
     multiple = whole_number(given, what)
-    _check(1 <= multiple <= _MOST_TOKENS, "nothing can be padded to a multiple of this", ">= 1", multiple)
+    _check(1 <= multiple <= MAX_TOKENS, "nothing can be padded to a multiple of this", ">= 1", multiple)
     return multiple
 
 
@@ -437,8 +436,3 @@ def _checked_rows(given: Any, tokens: int) -> torch.Tensor:
     cause = "padding that repeats a token, or slices of two ranks in one layout"
     _check(most <= 1, problem, "each token in one row at most", most, cause, where)
     return rows
-
-
-def _check(fine: bool, problem: str, expected: object, got: object, cause: str = "", where: str = "") -> None:
-    if not fine:
-        raise MicroBatchError(problem, where=where, expected=expected, got=got, cause=cause)

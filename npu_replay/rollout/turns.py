@@ -18,8 +18,9 @@ import torch
 from npu_replay.errors import MicroBatchError, ReplayError, as_text, listed, one_of, shown, whole_number
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.payloads import TokenIds
+from npu_replay.routes.arguments import common
 from npu_replay.routes.checks import Array
-from npu_replay.routes.fingerprint import as_token_ids, fingerprint
+from npu_replay.routes.fingerprint import as_token_ids, find_other_tokens, fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_array_dtype
 
 Keep = Literal["first", "latest"]
@@ -164,14 +165,13 @@ class Rollout:
     def routes(self) -> RoutedExperts:
         """One row a token so far, with the fingerprint of `tokens`; and the weight version, if all rows have
         the same."""
-        versions = set(self._rows.versions[self._rows.recorded].tolist())
         return RoutedExperts._checked(
             ids=torch.from_numpy(self._rows.ids.copy()),
             layers=self.model.layers,
             num_experts=self.model.num_experts,
             recorded=torch.from_numpy(self._rows.recorded.copy()),
             tokens=self._tokens,
-            weight_version=versions.pop() if len(versions) == 1 else None,
+            weight_version=common(self._rows.versions[self._rows.recorded]),
         )
 
     @property
@@ -325,24 +325,13 @@ class Rollout:
         wanted = (self.model.layers, self.model.topk, self.model.num_experts)
         if (found := (routes.layers, routes.topk, routes.num_experts)) != wanted:
             raise self._bad("these are routes of another model", f"(layers, top-k, experts) {wanted}", found)
-        if len(routes) not in (len(whole), len(whole) - 1):
-            raise self._bad(
-                "the routes have another number of tokens than prompt and sampled tokens",
-                f"{len(whole)} (or one less: the last token has no route)",
-                len(routes),
-                "routes of this turn's new tokens alone, or of another turn",
-            )
-        if routes.fingerprint not in (None, fingerprint(whole)):
-            raise self._bad(
-                "the routes belong to other tokens",
-                f"fingerprint {fingerprint(whole):#018x}",
-                f"{routes.fingerprint:#018x}",
-                "text that was decoded and tokenised again, or routes of another sample",
-            )
+        other = find_other_tokens(len(routes), routes.fingerprint, len(whole), fingerprint(whole))
+        if other is not None:
+            raise other.error(MicroBatchError, f"{self._where}, turn {self.turns + 1}")
 
-    def _bad(self, problem: str, expected: object, got: object, cause: str = "") -> MicroBatchError:
+    def _bad(self, problem: str, expected: object, got: object) -> MicroBatchError:
         where = f"{self._where}, turn {self.turns + 1}"
-        return MicroBatchError(problem, where=where, expected=expected, got=got, cause=cause)
+        return MicroBatchError(problem, where=where, expected=expected, got=got)
 
 
 def _ids(tokens: TokenIds) -> Array:

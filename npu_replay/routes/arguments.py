@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -47,13 +48,9 @@ def ids(ids: Any) -> torch.Tensor:
             expected="torch.Tensor or numpy.ndarray of an integer dtype",
             got=f"{getattr(ids, 'dtype', type(ids).__name__)}: {shown(ids)}",
         )
-    if tensor.dim() != 3:
-        raise InvalidRoutes(
-            "ids has the wrong shape",
-            expected="[tokens, layers, topk]",
-            got=list(tensor.shape),
-            cause="a flat payload that wasn't reshaped, or one layer without its axis",
-        )
+    cause, shape = "a flat payload that wasn't reshaped, or one layer without its axis", list(tensor.shape)
+    fine = tensor.dim() == 3
+    InvalidRoutes.unless(fine, "ids has the wrong shape", "[tokens, layers, topk]", shape, cause)
     return tensor
 
 
@@ -66,19 +63,16 @@ def labels(layers: Any) -> tuple[int, ...]:
 
 def check_columns(labels: tuple[int, ...], columns: int) -> None:
     short = str(labels) if len(labels) <= 8 else f"({labels[0]}, {labels[1]}, ..., {labels[-1]})"
-    if len(labels) != columns:
-        raise InvalidRoutes(
-            "ids has another number of columns than there are layer labels",
-            expected=f"{len(labels)} columns for layers {short}",
-            got=columns,
-            cause="an engine that reports every layer against labels of the MoE layers only, or the reverse",
-        )
-    if list(labels) != sorted({*labels}) or (labels and not 0 <= labels[0] <= labels[-1] < MAX_LAYERS):
-        raise InvalidRoutes(
-            "layer labels must be ascending 0-based decoder layers, each once",
-            expected=f"for example (0, 1, 2), below {MAX_LAYERS}",
-            got=short,
-        )
+    InvalidRoutes.unless(
+        len(labels) == columns,
+        "ids has another number of columns than there are layer labels",
+        f"{len(labels)} columns for layers {short}",
+        columns,
+        "an engine that reports every layer against labels of the MoE layers only, or the reverse",
+    )
+    fine = list(labels) == sorted({*labels}) and (not labels or 0 <= labels[0] <= labels[-1] < MAX_LAYERS)
+    problem = "layer labels must be ascending 0-based decoder layers, each once"
+    InvalidRoutes.unless(fine, problem, f"for example (0, 1, 2), below {MAX_LAYERS}", short)
 
 
 def mask(recorded: IdArray | None, *, tokens: int) -> torch.Tensor:
@@ -86,8 +80,8 @@ def mask(recorded: IdArray | None, *, tokens: int) -> torch.Tensor:
         return torch.ones(tokens, dtype=torch.bool)
     expected, problem = f"bool, shape ({tokens},)", "recorded must say of each token whether it has a route"
     rows = plain_tensor(recorded, problem, expected)
-    if rows.dtype != torch.bool or rows.shape != (tokens,):
-        raise InvalidRoutes(problem, expected=expected, got=f"{rows.dtype}, shape {tuple(rows.shape)}")
+    fine = rows.dtype == torch.bool and rows.shape == (tokens,)
+    InvalidRoutes.unless(fine, problem, expected, f"{rows.dtype}, shape {tuple(rows.shape)}")
     return rows.clone()
 
 
@@ -101,6 +95,16 @@ def fingerprint(mark: Any) -> int | None:
     if mark is None:
         return None
     return whole_number(mark, "fingerprint", least=0, most=2**64 - 1, kind=InvalidRoutes)
+
+
+def common(versions: Iterable[int | str | None]) -> int | str | None:
+    """The weight version of all; None where they don't agree.
+
+    >>> common([3, 3]), common([3, None])
+    (3, None)
+    """
+    found = {*versions}
+    return found.pop() if len(found) == 1 else None
 
 
 def weight_version(version: Any) -> int | str | None:

@@ -9,16 +9,21 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeGuard
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 
+from npu_replay.errors import ReplayError
+
 Array: TypeAlias = "np.ndarray[Any, Any]"
+
+_Error = TypeVar("_Error", bound=ReplayError)
 
 MAX_EXPERTS = 32_767  # int16
 MAX_LAYERS = 4_096
 """Of a model: some ten times those of the deepest. More are a number of something else."""
+MAX_TOKENS = 1 << 31
 CONSTANT_ROWS = 64
 """From this many rows on, a layer that is the same in all of them may be a fault."""
 SURE_BITS = 96
@@ -34,7 +39,7 @@ class Finding:
     """What breaks a rule, in the words of an error.
 
     Attributes:
-        problem, expected, got: as in `ReplayError`.
+        problem, expected, got, cause: as in `ReplayError`.
         column: of the first place; None where it is no single one.
     """
 
@@ -42,10 +47,16 @@ class Finding:
     expected: str
     got: object
     column: int | None = None
+    cause: str = field(default="", repr=False)
 
     def layer(self, layers: tuple[int, ...]) -> str:
         """«layer 5», by the labels of the columns."""
         return "" if self.column is None else f"layer {layers[self.column]}"
+
+    def error(self, kind: type[_Error], where: str, cause: str = "") -> _Error:
+        """Of this kind, with the caller's cause if he knows a better one."""
+        cause = cause or self.cause
+        return kind(self.problem, where=where, expected=self.expected, got=self.got, cause=cause)
 
 
 @functools.lru_cache(maxsize=16)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from npu_replay.errors import ReplayError, shown
-from npu_replay.routes.checks import Array
+from npu_replay.routes.checks import Array, Finding
 
 
 def fingerprint(token_ids: torch.Tensor | np.ndarray | Sequence[int]) -> int:
@@ -36,6 +36,30 @@ def fingerprint(token_ids: torch.Tensor | np.ndarray | Sequence[int]) -> int:
         )
     ids = np.ascontiguousarray(ids, dtype="<i8")
     return int.from_bytes(hashlib.blake2b(ids.data, digest_size=8).digest(), "little")
+
+
+def find_other_tokens(rows: int, theirs: int | None, tokens: int, mark: int | None) -> Finding | None:
+    """Why so many rows of routes, with the fingerprint `theirs`, can't be those of so many tokens with the
+    fingerprint `mark`. None as a fingerprint fits any; the last token may have no row.
+
+    >>> find_other_tokens(2, None, 3, 7), find_other_tokens(3, 7, 3, 7)
+    (None, None)
+    """
+    if rows not in (tokens, tokens - 1):
+        return Finding(
+            "the routes have another number of tokens than the sequence",
+            f"{tokens} (or {tokens - 1}: the last token has no route)",
+            rows,
+            cause="a response that was cut after the rollout, a turn's new tokens alone, another sequence",
+        )
+    if mark is None or theirs is None or theirs == mark:
+        return None
+    return Finding(
+        "the routes belong to other tokens",
+        f"fingerprint {mark:#018x}",
+        f"{theirs:#018x}",
+        cause="retokenised text, a shuffled batch, parts merged in another order, another sample",
+    )
 
 
 def as_token_ids(value: Any) -> Array | None:

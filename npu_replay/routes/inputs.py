@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,46 +18,31 @@ from npu_replay.routes.fingerprint import fingerprint
 _NAMES = ("input_ids", "tokens")
 
 
-class Inputs(Protocol):
-    """The tokens that routes belong to, as a model is called with them."""
-
-    def fit(self, tokens: torch.Tensor) -> bool:
-        """Are these they? `tokens` is int64, as it was passed, on the CPU."""
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """Those of a forward that was recorded.
-
-    Attributes:
-        mark: the fingerprint of all of them, in the order of memory.
-    """
-
-    mark: int
-
-    @classmethod
-    def of(cls, tokens: torch.Tensor) -> Recorded:
-        return cls(fingerprint(tokens.flatten()))
-
-    def fit(self, tokens: torch.Tensor) -> bool:
-        return Recorded.of(tokens) == self
-
-
 @dataclass(frozen=True, eq=False)
-class LaidOut:
-    """Those of a layout, sequence by sequence; one that is fed in part isn't looked at.
+class Inputs:
+    """The tokens that routes belong to, as a model is called with them.
 
     Attributes:
-        fed: int64 [tokens fed], the packed token in each place, or -1 for padding.
+        fed: int64 [tokens fed], the packed token in each place, or -1 for padding; None where they are one
+            sequence, in the order of memory (of a record).
         lengths: tokens of each sequence.
         marks: the fingerprint of each sequence; None for one that isn't checked.
     """
 
-    fed: torch.Tensor
+    fed: torch.Tensor | None
     lengths: tuple[int, ...]
     marks: Sequence[int | None]
 
+    @classmethod
+    def recorded(cls, tokens: torch.Tensor) -> Inputs:
+        """Those of a forward that was recorded."""
+        return cls(None, (tokens.numel(),), (fingerprint(tokens.flatten()),))
+
     def fit(self, tokens: torch.Tensor) -> bool:
+        """Are these they? `tokens` is int64, as it was passed, on the CPU. A sequence that is fed in part
+        isn't looked at."""
+        if self.fed is None:
+            return fingerprint(tokens.flatten()) == self.marks[0]
         if tokens.numel() != len(self.fed):
             return True  # no token ids of this batch; rows that don't fit are found by the routers
         there = self.fed >= 0

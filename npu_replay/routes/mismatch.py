@@ -90,8 +90,7 @@ def compare(
             expected="two routings, or two tensors of log-probs",
             got=f"{type(a).__name__} and {type(b).__name__}",
         )
-    if mask is not None:
-        raise ReplayError("a mask goes with log-probs; routings say themselves which rows count")
+    ReplayError.unless(mask is None, "a mask goes with log-probs; routings say themselves which rows count")
     ours, theirs = (one if isinstance(one, RoutedExperts) else RoutedExperts.concat(one) for one in (a, b))
     return _compare_routings(ours, theirs)
 
@@ -115,49 +114,40 @@ def check_comparable(a: RoutedExperts, b: RoutedExperts) -> tuple[list[int], int
         ("top-k", a.topk, b.topk),
         ("number of experts", a.num_experts, b.num_experts),
     ):
-        if ours != theirs:
-            raise InvalidRoutes(f"these routings differ in {what}", expected=ours, got=theirs)
+        InvalidRoutes.unless(ours == theirs, f"these routings differ in {what}", ours, theirs)
     layers, both = [layer for layer in a.layers if layer in b.layers], int((a.recorded & b.recorded).sum())
-    if not layers or not both:
-        raise InvalidRoutes(
-            "these routings have nothing in common to compare",
-            expected="a layer that both have, and a row recorded in both",
-            got=f"{len(layers)} common layers, {both} common rows",
-        )
+    InvalidRoutes.unless(
+        bool(layers) and both > 0,
+        "these routings have nothing in common to compare",
+        "a layer that both have, and a row recorded in both",
+        f"{len(layers)} common layers, {both} common rows",
+    )
     return layers, both
 
 
 def _compare_routings(a: RoutedExperts, b: RoutedExperts) -> RoutingDifference:
     layers, both = check_comparable(a, b)
-    differ = differing_token_layers(a, b)
-    by_layer = (differ.sum(dim=0) / both).tolist()
-    return RoutingDifference(
-        router_mismatch=int(differ.sum()) / (both * len(layers)),
-        token_mismatch=int(differ.any(dim=1).sum()) / both,
-        layer_mismatch=dict(zip(layers, by_layer, strict=True)),
-        token_layers=both * len(layers),
-        differing=int(differ.sum()),
-    )
+    differ, compared = differing_token_layers(a, b), both * len(layers)
+    differing = int(differ.sum())
+    by_layer = dict(zip(layers, (differ.sum(dim=0) / both).tolist(), strict=True))
+    tokens = int(differ.any(dim=1).sum()) / both
+    return RoutingDifference(differing / compared, tokens, by_layer, compared, differing)
 
 
 def _compare_log_probs(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | None) -> LogProbDifference:
     given: list[Any] = [a, b] if mask is None else [a, b, mask]
     for tensor in given:
-        if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
-            raise ReplayError(
-                "log-probs and their mask are plain tensors", expected="a torch.Tensor", got=shown(tensor)
-            )
-    shapes = {tuple(tensor.shape) for tensor in given}
-    if len(shapes) != 1:
-        raise ReplayError("the log-probs have different shapes", expected=tuple(a.shape), got=sorted(shapes))
+        if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):  # `shown` may wait for a device
+            problem = "log-probs and their mask are plain tensors"
+            raise ReplayError(problem, expected="a torch.Tensor", got=shown(tensor))
+    shapes = sorted({tuple(tensor.shape) for tensor in given})
+    ReplayError.unless(len(shapes) == 1, "the log-probs have different shapes", tuple(a.shape), shapes)
     chosen = torch.ones_like(a, dtype=torch.bool) if mask is None else mask.bool()
     ours, theirs = (x.detach()[chosen].double().cpu() for x in (a, b))
-    if not ours.numel():
-        raise ReplayError("there is no token to compare", expected=">= 1", got=0)
-    if not bool(torch.isfinite(ours).all() & torch.isfinite(theirs).all()):
-        raise ReplayError(
-            "there are log-probs that aren't finite", cause="a token with probability 0, or NaN"
-        )
+    ReplayError.unless(ours.numel() > 0, "there is no token to compare", ">= 1", 0)
+    finite = bool(torch.isfinite(ours).all() & torch.isfinite(theirs).all())
+    cause = "a token with probability 0, or NaN"
+    ReplayError.unless(finite, "there are log-probs that aren't finite", cause=cause)
     log_ratio = theirs - ours
     ratio = log_ratio.exp()
     return LogProbDifference(

@@ -27,7 +27,6 @@ from npu_replay.routes.fingerprint import fingerprint as fingerprint_of
 if TYPE_CHECKING:
     from npu_replay.routes.inputs import Inputs
 
-_MOST_TOKENS = 1 << 31
 _OUTSIDE = (
     "ids that were narrowed on the way, a sentinel such as -1 (mark those rows with recorded=), ids of "
     "another model, or physical ids under EPLB"
@@ -49,7 +48,7 @@ def narrow_dtype(num_experts: int) -> torch.dtype:
 
 def narrow_array_dtype(num_experts: int) -> np.dtype[Any]:
     """The same for numpy's arrays."""
-    return np.dtype(np.uint8 if num_experts <= 256 else np.int16)
+    return np.dtype(np.uint8 if narrow_dtype(num_experts) == torch.uint8 else np.int16)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -233,13 +232,13 @@ class RoutedExperts:
             index = index.long()  # [] is float32
         whole = index.dtype in arguments.INTEGERS
         largest = int(index.max()) if whole and index.numel() else -1
-        if not whole or index.dim() != 1 or largest >= len(self):
-            raise InvalidRoutes(
-                "take() was asked for rows that aren't there",
-                expected=expected,
-                got=f"{index.dtype}, shape {tuple(index.shape)}" + (f", largest {largest}" if whole else ""),
-                cause="the routes of another sequence, or a layout made for other lengths",
-            )
+        InvalidRoutes.unless(
+            whole and index.dim() == 1 and largest < len(self),
+            "take() was asked for rows that aren't there",
+            expected,
+            f"{index.dtype}, shape {tuple(index.shape)}" + (f", largest {largest}" if whole else ""),
+            "the routes of another sequence, or a layout made for other lengths",
+        )
         ids, recorded = self.ids, self.recorded
         if not len(self):  # a row to read below, where all of them are negative
             ids, recorded = ids.new_zeros(1, *ids.shape[1:]), recorded.new_zeros(1)
@@ -266,31 +265,25 @@ class RoutedExperts:
                 them, which then have to be the same in every part.
         """
         parts = listed(parts, "the parts of concat()")
-        if not parts or not all(isinstance(part, RoutedExperts) for part in parts):
-            raise InvalidRoutes(
-                "concat() needs at least one RoutedExperts, and nothing else",
-                expected=">= 1",
-                got=[type(part).__name__ for part in parts] or 0,
-            )
-        first = parts[0]
+        fine = bool(parts) and all(isinstance(part, RoutedExperts) for part in parts)
+        kinds = [type(part).__name__ for part in parts]
+        InvalidRoutes.unless(
+            fine, "concat() needs at least one RoutedExperts, and nothing else", ">= 1", kinds or 0
+        )
+        first, cause = parts[0], "routes of different models, or of engines that report other columns"
         alike = ("num_experts", "topk") if layers is not None else ("layers", "num_experts", "topk")
         for number, part in enumerate(parts):
             for what in alike:
-                if getattr(part, what) != getattr(first, what):
-                    raise InvalidRoutes(
-                        f"part {number} of concat() has other {what}",
-                        expected=getattr(first, what),
-                        got=getattr(part, what),
-                        cause="routes of different models, or of engines that report other columns",
-                    )
+                if (found := getattr(part, what)) != (wanted := getattr(first, what)):
+                    problem = f"part {number} of concat() has other {what}"
+                    raise InvalidRoutes(problem, expected=wanted, got=found, cause=cause)
         labels = first.layers if layers is None else arguments.labels(layers)
         columns = {of: part._columns(labels) for of, part in {part.layers: part for part in parts}.items()}
-        versions = {part.weight_version for part in parts}
         return first._derived(
             torch.cat([part.ids[:, columns[part.layers]] for part in parts]),
             torch.cat([part.recorded for part in parts]),
             layers=labels,
-            weight_version=versions.pop() if len(versions) == 1 else None,
+            weight_version=arguments.common(part.weight_version for part in parts),
             vouched=all(part.vouched for part in parts),
         )
 
@@ -299,7 +292,7 @@ class RoutedExperts:
         """Routes of a sample that has none: no row is recorded, so the router chooses for all of them."""
         topk, labels = whole_number(topk, "topk", kind=InvalidRoutes), arguments.labels(layers)
         num_experts = arguments.num_experts(num_experts, topk)
-        tokens = whole_number(tokens, "number of tokens", least=0, most=_MOST_TOKENS, kind=InvalidRoutes)
+        tokens = whole_number(tokens, "number of tokens", least=0, most=checks.MAX_TOKENS, kind=InvalidRoutes)
         ids = torch.zeros(tokens, len(labels), topk, dtype=narrow_dtype(num_experts))
         none = torch.zeros(tokens, dtype=torch.bool)
         return cls._adopt(ids, labels, num_experts, recorded=none, vouched=True)
@@ -320,12 +313,9 @@ class RoutedExperts:
             return slice(None)
         columns = [self.layers.index(layer) for layer in labels if layer in self.layers]
         if len(columns) != len(labels) or columns != sorted(set(columns)):
-            raise InvalidRoutes(
-                "asked for layers that aren't here, or not in ascending order",
-                expected=f"some of {self.layers}",
-                got=labels,
-                cause="routes of another pipeline stage, or 1-based numbers (Megatron's layer_number)",
-            )
+            problem = "asked for layers that aren't here, or not in ascending order"
+            cause = "routes of another pipeline stage, or 1-based numbers (Megatron's layer_number)"
+            raise InvalidRoutes(problem, expected=f"some of {self.layers}", got=labels, cause=cause)
         if columns and columns[-1] - columns[0] == len(columns) - 1:
             return slice(columns[0], columns[-1] + 1)
         return columns
@@ -346,11 +336,7 @@ class RoutedExperts:
         """
         if not self.vouched:
             ids, rows = self.ids.numpy(), self.recorded.numpy()
-            found = checks.find_constant(ids, rows, self.num_experts, tokens)
-            cause = (
-                "the rollout engine didn't capture this layer (its buffer was never bound, or the layer is "
-            )
-            _refuse(found, self.layers, cause + "dense and its column must be dropped by label)")
+            _refuse(checks.find_constant(ids, rows, self.num_experts, tokens), self.layers, _CONSTANT)
         return self
 
     def to_bytes(self) -> bytes:
@@ -422,5 +408,4 @@ def without_layers() -> RoutedExperts:
 
 def _refuse(found: Finding | None, layers: tuple[int, ...], cause: str) -> None:
     if found is not None:
-        where = found.layer(layers)
-        raise InvalidRoutes(found.problem, where=where, expected=found.expected, got=found.got, cause=cause)
+        raise found.error(InvalidRoutes, found.layer(layers), cause)

@@ -83,6 +83,13 @@ def signed_header(routes: RoutedExperts, recorded: bytes) -> dict[str, Any]:
     return said | {"digest": digest(said, routes.ids.contiguous().numpy().data, recorded)}
 
 
+def as_tensors(routes: RoutedExperts, prefix: str = "") -> tuple[dict[str, Array], dict[str, Any]]:
+    """The two arrays as they lie in a file, by name, and the header."""
+    ids, recorded = routes.ids.contiguous().numpy(), routes.recorded.contiguous().numpy()
+    header = signed_header(routes, recorded.tobytes())
+    return {f"{prefix}ids": ids, f"{prefix}recorded": recorded}, header
+
+
 def digest(said: dict[str, Any], ids: memoryview | bytes, recorded: memoryview | bytes) -> str:
     """The checksum of a header, which may have one already, and its arrays."""
     bare = {name: value for name, value in said.items() if name != "digest"}
@@ -155,21 +162,21 @@ def verified(
         RouteFileError: they don't go together, or not with the digest.
     """
     shape, dtype = shape_of(said), DTYPES[said["dtype"]]
-    if (ids.shape, ids.dtype, recorded.shape, recorded.dtype) != (shape, dtype, shape[:1], np.bool_):
-        raise RouteFileError(
-            "the header and the arrays don't agree",
-            expected=f"{dtype} {list(shape)} and bool [{shape[0]}]",
-            got=f"{ids.dtype} {list(ids.shape)} and {recorded.dtype} {list(recorded.shape)}",
-            cause="a tool that rewrote the tensors",
-        )
-    if digest(said, ids.data, recorded.data if summed is None else summed) != said["digest"]:
-        raise RouteFileError(
-            "these routes were changed after they were written",
-            expected=f"checksum {said['digest']}",
-            got="another",
-            cause="a damaged disk or transfer, somebody who edited or overwrote them, or a shard of an "
-            "earlier job beside an index of a later one",
-        )
+    RouteFileError.unless(
+        (ids.shape, ids.dtype, recorded.shape, recorded.dtype) == (shape, dtype, shape[:1], np.bool_),
+        "the header and the arrays don't agree",
+        f"{dtype} {list(shape)} and bool [{shape[0]}]",
+        f"{ids.dtype} {list(ids.shape)} and {recorded.dtype} {list(recorded.shape)}",
+        "a tool that rewrote the tensors",
+    )
+    RouteFileError.unless(
+        digest(said, ids.data, recorded.data if summed is None else summed) == said["digest"],
+        "these routes were changed after they were written",
+        f"checksum {said['digest']}",
+        "another",
+        "a damaged disk or transfer, somebody who edited or overwrote them, or a shard of an earlier job "
+        "beside an index of a later one",
+    )
     return {
         "ids": shared_tensor(ids),
         "layers": said["layers"],
@@ -210,13 +217,8 @@ def from_bytes(data: bytes | bytearray | memoryview) -> dict[str, Any]:
         raise RouteFileError(
             "these aren't bytes", expected="contiguous bytes, as to_bytes() makes them", got=type(data)
         ) from error
-    if view[:8] != MAGIC:
-        raise RouteFileError(
-            "these bytes aren't routes",
-            expected=f"the first 8 bytes to be {MAGIC!r}",
-            got=bytes(view[:8]),
-            cause="another format, or another version of npu_replay",
-        )
+    expected, cause = f"the first 8 bytes to be {MAGIC!r}", "another format, or another version of npu_replay"
+    RouteFileError.unless(view[:8] == MAGIC, "these bytes aren't routes", expected, bytes(view[:8]), cause)
     with reading("the header of these routes can't be read", "the bytes were cut short or changed"):
         start = 12 + int.from_bytes(view[8:12], "little")
         text = bytes(view[12:start])
@@ -226,14 +228,10 @@ def from_bytes(data: bytes | bytearray | memoryview) -> dict[str, Any]:
         check_header(said)
     shape, dtype = shape_of(said), DTYPES[said["dtype"]]
     end = start + math.prod(shape) * dtype.itemsize
-    bits = view[end:]
-    if len(view) - end != (shape[0] + 7) // 8:
-        raise RouteFileError(
-            "these routes are incomplete",
-            expected=f"{end - start + (shape[0] + 7) // 8} bytes after the header",
-            got=len(view) - start,
-            cause="a transfer or a file that was cut short",
-        )
+    bits, whole = view[end:], end + (shape[0] + 7) // 8
+    expected, cause = f"{whole - start} bytes after the header", "a transfer or a file that was cut short"
+    fine, got = len(view) == whole, len(view) - start
+    RouteFileError.unless(fine, "these routes are incomplete", expected, got, cause)
     ids = np.frombuffer(view[start:end], dtype).reshape(shape)
     recorded = np.unpackbits(np.frombuffer(bits, np.uint8), count=shape[0]).astype(bool)
     return verified(said, ids, recorded, bits)
@@ -242,27 +240,25 @@ def from_bytes(data: bytes | bytearray | memoryview) -> dict[str, Any]:
 # Files
 
 
-def require_safetensors() -> None:
-    """Raises RouteFileError, with what to do, where safetensors isn't installed."""
+def safetensors_bytes() -> Callable[[dict[str, Array], dict[str, str]], bytes]:
+    """How arrays and metadata are written; RouteFileError, with what to do, without safetensors."""
     try:
-        import safetensors.torch  # noqa: F401
+        from safetensors.numpy import save  # torch's refuses samples that share memory (`only`, `sequence`)
     except ImportError as error:
         raise RouteFileError(
             "writing files of routes needs the package safetensors",
             cause="the core is installed without its extras: pip install 'npu-replay[files]', or use "
             "to_bytes() and from_bytes(), which need nothing",
         ) from error
+    return save
 
 
 def write_file(routes: RoutedExperts, path: Any, *, overwrite: bool) -> None:
     """Write `routes` to `path`, whole or not at all."""
-    path = as_path(path)
-    require_safetensors()
-    from safetensors.torch import save
-
-    said = json.dumps(signed_header(routes, routes.recorded.numpy().tobytes()), sort_keys=True)
-    tensors = {"ids": routes.ids.contiguous(), "recorded": routes.recorded.contiguous()}
-    write_whole(path, save(tensors, {"format": FORMAT, "routes": said}), overwrite=overwrite)
+    path, save = as_path(path), safetensors_bytes()
+    tensors, said = as_tensors(routes)
+    about = {"format": FORMAT, "routes": json.dumps(said, sort_keys=True)}
+    write_whole(path, save(tensors, about), overwrite=overwrite)
 
 
 def from_file(path: Path) -> dict[str, Any]:
@@ -271,13 +267,14 @@ def from_file(path: Path) -> dict[str, Any]:
         file = TensorFile(path)
     except FileNotFoundError as error:
         raise RouteFileError("there is no such file") from error
-    if file.metadata.get("format") != FORMAT:
-        raise RouteFileError(
-            "this safetensors file doesn't hold routes",
-            expected=f"metadata format {FORMAT!r}",
-            got=file.metadata.get("format"),
-            cause="a file of something else (a checkpoint?), or of another version of npu_replay",
-        )
+    found = file.metadata.get("format")
+    RouteFileError.unless(
+        found == FORMAT,
+        "this safetensors file doesn't hold routes",
+        f"metadata format {FORMAT!r}",
+        found,
+        "a file of something else (a checkpoint?), or of another version of npu_replay",
+    )
     said = json_text.parse(file.metadata["routes"])
     check_header(said)
     ids, recorded = file.arrays("ids", "recorded")

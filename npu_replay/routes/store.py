@@ -12,6 +12,7 @@ import glob
 import json
 import logging
 import os
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,15 +23,15 @@ from npu_replay import json_text
 from npu_replay.errors import RouteFileError, shown, whole_number
 from npu_replay.routes.checks import Array
 from npu_replay.routes.file import as_path, plain_file, remove_left, write_whole, written
-from npu_replay.routes.fingerprint import as_token_ids, fingerprint
+from npu_replay.routes.fingerprint import as_token_ids, find_other_tokens, fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.routes.serialization import (
     FIELDS,
     TensorFile,
+    as_tensors,
     check_header,
     reading,
-    require_safetensors,
-    signed_header,
+    safetensors_bytes,
     verified,
 )
 
@@ -43,15 +44,10 @@ logger = logging.getLogger(__name__)
 
 
 class _Entry(NamedTuple):
-    """Where one sample lies, and what its index says of it: of all in the shard, and of it alone."""
+    """Where one sample lies, and its header: its own, over what all in the shard have."""
 
     shard: str
-    common: dict[str, Any]
-    own: dict[str, Any]
-
-    @property
-    def header(self) -> dict[str, Any]:
-        return self.common | self.own
+    header: ChainMap[str, Any]
 
 
 class RouteStore(Mapping[str, RoutedExperts]):
@@ -76,25 +72,17 @@ class RouteStore(Mapping[str, RoutedExperts]):
         self._samples: dict[str, _Entry] = {}
         self._files: dict[Path, TensorFile] = {}
         indexes = sorted(self.folder.glob(f"*{_INDEX}"))
-        if not indexes:
-            raise RouteFileError(
-                "there are no routes in this folder",
-                where=str(self.folder),
-                expected=f"NAME{_INDEX}",
-                got="none",
-                cause="another folder, or a job that ended before its first shard was full: close the writer",
-            )
+        cause = "another folder, or a job that ended before its first shard was full: close the writer"
+        problem, where = "there are no routes in this folder", str(self.folder)
+        RouteFileError.unless(bool(indexes), problem, f"NAME{_INDEX}", "none", cause, where)
         others = 0
         for index in indexes:
             for key, entry in _read_index(index).items():
                 first = self._samples.setdefault(key, entry)
                 others += first is not entry and first.header["digest"] != entry.header["digest"]
         if others:
-            logger.warning(
-                "[npu_replay] %s: %d samples were written twice with other routes; the first are used",
-                self.folder,
-                others,
-            )
+            said = "[npu_replay] %s: %d samples were written twice with other routes; the first are used"
+            logger.warning(said, self.folder, others)
 
     def __repr__(self) -> str:
         return f"RouteStore({str(self.folder)!r}, {len(self)} samples)"
@@ -127,7 +115,7 @@ class RouteStore(Mapping[str, RoutedExperts]):
     def described(self, key: str) -> tuple[Path, dict[str, Any]]:
         """The shard that a sample lies in, and its header."""
         entry = self._samples[key]
-        return self.folder / entry.shard, entry.header
+        return self.folder / entry.shard, dict(entry.header)
 
     def of(self, tokens: Any) -> RoutedExperts:
         """The routes of one sequence of token ids, [tokens].
@@ -137,23 +125,18 @@ class RouteStore(Mapping[str, RoutedExperts]):
         """
         mark = fingerprint(tokens)
         key = key_of(mark)
-        if key not in self:
-            raise RouteFileError(
-                "no routes of these tokens",
-                where=str(self.folder),
-                expected=f"{key} ({len(tokens)} tokens)",
-                got=f"{len(self)} samples with other tokens",
-                cause="another batch than the one that was recorded, or text that was tokenised again",
-            )
+        RouteFileError.unless(
+            key in self,
+            "no routes of these tokens",
+            f"{key} ({len(tokens)} tokens)",
+            f"{len(self)} samples with other tokens",
+            "another batch than the one that was recorded, or text that was tokenised again",
+            str(self.folder),
+        )
         found = self._read(key, as_token_ids(tokens))
-        if found.fingerprint not in (None, mark) or len(found) not in (len(tokens), len(tokens) - 1):
-            raise RouteFileError(
-                "these are routes of other tokens",
-                where=f"{self.described(key)[0]}, {key}",
-                expected=f"{len(tokens)} tokens, fingerprint {mark:#018x}",
-                got=f"{len(found)}, {found.fingerprint:#018x}" if found.fingerprint else len(found),
-                cause="a key of the caller's own that looks like a fingerprint",
-            )
+        if (other := find_other_tokens(len(found), found.fingerprint, len(tokens), mark)) is not None:
+            cause = "a key of the caller's own that looks like a fingerprint"
+            raise other.error(RouteFileError, f"{self.described(key)[0]}, {key}", cause)
         return found
 
     def _read(self, key: str, tokens: Array | None = None) -> RoutedExperts:
@@ -178,11 +161,10 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
     """Writes samples into a folder, a shard at a time. See `RouteStore.writer`."""
 
     def __init__(self, folder: Path, name: Any, shard_bytes: int) -> None:
-        require_safetensors()
-        if not isinstance(name, str) or not name or not name.isprintable() or Path(name).name != name:
-            raise RouteFileError(
-                "bad name of a writer", expected="a file name without folders", got=shown(name)
-            )
+        self._bytes_of = safetensors_bytes()
+        fine = isinstance(name, str) and name.isprintable() and bool(name) and Path(name).name == name
+        expected = "a file name without folders"
+        RouteFileError.unless(fine, "bad name of a writer", expected, shown(name))
         self.folder, self.name, self.shard_bytes = folder, name, shard_bytes
         self._keys: set[str] = set()
         self._waiting: dict[str, RoutedExperts] = {}
@@ -195,12 +177,9 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
             taken = first.exists()
         except OSError as error:
             raise RouteFileError(f"nothing can be written there ({error})", where=str(folder)) from error
-        if taken:
-            raise RouteFileError(
-                "somebody has written here under this name",
-                where=str(first),
-                cause="an earlier job, or two ranks with one name: take another folder, or another name",
-            )
+        problem = "somebody has written here under this name"
+        cause = "an earlier job, or two ranks with one name: take another folder, or another name"
+        RouteFileError.unless(not taken, problem, cause=cause, where=str(first))
 
     def __repr__(self) -> str:
         return f"RouteWriter({str(self.folder)!r}, {self.name!r}, {len(self._keys)} samples)"
@@ -221,9 +200,8 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         if not _is_key(key):
             raise self._error("bad key", "text", shown(key))
         if key in self._keys:
-            cause = (
-                "two samples of the same tokens: pass a key of your own, add(routes, key); or one added twice"
-            )
+            own = "pass a key of your own, add(routes, key)"
+            cause = f"two samples of the same tokens: {own}; or one added twice"
             raise self._error("the key is taken", "another key", key, cause)
         self._keys.add(key)
         self._waiting[key] = routes
@@ -235,26 +213,20 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         """Write what is waiting, as one shard."""
         if not self._waiting:
             return
-        from safetensors.numpy import save  # torch's refuses samples that share memory (`only`, `sequence`)
-
         number, self._shards = self._shards, self._shards + 1  # one that failed is not written again
-        shard, tensors, headers = self._file(number, ".safetensors"), {}, {}
+        shard, headers = self._file(number, ".safetensors"), {}
+        tensors: dict[str, Array] = {}
         for key, routes in self._waiting.items():
-            tensors[f"{key}.ids"] = routes.ids.contiguous().numpy()
-            tensors[f"{key}.recorded"] = recorded = routes.recorded.contiguous().numpy()
-            headers[key] = signed_header(routes, recorded.tobytes())
-        said = list(headers.values())
-        common = {
-            name: value
-            for name, value in said[0].items()
-            if name != "digest" and all(one.get(name) == value for one in said)
-        }
-        own = {
-            key: {name: value for name, value in one.items() if name not in common}
-            for key, one in headers.items()
-        }
-        index = {"format": FORMAT, "shard": shard.name, "common": common, "samples": own}
-        with written(shard, save(tensors, {"format": FORMAT}), overwrite=False):
+            arrays, headers[key] = as_tensors(routes, f"{key}.")
+            tensors |= arrays
+        first, *others = headers.values()
+        alike = [name for name in first if all(one.get(name) == first[name] for one in others)]
+        common = {name: first[name] for name in alike if name != "digest"}
+        for said in headers.values():
+            for name in common:
+                del said[name]
+        index = {"format": FORMAT, "shard": shard.name, "common": common, "samples": headers}
+        with written(shard, self._bytes_of(tensors, {"format": FORMAT}), overwrite=False):
             try:
                 write_whole(self._file(number, _INDEX), json.dumps(index).encode(), overwrite=False)
             except BaseException:
@@ -317,4 +289,4 @@ def _read_index(path: Path) -> dict[str, _Entry]:
         check_header(common, optional=FIELDS)
         for own in index["samples"].values():
             check_header(own, optional=common)
-        return {key: _Entry(shard, common, {**own}) for key, own in index["samples"].items()}
+        return {key: _Entry(shard, ChainMap({**own}, common)) for key, own in index["samples"].items()}

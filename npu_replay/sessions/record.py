@@ -8,7 +8,7 @@ import torch
 
 from npu_replay.errors import ReplayError, RouterError, micro_batch
 from npu_replay.routers import Model, Router
-from npu_replay.routes.inputs import Recorded, copied
+from npu_replay.routes.inputs import Inputs, copied
 from npu_replay.routes.routed_experts import RoutedExperts, without_layers
 from npu_replay.sessions import seam
 from npu_replay.sessions.micro_batches import Key
@@ -87,7 +87,7 @@ class Recording(Session):
         self._routes = [micro_batch_routes(self._ids, self._all_routers(), number) for number in range(count)]
         for number, tokens in self._tokens.items():
             if number < count:
-                self._routes[number]._about(inputs=Recorded.of(tokens.cpu()))
+                self._routes[number]._about(inputs=Inputs.recorded(tokens.cpu()))
 
 
 def micro_batch_routes(ids: dict[Key, torch.Tensor], routers: list[Router], number: int) -> RoutedExperts:

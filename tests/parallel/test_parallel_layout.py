@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -97,19 +97,6 @@ def test_layers_are_where_dealing_them_out_one_by_one_puts_them(
         assert here.moe_layers == tuple(layer for layer in layers if slow_layout.has_router(layer, freq))
 
 
-@settings(max_examples=100, deadline=None)
-@given(pipeline=pipelines(), data=st.data())
-def test_every_layer_is_on_exactly_one_virtual_stage(pipeline: dict[str, Any], data: st.DataObject) -> None:
-    model = decoder(pipeline, data.draw(mixes(pipeline["count"])))
-    layouts = [
-        ParallelLayout(pp=pipeline["pp"], pp_rank=rank, vp=pipeline["vp"], decoder=model)
-        for rank in range(pipeline["pp"])
-    ]
-    everywhere = [layer for layout in layouts for chunk in layout.chunk_layers for layer in chunk]
-    assert sorted(everywhere) == list(range(pipeline["count"]))
-    assert sorted(layer for layout in layouts for layer in layout.moe_layers) == list(model.moe)
-
-
 @settings(max_examples=300, deadline=None)
 @given(
     count=st.integers(0, 12),
@@ -153,18 +140,10 @@ def test_layers_of_real_models() -> None:
     here = ParallelLayout(pp=2, pp_rank=1, vp=2, decoder=interleaved)
     assert here.chunk_layers == ((2, 3), (6, 7))
     assert (here.layers, here.moe_layers) == ((2, 3, 6, 7), (2, 6))
-
-
-def test_a_stage_of_dense_layers_has_no_moe_layers() -> None:
-    model = DecoderLayers(4, moe_layer_freq=[0, 0, 1, 1])
-    assert ParallelLayout(pp=2, pp_rank=0, decoder=model).moe_layers == ()
-    assert ParallelLayout(pp=2, pp_rank=1, decoder=model).moe_layers == (2, 3)
-
-
-def test_without_decoder_layers_nobody_is_told_a_guess() -> None:
-    for ask in ("chunk_layers", "layers", "moe_layers"):
-        with pytest.raises(ReplayError, match=says("doesn't know the model's decoder layers", "decoder=")):
-            getattr(ParallelLayout(), ask)
+    dense = DecoderLayers(4, moe_layer_freq=[0, 0, 1, 1])
+    stages = [ParallelLayout(pp=2, pp_rank=rank, decoder=dense).moe_layers for rank in range(2)]
+    assert stages == [(), (2, 3)], "none on a stage of dense layers"
+    assert DecoderLayers(4, first_stage=4, last_stage=4).stage(1, 1, 0, 0) == (0, 1, 2, 3)
 
 
 # Bad numbers
@@ -183,36 +162,63 @@ def test_a_rank_without_a_place_is_refused_by_the_axis_name(axis: str) -> None:
     assert getattr(ParallelLayout(**{axis: 2, f"{axis}_rank": 1}), f"{axis}_rank") == 1
 
 
-@pytest.mark.parametrize(
-    ("numbers", "words"),
-    [
-        ({"count": 4, "moe_layer_freq": [1, 1, 1]}, ("moe_layer_freq", "Expected 4", "got 3")),
-        ({"count": 4, "moe_layer_freq": 0}, ("moe_layer_freq", ">= 1", "got 0")),
-        ({"count": 4, "moe_layer_freq": -2}, ("moe_layer_freq", ">= 1", "got -2")),
-        ({"count": 4, "table": [[2], [3]]}, ("pipeline layout", "Expected 4", "got 5")),
-        ({"count": -1}, ("got -1",)),
-        ({"count": 2, "table": [[3], [-1]]}, ("got", "-1")),
-        ({"count": 2, "first_stage": -1}, ("got -1",)),
-        ({"count": 2, "last_stage": -1}, ("got -1",)),
-    ],
-)
-def test_bad_numbers_of_layers_are_refused(numbers: dict[str, Any], words: tuple[str, ...]) -> None:
-    """They are told when the numbers are given, not when a rank asks for its layers."""
-    with pytest.raises(ReplayError, match=says(*words, "Usual cause")):
-        DecoderLayers(**numbers)
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    # told when the numbers are given, not when a rank asks for its layers
+    (lambda: DecoderLayers(4, moe_layer_freq=[1, 1, 1]), "moe_layer_freq | Expected 4 | got 3 | Usual cause"),
+    (lambda: DecoderLayers(4, moe_layer_freq=0), "moe_layer_freq | >= 1 | got 0 | Usual cause"),
+    (lambda: DecoderLayers(4, moe_layer_freq=-2), "moe_layer_freq | >= 1 | got -2 | Usual cause"),
+    (lambda: DecoderLayers(4, table=[[2], [3]]), "pipeline layout | Expected 4 | got 5 | Usual cause"),
+    (lambda: DecoderLayers(2, table=[[3], [-1]]), "got | -1 | Usual cause"),
+    (lambda: DecoderLayers(-1), "got -1 | Usual cause"),
+    (lambda: DecoderLayers(2, first_stage=-1), "got -1 | Usual cause"),
+    (lambda: DecoderLayers(2, last_stage=-1), "got -1 | Usual cause"),
+    *(
+        (lambda freq=freq: DecoderLayers(4, freq), "moe_layer_freq must be a whole number")
+        for freq in ("[0, 1]", None, 1.5)
+    ),
+    # a pipeline that they don't fit
+    *(
+        (
+            lambda table=table: DecoderLayers(4, table=table).stage(2, 2, 0, 0),
+            "pipeline layout | Expected 2 x 2",
+        )
+        for table in ([[2, 2]], [[1], [1], [2]], [[1, 1], [2]], [[2], [2, 0]])
+    ),
+    *(
+        (
+            lambda about=about: DecoderLayers(5, first_stage=1, **about).stage(2, 1, 0, 0),
+            "uneven pipeline | embedding or loss",
+        )
+        for about in ({"embedding_counts": True}, {"loss_counts": True})
+    ),
+    *(
+        (lambda place=place: DecoderLayers(8).stage(2, 2, *place), f"no such stage | got {place}")
+        for place in ((2, 0), (-1, 0), (0, 2), (0, -1))
+    ),
+    *(
+        (
+            lambda uneven=uneven: DecoderLayers(4, **uneven).stage(1, 1, 0, 0),
+            "the one stage has all layers | Expected 4",
+        )
+        for uneven in ({"first_stage": 3}, {"last_stage": 1})
+    ),
+    # a layout
+    *(
+        (lambda ask=ask: getattr(ParallelLayout(), ask), "doesn't know the model's decoder layers | decoder=")
+        for ask in ("chunk_layers", "layers", "moe_layers")
+    ),
+    (lambda: ParallelLayout(cp=2).alignment("ring"), "context | 'zigzag' or 'contiguous' | 'ring'"),
+    (lambda: ParallelLayout(tp=2.0), "tp must be a whole number"),
+    (lambda: ParallelLayout(cp="2"), "cp must be a whole number"),
+    (lambda: ParallelLayout(pp_rank=None), "pp_rank must be a whole number"),
+    (lambda: routers.register("mine", object()), "mine | isn't a RouterKind"),
+]
 
 
-@pytest.mark.parametrize("table", [[[2, 2]], [[1], [1], [2]], [[1, 1], [2]], [[2], [2, 0]]])
-def test_a_table_for_another_pipeline_is_refused(table: list[list[int]]) -> None:
-    with pytest.raises(ReplayError, match=says("pipeline layout", "Expected 2 x 2", "Usual cause")):
-        ParallelLayout(pp=2, vp=2, decoder=DecoderLayers(4, table=table)).layers  # noqa: B018
-
-
-def test_an_uneven_pipeline_does_not_count_embedding_or_loss() -> None:
-    for counted in ({"embedding_counts": True}, {"loss_counts": True}):
-        model = DecoderLayers(5, first_stage=1, **counted)
-        with pytest.raises(ReplayError, match=says("uneven pipeline", "embedding or loss")):
-            model.stage(2, 1, 0, 0)
+@pytest.mark.parametrize(("call", "words"), REFUSED)
+def test_bad_numbers_are_refused(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(ReplayError, match=says(*words.split(" | "))):
+        call()
 
 
 def test_the_arguments_of_decoder_layers_stay_as_they_were_given() -> None:
@@ -270,11 +276,6 @@ def test_alignment_by_numbers(sizes: dict[str, Any], zigzag: int, contiguous: in
     assert layout.alignment("contiguous") == contiguous
 
 
-def test_an_unknown_way_to_cut_the_context_is_refused() -> None:
-    with pytest.raises(ReplayError, match=says("context", "'zigzag' or 'contiguous'", "'ring'")):
-        ParallelLayout(cp=2).alignment("ring")
-
-
 # The built model is the truth
 
 
@@ -326,42 +327,14 @@ def test_check_holds_a_stage_of_dense_layers_against_the_config_too() -> None:
         second.check(dense)
 
 
-def test_a_stage_that_is_not_there_is_refused() -> None:
-    for pp_rank, vp_rank in ((2, 0), (-1, 0), (0, 2), (0, -1)):
-        with pytest.raises(ReplayError, match=says("no such stage", f"got ({pp_rank}, {vp_rank})")):
-            DecoderLayers(8).stage(2, 2, pp_rank, vp_rank)
-
-
-def test_the_only_stage_has_all_layers() -> None:
-    assert DecoderLayers(4, first_stage=4, last_stage=4).stage(1, 1, 0, 0) == (0, 1, 2, 3)
-    for uneven in ({"first_stage": 3}, {"last_stage": 1}):
-        with pytest.raises(ReplayError, match=says("the one stage has all layers", "Expected 4")):
-            DecoderLayers(4, **uneven).stage(1, 1, 0, 0)
-
-
-def test_process_groups_stay_in_their_process() -> None:
-    here = ParallelLayout(tp=2, tp_rank=1, groups=(object(),))
-    assert pickle.loads(pickle.dumps(here)) == ParallelLayout(tp=2, tp_rank=1)
-
-
-def test_a_copy_keeps_the_process_groups() -> None:
-    here = ParallelLayout(groups=(object(),))
-    assert copy.copy(here).groups == copy.deepcopy(here).groups == here.groups
-
-
 def test_numbers_may_be_numpys() -> None:
     layout = ParallelLayout(
         tp=np.int64(2), tp_rank=torch.tensor(1), decoder=DecoderLayers(np.int64(4), np.int64(2))
     )
     assert (layout.tp, layout.tp_rank, layout.moe_layers) == (2, 1, (0, 2))
-    for wrong in ({"tp": 2.0}, {"cp": "2"}, {"pp_rank": None}):
-        with pytest.raises(ReplayError, match=says(next(iter(wrong)), "must be a whole number")):
-            ParallelLayout(**wrong)
-    for freq in ("[0, 1]", None, 1.5):
-        with pytest.raises(ReplayError, match=says("moe_layer_freq must be a whole number")):
-            DecoderLayers(4, freq)
 
 
-def test_a_kind_of_routers_is_a_subclass() -> None:
-    with pytest.raises(RouterError, match=says("mine", "isn't a RouterKind")):
-        routers.register("mine", object())
+def test_process_groups_stay_in_their_process_where_a_copy_keeps_them() -> None:
+    here = ParallelLayout(tp=2, tp_rank=1, groups=(object(),))
+    assert pickle.loads(pickle.dumps(here)) == ParallelLayout(tp=2, tp_rank=1)
+    assert copy.copy(here).groups == copy.deepcopy(here).groups == here.groups

@@ -8,7 +8,7 @@ import torch
 
 from npu_replay import fingerprint
 from npu_replay.errors import ReplayError
-from npu_replay.routes.fingerprint import as_token_ids
+from npu_replay.routes.fingerprint import as_token_ids, find_other_tokens
 
 TOKENS = [1, 2, 3, 151_643, 0]
 
@@ -44,17 +44,6 @@ def test_another_sequence_gives_another_number_t12_t13(other: list[int]) -> None
     assert fingerprint(other) != fingerprint(TOKENS)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [[1.7], [[1, 2], [3, 4]], [2**63], torch.tensor([1, 2]).bfloat16(), "abc", None, 7],
-    ids=["a fraction", "a batch", "beyond int64", "bfloat16", "text", "nothing", "one number"],
-)
-def test_what_is_no_sequence_of_token_ids_is_refused(other: object) -> None:
-    """A batch would pass for one sequence, a fraction for the token below it."""
-    with pytest.raises(ReplayError, match="these aren't the token ids of one sequence"):
-        fingerprint(other)  # type: ignore[arg-type]
-
-
 def test_it_fits_into_64_bits() -> None:
     assert all(0 <= fingerprint([token]) < 2**64 for token in range(100))
 
@@ -63,19 +52,15 @@ def test_it_fits_into_64_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [[3, 4], (3, 4), np.array([3, 4], "u2"), torch.tensor([3, 4]), np.array([3, 4], ">i4")], ids=repr
+    "value",
+    [[3, 4], (3, 4), np.array([3, 4], "u2"), torch.tensor([3, 4]), np.array([3, 4], ">i4"), []],
+    ids=repr,
 )
 def test_one_row_of_integers_is_taken(value: Any) -> None:
     ids = as_token_ids(value)
     assert ids is not None
     assert ids.dtype == np.int64
-    assert ids.tolist() == [3, 4]
-
-
-def test_no_tokens_are_token_ids_too() -> None:
-    ids = as_token_ids([])
-    assert ids is not None
-    assert (ids.dtype, ids.shape) == (np.int64, (0,))
+    assert ids.tolist() == [int(one) for one in value]
 
 
 @pytest.mark.parametrize(
@@ -85,16 +70,43 @@ def test_no_tokens_are_token_ids_too() -> None:
         None,
         "34",
         ["3"],
+        [1.7],
         [3.0],
         [True],
         [[3, 4]],
         [[3], [4, 5]],
+        [2**63],
         [2**70],
+        torch.tensor([1, 2]).bfloat16(),
         np.array([2**63 + 5], np.uint64),
         torch.eye(2).to_sparse(),
     ],
     ids=repr,
 )
-def test_what_isnt_is_told(value: Any) -> None:
-    """2**63 + 5 would become a negative number, and be one token in silence."""
+def test_what_is_no_sequence_of_token_ids_is_refused(value: Any) -> None:
+    """A batch would pass for one sequence, a fraction for the token below it, 2**63 + 5 for another."""
     assert as_token_ids(value) is None
+    with pytest.raises(ReplayError, match="these aren't the token ids of one sequence"):
+        fingerprint(value)
+
+
+def test_routes_belong_to_tokens_of_their_number_and_their_fingerprint_if_both_are_known() -> None:
+    """The last token has no row in an engine's array: T27. And T12, T13, T24e."""
+    for rows, theirs, tokens, mark in (
+        (3, 7, 3, 7),
+        (2, 7, 3, 7),
+        (3, None, 3, 7),
+        (3, 7, 3, None),
+        (0, 7, 0, 7),
+    ):
+        assert find_other_tokens(rows, theirs, tokens, mark) is None
+    for rows, theirs, tokens, mark in ((4, 7, 3, 7), (1, 7, 3, 7), (1, None, 0, None)):
+        found = find_other_tokens(rows, theirs, tokens, mark)
+        assert found is not None
+        assert (found.problem, found.got) == (
+            "the routes have another number of tokens than the sequence",
+            rows,
+        )
+    other = find_other_tokens(3, 8, 3, 0)  # 0 is a fingerprint, too
+    assert other is not None
+    assert "belong to other tokens" in str(other.error(ReplayError, "sequence 1"))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,22 +87,19 @@ def test_swapped_micro_batches_of_a_record_are_an_error(how: str) -> None:
             return super().forward(tokens if input_ids is None else input_ids)
 
     model = Named()
-    call: Callable[..., torch.Tensor] = model if how == "positional" else lambda one: model(**{how: one})
+
+    def calls(given: Sequence[torch.Tensor]) -> None:
+        for one in given:
+            model(one) if how == "positional" else model(**{how: one})
+
     with npu_replay.record(model) as recording:
-        for batch in batches():
-            call(batch)
+        calls(batches())
     first, second, third = batches()
-    with npu_replay.replay(model, recording.routes):
-        for batch in (first, second, third):
-            call(batch)
-    with (
-        pytest.raises(
-            MicroBatchError, match=r"micro-batch 1: .*other tokens.*got those of the routes of micro-batch 2"
-        ),
-        npu_replay.replay(model, recording.routes),
-    ):
-        for batch in (first, third, second):
-            call(batch)
+    with npu_replay.replay(model, recording.routes * 2):  # epochs take the same routes again
+        calls([first, second, third] * 2)
+    message = r"micro-batch 1: .*other tokens.*got those of the routes of micro-batch 2"
+    with pytest.raises(MicroBatchError, match=message), npu_replay.replay(model, recording.routes):
+        calls([first, third, second])
     assert hooks(model) == 0
 
 
@@ -134,30 +130,11 @@ def test_a_batch_that_is_overwritten_after_its_forward_counts_as_it_was() -> Non
     assert blocks[1].metrics()["micro_batches"] == 3
 
 
-def test_epochs_take_the_same_routes_again() -> None:
-    model = Embedded()
-    routes = recorded(model)
-    with npu_replay.replay(model, routes * 2):
-        for batch in batches() * 2:
-            model(batch)
-
-
 def test_a_record_may_leave_the_tokens_out() -> None:
     model = Embedded()
-    routes = recorded(model, inputs=False)
-    with npu_replay.replay(model, routes):
+    with npu_replay.replay(model, recorded(model, inputs=False)):
         for batch in reversed(batches()):
             model(batch)
-
-
-def test_embeddings_are_no_tokens() -> None:
-    model = ToyModel()
-    hidden = torch.randn(2, 10, HIDDEN)
-    with npu_replay.record(model) as recording:
-        model(hidden[0])
-    with npu_replay.replay(model, recording.routes):
-        model(hidden[1])
-    assert recording.routes[0].inputs is None
 
 
 @pytest.mark.filterwarnings("error")
@@ -192,26 +169,32 @@ class Stepped(Embedded):
         return self.inner(hidden)
 
 
-def test_a_number_is_no_batch_of_tokens() -> None:
-    model, hidden = Stepped(), torch.randn(BATCH, HIDDEN)
+class Jagged(Embedded):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids.values()[None])
+
+
+def jagged(first: int) -> torch.Tensor:
+    parts = [torch.arange(first, first + 4), torch.arange(2)]
+    return torch.nested.nested_tensor(parts, layout=torch.jagged)
+
+
+NO_TOKENS: dict[str, tuple[type[nn.Module], list[tuple[torch.Tensor, ...]]]] = {
+    "embeddings": (ToyModel, [(one,) for one in torch.randn(2, 10, HIDDEN)]),
+    "a number": (Stepped, [(torch.tensor([number]), torch.ones(BATCH, HIDDEN)) for number in (7, 8)]),
+    "another kind of tensor": (Jagged, [(jagged(number),) for number in (0, 1)]),
+}
+
+
+@pytest.mark.parametrize("what", NO_TOKENS)
+def test_what_is_no_batch_of_token_ids_is_left_alone(what: str) -> None:
+    kind, (first, second) = NO_TOKENS[what]
+    model = kind()
     with npu_replay.record(model) as recording:
-        model(torch.tensor([7]), hidden)
-    with npu_replay.replay(model, recording.routes):
-        model(torch.tensor([8]), hidden)
-
-
-def test_token_ids_of_another_kind_of_tensor_are_left_alone() -> None:
-    class Jagged(Embedded):
-        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-            return super().forward(input_ids.values()[None])
-
-    model = Jagged()
-    jagged = torch.nested.nested_tensor([torch.arange(4), torch.arange(2)], layout=torch.jagged)
-    with npu_replay.record(model) as recording:
-        model(jagged)
+        model(*first)
     assert recording.routes[0].inputs is None
     with npu_replay.replay(model, recording.routes):
-        model(jagged)
+        model(*second)
 
 
 def test_a_pickle_keeps_what_its_rows_belong_to() -> None:
@@ -247,22 +230,16 @@ def test_gathered_routes_belong_to_their_tokens(side: str) -> None:
             model(padded(samples([6, 4, 3], seed)[0], side))
 
 
-def test_gathered_routes_of_another_micro_batch_are_an_error() -> None:
-    model = Embedded()
-    with (
-        pytest.raises(MicroBatchError, match=r"micro-batch 0: .*routes of micro-batch 1"),
-        npu_replay.replay(model, gathered()),
-    ):
-        model(padded(samples([6, 4, 3], 2)[0]))
-
-
-def test_padding_on_the_other_side_is_an_error() -> None:
-    model = Embedded()
-    with (
-        pytest.raises(MicroBatchError, match=r"micro-batch 0: .*padding on another side"),
-        npu_replay.replay(model, gathered("right")),
-    ):
-        model(padded(samples([6, 4, 3])[0], "left"))
+@pytest.mark.parametrize(
+    ("seed", "side", "words"),
+    [(2, "right", "routes of micro-batch 1"), (1, "left", "padding on another side")],
+)
+def test_gathered_routes_of_another_micro_batch_or_padding_are_an_error(
+    seed: int, side: str, words: str
+) -> None:
+    model, message = Embedded(), rf"micro-batch 0: .*{words}"
+    with pytest.raises(MicroBatchError, match=message), npu_replay.replay(model, gathered()):
+        model(padded(samples([6, 4, 3], seed)[0], side))
 
 
 def test_packed_sequences_are_held_against_their_tokens_too() -> None:
@@ -293,11 +270,9 @@ def test_preprocessing_that_feeds_a_part_of_each_sequence_is_no_error(cut: str) 
 
 def test_a_rank_with_a_part_of_each_sequence_checks_no_tokens() -> None:
     tokens, routes = samples([8, 8])
-    rank = npu_replay.ParallelLayout(cp=2, cp_rank=1)
-    marks = [fingerprint(one) for one in tokens]
+    rank, marks = npu_replay.ParallelLayout(cp=2, cp_rank=1), [fingerprint(one) for one in tokens]
     part = TokenLayout.packed([8, 8], parallel=rank, fingerprints=marks)
-    assert part.fed is None
-    assert part.gather(routes).inputs is None
+    assert (part.fed, part.gather(routes).inputs) == (None, None)
 
 
 # The order of rows
@@ -305,11 +280,8 @@ def test_a_rank_with_a_part_of_each_sequence_checks_no_tokens() -> None:
 
 @pytest.mark.parametrize(("laid", "model"), [("sequence", "batch"), ("batch", "sequence")])
 def test_rows_in_another_order_than_the_models_are_refused_on_entering(laid: str, model: str) -> None:
-    routes = gathered(order=laid)
-    with (
-        pytest.raises(RouterError, match=rf"layer 0.*another order.*order='{model}', got order='{laid}'"),
-        npu_replay.replay(Embedded(model), routes),
-    ):
+    routes, message = gathered(order=laid), rf"layer 0.*another order.*order='{model}', got order='{laid}'"
+    with pytest.raises(RouterError, match=message), npu_replay.replay(Embedded(model), routes):
         pass
     fitting = Embedded(laid)
     with npu_replay.replay(fitting, routes):
@@ -340,18 +312,12 @@ def test_fingerprints_that_the_layout_does_not_ask_for_are_said_once(
     _, routes = samples([6, 4, 3])
     grid = TokenLayout.padded([6, 4, 3])
     with caplog.at_level(logging.WARNING):
+        grid.gather([one.sequence(0, len(one)) for one in routes])
+        assert not caplog.messages, "there are none"
         grid.gather(routes)
         grid.gather(routes)
     (said,) = caplog.messages
     assert "fingerprints=[npu_replay.fingerprint(tokens) for tokens in sequences]" in said
-
-
-def test_routes_without_fingerprints_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    _, routes = samples([6, 4, 3])
-    bare = [RoutedExperts(ids=one.ids, layers=one.layers, num_experts=EXPERTS) for one in routes]
-    with caplog.at_level(logging.WARNING):
-        TokenLayout.padded([6, 4, 3]).gather(bare)
-    assert not caplog.messages
 
 
 # max_live_mismatch
@@ -361,17 +327,11 @@ def test_routes_far_from_the_live_choice_are_an_error_at_the_end_of_the_first_mi
     model = Embedded()
     own = recorded(model, 3, inputs=False)
     swapped = [own[1], own[0], own[2]]
-    forwards = 0
-    with (
-        pytest.raises(
-            MicroBatchError, match=re.compile("micro-batch 0.*at most 30.0%.*max_live_mismatch", re.S)
-        ),
-        npu_replay.replay(model, swapped, max_live_mismatch=0.3),
-    ):
-        for batch in batches():
-            model(batch)
-            forwards += 1
-    assert forwards == 0
+    message = "(?s)micro-batch 0.*at most 30.0%.*max_live_mismatch"
+    replay = npu_replay.replay(model, swapped, max_live_mismatch=0.3)
+    with pytest.raises(MicroBatchError, match=message), replay:
+        model(batches()[0])
+        pytest.fail("the first forward ended")
     with npu_replay.replay(model, own, max_live_mismatch=0.3) as session:
         for batch in batches():
             model(batch)
@@ -398,8 +358,6 @@ def test_the_ceiling_holds_for_each_chunk_by_itself() -> None:
     wrong = RoutedExperts(
         ids=torch.stack([own.ids[:, 0], (own.ids[:, 1] + 5) % EXPERTS], 1), layers=[0, 1], num_experts=EXPERTS
     )
-    with (
-        pytest.raises(MicroBatchError, match="micro-batch 0, chunk 1"),
-        npu_replay.replay(chunks, [wrong, own], live_mismatch=True, max_live_mismatch=0.6),
-    ):
+    replay = npu_replay.replay(chunks, [wrong, own], live_mismatch=True, max_live_mismatch=0.6)
+    with pytest.raises(MicroBatchError, match="micro-batch 0, chunk 1"), replay:
         chunks[0](hidden), chunks[0](hidden), chunks[1](hidden)

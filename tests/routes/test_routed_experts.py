@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from typing import Any
 
@@ -40,16 +41,10 @@ def refused(**changes: Any) -> InvalidRoutes:
 # What goes in
 
 
-@pytest.mark.parametrize("dtype", TORCH_INTEGERS, ids=str)
-def test_torch_integers_of_any_dtype_are_taken(dtype: torch.dtype) -> None:
-    built = routes(ids=ids().to(dtype))
-    assert built.ids.dtype == torch.uint8
-    assert torch.equal(built.ids.long(), ids())
-
-
-@pytest.mark.parametrize("dtype", NUMPY_INTEGERS)
-def test_numpy_integers_of_any_dtype_are_taken(dtype: str) -> None:
-    built = routes(ids=ids().numpy().astype(dtype))
+@pytest.mark.parametrize("dtype", [*TORCH_INTEGERS, *NUMPY_INTEGERS], ids=str)
+def test_integers_of_any_dtype_are_taken(dtype: Any) -> None:
+    given = ids().to(dtype) if isinstance(dtype, torch.dtype) else ids().numpy().astype(dtype)
+    built = routes(ids=given)
     assert built.ids.dtype == torch.uint8
     assert torch.equal(built.ids.long(), ids())
 
@@ -74,6 +69,8 @@ def test_numpy_that_is_a_view_is_taken() -> None:
     assert torch.equal(routes(ids=wide[:, ::2]).ids.long(), ids())
     backwards = np.ascontiguousarray(ids().numpy()[::-1])[::-1]
     assert torch.equal(routes(ids=backwards).ids.long(), ids())
+    by_column = ids().to(torch.uint8).transpose(0, 1).contiguous().transpose(0, 1)
+    assert routes(ids=by_column).ids.is_contiguous()
 
 
 def test_ids_that_need_a_gradient_history_or_inference_mode_are_taken() -> None:
@@ -92,11 +89,6 @@ def test_ids_are_kept_in_the_narrowest_dtype_that_holds_them_t19(experts: int, d
     built = RoutedExperts(ids=highest, layers=[0], num_experts=experts)
     assert built.ids.dtype == dtype
     assert built.ids.long().tolist() == [[[experts - 1, 0]]]
-
-
-def test_an_id_over_255_is_never_folded_into_a_byte_t19() -> None:
-    error = refused(ids=torch.tensor([[[300, 1]]]), layers=[0], num_experts=256)
-    assert error.got == 300
 
 
 # What comes out
@@ -123,11 +115,6 @@ def test_what_the_caller_does_to_his_arrays_later_does_not_show_n9(kind: str, la
     recorded.fill_(False)
     assert torch.equal(built.ids, before)
     assert built.recorded.tolist() == [True] * 5 + [last]
-
-
-def test_the_ids_are_contiguous_whatever_came_in() -> None:
-    given = ids().to(torch.uint8).transpose(0, 1).contiguous().transpose(0, 1)
-    assert routes(ids=given).ids.is_contiguous()
 
 
 def test_sizes_and_labels_can_be_asked() -> None:
@@ -158,6 +145,7 @@ def test_rows_that_are_not_recorded_are_stored_as_zero_and_never_looked_at_t1_t2
     assert built.ids[2].tolist() == [[0, 0], [0, 0]]
     assert built == routes(ids=ids(), recorded=recorded)
     assert "1 rows without a route" in repr(built)
+    assert not routes(ids=torch.full((6, 2, 2), junk), recorded=torch.zeros(6).bool()).recorded.any()
 
 
 def test_rows_that_are_not_recorded_do_not_count_as_constant_t42() -> None:
@@ -166,12 +154,21 @@ def test_rows_that_are_not_recorded_do_not_count_as_constant_t42() -> None:
     assert RoutedExperts.from_bytes(built.to_bytes()) == built
 
 
-def test_no_row_recorded_is_fine() -> None:
-    built = routes(ids=torch.full((6, 2, 2), -1), recorded=torch.zeros(6, dtype=torch.bool))
-    assert not built.recorded.any()
-
-
 # take, concat and equality
+
+
+@pytest.mark.parametrize("make", [list, np.array, torch.tensor, lambda rows: torch.tensor(rows).int()])
+def test_take_accepts_rows_a_mask_and_nothing(make: Any) -> None:
+    built = routes(recorded=torch.tensor([True] * 5 + [False]))
+    taken = built.take(make([1, -1, 4, 5]))  # a negative one makes a row without a route
+    assert taken.recorded.tolist() == [True, False, True, False]
+    assert taken.ids[1].tolist() == [[0, 0], [0, 0]]
+    assert torch.equal(taken.ids[[0, 2]], built.ids[[1, 4]])
+    assert len(built.take(make([]))) == 0
+    if make in (list, np.array, torch.tensor):
+        mask = [True, False, False, True, False, True]
+        assert torch.equal(built.take(make(mask)).ids, built.ids[[0, 3, 5]])
+        assert len(built.take(make([False] * 6))) == 0
 
 
 def test_take_returns_rows_in_the_order_asked() -> None:
@@ -183,86 +180,21 @@ def test_take_returns_rows_in_the_order_asked() -> None:
     assert taken.fingerprint is None  # another sequence
 
 
-@pytest.mark.parametrize("make", [list, np.array, torch.tensor, lambda rows: torch.tensor(rows).int()])
-def test_take_makes_rows_without_a_route_where_the_index_is_negative(make: Any) -> None:
+def test_what_is_taken_or_put_together_does_not_share_memory() -> None:
     built = routes()
-    taken = built.take(make([1, -1, 5]))
-    assert taken.recorded.tolist() == [True, False, True]
-    assert taken.ids[1].tolist() == [[0, 0], [0, 0]]
-    assert torch.equal(taken.ids[2], built.ids[5])
+    for other in (built.take(range(6)), RoutedExperts.concat([built])):
+        other.ids.fill_(3)
+        assert built == routes()
 
 
-@pytest.mark.parametrize("make", [list, np.array, torch.tensor])
-def test_take_accepts_a_mask(make: Any) -> None:
-    built = routes()
-    mask = [True, False, False, True, False, True]
-    assert torch.equal(built.take(make(mask)).ids, built.ids[[0, 3, 5]])
-
-
-def test_take_keeps_rows_without_a_route_as_they_are() -> None:
-    recorded = torch.tensor([True, False] * 3)
-    assert routes(recorded=recorded).take([1, 2]).recorded.tolist() == [False, True]
-
-
-def test_take_of_nothing_is_empty() -> None:
-    assert len(routes().take([])) == 0
-    assert len(routes().take(torch.zeros(6, dtype=torch.bool))) == 0
-
-
-@pytest.mark.parametrize("rows", [[6], [0, 1, 100], [[0, 1]], torch.zeros(5, dtype=torch.bool)], ids=str)
-def test_take_refuses_rows_that_are_not_there(rows: Any) -> None:
-    with pytest.raises(InvalidRoutes, match="Expected"):
-        routes().take(rows)
-
-
-@pytest.mark.parametrize("rows", [torch.tensor([0.5, 1.0]), np.array([1.0]), [1.5]], ids=str)
-def test_take_refuses_rows_that_are_no_integers(rows: Any) -> None:
-    with pytest.raises(InvalidRoutes, match="integer"):
-        routes().take(rows)
-
-
-def test_take_does_not_share_memory() -> None:
-    built = routes()
-    taken = built.take([0, 1, 2, 3, 4, 5])
-    taken.ids.fill_(3)
-    assert built == routes()
-
-
-def test_concat_puts_rows_one_after_the_other() -> None:
+def test_concat_puts_rows_one_after_the_other_and_keeps_a_weight_version_that_all_have() -> None:
     one, two = routes(), routes(recorded=torch.tensor([True, False] * 3))
     both = RoutedExperts.concat([one, two])
     assert torch.equal(both.ids, torch.cat([one.ids, two.ids]))
     assert both.recorded.tolist() == [True] * 6 + [True, False] * 3
-
-
-def test_concat_of_one_does_not_share_memory() -> None:
-    built = routes()
-    RoutedExperts.concat([built]).ids.fill_(3)
-    assert built == routes()
-
-
-def test_concat_keeps_the_weight_version_where_all_agree() -> None:
     assert RoutedExperts.concat([routes(weight_version=1), routes(weight_version=1)]).weight_version == 1
     assert RoutedExperts.concat([routes(weight_version=1), routes(weight_version=2)]).weight_version is None
     assert RoutedExperts.concat([routes(fingerprint=1), routes(fingerprint=1)]).fingerprint is None
-
-
-@pytest.mark.parametrize(
-    ("other", "what"),
-    [
-        ({"layers": (0, 4)}, "layers"),
-        ({"num_experts": 16}, "num_experts"),
-        ({"ids": ids(topk=3)}, "topk"),
-    ],
-)
-def test_concat_refuses_routes_of_another_model(other: dict[str, Any], what: str) -> None:
-    with pytest.raises(InvalidRoutes, match=f"part 1 of concat.* other {what}"):
-        RoutedExperts.concat([routes(), routes(**other)])
-
-
-def test_concat_refuses_nothing() -> None:
-    with pytest.raises(InvalidRoutes, match="at least one"):
-        RoutedExperts.concat([])
 
 
 @pytest.mark.parametrize(
@@ -284,6 +216,69 @@ def test_equal_means_everything_is_equal(change: dict[str, Any]) -> None:
 
 
 # What is refused
+
+
+OTHERS: list[tuple[dict[str, Any], str]] = [
+    # arguments, and what is said of them: ids
+    ({"ids": torch.tensor([[[300, 1]]]), "layers": [0], "num_experts": 256}, "got 300"),  # T19
+    ({"ids": torch.rand(2, 2, 2)}, "array of integers.*got torch.float32"),
+    ({"ids": torch.ones(2, 2, 2, dtype=torch.bool)}, "array of integers.*got torch.bool"),
+    ({"ids": np.ones((2, 2, 2))}, "array of integers.*got float64"),
+    ({"ids": ids().tolist()}, "array of integers.*got list"),
+    ({"ids": ids().reshape(24)}, r"Expected \[tokens, layers, topk\], got \[24\]"),  # T34
+    ({"ids": ids().reshape(6, 4)}, r"Expected \[tokens, layers, topk\], got \[6, 4\]"),
+    ({"ids": ids().reshape(1, 6, 2, 2)}, r"Expected \[tokens, layers, topk\], got \[1, 6, 2, 2\]"),
+    ({"ids": torch.zeros((6, 2, 0), dtype=torch.int64)}, "bad top-k"),
+    ({"ids": torch.zeros((6, 2, 9), dtype=torch.int64)}, "bad top-k"),
+    # labels: T2, T3
+    ({"layers": (1, 2, 3)}, r"3 columns for layers \(1, 2, 3\), got 2"),
+    *(({"layers": bad}, re.escape(f"got {bad}")) for bad in ((4, 1), (1, 1), (-1, 2))),
+    *(({"layers": bad}, "label") for bad in ((0.5, 1.5), ("a", "b"), 3, None)),
+    # the mask
+    *(
+        ({"recorded": bad}, r"Expected bool, shape \(6,\)")
+        for bad in (torch.ones(5).bool(), torch.ones(6), torch.ones(6, 2).bool(), np.ones(6))
+    ),
+    # numbers
+    *(({"num_experts": bad}, "number of experts") for bad in (0, -1, 32_768, 2.5, None)),
+    *(
+        ({"fingerprint": bad}, f"got .*{re.escape(str(bad))}")
+        for bad in (-1, 2**64, 1.5, "abc", torch.tensor(0.5))
+    ),
+    ({"weight_version": object()}, "weight_version"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), OTHERS, ids=str)
+def test_what_makes_no_sense_is_refused(changes: dict[str, Any], words: str) -> None:
+    assert re.search(words, str(refused(**changes)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        *((bad, "Expected") for bad in ([6], [0, 1, 100], [[0, 1]], torch.zeros(5, dtype=torch.bool))),
+        *((bad, "integer") for bad in (torch.tensor([0.5, 1.0]), np.array([1.0]), [1.5])),
+    ],
+    ids=str,
+)
+def test_take_refuses_rows_that_are_not_there(rows: Any, words: str) -> None:
+    with pytest.raises(InvalidRoutes, match=words):
+        routes().take(rows)
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ([], "at least one"),
+        ([routes(), routes(layers=(0, 4))], "part 1 of concat.* other layers"),
+        ([routes(), routes(num_experts=16)], "part 1 of concat.* other num_experts"),
+        ([routes(), routes(ids=ids(topk=3))], "part 1 of concat.* other topk"),
+    ],
+)
+def test_concat_refuses_nothing_and_routes_of_another_model(parts: list[RoutedExperts], words: str) -> None:
+    with pytest.raises(InvalidRoutes, match=words):
+        RoutedExperts.concat(parts)
 
 
 @pytest.mark.parametrize(("dtype", "experts"), [(torch.uint8, 257), (torch.int8, 129)])
@@ -320,95 +315,26 @@ def test_an_expert_twice_in_a_row_is_refused_t1(topk: int) -> None:
     assert "recorded=" in error.cause
 
 
-@pytest.mark.parametrize(
-    "given", [torch.rand(2, 2, 2), torch.ones(2, 2, 2, dtype=torch.bool), np.ones((2, 2, 2))]
-)
-def test_ids_that_are_no_integers_are_refused(given: Any) -> None:
-    assert "integer" in refused(ids=given).problem
-
-
-def test_ids_that_are_no_array_are_refused() -> None:
-    assert "list" in refused(ids=ids().tolist()).got
-
-
-@pytest.mark.parametrize("shape", [(24,), (6, 4), (1, 6, 2, 2)])
-def test_ids_of_another_shape_are_refused_t34(shape: tuple[int, ...]) -> None:
-    error = refused(ids=ids().reshape(shape))
-    assert (error.expected, error.got) == ("[tokens, layers, topk]", list(shape))
-
-
-def test_another_number_of_layer_labels_is_refused_t2() -> None:
-    error = refused(layers=(1, 2, 3))
-    assert "3 columns for layers (1, 2, 3)" in str(error)
-    assert error.got == 2
-
-
-@pytest.mark.parametrize("layers", [(4, 1), (1, 1), (-1, 2)])
-def test_labels_must_ascend_from_zero_t3(layers: tuple[int, ...]) -> None:
-    assert refused(layers=layers).got == str(layers)
-
-
-@pytest.mark.parametrize("layers", [(0.5, 1.5), ("a", "b"), 3, None], ids=str)
-def test_labels_that_are_no_integers_are_refused(layers: Any) -> None:
-    assert "label" in refused(layers=layers).problem
-
-
-@pytest.mark.parametrize(
-    "recorded",
-    [torch.ones(5, dtype=torch.bool), torch.ones(6), torch.ones(6, 2, dtype=torch.bool), np.ones(6)],
-    ids=str,
-)
-def test_a_recorded_mask_of_another_shape_or_dtype_is_refused(recorded: Any) -> None:
-    error = refused(recorded=recorded)
-    assert error.expected == "bool, shape (6,)"
-
-
-@pytest.mark.parametrize("experts", [0, -1, 32_768, 2.5, None], ids=str)
-def test_a_number_of_experts_that_makes_no_sense_is_refused(experts: Any) -> None:
-    assert "number of experts" in refused(num_experts=experts).problem
-
-
-@pytest.mark.parametrize("shape", [(6, 2, 0), (6, 2, 9)])
-def test_a_topk_that_makes_no_sense_is_refused(shape: tuple[int, ...]) -> None:
-    assert refused(ids=torch.zeros(shape, dtype=torch.int64)).problem == "bad top-k"
-
-
-@pytest.mark.parametrize("fingerprint", [-1, 2**64, 1.5, "abc", torch.tensor(0.5)], ids=str)
-def test_a_fingerprint_that_is_none_is_refused(fingerprint: Any) -> None:
-    assert str(fingerprint) in str(refused(fingerprint=fingerprint).got)
-
-
-def test_a_weight_version_that_can_not_be_written_is_refused() -> None:
-    assert "weight_version" in refused(weight_version=object()).problem
-
-
 # From outside
 
 
-def test_a_constant_layer_is_refused_from_outside_only_t32() -> None:
-    given = ids(tokens=64)
-    given[:, 1] = torch.tensor([1, 0])
-    built = routes(ids=given)  # a record of equal tokens looks like that
-    with pytest.raises(InvalidRoutes) as caught:
+@pytest.mark.parametrize(("tokens", "known", "fine"), [(64, 64, False), (65, 64, False), (63, 63, True)])
+def test_a_constant_layer_of_64_recorded_rows_is_refused_from_outside_only_t32(
+    tokens: int, known: int, fine: bool
+) -> None:
+    """Rows that are not recorded neither count nor hide it."""
+    given = ids(tokens)
+    given[:known, 1] = torch.tensor([1, 0])
+    built = routes(
+        ids=given, recorded=torch.arange(tokens) < known
+    )  # a record of equal tokens looks like that
+    if fine:
+        assert RoutedExperts.from_bytes(built.to_bytes()) == built
+        return
+    with pytest.raises(
+        InvalidRoutes, match=r"layer 4: all 64 recorded rows are the same.*\[1, 0\] in every row"
+    ):
         RoutedExperts.from_bytes(built.to_bytes())
-    assert caught.value.where == "layer 4"
-    assert "64 recorded rows are the same" in str(caught.value)
-    assert "[1, 0] in every row" in str(caught.value)
-
-
-def test_rows_that_are_not_recorded_do_not_hide_a_constant_layer_t32() -> None:
-    given = ids(tokens=65)
-    given[:, 1] = torch.tensor([1, 3])
-    built = routes(ids=given, recorded=torch.arange(65) < 64)
-    with pytest.raises(InvalidRoutes, match="layer 4: all 64 recorded rows are the same"):
-        RoutedExperts.from_bytes(built.to_bytes())
-
-
-def test_a_constant_layer_of_few_rows_is_taken_from_outside() -> None:
-    given = ids(tokens=63)
-    given[:, 1] = torch.tensor([1, 0])
-    built = routes(ids=given)
-    assert RoutedExperts.from_bytes(built.to_bytes()) == built
 
 
 def test_numbers_of_numpy_and_torch_become_plain_ones() -> None:
