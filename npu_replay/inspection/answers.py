@@ -17,7 +17,7 @@ from npu_replay.errors import ReplayError
 from npu_replay.inspection.judge import (
     FEW_ROWS,
     Known,
-    Sample,
+    Verdict,
     facts_of,
     judge_rows,
     stand_ins,
@@ -60,7 +60,7 @@ def whose(answer: Any) -> Engine | None:
     return "vllm" if fields & {"stop_reason", "prompt_logprobs", "kv_transfer_params"} else None
 
 
-def samples(answer: Any, engine: Engine, version: str, known: Known) -> Iterator[Sample]:
+def samples(answer: Any, engine: Engine, version: str, known: Known) -> Iterator[Verdict]:
     """Each sequence of an answer, judged by the engine's own decoder.
 
     Raises:
@@ -78,7 +78,7 @@ def samples(answer: Any, engine: Engine, version: str, known: Known) -> Iterator
         try:
             read = sglang_answers.read(one, version)
         except ReplayError as error:
-            yield Sample(name=name, problem=error)
+            yield Verdict.of(error, name=name)
             continue
         sample = ", ".join(part for part in (read.source.sample, name) if part)
         yield _judged(replace(read, source=replace(read.source, sample=sample)), sglang, known, number, name)
@@ -115,7 +115,7 @@ def _tokens(
     return _Tokens(ids[: sizes[0]], ids[sizes[0] :], named=False)
 
 
-def _judged(one: Any, decoder: ModuleType, known: Known, number: int, name: str) -> Sample:
+def _judged(one: Any, decoder: ModuleType, known: Known, number: int, name: str) -> Verdict:
     """One sequence.
 
     Args:
@@ -136,7 +136,7 @@ def _judged(one: Any, decoder: ModuleType, known: Known, number: int, name: str)
         if rows is None and (tokens is None or known.model is None):
             raise one.source.error(Symptom.MISSING, "there are no routes", expected="ids", got=None)
     except ReplayError as error:
-        return Sample(name=name, problem=error)
+        return Verdict.of(error, name=name)
     if tokens is None or known.model is None:
         return judge_rows(
             rows, known, one.source, tokens=None if tokens is None else tokens.ids, name=name, ended=one.ended
@@ -154,14 +154,13 @@ def _judged(one: Any, decoder: ModuleType, known: Known, number: int, name: str)
         view = view_of_routes(routes, tokens.ids)
         facts = facts_of(routes) if tokens.named else ()
     unchecked = () if tokens.named else (_ONLY_COUNTED,)
-    return Sample(
-        name=name,
+    few = rows is not None and len(rows) < CONSTANT_ROWS
+    return Verdict.of(
+        problem,
+        ids=rows,
         view=view,
-        problem=problem,
+        name=name,
         tokens=len(tokens.prompt) + len(tokens.output),
-        rows=None if rows is None else len(rows),
-        dtype="" if rows is None else str(rows.dtype),
-        nbytes=0 if rows is None else rows.nbytes,
-        unchecked=(*unchecked, FEW_ROWS) if rows is not None and len(rows) < CONSTANT_ROWS else unchecked,
         facts=facts,
+        unchecked=(*unchecked, FEW_ROWS) if few else unchecked,
     )
