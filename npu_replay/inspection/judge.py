@@ -44,13 +44,9 @@ class Known:
     outputs: tuple[Array, ...] = ()
     start: int = 0
 
-    def prompt(self, number: int = 0) -> Array | None:
-        """That sequence's prompt."""
-        return _one_of(self.prompts, number, "--prompt-ids")
-
-    def output(self, number: int = 0) -> Array | None:
-        """That sequence's output."""
-        return _one_of(self.outputs, number, "--output-ids")
+    def given(self, number: int) -> tuple[Array | None, Array | None]:
+        """That sequence's prompt and output."""
+        return _one_of(self.prompts, number, "--prompt-ids"), _one_of(self.outputs, number, "--output-ids")
 
     def tokens(self) -> Array | None:
         """Of the only sequence, prompt and output.
@@ -58,16 +54,16 @@ class Known:
         Raises:
             ReplayError: one of them was given and the other wasn't.
         """
-        prompt, output = self.prompt(), self.output()
+        prompt, output = self.given(0)
+        if prompt is not None and output is not None:
+            return np.concatenate([prompt, output])
         if prompt is None and output is None:
             return None
-        if prompt is None or output is None:
-            raise ReplayError(
-                "an array of routes needs the ids of the prompt and of the output",
-                expected="--prompt-ids and --output-ids (a file with [] where there are none)",
-                got=f"only {'--output-ids' if prompt is None else '--prompt-ids'}",
-            )
-        return np.concatenate([prompt, output])
+        raise ReplayError(
+            "an array of routes needs the ids of the prompt and of the output",
+            expected="--prompt-ids and --output-ids (a file with [] where there are none)",
+            got=f"only {'--output-ids' if prompt is None else '--prompt-ids'}",
+        )
 
 
 def _one_of(lists: Sequence[Array], number: int, option: str) -> Array | None:
