@@ -11,6 +11,7 @@ import typer.core
 
 from npu_replay.errors import ReplayError
 from npu_replay.smoke import options as smoke_options
+from npu_replay.smoke.options import Device
 from npu_replay.tables import show, terminal
 
 _DEBUG = "npu_replay.debug"
@@ -54,15 +55,6 @@ app = typer.Typer(
 )
 
 
-class Device(str, Enum):
-    """Where to run."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-    npu = "npu"
-
-
 def _set_debug(ctx: typer.Context, value: bool) -> None:
     if value:
         ctx.meta[_DEBUG] = True
@@ -76,10 +68,9 @@ def _print_version(value: bool) -> None:
         raise typer.Exit
 
 
-DeviceOption = Annotated[
-    Device, typer.Option(help="Where to run; auto takes an accelerator if there is one.")
-]
-ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite what an earlier run wrote.")]
+DeviceOption = Annotated[Device, typer.Option(help=_HELP["device"])]
+ForceOption = Annotated[bool, typer.Option("--force", help=_HELP["force"])]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a program.")]
 DebugOption = Annotated[
     bool, typer.Option("--debug", callback=_set_debug, help="Show the traceback of an error.")
 ]
@@ -112,7 +103,7 @@ def demo(
 
 @app.command()
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program.")] = False,
+    as_json: JsonOption = False,
     imports: Annotated[
         bool, typer.Option("--imports", help="Also import transformers (some seconds).")
     ] = False,
@@ -177,7 +168,7 @@ def inspect(
         str | None, typer.Option(metavar="KEY", help="One sample of a folder, one completion of an answer.")
     ] = None,
     out: Annotated[Path | None, typer.Option(dir_okay=False, help="PNG file for the picture.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program.")] = False,
+    as_json: JsonOption = False,
     force: ForceOption = False,
     debug: DebugOption = False,
 ) -> None:

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 ABOUT = "Try routing replay on this stack, device and split (exits 1 if something fails)."
@@ -25,7 +26,15 @@ HELP = {
     "patience": "Seconds that a rank waits for another before it says so.",
 }
 SIZES = ("tp", "pp", "ep", "cp", "vp", "etp")
-DEVICES = ("auto", "cpu", "cuda", "npu")
+
+
+class Device(str, Enum):
+    """Where to run."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+    npu = "npu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +145,9 @@ def parse(arguments: Sequence[str]) -> Options:
         parser.add_argument(f"--{name}", type=int, default=1, help=HELP[name])
     for name in ("recompute", "sequence_parallel", "force"):
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=HELP[name])
-    parser.add_argument("--device", choices=DEVICES, default="auto", help=HELP["device"])
+    parser.add_argument(
+        "--device", choices=[device.value for device in Device], default="auto", help=HELP["device"]
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help=HELP["json"])
     parser.add_argument("--patience", type=float, default=Options.patience, help=HELP["patience"])
     return Options(**vars(parser.parse_args(arguments)))
