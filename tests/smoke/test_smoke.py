@@ -52,6 +52,10 @@ def test_the_model_fits_its_split(sizes: dict[str, int]) -> None:
             ["--tp", "2", "--pp", "2"],
             "need a multiple of 4 processes, and there are 3: torchrun --nproc-per-node 4",
         ),
+        (
+            ["--tp", "2"],
+            "need a multiple of 2 processes, and there are 3",
+        ),  # more than enough, and no multiple
         (["--ep", "0"], "--ep 0: a size is at least 1"),
         (["--vp", "2"], "--vp needs a pipeline"),
         (["--sequence-parallel"], "--sequence-parallel needs --tp 2 or more"),
