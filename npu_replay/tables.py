@@ -71,8 +71,14 @@ Part: TypeAlias = "Table | Cell | list[Cell]"
 
 
 def show(parts: Iterable[Part], *, soft_wrap: bool = False) -> None:
-    """Print to the terminal; with `soft_wrap` it is left to the terminal to break long lines."""
-    terminal().print(*map(_styled, parts), sep="\n", soft_wrap=soft_wrap)
+    """Print to the terminal, where rich isn't installed as plain text; with `soft_wrap` it is left to the
+    terminal to break long lines."""
+    try:
+        console = terminal()
+    except ImportError:
+        sys.stdout.write(f"{as_text(parts)}\n")
+    else:
+        console.print(*map(_styled, parts), sep="\n", soft_wrap=soft_wrap)
 
 
 def as_text(parts: Iterable[Part]) -> str:

@@ -6,11 +6,11 @@ import sys
 
 from npu_replay.lazy import lazy
 
-_WITHOUT = {
+ALONE = {
     "doctor": "npu_replay.doctor.diagnose:run_command_line",
     "smoke": "npu_replay.smoke.run:run_command_line",
 }
-"""The commands that work without: for containers that are left as they are."""
+"""The commands that work without, for containers that are left as they are, and read their own options."""
 _MISSING = (
     "{command} needs the packages typer and rich ({error}): pip install 'npu-replay[{extra}]', or "
     "pip install typer rich. Without them there are npu-replay doctor and npu-replay smoke"
@@ -24,8 +24,8 @@ def main() -> None:
         import typer  # noqa: F401
     except ImportError as error:
         command = next(iter(sys.argv[1:]), "")
-        if command in _WITHOUT:
-            lazy(_WITHOUT[command])(sys.argv[2:])
+        if command in ALONE:
+            lazy(ALONE[command])(sys.argv[2:])
         extra = "demo" if command == "demo" else "cli"
         asked = f"npu-replay {command}".rstrip()
         print(_MISSING.format(command=asked, error=error, extra=extra), file=sys.stderr)

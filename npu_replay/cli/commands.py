@@ -9,12 +9,18 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
+from npu_replay.doctor import ABOUT as DOCTOR
 from npu_replay.errors import ReplayError
-from npu_replay.smoke import options as smoke_options
+from npu_replay.smoke.options import ABOUT as SMOKE
+from npu_replay.smoke.options import Device
 from npu_replay.tables import show, terminal
 
 _DEBUG = "npu_replay.debug"
-_HELP = smoke_options.HELP
+_PASSED_ON: dict[str, Any] = {
+    "add_help_option": False,
+    "context_settings": {"ignore_unknown_options": True, "allow_extra_args": True},
+}
+"""For the commands that read their options by themselves: they work without typer too."""
 
 
 class _Commands(typer.core.TyperGroup):
@@ -52,15 +58,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-class Device(str, Enum):
-    """Where to run."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-    npu = "npu"
 
 
 def _set_debug(ctx: typer.Context, value: bool) -> None:
@@ -110,23 +107,11 @@ def demo(
     main(device=device.value, steps=steps, out=out, seed=seed, force=force)
 
 
-@app.command()
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program.")] = False,
-    imports: Annotated[
-        bool, typer.Option("--imports", help="Also import transformers (some seconds).")
-    ] = False,
-    debug: DebugOption = False,
-) -> None:
-    """Say whether replay works here, and what to do if it doesn't (then exits 1)."""
-    from npu_replay.doctor.diagnose import diagnose, parts
+@app.command(help=DOCTOR, **_PASSED_ON)
+def doctor(ctx: typer.Context, debug: DebugOption = False) -> None:
+    from npu_replay.doctor.diagnose import run_command_line
 
-    diagnosis = diagnose(imports=imports)
-    if as_json:
-        typer.echo(diagnosis.to_json())
-    else:
-        show(parts(diagnosis))
-    raise typer.Exit(0 if diagnosis.works else 1)
+    run_command_line(ctx.args)
 
 
 @app.command()
@@ -232,38 +217,8 @@ def compare(
         write_whole(json, found.to_json().encode(), overwrite=force)
 
 
-@app.command(help=smoke_options.ABOUT)
-def smoke(
-    tp: Annotated[int, typer.Option(help=_HELP["tp"])] = 1,
-    pp: Annotated[int, typer.Option(help=_HELP["pp"])] = 1,
-    ep: Annotated[int, typer.Option(help=_HELP["ep"])] = 1,
-    cp: Annotated[int, typer.Option(help=_HELP["cp"])] = 1,
-    vp: Annotated[int, typer.Option(help=_HELP["vp"])] = 1,
-    etp: Annotated[int, typer.Option(help=_HELP["etp"])] = 1,
-    recompute: Annotated[bool, typer.Option("--recompute", help=_HELP["recompute"])] = False,
-    sequence_parallel: Annotated[
-        bool, typer.Option("--sequence-parallel", help=_HELP["sequence_parallel"])
-    ] = False,
-    device: DeviceOption = Device.auto,
-    json: Annotated[Path | None, typer.Option(dir_okay=False, metavar="FILE", help=_HELP["json"])] = None,
-    force: ForceOption = False,
-    patience: Annotated[float, typer.Option(help=_HELP["patience"])] = smoke_options.Options.patience,
-    debug: DebugOption = False,
-) -> None:
-    from npu_replay.smoke.run import main
+@app.command(help=SMOKE, **_PASSED_ON)
+def smoke(ctx: typer.Context, debug: DebugOption = False) -> None:
+    from npu_replay.smoke.run import run_command_line
 
-    options = smoke_options.Options(
-        tp=tp,
-        pp=pp,
-        ep=ep,
-        cp=cp,
-        vp=vp,
-        etp=etp,
-        recompute=recompute,
-        sequence_parallel=sequence_parallel,
-        device=device.value,
-        json=json,
-        force=force,
-        patience=patience,
-    )
-    raise typer.Exit(main(options))
+    run_command_line(ctx.args)

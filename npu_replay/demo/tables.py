@@ -10,9 +10,8 @@ from rich.console import Console, Group
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from npu_replay.inspection.plots import NAMES
 from npu_replay.tables import Table
-
-_NAMES = {"none": "no replay", "r2": "R2", "r3": "R3"}
 
 
 @contextlib.contextmanager
@@ -38,7 +37,7 @@ def tables(result: dict[str, Any]) -> list[Group]:
     steps = settings["steps"]
     against = [
         (
-            _NAMES[name],
+            NAMES[name],
             f"{row['routing']['router_mismatch']:.2%}",
             f"{row['routing']['token_mismatch']:.2%}",
             f"{row['log_probs']['kl']:.2e}",
@@ -48,7 +47,7 @@ def tables(result: dict[str, Any]) -> list[Group]:
     ]
     updates = [
         (
-            _NAMES[name],
+            NAMES[name],
             f"{row['flipped'][-1]:,} of {row['token_layers']:,}",
             _span(row["ratio_min"][0], row["ratio_max"][0]),
             _span(row["ratio_min"][-1], row["ratio_max"][-1]),

@@ -27,11 +27,11 @@ from npu_replay.compat.mindspeed import features as mindspeed
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.probe import Capability, Product
 from npu_replay.devices import ACCELERATORS
-from npu_replay.doctor import self_test
+from npu_replay.doctor import ABOUT, self_test
 from npu_replay.doctor.report import Report, report
 from npu_replay.doctor.self_test import Outcome
 from npu_replay.errors import ReplayError
-from npu_replay.tables import Cell, Part, Table, as_text
+from npu_replay.tables import Cell, Part, Table, show
 
 _Answer = TypeVar("_Answer")
 
@@ -267,14 +267,16 @@ _STYLES = {"native": "green", "works": "green", "shimmed": "yellow", "missing": 
 
 
 def run_command_line(arguments: Sequence[str]) -> None:
-    """The command where typer isn't installed; exits as it does."""
-    about = "Say whether replay works here, and what to do if it doesn't (then exits 1)."
-    parser = argparse.ArgumentParser(prog="npu-replay doctor", description=about)
+    """The command; exits 0 if replay works here, else 1."""
+    parser = argparse.ArgumentParser(prog="npu-replay doctor", description=ABOUT)
     parser.add_argument("--json", action="store_true", help="Print JSON for a program.")
     parser.add_argument("--imports", action="store_true", help="Also import transformers (some seconds).")
     options = parser.parse_args(arguments)
     diagnosis = diagnose(imports=options.imports)
-    sys.stdout.write(f"{diagnosis.to_json() if options.json else as_text(parts(diagnosis))}\n")
+    if options.json:
+        sys.stdout.write(f"{diagnosis.to_json()}\n")
+    else:
+        show(parts(diagnosis))
     raise SystemExit(0 if diagnosis.works else 1)
 
 
@@ -282,9 +284,8 @@ def parts(diagnosis: Diagnosis) -> Iterator[Part]:
     """What is installed, what works, what to do about the rest, and the verdict: tables and lines."""
     found = diagnosis.report
     yield Table(("Installed", "Version", "Where"), list(_installed(found)))
-    absent = [product.name for product in found.products if not product.found and not product.problem]
-    if absent:
-        yield f"Not installed: {', '.join(absent)}", "dim"
+    if found.absent:
+        yield f"Not installed: {found.absent}", "dim"
     yield ""
     states = [(c.name, (c.state, _STYLES[c.state]), c.why) for c in diagnosis.capabilities]
     yield Table(("What", "State", "Why"), states)

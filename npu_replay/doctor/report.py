@@ -56,14 +56,18 @@ class Report:
     router_kinds: tuple[str, ...]
     open_sessions: tuple[OpenSession, ...]
 
+    @property
+    def absent(self) -> str:
+        """The names of the products that aren't here, nor broken."""
+        return ", ".join(one.name for one in self.products if not one.found and not one.problem)
+
     def __str__(self) -> str:
         installed = [_line(product) for product in self.products if product.found or product.problem]
-        absent = [product.name for product in self.products if not product.found and not product.problem]
         return "\n".join(
             [
                 f"npu_replay {self.version}, Python {self.python}, torch {self.torch.version}",
                 *_section("Installed", installed),
-                *_section("Not installed", [", ".join(absent)] if absent else []),
+                *_section("Not installed", [self.absent] if self.absent else []),
                 *_section("What works", [_capability(capability) for capability in self.capabilities]),
                 *_section("Routers that are recognised", [", ".join(self.router_kinds)]),
                 *_section(

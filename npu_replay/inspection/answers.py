@@ -17,7 +17,7 @@ from npu_replay.errors import ReplayError
 from npu_replay.inspection.judge import (
     FEW_ROWS,
     Known,
-    Sample,
+    Verdict,
     facts_of,
     judge_rows,
     stand_ins,
@@ -60,7 +60,7 @@ def whose(answer: Any) -> Engine | None:
     return "vllm" if fields & {"stop_reason", "prompt_logprobs", "kv_transfer_params"} else None
 
 
-def samples(answer: Any, engine: Engine, version: str, known: Known) -> Iterator[Sample]:
+def samples(answer: Any, engine: Engine, version: str, known: Known) -> Iterator[Verdict]:
     """Each sequence of an answer, judged by the engine's own decoder.
 
     Raises:
@@ -78,7 +78,7 @@ def samples(answer: Any, engine: Engine, version: str, known: Known) -> Iterator
         try:
             read = sglang_answers.read(one, version)
         except ReplayError as error:
-            yield Sample(name=name, problem=error)
+            yield Verdict.of(error, name=name)
             continue
         sample = ", ".join(part for part in (read.source.sample, name) if part)
         yield _judged(replace(read, source=replace(read.source, sample=sample)), sglang, known, number, name)
@@ -98,34 +98,34 @@ class _Tokens:
 
 
 def _tokens(
-    one: Any, prompt: Array | None, output: Array | None, rows: Array | None, start: int
+    one: Any, given: tuple[Array | None, Array | None], rows: Array | None, start: int
 ) -> _Tokens | None:
     """What was given, or an answer has; None where it doesn't even count them."""
-    said = [
-        ids if given is None and ids is None else token_ids(ids if given is None else given, one.source)
-        for given, ids in ((prompt, one.prompt_ids), (output, one.output_ids))
-    ]
-    counts = (one.prompt_tokens, one.completion_tokens)
-    if said[0] is not None and said[1] is not None:
-        return _Tokens(said[0], said[1], named=True)
-    sizes = [count if ids is None else len(ids) for ids, count in zip(said, counts, strict=True)]
-    if not all(size is not None and size < _MOST_TOKENS for size in sizes) or start > sum(sizes):
+    prompt, output = (
+        None if theirs is None and ours is None else token_ids(theirs if ours is None else ours, one.source)
+        for ours, theirs in zip(given, (one.prompt_ids, one.output_ids), strict=True)
+    )
+    if prompt is not None and output is not None:
+        return _Tokens(prompt, output, named=True)
+    first = one.prompt_tokens if prompt is None else len(prompt)
+    count = one.completion_tokens if output is None else len(output)
+    if first is None or count is None or max(first, count) >= _MOST_TOKENS or start > first + count:
         return None
-    ids = np.arange(sum(sizes)) if rows is None else stand_ins(rows, sum(sizes), start)
-    return _Tokens(ids[: sizes[0]], ids[sizes[0] :], named=False)
+    ids = np.arange(first + count) if rows is None else stand_ins(rows, first + count, start)
+    return _Tokens(ids[:first], ids[first:], named=False)
 
 
-def _judged(one: Any, decoder: ModuleType, known: Known, number: int, name: str) -> Sample:
+def _judged(one: Any, decoder: ModuleType, known: Known, number: int, name: str) -> Verdict:
     """One sequence.
 
     Args:
         one: the engine's own `answers.Answer`.
         decoder: the engine's `decode`.
     """
-    prompt, output = known.prompt(number), known.output(number)
+    given, model = known.given(number), known.model
     try:
-        rows = decoder.rows_in(one, known.model)
-        tokens = _tokens(one, prompt, output, rows, known.start)
+        rows = decoder.rows_in(one, model)
+        tokens = _tokens(one, given, rows, known.start)
         if tokens is None and decoder is sglang:
             raise replace(one.source, faults=()).error(
                 Symptom.SHAPE,
@@ -133,35 +133,33 @@ def _judged(one: Any, decoder: ModuleType, known: Known, number: int, name: str)
                 expected="--prompt-ids and --output-ids",
                 got="the routes alone",
             )
-        if rows is None and (tokens is None or known.model is None):
+        if rows is None and (tokens is None or model is None):
             raise one.source.error(Symptom.MISSING, "there are no routes", expected="ids", got=None)
     except ReplayError as error:
-        return Sample(name=name, problem=error)
-    if tokens is None or known.model is None:
-        return judge_rows(
-            rows, known, one.source, tokens=None if tokens is None else tokens.ids, name=name, ended=one.ended
-        )
+        return Verdict.of(error, name=name)
+    ids = None if tokens is None else tokens.ids
+    if tokens is None or model is None:
+        return judge_rows(rows, known, one.source, tokens=ids, name=name, ended=one.ended)
     if not tokens.named:
         one = replace(one, prompt_ids=None, output_ids=None)
     problem: ReplayError | None = None
-    view = None if rows is None else view_of_rows(rows, known.model, tokens.ids, known.start)
     facts: tuple[str, ...] = ()
+    view = None if rows is None else view_of_rows(rows, model, ids, known.start)
     try:
-        routes = decoder.routes_of(one, known.model, tokens.prompt, tokens.output, known.start)
+        routes = decoder.routes_of(one, model, tokens.prompt, tokens.output, known.start)
+        view = view_of_routes(routes, ids)
+        facts = facts_of(routes) if tokens.named else ()
     except ReplayError as error:
         problem = error
-    else:
-        view = view_of_routes(routes, tokens.ids)
-        facts = facts_of(routes) if tokens.named else ()
-    unchecked = () if tokens.named else (_ONLY_COUNTED,)
-    return Sample(
-        name=name,
+    unchecked = [] if tokens.named else [_ONLY_COUNTED]
+    if rows is not None and len(rows) < CONSTANT_ROWS:
+        unchecked.append(FEW_ROWS)
+    return Verdict.of(
+        problem,
+        ids=rows,
         view=view,
-        problem=problem,
+        name=name,
         tokens=len(tokens.prompt) + len(tokens.output),
-        rows=None if rows is None else len(rows),
-        dtype="" if rows is None else str(rows.dtype),
-        nbytes=0 if rows is None else rows.nbytes,
-        unchecked=(*unchecked, FEW_ROWS) if rows is not None and len(rows) < CONSTANT_ROWS else unchecked,
         facts=facts,
+        unchecked=tuple(unchecked),
     )

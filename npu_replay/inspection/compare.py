@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 
@@ -15,9 +14,6 @@ from npu_replay.routes.mismatch import check_comparable, differing_token_layers
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.routes.store import RouteStore
 from npu_replay.tables import Part, Table
-
-Pair: TypeAlias = "tuple[str, RoutedExperts, RoutedExperts]"
-"""Where the two come from, for messages, and the routes of one sequence on each side."""
 
 
 @dataclass(frozen=True)
@@ -90,27 +86,27 @@ class Comparison:
         """All layers together."""
         return sum(self.layers.values(), Counts())
 
-    def add(self, pair: Pair) -> None:
+    def add(self, where: str, a: RoutedExperts, b: RoutedExperts) -> None:
         """Count the two routings of one sequence in.
 
         Raises:
             InvalidRoutes: they can't be compared; says where.
         """
-        where, a, b = pair
-        _check_alike(where, a, b)
-        both = a.recorded & b.recorded if len(a) == len(b) else None
+        # One sample of many whose routes were lost is no reason to say nothing of the others.
+        lost = self.folders and len(a) == len(b) and not (a.recorded & b.recorded).any()
+        try:
+            _check_alike(a, b)
+            tokens = 0 if lost else check_comparable(a, b)[1]
+        except InvalidRoutes as error:
+            raise error.at(where) from error
         self.samples += 1
         self.unsure += a.fingerprint is None or b.fingerprint is None
         self.rows += len(a)
         self.without_route_in_a += int((~a.recorded).sum())
         self.without_route_in_b += int((~b.recorded).sum())
-        if self.folders and both is not None and not both.any():
-            return  # one sample whose routes were lost is no reason to say nothing of the others
-        try:
-            check_comparable(a, b)
-        except InvalidRoutes as error:
-            raise error.at(where) from error
-        tokens, differ = int((a.recorded & b.recorded).sum()), differing_token_layers(a, b)
+        if lost:
+            return
+        differ = differing_token_layers(a, b)
         self.tokens += tokens
         self.differing_tokens += int(differ.any(dim=1).sum())
         for column, layer in enumerate(a.layers):
@@ -145,11 +141,9 @@ def compare_paths(a: Path, b: Path) -> Comparison:
             cause="one shard of a RouteStore in the place of its folder",
         )
     found = Comparison(a=str(a), b=str(b), folders=a.is_dir())
-    if found.folders:
-        for pair in _in_folders(RouteStore(a), RouteStore(b), found):
-            found.add(pair)
-    else:
-        found.add((f"{a} and {b}", RoutedExperts.load(a), RoutedExperts.load(b)))
+    pairs = _in_folders(RouteStore(a), RouteStore(b), found) if found.folders else _of_files(a, b)
+    for pair in pairs:
+        found.add(*pair)
     if not found.tokens:
         raise InvalidRoutes(
             "no token has a route on both sides",
@@ -161,7 +155,13 @@ def compare_paths(a: Path, b: Path) -> Comparison:
     return found
 
 
-def _in_folders(a: RouteStore, b: RouteStore, found: Comparison) -> Iterator[Pair]:
+def _of_files(a: Path, b: Path) -> Iterator[tuple[str, RoutedExperts, RoutedExperts]]:
+    yield f"{a} and {b}", RoutedExperts.load(a), RoutedExperts.load(b)
+
+
+def _in_folders(
+    a: RouteStore, b: RouteStore, found: Comparison
+) -> Iterator[tuple[str, RoutedExperts, RoutedExperts]]:
     """The samples of both, one at a time: a folder may be larger than the memory."""
     partners = _partners(a, b)
     found.alone_in_a, found.alone_in_b = len(a) - len(partners), len(b) - len(partners)
@@ -179,30 +179,25 @@ def _in_folders(a: RouteStore, b: RouteStore, found: Comparison) -> Iterator[Pai
 
 
 def _partners(a: RouteStore, b: RouteStore) -> dict[str, str]:
-    """The key in `b` of each key in `a` that has a partner: the same, else one of the same tokens."""
+    """The key in `b` of each key in `a` that has a partner: the same, else one of the same tokens, by the
+    fingerprints in their indexes, which nobody has checked yet."""
     partners = {key: key for key in a if key in b}
-    left: dict[str, list[str]] = {}
+    left: dict[object, list[str]] = {}
     for key in b:
         if key not in partners:
-            left.setdefault(_mark(b, key), []).append(key)
+            left.setdefault(b.described(key)[1]["fingerprint"], []).append(key)
     for key in a:
-        mark = _mark(a, key)
-        if key not in partners and mark != "None" and left.get(mark):
+        mark = a.described(key)[1]["fingerprint"]
+        if key not in partners and mark is not None and left.get(mark):
             partners[key] = left[mark].pop(0)
     return partners
 
 
-def _mark(store: RouteStore, key: str) -> str:
-    """A sample's fingerprint as its index has it, which nobody has checked yet; «None» for none."""
-    return str(store.described(key)[1]["fingerprint"])
-
-
-def _check_alike(where: str, a: RoutedExperts, b: RoutedExperts) -> None:
+def _check_alike(a: RoutedExperts, b: RoutedExperts) -> None:
     """Refuse what `check_comparable` allows: it takes the layers that both have, and any two sequences."""
     if a.layers != b.layers:
         raise InvalidRoutes(
             "these routings are of other layers",
-            where=where,
             expected=f"layers {_spans(a.layers)}",
             got=f"layers {_spans(b.layers)}",
             cause="routes of two models, or of one pipeline stage against all of them",
@@ -210,7 +205,6 @@ def _check_alike(where: str, a: RoutedExperts, b: RoutedExperts) -> None:
     if a.fingerprint != b.fingerprint and a.fingerprint is not None and b.fingerprint is not None:
         raise InvalidRoutes(
             "these routings are of other sequences",
-            where=where,
             expected=f"fingerprint {a.fingerprint:016x}",
             got=f"{b.fingerprint:016x}",
             cause="another sample, one that was sampled anew, or text that was tokenised again",

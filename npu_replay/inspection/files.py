@@ -16,7 +16,7 @@ import numpy as np
 from npu_replay import json_text
 from npu_replay.errors import InvalidRoutes, ReplayError, RouteFileError
 from npu_replay.inspection.answers import NAMES, Engine, samples, source_of, whose
-from npu_replay.inspection.judge import Known, Sample, judge_routes, judge_rows
+from npu_replay.inspection.judge import Known, Verdict, judge_routes, judge_rows
 from npu_replay.inspection.route_view import View
 from npu_replay.rollout import payloads
 from npu_replay.rollout.faults import Source
@@ -47,7 +47,7 @@ class Refused(Exception):
 
 def opened(
     path: Path, known: Known, engine: Engine | None, version: str, sample: str | None
-) -> tuple[str, Iterable[Sample]]:
+) -> tuple[str, Iterable[Verdict]]:
     """What it is, in words, and the sequences in it, each judged when it is asked for.
 
     Raises:
@@ -107,48 +107,63 @@ def _refused(path: Path, problem: str, **more: Any) -> Refused:
 # Routes that npu_replay wrote
 
 
-def _of_bytes(path: Path, data: memoryview, known: Known) -> Sample:
+def _judged(
+    read: Callable[[], RoutedExperts],
+    left: Callable[[], View | None],
+    known: Known,
+    where: str,
+    name: str = "",
+    nbytes: int = 0,
+) -> Verdict:
+    """What `read` returns, judged; where it raises, `left` is what can still be seen."""
     try:
-        return judge_routes(RoutedExperts.from_bytes(data), known, where=str(path))
+        return judge_routes(read(), known, name=name, where=where)
     except ReplayError as error:
-        return Sample(problem=error.at(path), view=_view_of_bytes(data), nbytes=len(data))
+        problem = error if name and name in error.where else error.at(where)
+    view = None
+    with contextlib.suppress(struct.error, ArithmeticError, *UNREADABLE):
+        view = left()
+    return Verdict.of(problem, view=view, name=name, nbytes=nbytes)
+
+
+def _of_bytes(path: Path, data: memoryview, known: Known) -> Verdict:
+    read, left = partial(RoutedExperts.from_bytes, data), partial(_view_of_bytes, data)
+    return _judged(read, left, known, str(path), nbytes=len(data))
 
 
 def _view_of_bytes(data: memoryview) -> View | None:
     """What is left of bytes that were cut short or changed."""
-    with contextlib.suppress(struct.error, ArithmeticError, *UNREADABLE):
-        (size,) = struct.unpack_from("<I", data, 8)
-        described = json_text.parse(bytes(data[12 : 12 + size]))
-        check_header(described)
-        tokens, layers, topk = shape_of(described)
-        dtype = DTYPES[described["dtype"]]
-        row = layers * topk * dtype.itemsize
-        body = data[12 + size :]
-        rows = min(tokens, len(body) // row)
-        ids = np.frombuffer(body[: rows * row], dtype).reshape(rows, layers, topk)
-        bits = np.frombuffer(body[tokens * row :], np.uint8)
-        whole = rows == tokens and len(bits) == (tokens + 7) // 8
-        return _raw_view(ids, described, np.unpackbits(bits, count=tokens).astype(bool) if whole else None)
-    return None
+    (size,) = struct.unpack_from("<I", data, 8)
+    described = json_text.parse(bytes(data[12 : 12 + size]))
+    check_header(described)
+    tokens, layers, topk = shape_of(described)
+    dtype = DTYPES[described["dtype"]]
+    row = layers * topk * dtype.itemsize
+    body = data[12 + size :]
+    rows = min(tokens, len(body) // row)
+    ids = np.frombuffer(body[: rows * row], dtype).reshape(rows, layers, topk)
+    bits = np.frombuffer(body[tokens * row :], np.uint8)
+    whole = rows == tokens and len(bits) == (tokens + 7) // 8
+    return _raw_view(ids, described, np.unpackbits(bits, count=tokens).astype(bool) if whole else None)
 
 
-def _of_file(path: Path, known: Known) -> Sample:
-    try:
-        return judge_routes(RoutedExperts.load(path), known, where=str(path))
-    except ReplayError as error:
-        problem, view = error, None
-    with contextlib.suppress(*UNREADABLE):
+def _of_file(path: Path, known: Known) -> Verdict:
+    def read() -> RoutedExperts:
+        with contextlib.suppress(*UNREADABLE):
+            if TensorFile(path).metadata.get("format") == STORE_FORMAT:
+                raise RouteFileError(
+                    "this is one shard of a RouteStore",
+                    where=str(path),
+                    expected="its folder: npu-replay inspect FOLDER",
+                    got="one of its files",
+                )
+        return RoutedExperts.load(path)
+
+    def left() -> View | None:
         file = TensorFile(path)
-        if file.metadata.get("format") == STORE_FORMAT:
-            problem = RouteFileError(
-                "this is one shard of a RouteStore",
-                where=str(path),
-                expected="its folder: npu-replay inspect FOLDER",
-                got="one of its files",
-            )
-        else:
-            view = _view_of_tensors(file, json_text.parse(file.metadata["routes"]))
-    return Sample(problem=problem, view=view)
+        return _view_of_tensors(file, json_text.parse(file.metadata["routes"]))
+
+    return _judged(read, left, known, str(path))
 
 
 def _view_of_tensors(file: TensorFile, described: dict[str, Any], prefix: str = "") -> View | None:
@@ -171,7 +186,7 @@ def _raw_view(ids: Array, described: dict[str, Any], recorded: Array | None) -> 
     )
 
 
-def _store(path: Path, known: Known, sample: str | None) -> tuple[str, Iterable[Sample]]:
+def _store(path: Path, known: Known, sample: str | None) -> tuple[str, Iterable[Verdict]]:
     try:
         store = RouteStore(path)
     except RouteFileError as error:
@@ -194,22 +209,18 @@ def _store(path: Path, known: Known, sample: str | None) -> tuple[str, Iterable[
     return f"a folder of RouteStore, {len(store):,} samples", (_of_store(store, key, known) for key in keys)
 
 
-def _of_store(store: RouteStore, key: str, known: Known) -> Sample:
-    where = f"{store.folder}, {key}"
-    try:
-        return judge_routes(store[key], known, name=key, where=where)
-    except ReplayError as error:
-        problem, view = error if key in error.where else error.at(where), None
-    with contextlib.suppress(*UNREADABLE):
+def _of_store(store: RouteStore, key: str, known: Known) -> Verdict:
+    def left() -> View | None:
         shard, described = store.described(key)
-        view = _view_of_tensors(TensorFile(shard), described, f"{key}.")
-    return Sample(name=key, problem=problem, view=view)
+        return _view_of_tensors(TensorFile(shard), described, f"{key}.")
+
+    return _judged(partial(store.__getitem__, key), left, known, f"{store.folder}, {key}", key)
 
 
 # What an engine made
 
 
-def _of_array(what: str, read: Callable[..., Array], source: Source, known: Known) -> Sample:
+def _of_array(what: str, read: Callable[..., Array], source: Source, known: Known) -> Verdict:
     try:
         rows = read(source=source)
     except ReplayError as error:
@@ -247,7 +258,7 @@ def _parsed(path: Path, data: memoryview) -> Any:
 
 def _answer(
     path: Path, answer: Any, known: Known, engine: Engine | None, version: str, sample: str | None
-) -> tuple[str, list[Sample]]:
+) -> tuple[str, list[Verdict]]:
     engine = engine or whose(answer)
     if engine is None:
         raise Refused(_unknown_answer(path, answer))

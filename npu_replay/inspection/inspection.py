@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -12,26 +12,13 @@ import numpy as np
 
 from npu_replay.inspection.answers import Engine
 from npu_replay.inspection.files import Refused, opened, token_lists
-from npu_replay.inspection.judge import WITHOUT_MODEL, Known, Sample
+from npu_replay.inspection.judge import WITHOUT_MODEL, Known, Verdict
 from npu_replay.inspection.route_view import Cell, LayerFigures, Tally
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routes.checks import Array
 
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What is thought of one sequence. `problem` is the whole message, and empty where it is all right."""
-
-    name: str
-    problem: str
-    tokens: int | None
-    rows: int | None
-    layers: int
-    columns: int
-    topk: int
-    dtype: str
-    nbytes: int
-    facts: tuple[str, ...]
+_TOLD = ("name", "problem", "tokens", "rows", "layers", "columns", "topk", "dtype", "nbytes", "facts")
+"""What a program is told of a sequence."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -93,7 +80,7 @@ class Inspection:
                 "path": self.path,
                 "what": self.what,
                 "num_experts": self.num_experts if self.experts_known else None,
-                "sequences": [asdict(verdict) for verdict in self.verdicts],
+                "sequences": [{name: getattr(one, name) for name in _TOLD} for one in self.verdicts],
                 "layers": [asdict(layer) for layer in self.layers],
                 "unchecked": list(self.unchecked),
             },
@@ -142,80 +129,50 @@ def inspect(
         what, found = opened(path, known, engine, version, sample)
         return _summed_up(path, what, found)
     except Refused as refused:
-        return _summed_up(path, refused.what, [Sample(problem=refused.problem)])
+        return _summed_up(path, refused.what, [Verdict.of(refused.problem)])
 
 
-# What is said of it all
-
-
-def _summed_up(path: Path, what: str, found: Iterable[Sample]) -> Inspection:
-    tally, seen = Tally(), _Seen()
+def _summed_up(path: Path, what: str, found: Iterable[Verdict]) -> Inspection:
+    """Views are let go one by one: of several sequences only the worst of each column is kept."""
+    tally = Tally()
     verdicts: list[Verdict] = []
-    unchecked: dict[str, None] = {}
-    experts = 0
+    worst: list[dict[int, int]] = []
+    strip: Strip | None = None
     for one in found:
-        verdicts.append(_verdict(one))
-        seen.add(one, None if one.view is None else tally.add(one.view))
-        unchecked |= dict.fromkeys(one.unchecked)
-        experts = max(experts, 0 if one.view is None else one.view.num_experts)
+        verdicts.append(replace(one, view=None))
+        worst.append({})
+        if one.view is not None:
+            cells, layers = tally.add(one.view), one.view.layers
+            strip = Strip(cells=cells, layers=layers, first=one.view.first, each="row")
+            worst[-1] = dict(zip(layers, _worst(cells, one.problem), strict=True))
+    unchecked = tuple(dict.fromkeys(words for one in verdicts for words in one.unchecked))
     return Inspection(
         path=str(path),
         what=what,
         verdicts=tuple(verdicts),
         layers=tally.figures(),
-        num_experts=experts,
+        num_experts=tally.num_experts,
         experts_known=WITHOUT_MODEL not in unchecked,
         load=tally.load,
-        strip=seen.strip(),
-        unchecked=tuple(unchecked),
+        strip=strip if len(verdicts) == 1 else _side_by_side(worst),
+        unchecked=unchecked,
     )
 
 
-def _verdict(one: Sample) -> Verdict:
-    ids = None if one.view is None else one.view.ids
-    return Verdict(
-        name=one.name,
-        problem="" if one.problem is None else str(one.problem).removeprefix("[npu_replay] "),
-        tokens=one.tokens,
-        rows=one.rows,
-        layers=0 if ids is None or one.view is None else len(one.view.routed),
-        columns=0 if ids is None else ids.shape[1],
-        topk=0 if ids is None else ids.shape[2],
-        dtype=one.dtype,
-        nbytes=one.nbytes,
-        facts=one.facts,
-    )
+def _worst(cells: Array, problem: str) -> list[int]:
+    """Of each column of a sequence's cells; all are refused where no cell shows why it is."""
+    worst = np.where(cells == Cell.NO_ROUTE, Cell.DENSE, cells).max(axis=0, initial=0)
+    worst[(cells == Cell.NO_ROUTE).all(axis=0)] = Cell.NO_ROUTE
+    if problem and (worst <= Cell.NO_ROUTE).all():
+        worst[:] = Cell.REFUSED
+    found: list[int] = worst.tolist()
+    return found
 
 
-class _Seen:
-    """The cells of one sequence whole, those of several summed up, so that thousands need no room."""
-
-    def __init__(self) -> None:
-        self._only: Strip | None = None
-        self._worst: list[dict[int, int]] = []
-        self._layers: set[int] = set()
-
-    def add(self, one: Sample, cells: Array | None) -> None:
-        view = one.view
-        self._only = None
-        if view is None or cells is None:
-            self._worst.append({})
-            return
-        if not self._worst:
-            self._only = Strip(cells=cells, layers=view.layers, first=view.first, each="row")
-        worst = np.where(cells == Cell.NO_ROUTE, Cell.DENSE, cells).max(axis=0, initial=0)
-        worst[(cells == Cell.NO_ROUTE).all(axis=0)] = Cell.NO_ROUTE
-        if one.problem is not None and (worst <= Cell.NO_ROUTE).all():
-            worst[:] = Cell.REFUSED  # for what no cell shows
-        self._worst.append(dict(zip(view.layers, worst.tolist(), strict=True)))
-        self._layers |= {*view.layers}
-
-    def strip(self) -> Strip | None:
-        if len(self._worst) == 1 or not self._layers:
-            return self._only
-        layers = tuple(sorted(self._layers))
-        cells = [
-            [worst.get(layer, Cell.DENSE if worst else Cell.REFUSED) for layer in layers]
-            for worst in self._worst
-        ]
-        return Strip(cells=np.array(cells, np.uint8), layers=layers, first=0, each="sequence")
+def _side_by_side(worst: list[dict[int, int]]) -> Strip | None:
+    """The worst cell of each sequence by layer; one of which nothing is known is refused throughout."""
+    layers = tuple(sorted({layer for one in worst for layer in one}))
+    if not layers:
+        return None
+    cells = [[one.get(layer, Cell.DENSE if one else Cell.REFUSED) for layer in layers] for one in worst]
+    return Strip(cells=np.array(cells, np.uint8), layers=layers, first=0, each="sequence")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from npu_replay.inspection.route_view import View
 from npu_replay.rollout.admit import admit
 from npu_replay.rollout.faults import Source, Symptom
 from npu_replay.rollout.model_config import RoutedModel
-from npu_replay.routes.checks import CONSTANT_ROWS, MAX_EXPERTS, MAX_LAYERS, Array, is_ids
+from npu_replay.routes.checks import CONSTANT_ROWS, MAX_EXPERTS, MAX_LAYERS, Array
 from npu_replay.routes.fingerprint import find_other_tokens, fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts
 
@@ -43,13 +44,9 @@ class Known:
     outputs: tuple[Array, ...] = ()
     start: int = 0
 
-    def prompt(self, number: int = 0) -> Array | None:
-        """That sequence's prompt."""
-        return _one_of(self.prompts, number, "--prompt-ids")
-
-    def output(self, number: int = 0) -> Array | None:
-        """That sequence's output."""
-        return _one_of(self.outputs, number, "--output-ids")
+    def given(self, number: int) -> tuple[Array | None, Array | None]:
+        """That sequence's prompt and output."""
+        return _one_of(self.prompts, number, "--prompt-ids"), _one_of(self.outputs, number, "--output-ids")
 
     def tokens(self) -> Array | None:
         """Of the only sequence, prompt and output.
@@ -57,16 +54,16 @@ class Known:
         Raises:
             ReplayError: one of them was given and the other wasn't.
         """
-        prompt, output = self.prompt(), self.output()
+        prompt, output = self.given(0)
+        if prompt is not None and output is not None:
+            return np.concatenate([prompt, output])
         if prompt is None and output is None:
             return None
-        if prompt is None or output is None:
-            raise ReplayError(
-                "an array of routes needs the ids of the prompt and of the output",
-                expected="--prompt-ids and --output-ids (a file with [] where there are none)",
-                got=f"only {'--output-ids' if prompt is None else '--prompt-ids'}",
-            )
-        return np.concatenate([prompt, output])
+        raise ReplayError(
+            "an array of routes needs the ids of the prompt and of the output",
+            expected="--prompt-ids and --output-ids (a file with [] where there are none)",
+            got=f"only {'--output-ids' if prompt is None else '--prompt-ids'}",
+        )
 
 
 def _one_of(lists: Sequence[Array], number: int, option: str) -> Array | None:
@@ -82,65 +79,78 @@ def _one_of(lists: Sequence[Array], number: int, option: str) -> Array | None:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Sample:
+class Verdict:
     """One sequence, and what is thought of it.
 
     Attributes:
         name: «completion 2», a store's key; empty where there is one only.
-        view: what can be seen; None for nothing.
-        problem: why it is refused; None if it isn't.
+        problem: why it is refused, the whole message; empty where it isn't.
         tokens: of the sequence, as far as is known.
-        rows: of the array.
-        dtype, nbytes: of the ids as they came.
-        unchecked: what couldn't be checked, and what it takes.
+        rows, dtype, nbytes: of the ids as they came.
+        layers, columns, topk: of the view: the columns that have experts, all of them, and ids in each.
         facts: what else it says of itself.
+        unchecked: what couldn't be checked, and what it takes.
+        view: what can be seen; None for nothing.
     """
 
     name: str = ""
-    view: View | None = None
-    problem: ReplayError | None = None
+    problem: str = ""
     tokens: int | None = None
     rows: int | None = None
+    layers: int = 0
+    columns: int = 0
+    topk: int = 0
     dtype: str = ""
     nbytes: int = 0
-    unchecked: tuple[str, ...] = ()
     facts: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
+    view: View | None = None
+
+    @classmethod
+    def of(
+        cls, problem: ReplayError | None, *, ids: Array | None = None, view: View | None = None, **more: Any
+    ) -> Verdict:
+        """With what ids and view say of themselves; `more` are its other fields."""
+        if ids is not None:
+            more |= {"rows": len(ids), "dtype": str(ids.dtype), "nbytes": ids.nbytes}
+        if view is not None:
+            columns, topk = view.ids.shape[1:]
+            more |= {"layers": len(view.routed), "columns": columns, "topk": topk}
+        words = "" if problem is None else str(problem).removeprefix("[npu_replay] ")
+        return cls(problem=words, view=view, **more)
 
 
 def judge_rows(
     rows: Array, known: Known, source: Source, *, tokens: Array | None, name: str = "", ended: bool = True
-) -> Sample:
-    """Judge an engine's array, [rows, columns, topk], of any integers; one in another shape is refused.
+) -> Verdict:
+    """Judge an engine's array, [rows, columns, topk], of any integers.
 
-    >>> judge_rows(np.zeros((3, 2, 2), int), Known(), Source(engine="vLLM"), tokens=None).problem.problem
-    'all 3 rows are zeros'
+    >>> judge_rows(np.zeros((3, 2, 2), int), Known(), Source(engine="vLLM"), tokens=None).problem
+    'vLLM: all 3 rows are zeros. Expected 2 different experts a token, got nothing that was captured'
     """
     problem: ReplayError | None = None
     model = known.model or guessed_model(rows)
-    if model is None:
-        problem = source.error(
-            Symptom.SHAPE,
-            "this isn't an array of expert ids",
-            expected="integers, [tokens, layers, topk]",
-            got=f"{rows.dtype} {list(rows.shape)}",
-        )
-    elif tokens is None and not len(rows):
-        problem = source.error(Symptom.MISSING, "there are no rows", expected="one a token", got=0)
-    else:
+    try:
+        if model is None:
+            raise source.error(
+                Symptom.SHAPE,
+                "this isn't an array of expert ids",
+                expected="integers, [tokens, layers, topk]",
+                got=f"{rows.dtype} {list(rows.shape)}",
+            )
+        if tokens is None and not len(rows):
+            raise source.error(Symptom.MISSING, "there are no rows", expected="one a token", got=0)
         ids = stand_ins(rows, known.start + len(rows) + 1, known.start) if tokens is None else tokens
-        try:
-            admit(rows, model=model, tokens=ids, source=source, start=known.start, ended=ended)
-        except ReplayError as error:
-            problem = error
-    return Sample(
-        name=name,
+        admit(rows, model=model, tokens=ids, source=source, start=known.start, ended=ended)
+    except ReplayError as error:
+        problem = error
+    return Verdict.of(
+        problem,
+        ids=rows,
         view=view_of_rows(rows, model, tokens, known.start),
-        problem=problem,
+        name=name,
         tokens=None if tokens is None else len(tokens),
-        rows=len(rows) if rows.ndim else None,
-        dtype=str(rows.dtype),
-        nbytes=rows.nbytes,
-        unchecked=_unchecked(_OF_ROWS, known, tokens, len(rows), rows.shape[2:]),
+        unchecked=_unchecked(_OF_ROWS, known, tokens, len(rows), rows.shape[2]),
     )
 
 
@@ -157,15 +167,10 @@ def stand_ins(rows: Array, count: int, start: int = 0) -> Array:
 
 def view_of_rows(rows: Array, model: RoutedModel | None, tokens: Array | None, start: int = 0) -> View | None:
     """What can be seen of an engine's array; rows that it should have and hasn't are without a route."""
-    if not is_ids(rows) or not rows.size:
+    if not rows.size:
         return None
-    model = model or guessed_model(rows)
-    labels = tuple(range(rows.shape[1]))
-    dense: tuple[int, ...] = ()
-    if model is not None and len(labels) == model.num_layers:
-        dense = model.dense
-    elif model is not None and len(labels) == len(model.sparse):
-        labels = model.sparse
+    known = model or guessed_model(rows)
+    labels = None if known is None else known.labels(rows.shape[1])
     there = len(rows)
     lacking = 0 if tokens is None else max(0, len(tokens) - 1 - start - there)
     if lacking * rows[0].nbytes > _ROOM:
@@ -175,9 +180,9 @@ def view_of_rows(rows: Array, model: RoutedModel | None, tokens: Array | None, s
     fits = tokens is not None and start + len(rows) <= len(tokens)
     return View(
         ids=rows,
-        layers=labels,
-        num_experts=MAX_EXPERTS if model is None else min(model.num_experts, MAX_EXPERTS),
-        dense=frozenset(dense),
+        layers=labels or tuple(range(rows.shape[1])),
+        num_experts=MAX_EXPERTS if known is None else known.num_experts,
+        dense=frozenset(() if known is None or labels is None else known.dense),
         recorded=np.arange(len(rows)) < there if lacking else None,
         tokens=tokens[start : start + len(rows)] if tokens is not None and fits else None,
         first=start,
@@ -186,11 +191,9 @@ def view_of_rows(rows: Array, model: RoutedModel | None, tokens: Array | None, s
 
 def guessed_model(rows: Array) -> RoutedModel | None:
     """The smallest model that an array may be of: columns of zeros are taken for dense layers, the highest id
-    for the last expert. None where the array has no such shape."""
-    if not is_ids(rows) or 0 in rows.shape[1:]:
-        return None
+    for the last expert. None where a model has no such sizes."""
     columns, topk = rows.shape[1:]
-    if columns > MAX_LAYERS or topk > MAX_EXPERTS:
+    if not (0 < columns <= MAX_LAYERS and 0 < topk <= MAX_EXPERTS):
         return None
     routed = tuple(np.flatnonzero(rows.any(axis=(0, 2))).tolist()) or tuple(range(columns))
     highest = int(rows.max()) if rows.size else 0
@@ -199,19 +202,19 @@ def guessed_model(rows: Array) -> RoutedModel | None:
 
 
 def _unchecked(
-    words: tuple[str, str], known: Known, tokens: Array | None, rows: int, topk: tuple[int, ...]
+    words: tuple[str, str], known: Known, tokens: Array | None, rows: int, topk: int
 ) -> tuple[str, ...]:
     """What couldn't be checked without a model, without tokens, with a top-k of 1 or with few rows."""
-    lacking = (known.model is None, tokens is None, topk == (1,), rows < CONSTANT_ROWS)
+    lacking = (known.model is None, tokens is None, topk == 1, rows < CONSTANT_ROWS)
     return tuple(what for what, lacks in zip((*words, _TOPK_1, FEW_ROWS), lacking, strict=True) if lacks)
 
 
-def judge_routes(routes: RoutedExperts, known: Known, *, name: str = "", where: str = "") -> Sample:
+def judge_routes(routes: RoutedExperts, known: Known, *, name: str = "", where: str = "") -> Verdict:
     """Judge routes that were built, so that their shape, range and duplicates are right already.
 
     >>> routes = npu_replay.RoutedExperts(ids=np.arange(8).reshape(2, 2, 2), layers=(0, 1), num_experts=8)
-    >>> judge_routes(routes, Known(outputs=(np.array([7]),), prompts=(np.array([3, 4]),))).problem.line
-    'these are routes of another number of tokens'
+    >>> judge_routes(routes, Known(outputs=(np.array([7]),), prompts=(np.array([3, 4]),))).problem
+    'these are routes of another number of tokens. Expected 3, got 2'
     """
     tokens = known.tokens()
     problem: ReplayError | None = None
@@ -223,17 +226,14 @@ def judge_routes(routes: RoutedExperts, known: Known, *, name: str = "", where: 
         _check_rows(routes, tokens, where)
     except ReplayError as error:
         problem = error
-    ids = routes.ids.numpy()
-    return Sample(
-        name=name,
+    return Verdict.of(
+        problem,
+        ids=routes.ids.numpy(),
         view=view_of_routes(routes, tokens),
-        problem=problem,
-        tokens=len(ids),
-        rows=len(ids),
-        dtype=str(ids.dtype),
-        nbytes=ids.nbytes,
-        unchecked=_unchecked(_OF_ROUTES, known, tokens, int(routes.recorded.sum()), ids.shape[2:]),
+        name=name,
+        tokens=len(routes),
         facts=facts_of(routes),
+        unchecked=_unchecked(_OF_ROUTES, known, tokens, int(routes.recorded.sum()), routes.topk),
     )
 
 

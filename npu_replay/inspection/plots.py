@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _COLOURS = {"none": "#b3452c", "r2": "#3b6ea5", "r3": "#2f8a5b"}
 _STYLES = {"none": "-", "r2": "-", "r3": "--"}
-_NAMES = {"none": "no replay", "r2": "R2", "r3": "R3"}
+NAMES = {"none": "no replay", "r2": "R2", "r3": "R3"}
 
 _CELLS = {
     Cell.DENSE: "#f2f2f2",
@@ -66,7 +66,7 @@ def _differences(axes: Axes, against: dict[str, Any]) -> None:
         sizes = sorted((abs(value) for value in row["differences"]), reverse=True)
         ranks = [(number + 1) / len(sizes) for number in range(len(sizes))]
         axes.plot(
-            sizes, ranks, color=_COLOURS[name], lw=2, label=f"{_NAMES[name]}, KL {row['log_probs']['kl']:.1e}"
+            sizes, ranks, color=_COLOURS[name], lw=2, label=f"{NAMES[name]}, KL {row['log_probs']['kl']:.1e}"
         )
     axes.set(
         xscale="log", yscale="log", xlabel="|log-prob difference|, nats", ylabel="share of tokens above it"
@@ -83,7 +83,7 @@ def _by_layer(axes: Axes, against: dict[str, Any]) -> None:
             [100 * share for share in shares.values()],
             width=0.38,
             color=_COLOURS[name],
-            label=f"{_NAMES[name]}, {row['routing']['router_mismatch']:.1%} in all",
+            label=f"{NAMES[name]}, {row['routing']['router_mismatch']:.1%} in all",
         )
     axes.set(xlabel="decoder layer", ylabel="rows with other experts, %")
     axes.set_title("Router mismatch by layer", loc="left", fontsize=10)
@@ -95,7 +95,7 @@ def _ratios(axes: Axes, updates: dict[str, Any]) -> None:
         flipped = row["flipped"][-1] / row["token_layers"]
         axes.fill_between(steps, row["ratio_min"], row["ratio_max"], color=_COLOURS[name], alpha=0.15, lw=0)
         for side, label in (
-            ("ratio_min", f"{_NAMES[name]}, {flipped:.0%} of routes flipped"),
+            ("ratio_min", f"{NAMES[name]}, {flipped:.0%} of routes flipped"),
             ("ratio_max", None),
         ):
             axes.plot(steps, row[side], _STYLES[name], color=_COLOURS[name], lw=1.8, label=label)

@@ -157,17 +157,19 @@ class Tally:
     kinds: dict[int, Array] = field(default_factory=dict)
     """By layer: how many cells of each kind."""
     repeated: dict[int, int] = field(default_factory=dict)
+    num_experts: int = 0
+    """The most that a view has in a layer."""
 
     def add(self, view: View) -> Array:
         """Count a view in; returns its cells."""
         found = cells(view)
-        known = view.known
+        self.num_experts = max(self.num_experts, view.num_experts)
         for column, layer in enumerate(view.layers):
             kinds = np.bincount(found[:, column], minlength=len(Cell))
             self.kinds[layer] = self.kinds.get(layer, 0) + kinds
             if layer in view.dense:
                 continue
-            readable = known & ~np.isin(found[:, column], (Cell.ZEROS, Cell.OUTSIDE))
+            readable = view.known & ~np.isin(found[:, column], (Cell.ZEROS, Cell.OUTSIDE))
             before = self.load.get(layer, np.zeros(0, np.int64))
             ids = view.ids[readable, column].reshape(-1).astype(np.int64)
             self.load[layer] = np.bincount(ids, minlength=max(view.num_experts, len(before)))

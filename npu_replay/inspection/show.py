@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
-from npu_replay.inspection.inspection import Inspection, Verdict
+from npu_replay.inspection.inspection import Inspection
+from npu_replay.inspection.judge import Verdict
 from npu_replay.inspection.route_view import MEANINGS, LayerFigures
 from npu_replay.tables import Cell, Part, Table
 

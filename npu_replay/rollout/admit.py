@@ -145,18 +145,17 @@ class _Arrival:
         if topk != model.topk:
             problem = "the engine's top-k isn't the model's"
             raise self.source.error(Symptom.TOPK, problem, f"{model.topk} ids", topk)
-        if columns == model.num_layers:
-            self.refuse_dense(rows)
-            wanted = list(model.layers)
-        elif columns == len(model.sparse):
-            wanted = [model.sparse.index(layer) for layer in model.layers]
-        else:
+        labels = model.labels(columns)
+        if labels is None:
             raise self.source.error(
                 Symptom.COLUMNS,
                 "the engine's columns are neither all decoder layers nor the MoE layers",
                 f"{model.num_layers}, or {len(model.sparse)}",
                 columns,
             )
+        if columns == model.num_layers:
+            self.refuse_dense(rows)
+        wanted = [labels.index(layer) for layer in model.layers]
         if wanted[-1] - wanted[0] == len(wanted) - 1:
             return rows[:, wanted[0] : wanted[-1] + 1]  # neighbours aren't copied
         return rows[:, wanted]

@@ -114,6 +114,12 @@ class RoutedModel:
         """The decoder layers with experts, `layers` and `hashed`, ascending."""
         return tuple(sorted((*self.layers, *self.hashed)))
 
+    def labels(self, columns: int) -> tuple[int, ...] | None:
+        """The decoder layer of each of an engine's columns: all layers, or those with experts; None where it
+        has another number of columns."""
+        every = tuple(range(self.num_layers))
+        return next((layers for layers in (every, self.sparse) if len(layers) == columns), None)
+
     @classmethod
     def of(cls, model: Any) -> RoutedModel:
         """`model` as it is if it is one, else what its config says: see `from_config`."""

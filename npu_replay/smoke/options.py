@@ -7,25 +7,32 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 ABOUT = "Try routing replay on this stack, device and split (exits 1 if something fails)."
-HELP = {
+SIZES = {
     "tp": "Tensor parallel ranks; with more than one sequence parallelism is on too.",
     "pp": "Pipeline stages.",
     "ep": "Expert parallel ranks.",
     "cp": "Context parallel ranks.",
     "vp": "Virtual stages of each pipeline rank.",
     "etp": "Tensor parallel ranks within experts.",
-    "recompute": "Try full activation recompute too.",
-    "sequence_parallel": "On by itself with --tp 2 or more: Megatron trains no MoE layers without.",
-    "device": "Where to run; auto takes an accelerator if there is one.",
-    "json": "JSON file for the results, to attach to a report.",
-    "force": "Overwrite what an earlier run wrote.",
-    "patience": "Seconds that a rank waits for another before it says so.",
 }
-SIZES = ("tp", "pp", "ep", "cp", "vp", "etp")
-DEVICES = ("auto", "cpu", "cuda", "npu")
+_SWITCHES = {
+    "--recompute": "Try full activation recompute too.",
+    "--sequence-parallel": "On by itself with --tp 2 or more: Megatron trains no MoE layers without.",
+    "--force": "Overwrite what an earlier run wrote.",
+}
+
+
+class Device(str, Enum):
+    """Where to run."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+    npu = "npu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,17 +133,21 @@ class Options(Split):
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Read a command line where typer isn't installed; exits 2 if it can't be read.
+    """Read a command line; exits 2 if it can't be read.
 
     >>> parse(["--tp", "2", "--recompute"]).tp
     2
     """
     parser = argparse.ArgumentParser(prog="npu-replay smoke", description=ABOUT)
-    for name in SIZES:
-        parser.add_argument(f"--{name}", type=int, default=1, help=HELP[name])
-    for name in ("recompute", "sequence_parallel", "force"):
-        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=HELP[name])
-    parser.add_argument("--device", choices=DEVICES, default="auto", help=HELP["device"])
-    parser.add_argument("--json", type=Path, metavar="FILE", help=HELP["json"])
-    parser.add_argument("--patience", type=float, default=Options.patience, help=HELP["patience"])
+    for name, words in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=1, help=words)
+    for flag, words in _SWITCHES.items():
+        parser.add_argument(flag, action="store_true", help=words)
+    devices = [device.value for device in Device]
+    where = "Where to run; auto takes an accelerator if there is one."
+    parser.add_argument("--device", choices=devices, default="auto", help=where)
+    report = "JSON file for the results, to attach to a report."
+    parser.add_argument("--json", type=Path, metavar="FILE", help=report)
+    waits = "Seconds that a rank waits for another before it says so."
+    parser.add_argument("--patience", type=float, default=Options.patience, help=waits)
     return Options(**vars(parser.parse_args(arguments)))

@@ -46,7 +46,7 @@ def main(options: Options) -> int:
 
 
 def run_command_line(arguments: Sequence[str]) -> None:
-    """The command where typer isn't installed; exits as it does."""
+    """The command; exits 0 if all features pass, else 1, and 2 for sizes that don't fit."""
     raise SystemExit(main(parse(arguments)))
 
 

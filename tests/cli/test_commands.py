@@ -35,48 +35,36 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
-def raising(error: Exception) -> Callable[..., None]:
-    def main(**_: object) -> None:
-        raise error
-
-    return main
-
-
-def test_help_names_every_command(invoke: Callable[..., Result]) -> None:
+def test_help_and_version(invoke: Callable[..., Result]) -> None:
     result = invoke("--help")
     assert result.exit_code == 0
-    assert all(command in result.stdout for command in ("demo", "doctor", "bench"))
-
-
-def test_choices_and_bounds_are_in_the_help(invoke: Callable[..., Result]) -> None:
+    commands = ("demo", "doctor", "bench", "inspect", "compare", "smoke")
+    assert all(command in result.stdout for command in commands)
     text = invoke("demo", "--help").stdout
     assert all(choice in text for choice in ("auto", "cpu", "cuda", "npu", "x>=1"))
-
-
-def test_version(invoke: Callable[..., Result]) -> None:
     assert invoke("--version").stdout.strip() == npu_replay.__version__
 
 
-def test_demo_passes_its_options_on(invoke: Callable[..., Result], called: dict[str, Any]) -> None:
-    result = invoke("demo", *("--device", "npu", "--steps", "3", "--out", "x", "--seed", "5", "--force"))
-    assert result.exit_code == 0
-    assert called == {"device": "npu", "steps": 3, "out": Path("x"), "seed": 5, "force": True}
+DEMO = {"device": "auto", "steps": 8, "out": Path("npu_replay_demo"), "seed": 0, "force": False}
+BENCH = {"device": "auto", "pairs": 50, "out": None, "force": False}
 
 
-def test_demo_has_defaults(invoke: Callable[..., Result], called: dict[str, Any]) -> None:
-    assert invoke("demo").exit_code == 0
-    assert called == {
-        "device": "auto",
-        "steps": 8,
-        "out": Path("npu_replay_demo"),
-        "seed": 0,
-        "force": False,
-    }
-
-
-def test_bench_passes_its_options_on(invoke: Callable[..., Result], called: dict[str, Any]) -> None:
-    assert invoke("bench", "--pairs", "7", "--out", "x.json").exit_code == 0
-    assert called == {"device": "auto", "pairs": 7, "out": Path("x.json"), "force": False}
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ("demo", DEMO),
+        (
+            "demo --device npu --steps 3 --out x --seed 5 --force",
+            {"device": "npu", "steps": 3, "out": Path("x"), "seed": 5, "force": True},
+        ),
+        ("bench --pairs 7 --out x.json", BENCH | {"pairs": 7, "out": Path("x.json")}),
+    ],
+)
+def test_options_are_passed_on_and_have_defaults(
+    invoke: Callable[..., Result], called: dict[str, Any], arguments: str, wanted: dict[str, Any]
+) -> None:
+    assert invoke(*arguments.split()).exit_code == 0
+    assert called == wanted
 
 
 @pytest.mark.parametrize(
@@ -91,12 +79,23 @@ def test_a_wrong_option_is_refused_before_anything_runs(
     assert called == {}
 
 
-@pytest.mark.usefixtures("called")
+@pytest.fixture
+def fails(called: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], None]:
+    """Make the bench raise an error."""
+
+    def failing(error: Exception) -> None:
+        def main(**_: object) -> None:
+            raise error
+
+        monkeypatch.setattr(sys.modules["npu_replay.bench.run"], "main", main)
+
+    return failing
+
+
 def test_a_replay_error_is_one_message_without_a_traceback(
-    invoke: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+    invoke: Callable[..., Result], fails: Callable[[Exception], None]
 ) -> None:
-    error = npu_replay.ReplayError("[it] went wrong", where="layer 3", expected=1, got=2, cause="a test")
-    monkeypatch.setattr(sys.modules["npu_replay.bench.run"], "main", raising(error))
+    fails(npu_replay.ReplayError("[it] went wrong", where="layer 3", expected=1, got=2, cause="a test"))
     result = invoke("bench")
     assert result.exit_code == 1
     assert "Error: layer 3: [it] went wrong. Expected 1, got 2. Usual cause: a test" in result.stderr
@@ -104,35 +103,29 @@ def test_a_replay_error_is_one_message_without_a_traceback(
     assert "--debug" in result.stderr
 
 
-@pytest.mark.usefixtures("called")
-@pytest.mark.parametrize("arguments", [("--debug", "bench"), ("bench", "--debug")])
-def test_debug_lets_the_error_through_on_either_side_of_the_command(
-    invoke: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+@pytest.mark.parametrize(
+    ("error", "arguments"),
+    [
+        (npu_replay.ReplayError("wrong"), "--debug bench"),  # on either side of the command
+        (npu_replay.ReplayError("wrong"), "bench --debug"),
+        (ZeroDivisionError(), "bench"),  # a fault of ours keeps its traceback
+    ],
+)
+def test_debug_and_a_fault_of_ours_let_the_error_through(
+    invoke: Callable[..., Result], fails: Callable[[Exception], None], error: Exception, arguments: str
 ) -> None:
-    error = npu_replay.ReplayError("wrong")
-    monkeypatch.setattr(sys.modules["npu_replay.bench.run"], "main", raising(error))
-    assert invoke(*arguments).exception is error
+    fails(error)
+    assert invoke(*arguments.split()).exception is error
 
 
-@pytest.mark.usefixtures("called")
 def test_a_missing_package_leads_to_doctor(
-    invoke: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+    invoke: Callable[..., Result], fails: Callable[[Exception], None]
 ) -> None:
-    error = ModuleNotFoundError("No module named 'einops'")
-    monkeypatch.setattr(sys.modules["npu_replay.bench.run"], "main", raising(error))
+    fails(ModuleNotFoundError("No module named 'einops'"))
     result = invoke("bench")
     assert result.exit_code == 1
     assert "No module named 'einops'" in result.stderr
     assert "npu-replay doctor" in result.stderr
-
-
-@pytest.mark.usefixtures("called")
-def test_a_fault_of_ours_keeps_its_traceback(
-    invoke: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    error = ZeroDivisionError()
-    monkeypatch.setattr(sys.modules["npu_replay.bench.run"], "main", raising(error))
-    assert invoke("bench").exception is error
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -181,23 +182,18 @@ def append(source: Path, line: str) -> int:
 
 @pytest.mark.megatron
 @pytest.mark.first_release
-def test_a_module_that_is_no_python_is_named_with_its_line(megatron_core: Path) -> None:
-    line = append(megatron_core / "transformer/moe/moe_utils.py", "def (")
+@pytest.mark.parametrize("kind", ["no python", "missing"])
+def test_a_half_installed_megatron_is_told_by_its_module(megatron_core: Path, kind: str) -> None:
+    if kind == "missing":
+        (megatron_core / "transformer/transformer_config.py").unlink()
+        problem = "half installed: transformer/transformer_config.py is missing"
+    else:
+        line = append(megatron_core / "transformer/moe/moe_utils.py", "def (")
+        problem = f"half installed: transformer/moe/moe_utils.py, line {line}: invalid syntax"
     result = diagnosed(megatron_core)
     assert_refused(result)
-    problem = f"half installed: transformer/moe/moe_utils.py, line {line}: invalid syntax"
     assert row(result.text, "replay on Megatron-core") == f"broken megatron-core: {problem}"
     assert f"- megatron-core is broken: {problem}" in result.text
-
-
-@pytest.mark.megatron
-@pytest.mark.first_release
-def test_a_module_that_is_missing_is_named(megatron_core: Path) -> None:
-    (megatron_core / "transformer/transformer_config.py").unlink()
-    result = diagnosed(megatron_core)
-    assert_refused(result)
-    problem = "half installed: transformer/transformer_config.py is missing"
-    assert row(result.text, "replay on Megatron-core") == f"broken megatron-core: {problem}"
 
 
 @pytest.mark.slow
@@ -206,11 +202,7 @@ def test_a_module_that_is_missing_is_named(megatron_core: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "line", "error"),
     [
-        (
-            "transformer/moe/router.py",
-            "import nonexistent_thing",
-            "ModuleNotFoundError: No module named 'nonexistent_thing'",
-        ),
+        ("transformer/moe/router.py", "import gone", "ModuleNotFoundError: No module named 'gone'"),
         ("__init__.py", "raise RuntimeError('boom')", "RuntimeError: boom"),
     ],
 )
@@ -255,8 +247,8 @@ def test_a_fork_whose_routing_has_another_name_is_told(megatron_core: Path) -> N
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Product]:
-    """A machine with torch and a CPU; put the other products into it."""
-    there: dict[str, Product] = {}
+    """A machine with torch, a CPU and transformers; put the other products into it."""
+    there = {"transformers": Product("transformers", True, "5.23.0")}
     monkeypatch.setattr(
         probe, "products", lambda: tuple(there.get(k.name, Product(k.name, False)) for k in probe._KNOWN)
     )
@@ -269,41 +261,33 @@ def problems(**options: bool) -> list[str]:
     return [fault.problem for fault in diagnose(**options).faults]
 
 
-def test_one_framework_is_enough(machine: dict[str, Product]) -> None:
-    machine["transformers"] = Product("transformers", True, "5.23.0")
+def states() -> dict[str, str]:
+    return {capability.name: capability.state for capability in diagnose().capabilities}
+
+
+def test_one_framework_is_enough_and_a_broken_extra_is_no_fault(machine: dict[str, Product]) -> None:
     assert problems() == []
-
-
-def test_a_recompute_that_cannot_be_told_is_a_fault(
-    machine: dict[str, Product], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine["transformers"] = Product("transformers", True, "5.23.0")
-    monkeypatch.setattr("npu_replay.sessions.recompute.probe", lambda: "a name is gone")
-    assert any("a name is gone" in problem for problem in problems())
-
-
-def test_a_broken_extra_is_shown_and_is_no_fault(machine: dict[str, Product]) -> None:
-    machine["transformers"] = Product("transformers", True, "5.23.0")
     machine["matplotlib"] = Product("matplotlib", True, "3.11", "", "half installed: no __init__.py")
     assert problems() == []
 
 
-def test_a_self_test_that_fails_is_a_fault(
-    machine: dict[str, Product], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine["transformers"] = Product("transformers", True, "5.23.0")
+@pytest.mark.usefixtures("machine")
+def test_a_recompute_that_cannot_be_told_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("npu_replay.sessions.recompute.probe", lambda: "a name is gone")
+    assert any("a name is gone" in problem for problem in problems())
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_self_test_that_fails_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_test, "run", lambda device: Outcome(device, "NoEffect: none", 0.1))
-    diagnosis = diagnose()
-    assert [fault.problem for fault in diagnosis.faults] == ["CPU: NoEffect: none"]
-    assert next(c for c in diagnosis.capabilities if c.name == "CPU").state == "broken"
+    assert problems() == ["CPU: NoEffect: none"]
+    assert states()["CPU"] == "broken"
 
 
 def test_an_npu_is_tried_in_another_process(machine: dict[str, Product]) -> None:
-    machine["transformers"] = Product("transformers", True, "5.23.0")
     machine["torch_npu"] = Product("torch_npu", True, "2.7.1")
-    diagnosis = diagnose()
-    assert [trial.device for trial in diagnosis.trials] == ["cpu", "npu"]
-    assert next(c for c in diagnosis.capabilities if c.name == "NPU").state == "works"
+    assert [trial.device for trial in diagnose().trials] == ["cpu", "npu"]
+    assert states()["NPU"] == "works"
 
 
 MEGATRON = "megatron.core.transformer.moe.router"
@@ -314,15 +298,10 @@ EINOPS = Trial("No module named 'einops'")
 @pytest.fixture
 def fails(machine: dict[str, Product], monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, ...], Trial]:
     """A machine with both frameworks; put into it which imports fail, and how."""
-    machine["transformers"] = Product("transformers", True, "5.23.0")
     machine["megatron-core"] = Product("megatron-core", True, "0.12.1")
     trials: dict[tuple[str, ...], Trial] = {}
     monkeypatch.setattr(doctor, "_try_import", lambda *modules: trials.get(modules, Trial()))
     return trials
-
-
-def states() -> dict[str, str]:
-    return {capability.name: capability.state for capability in diagnose().capabilities}
 
 
 def test_a_megatron_that_does_not_import_is_a_fault(fails: dict[tuple[str, ...], Trial]) -> None:
@@ -393,7 +372,7 @@ def test_megatron_is_imported_as_jobs_with_mindspeed_do_and_whose_fault_it_is_is
 def test_whatever_happens_to_a_child_is_told(
     code: str, outcome: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "_PATIENCE", 1)
+    monkeypatch.setattr(doctor, "_PATIENCE", 1 if "sleep" in code else 60)  # a busy machine starts slowly
     assert doctor._child([sys.executable, "-S", "-c", code]) == outcome
 
 
@@ -452,27 +431,34 @@ def test_the_self_test_passes_and_leaves_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_the_self_test_notices_a_replay_without_effect(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Nothing:
-        def __init__(self, *_: Any) -> None: ...
-
-        def __enter__(self) -> None: ...
-
-        def __exit__(self, *_: object) -> None: ...
-
-    monkeypatch.setattr(self_test, "replay", Nothing)
-    assert self_test.run("cpu").problem == "the routers didn't choose the experts that were replayed"
+class Nothing(contextlib.nullcontext[None]):
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
 
 
-def test_the_self_test_notices_a_recompute_that_takes_another_micro_batch(
-    monkeypatch: pytest.MonkeyPatch,
+RECOMPUTED = Timeline.recomputed
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken", "problem"),
+    [
+        (self_test, "replay", Nothing, "the routers didn't choose the experts that were replayed"),
+        (
+            Timeline,
+            "recomputed",
+            lambda *arguments: 1 - RECOMPUTED(*arguments),
+            "with recompute the gradients differ from those without",
+        ),
+    ],
+    ids=["a replay without effect", "a recompute that takes another micro-batch"],
+)
+def test_the_self_test_notices(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, broken: Any, problem: str
 ) -> None:
-    recomputed = Timeline.recomputed
-    monkeypatch.setattr(Timeline, "recomputed", lambda *arguments: 1 - recomputed(*arguments))
-    assert self_test.run("cpu").problem == "with recompute the gradients differ from those without"
+    monkeypatch.setattr(owner, name, broken)
+    assert self_test.run("cpu").problem == problem
 
 
 def test_the_self_test_says_which_device_is_not_there() -> None:
-    assert self_test.run("xpu" if not torch.xpu.is_available() else "mtia").problem.startswith(
-        "torch finds no"
-    )
+    absent = "mtia" if torch.xpu.is_available() else "xpu"
+    assert self_test.run(absent).problem.startswith("torch finds no")

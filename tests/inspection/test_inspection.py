@@ -9,6 +9,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ from npu_replay import ReplayError, RoutedExperts, RouteStore, fingerprint
 from npu_replay.cli.commands import app
 from npu_replay.compat.vllm.decode import from_vllm
 from npu_replay.errors import InvalidRoutes
-from npu_replay.inspection import files
+from npu_replay.inspection import files, plots
 from npu_replay.inspection.inspection import Inspection, inspect
 from npu_replay.inspection.route_view import STUCK_ROWS, Cell, Tally, View, cells
+from npu_replay.routes.checks import Array
 
 PROMPT, TOKENS, LAYERS, EXPERTS, TOPK = 90, 120, 8, 32, 4
 CONFIG = {
@@ -39,17 +41,12 @@ CONFIG = {
 
 
 @pytest.fixture(scope="module")
-def rollout() -> tuple[list[int], np.ndarray[Any, Any]]:
+def rollout() -> tuple[list[int], Array]:
     """Token ids, and what an engine would say of them: [tokens - 1, layers, topk], layer 0 dense."""
     from npu_replay.demo.rollout import qwen3_moe
 
-    model = qwen3_moe(
-        0,
-        torch.device("cpu"),
-        num_hidden_layers=LAYERS,
-        mlp_only_layers=[0],
-        max_position_embeddings=TOKENS,
-    )
+    changes: dict[str, Any] = {"mlp_only_layers": [0], "max_position_embeddings": TOKENS}
+    model = qwen3_moe(0, torch.device("cpu"), num_hidden_layers=LAYERS, **changes)
     tokens = torch.arange(TOKENS) * 37 % 512
     with torch.inference_mode(), npu_replay.record(model) as recording:
         model(tokens[None])
@@ -58,21 +55,99 @@ def rollout() -> tuple[list[int], np.ndarray[Any, Any]]:
     return tokens.tolist(), rows
 
 
-@pytest.fixture
-def tokens(rollout: tuple[list[int], np.ndarray[Any, Any]]) -> list[int]:
-    return rollout[0]
+@dataclass
+class Desk:
+    """A folder, a model's config in it, and a sample that the model routed."""
+
+    folder: Path
+    tokens: list[int]
+    rows: Array
+
+    def put(self, what: Any, name: str = "data") -> Path:
+        """Into a file: bytes, routes, an array as .npy, or anything else as JSON."""
+        path = self.folder / name
+        if isinstance(what, RoutedExperts):
+            what.save(path, overwrite=True)
+        elif isinstance(what, np.ndarray):
+            path.write_bytes(npy(what))
+        else:
+            path.write_bytes(what if isinstance(what, bytes) else json.dumps(what).encode())
+        return path
+
+    @property
+    def config(self) -> Path:
+        return self.put(CONFIG, "config.json")
+
+    def look(self, what: Any, **how: Any) -> Inspection:
+        """With the model's config, unless told otherwise."""
+        return inspect(self.put(what), **({"config": self.config} | how))
+
+    def refusal(self, what: Any, **how: Any) -> str:
+        """Why the only sequence is refused."""
+        (verdict,) = self.look(what, **how).bad
+        return verdict.problem
+
+    @property
+    def ids(self) -> dict[str, Path]:
+        """What prompt and output are, in two files."""
+        return {
+            "prompt_ids": self.put(self.tokens[:PROMPT], "prompt.json"),
+            "output_ids": self.put(self.tokens[PROMPT:], "output.json"),
+        }
+
+    def choice(self, rows: Array | None, **changes: Any) -> dict[str, Any]:
+        """Of vLLM's answer."""
+        return {
+            "index": 0,
+            "finish_reason": "length",
+            "stop_reason": None,
+            "prompt_token_ids": self.tokens[:PROMPT],
+            "token_ids": self.tokens[PROMPT:],
+            "routed_experts": None if rows is None else base64.b64encode(npy(rows)).decode(),
+        } | changes
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        """vLLM's, with the rows as they are now."""
+        return vllm(self.choice(self.rows))
+
+    @property
+    def counted(self) -> dict[str, Any]:
+        """vLLM's, that only counts its tokens."""
+        answer = self.answer
+        del answer["choices"][0]["token_ids"]
+        return answer
+
+    @property
+    def sglang(self) -> dict[str, Any]:
+        return {
+            "text": "",
+            "output_ids": self.tokens[PROMPT:],
+            "meta_info": {
+                "id": "a1",
+                "finish_reason": {"type": "length", "length": 30},
+                "prompt_tokens": PROMPT,
+                "completion_tokens": TOKENS - PROMPT,
+                "routed_experts": base64.b64encode(self.rows.astype("<i4").tobytes()).decode(),
+            },
+        }
+
+    def routes(self, count: int = TOKENS) -> RoutedExperts:
+        """Of the first tokens."""
+        tokens, rows = self.tokens[:count], self.rows[: count - 1]
+        return RoutedExperts(
+            ids=np.concatenate([rows, rows[:1] * 0])[:, 1:],
+            layers=range(1, LAYERS),
+            num_experts=EXPERTS,
+            recorded=np.arange(count) < count - 1,
+            fingerprint=fingerprint(tokens),
+            weight_version="step 3",
+        )
 
 
 @pytest.fixture
-def rows(rollout: tuple[list[int], np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    return rollout[1].copy()
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(CONFIG))
-    return path
+def desk(tmp_path: Path, rollout: tuple[list[int], Array]) -> Desk:
+    return Desk(tmp_path, rollout[0], rollout[1].copy())
 
 
 @pytest.fixture
@@ -81,60 +156,15 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     return lambda *arguments: CliRunner().invoke(app, ["inspect", *map(str, arguments)])
 
 
-def npy(rows: np.ndarray[Any, Any]) -> bytes:
+def npy(rows: Array) -> bytes:
     buffer = io.BytesIO()
     np.save(buffer, rows)
     return buffer.getvalue()
 
 
-def choice(rows: np.ndarray[Any, Any] | None, tokens: list[int], **changes: Any) -> dict[str, Any]:
-    return {
-        "index": 0,
-        "finish_reason": "length",
-        "stop_reason": None,
-        "prompt_token_ids": tokens[:PROMPT],
-        "token_ids": tokens[PROMPT:],
-        "routed_experts": None if rows is None else base64.b64encode(npy(rows)).decode(),
-    } | changes
-
-
 def vllm(*choices: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "id": "cmpl-17",
-        "choices": list(choices),
-        "usage": {"prompt_tokens": PROMPT, "completion_tokens": TOKENS - PROMPT},
-    }
-
-
-def sglang(rows: np.ndarray[Any, Any], tokens: list[int]) -> dict[str, Any]:
-    return {
-        "text": "",
-        "output_ids": tokens[PROMPT:],
-        "meta_info": {
-            "id": "a1",
-            "finish_reason": {"type": "length", "length": 30},
-            "prompt_tokens": PROMPT,
-            "completion_tokens": TOKENS - PROMPT,
-            "routed_experts": base64.b64encode(rows.astype("<i4").tobytes()).decode(),
-        },
-    }
-
-
-def saved(tmp_path: Path, what: Any, name: str = "answer.json") -> Path:
-    path = tmp_path / name
-    path.write_bytes(what if isinstance(what, bytes) else json.dumps(what).encode())
-    return path
-
-
-def routes_of(rows: np.ndarray[Any, Any], tokens: list[int]) -> RoutedExperts:
-    return RoutedExperts(
-        ids=np.concatenate([rows, rows[:1] * 0])[:, 1:],
-        layers=range(1, LAYERS),
-        num_experts=EXPERTS,
-        recorded=np.arange(len(tokens)) < len(tokens) - 1,
-        fingerprint=fingerprint(tokens),
-        weight_version="step 3",
-    )
+    usage = {"prompt_tokens": PROMPT, "completion_tokens": TOKENS - PROMPT}
+    return {"id": "cmpl-17", "choices": list(choices), "usage": usage}
 
 
 def wrong(found: Inspection) -> dict[int, dict[str, int]]:
@@ -142,36 +172,37 @@ def wrong(found: Inspection) -> dict[int, dict[str, int]]:
     return {layer.layer: layer.wrong for layer in found.layers if layer.wrong}
 
 
-def zeros(rows: np.ndarray[Any, Any]) -> None:
+def zeros(rows: Array) -> None:
     rows[:] = 0
 
 
-def half_captured(rows: np.ndarray[Any, Any]) -> None:
+def half_captured(rows: Array) -> None:
     rows[:45] = 0
 
 
-def shifted(rows: np.ndarray[Any, Any]) -> None:
+def shifted(rows: Array) -> None:
     rows[:] = np.roll(rows, 1, axis=1)
 
 
-def constant(rows: np.ndarray[Any, Any]) -> None:
+def constant(rows: Array) -> None:
     rows[:, 3] = rows[0, 3]
 
 
-def stale(rows: np.ndarray[Any, Any]) -> None:
+def stale(rows: Array) -> None:
     rows[64:72] = rows[32:40]
 
 
-def named_twice(rows: np.ndarray[Any, Any]) -> None:
+def named_twice(rows: Array) -> None:
     rows[10:13, 2, 0] = rows[10:13, 2, 1]
 
 
-def outside(rows: np.ndarray[Any, Any]) -> None:
+def outside(rows: Array) -> None:
     rows[7, 4, 2] = EXPERTS
 
 
 EACH = tuple(range(1, LAYERS))
-FAULTS: tuple[tuple[Callable[[Any], None], dict[int, dict[str, int]]], ...] = (
+Marks = dict[int, dict[str, int]]
+FAULTS: tuple[tuple[Callable[[Any], None], Marks], ...] = (
     (zeros, {layer: {"zeros": 119} for layer in EACH}),
     (half_captured, {layer: {"zeros": 45} for layer in EACH}),
     (shifted, {0: {"shifted": 119}, 1: {"zeros": 119}}),
@@ -186,81 +217,64 @@ BY_NAME = pytest.mark.parametrize(("fault", "marks"), FAULTS, ids=[fault.__name_
 # vLLM's answers
 
 
-def test_a_good_answer(
-    tmp_path: Path, config: Path, run: Callable[..., Result], rows: Any, tokens: list[int]
-) -> None:
-    path = saved(tmp_path, vllm(choice(rows, tokens)))
-    result = run(path, "--config", config, "--engine-version", "0.23.0")
+def test_a_good_answer(desk: Desk, run: Callable[..., Result]) -> None:
+    path = desk.put(desk.answer)
+    result = run(path, "--config", desk.config, "--engine-version", "0.23.0")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0] == f"{path}: an answer of vLLM 0.23.0"
     assert lines[1] == "120 tokens, 119 rows; top-4 of 32 experts in 7 layers; uint8, 3,808 bytes"
-    assert f"{fingerprint(tokens):#018x}" in lines[2]
+    assert f"{fingerprint(desk.tokens):#018x}" in lines[2]
     assert [line.split()[0] for line in lines if line[:1].isdigit()][1:] == list("1234567")
     assert lines[-1] == "ok"
 
 
-def test_the_figures_are_those_of_the_ids(tmp_path: Path, config: Path, rows: Any, tokens: list[int]) -> None:
-    found = inspect(saved(tmp_path, vllm(choice(rows, tokens))), config=config)
+def test_the_figures_are_those_of_the_ids(desk: Desk) -> None:
+    found = desk.look(desk.answer)
     assert [layer.layer for layer in found.layers] == list(EACH)
     for layer in found.layers:
-        named = rows[:, layer.layer].ravel().tolist()
+        rows = desk.rows[:, layer.layer]
+        named = rows.ravel().tolist()
         counts = {expert: named.count(expert) for expert in set(named)}
         shares = [count / len(named) for count in counts.values()]
-        assert layer.rows == 119
-        assert layer.used == len(counts)
+        assert (layer.rows, layer.used) == (119, len(counts))
         assert counts[layer.busiest] == max(counts.values())
         assert layer.busiest_share == pytest.approx(max(shares))
         assert layer.entropy == pytest.approx(-sum(share * math.log2(share) for share in shares))
-        same = (rows[1:, layer.layer] == rows[:-1, layer.layer]).all(axis=1)
-        assert layer.repeated == same.sum()
+        assert layer.repeated == (rows[1:] == rows[:-1]).all(axis=1).sum()
 
 
 @BY_NAME
 def test_a_broken_answer_is_refused_as_from_vllm_does_and_shows_where(
-    tmp_path: Path,
-    config: Path,
-    run: Callable[..., Result],
-    rows: Any,
-    tokens: list[int],
-    fault: Callable[[Any], None],
-    marks: dict[int, dict[str, int]],
+    desk: Desk, run: Callable[..., Result], fault: Callable[[Any], None], marks: Marks
 ) -> None:
-    fault(rows)
-    answer = vllm(choice(rows, tokens))
+    fault(desk.rows)
     with pytest.raises(InvalidRoutes) as caught:
-        from_vllm(answer, CONFIG, version="0.23.0")
-    path = saved(tmp_path, answer)
-    result = run(path, "--config", config, "--engine-version", "0.23.0")
+        from_vllm(desk.answer, CONFIG, version="0.23.0")
+    result = run(desk.put(desk.answer), "--config", desk.config, "--engine-version", "0.23.0")
     assert result.exit_code == 1
     message = str(caught.value).removeprefix("[npu_replay] ")
     assert f"refused: {message}" in " ".join(result.stdout.split())
-    assert wrong(inspect(path, config=config)) == marks
-    for what in marks.values():
-        for word, count in what.items():
-            assert f"{word} {count}" in result.stdout
+    assert wrong(desk.look(desk.answer)) == marks
+    told = [f"{word} {count}" for what in marks.values() for word, count in what.items()]
+    assert [words for words in told if words not in result.stdout] == []
 
 
 @BY_NAME
 def test_a_bare_array_without_its_config_shows_the_same(
-    tmp_path: Path,
-    rows: Any,
-    tokens: list[int],
-    fault: Callable[[Any], None],
-    marks: dict[int, dict[str, int]],
+    desk: Desk, fault: Callable[[Any], None], marks: Marks
 ) -> None:
     """Except for what takes a config or the tokens: then it says that it couldn't look."""
-    fault(rows)
-    found = inspect(saved(tmp_path, npy(rows), "rows.npy"))
-    assert any("--config" in what for what in found.unchecked)
-    assert any("--prompt-ids" in what for what in found.unchecked)
+    fault(desk.rows)
+    found = desk.look(desk.rows, config=None)
+    assert all(any(option in what for what in found.unchecked) for option in ("--config", "--prompt-ids"))
     assert found.good == (fault in (shifted, stale, outside))
     if fault not in (shifted, outside, zeros):  # with no config, zeros may be layer 0's too
         assert wrong(found) == marks
 
 
-def test_rows_that_lack_are_seen(tmp_path: Path, config: Path, rows: Any, tokens: list[int]) -> None:
-    found = inspect(saved(tmp_path, vllm(choice(rows[:70], tokens))), config=config)
+def test_rows_that_lack_are_seen(desk: Desk) -> None:
+    found = desk.look(vllm(desk.choice(desk.rows[:70])))
     assert "fewer tokens than it ran" in found.bad[0].problem
     assert found.strip is not None
     assert found.strip.cells.shape == (119, LAYERS)
@@ -268,288 +282,219 @@ def test_rows_that_lack_are_seen(tmp_path: Path, config: Path, rows: Any, tokens
     assert (found.strip.cells[:70, 1:] == Cell.GOOD).all()
 
 
-def test_a_choice_without_routes(tmp_path: Path, config: Path, tokens: list[int]) -> None:
-    path = saved(tmp_path, vllm(choice(None, tokens)))
-    found = inspect(path, config=config, version="0.23.0")
-    assert "no routes" in found.bad[0].problem
-    assert "enable_return_routed_experts" in found.bad[0].problem
+def test_a_choice_without_routes(desk: Desk) -> None:
+    answer = vllm(desk.choice(None))
+    found = desk.look(answer, version="0.23.0")
+    assert all(words in found.bad[0].problem for words in ("no routes", "enable_return_routed_experts"))
     assert found.strip is None
-    assert "no routes" in inspect(path).bad[0].problem
+    assert "no routes" in desk.refusal(answer, config=None)
 
 
 def test_each_completion_is_judged_and_named_by_its_own_number(
-    tmp_path: Path, config: Path, run: Callable[..., Result], rows: Any, tokens: list[int]
+    desk: Desk, run: Callable[..., Result]
 ) -> None:
-    bad = rows.copy()
-    half_captured(bad)
-    good = choice(rows, tokens)
-    path = saved(tmp_path, vllm(good, good, choice(bad, tokens), good))
-    found = inspect(path, config=config)
+    good = desk.choice(desk.rows)
+    half_captured(desk.rows)
+    answer = vllm(good, good, desk.choice(desk.rows), good)
+    found = desk.look(answer)
     assert [bool(verdict.problem) for verdict in found.verdicts] == [False, False, True, False]
     assert "completion 2, choices[2].routed_experts: 45 of 119 rows" in found.bad[0].problem
     assert found.strip is not None
     assert (found.strip.cells[2, 1:] == Cell.ZEROS).all()
-    text = run(path, "--config", config).stdout
+    text = run(desk.put(answer), "--config", desk.config).stdout
     assert "4 sequences, 480 tokens" in text
     assert "refused: 1 of 4 sequences" in text
-    assert inspect(path, config=config, sample="1").good
-    assert not inspect(path, config=config, sample="completion 2").good
+    assert desk.look(answer, sample="1").good
+    assert not desk.look(answer, sample="completion 2").good
     with pytest.raises(ReplayError, match="no such sequence"):
-        inspect(path, config=config, sample="4")
+        desk.look(answer, sample="4")
 
 
-def test_choices_in_another_order_are_judged_under_the_engines_numbers(
-    tmp_path: Path, config: Path, rows: Any, tokens: list[int]
-) -> None:
+def test_choices_in_another_order_are_judged_under_the_engines_numbers(desk: Desk) -> None:
     """Each alone, so the usage of both together says nothing of one."""
-    bad = rows.copy()
-    half_captured(bad)
-    answer = vllm(choice(bad, tokens, index=1), choice(rows, tokens))
+    good = desk.choice(desk.rows)
+    half_captured(desk.rows)
+    answer = vllm(desk.choice(desk.rows, index=1), good)
     answer["usage"]["completion_tokens"] *= 2
-    path = saved(tmp_path, answer)
-    found = inspect(path, config=config)
+    found = desk.look(answer)
     assert [bool(verdict.problem) for verdict in found.verdicts] == [False, True]
     assert "completion 1, choices[1].routed_experts: 45 of 119 rows" in found.bad[0].problem
-    assert inspect(path, config=config, sample="0").good
+    assert desk.look(answer, sample="0").good
 
 
-def test_an_answer_that_only_counts_its_tokens_is_checked_by_the_count(
-    tmp_path: Path, config: Path, rows: Any, tokens: list[int]
-) -> None:
-    bare = choice(rows, tokens)
-    del bare["token_ids"]
-    found = inspect(saved(tmp_path, vllm(bare)), config=config)
+def test_an_answer_that_only_counts_its_tokens_is_checked_by_the_count(desk: Desk) -> None:
+    found = desk.look(desk.counted)
     assert found.good
     assert "doesn't name them" in found.unchecked[0]
     assert found.verdicts[0].facts == ()  # no fingerprint of tokens that nobody named
-    short = inspect(
-        saved(tmp_path, vllm(bare | {"routed_experts": choice(rows[:-2], tokens)["routed_experts"]})),
-        config=config,
-    )
-    assert "fewer tokens" in short.bad[0].problem
+    desk.rows = desk.rows[:-2]
+    assert "fewer tokens" in desk.refusal(desk.counted)
 
 
-def test_the_prompts_rows_apart_as_vllm_0_21_has_them(
-    tmp_path: Path, config: Path, rows: Any, tokens: list[int]
-) -> None:
-    apart = vllm(choice(None, tokens, routed_experts=rows[PROMPT:, 1:].tolist()))
-    apart["prompt_routed_experts"] = rows[:PROMPT, 1:].tolist()
-    found = inspect(saved(tmp_path, apart), config=config)
+def test_the_prompts_rows_apart_as_vllm_0_21_has_them(desk: Desk) -> None:
+    apart = vllm(desk.choice(None, routed_experts=desk.rows[PROMPT:, 1:].tolist()))
+    apart["prompt_routed_experts"] = desk.rows[:PROMPT, 1:].tolist()
+    found = desk.look(apart)
     assert found.good
     assert [layer.rows for layer in found.layers] == [119] * 7
-    assert inspect(saved(tmp_path, apart)).verdicts[0].rows == 119
+    assert desk.look(apart, config=None).verdicts[0].rows == 119
 
 
-def test_prompts_rows_apart_are_the_first_prompts(
-    tmp_path: Path, config: Path, rows: Any, tokens: list[int]
-) -> None:
+def test_prompts_rows_apart_are_the_first_prompts(desk: Desk) -> None:
     """vLLM 0.21 answers several prompts at once with the rows of the first: the same length shows nothing."""
-    one = choice(None, tokens, routed_experts=rows[PROMPT:, 1:].tolist())
-    other = one | {"index": 1, "prompt_token_ids": [token + 1 for token in tokens[:PROMPT]]}
-    apart = vllm(one, one, other) | {"prompt_routed_experts": rows[:PROMPT, 1:].tolist()}
-    found = inspect(saved(tmp_path, apart), config=config, version="0.21.0")
+    one = desk.choice(None, routed_experts=desk.rows[PROMPT:, 1:].tolist())
+    other = one | {"index": 1, "prompt_token_ids": [token + 1 for token in desk.tokens[:PROMPT]]}
+    apart = vllm(one, one, other) | {"prompt_routed_experts": desk.rows[:PROMPT, 1:].tolist()}
+    found = desk.look(apart, version="0.21.0")
     assert [bool(verdict.problem) for verdict in found.verdicts] == [False, False, True]
-    assert "completion 2" in found.bad[0].problem
-    assert "several prompts" in found.bad[0].problem
+    assert all(words in found.bad[0].problem for words in ("completion 2", "several prompts"))
 
 
-def test_headers_before_the_body_are_skipped(
-    tmp_path: Path, config: Path, rows: Any, tokens: list[int]
-) -> None:
+def test_headers_before_the_body_are_skipped(desk: Desk) -> None:
     head = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n"
-    whole = head + json.dumps(vllm(choice(rows, tokens))).encode()
-    assert inspect(saved(tmp_path, whole), config=config).good
+    assert desk.look(head + json.dumps(desk.answer).encode()).good
 
 
 # SGLang's answers
 
 
-def test_an_answer_of_sglang(tmp_path: Path, config: Path, rows: Any, tokens: list[int]) -> None:
-    path = saved(tmp_path, sglang(rows, tokens))
-    prompt = saved(tmp_path, tokens[:PROMPT], "prompt.json")
-    found = inspect(path, config=config, prompt_ids=prompt)
+def test_an_answer_of_sglang(desk: Desk) -> None:
+    found = desk.look(desk.sglang, prompt_ids=desk.ids["prompt_ids"])
     assert found.good
     assert found.what == "an answer of SGLang (release not given)"
     assert found.unchecked == ()
-    counted = inspect(path, config=config)
+    counted = desk.look(desk.sglang)
     assert counted.good
     assert "doesn't name them" in counted.unchecked[0]
-    assert "--config" in inspect(path).bad[0].problem
+    assert "--config" in desk.refusal(desk.sglang, config=None)
 
 
 @BY_NAME
-def test_a_broken_answer_of_sglang(
-    tmp_path: Path,
-    config: Path,
-    rows: Any,
-    tokens: list[int],
-    fault: Callable[[Any], None],
-    marks: dict[int, dict[str, int]],
-) -> None:
-    fault(rows)
-    path = saved(tmp_path, [sglang(rows, tokens)])
-    prompt = saved(tmp_path, tokens[:PROMPT], "prompt.json")
-    found = inspect(path, config=config, version="0.5.12", prompt_ids=prompt)
+def test_a_broken_answer_of_sglang(desk: Desk, fault: Callable[[Any], None], marks: Marks) -> None:
+    fault(desk.rows)
+    found = desk.look([desk.sglang], version="0.5.12", prompt_ids=desk.ids["prompt_ids"])
     assert found.bad[0].problem.startswith("SGLang 0.5.12, request a1")
     assert "Usual cause" in found.bad[0].problem
     assert wrong(found) == marks
 
 
-def test_engine_decides_where_the_answer_does_not(tmp_path: Path, config: Path, tokens: list[int]) -> None:
+def test_engine_decides_where_the_answer_does_not(desk: Desk) -> None:
     answer = {"id": "x", "choices": [{"index": 0, "text": "", "token_ids": [1], "prompt_token_ids": [2]}]}
-    path = saved(tmp_path, answer)
-    assert "can't be told" in inspect(path, config=config).bad[0].problem
+    assert "can't be told" in desk.refusal(answer)
     for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang")):
-        assert name in inspect(path, config=config, engine=engine).bad[0].problem  # type: ignore[arg-type]
+        assert name in desk.refusal(answer, engine=engine)
 
 
 # Arrays, files, folders
 
 
-def test_an_array_with_its_tokens(tmp_path: Path, config: Path, rows: Any, tokens: list[int]) -> None:
-    ids = {
-        "prompt_ids": saved(tmp_path, tokens[:PROMPT], "prompt.json"),
-        "output_ids": saved(tmp_path, tokens[PROMPT:], "output.json"),
-    }
-    path = saved(tmp_path, npy(rows.astype(np.int32)), "rows.npy")
-    found = inspect(path, config=config, **ids)
+def test_an_array_with_its_tokens(desk: Desk) -> None:
+    found = desk.look(desk.rows.astype(np.int32), **desk.ids)
     assert found.good
     assert found.unchecked == ()
-    stale(rows)
-    found = inspect(saved(tmp_path, npy(rows), "rows.npy"), config=config, engine="vllm", **ids)
-    assert "another token's" in found.bad[0].problem
-    assert "Usual cause" in found.bad[0].problem
+    stale(desk.rows)
+    problem = desk.refusal(desk.rows, engine="vllm", **desk.ids)
+    assert all(words in problem for words in ("another token's", "Usual cause"))
     with pytest.raises(ReplayError, match="only --prompt-ids"):
-        inspect(path, config=config, prompt_ids=ids["prompt_ids"])
+        desk.look(desk.rows, prompt_ids=desk.ids["prompt_ids"])
+
+
+def test_columns_of_the_moe_layers_alone_have_their_labels(desk: Desk) -> None:
+    found = desk.look(desk.rows[:, 1:], **desk.ids)
+    assert found.good
+    assert [layer.layer for layer in found.layers] == list(EACH)
 
 
 @pytest.mark.parametrize("form", ["npy", "lists", "bytes", "file"])
-def test_a_sample_of_a_file_that_holds_one_sequence_is_refused(
-    tmp_path: Path, rows: Any, tokens: list[int], form: str
-) -> None:
+def test_a_sample_of_a_file_that_holds_one_sequence_is_refused(desk: Desk, form: str) -> None:
     """Else a number that is meant for another file would be left aside in silence."""
-    path = saved(tmp_path, {"npy": npy(rows), "lists": rows.tolist()}.get(form, b""), "one")
-    if form == "bytes":
-        path.write_bytes(routes_of(rows, tokens).to_bytes())
-    elif form == "file":
-        routes_of(rows, tokens).save(path, overwrite=True)
-    assert inspect(path).verdicts
+    routes = desk.routes()
+    forms = {"npy": desk.rows, "lists": desk.rows.tolist(), "bytes": routes.to_bytes(), "file": routes}
+    assert desk.look(forms[form], config=None).verdicts
     with pytest.raises(ReplayError, match=r"one sequence in this file.*--sample 3"):
-        inspect(path, sample="3")
-
-
-def test_an_array_without_rows_is_refused(tmp_path: Path, rows: Any) -> None:
-    assert "no rows" in inspect(saved(tmp_path, npy(rows[:0]), "rows.npy")).bad[0].problem
-    assert not inspect(saved(tmp_path, npy(rows[..., :0]), "rows.npy")).good
+        desk.look(forms[form], sample="3")
 
 
 @pytest.mark.parametrize("looping", [False, True])
-def test_copies_are_no_fault_where_the_tokens_are_not_known(
-    tmp_path: Path, config: Path, rows: Any, looping: bool
-) -> None:
+def test_copies_are_no_fault_where_the_tokens_are_not_known(desk: Desk, looping: bool) -> None:
     """A model that says one thing again and again may route it alike; 8 copies may be 8 times one token."""
     if looping:
-        rows[60:] = rows[59]
+        desk.rows[60:] = desk.rows[59]
     else:
-        stale(rows)
-    found = inspect(saved(tmp_path, npy(rows), "rows.npy"), config=config)
+        stale(desk.rows)
+    found = desk.look(desk.rows)
     assert found.good
     assert all("copy" in layer.wrong or "stuck" in layer.wrong for layer in found.layers)
-    rows[:] = rows[59]
-    assert not inspect(saved(tmp_path, npy(rows), "rows.npy"), config=config).good
+    desk.rows[:] = desk.rows[59]
+    assert not desk.look(desk.rows).good
 
 
-def test_a_count_of_tokens_takes_no_memory(
-    tmp_path: Path, config: Path, rows: Any, tokens: list[int]
-) -> None:
-    bare = vllm(choice(rows, tokens))
-    del bare["choices"][0]["token_ids"]
+def test_a_count_of_tokens_takes_no_memory(desk: Desk) -> None:
+    bare = desk.counted
     bare["usage"]["completion_tokens"] = 10**12
-    found = inspect(saved(tmp_path, bare), config=config)
+    found = desk.look(bare)
     assert found.good  # by what is there: such a count is none
     assert any("--prompt-ids" in what for what in found.unchecked)
 
 
-def test_rows_from_a_start_on(tmp_path: Path, config: Path, rows: Any, tokens: list[int]) -> None:
-    ids = {
-        "prompt_ids": saved(tmp_path, tokens[:PROMPT], "prompt.json"),
-        "output_ids": saved(tmp_path, tokens[PROMPT:], "output.json"),
-    }
-    path = saved(tmp_path, npy(rows[50:]), "rows.npy")
-    assert inspect(path, config=config, start=50, **ids).good
-    assert "fewer" in inspect(path, config=config, **ids).bad[0].problem
+def test_rows_from_a_start_on(desk: Desk) -> None:
+    assert desk.look(desk.rows[50:], start=50, **desk.ids).good
+    assert "fewer" in desk.refusal(desk.rows[50:], **desk.ids)
 
 
-def test_an_array_in_another_shape_is_refused(tmp_path: Path, config: Path, rows: Any) -> None:
-    path = saved(tmp_path, npy(rows.reshape(119, -1)), "rows.npy")
-    for with_config in (config, None):
-        assert "[tokens, layers, topk]" in inspect(path, config=with_config).bad[0].problem
+def test_an_array_in_another_shape_or_without_rows_is_refused(desk: Desk) -> None:
+    for config in (desk.config, None):
+        assert "[tokens, layers, topk]" in desk.refusal(desk.rows.reshape(119, -1), config=config)
+    assert "no rows" in desk.refusal(desk.rows[:0], config=None)
+    assert "[tokens, layers, topk]" in desk.refusal(desk.rows[..., :0], config=None)
 
 
-def test_routes_of_ours(tmp_path: Path, config: Path, rows: Any, tokens: list[int]) -> None:
-    routes = routes_of(rows, tokens)
-    routes.save(tmp_path / "routes.safetensors")
-    ids = saved(tmp_path, tokens, "all.json"), saved(tmp_path, [], "none.json")
-    for path in (tmp_path / "routes.safetensors", saved(tmp_path, routes.to_bytes(), "routes.bin")):
-        found = inspect(path, config=config, prompt_ids=ids[0], output_ids=ids[1])
-        assert found.good
-        assert found.unchecked == ()
-        assert "weights step 3" in found.verdicts[0].facts
-        assert [layer.rows for layer in found.layers] == [119] * 7
-        assert inspect(path).good
-        other = inspect(path, config=config, prompt_ids=ids[0], output_ids=ids[0])
-        assert "another number of tokens" in other.bad[0].problem
+@pytest.mark.parametrize("form", ["file", "bytes"])
+def test_routes_of_ours(desk: Desk, form: str) -> None:
+    routes = desk.routes() if form == "file" else desk.routes().to_bytes()
+    every, none = desk.put(desk.tokens, "all.json"), desk.put([], "none.json")
+    found = desk.look(routes, prompt_ids=every, output_ids=none)
+    assert found.good
+    assert found.unchecked == ()
+    assert "weights step 3" in found.verdicts[0].facts
+    assert [layer.rows for layer in found.layers] == [119] * 7
+    assert desk.look(routes, config=None).good
+    twice = desk.refusal(routes, prompt_ids=every, output_ids=every)
+    assert twice.startswith(f"{desk.folder / 'data'}: these are routes of another number of tokens")
+    others = desk.put([*desk.tokens[:-1], 511], "others.json")
+    assert "other tokens" in desk.refusal(routes, prompt_ids=others, output_ids=none)
+    larger = desk.put(CONFIG | {"num_experts": 64}, "larger.json")
+    assert "another model" in desk.refusal(routes, config=larger)
+    assert "only --prompt-ids" in desk.refusal(routes, prompt_ids=every)
 
 
-def test_routes_of_other_tokens_or_another_model(
-    tmp_path: Path, config: Path, rows: Any, tokens: list[int]
-) -> None:
-    path = saved(tmp_path, routes_of(rows, tokens).to_bytes(), "routes.bin")
-    ids = saved(tmp_path, [*tokens[:-1], 511], "all.json"), saved(tmp_path, [], "none.json")
-    found = inspect(path, config=config, prompt_ids=ids[0], output_ids=ids[1])
-    assert "other tokens" in found.bad[0].problem
-    config.write_text(json.dumps(CONFIG | {"num_experts": 64}))
-    assert "another model" in inspect(path, config=config).bad[0].problem
-
-
-@pytest.mark.parametrize("kind", ["changed", "cut"])
-def test_damaged_routes_are_refused_and_shown(
-    tmp_path: Path, rows: Any, tokens: list[int], kind: str
-) -> None:
-    data = bytearray(routes_of(rows, tokens).to_bytes())
-    if kind == "cut":
+@pytest.mark.parametrize(("kind", "rows"), [("changed", 119), ("incomplete", 102), ("file", 119)])
+def test_damaged_routes_are_refused_and_shown(desk: Desk, kind: str, rows: int) -> None:
+    path = desk.put(desk.routes() if kind == "file" else desk.routes().to_bytes())
+    data = bytearray(path.read_bytes())
+    if kind == "incomplete":
         del data[-500:]
     else:
-        data[-100] ^= 1
-    found = inspect(saved(tmp_path, bytes(data), "routes.bin"))
-    assert kind.replace("cut", "incomplete") in found.bad[0].problem
+        data[-500 if kind == "file" else -100] ^= 1
+    found = desk.look(bytes(data), config=None)
+    assert kind.replace("file", "changed after they were written") in found.bad[0].problem
     assert len(found.layers) == 7
-    assert found.layers[0].rows == (119 if kind == "changed" else 102)
-
-
-def test_a_damaged_file_is_refused_and_shown(tmp_path: Path, rows: Any, tokens: list[int]) -> None:
-    routes_of(rows, tokens).save(tmp_path / "routes.safetensors")
-    data = bytearray((tmp_path / "routes.safetensors").read_bytes())
-    data[-500] ^= 1
-    found = inspect(saved(tmp_path, bytes(data), "routes.safetensors"))
-    assert "changed after they were written" in found.bad[0].problem
-    assert found.layers[0].rows == 119
+    assert found.layers[0].rows == rows
 
 
 @pytest.fixture
-def store(tmp_path: Path, rows: Any, tokens: list[int]) -> Path:
-    folder = tmp_path / "store"
-    with RouteStore.writer(folder, shard_bytes=1) as writer:
+def store(desk: Desk) -> Path:
+    with RouteStore.writer(desk.folder / "store", shard_bytes=1) as writer:
         for number in range(4):
-            writer.add(routes_of(rows[: 80 + number], tokens[: 81 + number]), key=f"sample-{number}")
-    return folder
+            writer.add(desk.routes(81 + number), key=f"sample-{number}")
+    return desk.folder / "store"
 
 
 def test_a_folder_of_many(store: Path, run: Callable[..., Result]) -> None:
     result = run(store)
     assert result.exit_code == 0
-    assert "4 samples" in result.stdout
-    assert "4 sequences, 330 tokens" in result.stdout
+    for words in ("4 samples", "4 sequences, 330 tokens"):
+        assert words in result.stdout
     assert "ok (4 sequences), as far as it could be checked" in result.stdout
     assert inspect(store, sample="sample-2").layers[0].rows == 82
 
@@ -561,9 +506,8 @@ def test_a_folder_with_a_bad_sample(store: Path, run: Callable[..., Result]) -> 
     shard.write_bytes(data)
     result = run(store)
     assert result.exit_code == 1
-    assert "refused: 1 of 4 sequences" in result.stdout
-    assert "- sample-1: " in result.stdout
-    assert "changed after they were written" in result.stdout
+    for words in ("refused: 1 of 4 sequences", "- sample-1: ", "changed after they were written"):
+        assert words in result.stdout
     one = inspect(store, sample="sample-1")
     assert not one.good
     assert one.layers[0].rows == 81  # still to be seen
@@ -598,19 +542,17 @@ def test_a_key_that_is_not_there_and_a_shard_alone(store: Path, run: Callable[..
         (b'{"choices": [{"routed_experts": "%%%"}]}', "base64"),
         (b'{"choices": [{"routed_experts": 7}]}', "base64"),
         (b'{"choices": "x", "meta_info": 3}', "vLLM or SGLang|SGLang"),
+        (b'{"choices": [], "choices": [], "usage": null}', "'choices' stands twice"),
         (b"\x93NUMPY\x01\x00v\x00{'descr': '|O', 'fortran_order': False, 'shape': (1,)}", "npy|integers"),
         (b"NPUROUT1\xff\xff\xff\xff", "header"),
         (b"\x10\x00\x00\x00\x00\x00\x00\x00{" + b" " * 40, "can't be read"),
     ],
 )
-def test_foreign_data_is_one_message(
-    tmp_path: Path, run: Callable[..., Result], config: Path, data: bytes, words: str
-) -> None:
-    path = saved(tmp_path, data, "data")
-    result = run(path, "--config", config)
+def test_foreign_data_is_one_message(desk: Desk, run: Callable[..., Result], data: bytes, words: str) -> None:
+    result = run(desk.put(data), "--config", desk.config)
     assert result.exit_code == 1
     assert isinstance(result.exception, SystemExit)
-    (problem,) = [verdict.problem for verdict in inspect(path, config=config).verdicts]
+    problem = desk.refusal(data)
     assert any(word in problem for word in words.split("|")), problem
 
 
@@ -625,16 +567,14 @@ def test_a_pickle_is_never_loaded(tmp_path: Path) -> None:
     assert not (tmp_path / "loaded").exists()
 
 
-def test_sizes_are_checked_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = saved(tmp_path, b"{", "large.json")
-    os.truncate(path, files.MOST_TEXT + 1)  # sparse: it takes no room
-    assert "too large" in inspect(path).bad[0].problem
+def test_sizes_are_checked_before_anything_is_read(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    for data, most in ((b"{", files.MOST_TEXT), (npy(np.ones((3, 2, 2), np.uint8)), files.MOST_BYTES)):
+        path = desk.put(data)
+        os.truncate(path, most + 1)  # sparse: it takes no room
+        assert "too large" in inspect(path).bad[0].problem
     monkeypatch.setattr(files, "MOST_TEXT", 10)
     with pytest.raises(ReplayError, match="too large"):
-        inspect(path, prompt_ids=saved(tmp_path, list(range(100)), "ids.json"))
-    path = saved(tmp_path, npy(np.ones((3, 2, 2), np.uint8)), "large.npy")
-    os.truncate(path, files.MOST_BYTES + 1)
-    assert "too large" in inspect(path).bad[0].problem
+        desk.look(desk.rows, prompt_ids=desk.put(list(range(100)), "ids.json"))
 
 
 def test_no_file_no_device(tmp_path: Path, run: Callable[..., Result]) -> None:
@@ -645,103 +585,82 @@ def test_no_file_no_device(tmp_path: Path, run: Callable[..., Result]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", '["a"]', "[1.5]", "[[1], [[2]]]", "[99999999999999999999]"])
-def test_ids_that_are_none(tmp_path: Path, rows: Any, text: str) -> None:
-    path = saved(tmp_path, npy(rows), "rows.npy")
+def test_ids_that_are_none(desk: Desk, text: str) -> None:
     with pytest.raises(ReplayError, match=r"token ids|empty"):
-        inspect(path, prompt_ids=saved(tmp_path, text.encode(), "ids.json"))
+        desk.look(desk.rows, prompt_ids=desk.put(text.encode(), "ids.json"))
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damage_never_crashes_it_and_what_it_lets_through_from_vllm_takes(
-    tmp_path: Path, config: Path, rows: Any, tokens: list[int], data: st.DataObject
+    desk: Desk, data: st.DataObject
 ) -> None:
-    answer = vllm(choice(rows, tokens))
     kinds = [
-        json.dumps(answer).encode(),
-        json.dumps(sglang(rows, tokens)).encode(),
-        npy(rows),
-        routes_of(rows, tokens).to_bytes(),
+        json.dumps(desk.answer).encode(),
+        json.dumps(desk.sglang).encode(),
+        npy(desk.rows),
+        desk.routes().to_bytes(),
     ]
     whole = bytearray(data.draw(st.sampled_from(kinds)))
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(whole) - 1))
         whole[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
-    path = saved(tmp_path, bytes(whole), "damaged")
-    for with_config in (config, None):
-        found = inspect(path, config=with_config)
+    for config in (desk.config, None):
+        found = desk.look(bytes(whole), config=config)
         found.to_json()
-        if found.good and with_config and "vLLM" in found.what and not found.unchecked:
+        if found.good and config and "vLLM" in found.what and not found.unchecked:
             assert len(from_vllm(bytes(whole), CONFIG)) == len(found.verdicts)
 
 
 @pytest.mark.parametrize("before", [b"\xbb", b"\xef", b"\xbf\xbb"])
-def test_a_piece_of_a_byte_order_mark_is_damage(
-    tmp_path: Path, config: Path, rows: Any, tokens: list[int], before: bytes
-) -> None:
+def test_a_piece_of_a_byte_order_mark_is_damage(desk: Desk, before: bytes) -> None:
     """from_vllm can't read it either; the whole mark it can."""
-    answer = json.dumps(vllm(choice(rows, tokens))).encode()
-    assert inspect(saved(tmp_path, codecs.BOM_UTF8 + answer, "marked"), config=config).good
+    answer = json.dumps(desk.answer).encode()
+    assert desk.look(codecs.BOM_UTF8 + answer).good
     assert len(from_vllm(codecs.BOM_UTF8 + answer, CONFIG)) == 1
-    assert not inspect(saved(tmp_path, before + answer, "damaged"), config=config).good
+    assert not desk.look(before + answer).good
 
 
 # For programs, and the picture
 
 
-def test_json(tmp_path: Path, config: Path, run: Callable[..., Result], rows: Any, tokens: list[int]) -> None:
-    named_twice(rows)
-    result = run(saved(tmp_path, vllm(choice(rows, tokens))), "--config", config, "--json")
+def test_json(desk: Desk, run: Callable[..., Result]) -> None:
+    named_twice(desk.rows)
+    result = run(desk.put(desk.answer), "--config", desk.config, "--json")
     assert result.exit_code == 1
     said = json.loads(result.stdout)
     assert said["ok"] is False
     assert said["num_experts"] == EXPERTS
-    assert "name an expert twice" in said["sequences"][0]["problem"]
-    assert said["sequences"][0]["rows"] == 119
+    (one,) = said["sequences"]
+    assert "name an expert twice" in one.pop("problem")
+    sizes = {"tokens": 120, "rows": 119, "layers": 7, "columns": 8, "topk": 4, "nbytes": 3808}
+    assert one == {"name": "", "dtype": "uint8", "facts": []} | sizes
     assert [layer["wrong"] for layer in said["layers"]] == [{}, {"twice": 3}, *[{}] * 5]
-    missing = run(tmp_path / "nothing", "--json")
+    missing = run(desk.folder / "nothing", "--json")
     assert missing.exit_code == 1
     assert "no such file" in json.loads(missing.stdout)["sequences"][0]["problem"]
 
 
-def pixels(path: Path) -> set[str]:
-    """The colours of a picture."""
+def colours(picture: bytes) -> set[str]:
     from matplotlib import image
 
-    found = np.unique((image.imread(path)[..., :3] * 255).round().astype(np.uint8).reshape(-1, 3), axis=0)
-    return {f"#{red:02x}{green:02x}{blue:02x}" for red, green, blue in found.tolist()}
+    seen = (image.imread(io.BytesIO(picture))[..., :3] * 255).round().astype(np.uint8).reshape(-1, 3)
+    return {f"#{red:02x}{green:02x}{blue:02x}" for red, green, blue in np.unique(seen, axis=0).tolist()}
 
 
-@BY_NAME
-def test_the_picture_shows_what_is_wrong(
-    tmp_path: Path,
-    config: Path,
-    run: Callable[..., Result],
-    rows: Any,
-    tokens: list[int],
-    fault: Callable[[Any], None],
-    marks: dict[int, dict[str, int]],
-) -> None:
-    from npu_replay.inspection import plots
-
-    colours = {
-        Cell[word.upper()]: plots._CELLS[Cell[word.upper()]] for what in marks.values() for word in what
-    }
-    out = tmp_path / "picture.png"
-    path = saved(tmp_path, vllm(choice(rows, tokens)))
-    assert run(path, "--config", config, "--out", out).exit_code == 0
-    good = pixels(out)
+def test_the_picture_shows_what_is_wrong(desk: Desk) -> None:
+    good, rows = colours(plots.routes(desk.look(desk.answer))), desk.rows
     assert plots._CELLS[Cell.GOOD] in good
-    assert not set(colours.values()) & good - set(plots._LOAD)
-    fault(rows)
-    saved(tmp_path, vllm(choice(rows, tokens)))
-    assert run(path, "--config", config, "--out", out, "--force").exit_code == 1
-    assert set(colours.values()) <= pixels(out)
+    for fault, marks in FAULTS:
+        desk.rows = rows.copy()
+        fault(desk.rows)
+        wanted = {plots._CELLS[Cell[word.upper()]] for what in marks.values() for word in what}
+        assert not wanted & good - set(plots._LOAD), fault
+        assert wanted <= colours(plots.routes(desk.look(desk.answer))), fault
 
 
-def test_a_picture_is_not_overwritten_unasked(tmp_path: Path, run: Callable[..., Result], rows: Any) -> None:
-    out = saved(tmp_path, b"mine", "picture.png")
-    path = saved(tmp_path, npy(rows), "rows.npy")
+def test_a_picture_is_not_overwritten_unasked(desk: Desk, run: Callable[..., Result]) -> None:
+    out, path = desk.put(b"mine", "picture.png"), desk.put(desk.rows)
     result = run(path, "--out", out)
     assert result.exit_code == 1
     assert "--force" in result.stderr
@@ -749,22 +668,18 @@ def test_a_picture_is_not_overwritten_unasked(tmp_path: Path, run: Callable[...,
     assert out.read_bytes() == b"mine"
     assert run(path, "--out", out, "--force").exit_code == 0
     assert out.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_picture_of_nothing(tmp_path: Path, run: Callable[..., Result]) -> None:
-    out = tmp_path / "picture.png"
-    assert run(saved(tmp_path, b"garbage", "garbage"), "--out", out).exit_code == 1
-    assert out.read_bytes().startswith(b"\x89PNG")
+    assert run(desk.put(b"garbage"), "--out", out, "--force").exit_code == 1
+    assert out.read_bytes().startswith(b"\x89PNG")  # of nothing
 
 
 # What a row shows in a layer
 
 
-def view(ids: np.ndarray[Any, Any], **changes: Any) -> View:
+def view(ids: Array, **changes: Any) -> View:
     return View(**({"ids": ids, "layers": tuple(range(ids.shape[1])), "num_experts": 16} | changes))
 
 
-def scattered(rows: int, columns: int = 3, topk: int = 2) -> np.ndarray[Any, Any]:
+def scattered(rows: int, columns: int = 3, topk: int = 2) -> Array:
     generator = np.random.default_rng(5)
     return np.argsort(generator.random((rows, columns, 16)), axis=2)[..., :topk]
 
@@ -777,12 +692,9 @@ def test_stuck_takes_so_many_rows_on_end() -> None:
     found = cells(view(ids)) == Cell.STUCK
     assert np.flatnonzero(found[:, 1]).tolist() == list(range(5, 5 + STUCK_ROWS))
     assert not found[:, [0, 2]].any()
-
-
-def test_a_whole_column_may_be_stuck() -> None:
-    ids = scattered(STUCK_ROWS)
-    ids[:, 0] = [3, 9]
-    assert (cells(view(ids))[:, 0] == Cell.STUCK).all()
+    whole = scattered(STUCK_ROWS)
+    whole[:, 0] = [3, 9]
+    assert (cells(view(whole))[:, 0] == Cell.STUCK).all()
 
 
 def test_copies_of_the_same_token_are_none() -> None:
@@ -814,44 +726,26 @@ def test_views_of_other_layers_and_sizes_add_up() -> None:
     tally = Tally()
     tally.add(view(scattered(30), layers=(0, 1, 2)))
     tally.add(view(scattered(10), layers=(2, 3, 4), num_experts=32))
-    assert [(layer.layer, layer.rows) for layer in tally.figures()] == [
-        (0, 30),
-        (1, 30),
-        (2, 40),
-        (3, 10),
-        (4, 10),
-    ]
+    assert {layer.layer: layer.rows for layer in tally.figures()} == {0: 30, 1: 30, 2: 40, 3: 10, 4: 10}
     assert [len(tally.load[layer]) for layer in range(5)] == [16, 16, 32, 32, 32]
+    assert tally.num_experts == 32
 
 
 def test_one_bad_row_of_thousands_is_drawn() -> None:
-    from npu_replay.inspection.plots import _WIDEST, _narrowed
-
+    widest = plots._WIDEST
     found = np.full((10_007, 3), Cell.GOOD, np.uint8)
     found[5000, 1] = Cell.ZEROS  # not one that is the first of its neighbours
-    drawn = _narrowed(found)
-    assert drawn.shape == (_WIDEST, 3)
+    drawn = plots._narrowed(found)
+    assert drawn.shape == (widest, 3)
     assert (drawn == Cell.ZEROS).sum(axis=0).tolist() == [0, 1, 0]
-    assert drawn[_WIDEST // 2 - 1 : _WIDEST // 2 + 2, 1].max() == Cell.ZEROS
+    assert drawn[widest // 2 - 1 : widest // 2 + 2, 1].max() == Cell.ZEROS
 
 
-def test_many_layers_are_put_together_where_they_look_alike(
-    tmp_path: Path, run: Callable[..., Result]
-) -> None:
-    ids = scattered(100, columns=40, topk=4)
+def test_many_layers_are_put_together_where_they_look_alike(desk: Desk, run: Callable[..., Result]) -> None:
+    ids = scattered(100, columns=40, topk=4).astype(np.uint8)
     ids[:, 17:19] = 0
-    result = run(saved(tmp_path, npy(ids.astype(np.uint8)), "rows.npy"))
-    assert "0 to 39" in result.stdout
+    assert "0 to 39" in run(desk.put(ids)).stdout
     ids[:30, 17:19] = scattered(30, columns=2, topk=4)
-    result = run(saved(tmp_path, npy(ids.astype(np.uint8)), "rows.npy"))
-    starts = [line.split("  ")[0] for line in result.stdout.splitlines()]
-    assert [start for start in ("0 to 16", "17 to 18", "19 to 39") if start in starts] == [
-        "0 to 16",
-        "17 to 18",
-        "19 to 39",
-    ]
-
-
-def test_a_key_that_stands_twice_in_an_answer_is_refused(tmp_path: Path) -> None:
-    found = inspect(saved(tmp_path, b'{"choices": [], "choices": [], "usage": null}', "answer.json"))
-    assert "'choices' stands twice" in found.bad[0].problem
+    starts = [line.split("  ")[0] for line in run(desk.put(ids)).stdout.splitlines()]
+    together = ["0 to 16", "17 to 18", "19 to 39"]
+    assert [start for start in starts if " to " in start and start[0].isdigit()] == together

@@ -7,17 +7,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer.main
 from typer.testing import CliRunner
 
 from npu_replay.cli.commands import app
 from npu_replay.smoke import job
 from npu_replay.smoke import run as smoke
 from npu_replay.smoke.job import Verdict, first_to_fail
-from npu_replay.smoke.options import HELP, Options, Split, parse
+from npu_replay.smoke.options import Options, Split, parse
 from npu_replay.smoke.report import FAIL, PASS, SKIP, Report, Result
 
 
@@ -54,6 +52,10 @@ def test_the_model_fits_its_split(sizes: dict[str, int]) -> None:
             ["--tp", "2", "--pp", "2"],
             "need a multiple of 4 processes, and there are 3: torchrun --nproc-per-node 4",
         ),
+        (
+            ["--tp", "2"],
+            "need a multiple of 2 processes, and there are 3",
+        ),  # more than enough, and no multiple
         (["--ep", "0"], "--ep 0: a size is at least 1"),
         (["--vp", "2"], "--vp needs a pipeline"),
         (["--sequence-parallel"], "--sequence-parallel needs --tp 2 or more"),
@@ -61,43 +63,39 @@ def test_the_model_fits_its_split(sizes: dict[str, int]) -> None:
         (["--json", __file__], "is there already and is not overwritten; --force does"),
     ],
 )
-def test_what_cant_be_run_exits_2_and_says_why(
+def test_what_cant_be_run_exits_2_and_rank_0_says_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setenv("RANK", "0")
-    assert smoke.main(parse(arguments)) == 2
-    assert said in capsys.readouterr().err
+    for rank in ("0", "2"):
+        monkeypatch.setenv("RANK", rank)
+        assert smoke.main(parse(arguments)) == 2
+        out, complaint = capsys.readouterr()
+        assert out == ""
+        assert (said in complaint) if rank == "0" else complaint == ""
 
 
-def test_only_rank_0_says_what_cant_be_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setenv("RANK", "2")
-    assert smoke.main(Options(tp=2)) == 2
-    assert capsys.readouterr() == ("", "")
-
-
-def test_both_command_lines_take_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With typer and, in a container that is left as it is, without."""
+def test_every_option_reaches_the_run_with_typer_too(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Options] = []
     monkeypatch.setattr(smoke, "main", lambda options: seen.append(options) or 0)
     arguments = [item for name in ("tp", "pp", "ep", "cp", "vp", "etp") for item in (f"--{name}", "3")]
     arguments += ["--recompute", "--sequence-parallel", "--device", "npu", "--json", "x", "--force"]
     arguments += ["--patience", "7"]
     for given in ([], arguments):
-        result = CliRunner().invoke(app, ["smoke", *given])
+        result = CliRunner().invoke(app, ["smoke", "--debug", *given])
         assert result.exit_code == 0, result.output
-        assert seen.pop() == parse(given)
-    assert parse([]) == Options()
+        assert seen[-1] == parse(given)
+    default, told = map(vars, seen)
+    assert default == vars(Options())
+    assert [name for name in default if default[name] == told[name]] == []
 
 
-def test_every_option_has_its_help() -> None:
-    command: Any = typer.main.get_command(app)
-    options = {one.name: one.help for one in command.commands["smoke"].params if one.name != "debug"}
-    assert options.keys() == HELP.keys() == Options.__dataclass_fields__.keys()
-    assert all(options.values())
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--device", "tpu"], ["--nothing"]])
+def test_help_and_errors_are_the_command_lines_own(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, ["smoke", *arguments])
+    asked = arguments[0] in ("--help", "-h")
+    assert result.exit_code == (0 if asked else 2)
+    assert "usage: npu-replay smoke" in (result.stdout if asked else result.stderr)
 
 
 def test_it_runs_where_typer_and_rich_are_missing() -> None:
@@ -139,6 +137,7 @@ def test_the_rank_that_failed_first_is_heard() -> None:
 
 def test_lines_name_what_fails_and_what_was_not_tried() -> None:
     report = Report(Options(), 1)
+    assert not report.passed  # nothing tried is no pass
     report.results = [
         Result("replay", "softmax", PASS, "all right"),
         Result("replay", "groups", SKIP, "this Megatron has none"),
@@ -151,7 +150,3 @@ def test_lines_name_what_fails_and_what_was_not_tried() -> None:
     assert report.lines("bytes") == "FAIL  bytes         softmax: rank 3: others came back"
     assert not report.passed
     assert report.verdict().startswith("FAIL: bytes, after")
-
-
-def test_nothing_tried_is_no_pass() -> None:
-    assert not Report(Options(), 1).passed
