@@ -309,8 +309,6 @@ class Asked(MegatronCall):
         spare: see MegatronCall.
     """
 
-    __slots__ = ("_compares", "_group_topk", "_num_groups", "replay")
-
     def __init__(
         self,
         replay: Any,
