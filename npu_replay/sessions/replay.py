@@ -337,21 +337,11 @@ class Replay(AnyReplay):
         routes: one RoutedExperts a micro-batch, in forward order; rows as the routers have them. Columns
             are picked by layer label, others are ignored. A row without a route takes the router's own
             choice.
-        live_mismatch, max_live_mismatch, aux_loss: see replay.
+        options: see AnyReplay.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        routes: Sequence[RoutedExperts],
-        *,
-        live_mismatch: bool = False,
-        max_live_mismatch: float | None = None,
-        aux_loss: AuxLoss | None = None,
-    ) -> None:
-        super().__init__(
-            model, live_mismatch=live_mismatch, max_live_mismatch=max_live_mismatch, aux_loss=aux_loss
-        )
+    def __init__(self, model: Model, routes: Sequence[RoutedExperts], **options: Any) -> None:
+        super().__init__(model, **options)
         self._routes = checked_routes(routes)
 
     def _holds(self) -> str:

@@ -68,9 +68,9 @@ class Witness:
         self.strayed = Count()
         self._shown: dict[Key, _Shown] = {}
         self._held = 0
-        self._counted: list[tuple[list[Key], int, torch.Tensor]] = []
-        """Calls, how many experts each chose, and int64 [calls, 2], how many of these are shown and how many
-        are in all."""
+        self._counted: list[tuple[list[Key], int, torch.Tensor, torch.Tensor]] = []
+        """Calls, how many experts each chose, and int64 [calls], how many of these are shown and how many are
+        in all."""
         self._counts: dict[Key, tuple[int, int, int]] = {}
         """The same, read."""
         self._unreached: dict[Key, list[str]] = {}  # and what was called instead
@@ -97,7 +97,7 @@ class Witness:
         """The forward of this call raised."""
         for kept in (self._shown, self._counts, self._unreached):
             kept.pop(key, None)
-        for keys, _, _ in self._counted:
+        for keys, *_ in self._counted:
             keys[:] = [_NOBODY if one == key else one for one in keys]
 
     def clear(self) -> None:
@@ -146,21 +146,20 @@ class Witness:
             inside = shown.gather(2, torch.stack(ids))
             if values[0] is not None:  # -inf is a mask's that nobody saw, and NaN a step's that diverged
                 inside = inside > torch.stack(values).isneginf()
-            counts = torch.stack([inside.sum(dim=(1, 2)), shown.sum(dim=(1, 2))], dim=1)
-            self._counted.append((keys, ids[0].numel(), counts))
+            self._counted.append((keys, ids[0].numel(), inside.sum(dim=(1, 2)), shown.sum(dim=(1, 2))))
         self._shown.clear()
         self._held = 0
 
     def _read(self) -> None:
         """Read what was counted. Waits for each device once."""
-        by_device: dict[torch.device, list[tuple[Key, int]]] = {}
-        counts: dict[torch.device, list[torch.Tensor]] = {}
-        for keys, chosen, counted in self._counted:
-            by_device.setdefault(counted.device, []).extend((key, chosen) for key in keys)
-            counts.setdefault(counted.device, []).append(counted)
-        for device, calls in by_device.items():
-            for (key, chosen), (inside, total) in zip(calls, torch.cat(counts[device]).tolist(), strict=True):
-                self._counts[key] = chosen, inside, total
+        for device in {inside.device for *_, inside, _ in self._counted}:
+            here = [one for one in self._counted if one[2].device == device]
+            figures = torch.cat([part for *_, inside, total in here for part in (inside, total)]).tolist()
+            for keys, chosen, *_ in here:
+                count = len(keys)
+                for key, inside, total in zip(keys, figures, figures[count:], strict=False):
+                    self._counts[key] = chosen, inside, total
+                del figures[: 2 * count]
         self._counted.clear()
 
 
