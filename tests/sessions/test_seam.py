@@ -247,6 +247,31 @@ def test_ids_that_are_written_into_in_the_forward_are_refused(number: int) -> No
             ran.append(1)
 
 
+def test_ids_of_a_forward_that_raised_are_nobodys() -> None:
+    def failing(router: ToyRouter, scores: Scores) -> Pair:
+        torch.topk(scores, router.topk)
+        raise ZeroDivisionError
+
+    model = ToyModel(ToyRouter(), ToyRouter(select=failing))
+    with npu_replay.record(model) as recording:
+        with pytest.raises(ZeroDivisionError):
+            model(tokens())
+        assert not recording._wide
+        assert not recording._ids
+        model.layers[1].router.select = as_function
+        model(tokens())
+
+
+def test_a_record_under_inference_mode_is_that_of_any_other() -> None:
+    """Its tensors don't tell whether they were written into."""
+    model, found = ToyModel(), []
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode, npu_replay.record(model) as recording:
+            model(tokens())
+        found.append(recording.routes)
+    assert found[0] == found[1]
+
+
 def test_only_the_calling_thread_is_armed() -> None:
     """S3: another thread's top-k is its own."""
     inside: list[bool] = []
