@@ -126,6 +126,7 @@ class StepRecording(Recording):
 
     def last(self, router: Router) -> torch.Tensor | None:
         """The ids of a router's last call, [rows, topk], narrow, on its device; None before the first."""
+        self._narrow()
         numbers = [number for label, number in self._ids if label == router.label]
         return self._ids[router.label, max(numbers)] if numbers else None
 
