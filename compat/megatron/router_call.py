@@ -21,8 +21,6 @@ class MegatronCall(seam.CapacityCall):
         spare: the router asks its top-k for so many more than it uses; they come last, and stay its own.
     """
 
-    __slots__ = ("drops", "spare")
-
     def __init__(self, *about: Any, drops: bool = False, spare: int = 0, **options: Any) -> None:
         super().__init__(*about, **options)
         self.drops = drops
@@ -37,9 +35,11 @@ class MegatronCall(seam.CapacityCall):
     ) -> Any:
         """Answer the top-k; `ids` are those that the router uses."""
         answered = super().answer(native, args, kwargs, way)
-        if self.spare and self.ids is not None and self.values is not None:
-            self.ids, self.values = self.ids[:, : self.topk], self.values[:, : self.topk]
-            self.masks = False  # its values are the top-k's own
+        if self.spare and self.ids is not None:
+            self.ids = self.ids[:, : self.topk]
+            with outside_modes():  # what the router got are its top-k's own
+                self.values = self.unmasked(self.scores).detach().gather(1, self.ids)
+            self.masks = False
         return answered
 
     def _decide(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

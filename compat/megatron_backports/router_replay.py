@@ -303,8 +303,6 @@ class Asked(MegatronCall):
         spare: see MegatronCall.
     """
 
-    __slots__ = ("_compares", "_groups", "replay")
-
     def __init__(
         self,
         replay: Any,

@@ -27,8 +27,8 @@ def eager(chunks: Sequence[nn.Module], routers: Sequence[Sequence[Router]]) -> A
     compiled = [
         path
         for chunk, found in zip(chunks, routers, strict=True)
-        for path, module in _paths(chunk, found)
-        if is_compiled(module)
+        for path, module in chunk.named_modules()
+        if is_compiled(module) and any(_is_around(path, router.path) for router in found)
     ]
     if not compiled:
         return contextlib.nullcontext()
@@ -53,39 +53,27 @@ class _Stance:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        self._take()
-        try:
-            yield
-        finally:
-            self._give()
-
-    def _take(self) -> None:
         with self._lock:
             if self._open == 0:
                 self._eager = torch.compiler.set_stance("force_eager")
                 self._eager.__enter__()
             self._open += 1
-
-    def _give(self) -> None:
-        with self._lock:
-            self._open -= 1
-            if self._open == 0:
-                self._eager.__exit__(None, None, None)
-                self._eager = None
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open -= 1
+                if self._open == 0:
+                    self._eager.__exit__(None, None, None)
+                    self._eager = None
 
 
 _stance = _Stance()
 
 
-def _paths(chunk: nn.Module, routers: Sequence[Router]) -> Iterator[tuple[str, nn.Module]]:
-    """Every module on the way from the chunk to one of its routers, both included."""
-    wanted = set()
-    for router in routers:
-        parts = router.path.split(".") if router.path else []
-        wanted |= {".".join(parts[:depth]) for depth in range(len(parts) + 1)}
-    for path, module in chunk.named_modules():
-        if path in wanted:
-            yield path, module
+def _is_around(path: str, router: str) -> bool:
+    """Does the module at `path` contain the router, or is it the router?"""
+    return path in ("", router) or router.startswith(f"{path}.")
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -38,6 +38,8 @@ sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _top_hooks: Callable[[bool], Any] | None = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", None
 )  # not there in torch 2.7
+TELLS_REGIONS = _top_hooks is not None
+"""Is every non-reentrant checkpoint around a place found? On torch 2.7 the composable one isn't."""
 _push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 

@@ -6,13 +6,17 @@ from typing import Any
 
 import torch
 
-from npu_replay.errors import ReplayError, RouterError, micro_batch
+from npu_replay.errors import NoEffect, ReplayError, RouterError, micro_batch
 from npu_replay.routers import Model, Router
 from npu_replay.routes.inputs import Inputs, copied
 from npu_replay.routes.routed_experts import RoutedExperts, without_layers
 from npu_replay.sessions import seam
-from npu_replay.sessions.micro_batches import Key
+from npu_replay.sessions.micro_batches import Forward, Key
 from npu_replay.sessions.session import Session
+from npu_replay.sessions.witness import CHANGED
+
+_SMALL = 2**13
+"""Ids of a call that may wait as int64: 64 kB."""
 
 
 def record(model: Model, *, inputs: bool = True) -> Recording:
@@ -45,6 +49,9 @@ class Recording(Session):
         super().__init__(model)
         self._keeps_inputs = inputs
         self._ids: dict[Key, torch.Tensor] = {}
+        self._wide: dict[Key, tuple[torch.Tensor, int, torch.dtype]] = {}
+        """Ids as the router has them, how often they had been written into, and the dtype that they are kept
+        in: of small ones a cast each costs more than one of all, at the end of the forward."""
         self._routes: list[RoutedExperts] | None = None
 
     def _holds(self) -> str:
@@ -63,24 +70,54 @@ class Recording(Session):
         return self._routes
 
     def _choose(self, call: seam.Call) -> torch.Tensor:
-        ids = call.own()
-        # Made under inference_mode it can't be saved for backward, and never is: the int64 copy at use can.
-        self._ids[call.owner.label, call.forward.number] = ids.to(call.owner.narrow)
+        ids, narrow = call.own(), call.owner.narrow
+        key = call.owner.label, call.forward.number
+        if call.free and ids.numel() <= _SMALL and not ids.is_inference():
+            self._wide[key] = ids, ids._version, narrow
+        else:
+            # Made under inference_mode it can't be saved for backward, and never is: the int64 copy can.
+            self._ids[key] = ids.to(narrow)
         return ids
 
     def _again(self, router: Router, number: int, device: torch.device) -> torch.Tensor:
+        self._narrow()
         ids = self._ids.get((router.label, number))
         return super()._again(router, number, device) if ids is None else ids
+
+    def _end(self, chunk: int, output: object) -> tuple[Forward, bool] | None:
+        ended = super()._end(chunk, output)
+        self._narrow()
+        return ended
+
+    def _narrow(self) -> None:
+        """Cast what waits for it, those of one size together."""
+        wide, self._wide = self._wide, {}
+        alike: dict[object, list[Key]] = {}
+        for key, (ids, written, narrow) in wide.items():
+            if ids._version != written:
+                raise NoEffect(
+                    "the ids that the top-k gave were written into before the forward ended",
+                    where=micro_batch(key[1], key[0]),
+                    expected="ids that stay as the top-k gave them",
+                    got="an operation in place",
+                    cause=CHANGED,
+                )
+            alike.setdefault((ids.shape, ids.device, narrow), []).append(key)
+        for keys in alike.values():
+            cast = torch.stack([wide[key][0] for key in keys]).to(wide[keys[0]][2])
+            self._ids.update(zip(keys, cast.unbind(), strict=True))
 
     def _tokens_wanted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         return copied(args, kwargs) if self._keeps_inputs else None
 
     def _forget(self, key: Key) -> None:
         self._ids.pop(key, None)
+        self._wide.pop(key, None)
 
     def _clear(self) -> None:
         super()._clear()
         self._ids.clear()
+        self._wide.clear()
 
     def _finish(self) -> None:
         count = self._timeline.ended[0]

@@ -73,6 +73,11 @@ def counted_by_aux_losses(asked: str | None = None) -> AuxLoss:
     return "live" if found == "live" else "replayed"
 
 
+_OnDevice: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, dict[int, torch.Tensor]]"
+_FEW = 2**18
+"""Ids of a micro-batch that are held as int64 on the device: 2 MB."""
+
+
 class DeviceRoutes:
     """Routes of one micro-batch for one chunk, and their copies on the devices of a model.
 
@@ -83,23 +88,31 @@ class DeviceRoutes:
     Attributes:
         rows: how many there are.
         missing: int64, those without a route; None if every row has one.
-        on: by device, the narrow ids [rows, topk] of each layer, and `missing` there.
+        on: by device, the narrow ids [rows, layers, topk], `missing` there, and the ids [rows, topk] that
+            each layer is given: narrow too, or int64 where they are few, as a cast each would cost more.
+        columns: of the narrow ids, by layer.
     """
 
     def __init__(self, routes: RoutedExperts, routers: Sequence[Router]) -> None:
+        labels = tuple(router.label for router in routers)
         self.routes = routes
         self.rows = len(routes)
-        self._labels = [router.label for router in routers]
+        self.columns = {label: column for column, label in enumerate(labels)}
+        self._of_all = routes._columns(labels)
         missing = (~routes.recorded).nonzero()[:, 0]
         self.missing: torch.Tensor | None = missing if len(missing) else None
-        self.on: dict[torch.device, tuple[dict[int, torch.Tensor], torch.Tensor | None]] = {}
+        self.on: dict[torch.device, _OnDevice] = {}
 
     def send(self, device: torch.device) -> None:
-        """Have them on a device, narrow; without waiting for them, and once."""
-        if device not in self.on and self._labels:
-            ids = to_device(self.routes.only(self._labels).ids, device)
-            missing = None if self.missing is None else to_device(self.missing, device)
-            self.on[device] = dict(zip(self._labels, ids.unbind(1), strict=True)), missing
+        """Have them on a device; without waiting for them, and once."""
+        if device in self.on or not self.columns:
+            return
+        ids = to_device(self.routes.ids[:, self._of_all], device)
+        given = ids.transpose(0, 1)
+        if ids.numel() <= _FEW and not torch.is_inference_mode_enabled():
+            given = given.to(torch.int64, memory_format=torch.contiguous_format)
+        missing = None if self.missing is None else to_device(self.missing, device)
+        self.on[device] = ids, missing, dict(zip(self.columns, given.unbind(), strict=True))
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -138,6 +151,7 @@ class AnyReplay(Session):
         self._given: dict[tuple[int, int], DeviceRoutes] = {}
         """Of each chunk and micro-batch."""
         self._chunk_of: dict[int, int] = {}
+        self._compares = False
 
     def _routes_of(self, chunk: int, number: int) -> DeviceRoutes:
         given = self._given.get((chunk, number))
@@ -175,6 +189,8 @@ class AnyReplay(Session):
         self._chunk_of = {
             router.label: chunk for chunk, routers in enumerate(self._routers) for router in routers
         }
+        losses = any(router.aux_losses is not None for router in self._all_routers())
+        self._compares = losses and self._aux_loss == "live"
 
     def _attach_router(self, router: Router, chunk: int, marks: Marks) -> None:
         super()._attach_router(router, chunk, marks)
@@ -186,12 +202,12 @@ class AnyReplay(Session):
     def _compare(self, call: seam.Call) -> None:
         """Find the router's own choice too, if its aux losses count that in this call."""
         router = call.owner.router
-        losses = router.aux_losses
-        if losses is not None and self._aux_loss == "live" and losses.follow_the_call_of(router.module):
+        if (losses := router.aux_losses) is not None and losses.follow_the_call_of(router.module):
             call.own()
 
     def _choose_again(self, call: seam.Call) -> torch.Tensor:
-        self._compare(call)
+        if self._compares:
+            self._compare(call)
         return super()._choose_again(call)
 
     def _check_layers(self, number: int, routes: RoutedExperts, routers: Sequence[Router]) -> None:
@@ -231,8 +247,8 @@ class AnyReplay(Session):
 
     def _prepare(
         self, router: Router, forward: Forward, rows: int, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The narrow ids [rows, topk] of this call, and the rows without a route, if any."""
+    ) -> tuple[DeviceRoutes, torch.Tensor, torch.Tensor | None, dict[int, torch.Tensor]]:
+        """The routes of the micro-batch, and what of them is on the device."""
         if forward is self._timeline.bypassed:
             self._check_forward(forward)
         given = self._routes_of(forward.chunk, forward.number)
@@ -246,21 +262,21 @@ class AnyReplay(Session):
             )
         if device not in given.on:
             self._send(forward, device)
-        layers, missing = given.on[device]
-        return layers[router.label], missing
+        return given, *given.on[device]
 
     def _choose(self, call: seam.Call) -> torch.Tensor:
-        ids, missing = call.routes
-        forward = call.forward
-        chosen: torch.Tensor = ids.long()
-        self._compare(call)
+        routes, narrow, missing, given = call.routes
+        forward, label = call.forward, call.owner.label
+        chosen: torch.Tensor = given[label].long()
+        if self._compares:
+            self._compare(call)
         if self._mismatch.asks(forward):
             self._mismatch.add(forward, chosen, call.own(), missing)
-        if missing is not None:
-            chosen.index_copy_(0, missing, call.own(missing))
-        key = call.owner.label, forward.number
-        if key in self._pending:
-            self._kept[key] = ids if missing is None else chosen.to(call.owner.narrow)
+        if missing is not None:  # never in place: layers may share their storage
+            chosen = chosen.index_copy(0, missing, call.own(missing))
+        if (key := (label, forward.number)) in self._pending:
+            column = narrow[:, routes.columns[label]]
+            self._kept[key] = column if missing is None else chosen.to(call.owner.narrow)
         return chosen
 
     def _begin(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward:
@@ -321,21 +337,11 @@ class Replay(AnyReplay):
         routes: one RoutedExperts a micro-batch, in forward order; rows as the routers have them. Columns
             are picked by layer label, others are ignored. A row without a route takes the router's own
             choice.
-        live_mismatch, max_live_mismatch, aux_loss: see replay.
+        options: see AnyReplay.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        routes: Sequence[RoutedExperts],
-        *,
-        live_mismatch: bool = False,
-        max_live_mismatch: float | None = None,
-        aux_loss: AuxLoss | None = None,
-    ) -> None:
-        super().__init__(
-            model, live_mismatch=live_mismatch, max_live_mismatch=max_live_mismatch, aux_loss=aux_loss
-        )
+    def __init__(self, model: Model, routes: Sequence[RoutedExperts], **options: Any) -> None:
+        super().__init__(model, **options)
         self._routes = checked_routes(routes)
 
     def _holds(self) -> str:

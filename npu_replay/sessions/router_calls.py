@@ -19,9 +19,8 @@ from npu_replay import routers
 from npu_replay.errors import MicroBatchError, RecomputeError, RouterError, micro_batch
 from npu_replay.routers import Router
 from npu_replay.routes.routed_experts import narrow_dtype
-from npu_replay.sessions import seam
+from npu_replay.sessions import recompute, seam
 from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, Marks
-from npu_replay.sessions.recompute import in_backward
 
 if TYPE_CHECKING:
     from npu_replay.sessions.session import Session
@@ -39,23 +38,11 @@ class RouterCalls:
         narrow: the dtype in which its ids are kept.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_chunk",
-        "_depth",
-        "_kind",
-        "_marks",
-        "_mend",
-        "_session",
-        "_timeline",
-        "_way",
-        "label",
-        "narrow",
-        "router",
-    )
-
     def __init__(self, session: Session, router: Router, chunk: int, marks: Marks) -> None:
         self._session = session
+        self._prepare = session._prepare
+        self._choose, self._choose_again = session._choose, session._choose_again
+        self._frees = recompute.TELLS_REGIONS and not session.foreign and not router.masks
         self._chunk = chunk
         self._depth = 3 if session.errors_wait else 2  # of the module's __call__; Hook's is between
         self._marks = marks
@@ -76,25 +63,24 @@ class RouterCalls:
             raise _under_vmap(router)
         rows = hidden.numel() // hidden.shape[-1] * router.gathers
         number = self._marks.take_announced(router.module)
-        if number is None and in_backward():
+        if number is None and recompute.in_backward():
             number = self._timeline.recomputed(self._chunk, self.label)
-        if number is None:
-            forward = self._live()
-            choose = session._choose
-            routes = session._prepare(router, forward, rows, hidden.device)
-        else:
-            forward, choose = None, session._choose_again
-            routes = self._again(number, rows, hidden.device)
         call = self._kind(
             rows,
             router.num_experts,
             router.topk,
-            choose,
+            self._choose if number is None else self._choose_again,
             masks=router.masks,
             watch=router.masks or self._way != "guard",
             given=session.foreign,
         )
-        call.owner, call.forward, call.routes = self, forward, routes
+        if number is None:
+            call.forward, enclosed = self._live()
+            call.free = self._frees and not enclosed
+            call.routes = self._prepare(router, call.forward, rows, hidden.device)
+        else:
+            call.routes = self._again(number, rows, hidden.device)
+        call.owner = self
         call.inside = sys._getframe(self._depth)
         call.begin()
         session._seconds += time.perf_counter() - started
@@ -116,8 +102,8 @@ class RouterCalls:
         self._session._seconds += time.perf_counter() - started
         return mended
 
-    def _live(self) -> Forward:
-        """The forward that this call belongs to."""
+    def _live(self) -> tuple[Forward, bool]:
+        """The forward that this call belongs to, and whether anything may run the call again."""
         forward, label = self._timeline.live(self._chunk), self.label
         if label in forward.called:
             raise self._called_again(forward)
@@ -127,7 +113,7 @@ class RouterCalls:
             around = [*around, foreseen]
         if around:
             self._session._pending.expect((label, forward.number), around)
-        return forward
+        return forward, bool(around)
 
     def _again(self, number: int, rows: int, device: torch.device) -> torch.Tensor:
         """The ids of the call that this one is the recompute of."""

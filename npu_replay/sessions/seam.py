@@ -3,8 +3,8 @@
 While a call is armed, the first top-k over the experts is answered by `Call.choose`: two-dimensional
 scores, the last dimension as long as there are experts, k the router's, as many rows as the router was
 given. (A router with one group calls another top-k before it, and the aux loss another one after.)
-Every pass has one autograd shape: the ids are found without grad and the scores gathered, in a record too,
-else a non-reentrant checkpoint finds other saved tensors in its recompute.
+Every pass in a checkpoint has one autograd shape: the ids are found without grad and the scores gathered, in
+a record too, else a non-reentrant one finds other saved tensors in its recompute.
 
 Two ways to catch that top-k, measured in docs/architecture.md:
 
@@ -89,38 +89,27 @@ class Call:
         own_ids: the router's own choice of all rows, where anybody has asked for it.
         seen: what the router called until its top-k was caught, as far as it was watched.
         strayed: a flag on the device that a kernel chose others than were wanted; None from a top-k.
+        free: no checkpoint can compare what this call saves with its recompute, and the ids are the router's
+            own: so its top-k runs as it is.
         owner, forward, routes: for whoever begins the call.
         inside: the frame that runs the router: an interrupt skips the forward hook, and a call whose frame
             has gone answers nothing any more. None: it always answers.
         below: the call that this one lies in.
     """
 
-    __slots__ = (
-        "_args",
-        "_kwargs",
-        "_masked",
-        "_native",
-        "_outer",
-        "below",
-        "choose",
-        "forward",
-        "given",
-        "ids",
-        "inside",
-        "masks",
-        "num_experts",
-        "own_ids",
-        "owner",
-        "routes",
-        "rows",
-        "scores",
-        "seen",
-        "strayed",
-        "topk",
-        "values",
-        "watching",
-        "way",
-    )
+    ids: torch.Tensor | None = None
+    way: str | None = None
+    values: torch.Tensor | None = None
+    scores: Any = None
+    own_ids: torch.Tensor | None = None
+    strayed: torch.Tensor | None = None
+    free = False
+    owner: Any = None
+    forward: Any = None
+    routes: Any = None
+    inside: FrameType | None = None
+    below: Call | None = None
+    _outer: Call | None = None
 
     def __init__(
         self,
@@ -140,20 +129,8 @@ class Call:
         self.masks = masks
         self.watching = watch
         self.given = given
-        self.ids: torch.Tensor | None = None
-        self.way: str | None = None
-        self.values: torch.Tensor | None = None
-        self.strayed: torch.Tensor | None = None
-        self.scores: Any = None
-        self.own_ids: torch.Tensor | None = None
         self.seen: list[str] = []
-        self.owner: Any = None
-        self.forward: Any = None
-        self.routes: Any = None
-        self.inside: FrameType | None = None
-        self.below: Call | None = None
         self._masked: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._outer: Call | None = None
 
     def begin(self) -> None:
         """From now on the top-k of this thread is answered."""
@@ -229,9 +206,11 @@ class Call:
 
     def _decide(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What the top-k returns: values and ids."""
+        if self.free:
+            values, self.own_ids = self._native(scores, *self._args, **self._kwargs)
         with outside_modes():
             ids = self.choose(self)
-        return self.unmasked(scores).gather(1, ids), ids
+        return values if self.free else self.unmasked(scores).gather(1, ids), ids
 
     def own(self, rows: torch.Tensor | None = None) -> torch.Tensor:
         """The router's own choice, int64 [rows, topk], of all rows or of these. Costs a top-k, once."""
@@ -266,7 +245,6 @@ class CapacityCall(Call):
     there, as ids that were given may have.
     """
 
-    __slots__ = ()
     drops = True
 
     def _wants(self, k: object, dim: object) -> bool:

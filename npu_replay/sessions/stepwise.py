@@ -28,18 +28,11 @@ class StepReplay(AnyReplay):
     Args:
         model: see Session.
         errors_wait: see Block.
-        live_mismatch, max_live_mismatch: see replay.
+        options: see AnyReplay.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        *,
-        errors_wait: bool = False,
-        live_mismatch: bool = False,
-        max_live_mismatch: float | None = None,
-    ) -> None:
-        super().__init__(model, live_mismatch=live_mismatch, max_live_mismatch=max_live_mismatch)
+    def __init__(self, model: Model, *, errors_wait: bool = False, **options: Any) -> None:
+        super().__init__(model, **options)
         self.errors_wait = errors_wait
         self._rows = 0
         self._rows_without_route = 0
@@ -83,11 +76,8 @@ class StepReplay(AnyReplay):
 
     def _end(self, chunk: int, output: object) -> tuple[Forward, bool] | None:
         ended = super()._end(chunk, output)
-        if (
-            ended is not None
-            and ended[1]
-            and (given := self._given.get((chunk, ended[0].number))) is not None
-        ):
+        complete = ended is not None and ended[1]
+        if complete and (given := self._given.get((chunk, self._timeline.ended[chunk] - 1))):
             self._rows += given.rows
             self._rows_without_route += 0 if given.missing is None else len(given.missing)
         return ended
@@ -136,6 +126,7 @@ class StepRecording(Recording):
 
     def last(self, router: Router) -> torch.Tensor | None:
         """The ids of a router's last call, [rows, topk], narrow, on its device; None before the first."""
+        self._narrow()
         numbers = [number for label, number in self._ids if label == router.label]
         return self._ids[router.label, max(numbers)] if numbers else None
 

@@ -39,14 +39,16 @@ class _Shown(NamedTuple):
     Attributes:
         map: bool [rows, experts], which experts are shown.
         ids: int64 [rows, topk], those that the router was given.
-        scores: float [rows, experts], those that its values were gathered from; None for a fused kernel.
+        values: float [rows, topk], the scores of these, unmasked; None for a fused kernel.
     """
 
     map: torch.Tensor
     ids: torch.Tensor
-    scores: torch.Tensor | None
+    values: torch.Tensor | None
 
 
+_OTHER_ROWS = (0, 0, -1)
+_NOBODY = (-1, -1)
 _HELD = 2**22
 """Bytes of maps that are held until they are counted together."""
 
@@ -66,9 +68,11 @@ class Witness:
         self.strayed = Count()
         self._shown: dict[Key, _Shown] = {}
         self._held = 0
-        self._counts: dict[Key, tuple[int, torch.Tensor] | None] = {}
-        """How many experts were chosen; int64 [2], how many of them are shown, and how many are in all. None:
-        the output was of other rows."""
+        self._counted: list[tuple[list[Key], int, torch.Tensor, torch.Tensor]] = []
+        """Calls, how many experts each chose, and int64 [calls], how many of these are shown and how many are
+        in all."""
+        self._counts: dict[Key, tuple[int, int, int]] = {}
+        """The same, read."""
         self._unreached: dict[Key, list[str]] = {}  # and what was called instead
 
     def saw(self, router: Router, forward: Forward, call: seam.Call, output: object) -> None:
@@ -77,22 +81,28 @@ class Witness:
         if call.ids is None:
             self._unreached[key] = call.seen
         elif forward.checked:
-            with torch.no_grad():
-                self._counts[key] = None
-                if (shown := _read(router, call, call.ids, output)) is not None:
-                    self._shown[key] = shown
-                    self._held += shown.map.numel()
-                if self._held > _HELD:
-                    self._count()
+            shown = router.shows(output)
+            if shown.shape != (call.rows, router.num_experts):
+                self._counts[key] = _OTHER_ROWS
+                return
+            values = None if call.values is None else call.values.detach()
+            if call.masks and values is not None and (scores := call.unmasked(call.scores)) is call.scores:
+                shown = shown | _zeroed(values, scores.detach())  # all of them, which is wrong
+            self._shown[key] = _Shown(shown, call.ids, values)
+            self._held += shown.numel()
+            if self._held > _HELD:
+                self._count()
 
     def forget(self, key: Key) -> None:
         """The forward of this call raised."""
         for kept in (self._shown, self._counts, self._unreached):
             kept.pop(key, None)
+        for keys, *_ in self._counted:
+            keys[:] = [_NOBODY if one == key else one for one in keys]
 
     def clear(self) -> None:
         """The block is over."""
-        for kept in (self._shown, self._counts, self._unreached):
+        for kept in (self._shown, self._counted, self._counts, self._unreached):
             kept.clear()
 
     def check(self, found: Sequence[Router], forward: Forward) -> None:
@@ -102,6 +112,9 @@ class Witness:
             NoEffect: a router was not called, never reached its top-k, or shows other experts.
         """
         number = forward.number
+        if forward.checked:
+            self._count()
+            self._read()
         for router in found:
             key = router.label, number
             if router.label not in forward.called:
@@ -109,17 +122,14 @@ class Witness:
             if (seen := self._unreached.get(key)) is not None:
                 known = routers.explained(router, seen) or _NO_TOPK
                 raise _no_effect(router, number, "the router never reached its top-k", known)
-            if forward.checked and key not in self._counts:
+            if not forward.checked:
+                continue
+            if (counted := self._counts.pop(key, None)) is None:
                 raise _no_effect(router, number, "the router's output was not seen", _NO_TOPK)
-        if not forward.checked:
-            return
-        self._count()
-        read = _read_once({router.label: self._counts.pop((router.label, number)) for router in found})
-        for router in found:
-            chosen, inside, total = read.get(router.label, (0, 0, -1))
+            chosen, inside, total = counted
             if inside != total or not (router.drops or total == chosen):
                 problem = "the router's output doesn't show the chosen experts"
-                raise _no_effect(router, number, problem, _CHANGED)
+                raise _no_effect(router, number, problem, CHANGED)
             if router.drops:
                 self.dropped += chosen - inside
                 self.chosen += chosen
@@ -128,47 +138,29 @@ class Witness:
         """Count what outputs have shown. Those of one size go together: each operation has its price."""
         alike: dict[object, list[Key]] = {}
         for key, one in self._shown.items():
-            scored = None if one.scores is None else one.scores.dtype
+            scored = None if one.values is None else one.values.dtype
             alike.setdefault((one.map.device, one.map.shape, one.ids.shape, scored), []).append(key)
         for keys in alike.values():
-            maps, ids, scores = zip(*(self._shown[key] for key in keys), strict=True)
-            given, shown = torch.stack(ids), torch.stack(maps)
-            inside = shown.gather(2, given)
-            if scores[0] is not None:  # -inf is a mask's that nobody saw, and NaN a step's that diverged
-                inside = inside > torch.stack(scores).gather(2, given).isneginf()
-            counts = torch.stack([inside.sum(dim=(1, 2)), shown.sum(dim=(1, 2))], dim=1)
-            for key, pair in zip(keys, counts.unbind(), strict=True):
-                self._counts[key] = given[0].numel(), pair
+            maps, ids, values = zip(*(self._shown[key] for key in keys), strict=True)
+            shown = torch.stack(maps)
+            inside = shown.gather(2, torch.stack(ids))
+            if values[0] is not None:  # -inf is a mask's that nobody saw, and NaN a step's that diverged
+                inside = inside > torch.stack(values).isneginf()
+            self._counted.append((keys, ids[0].numel(), inside.sum(dim=(1, 2)), shown.sum(dim=(1, 2))))
         self._shown.clear()
         self._held = 0
 
-
-def _read(router: Router, call: seam.Call, ids: torch.Tensor, output: object) -> _Shown | None:
-    """What an output shows of the ids that its router was given; None if it is no output of these rows."""
-    shown = router.shows(output)
-    if shown.shape != (call.rows, router.num_experts):
-        return None
-    if call.scores is None:
-        return _Shown(shown, ids, None)
-    scores = call.unmasked(call.scores).detach()
-    if call.masks and call.values is not None and call.unmasked(call.scores) is call.scores:
-        shown = shown | _zeroed(call.values.detach(), scores)  # all of them, which is wrong
-    return _Shown(shown, ids, scores)
-
-
-def _read_once(counts: dict[int, tuple[int, torch.Tensor] | None]) -> dict[int, tuple[int, int, int]]:
-    """The figures of each layer that has some. Waits for each device once."""
-    by_device: dict[torch.device, list[tuple[int, int, torch.Tensor]]] = {}
-    for label, count in counts.items():
-        if count is not None:
-            by_device.setdefault(count[1].device, []).append((label, *count))
-    return {
-        label: (chosen, inside, total)
-        for listed in by_device.values()
-        for (label, chosen, _), (inside, total) in zip(
-            listed, torch.stack([pair for _, _, pair in listed]).tolist(), strict=True
-        )
-    }
+    def _read(self) -> None:
+        """Read what was counted. Waits for each device once."""
+        for device in {inside.device for *_, inside, _ in self._counted}:
+            here = [one for one in self._counted if one[2].device == device]
+            figures = torch.cat([part for *_, inside, total in here for part in (inside, total)]).tolist()
+            for keys, chosen, *_ in here:
+                count = len(keys)
+                for key, inside, total in zip(keys, figures, figures[count:], strict=False):
+                    self._counts[key] = chosen, inside, total
+                del figures[: 2 * count]
+        self._counted.clear()
 
 
 def _zeroed(values: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -204,6 +196,6 @@ _NO_TOPK = (
     "torch.topk inside the block), or a compiled function around the model (torch.compile: pass the compiled "
     "module itself, and compile before the block)"
 )
-_CHANGED = (
+CHANGED = (
     "code after the top-k that changes the ids (a forced load balance), or an output that npu_replay misreads"
 )

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import topk as topk_taken_early
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import npu_replay
 from npu_replay import RoutedExperts, routers
@@ -176,25 +178,98 @@ def test_a_replayed_expert_of_probability_zero_is_not_taken_for_a_mask() -> None
         model(tokens())
 
 
+def saved_in(block: Any, run: Any) -> list[tuple[Any, ...]]:
+    """What a forward saves for its backward."""
+    saved: list[tuple[Any, ...]] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda x: (saved.append((x.dtype, x.shape)), x)[1], lambda x: x
+    )
+
+    def watched(x: Scores) -> Scores:
+        with hooks:
+            return run(x)
+
+    with block:
+        checkpoint(watched, tokens().requires_grad_(), use_reentrant=False).sum().backward()
+    return saved
+
+
 def test_recording_has_the_autograd_shape_of_replaying() -> None:
     """S1: a non-reentrant checkpoint compares what is saved; top-k saves other tensors than gather."""
     model = ToyModel()
-    saved: list[list[tuple[Any, ...]]] = []
+    recorded, replayed, pinned = (
+        saved_in(block, model)
+        for block in (
+            npu_replay.record(model),
+            npu_replay.replay(model, [foreign()]),
+            npu_replay.pin_recompute(model),
+        )
+    )
+    assert recorded == replayed == pinned
 
-    def shapes(block: Any) -> None:
-        saved.append([])
-        with (
-            torch.autograd.graph.saved_tensors_hooks(
-                lambda x: (saved[-1].append((x.dtype, x.shape)), x)[1], lambda x: x
-            ),
-            block,
-        ):
+
+@pytest.mark.parametrize("kind", ["record", "pin_recompute"])
+def test_a_call_that_nothing_can_run_again_has_the_values_of_the_routers_own_top_k(kind: str) -> None:
+    """Without a gather; and with one where saved tensors are compared, or where the block gives the ids."""
+    model, names = ToyModel(), []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def gathers(run: Any) -> int:
+        names.clear()
+        with getattr(npu_replay, kind)(model), Seen():
+            run(tokens().requires_grad_())
+        return names.count("aten.gather.default")
+
+    assert gathers(model) == 0
+    assert gathers(lambda x: checkpoint(model, x, use_reentrant=False).sum().backward()) == 4
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_ids_that_are_written_into_in_the_forward_are_refused(number: int) -> None:
+    """They would be recorded as they were written, and the output shows them too."""
+
+    def forced(router: ToyRouter, scores: Scores) -> Pair:
+        values, ids = torch.topk(scores, router.topk)
+        if len(ran) == number:
+            ids.copy_((ids + 1) % EXPERTS)
+        return values, ids
+
+    ran: list[int] = []
+    model = ToyModel(ToyRouter(), ToyRouter(select=forced))
+    message = f"micro-batch {number}, layer 1: the ids that the top-k gave were written into"
+    with pytest.raises(NoEffect, match=message), torch.no_grad(), npu_replay.record(model):
+        for _ in range(4):
             model(tokens())
+            ran.append(1)
 
-    shapes(npu_replay.record(model))
-    shapes(npu_replay.replay(model, [foreign()]))
-    shapes(npu_replay.pin_recompute(model))
-    assert saved[0] == saved[1] == saved[2]
+
+def test_ids_of_a_forward_that_raised_are_nobodys() -> None:
+    def failing(router: ToyRouter, scores: Scores) -> Pair:
+        torch.topk(scores, router.topk)
+        raise ZeroDivisionError
+
+    model = ToyModel(ToyRouter(), ToyRouter(select=failing))
+    with npu_replay.record(model) as recording:
+        with pytest.raises(ZeroDivisionError):
+            model(tokens())
+        assert not recording._wide
+        assert not recording._ids
+        model.layers[1].router.select = as_function
+        model(tokens())
+
+
+def test_a_record_under_inference_mode_is_that_of_any_other() -> None:
+    """Its tensors don't tell whether they were written into."""
+    model, found = ToyModel(), []
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode, npu_replay.record(model) as recording:
+            model(tokens())
+        found.append(recording.routes)
+    assert found[0] == found[1]
 
 
 def test_only_the_calling_thread_is_armed() -> None:
