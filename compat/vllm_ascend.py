@@ -23,8 +23,8 @@ from typing import Any, Literal
 from npu_replay.compat.probe import Capability, Product, unusable
 from npu_replay.errors import ReplayError
 from npu_replay.rollout import launch, model_config
-from npu_replay.rollout.faults import Clash, Fault, Limit, Plan, Symptom, release
 from npu_replay.rollout.launch import on, says, several
+from npu_replay.rollout.release_rules import Clash, Fault, Limit, Plan, Symptom, release
 
 CAPABILITY = "routes of vllm-ascend"
 NEWEST = "0.30.0rc2"

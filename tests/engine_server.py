@@ -18,8 +18,8 @@ import numpy as np
 
 import sglang_outputs
 import vllm_outputs
-from npu_replay.rollout.faults import release
 from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.rollout.release_rules import release
 from npu_replay.routes.checks import Array
 
 Engine = Literal["vllm", "sglang"]

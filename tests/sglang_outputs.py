@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from npu_replay.rollout.faults import release
 from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.rollout.release_rules import release
 from npu_replay.routes.checks import Array
 
 RELEASES = (

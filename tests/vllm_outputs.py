@@ -14,8 +14,8 @@ from typing import Any, Literal
 import numpy as np
 
 from npu_replay import RoutedExperts, fingerprint
-from npu_replay.rollout.faults import release
 from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.rollout.release_rules import release
 from npu_replay.routes.checks import Array
 
 Endpoint = Literal["completions", "chat", "generate"]

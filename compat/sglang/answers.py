@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from npu_replay.compat.sglang.faults import FAULTS
+from npu_replay.compat.sglang.releases import FAULTS
 from npu_replay.rollout import server_answers
-from npu_replay.rollout.faults import Source, Symptom
 from npu_replay.rollout.payloads import named, token_ids
+from npu_replay.rollout.release_rules import Source, Symptom
 from npu_replay.routes.checks import Array
 
 _FORMS = "meta_info, or the whole answer of /generate or of an OpenAI endpoint"

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from npu_replay.compat.sglang.answers import Answer, read
-from npu_replay.compat.sglang.faults import HONOURS_START, STOPS_EXACTLY
+from npu_replay.compat.sglang.releases import HONOURS_START, STOPS_EXACTLY
 from npu_replay.errors import InvalidRoutes, ReplayError, whole_number
 from npu_replay.rollout.admit import Missing, admit
-from npu_replay.rollout.faults import Symptom, release, tells_release
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.payloads import TokenIds, as_numpy, from_base64, token_ids
+from npu_replay.rollout.release_rules import Symptom, release, tells_release
 from npu_replay.rollout.server_answers import Tokens
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts

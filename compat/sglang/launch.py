@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from npu_replay.compat.sglang.faults import CLASHES, EAGLE, FAULTS, HONOURS_START, LIMITS
+from npu_replay.compat.sglang.releases import CLASHES, EAGLE, FAULTS, HONOURS_START, LIMITS
 from npu_replay.errors import ReplayError
 from npu_replay.rollout import launch
-from npu_replay.rollout.faults import Plan, release
 from npu_replay.rollout.launch import EngineArguments, number, unreadable
+from npu_replay.rollout.release_rules import Plan, release
 
 
 def engine_arguments(

@@ -19,8 +19,8 @@ from npu_replay.compat.sglang import answers as sglang
 from npu_replay.compat.vllm import answers as vllm
 from npu_replay.errors import InvalidRoutes, ReplayError
 from npu_replay.rollout.admit import admit
-from npu_replay.rollout.faults import Source
 from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.rollout.release_rules import Source
 from npu_replay.routes.checks import Array
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.sglang import launch as sglang
 from npu_replay.compat.vllm import launch as vllm
 from npu_replay.errors import ReplayError
-from npu_replay.rollout.faults import release
+from npu_replay.rollout.release_rules import release
 
 logger = logging.getLogger(__name__)
 

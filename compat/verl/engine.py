@@ -26,7 +26,7 @@ from npu_replay.compat.verl.actions import problem_of, switch
 from npu_replay.compat.verl.files import Files
 from npu_replay.errors import ReplayError, share
 from npu_replay.parallel.bad_samples import CEILING, above_ceiling
-from npu_replay.parallel.ranks import agreed, all_here
+from npu_replay.parallel.rank_failures import agreed, all_here
 from npu_replay.sessions.stepwise import StepRecording, StepReplay
 
 _log = logging.getLogger("npu_replay.job")

@@ -21,11 +21,11 @@ import numpy as np
 
 from npu_replay.compat import probe
 from npu_replay.compat import vllm_ascend as ascend
-from npu_replay.compat.vllm.faults import BEAMS, FAULTS
 from npu_replay.compat.vllm.launch import device_of
+from npu_replay.compat.vllm.releases import BEAMS, FAULTS
 from npu_replay.errors import InvalidRoutes
 from npu_replay.rollout import server_answers
-from npu_replay.rollout.faults import Source, release
+from npu_replay.rollout.release_rules import Source, release
 
 _ANSWER = "an answer of /v1/completions, /v1/chat/completions or /inference/v1/generate"
 _NOT_FOUND = (

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 from npu_replay.compat.vllm.answers import Answer, differ, read
-from npu_replay.compat.vllm.faults import DROPPED_AT_STOP_STRING
+from npu_replay.compat.vllm.releases import DROPPED_AT_STOP_STRING
 from npu_replay.errors import ReplayError, whole_number
 from npu_replay.rollout.admit import Missing, admit
-from npu_replay.rollout.faults import Source, Symptom
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.payloads import any_array, token_ids
+from npu_replay.rollout.release_rules import Source, Symptom
 from npu_replay.rollout.server_answers import Tokens
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts

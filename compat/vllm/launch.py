@@ -12,12 +12,12 @@ from typing import Any
 
 from npu_replay.compat import vllm_ascend as ascend
 from npu_replay.compat.probe import Capability, Product, unusable
-from npu_replay.compat.vllm.faults import BY_BLOCK, CLASHES, FAULTS, LIMITS, NEEDED, NEWEST, SWITCH, V2
+from npu_replay.compat.vllm.releases import BY_BLOCK, CLASHES, FAULTS, LIMITS, NEEDED, NEWEST, SWITCH, V2
 from npu_replay.errors import ReplayError, whole_number
 from npu_replay.rollout import launch
-from npu_replay.rollout.faults import release, tells_release
 from npu_replay.rollout.launch import EngineArguments, Kind, a_flag, unreadable
 from npu_replay.rollout.model_config import RoutedModel, is_there
+from npu_replay.rollout.release_rules import release, tells_release
 
 CAPABILITY = "routes of vLLM"
 

@@ -18,7 +18,7 @@ from npu_replay.bench import cases, decode, gather, imports
 from npu_replay.bench.timing import Row, rows
 from npu_replay.compat import probe
 from npu_replay.devices import megatron_on, name_of, one_thread, pick
-from npu_replay.routes.file import check_place, write_whole
+from npu_replay.routes.atomic_file import check_place, write_whole
 from npu_replay.tables import Table, terminal
 
 

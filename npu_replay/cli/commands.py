@@ -168,7 +168,7 @@ def inspect(
 ) -> None:
     """Say what a file or an engine's answer holds, and whether its routes are right (else exits 1)."""
     from npu_replay.inspection.inspection import inspect as look
-    from npu_replay.routes.file import check_place, write_whole
+    from npu_replay.routes.atomic_file import check_place, write_whole
 
     if out is not None:
         check_place(out, overwrite=force)
@@ -207,7 +207,7 @@ def compare(
 ) -> None:
     """Say how far two sets of routes of the same tokens are apart (exits 0 if they differ, too)."""
     from npu_replay.inspection.compare import compare_paths, parts
-    from npu_replay.routes.file import check_place, write_whole
+    from npu_replay.routes.atomic_file import check_place, write_whole
 
     if json is not None:
         check_place(json, overwrite=force)

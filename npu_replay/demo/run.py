@@ -18,7 +18,7 @@ from npu_replay.demo.rollout import qwen3_moe, roll_out
 from npu_replay.demo.trainer import Trainer, like
 from npu_replay.devices import megatron_on, one_thread, pick
 from npu_replay.errors import ReplayError
-from npu_replay.routes.file import check_place, write_whole
+from npu_replay.routes.atomic_file import check_place, write_whole
 from npu_replay.tables import terminal
 
 JSON, PNG = "demo.json", "demo.png"

@@ -13,7 +13,7 @@ from npu_replay.compat.mindspeed import features as mindspeed
 from npu_replay.compat.patching import patches as patching
 from npu_replay.compat.probe import Capability, Product
 from npu_replay.compat.vllm import launch as vllm
-from npu_replay.sessions import recompute
+from npu_replay.sessions import backward
 from npu_replay.sessions.session import OpenSession, open_sessions
 
 
@@ -119,7 +119,7 @@ def report() -> Report:
 def torch_facts() -> TorchFacts:
     """Ask torch what it has in this process."""
     accelerator, devices = torch_npu.accelerator()
-    return TorchFacts(torch.__version__, recompute.probe() or "", accelerator, devices)
+    return TorchFacts(torch.__version__, backward.probe() or "", accelerator, devices)
 
 
 def _recompute(facts: TorchFacts) -> Capability:

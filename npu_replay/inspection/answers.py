@@ -24,8 +24,8 @@ from npu_replay.inspection.judge import (
     view_of_routes,
     view_of_rows,
 )
-from npu_replay.rollout.faults import Source, Symptom
 from npu_replay.rollout.payloads import token_ids
+from npu_replay.rollout.release_rules import Source, Symptom
 from npu_replay.routes.checks import CONSTANT_ROWS, Array
 
 Engine = Literal["vllm", "sglang"]

@@ -17,11 +17,11 @@ from npu_replay import json_text
 from npu_replay.errors import InvalidRoutes, ReplayError, RouteFileError
 from npu_replay.inspection.answers import NAMES, Engine, samples, source_of, whose
 from npu_replay.inspection.judge import Known, Verdict, judge_routes, judge_rows
-from npu_replay.inspection.route_view import View
+from npu_replay.inspection.suspect_rows import View
 from npu_replay.rollout import payloads
-from npu_replay.rollout.faults import Source
+from npu_replay.rollout.release_rules import Source
+from npu_replay.routes.atomic_file import plain_file
 from npu_replay.routes.checks import Array, is_ids
-from npu_replay.routes.file import plain_file
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.routes.serialization import DTYPES, MAGIC, UNREADABLE, TensorFile, check_header, shape_of
 from npu_replay.routes.store import FORMAT as STORE_FORMAT

@@ -13,7 +13,7 @@ import numpy as np
 from npu_replay.inspection.answers import Engine
 from npu_replay.inspection.files import Refused, opened, token_lists
 from npu_replay.inspection.judge import WITHOUT_MODEL, Known, Verdict
-from npu_replay.inspection.route_view import Cell, LayerFigures, Tally
+from npu_replay.inspection.suspect_rows import Cell, LayerFigures, Tally
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routes.checks import Array
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError, RouterError
-from npu_replay.inspection.route_view import View
+from npu_replay.inspection.suspect_rows import View
 from npu_replay.rollout.admit import admit
-from npu_replay.rollout.faults import Source, Symptom
 from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.rollout.release_rules import Source, Symptom
 from npu_replay.routes.checks import CONSTANT_ROWS, MAX_EXPERTS, MAX_LAYERS, Array
 from npu_replay.routes.fingerprint import find_other_tokens, fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts

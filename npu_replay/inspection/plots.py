@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from npu_replay.inspection.route_view import Cell
+from npu_replay.inspection.suspect_rows import Cell
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from npu_replay.inspection.inspection import Inspection
 from npu_replay.inspection.judge import Verdict
-from npu_replay.inspection.route_view import MEANINGS, LayerFigures
+from npu_replay.inspection.suspect_rows import MEANINGS, LayerFigures
 from npu_replay.tables import Cell, Part, Table
 
 _ROWS = 24

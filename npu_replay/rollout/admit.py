@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from npu_replay.errors import InvalidRoutes, one_of
-from npu_replay.rollout.faults import Source, Symptom
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.payloads import TokenIds, not_ids, token_ids
+from npu_replay.rollout.release_rules import Source, Symptom
 from npu_replay.routes import checks
 from npu_replay.routes.checks import Array, Finding
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_array_dtype
@@ -41,7 +41,7 @@ def admit(
 ) -> RoutedExperts:
     """Check an engine's array and make it the routes of its sequence.
 
-    >>> from npu_replay.rollout.faults import Source
+    >>> from npu_replay.rollout.release_rules import Source
     >>> model = npu_replay.RoutedModel(layers=(1,), num_layers=2, num_experts=4, topk=2)
     >>> rows = np.array([[[0, 0], [3, 1]], [[0, 0], [2, 0]]], "u1")
     >>> routes = admit(rows, model=model, tokens=[11, 12, 13], source=Source(engine="mine"))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from npu_replay.errors import ReplayError
-from npu_replay.rollout.faults import Clash, Fault, Limit, Plan, release, tells_release
+from npu_replay.rollout.release_rules import Clash, Fault, Limit, Plan, release, tells_release
 
 Kind: TypeAlias = "Callable[[str, Any], Any]"
 """Reads one argument, by its name as it was written, or raises `unreadable`."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from npu_replay import json_text
 from npu_replay.errors import ReplayError, listed, shown, whole_number
+from npu_replay.routes.atomic_file import plain_file
 from npu_replay.routes.checks import MAX_EXPERTS, MAX_LAYERS
-from npu_replay.routes.file import plain_file
 
 _EXPERTS = (
     *("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts"),

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from npu_replay.errors import InvalidRoutes, as_text
-from npu_replay.rollout.faults import Source, Symptom
+from npu_replay.rollout.release_rules import Source, Symptom
 from npu_replay.routes.checks import MAX_LAYERS, Array, is_ids
 from npu_replay.routes.fingerprint import as_token_ids
 
@@ -174,7 +174,7 @@ def _header(head: io.BytesIO, source: Source) -> tuple[tuple[int, ...], bool, np
 def from_lists(value: Any, *, source: Source, most: tuple[int, int, int]) -> Array:
     """Read nested lists of integers, [tokens, layers, topk], each length at most as in `most`.
 
-    >>> from npu_replay.rollout.faults import Source
+    >>> from npu_replay.rollout.release_rules import Source
     >>> from_lists([[[3, 1]], [[2, 0]]], source=Source(engine="mine"), most=(2, 1, 2)).shape
     (2, 1, 2)
 

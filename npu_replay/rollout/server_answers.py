@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from npu_replay.errors import InvalidRoutes
-from npu_replay.rollout.faults import Source
+from npu_replay.rollout.release_rules import Source
 from npu_replay.routes.checks import Array
 
 _MOST = 300  # characters of somebody else's words

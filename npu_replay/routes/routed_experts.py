@@ -20,8 +20,8 @@ import torch
 from npu_replay.errors import InvalidRoutes, RouteFileError, listed, whole_number
 from npu_replay.routes import arguments, checks, serialization
 from npu_replay.routes.arguments import IdArray
+from npu_replay.routes.atomic_file import as_path
 from npu_replay.routes.checks import Array, Finding
-from npu_replay.routes.file import as_path
 from npu_replay.routes.fingerprint import fingerprint as fingerprint_of
 
 if TYPE_CHECKING:

@@ -31,8 +31,8 @@ import torch
 
 from npu_replay import json_text
 from npu_replay.errors import ReplayError, RouteFileError
+from npu_replay.routes.atomic_file import as_path, plain_file, write_whole
 from npu_replay.routes.checks import MAX_EXPERTS, MAX_LAYERS, Array
-from npu_replay.routes.file import as_path, plain_file, write_whole
 
 if TYPE_CHECKING:
     from npu_replay.routes.routed_experts import RoutedExperts

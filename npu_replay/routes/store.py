@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from npu_replay import json_text
 from npu_replay.errors import RouteFileError, shown, whole_number
+from npu_replay.routes.atomic_file import as_path, plain_file, remove_left, write_whole, written
 from npu_replay.routes.checks import Array
-from npu_replay.routes.file import as_path, plain_file, remove_left, write_whole, written
 from npu_replay.routes.fingerprint import as_token_ids, find_other_tokens, fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.routes.serialization import (

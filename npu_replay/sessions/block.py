@@ -15,9 +15,9 @@ from torch import nn
 from npu_replay import routers
 from npu_replay.errors import MicroBatchError, ReplayError, micro_batch
 from npu_replay.routers import Model, Router, chunks_of, find
+from npu_replay.sessions.backward import in_backward
 from npu_replay.sessions.hooks import Hook
 from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, Marks, Timeline
-from npu_replay.sessions.recompute import in_backward
 
 logger = logging.getLogger(__name__)
 

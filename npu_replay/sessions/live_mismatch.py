@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from npu_replay.errors import MicroBatchError, micro_batch, share
+from npu_replay.sessions.effect import Count
 from npu_replay.sessions.micro_batches import Forward
-from npu_replay.sessions.witness import Count
 
 
 class LiveMismatch:

@@ -13,11 +13,12 @@ import torch
 from npu_replay.errors import ReplayError
 from npu_replay.routers import Model, Router
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype, without_layers
+from npu_replay.sessions.backward import in_backward
 from npu_replay.sessions.block import Block
+from npu_replay.sessions.effect import not_called
 from npu_replay.sessions.hooks import Hook
-from npu_replay.sessions.micro_batches import Key, Marks
-from npu_replay.sessions.recompute import in_backward
-from npu_replay.sessions.witness import not_called
+from npu_replay.sessions.micro_batches import Marks
+from npu_replay.sessions.recompute import Key
 
 
 def observe(model: Model) -> Observation:

@@ -6,7 +6,7 @@ import torch
 
 from npu_replay.routers import Model
 from npu_replay.sessions import seam
-from npu_replay.sessions.micro_batches import Key
+from npu_replay.sessions.recompute import Key
 from npu_replay.sessions.session import Session
 
 

@@ -11,9 +11,10 @@ from npu_replay.routers import Model, Router
 from npu_replay.routes.inputs import Inputs, copied
 from npu_replay.routes.routed_experts import RoutedExperts, without_layers
 from npu_replay.sessions import seam
-from npu_replay.sessions.micro_batches import Forward, Key
+from npu_replay.sessions.effect import CHANGED
+from npu_replay.sessions.micro_batches import Forward
+from npu_replay.sessions.recompute import Key
 from npu_replay.sessions.session import Session
-from npu_replay.sessions.witness import CHANGED
 
 _SMALL = 2**13
 """Ids of a call that may wait as int64: 64 kB."""

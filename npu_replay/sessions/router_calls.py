@@ -19,7 +19,7 @@ from npu_replay import routers
 from npu_replay.errors import MicroBatchError, RecomputeError, RouterError, micro_batch
 from npu_replay.routers import Router
 from npu_replay.routes.routed_experts import narrow_dtype
-from npu_replay.sessions import recompute, seam
+from npu_replay.sessions import backward, seam
 from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, Marks
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class RouterCalls:
         self._session = session
         self._prepare = session._prepare
         self._choose, self._choose_again = session._choose, session._choose_again
-        self._frees = recompute.TELLS_REGIONS and not session.foreign and not router.masks
+        self._frees = backward.TELLS_REGIONS and not session.foreign and not router.masks
         self._chunk = chunk
         self._depth = 3 if session.errors_wait else 2  # of the module's __call__; Hook's is between
         self._marks = marks
@@ -63,7 +63,7 @@ class RouterCalls:
             raise _under_vmap(router)
         rows = hidden.numel() // hidden.shape[-1] * router.gathers
         number = self._marks.take_announced(router.module)
-        if number is None and recompute.in_backward():
+        if number is None and backward.in_backward():
             number = self._timeline.recomputed(self._chunk, self.label)
         call = self._kind(
             rows,

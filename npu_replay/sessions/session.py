@@ -18,11 +18,11 @@ from npu_replay.errors import RecomputeError, RouterError, described, micro_batc
 from npu_replay.routers import Model, Router
 from npu_replay.sessions import compiled, seam
 from npu_replay.sessions.block import Block
+from npu_replay.sessions.effect import Witness
 from npu_replay.sessions.hooks import Hook
-from npu_replay.sessions.micro_batches import Forward, Key, Marks
-from npu_replay.sessions.recompute import Recomputes
+from npu_replay.sessions.micro_batches import Forward, Marks
+from npu_replay.sessions.recompute import Key, Recomputes
 from npu_replay.sessions.router_calls import RouterCalls
-from npu_replay.sessions.witness import Witness
 
 _sessions: dict[int, Session] = {}
 """The open session of each router, by id: one router has one."""

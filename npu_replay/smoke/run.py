@@ -21,7 +21,7 @@ import torch
 import npu_replay
 from npu_replay.devices import megatron_on, one_thread
 from npu_replay.errors import ReplayError
-from npu_replay.routes.file import write_whole
+from npu_replay.routes.atomic_file import write_whole
 from npu_replay.smoke.checks import FEATURES, Examination, Trial, left_behind
 from npu_replay.smoke.job import Job, Verdict, Watch, Wrong, caught, first_to_fail, place
 from npu_replay.smoke.model import ROUTINGS, Routing

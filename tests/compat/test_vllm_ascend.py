@@ -12,8 +12,8 @@ from npu_replay.compat import vllm_ascend
 from npu_replay.compat.probe import Product
 from npu_replay.compat.vllm_ascend import Setting, capability, check, limits, needs_v2
 from npu_replay.errors import ReplayError
-from npu_replay.rollout.faults import Symptom
 from npu_replay.rollout.launch import clash
+from npu_replay.rollout.release_rules import Symptom
 
 NONE = ("0.11.0", "0.12.0rc1", "0.13.0", "0.14.0rc1")
 UNQUANTIZED = (

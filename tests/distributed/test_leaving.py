@@ -34,9 +34,9 @@ FAILING = {
     "a buffer": ("npu_replay.parallel.collect.torch.empty", 1),
     "putting in": ("npu_replay.parallel.collect.Union.put", 1),
     "the result": ("npu_replay.parallel.collect.Union.block", 2),
-    "saying it": ("npu_replay.parallel.ranks.pickle.dumps", 1),
-    "saying it again": ("npu_replay.parallel.ranks.pickle.dumps", 4),
-    "hearing it": ("npu_replay.parallel.ranks.pickle.loads", 1),
+    "saying it": ("npu_replay.parallel.rank_failures.pickle.dumps", 1),
+    "saying it again": ("npu_replay.parallel.rank_failures.pickle.dumps", 4),
+    "hearing it": ("npu_replay.parallel.rank_failures.pickle.loads", 1),
 }
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -144,10 +144,10 @@ def _collects(rank: int) -> str:
 def _killed(rank: int, moment: int) -> Any:
     """The last rank ends itself at its n-th wait for others; at 0 when it begins to collect."""
     from npu_replay.parallel import collect as collecting
-    from npu_replay.parallel import ranks
+    from npu_replay.parallel import rank_failures
 
     calls = 0
-    wait = ranks.Circle._wait
+    wait = rank_failures.Circle._wait
 
     def until_then(self: Any, *arguments: Any) -> None:
         nonlocal calls
@@ -161,7 +161,7 @@ def _killed(rank: int, moment: int) -> Any:
     if moment == 0:
         gone = mock.Mock(side_effect=lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         return mock.patch.object(collecting, "_checked_layouts", gone)
-    return mock.patch.object(ranks.Circle, "_wait", until_then)
+    return mock.patch.object(rank_failures.Circle, "_wait", until_then)
 
 
 def _failing(rank: int, where: str, on: int) -> Any:

@@ -13,7 +13,7 @@ import torch
 import vllm_outputs
 from npu_replay import RoutedModel, cli
 from npu_replay.cli import commands
-from npu_replay.compat.vllm import faults
+from npu_replay.compat.vllm import releases
 from npu_replay.demo.rollout import qwen3_moe
 from npu_replay.doctor import report
 
@@ -89,8 +89,8 @@ def test_the_versions_are_those_of_the_package_and_of_doctor() -> None:
 
 
 def test_what_it_says_of_vllm_is_what_the_decoder_says() -> None:
-    assert faults.FIRST == "0.14.0"
-    http = [fault for fault in faults.FAULTS if fault.only == ("http",) and fault.sure]
+    assert releases.FIRST == "0.14.0"
+    http = [fault for fault in releases.FAULTS if fault.only == ("http",) and fault.sure]
     assert [fault.until for fault in http] == ["0.21.0"]
     assert "vLLM from 0.14 on but 0.15, over HTTP from 0.21 on" in R3
 

@@ -273,7 +273,7 @@ def test_one_framework_is_enough_and_a_broken_extra_is_no_fault(machine: dict[st
 
 @pytest.mark.usefixtures("machine")
 def test_a_recompute_that_cannot_be_told_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("npu_replay.sessions.recompute.probe", lambda: "a name is gone")
+    monkeypatch.setattr("npu_replay.sessions.backward.probe", lambda: "a name is gone")
     assert any("a name is gone" in problem for problem in problems())
 
 

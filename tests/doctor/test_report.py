@@ -17,7 +17,7 @@ from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.probe import Product
 from npu_replay.doctor import report as reporting
 from npu_replay.doctor.report import Report, TorchFacts
-from npu_replay.sessions import recompute
+from npu_replay.sessions import backward
 from toys import ToyModel, ToyRouter, ToyRouters, tokens
 
 
@@ -81,7 +81,7 @@ def test_report_lists_an_open_block_once_with_its_layers(model: ToyModel) -> Non
 
 
 def test_a_torch_that_does_not_tell_recomputes_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute, "probe", lambda: "a name is gone")
+    monkeypatch.setattr(backward, "probe", lambda: "a name is gone")
     report = npu_replay.report()
     assert report.torch.recompute_problem == "a name is gone"
     found = next(c for c in report.capabilities if c.name == "recompute")

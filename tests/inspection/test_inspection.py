@@ -27,7 +27,7 @@ from npu_replay.compat.vllm.decode import from_vllm
 from npu_replay.errors import InvalidRoutes
 from npu_replay.inspection import files, plots
 from npu_replay.inspection.inspection import Inspection, inspect
-from npu_replay.inspection.route_view import STUCK_ROWS, Cell, Tally, View, cells
+from npu_replay.inspection.suspect_rows import STUCK_ROWS, Cell, Tally, View, cells
 from npu_replay.routes.checks import Array
 
 PROMPT, TOKENS, LAYERS, EXPERTS, TOPK = 90, 120, 8, 32, 4

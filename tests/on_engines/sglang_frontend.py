@@ -22,7 +22,7 @@ import numpy as np
 import pybase64
 import torch
 
-from npu_replay.rollout.faults import release
+from npu_replay.rollout.release_rules import release
 
 VERSION = version("sglang")
 AT = release(VERSION)

@@ -21,8 +21,8 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from npu_replay.rollout.faults import release
 from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.rollout.release_rules import release
 from vllm_outputs import Sampled, engine_rows
 
 VERSION: str = vllm.__version__

@@ -20,8 +20,8 @@ from npu_replay import Rollout, RoutedExperts, RouteStore, Turn, fingerprint
 from npu_replay.errors import InvalidRoutes
 from npu_replay.inspection.inspection import inspect
 from npu_replay.rollout.admit import admit
-from npu_replay.rollout.faults import Fault, Source, Symptom
 from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.rollout.release_rules import Fault, Source, Symptom
 from npu_replay.routes.checks import Array
 
 DTYPES = ["u1", "u2", "i2", "i4", "i8", "u8", ">i4", ">u2"]

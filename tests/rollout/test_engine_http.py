@@ -15,7 +15,7 @@ from npu_replay import Rollout, RoutedExperts, RoutedModel, Turn, fingerprint
 from npu_replay.compat.sglang import from_sglang, request_arguments
 from npu_replay.compat.vllm.decode import from_vllm
 from npu_replay.errors import InvalidRoutes
-from npu_replay.rollout.faults import release
+from npu_replay.rollout.release_rules import release
 
 MODEL = RoutedModel(layers=(1, 2, 3, 4), num_layers=5, num_experts=128, topk=6)
 MESSAGES = [{"role": "user", "content": "Which experts?"}]

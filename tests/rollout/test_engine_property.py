@@ -23,8 +23,8 @@ import vllm_outputs
 from npu_replay import Rollout, RoutedExperts, TokenLayout, Turn, fingerprint, routers
 from npu_replay.compat.sglang.decode import from_sglang
 from npu_replay.compat.vllm.decode import from_vllm
-from npu_replay.rollout.faults import release
 from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.rollout.release_rules import release
 from npu_replay.routes.checks import Array
 
 transformers.logging.set_verbosity_error()

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from npu_replay.errors import InvalidRoutes
-from npu_replay.rollout.faults import Fault, Source, Symptom
 from npu_replay.rollout.payloads import from_base64, from_lists, from_npy
+from npu_replay.rollout.release_rules import Fault, Source, Symptom
 
 SOURCE = Source(
     engine="Engine",

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 import npu_replay
 from npu_replay import RoutedExperts, routers
 from npu_replay.errors import MicroBatchError, RecomputeError
-from npu_replay.sessions import recompute
+from npu_replay.sessions import backward
 from toys import EXPERTS, ROWS, TOPK, ToyLayer, ToyModel, ToyRouter, ToyRouters, plain, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -43,7 +43,7 @@ def toy_routers() -> Iterator[None]:
 def either_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.7 doesn't tell which saved-tensor hooks are on."""
     if request.param == "hooks not told":
-        monkeypatch.setattr(recompute, "_top_hooks", None)
+        monkeypatch.setattr(backward, "_top_hooks", None)
 
 
 class Drifting(ToyRouter):
@@ -55,8 +55,8 @@ class Drifting(ToyRouter):
         super().__init__(select=self._drift)
 
     def _drift(self, _: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        Drifting.calls += not recompute.in_backward()
-        seed = 1000 + Drifting.calls if recompute.in_backward() else Drifting.calls
+        Drifting.calls += not backward.in_backward()
+        seed = 1000 + Drifting.calls if backward.in_backward() else Drifting.calls
         noise = torch.randn(scores.shape, generator=torch.Generator().manual_seed(seed))
         ids = plain(self, scores.detach() + noise)[1]
         return scores.gather(1, ids), ids
@@ -314,7 +314,7 @@ def test_only_the_function_that_runs_is_found_among_many() -> None:
     seen: list[Any] = []
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        seen.extend(recompute.enclosing(functions=True))
+        seen.extend(backward.enclosing(functions=True))
         return x * 2
 
     output = Rerun.apply(run, tokens().requires_grad_())
@@ -392,7 +392,7 @@ def test_saved_tensor_hooks_are_laid_back_as_they_were() -> None:
     x = torch.ones(2, requires_grad=True)
     with hooks("outer"):
         with hooks("inner"):
-            assert recompute.enclosing(functions=False) == []
+            assert backward.enclosing(functions=False) == []
             x.sin()
         x.sin()
     x.sin()

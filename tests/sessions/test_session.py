@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
 import npu_replay
 from npu_replay import RoutedExperts, TokenLayout, routers
 from npu_replay.errors import MicroBatchError, NoEffect, RecomputeError, ReplayError, RouterError
-from npu_replay.sessions import recompute
+from npu_replay.sessions import backward
 from npu_replay.sessions import replay as replaying
 from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, hooks, run, same, tokens
 
@@ -503,7 +503,7 @@ def test_a_recompute_of_a_forward_before_the_block_is_refused(how: str) -> None:
 
 def test_a_torch_that_hides_its_autograd_facts_refuses_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ToyModel(recompute="reentrant")
-    monkeypatch.setattr(recompute, "probe", lambda: "_current_autograd_node is gone")
+    monkeypatch.setattr(backward, "probe", lambda: "_current_autograd_node is gone")
     with npu_replay.record(model):
         with pytest.raises(RecomputeError, match=says("layer 1", "_current_autograd_node is gone", "turn")):
             run(model, 0)
@@ -511,8 +511,8 @@ def test_a_torch_that_hides_its_autograd_facts_refuses_recompute(monkeypatch: py
 
 
 def test_the_autograd_facts_hold_here() -> None:
-    recompute.probe.cache_clear()
-    assert recompute.probe() is None
+    backward.probe.cache_clear()
+    assert backward.probe() is None
 
 
 def test_a_second_backward_recomputes_again() -> None:
@@ -538,7 +538,7 @@ def test_pin_recompute_keeps_nothing_when_the_graph_is_gone(how: str) -> None:
             gc.collect()
             assert not session._kept
             assert not session._pending
-            assert len(session._timeline._ends) <= 1
+            assert len(session._timeline._owners.ends) <= 1
 
 
 def test_metrics_are_plain_numbers() -> None:

@@ -22,11 +22,11 @@ import torch
 from npu_replay import fingerprint
 from npu_replay.compat.sglang import decode, old_path
 from npu_replay.compat.sglang.decode import from_sglang
-from npu_replay.compat.sglang.faults import FAULTS
 from npu_replay.compat.sglang.launch import engine_arguments, request_arguments
+from npu_replay.compat.sglang.releases import FAULTS
 from npu_replay.errors import InvalidRoutes, ReplayError
-from npu_replay.rollout.faults import Source, Symptom, release
 from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.rollout.release_rules import Source, Symptom, release
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts
 from sglang_outputs import RELEASES, WITH_SGLEXT, Request, true_rows

@@ -21,8 +21,8 @@ from npu_replay.bench import decode as bench_decode
 from npu_replay.compat.vllm.answers import source
 from npu_replay.compat.vllm.decode import from_vllm
 from npu_replay.errors import InvalidRoutes, ReplayError
-from npu_replay.rollout.faults import Symptom
 from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.rollout.release_rules import Symptom
 from vllm_outputs import (
     DEEPSEEK,
     QWEN,

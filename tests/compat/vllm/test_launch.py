@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from npu_replay.compat.probe import Product
-from npu_replay.compat.vllm.faults import CLASHES, LIMITS, NEWEST
 from npu_replay.compat.vllm.launch import capability, engine_arguments
+from npu_replay.compat.vllm.releases import CLASHES, LIMITS, NEWEST
 from npu_replay.errors import ReplayError
 from npu_replay.rollout.model_config import RoutedModel
 

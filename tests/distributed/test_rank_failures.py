@@ -20,7 +20,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, list[str]]:
-    return jobs.by_case("distributed.test_ranks:work", PROCESSES)
+    return jobs.by_case("distributed.test_rank_failures:work", PROCESSES)
 
 
 def test_figures_are_added_up(results: dict[str, list[str]]) -> None:
@@ -57,7 +57,7 @@ def test_whatever_an_error_says_the_others_can_hear_of_it(monkeypatch: pytest.Mo
     """They wait for it: a text that can't be had or can't be sent is no reason to leave them there."""
     import torch.distributed as dist
 
-    from npu_replay.parallel import ranks
+    from npu_replay.parallel import rank_failures
 
     class Mute(Exception):
         def __str__(self) -> str:
@@ -68,7 +68,7 @@ def test_whatever_an_error_says_the_others_can_hear_of_it(monkeypatch: pytest.Mo
         (ValueError("half \udcff"), "ValueError: half ?"),
         (Mute(), "can't be had (ValueError)"),
     ):
-        news = ranks._news(error)
+        news = rank_failures._news(error)
         assert news is not None
         assert news.startswith("rank 1 stopped, and so does this one: ")
         assert words in news.encode().decode()
@@ -82,7 +82,7 @@ def work(task: dict[str, Any]) -> dict[str, str]:
     import torch.distributed as dist
 
     from npu_replay.errors import ReplayError
-    from npu_replay.parallel.ranks import agreed, all_here
+    from npu_replay.parallel.rank_failures import agreed, all_here
 
     rank = task["rank"]
     dist.init_process_group("gloo")

@@ -12,19 +12,19 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from npu_replay.sessions import recompute
+from npu_replay.sessions import backward
 
 
 @pytest.fixture(params=["hooks told", "hooks not told"], autouse=True)
 def torch_tells_its_hooks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "hooks not told":
-        monkeypatch.setattr(recompute, "_top_hooks", None)
-    elif recompute._top_hooks is None:
+        monkeypatch.setattr(backward, "_top_hooks", None)
+    elif backward._top_hooks is None:
         pytest.skip("this torch doesn't tell its saved-tensor hooks")
 
 
 def innermost() -> Any:
-    return next(iter(recompute.enclosing(functions=False)), None)
+    return next(iter(backward.enclosing(functions=False)), None)
 
 
 def test_a_region_is_that_of_the_innermost_checkpoint() -> None:
@@ -52,7 +52,7 @@ def test_a_region_is_alive_as_long_as_it_may_have_to_recompute(ends: str) -> Non
     regions: list[weakref.ref[Any]] = []
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        if not recompute.in_backward():
+        if not backward.in_backward():
             regions.append(weakref.ref(innermost()))
         return x.sin()
 
@@ -68,8 +68,8 @@ def test_the_region_that_recomputes_is_the_one_that_was_open() -> None:
     opened: list[Any] = []
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        if recompute.in_backward():
-            assert recompute.recomputing() == [opened[-1]]
+        if backward.in_backward():
+            assert backward.recomputing() == [opened[-1]]
         opened.append(innermost() if not opened else opened[0])
         return x.sin()
 
@@ -89,8 +89,8 @@ def test_a_reentrant_checkpoint_has_no_region() -> None:
 
 
 def test_the_autograd_facts_hold_either_way() -> None:
-    recompute.probe.cache_clear()
-    assert recompute.probe() is None
+    backward.probe.cache_clear()
+    assert backward.probe() is None
 
 
 def test_what_fails_in_the_attempt_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -99,10 +99,10 @@ def test_what_fails_in_the_attempt_is_named(monkeypatch: pytest.MonkeyPatch, tmp
     broken.write_text("def get():\n    raise ImportError('no symbol _ZN in libtriton.so')\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, broken.stem, raising=False)
-    monkeypatch.setattr(recompute, "checkpoint", lambda *_, **__: import_module(broken.stem).get())
-    recompute.probe.cache_clear()
+    monkeypatch.setattr(backward, "checkpoint", lambda *_, **__: import_module(broken.stem).get())
+    backward.probe.cache_clear()
     try:
-        said = recompute.probe()
+        said = backward.probe()
     finally:
-        recompute.probe.cache_clear()
+        backward.probe.cache_clear()
     assert said == f"ImportError: no symbol _ZN in libtriton.so, raised in {broken}, line 2"

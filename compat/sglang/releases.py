@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from npu_replay.rollout.faults import Clash, Fault, Limit, Plan, Symptom
 from npu_replay.rollout.launch import number, on, says, several
+from npu_replay.rollout.release_rules import Clash, Fault, Limit, Plan, Symptom
 
 FIRST = "0.5.7"
 HONOURS_START = "0.5.12"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from npu_replay import ReplayError
-from npu_replay.rollout.faults import Releases, release, tells_release
+from npu_replay.rollout.release_rules import Releases, release, tells_release
 
 
 @pytest.mark.parametrize(

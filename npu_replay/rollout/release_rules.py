@@ -22,7 +22,7 @@ _CAUSES = 5
 def release(version: str) -> tuple[int, ...]:
     """The three numbers of a version, for comparing; zeros where it says nothing.
 
-        >>> from npu_replay.rollout.faults import release
+        >>> from npu_replay.rollout.release_rules import release
         >>> release("0.5.12.post1"), release("0.24.0rc1"), release("nightly")
         ((0, 5, 12), (0, 24, 0), (0, 0, 0))
 
@@ -40,7 +40,7 @@ def release(version: str) -> tuple[int, ...]:
 def tells_release(version: object, numbers: int = 2) -> bool:
     """Does it say by so many numbers which release this is? A build from a clone without tags doesn't.
 
-    >>> from npu_replay.rollout.faults import tells_release
+    >>> from npu_replay.rollout.release_rules import tells_release
     >>> tells_release("0.33.0+cu128"), tells_release("0.1.dev123+g1a2b3c"), tells_release("nightly")
     (True, False, False)
     """
@@ -66,7 +66,7 @@ class Releases:
     def holds(self, version: str, device: str = "") -> bool:
         """Is that release one of them? One that isn't told may be any, and so may a device.
 
-        >>> from npu_replay.rollout.faults import Releases
+        >>> from npu_replay.rollout.release_rules import Releases
         >>> some = Releases(since="0.21.0", until="0.22.0", device="npu")
         >>> some.holds("0.21.0rc1", "npu"), some.holds("0.22.0"), some.holds("0.21.0", "cuda")
         (True, False, False)

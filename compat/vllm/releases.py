@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from npu_replay.rollout.faults import Clash, Fault, Limit, Plan, Releases, Symptom
 from npu_replay.rollout.launch import as_mapping, off, on, says, several
 from npu_replay.rollout.model_config import is_hybrid, names_topk
+from npu_replay.rollout.release_rules import Clash, Fault, Limit, Plan, Releases, Symptom
 
 FIRST = "0.14.0"
 NEWEST = "0.33.0"

@@ -1,4 +1,4 @@
-"""A look at arrays of expert ids, right or wrong: what each row shows in each layer; each layer's load."""
+"""Which rows of an array of expert ids look wrong, layer by layer; and the load of its experts."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from npu_replay import routers
 from npu_replay.errors import NoEffect, micro_batch
 from npu_replay.routers import Router
 from npu_replay.sessions import seam
-from npu_replay.sessions.micro_batches import Forward, Key
+from npu_replay.sessions.micro_batches import Forward
+from npu_replay.sessions.recompute import Key
 
 
 class Count:

@@ -1,0 +1,218 @@
+"""What autograd tells about a forward inside backward: that it is a recompute, and whose.
+
+Three facts, all private to torch, so `probe()` checks them once in each process before they are relied on:
+
+- `_current_graph_task_id() != -1` exactly while autograd runs backward, on whatever thread. Grad mode does
+  not tell: a reentrant checkpoint's first pass runs under no_grad.
+- What may run a forward again encloses it: the node of a custom autograd Function (a reentrant checkpoint's),
+  or the region of a non-reentrant checkpoint. It is alive as long as it may, and while it does so it is on
+  the Python stack. Several may enclose one forward.
+- Sequence numbers grow with every node that a thread makes. The number of the node that is running, held
+  against the counter noted at the end of each forward of the model, is the forward that made it. This serves
+  where a recompute runs outside of what enclosed the forward, in a tensor's hook for one.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType, FunctionType
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction, Function
+from torch.utils.checkpoint import checkpoint
+
+sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""The number that the next node made on this thread will get."""
+
+_top_hooks: Callable[[bool], Any] | None = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", None
+)  # not there in torch 2.7
+TELLS_REGIONS = _top_hooks is not None
+"""Is every non-reentrant checkpoint around a place found? On torch 2.7 the composable one isn't."""
+_push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+
+_NO_NUMBER = 2**64 - 1  # AccumulateGrad's
+
+_RUNS_FORWARD: Any = Function.apply.__func__.__code__  # type: ignore[attr-defined]  # a classmethod
+_RUN_BACKWARD = {
+    method.__code__
+    for name in ("apply", "apply_boxed")  # the latter from torch 2.13 on
+    if (method := vars(BackwardCFunction).get(name)) is not None
+}
+
+
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def in_backward() -> bool:
+    """Is this thread running autograd's backward?"""
+    return _graph_task() != -1
+
+
+def running_node_number() -> int | None:
+    """The sequence number of the node whose backward is running, as it was made in its forward."""
+    node: Any = torch._C._current_autograd_node()
+    number = _NO_NUMBER if node is None else int(node._sequence_nr())
+    return None if number == _NO_NUMBER else number
+
+
+def enclosing(*, functions: bool) -> list[Any]:
+    """All that encloses the forward that runs now, and may run it again: alive as long as it may.
+
+    Args:
+        functions: also custom Functions, whose forwards run without grad. Walks the Python stack.
+    """
+    if not functions and _top_hooks is not None and _top_hooks(True) is None:
+        return []
+    return [*_open_regions(), *(_running_functions() if functions else ())]
+
+
+def recomputing() -> list[Any]:
+    """What runs a forward again now, innermost first: of the things that `enclosing` has returned.
+
+    A frame's `f_back` leads through autograd's C++ into an outer backward.
+    """
+    found: list[Any] = []
+    for frame in _frames():
+        if frame.f_code in _RUN_BACKWARD:
+            found.append(frame.f_locals["self"])
+        elif frame.f_code.co_name == "unpack_hook" and "frame" in frame.f_code.co_freevars:
+            found.append(frame.f_locals.get("frame"))
+    return found
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _running_functions() -> Iterator[Any]:
+    """The ctx of every custom autograd Function that is in its `forward`: a node of the graph to be.
+
+    The frame inside of `apply` is that of `forward`, or of what wraps it (torch.amp.custom_fwd).
+    """
+    inner: FrameType | None = None
+    for frame in _frames():
+        if frame.f_code is _RUNS_FORWARD and inner is not None:
+            first = inner.f_locals.get(next(iter(inner.f_code.co_varnames), ""))
+            if isinstance(first, tuple) and first:
+                first = first[0]
+            if isinstance(first, BackwardCFunction):
+                yield first
+            else:
+                yield from _unshown(frame.f_locals["cls"])
+        inner = frame
+
+
+def _unshown(function: Any) -> list[Any]:
+    """The ctxs in the forward of a Function with `setup_context`, whose forward gets none.
+
+    Looked for among what the garbage collector knows, the youngest first. A forward that has ended has left
+    word of its outputs.
+    """
+    kind = function._backward_cls
+    for generation in range(3):
+        alive = gc.get_objects(generation=generation)
+        if found := [ctx for ctx in alive if type(ctx) is kind and not ctx._input_metadata]:
+            return found
+    return []
+
+
+def _open_regions() -> list[Any]:
+    """What stands for each non-reentrant checkpoint around this place, innermost first.
+
+    torch tells the innermost saved-tensor hooks alone, so they are lifted off one by one and laid back.
+    """
+    if _top_hooks is None:
+        return list(_regions_on_stack())
+    lifted: list[Any] = []
+    try:
+        while (hooks := _top_hooks(True)) is not None:
+            _pop_hooks()
+            lifted.append(hooks)
+    finally:
+        for hooks in reversed(lifted):
+            _push_hooks(*hooks)
+    return [region for _, unpack in lifted if (region := _region(unpack)) is not None]
+
+
+def _region(unpack: Any) -> Any:
+    """The region whose hook this is. Hooks that offload to the CPU never recompute; their module tells."""
+    if "checkpoint" not in (getattr(unpack, "__module__", None) or ""):
+        return None
+    names = unpack.__code__.co_freevars if isinstance(unpack, FunctionType) else ()
+    return unpack.__closure__[names.index("frame")].cell_contents if "frame" in names else unpack
+
+
+def _regions_on_stack() -> Iterator[Any]:
+    """The same where torch doesn't tell which hooks are on: a local of the generator that `checkpoint` runs.
+
+    The composable `checkpoint(module)` keeps its generator elsewhere, and isn't found.
+    """
+    for frame in _frames():
+        if frame.f_code.co_name == "checkpoint" and "gen" in frame.f_code.co_varnames:
+            running = getattr(frame.f_locals.get("gen"), "gi_frame", None)
+            if running is not None and "new_frame" in running.f_locals:
+                yield running.f_locals["new_frame"]
+
+
+@functools.cache
+def probe() -> str | None:
+    """Try the three facts on two tiny micro-batches; return what fails here, or None.
+
+    In a thread of its own, where no backward runs and no checkpoint is open, so it can be asked anywhere.
+    """
+    with ThreadPoolExecutor(max_workers=1) as other:
+        try:
+            return other.submit(_probe).result()
+        except Exception as error:  # noqa: BLE001  private names may be gone, or raise anything
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            return f"{type(error).__name__}: {error}, raised in {place.filename}, line {place.lineno}"
+
+
+def _probe() -> str | None:
+    with torch.enable_grad():
+        for reentrant in (True, False):
+            seen: list[tuple[int | None, bool]] = []
+            around: list[Any] = []
+            watch = functools.partial(_watched, seen=seen, around=around, reentrant=reentrant)
+            weight = torch.ones(2, requires_grad=True)
+            outputs, ends = [], []
+            for _ in range(2):
+                outputs.append(checkpoint(watch, weight, use_reentrant=reentrant))
+                ends.append(sequence_number())
+            kind = "reentrant" if reentrant else "non-reentrant"
+            if in_backward() or seen or [len(found) for found in around] != [1, 1]:
+                return f"a {kind} checkpoint can't be told while its forward runs"
+            sum(output.sum() for output in outputs).backward()
+            numbers = [-1 if number is None else number for number, _ in seen]
+            if len(numbers) != 2 or not (numbers[1] < ends[0] <= numbers[0] < ends[1]):
+                return f"a {kind} checkpoint's recompute doesn't lead back to its own forward"
+            if not all(enclosed for _, enclosed in seen):
+                return f"a {kind} checkpoint's recompute isn't inside what enclosed its forward"
+            del outputs
+    return None
+
+
+def _watched(
+    x: torch.Tensor,
+    *,
+    seen: list[tuple[int | None, bool]],
+    around: list[Any],
+    reentrant: bool,
+) -> torch.Tensor:
+    if in_backward():
+        own = around[1 - len(seen)]  # backward begins with the last
+        seen.append((running_node_number(), any(one is own[0] for one in recomputing())))
+    else:
+        around.append(enclosing(functions=reentrant))
+    return (x * 2).sin()
