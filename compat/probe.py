@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-from npu_replay.compat.patching import import_hook
+from npu_replay.compat.patching import import_hook, switches
 from npu_replay.errors import ReplayError
 
 MEGATRON, DEMO = "replay on Megatron-core", "demo"
@@ -326,7 +326,7 @@ def _megatrons_own(product: Product) -> Capability:
         return Capability(
             name, "native", "router_replay.py; off unless asked for, and npu_replay leaves it alone"
         )
-    if import_hook.disabled():
+    if switches.disabled():
         return Capability(name, "missing", "this release has none; npu_replay doesn't need it")
     return Capability(name, "shimmed", "this release has none: npu_replay serves RouterReplay and its flags")
 

@@ -11,7 +11,6 @@ import functools
 import importlib.abc
 import importlib.machinery
 import logging
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from npu_replay.compat.patching.switches import disabled, strict
 from npu_replay.errors import ReplayError
 
 logger = logging.getLogger(__name__)
@@ -28,21 +28,9 @@ Shim = Callable[[Any], None]
 
 Preparation = Callable[[], object]
 
-STRICT = "NPU_REPLAY_STRICT"
-
 _preparing: dict[str, dict[str, Preparation]] = {}
 _waiting: dict[str, dict[str, Shim]] = {}
 _failures: dict[str, str] = {}
-
-
-def disabled() -> bool:
-    """Has the user turned all changes to other modules off?"""
-    return os.environ.get("NPU_REPLAY_DISABLE", "") not in ("", "0")
-
-
-def strict() -> bool:
-    """Does a job stop where npu_replay can't do its part? NPU_REPLAY_STRICT=0 lets it go on without."""
-    return os.environ.get(STRICT) != "0"
 
 
 def when_imported(module: str, name: str, shim: Shim) -> None:

@@ -37,7 +37,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from npu_replay.compat.patching import import_hook
+from npu_replay.compat.patching import import_hook, switches
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl.arrivals import Arrivals
 from npu_replay.compat.verl.config import setting
@@ -132,7 +132,7 @@ class Turns:
         if not len(sampled):
             return
         job = self.job
-        if routes is None and job is not None and not job.dropped and not aborted and import_hook.strict():
+        if routes is None and job is not None and not job.dropped and not aborted and switches.strict():
             raise ReplayError(
                 "enable_rollout_routing_replay is on, but the rollout engine returned no routes",
                 where="rollout",

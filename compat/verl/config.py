@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from npu_replay.compat import probe, vllm_ascend
-from npu_replay.compat.patching import import_hook
+from npu_replay.compat.patching import import_hook, switches
 from npu_replay.compat.patching.install import undo_everything
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.sglang import launch as sglang
@@ -79,7 +79,7 @@ def check_actor(config: Any, *, legacy: bool | None = None) -> None:
     problems = list(_problems(config, legacy))
     if not problems:
         return
-    if import_hook.strict():
+    if switches.strict():
         raise problems[0]
     for problem in problems:
         logger.error("%s", problem)

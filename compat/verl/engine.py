@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import os
 import sys
 from collections import Counter
@@ -20,26 +19,18 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import nn
 
-from npu_replay.compat import probe
 from npu_replay.compat.patching.patches import when_undone
 from npu_replay.compat.verl.actions import problem_of, switch
 from npu_replay.compat.verl.files import Files
+from npu_replay.compat.verl.metrics import COUNTED, add_metrics, announce, figures, summary
 from npu_replay.errors import ReplayError, share
 from npu_replay.parallel.bad_samples import CEILING, above_ceiling
 from npu_replay.parallel.rank_failures import agreed, all_here
 from npu_replay.sessions.stepwise import StepRecording, StepReplay
 
-_log = logging.getLogger("npu_replay.job")
-
-PREFIX = "npu_replay/"
 _CEILING = "NPU_REPLAY_BAD_SAMPLES"
 _FAR = "NPU_REPLAY_MAX_LIVE_MISMATCH"
 _EVERY = "NPU_REPLAY_METRICS_EVERY"
-
-_COUNTED = (
-    *("rows", "routed", "samples", "bad_samples"),
-    *("dropped", "chosen", "differing", "compared", "replayed", "routers", "microseconds"),
-)
 
 
 @dataclass
@@ -97,7 +88,7 @@ def wrapped(
                 if unwritten is not None:
                     raise unwritten
         if job.trains:
-            _add_metrics(output, job.metrics)
+            add_metrics(output, job.metrics)
         return output
 
     return forward_backward_batch
@@ -228,17 +219,17 @@ class Pass:
             return
         if session is not None:
             self.count(**session.counts())
-        sums = agreed(error, {name: self._counted[name] for name in _COUNTED} | {"ranks": 1})
+        sums = agreed(error, {name: self._counted[name] for name in COUNTED} | {"ranks": 1})
         bad, samples = sums["bad_samples"], sums["samples"]
         problem = above_ceiling(bad, samples, self._ceiling / 1e6, setting=_CEILING, where="all ranks")
         if problem is not None:
             _raise_on_every_rank(problem)
         if isinstance(session, StepReplay):
-            self.metrics = _metrics(sums)
+            self.metrics = figures(sums)
             if not self.engine.announced:
                 self.engine.announced = True
                 if not dist.is_initialized() or dist.get_rank() == 0:
-                    announce(_summary(self.mode, sums))
+                    announce(summary(self.mode, sums))
         if self.trains:
             self.engine.updates += 1
 
@@ -251,67 +242,3 @@ def _raise_on_every_rank(problem: ReplayError) -> None:
 def _share(name: str, default: float, of: str) -> float:
     """A share that the user has set in the environment."""
     return share(os.environ.get(name, "").strip() or default, name, of)
-
-
-def _metrics(sums: dict[str, int]) -> dict[str, float]:
-    figures = {
-        "rows_without_route": 1 - sums["routed"] / max(sums["rows"], 1),
-        "bad_samples": float(sums["bad_samples"]),
-        "seconds": sums["microseconds"] / 1e6 / sums["ranks"],
-    }
-    if sums["compared"]:
-        figures["live_mismatch"] = sums["differing"] / sums["compared"]
-    if sums["chosen"]:
-        figures["capacity_dropped"] = sums["dropped"] / sums["chosen"]
-    return {PREFIX + name: value for name, value in figures.items()}
-
-
-def _add_metrics(output: Any, metrics: dict[str, float]) -> None:
-    """Into verl's own, where this rank has some: {"metrics": {name: [values]}}, or 0.7's by micro-batch."""
-    if not metrics or not isinstance(output, dict):
-        return
-    if isinstance(output.get("metrics"), dict):
-        output["metrics"].update({name: [value] for name, value in metrics.items()})
-    elif output.get("output") and isinstance(output["output"], list):
-        first = output["output"][0]
-        first = first[0] if isinstance(first, list | tuple) else first
-        if isinstance(first, dict):
-            first.update(metrics)
-
-
-def _summary(mode: str, sums: dict[str, int]) -> str:
-    """The one line that says that replay is on."""
-    state: Any = sys.modules.get("megatron.core.parallel_state")
-    stages = 1
-    if state is not None and state.model_parallel_is_initialized():
-        stages = int(state.get_pipeline_model_parallel_world_size())
-    routers, replayed = (sums[name] * stages // sums["ranks"] for name in ("routers", "replayed"))
-    routed = sums["routed"] / max(sums["rows"], 1)
-    percent = "100%" if routed == 1 else f"{min(routed * 100, 99.99):.2f}%"  # never 100% of what is less
-    ranks = "1 rank" if sums["ranks"] == 1 else f"{sums['ranks']} ranks agree"
-    names = {"megatron-core": "Megatron"} | ({"mindspeed": "MindSpeed"} if "mindspeed" in sys.modules else {})
-    found = {product.name: product.version or "?" for product in probe.products() if product.found}
-    by = ", ".join(["seam", *(f"{names[name]} {found[name]}" for name in names if name in found)])
-    return f"{mode}: {routers} routers, {replayed} replayed, {percent} of rows had a route, {ranks} ({by})"
-
-
-def announce(line: str) -> None:
-    """Log one line at INFO, and have it shown in a process that shows warnings only."""
-    if not _log.isEnabledFor(logging.INFO):
-        _log.setLevel(logging.INFO)
-    logger: logging.Logger | None = _log
-    handlers: list[logging.Handler] = []
-    while logger is not None:
-        handlers += logger.handlers
-        logger = logger.parent if logger.propagate else None
-    if all(handler.level > logging.INFO for handler in handlers):
-        _log.addHandler(_Stderr())
-    _log.info("[npu_replay] %s", line)
-
-
-class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to what stderr is at that time."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr
-        super().emit(record)

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from npu_replay.compat.megatron_backports import router_init
-from npu_replay.compat.patching import class_source, import_hook
+from npu_replay.compat.patching import class_source, import_hook, switches
 from npu_replay.compat.patching.patches import Patch, Patches
 from npu_replay.compat.verl import engine, functions
 from npu_replay.compat.verl.actions import switch
@@ -64,7 +64,7 @@ _shimmed: set[ModuleType] = set()
 
 def install() -> None:
     """Take verl's router replay over, now or when it is imported. What is taken already stays as it is."""
-    if import_hook.disabled():
+    if switches.disabled():
         return
     _given_up.clear()
     if not any(_patches):  # never taken, or given back since
@@ -105,7 +105,7 @@ def _all_or_nothing(shim: Callable[[Any], None], module: Any) -> None:
 
 def _refuse_to_start(patch: Any) -> None:
     original = getattr(patch, "apply_router_replay_patch", None)  # its absence may be what is wrong
-    if original is None or not import_hook.strict():
+    if original is None or not switches.strict():
         return
 
     @functools.wraps(original)

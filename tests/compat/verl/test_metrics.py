@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from npu_replay.compat.verl.engine import announce
+from npu_replay.compat.verl.metrics import announce
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def logger_as_it_was() -> Iterator[logging.Logger]:
 def test_it_is_seen_once_whatever_logging_a_process_has_set_up(
     logging_of_its_own: str, lines: list[str]
 ) -> None:
-    code = "from npu_replay.compat.verl.engine import announce; announce('one'); announce('two')"
+    code = "from npu_replay.compat.verl.metrics import announce; announce('one'); announce('two')"
     done = subprocess.run(
         [sys.executable, "-c", f"{logging_of_its_own}\n{code}"], capture_output=True, text=True, check=False
     )

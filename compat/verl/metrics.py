@@ -1,0 +1,84 @@
+"""What a pass of a verl engine says of itself: its metrics, and the one line that says that replay is on."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+from npu_replay.compat import probe
+
+_log = logging.getLogger("npu_replay.job")
+
+PREFIX = "npu_replay/"
+
+COUNTED = (
+    *("rows", "routed", "samples", "bad_samples"),
+    *("dropped", "chosen", "differing", "compared", "replayed", "routers", "microseconds"),
+)
+"""What each rank counts of a pass."""
+
+
+def figures(sums: dict[str, int]) -> dict[str, float]:
+    """The metrics of a pass, by name; `sums` are of all ranks."""
+    found = {
+        "rows_without_route": 1 - sums["routed"] / max(sums["rows"], 1),
+        "bad_samples": float(sums["bad_samples"]),
+        "seconds": sums["microseconds"] / 1e6 / sums["ranks"],
+    }
+    if sums["compared"]:
+        found["live_mismatch"] = sums["differing"] / sums["compared"]
+    if sums["chosen"]:
+        found["capacity_dropped"] = sums["dropped"] / sums["chosen"]
+    return {PREFIX + name: value for name, value in found.items()}
+
+
+def add_metrics(output: Any, metrics: dict[str, float]) -> None:
+    """Into verl's own, where this rank has some: {"metrics": {name: [values]}}, or 0.7's by micro-batch."""
+    if not metrics or not isinstance(output, dict):
+        return
+    if isinstance(output.get("metrics"), dict):
+        output["metrics"].update({name: [value] for name, value in metrics.items()})
+    elif output.get("output") and isinstance(output["output"], list):
+        first = output["output"][0]
+        first = first[0] if isinstance(first, list | tuple) else first
+        if isinstance(first, dict):
+            first.update(metrics)
+
+
+def summary(mode: str, sums: dict[str, int]) -> str:
+    """The one line that says that replay is on."""
+    state: Any = sys.modules.get("megatron.core.parallel_state")
+    stages = 1
+    if state is not None and state.model_parallel_is_initialized():
+        stages = int(state.get_pipeline_model_parallel_world_size())
+    routers, replayed = (sums[name] * stages // sums["ranks"] for name in ("routers", "replayed"))
+    routed = sums["routed"] / max(sums["rows"], 1)
+    percent = "100%" if routed == 1 else f"{min(routed * 100, 99.99):.2f}%"  # never 100% of what is less
+    ranks = "1 rank" if sums["ranks"] == 1 else f"{sums['ranks']} ranks agree"
+    names = {"megatron-core": "Megatron"} | ({"mindspeed": "MindSpeed"} if "mindspeed" in sys.modules else {})
+    found = {product.name: product.version or "?" for product in probe.products() if product.found}
+    by = ", ".join(["seam", *(f"{names[name]} {found[name]}" for name in names if name in found)])
+    return f"{mode}: {routers} routers, {replayed} replayed, {percent} of rows had a route, {ranks} ({by})"
+
+
+def announce(line: str) -> None:
+    """Log one line at INFO, and have it shown in a process that shows warnings only."""
+    if not _log.isEnabledFor(logging.INFO):
+        _log.setLevel(logging.INFO)
+    logger: logging.Logger | None = _log
+    handlers: list[logging.Handler] = []
+    while logger is not None:
+        handlers += logger.handlers
+        logger = logger.parent if logger.propagate else None
+    if all(handler.level > logging.INFO for handler in handlers):
+        _log.addHandler(_Stderr())
+    _log.info("[npu_replay] %s", line)
+
+
+class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to what stderr is at that time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
