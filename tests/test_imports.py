@@ -27,6 +27,7 @@ AT_IMPORT = {
     *("parallel", "parallel.parallel_layout", "parallel.pipeline_layers"),
     *("routes", "routes.checks", "routes.fingerprint"),
     *("compat", "compat.patching", "compat.patching.import_hook", "compat.patching.install"),
+    "compat.patching.switches",
     "compat.patching.patches",
 }
 """All of npu_replay that its import brings."""
