@@ -22,7 +22,7 @@ from torch import nn
 from npu_replay.compat.patching.patches import when_undone
 from npu_replay.compat.verl.actions import problem_of, switch
 from npu_replay.compat.verl.files import Files
-from npu_replay.compat.verl.metrics import COUNTED, add_metrics, announce, figures, summary
+from npu_replay.compat.verl.metrics import COUNTED, add_metrics, announce, compares, figures, summary
 from npu_replay.errors import ReplayError, share
 from npu_replay.parallel.bad_samples import CEILING, above_ceiling
 from npu_replay.parallel.rank_failures import agreed, all_here
@@ -30,7 +30,6 @@ from npu_replay.sessions.stepwise import StepRecording, StepReplay
 
 _CEILING = "NPU_REPLAY_BAD_SAMPLES"
 _FAR = "NPU_REPLAY_MAX_LIVE_MISMATCH"
-_EVERY = "NPU_REPLAY_METRICS_EVERY"
 
 
 @dataclass
@@ -164,13 +163,8 @@ class Pass:
         return self.engine.updates > 0
 
     def compares(self) -> bool:
-        """Is the live router's choice counted? On every n-th update, since it costs the router's top-k."""
-        told = os.environ.get(_EVERY, "").strip() or "10"
-        try:
-            every = int(float(told))
-        except (ValueError, OverflowError) as error:
-            raise ReplayError(f"{_EVERY} must be a number", expected="10, for one", got=told) from error
-        return self.trains and every > 0 and self.engine.updates % every == 0
+        """Is the live router's choice counted in this pass?"""
+        return self.trains and compares(self.engine.updates)
 
     def most_live_mismatch(self) -> float | None:
         """How far the first update's first micro-batch may be from the live choice: routes that are laid out

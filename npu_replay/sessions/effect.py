@@ -34,6 +34,18 @@ class Count:
         return sum(int(part) for part in self._parts.values())
 
 
+def is_due(number: int) -> bool:
+    """Is the effect checked in micro-batch 0, 1, 2, 4, 8, ...?
+
+    In the first the routes may be what the router would have chosen anyway, so that having no effect shows
+    nothing; an optimizer that steps inside the block changes that.
+
+    >>> [number for number in range(20) if is_due(number)]
+    [0, 1, 2, 4, 8, 16]
+    """
+    return number & (number - 1) == 0
+
+
 class _Shown(NamedTuple):
     """What one output showed.
 

@@ -18,7 +18,7 @@ from npu_replay.errors import RecomputeError, RouterError, described, micro_batc
 from npu_replay.routers import Model, Router
 from npu_replay.sessions import compiled, seam
 from npu_replay.sessions.block import Block
-from npu_replay.sessions.effect import Witness
+from npu_replay.sessions.effect import Witness, is_due
 from npu_replay.sessions.hooks import Hook
 from npu_replay.sessions.micro_batches import Forward, Marks
 from npu_replay.sessions.recompute import Key, Recomputes
@@ -78,12 +78,8 @@ class Session(Block):
         return None
 
     def _is_checked(self, number: int) -> bool:
-        """Is the effect checked in this micro-batch: 0, 1, 2, 4, 8, ...?
-
-        In the first the routes may be what the router would have chosen anyway, so that having no effect
-        shows nothing; an optimizer that steps inside the block changes that.
-        """
-        return number & (number - 1) == 0
+        """Is the effect checked in this micro-batch?"""
+        return is_due(number)
 
     def _forget(self, key: Key) -> None:
         """The forward of this call raised: drop what was kept."""

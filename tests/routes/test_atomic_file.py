@@ -21,8 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from npu_replay import RoutedExperts, RouteStore
 from npu_replay.errors import RouteFileError
-from npu_replay.routes import file as route_file
-from npu_replay.routes import serialization
+from npu_replay.routes import atomic_file, serialization
 from npu_replay.routes.serialization import FORMAT
 from writers import go_on, hanging_writer
 
@@ -145,14 +144,14 @@ def test_a_saved_file_has_the_usual_rights(path: Path, mask: int, rights: int, o
 
 
 def test_a_place_is_checked_without_a_trace(tmp_path: Path) -> None:
-    route_file.check_place(tmp_path / "new", overwrite=False)
+    atomic_file.check_place(tmp_path / "new", overwrite=False)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "old").write_text("kept")
-    route_file.check_place(tmp_path / "old", overwrite=True)
+    atomic_file.check_place(tmp_path / "old", overwrite=True)
     assert (tmp_path / "old").read_text() == "kept"
     for place in ("old", "nothing/new", "old/new"):
         with pytest.raises(RouteFileError, match=r"not overwritten|can't be written"):
-            route_file.check_place(tmp_path / place, overwrite=False)
+            atomic_file.check_place(tmp_path / place, overwrite=False)
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
@@ -246,7 +245,7 @@ def test_without_locks_and_links_files_are_written_and_nothing_is_removed(
     assert os.listdir(path.parent) == ["first"]
     rest = path.with_name(f".{path.name}.0.part")
     rest.write_bytes(b"another writer's, perhaps")
-    monkeypatch.setattr(route_file.fcntl, "flock", WITHOUT)
+    monkeypatch.setattr(atomic_file.fcntl, "flock", WITHOUT)
     routes().save(path)
     assert RoutedExperts.load(path) == routes()
     assert rest.read_bytes() == b"another writer's, perhaps"
