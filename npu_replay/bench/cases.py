@@ -92,16 +92,19 @@ def _ways(build: Callable[..., nn.Module], call: Callable[[nn.Module], object], 
         Way("record", lambda: call(ours), lambda: npu_replay.record(ours)),
         Way("replay", lambda: call(ours), lambda: npu_replay.replay(ours, [routes] * calls)),
     ]
-    if has_native_replay():
+    if (name := native_replay()) is not None:
         native = build(moe_enable_routing_replay=True)
         _set_native(native, routes)
-        ways.append(Way("Megatron's own", lambda: call(native)))
+        ways.append(Way(name, lambda: call(native)))
     return ways
 
 
-def has_native_replay() -> bool:
-    """Has this Megatron a replay of its own?"""
-    return find_spec("megatron.core.transformer.moe.router_replay") is not None
+def native_replay() -> str | None:
+    """What Megatron's replay API is called here: its own, or the one that npu_replay serves on 0.12 to 0.15."""
+    spec = find_spec("megatron.core.transformer.moe.router_replay")
+    if spec is None:
+        return None
+    return "Megatron's own" if spec.has_location else "its API, served"
 
 
 def _set_native(model: nn.Module, routes: RoutedExperts) -> None:
