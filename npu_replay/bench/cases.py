@@ -100,7 +100,7 @@ def _ways(build: Callable[..., nn.Module], call: Callable[[nn.Module], object], 
 
 
 def native_replay() -> str | None:
-    """What Megatron's replay API is called here: its own, or the one that npu_replay serves on 0.12 to 0.15."""
+    """What Megatron's replay API is called here: its own, or what npu_replay serves on 0.12 to 0.15."""
     spec = find_spec("megatron.core.transformer.moe.router_replay")
     if spec is None:
         return None
