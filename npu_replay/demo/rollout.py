@@ -21,11 +21,13 @@ class Sample:
 
     Attributes:
         tokens: int64 [length], prompt and response.
-        log_probs: float32 [length - PROMPT], of the sampled tokens, in nats.
-        routes: [length - 1] rows: the last token was never fed to the model.
+        prompt: how many of them are the prompt.
+        log_probs: float32 [length - prompt], of the sampled tokens, in nats.
+        routes: of all tokens, or all but the last, which was never fed to the model.
     """
 
     tokens: torch.Tensor
+    prompt: int
     log_probs: torch.Tensor
     routes: RoutedExperts
 
@@ -89,6 +91,7 @@ def _sample(tokens: torch.Tensor, log_probs: torch.Tensor, forwards: list[Routed
     routes = RoutedExperts.concat([prompt, *steps])
     return Sample(
         tokens=tokens,
+        prompt=PROMPT,
         log_probs=log_probs,
         routes=RoutedExperts(
             ids=routes.ids,

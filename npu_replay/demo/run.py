@@ -15,7 +15,8 @@ import npu_replay
 from npu_replay.compat import probe
 from npu_replay.demo import megatron_model
 from npu_replay.demo.rollout import qwen3_moe, roll_out
-from npu_replay.demo.trainer import Trainer, like
+from npu_replay.demo.trainer import Trainer
+from npu_replay.demo.weights import like
 from npu_replay.devices import megatron_on, one_thread, pick
 from npu_replay.errors import ReplayError
 from npu_replay.routes.atomic_file import check_place, write_whole
