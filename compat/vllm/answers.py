@@ -79,7 +79,7 @@ def read(output: Any, version: str | None = None, vllm_ascend: str | None = None
     for said in (version, vllm_ascend):
         release(said or "")  # or an error, for what is no text
     if http and version is None:
-        version = _release(output.get("system_fingerprint"))
+        version = said_release(output)
     elif not http and version is None and vllm_ascend is None:
         version, vllm_ascend = probe.installed("vllm"), probe.installed("vllm-ascend")
     version, vllm_ascend = version or "", vllm_ascend or ""
@@ -194,8 +194,10 @@ def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _release(fingerprint: Any) -> str:
-    """«vllm-0.30.0-tp2-3ea666b7», or another's fingerprint, or the user's own words."""
+def said_release(answer: Mapping[str, Any]) -> str:
+    """The release that an answer over HTTP says itself, or nothing: its fingerprint is
+    «vllm-0.30.0-tp2-3ea666b7», or another's, or the user's own words."""
+    fingerprint = answer.get("system_fingerprint")
     found = re.match(r"vllm-(\d+\.[\w.+]+)", fingerprint) if isinstance(fingerprint, str) else None
     return found[1][:80] if found else ""
 

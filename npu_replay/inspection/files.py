@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from npu_replay import json_text
+from npu_replay.compat.vllm.answers import said_release
 from npu_replay.errors import InvalidRoutes, ReplayError, RouteFileError
 from npu_replay.inspection.answers import NAMES, Engine, samples, source_of, whose
 from npu_replay.inspection.judge import Known, Verdict, judge_routes, judge_rows
@@ -262,6 +263,8 @@ def _answer(
     engine = engine or whose(answer)
     if engine is None:
         raise Refused(_unknown_answer(path, answer))
+    if engine == "vllm" and not version and isinstance(answer, dict):
+        version = said_release(answer)
     what = f"an answer of {_named(engine, version)}"
     try:
         found = list(samples(answer, engine, version, known))

@@ -355,6 +355,14 @@ def test_headers_before_the_body_are_skipped(desk: Desk) -> None:
     assert desk.look(head + json.dumps(desk.answer).encode()).good
 
 
+def test_the_release_that_an_answer_says_itself(desk: Desk) -> None:
+    """A live server of 0.30.0 says it so."""
+    answer = desk.answer | {"system_fingerprint": "vllm-0.30.0-e4aeb530"}
+    assert desk.look(answer).what == "an answer of vLLM 0.30.0"
+    assert desk.look(answer, version="0.31.0").what == "an answer of vLLM 0.31.0"
+    assert desk.look(answer | {"system_fingerprint": "ours"}).what == "an answer of vLLM (release not given)"
+
+
 # SGLang's answers
 
 

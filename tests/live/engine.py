@@ -1,0 +1,160 @@
+"""vLLM for CPUs, in this process and as a server, started as `engine_arguments` says."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from engine_server import post
+from live.families import LONGEST
+from npu_replay.compat.vllm import engine_arguments
+from npu_replay.rollout.launch import EngineArguments
+
+VERSION = "0.30.0"
+STARTED, ENDED = 180, 30
+"""Seconds that a server may take for either."""
+
+_HERE = Path(__file__).parent
+_SMALL = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": LONGEST,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 128,  # longer prompts are cut into chunks
+    "block_size": 32,
+    "num_gpu_blocks_override": 64,
+}
+
+
+def arguments(folder: Path, **planned: Any) -> EngineArguments:
+    """What a small engine is started with."""
+    plan = {"model": str(folder), **_SMALL, **planned}
+    if "Deepseek" in json.loads((folder / "config.json").read_text())["architectures"][0]:
+        plan |= {"block_size": 16, "num_gpu_blocks_override": plan["num_gpu_blocks_override"] * 2}
+    return engine_arguments(VERSION, planned=plan, model=folder)
+
+
+def in_process(folder: Path, **planned: Any) -> Any:
+    """An LLM, which counts what it does."""
+    from vllm import LLM
+
+    import live.rotary  # noqa: F401 - before vLLM builds a model
+
+    found = arguments(folder, disable_log_stats=False, **planned)
+    assert not found.environment
+    return LLM(**found.arguments)
+
+
+class Server:
+    """vLLM's OpenAI server; `with Server(folder) as server: server.ask("/v1/completions", prompt=[5, 6])`.
+
+    Args:
+        capture: False leaves out the switch that turns routes on.
+    """
+
+    def __init__(self, folder: Path, capture: bool = True, **planned: Any) -> None:
+        found = arguments(folder, enable_scale_out=True, served_model_name="m", **planned)
+        if not capture:
+            given = {name: value for name, value in found.arguments.items() if "routed" not in name}
+            assert len(given) == len(found.arguments) - 1
+            found = replace(found, arguments=given)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._command = [sys.executable, str(_HERE / "rotary.py"), *found.command_line()]
+        self._command += ["--host", "127.0.0.1", "--port", str(self.port)]
+
+    def __enter__(self) -> Server:
+        self._log = tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen(
+            self._command,
+            env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"},  # for /pause, /collective_rpc and the like
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            self._wait_until_it_answers()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def _wait_until_it_answers(self) -> None:
+        end = time.monotonic() + STARTED
+        while time.monotonic() < end and self._process.poll() is None:
+            with suppress(OSError):
+                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+                return
+            time.sleep(0.2)
+        self._log.seek(0)
+        raise AssertionError(f"the server didn't start:\n{self._log.read()[-4000:]}")
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(ENDED)
+        self.kill()
+
+    def kill(self) -> None:
+        """As a machine dies: the server and its engine, at once."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(ENDED)
+        self._log.close()
+
+    def ask(self, path: str, **body: Any) -> bytes:
+        """The answer as it came, with the token ids in it."""
+        return post(f"{self.url}{path}", {"model": "m", "return_token_ids": True, **body})
+
+    def load(self, folder: Path, reset: bool = True) -> None:
+        """Take other weights, as between two steps of training."""
+        self.ask("/collective_rpc", method="reload_weights", kwargs={"weights_path": str(folder)})
+        if reset:
+            post(f"{self.url}/reset_prefix_cache", {})
+
+
+class Proxy:
+    """Stands between a client and a server, and changes answers: `change` gets one parsed and returns it."""
+
+    def __init__(self, url: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                answer = json.dumps(change(json.loads(post(f"{url}{self.path}", asked)))).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, *_: object) -> None:
+                """Keep the tests' output clean."""
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+
+    def __enter__(self) -> Proxy:
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join(ENDED)

@@ -1,0 +1,189 @@
+"""vLLM's own server, asked over HTTP: each path to an answer, and what a loop does between two of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from engine_server import post
+from live.conftest import Live
+from live.engine import Server
+from live.families import FAMILIES, VOCABULARY
+from live.held import assert_right
+from npu_replay import Rollout, RouteStore, Turn, from_vllm
+from npu_replay.errors import InvalidRoutes, RouteFileError
+from npu_replay.inspection.inspection import inspect
+
+MESSAGES = [{"role": "user", "content": "w17 w9 w30 w8"}, {"role": "assistant", "content": "w5 w6"}]
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def served(request: pytest.FixtureRequest, saved: Any) -> Iterator[Live]:
+    model, folder = saved(request.param)
+    with Server(folder) as server:
+        yield Live(model, folder, server)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    ids: list[int] = np.random.default_rng(seed).integers(3, VOCABULARY, length).tolist()
+    return ids
+
+
+def assert_all_right(live: Live, answer: bytes, asked: list[int] | None = None) -> list[dict[str, Any]]:
+    """Every completion of an answer; returns its choices."""
+    said = json.loads(answer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # T10: what came over HTTP can't be written to
+        found = from_vllm(answer, live.folder, prompt_token_ids=asked)
+    choices: list[dict[str, Any]] = said["choices"]
+    assert len(choices) == len(found)
+    for choice, routes in zip(choices, found, strict=True):
+        ran = asked or choice.get("prompt_token_ids") or said["prompt_token_ids"]
+        assert assert_right(live.model, [*ran, *choice["token_ids"]], routes) <= 1
+    return choices
+
+
+def test_T10_completions(served: Live) -> None:
+    for _ in range(2):  # the second time from the prefix cache
+        answer = served.engine.ask("/v1/completions", prompt=prompt(1, 200), max_tokens=24, n=3)
+        assert len(assert_all_right(served, answer)) == 3
+
+
+def test_chat_with_a_stop_string(served: Live) -> None:
+    asked = {"messages": MESSAGES, "max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
+    (free,) = assert_all_right(served, served.engine.ask("/v1/chat/completions", **asked))
+    word = free["message"]["content"].split()[9]
+    (cut,) = assert_all_right(served, served.engine.ask("/v1/chat/completions", **asked, stop=[f" {word} "]))
+    assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", f" {word} ")
+    assert len(cut["token_ids"]) < 24
+
+
+def test_tokens_in_and_out(served: Live) -> None:
+    ids = prompt(2, 70)
+    for start in (0, 33):
+        sampling = {"max_tokens": 12, "routed_experts_prompt_start": start}
+        answer = served.engine.ask("/inference/v1/generate", token_ids=ids, sampling_params=sampling)
+        (routes,) = from_vllm(answer, served.folder, prompt_token_ids=ids, start=start)
+        assert_right(served.model, [*ids, *json.loads(answer)["choices"][0]["token_ids"]], routes, start)
+
+
+def test_a_stream_is_refused_in_words(served: Live) -> None:
+    stream = served.engine.ask("/v1/completions", prompt=prompt(3, 20), max_tokens=4, stream=True)
+    with pytest.raises(InvalidRoutes, match=r"isn't JSON.*a stream"):
+        from_vllm(stream, served.folder)
+    piece = json.loads(stream.decode().splitlines()[0].removeprefix("data: "))
+    with pytest.raises(InvalidRoutes, match=r"the completion has no routes"):
+        from_vllm(piece, served.folder, prompt_token_ids=prompt(3, 20))
+
+
+def test_many_requests_at_once_keep_their_own_rows(served: Live) -> None:
+    answers: dict[int, bytes] = {}
+
+    def ask(number: int) -> None:
+        ids = prompt(40 + number, 20 + number)
+        answers[number] = served.engine.ask("/v1/completions", prompt=ids, max_tokens=90, ignore_eos=True)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert sorted(answers) == list(range(12))
+    for number, answer in answers.items():
+        (choice,) = assert_all_right(served, answer)
+        assert choice["prompt_token_ids"] == prompt(40 + number, 20 + number)
+
+
+def test_T37_openais_client_reads_chat_answers_that_carry_routes(served: Live) -> None:
+    client = openai.OpenAI(base_url=f"{served.engine.url}/v1", api_key="none", max_retries=0, timeout=60)
+    asked = {"return_token_ids": True, "ignore_eos": True}
+    answer = client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=12, extra_body=asked)
+    assert answer.choices[0].message.content
+    (routes,) = from_vllm(answer, served.folder)
+    said = answer.model_dump()
+    assert_right(served.model, [*said["prompt_token_ids"], *said["choices"][0]["token_ids"]], routes)
+
+
+def test_inspect_draws_an_answer(served: Live, tmp_path: Path) -> None:
+    file, picture = tmp_path / "answer.json", tmp_path / "answer.png"
+    file.write_bytes(served.engine.ask("/v1/completions", prompt=prompt(4, 100), max_tokens=30))
+    command = [sys.executable, "-m", "npu_replay", "inspect", str(file), "--config", str(served.folder)]
+    done = subprocess.run([*command, "--out", str(picture)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "vLLM 0.30.0" in done.stdout
+    assert picture.read_bytes().startswith(PNG)
+    assert picture.stat().st_size > 20_000
+
+    damaged = json.loads(file.read_bytes())
+    damaged["choices"][0]["token_ids"].pop()
+    file.write_text(json.dumps(damaged))
+    assert "rows for more tokens" in inspect(file, config=served.folder).bad[0].problem
+
+
+def turn(live: Live, ids: list[int], tokens: int = 16, **said: Any) -> Turn:
+    """One call of the engine."""
+    answer = live.engine.ask("/v1/completions", prompt=ids, max_tokens=tokens, ignore_eos=True)
+    (routes,) = from_vllm(answer, live.folder, **said)
+    return Turn(prompt=ids, sampled=json.loads(answer)["choices"][0]["token_ids"], routes=routes)
+
+
+def test_T24_T30_T42_two_turns_with_a_tool_and_a_store(served: Live, tmp_path: Path) -> None:
+    rollout = Rollout(served.folder)
+    rollout.extend(turn(served, prompt(5, 60)))
+    rollout.append(prompt(6, 21))
+    assert rollout.routes.recorded.sum() == 75  # neither the last sampled token nor the tool's have rows yet
+    rollout.extend(turn(served, rollout.tokens.tolist()))
+    assert_right(served.model, rollout.tokens, rollout.routes)
+    rollout.append(prompt(7, 5))
+    assert rollout.routes.recorded.sum() == 60 + 16 + 21 + 16 - 1
+    rollout.truncate(60 + 16 + 21 + 16)
+
+    with RouteStore.writer(tmp_path / "routes", name="rank-0") as writer:
+        writer.add(rollout.routes)
+    read = RouteStore(tmp_path / "routes").of(rollout.tokens)
+    assert_right(served.model, rollout.tokens, read)
+    with pytest.raises(RouteFileError, match="no routes of these tokens"):
+        RouteStore(tmp_path / "routes").of(rollout.tokens[:-1])
+
+
+def test_T12_a_response_that_is_cut_short(served: Live) -> None:
+    rollout = Rollout(served.folder)
+    rollout.extend(turn(served, prompt(8, 40)))
+    rollout.truncate(rollout.prompt_length + 7)
+    assert_right(served.model, rollout.tokens, rollout.routes, last=0)  # this token ran, too
+    rollout.extend(turn(served, rollout.tokens.tolist()))
+    assert_right(served.model, rollout.tokens, rollout.routes)
+
+
+def test_T13_T28_an_abort_and_its_resume(served: Live) -> None:
+    ids, rollout = prompt(9, 50), Rollout(served.folder)
+    answers: list[bytes] = []
+    asked = {"prompt": ids, "max_tokens": 900, "ignore_eos": True}
+    thread = threading.Thread(target=lambda: answers.append(served.engine.ask("/v1/completions", **asked)))
+    thread.start()
+    time.sleep(1.0)
+    post(f"{served.engine.url}/pause?mode=abort", {})
+    thread.join(60)
+    post(f"{served.engine.url}/resume", {})
+    (answer,) = answers
+    (choice,) = json.loads(answer)["choices"]
+    assert choice["finish_reason"] == "abort"
+    sampled = choice["token_ids"]
+    assert 0 < len(sampled) < 900
+    (routes,) = from_vllm(answer, served.folder)
+    rollout.extend(Turn(prompt=ids, sampled=sampled, routes=routes, aborted=True))
+    rollout.extend(turn(served, rollout.tokens.tolist()))
+    assert len(rollout) == 50 + len(sampled) + 16
+    assert_right(served.model, rollout.tokens, rollout.routes)
