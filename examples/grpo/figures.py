@@ -48,5 +48,7 @@ def row(
 def mismatch(batches: Sequence[Batch], shown: Sequence[RoutedExperts]) -> float:
     """The share of token-layers at which this trainer's routers showed other experts than the engine used."""
     found = [npu_replay.compare(batch.routes, one) for batch, one in zip(batches, shown, strict=True)]
-    counts = together([[sum(one.differing for one in found), sum(one.token_layers for one in found)]]).sum(dim=0)
+    counts = together([[sum(one.differing for one in found), sum(one.token_layers for one in found)]]).sum(
+        dim=0
+    )
     return float(counts[0] / counts[1])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ import figures
 import task
 import torch
 from policies import Policy
-from roads import Road, together
+from roads import Answer, together
 
 import npu_replay
 from npu_replay import RoutedExperts
@@ -28,7 +28,12 @@ from npu_replay.demo.rollout import Sample
 
 @dataclass(frozen=True)
 class Arm:
-    """What is compared. replay: R2, R3 or none; tis: truncated importance sampling between engine and trainer."""
+    """What is compared.
+
+    Attributes:
+        replay: "R2", "R3" or "".
+        tis: truncated importance sampling between engine and trainer.
+    """
 
     replay: str = ""
     tis: bool = False
@@ -45,10 +50,18 @@ ARMS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """How a run goes. prompts and mini_batches are of one step, over all ranks."""
+    """How a run goes.
+
+    Attributes:
+        prompts, mini_batches: of one step, over all ranks.
+        group: answers to a prompt.
+        truncation: the most that truncated importance sampling weighs a token with.
+        longest: digits of a prompt, at most.
+        rollout_bits: of the mantissa of the engine's weights: 7 is bfloat16, less is coarser.
+    """
 
     steps: int = 40
-    prompts: int = 16
+    prompts: int = 32
     group: int = 8
     mini_batches: int = 4
     learning_rate: float = 1e-4
@@ -57,6 +70,7 @@ class Settings:
     longest: int = 10
     evaluate_every: int = 5
     evaluated: int = 256
+    rollout_bits: int = 7
 
 
 @dataclass(frozen=True)
@@ -94,7 +108,7 @@ class Batch:
 
 
 def train(
-    policy: Policy, road: Road, arm: Arm, settings: Settings, seed: int, folder: Path
+    policy: Policy, road: Answer, arm: Arm, settings: Settings, seed: int, folder: Path
 ) -> Iterator[dict[str, Any]]:
     """Run it; gives the figures of each step.
 
@@ -102,15 +116,20 @@ def train(
         road: how this rank gets its samples, and the engine its weights.
         folder: where the weights travel through.
     """
-    optimizer = torch.optim.AdamW(policy.model.parameters(), settings.learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        policy.model.parameters(), settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+    )
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4 * settings.mini_batches)
+    policy.save(folder, settings.rollout_bits)
+    road.load(folder)
     for step in range(settings.steps):
         seconds: dict[str, float] = {}
         with timed(seconds, "rollout"):
             prompts = task.prompts(settings.prompts, seed * 10_000 + step, settings.longest)
             samples = road.sample(prompts, settings.group)
-        stale = {sample.routes.weight_version for sample in samples} - {step}
-        if stale:
-            raise RuntimeError(f"step {step} got samples of weights {stale}: a cache that wasn't reset?")
+        versions = {sample.routes.weight_version for sample in samples}
+        if versions != {step + 1}:
+            raise RuntimeError(f"step {step} wants samples of weights {step + 1}, and got {versions}")
         batches, rewards = mini_batches(samples, policy, settings, seed + step)
 
         with timed(seconds, "old log-probs"):
@@ -121,12 +140,16 @@ def train(
             for number, (batch, before) in enumerate(zip(batches, old, strict=True)):
                 given = [] if routes is None else [routes[number]]
                 updates.append(update(policy, optimizer, batch, before, given, arm, settings))
+                warm_up.step()
         with timed(seconds, "weights"):
-            policy.save(folder)
+            policy.save(folder, settings.rollout_bits)
             road.load(folder)
         row = figures.row(step, rewards, batches, old, entropy, updates, settings.clip)
-        row |= {"router_mismatch": wrong, "update_mismatch": figures.mismatch(batches, [u.shown for u in updates])}
-        if (step + 1) % settings.evaluate_every == 0:
+        row |= {
+            "router_mismatch": wrong,
+            "update_mismatch": figures.mismatch(batches, [u.shown for u in updates]),
+        }
+        if (step + 1) % settings.evaluate_every == 0 or step + 1 == settings.steps:
             with timed(seconds, "evaluation"):
                 held_out = task.prompts(settings.evaluated, 77, settings.longest)
                 row["accuracy"] = float(scores(road.sample(held_out, 1, temperature=0.0)).mean())
@@ -148,7 +171,10 @@ def mini_batches(
 
 def scores(samples: Sequence[Sample]) -> torch.Tensor:
     """The reward of each sample, float32."""
-    split = [(sample.tokens[: sample.prompt].tolist(), sample.tokens[sample.prompt :].tolist()) for sample in samples]
+    split = [
+        (sample.tokens[: sample.prompt].tolist(), sample.tokens[sample.prompt :].tolist())
+        for sample in samples
+    ]
     return torch.tensor([task.reward(*one) for one in split])
 
 
@@ -163,8 +189,15 @@ def old_log_probs(
         block = npu_replay.replay(policy.model, [batch.routes for batch in batches])
     with torch.no_grad(), npu_replay.observe(policy.model) as observation, block as opened:
         passes = [log_probs(policy, batch) for batch in batches]
-    routes = opened.routes if arm.replay == "R2" else [batch.routes for batch in batches] if arm.replay else None
-    return [one for one, _ in passes], torch.cat([entropy for _, entropy in passes]), routes, observation.shown
+    routes = (
+        opened.routes if arm.replay == "R2" else [batch.routes for batch in batches] if arm.replay else None
+    )
+    return (
+        [one for one, _ in passes],
+        torch.cat([entropy for _, entropy in passes]),
+        routes,
+        observation.shown,
+    )
 
 
 @dataclass(frozen=True)
@@ -199,7 +232,11 @@ def update(
     gradient = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    return Update((now - old).detach(), float(getattr(gradient, "full_tensor", lambda: gradient)()), observation.shown[0])
+    return Update(
+        (now - old).detach(),
+        float(getattr(gradient, "full_tensor", lambda: gradient)()),
+        observation.shown[0],
+    )
 
 
 def log_probs(policy: Policy, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -39,12 +39,12 @@ class Policy:
         """Which token sits in which row of the routers."""
         return TokenLayout.padded(lengths, order=self.order, fingerprints=fingerprints)
 
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint that an engine can load, in bfloat16."""
+    def save(self, folder: Path, bits: int) -> None:
+        """Write a checkpoint for the engine, in bfloat16 with so many bits of mantissa (7 are all)."""
         state = self.state()
         if not dist.get_rank():
             self.like.load_state_dict(state)
-            rounded = {name: value.bfloat16() for name, value in self.like.state_dict().items()}
+            rounded = {name: coarse(value, bits).bfloat16() for name, value in state.items()}
             self.like.save_pretrained(folder, state_dict=rounded)
         dist.barrier()
 
@@ -100,3 +100,9 @@ class Fsdp(Policy):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         found: dict[str, torch.Tensor] = get_model_state_dict(self.model, options=options)
         return found
+
+
+def coarse(weight: torch.Tensor, bits: int) -> torch.Tensor:
+    """The nearest numbers with so many bits of mantissa: a rollout in a format of fewer bits, simulated."""
+    mantissa, exponent = torch.frexp(weight)
+    return torch.ldexp((mantissa * 2.0 ** (bits + 1)).round() / 2.0 ** (bits + 1), exponent)

@@ -79,7 +79,10 @@ class Vllm:
                 tokens=torch.tensor([*output.prompt_token_ids, *completion.token_ids]),
                 prompt=len(output.prompt_token_ids),
                 log_probs=torch.tensor(
-                    [step[token].logprob for step, token in zip(completion.logprobs, completion.token_ids)]
+                    [
+                        step[token].logprob
+                        for step, token in zip(completion.logprobs, completion.token_ids, strict=True)
+                    ]
                 ),
                 routes=routes,
             )
@@ -90,7 +93,7 @@ class Vllm:
         ]
 
     def load(self, folder: str) -> None:
-        """Take the weights of another folder. What older ones had cached would bring their routes: it goes."""
+        """Take the weights of another folder, and forget what the older ones had cached: rows too."""
         self._llm.collective_rpc("take_weights", args=(folder,))
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM's prefix cache can't be reset: a request still runs")

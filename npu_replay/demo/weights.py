@@ -67,9 +67,7 @@ def to_megatron(theirs: State, about: Any) -> State:
         ours |= {f"{here}.{name}": theirs[f"{there}.{other}"] for name, other in _LAYER.items()}
         # For each query group its queries, its key and its value.
         parts = [
-            theirs[f"{there}.self_attn.{name}.weight"].view(
-                about.num_key_value_heads, -1, about.hidden_size
-            )
+            theirs[f"{there}.self_attn.{name}.weight"].view(about.num_key_value_heads, -1, about.hidden_size)
             for name in _PROJECTIONS
         ]
         ours[f"{here}.self_attention.linear_qkv.weight"] = torch.cat(parts, dim=1).flatten(0, 1)

@@ -1,0 +1,164 @@
+"""GRPO with a live vLLM, with replay and without: teaches a small Qwen3-MoE, runs the arms, draws the curves.
+
+    bash ci/grpo.sh                                        # two arms, a few steps
+    bash ci/grpo.sh --arms none R2 R3 TIS TIS+R3 --seeds 0 1 2 --steps 60 --out out/grpo
+
+Everything lies in --out afterwards: grpo.json, which `curves.py` draws again, grpo.png, and of each run a
+file with a line a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import curves
+import task
+import torch
+from loop import ARMS, Settings
+from roads import ROADS
+from server import serve
+
+import npu_replay
+
+HERE = Path(__file__).parent
+ENGINE: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 256, "block_size": 32}
+
+
+def main() -> None:
+    given = arguments()
+    given.out.mkdir(parents=True, exist_ok=True)
+    settings = replace(
+        Settings(), steps=given.steps, mini_batches=given.mini_batches, rollout_bits=given.rollout_bits
+    )
+    about = asdict(settings) | {
+        "layers": given.layers,
+        "experts": given.experts,
+        "taught_steps": given.teach,
+        "trainer": given.trainer,
+        "road": given.road,
+        "engine": ENGINE,
+    }
+    (given.out / "settings.json").write_text(json.dumps(about, indent=1))
+    started = time.monotonic()
+    torch.manual_seed(0)
+    pupil = task.model(given.layers, given.experts)
+    loss = task.teach(pupil, given.teach)
+    task.save(pupil, given.out / "taught")
+    weights = sum(weight.numel() for weight in pupil.parameters())
+    print(f"taught: {weights:,} weights, {given.teach} steps, loss {loss:.3f}", flush=True)
+
+    wanted = [(arm, seed) for seed in given.seeds for arm in given.arms]
+    with ThreadPoolExecutor(1 if given.trainer == "fsdp" else given.jobs) as pool:
+        runs = list(pool.map(lambda one: run(*one, given), wanted))
+    result = {
+        "settings": about,
+        "versions": versions() | {"weights": weights},
+        "command": " ".join(["python", "examples/grpo/run.py", *sys.argv[1:]]),
+        "seconds": round(time.monotonic() - started),
+        "runs": runs,
+    }
+    (given.out / "grpo.json").write_text(json.dumps(result))
+    curves.draw(given.out / "grpo.json", given.out / "grpo.png")
+    curves.show(result)
+    print(f"Wrote {given.out / 'grpo.json'} and {given.out / 'grpo.png'}, {result['seconds']} s")
+
+
+def run(arm: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
+    """One arm with one seed, in processes of its own; the rows that it wrote."""
+    name = f"{arm}-{seed}"
+    rows, log = given.out / f"{name}.jsonl", given.out / f"{name}.log"
+    command = [sys.executable, str(HERE / "job.py"), "--arm", arm, "--seed", str(seed)]
+    command += ["--out", str(given.out), "--rows", str(rows), "--road", given.road]
+    started = time.monotonic()
+    with engine(given, seed, given.out / f"{name}.vllm.log") as url:
+        if url:
+            launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+            command = [*launch, "--master-port", str(given.port + 1), *command[1:], "--server", url]
+        with log.open("wb") as out:
+            ended = subprocess.run(command, stdout=out, stderr=out).returncode
+    if ended:
+        print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
+        raise SystemExit(f"{name} ended with {ended}; its log is {log}")
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    print(
+        f"{name}: {len(found)} steps in {time.monotonic() - started:.0f} s, {curves.summary(found)}",
+        flush=True,
+    )
+    return {"arm": arm, "seed": seed, "rows": found}
+
+
+@contextlib.contextmanager
+def engine(given: argparse.Namespace, seed: int, log: Path) -> Iterator[str]:
+    """The address of a server of its own, for FSDP2; none for Megatron, which has vLLM in its process."""
+    if given.trainer == "megatron":
+        yield ""
+        return
+    with serve(str(given.out / "taught"), log, given.port, seed=seed, **ENGINE) as server:
+        yield server.url
+
+
+def versions() -> dict[str, str]:
+    """What ran."""
+    import transformers
+    import vllm
+
+    try:
+        from megatron.core import __version__ as megatron
+    except ImportError:
+        megatron = "none"
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True
+    ).stdout.strip()
+    return {
+        "npu_replay": npu_replay.__version__,
+        "commit": commit,
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "megatron-core": megatron,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "cores": str(os.cpu_count()),
+    }
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["none", "R3"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--teach", type=int, default=60, help="steps on right answers before")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--experts", type=int, default=32)
+    parser.add_argument("--mini-batches", type=int, default=4, help="optimizer steps a rollout")
+    parser.add_argument(
+        "--rollout-bits", type=int, default=7, help="bits of mantissa of the engine's weights; 7 is bfloat16"
+    )
+    parser.add_argument(
+        "--trainer",
+        choices=("megatron", "fsdp"),
+        default="megatron",
+        help="fsdp: 2 processes, vLLM over HTTP",
+    )
+    parser.add_argument("--road", choices=ROADS, default="answer", help="how routes get to the ranks")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at once, of Megatron")
+    parser.add_argument("--port", type=int, default=18100)
+    parser.add_argument("--out", type=Path, default=Path("out/grpo"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
