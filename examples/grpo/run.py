@@ -40,7 +40,11 @@ def main() -> None:
     given = arguments()
     given.out.mkdir(parents=True, exist_ok=True)
     settings = replace(
-        Settings(), steps=given.steps, mini_batches=given.mini_batches, rollout_bits=given.rollout_bits
+        Settings(),
+        steps=given.steps,
+        mini_batches=given.mini_batches,
+        rollout_bits=given.rollout_bits,
+        learning_rate=given.learning_rate,
     )
     about = asdict(settings) | {
         "layers": given.layers,
@@ -144,6 +148,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--mini-batches", type=int, default=4, help="optimizer steps a rollout")
+    parser.add_argument("--learning-rate", type=float, default=Settings.learning_rate)
     parser.add_argument(
         "--rollout-bits", type=int, default=7, help="bits of mantissa of the engine's weights; 7 is bfloat16"
     )

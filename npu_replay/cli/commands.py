@@ -23,6 +23,11 @@ _PASSED_ON: dict[str, Any] = {
 """For the commands that read their options by themselves: they work without typer too."""
 
 
+class DemoEngine(str, Enum):
+    transformers = "transformers"
+    vllm = "vllm"
+
+
 class _Commands(typer.core.TyperGroup):
     """Shows what a user can mend as one message; --debug shows where it came from."""
 
@@ -98,13 +103,14 @@ def demo(
         "npu_replay_demo"
     ),
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the sampling.")] = 0,
+    engine: Annotated[DemoEngine, typer.Option(help="What rolls out.")] = DemoEngine.transformers,
     force: ForceOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Train a small MoE model with and without replay, and show the difference."""
     from npu_replay.demo.run import main
 
-    main(device=device.value, steps=steps, out=out, seed=seed, force=force)
+    main(device=device.value, steps=steps, out=out, seed=seed, force=force, engine=engine.value)
 
 
 @app.command(help=DOCTOR, **_PASSED_ON)

@@ -63,7 +63,7 @@ def qwen3_moe(seed: int, device: torch.device, **changes: Any) -> Any:
 def roll_out(model: Any, seed: int, device: torch.device) -> list[Sample]:
     """Sample with a KV cache: one forward over the prompts, then one a token."""
     torch.manual_seed(seed)
-    prompts = torch.randint(0, model.config.vocab_size, (SEQUENCES, PROMPT)).to(device)
+    prompts = random_prompts(model.config.vocab_size).to(device)
     with torch.inference_mode(), npu_replay.record(model) as recording:
         result = model.generate(
             prompts,
@@ -77,11 +77,21 @@ def roll_out(model: Any, seed: int, device: torch.device) -> list[Sample]:
     tokens = result.sequences.cpu()
     logits = torch.stack(result.logits, dim=1).float().cpu()
     log_probs = logits.log_softmax(dim=-1).gather(2, tokens[:, PROMPT:, None])[..., 0]
-    lengths = torch.linspace(SHORTEST, PROMPT + RESPONSE, SEQUENCES).int().tolist()
     return [
         _sample(tokens[row, :length], log_probs[row, : length - PROMPT], recording.routes, row)
-        for row, length in enumerate(lengths)
+        for row, length in enumerate(lengths())
     ]
+
+
+def random_prompts(vocabulary: int) -> torch.Tensor:
+    """int64 [SEQUENCES, PROMPT]."""
+    return torch.randint(0, vocabulary, (SEQUENCES, PROMPT))
+
+
+def lengths() -> list[int]:
+    """How long each sequence gets."""
+    found: list[int] = torch.linspace(SHORTEST, PROMPT + RESPONSE, SEQUENCES).int().tolist()
+    return found
 
 
 def _sample(tokens: torch.Tensor, log_probs: torch.Tensor, forwards: list[RoutedExperts], row: int) -> Sample:

@@ -13,7 +13,7 @@ import torch
 
 import npu_replay
 from npu_replay.compat import probe
-from npu_replay.demo import megatron_model
+from npu_replay.demo import megatron_model, vllm_engine
 from npu_replay.demo.rollout import qwen3_moe, roll_out
 from npu_replay.demo.trainer import Trainer
 from npu_replay.demo.weights import like
@@ -25,13 +25,20 @@ from npu_replay.tables import terminal
 JSON, PNG = "demo.json", "demo.png"
 
 
-def main(*, device: str, steps: int, out: Path, seed: int, force: bool) -> dict[str, Any]:
+def main(
+    *, device: str, steps: int, out: Path, seed: int, force: bool, engine: str = "transformers"
+) -> dict[str, Any]:
     """Run the demo, print its tables and write demo.json and demo.png into `out`.
+
+    Args:
+        engine: what rolls out, "transformers" or "vllm".
 
     Raises:
         ReplayError: a file is there already and `force` isn't set, or a part is missing.
     """
     probe.require(probe.DEMO, "the demo")
+    if engine == "vllm":
+        vllm_engine.require()
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -45,7 +52,7 @@ def main(*, device: str, steps: int, out: Path, seed: int, force: bool) -> dict[
 
     console = terminal()
     with one_thread(), megatron_on(where := pick(device)), tables.progress(console, steps) as advance:
-        result = run(where, steps, seed, advance)
+        result = run(where, steps, seed, engine, advance)
     for table in tables.tables(result):
         console.print(table)
     write_whole(out / JSON, json.dumps(result, indent=1).encode(), overwrite=force)
@@ -54,15 +61,22 @@ def main(*, device: str, steps: int, out: Path, seed: int, force: bool) -> dict[
     return result
 
 
-def run(device: torch.device, steps: int, seed: int, advance: Callable[..., None]) -> dict[str, Any]:
+def run(
+    device: torch.device, steps: int, seed: int, engine: str, advance: Callable[..., None]
+) -> dict[str, Any]:
     """The job itself; `advance` is told of each part that begins, and called at each step."""
     import megatron.core
     import transformers
 
     megatron_model.start(device)
-    advance("rollout: Qwen3-MoE of transformers, bfloat16, KV cache")
-    rollout = qwen3_moe(seed, device)
-    samples = roll_out(rollout, seed, device)
+    if engine == "vllm":
+        advance("rollout: Qwen3-MoE in vLLM, bfloat16")
+        rollout = qwen3_moe(seed, device, **vllm_engine.SHAPE)
+        samples, engine_name = vllm_engine.roll_out(rollout, seed)
+    else:
+        advance("rollout: Qwen3-MoE of transformers, bfloat16, KV cache")
+        rollout = qwen3_moe(seed, device)
+        samples, engine_name = roll_out(rollout, seed, device), f"transformers {transformers.__version__}"
     advance("trainer: the same weights in Megatron-core, float32")
     model = like(rollout, device)
     trainer = Trainer(model, samples, device)
@@ -91,6 +105,7 @@ def run(device: torch.device, steps: int, seed: int, advance: Callable[..., None
     return {
         "settings": {"seed": seed, "steps": steps, "device": str(device), "tokens": len(sampled)},
         "versions": {
+            "rollout": engine_name,
             "npu_replay": npu_replay.__version__,
             "torch": torch.__version__,
             "megatron-core": megatron.core.__version__,

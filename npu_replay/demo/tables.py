@@ -57,7 +57,7 @@ def tables(result: dict[str, Any]) -> list[Group]:
     ]
     return [
         _titled(
-            f"Rollout: transformers {about['transformers']}, bfloat16. "
+            f"Rollout: {about['rollout']}, bfloat16. "
             f"Trainer: Megatron-core {about['megatron-core']}, float32.\n"
             f"Their difference over {settings['tokens']} sampled tokens:",
             "trainer | router mismatch | tokens with one | KL, nats | largest log-prob\ndifference, nats",

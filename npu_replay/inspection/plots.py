@@ -52,8 +52,7 @@ def demo(result: dict[str, Any]) -> bytes:
         axes.legend(frameon=False)
     about = result["versions"]
     figure.suptitle(
-        f"Routing replay: transformers {about['transformers']} rolls out, "
-        f"Megatron-core {about['megatron-core']} trains",
+        f"Routing replay: {about['rollout']} rolls out, Megatron-core {about['megatron-core']} trains",
         x=0.01,
         ha="left",
         weight="bold",

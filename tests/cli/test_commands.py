@@ -45,7 +45,14 @@ def test_help_and_version(invoke: Callable[..., Result]) -> None:
     assert invoke("--version").stdout.strip() == npu_replay.__version__
 
 
-DEMO = {"device": "auto", "steps": 8, "out": Path("npu_replay_demo"), "seed": 0, "force": False}
+DEMO = {
+    "device": "auto",
+    "steps": 8,
+    "out": Path("npu_replay_demo"),
+    "seed": 0,
+    "force": False,
+    "engine": "transformers",
+}
 BENCH = {"device": "auto", "pairs": 50, "out": None, "force": False}
 
 
@@ -54,8 +61,8 @@ BENCH = {"device": "auto", "pairs": 50, "out": None, "force": False}
     [
         ("demo", DEMO),
         (
-            "demo --device npu --steps 3 --out x --seed 5 --force",
-            {"device": "npu", "steps": 3, "out": Path("x"), "seed": 5, "force": True},
+            "demo --device npu --steps 3 --out x --seed 5 --force --engine vllm",
+            {"device": "npu", "steps": 3, "out": Path("x"), "seed": 5, "force": True, "engine": "vllm"},
         ),
         ("bench --pairs 7 --out x.json", BENCH | {"pairs": 7, "out": Path("x.json")}),
     ],
@@ -69,7 +76,13 @@ def test_options_are_passed_on_and_have_defaults(
 
 @pytest.mark.parametrize(
     "arguments",
-    [("demo", "--steps", "0"), ("demo", "--device", "tpu"), ("bench", "--pairs", "0"), ("nothing",)],
+    [
+        ("demo", "--steps", "0"),
+        ("demo", "--device", "tpu"),
+        ("demo", "--engine", "sglang"),
+        ("bench", "--pairs", "0"),
+        ("nothing",),
+    ],
 )
 def test_a_wrong_option_is_refused_before_anything_runs(
     invoke: Callable[..., Result], called: dict[str, Any], arguments: tuple[str, ...]
