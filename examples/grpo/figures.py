@@ -12,7 +12,8 @@ from roads import together
 import npu_replay
 
 if TYPE_CHECKING:
-    from loop import Batch, Update
+    from batches import Batch
+    from loop import Old, Update
 
     from npu_replay import RoutedExperts
 
@@ -21,13 +22,12 @@ def row(
     step: int,
     rewards: torch.Tensor,
     batches: Sequence[Batch],
-    old: Sequence[torch.Tensor],
-    entropy: torch.Tensor,
+    old: Old,
     updates: Sequence[Update],
     clip: float,
 ) -> dict[str, Any]:
     """Over all ranks. Of ratios: those of the update against the old log-probs."""
-    apart = together(torch.cat(list(old)) - torch.cat([batch.rollout for batch in batches]))
+    apart = together(torch.cat(old.log_probs) - torch.cat([batch.rollout for batch in batches]))
     ratios = together(torch.cat([update.log_ratio for update in updates])).exp()
     first = together(updates[0].log_ratio)
     return {
@@ -39,9 +39,11 @@ def row(
         "first_ratio_is_1": bool((first == 0).all()),
         "ratio_max": float(ratios.max()),
         "clip_fraction": float(((ratios < 1 - clip) | (ratios > 1 + clip)).float().mean()),
-        "gradient_norm": sum(update.gradient for update in updates) / len(updates),
-        "entropy": float(together(entropy).mean()),
+        "gradient_norm": sum(update.gradient_norm for update in updates) / len(updates),
+        "entropy": float(together(torch.cat(old.entropy)).mean()),
         "tokens": len(apart),
+        "router_mismatch": mismatch(batches, old.shown),
+        "update_mismatch": mismatch(batches, [update.shown for update in updates]),
     }
 
 

@@ -14,12 +14,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import torch
 import torch.distributed as dist
-from loop import ARMS, Settings, train
+from loop import Grpo
 from policies import Fsdp, Megatron
 from roads import ROADS
 from server import Server
+from settings import ARMS, Settings
 
 from npu_replay.demo.vllm_engine import Vllm
 from npu_replay.devices import megatron_on
@@ -42,11 +44,11 @@ def main() -> None:
             engine = Vllm(taught, seed=given.seed, **about["engine"])
             policy = Megatron(given.out / "taught")
         road = ROADS[given.road](engine, given.rows.with_suffix(""))
-        arm = ARMS[given.arm]
-        with given.rows.open("w") if not dist.get_rank() else contextlib.nullcontext() as rows:
-            for row in train(policy, road, arm, settings, given.seed, given.rows.with_suffix(".weights")):
-                if rows is not None:
-                    print(json.dumps(row), file=rows, flush=True)
+        weights = given.rows.with_suffix(".weights")
+        run = Grpo(policy, road, ARMS[given.arm], settings, given.seed, weights)
+        last = checkpoints.load(given.rows, run.state())
+        for row in run.steps(last + 1):
+            checkpoints.save(given.rows, run.state(), row)
     if given.server:
         dist.destroy_process_group()
 

@@ -1,253 +1,150 @@
 """GRPO with a live rollout engine, and routing replay in it: take what you need.
 
 One step: the engine samples groups of answers, the trainer works out its own log-probs of them, takes one
-optimizer step on each mini-batch, and hands its weights to the engine. Replay is three lines of it: `replay`
-or `record` around the old log-probs, `replay` around each update. `observe` only measures.
+optimizer step on each mini-batch, and hands its weights to the engine. Replay is two blocks of it: `record`
+or `replay` around the old log-probs, `replay` around each update. `observe` only measures.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import figures
 import task
 import torch
+from batches import Batch, mini_batches, scores
 from policies import Policy
 from roads import Answer, together
+from settings import Arm, Settings
 
 import npu_replay
 from npu_replay import RoutedExperts
-from npu_replay.demo.rollout import Sample
 
 
-@dataclass(frozen=True)
-class Arm:
-    """What is compared.
+class Old(NamedTuple):
+    """What the trainer's pass before the update gives, of each mini-batch."""
 
-    Attributes:
-        replay: "R2", "R3" or "".
-        tis: truncated importance sampling between engine and trainer.
-    """
-
-    replay: str = ""
-    tis: bool = False
+    log_probs: list[torch.Tensor]
+    entropy: list[torch.Tensor]
+    routes: list[RoutedExperts | None]
+    """To replay in the update."""
+    shown: list[RoutedExperts]
+    """What the routers showed."""
 
 
-ARMS = {
-    "none": Arm(),
-    "R2": Arm("R2"),
-    "R3": Arm("R3"),
-    "TIS": Arm(tis=True),
-    "TIS+R3": Arm("R3", tis=True),
-}
+class Update(NamedTuple):
+    """What one optimizer step shows: log-ratios to the old log-probs, float32 [sampled], and the routers."""
+
+    log_ratio: torch.Tensor
+    gradient_norm: float
+    shown: RoutedExperts
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How a run goes.
-
-    Attributes:
-        prompts, mini_batches: of one step, over all ranks.
-        group: answers to a prompt.
-        truncation: the most that truncated importance sampling weighs a token with.
-        longest: digits of a prompt, at most.
-        rollout_bits: of the mantissa of the engine's weights: 7 is bfloat16, less is coarser.
-    """
-
-    steps: int = 40
-    prompts: int = 32
-    group: int = 8
-    mini_batches: int = 4
-    learning_rate: float = 1e-4
-    clip: float = 0.2
-    truncation: float = 2.0
-    longest: int = 10
-    evaluate_every: int = 5
-    evaluated: int = 256
-    rollout_bits: int = 7
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A mini-batch, padded to the right; what has one value a sampled token goes sequence after sequence.
-
-    Attributes:
-        tokens: int64 [sequences, longest].
-        sampled: bool, as tokens: the next token was sampled.
-        rollout: float32 [sampled], the engine's log-probs.
-        advantages: float32 [sampled].
-        routes: the engine's, in the rows of the trainer's routers.
-    """
-
-    tokens: torch.Tensor
-    sampled: torch.Tensor
-    rollout: torch.Tensor
-    advantages: torch.Tensor
-    routes: RoutedExperts
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample], advantages: torch.Tensor, policy: Policy) -> Batch:
-        lengths = [len(sample.tokens) for sample in samples]
-        sampled = torch.zeros(len(samples), max(lengths), dtype=torch.bool)
-        for row, sample in enumerate(samples):
-            sampled[row, sample.prompt - 1 : lengths[row] - 1] = True
-        layout = policy.layout(lengths, [npu_replay.fingerprint(sample.tokens) for sample in samples])
-        return cls(
-            torch.nn.utils.rnn.pad_sequence([sample.tokens for sample in samples], batch_first=True),
-            sampled,
-            torch.cat([sample.log_probs for sample in samples]),
-            advantages.repeat_interleave(sampled.sum(dim=1)),
-            layout.gather([sample.routes for sample in samples]),
-        )
-
-
-def train(
-    policy: Policy, road: Answer, arm: Arm, settings: Settings, seed: int, folder: Path
-) -> Iterator[dict[str, Any]]:
-    """Run it; gives the figures of each step.
+class Grpo:
+    """One run.
 
     Args:
         road: how this rank gets its samples, and the engine its weights.
         folder: where the weights travel through.
     """
-    optimizer = torch.optim.AdamW(
-        policy.model.parameters(), settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
-    )
-    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4 * settings.mini_batches)
-    policy.save(folder, settings.rollout_bits)
-    road.load(folder)
-    for step in range(settings.steps):
-        seconds: dict[str, float] = {}
-        with timed(seconds, "rollout"):
-            prompts = task.prompts(settings.prompts, seed * 10_000 + step, settings.longest)
-            samples = road.sample(prompts, settings.group)
+
+    def __init__(
+        self, policy: Policy, road: Answer, arm: Arm, settings: Settings, seed: int, folder: Path
+    ) -> None:
+        self.policy, self.road, self.arm, self.settings = policy, road, arm, settings
+        self.seed, self.folder = seed, folder
+        weights = policy.model.parameters()
+        self.optimizer = torch.optim.AdamW(
+            weights, settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        self.warm_up = torch.optim.lr_scheduler.LinearLR(
+            self.optimizer, 0.1, total_iters=4 * settings.mini_batches
+        )
+        self.seconds: dict[str, float] = {}
+
+    def steps(self, first: int = 0) -> Iterator[dict[str, Any]]:
+        """The figures of each step, from this one on."""
+        self._hand_over()
+        for number in range(first, self.settings.steps):
+            self.seconds.clear()
+            row = self._step(number)
+            yield row | {f"seconds, {part}": spent for part, spent in self.seconds.items()}
+
+    def state(self) -> list[Any]:
+        """All that goes on from a checkpoint: model, optimizer and learning rate."""
+        return [self.policy.model, self.optimizer, self.warm_up]
+
+    def _step(self, number: int) -> dict[str, Any]:
+        settings = self.settings
+        with self._timed("rollout"):
+            prompts = task.prompts(settings.prompts, self.seed * 10_000 + number, settings.longest)
+            samples = self.road.sample(prompts, settings.group)
         versions = {sample.routes.weight_version for sample in samples}
-        if versions != {step + 1}:
-            raise RuntimeError(f"step {step} wants samples of weights {step + 1}, and got {versions}")
-        batches, rewards = mini_batches(samples, policy, settings, seed + step)
-
-        with timed(seconds, "old log-probs"):
-            old, entropy, routes, shown = old_log_probs(policy, batches, arm)
-        wrong = figures.mismatch(batches, shown)
-        updates = []
-        with timed(seconds, "update"):
-            for number, (batch, before) in enumerate(zip(batches, old, strict=True)):
-                given = [] if routes is None else [routes[number]]
-                updates.append(update(policy, optimizer, batch, before, given, arm, settings))
-                warm_up.step()
-        with timed(seconds, "weights"):
-            policy.save(folder, settings.rollout_bits)
-            road.load(folder)
-        row = figures.row(step, rewards, batches, old, entropy, updates, settings.clip)
-        row |= {
-            "router_mismatch": wrong,
-            "update_mismatch": figures.mismatch(batches, [u.shown for u in updates]),
-        }
-        if (step + 1) % settings.evaluate_every == 0 or step + 1 == settings.steps:
-            with timed(seconds, "evaluation"):
+        if versions != {self.version}:
+            raise RuntimeError(f"step {number}: samples of weights {self.version} are wanted, got {versions}")
+        batches, rewards = mini_batches(samples, self.policy, settings, self.seed + number)
+        with self._timed("old log-probs"):
+            old = self._old(batches)
+        with self._timed("update"):
+            updates = [self._update(*one) for one in zip(batches, old.log_probs, old.routes, strict=True)]
+        with self._timed("weights"):
+            self._hand_over()
+        row = figures.row(number, rewards, batches, old, updates, settings.clip)
+        if (number + 1) % settings.evaluate_every == 0 or number + 1 == settings.steps:
+            with self._timed("evaluation"):
                 held_out = task.prompts(settings.evaluated, 77, settings.longest)
-                row["accuracy"] = float(scores(road.sample(held_out, 1, temperature=0.0)).mean())
-        yield row | {f"seconds, {part}": spent for part, spent in seconds.items()}
+                row["accuracy"] = float(together(scores(self.road.sample(held_out, 1, 0.0))).mean())
+        return row
 
+    def _old(self, batches: list[Batch]) -> Old:
+        model, given = self.policy.model, [batch.routes for batch in batches]
+        block: AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.arm.replay == "R2":
+            block = npu_replay.record(model)
+        if self.arm.replay == "R3":
+            block = npu_replay.replay(model, given)
+        with torch.no_grad(), npu_replay.observe(model) as observation, block as recording:
+            log_probs, entropy = zip(*map(self._log_probs, batches), strict=True)
+        replayed: Any = {"R2": lambda: recording.routes, "R3": lambda: given}
+        routes = replayed.get(self.arm.replay, lambda: [None] * len(batches))()
+        return Old(list(log_probs), list(entropy), routes, observation.shown)
 
-def mini_batches(
-    samples: list[Sample], policy: Policy, settings: Settings, seed: int
-) -> tuple[list[Batch], torch.Tensor]:
-    """Shuffled, with advantages: a reward against the mean of its group, in its standard deviations."""
-    rewards = scores(samples)
-    groups = rewards.view(-1, settings.group)
-    spread = groups.std(dim=1, keepdim=True) + 1e-6
-    advantages = ((groups - groups.mean(dim=1, keepdim=True)) / spread).flatten()
-    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))
-    parts = order.chunk(settings.mini_batches)
-    return [Batch.of([samples[i] for i in part], advantages[part], policy) for part in parts], rewards
+    def _update(self, batch: Batch, old: torch.Tensor, routes: RoutedExperts | None) -> Update:
+        """One optimizer step on one mini-batch."""
+        model, clip = self.policy.model, self.settings.clip
+        block = contextlib.nullcontext() if routes is None else npu_replay.replay(model, [routes])
+        with npu_replay.observe(model) as observation, block:
+            now, _ = self._log_probs(batch)
+            ratio = (now - old).exp()
+            gain = torch.minimum(ratio * batch.advantages, ratio.clamp(1 - clip, 1 + clip) * batch.advantages)
+            if self.arm.tis:
+                gain = gain * (old - batch.rollout).exp().clamp(max=self.settings.truncation)
+            # The ranks' gradients are averaged, and each sampled token is to count the same.
+            (-gain.sum() / together([len(gain)]).float().mean()).backward()
+        norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.warm_up.step()
+        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # FSDP2's is in parts
+        return Update((now - old).detach(), float(whole), observation.shown[0])
 
+    def _log_probs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs of the sampled tokens, and the entropy there, float32 [sampled], in nats."""
+        every = self.policy.logits(batch.tokens).float().log_softmax(dim=-1)[batch.sampled]
+        following = batch.tokens.roll(-1, dims=1)[batch.sampled]
+        return every.gather(1, following[:, None])[:, 0], -(every.exp() * every).sum(dim=1).detach()
 
-def scores(samples: Sequence[Sample]) -> torch.Tensor:
-    """The reward of each sample, float32."""
-    split = [
-        (sample.tokens[: sample.prompt].tolist(), sample.tokens[sample.prompt :].tolist())
-        for sample in samples
-    ]
-    return torch.tensor([task.reward(*one) for one in split])
+    def _hand_over(self) -> None:
+        self.policy.save(self.folder, self.settings.rollout_bits)
+        self.version = self.road.load(self.folder)
 
-
-def old_log_probs(
-    policy: Policy, batches: list[Batch], arm: Arm
-) -> tuple[list[torch.Tensor], torch.Tensor, list[RoutedExperts] | None, list[RoutedExperts]]:
-    """The trainer's log-probs before the update, the entropy, what to replay, and what the routers showed."""
-    block: AbstractContextManager[Any] = contextlib.nullcontext()
-    if arm.replay == "R2":
-        block = npu_replay.record(policy.model)
-    if arm.replay == "R3":
-        block = npu_replay.replay(policy.model, [batch.routes for batch in batches])
-    with torch.no_grad(), npu_replay.observe(policy.model) as observation, block as opened:
-        passes = [log_probs(policy, batch) for batch in batches]
-    routes = (
-        opened.routes if arm.replay == "R2" else [batch.routes for batch in batches] if arm.replay else None
-    )
-    return (
-        [one for one, _ in passes],
-        torch.cat([entropy for _, entropy in passes]),
-        routes,
-        observation.shown,
-    )
-
-
-@dataclass(frozen=True)
-class Update:
-    """What one optimizer step showed: log-ratios to the old log-probs, the gradient's norm, the routers."""
-
-    log_ratio: torch.Tensor
-    gradient: float
-    shown: RoutedExperts
-
-
-def update(
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    batch: Batch,
-    old: torch.Tensor,
-    routes: list[RoutedExperts],
-    arm: Arm,
-    settings: Settings,
-) -> Update:
-    """One optimizer step on one mini-batch."""
-    block = npu_replay.replay(policy.model, routes) if routes else contextlib.nullcontext()
-    with npu_replay.observe(policy.model) as observation, block:
-        now, _ = log_probs(policy, batch)
-        ratio = (now - old).exp()
-        clipped = ratio.clamp(1 - settings.clip, 1 + settings.clip)
-        gain = torch.minimum(ratio * batch.advantages, clipped * batch.advantages)
-        if arm.tis:
-            gain = gain * (old - batch.rollout).exp().clamp(max=settings.truncation)
-        # Every rank's gradient is averaged, and each sampled token counts the same.
-        (-gain.sum() / together([len(gain)]).float().mean()).backward()
-    gradient = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    return Update(
-        (now - old).detach(),
-        float(getattr(gradient, "full_tensor", lambda: gradient)()),
-        observation.shown[0],
-    )
-
-
-def log_probs(policy: Policy, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of the sampled tokens, and the entropy there, float32 [sampled], in nats."""
-    every = policy.logits(batch.tokens).float().log_softmax(dim=-1)[batch.sampled]
-    following = batch.tokens.roll(-1, dims=1)[batch.sampled]
-    return every.gather(1, following[:, None])[:, 0], -(every.exp() * every).sum(dim=1).detach()
-
-
-@contextlib.contextmanager
-def timed(seconds: dict[str, float], part: str) -> Iterator[None]:
-    started = time.perf_counter()
-    yield
-    seconds[part] = time.perf_counter() - started
+    @contextlib.contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[part] = time.perf_counter() - started

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ class Engine(Protocol):
         self, prompts: Sequence[Sequence[int]], *, each: int, longest: int, temperature: float = 1.0
     ) -> list[Sample]: ...
 
-    def load(self, folder: str) -> None: ...
+    def load(self, folder: str) -> int: ...
 
 
 class Answer:
@@ -38,11 +38,11 @@ class Answer:
         """This rank's samples."""
         return self._asked(prompts[dist.get_rank() :: dist.get_world_size()], each, temperature)
 
-    def load(self, folder: Path) -> None:
-        """Give the engine the weights in this folder, once."""
-        if not dist.get_rank():
-            self.engine.load(str(folder))
-        dist.barrier()
+    def load(self, folder: Path) -> int:
+        """Give the engine the weights in this folder, once; which version they are there."""
+        version = [None if dist.get_rank() else self.engine.load(str(folder))]
+        dist.broadcast_object_list(version)
+        return cast(int, version[0])
 
     def _asked(self, prompts: Sequence[Sequence[int]], each: int, temperature: float) -> list[Sample]:
         return self.engine.sample(prompts, each=each, longest=LONGEST, temperature=temperature)

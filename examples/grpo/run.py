@@ -26,9 +26,9 @@ from typing import Any
 import curves
 import task
 import torch
-from loop import ARMS, Settings
 from roads import ROADS
 from server import serve
+from settings import ARMS, Settings
 
 import npu_replay
 
@@ -54,21 +54,15 @@ def main() -> None:
         "road": given.road,
         "engine": ENGINE,
     }
-    (given.out / "settings.json").write_text(json.dumps(about, indent=1))
     started = time.monotonic()
-    torch.manual_seed(0)
-    pupil = task.model(given.layers, given.experts)
-    loss = task.teach(pupil, given.teach)
-    task.save(pupil, given.out / "taught")
-    weights = sum(weight.numel() for weight in pupil.parameters())
-    print(f"taught: {weights:,} weights, {given.teach} steps, loss {loss:.3f}", flush=True)
+    prepare(given, about)
 
     wanted = [(arm, seed) for seed in given.seeds for arm in given.arms]
     with ThreadPoolExecutor(1 if given.trainer == "fsdp" else given.jobs) as pool:
         runs = list(pool.map(lambda one: run(*one, given), wanted))
     result = {
         "settings": about,
-        "versions": versions() | {"weights": weights},
+        "versions": versions(),
         "command": " ".join(["python", "examples/grpo/run.py", *sys.argv[1:]]),
         "seconds": round(time.monotonic() - started),
         "runs": runs,
@@ -77,6 +71,23 @@ def main() -> None:
     curves.draw(given.out / "grpo.json", given.out / "grpo.png")
     curves.show(result)
     print(f"Wrote {given.out / 'grpo.json'} and {given.out / 'grpo.png'}, {result['seconds']} s")
+
+
+def prepare(given: argparse.Namespace, about: dict[str, Any]) -> None:
+    """Write settings.json and taught/, unless a run that was cut off has left them."""
+    place, text = given.out / "settings.json", json.dumps(about, indent=1)
+    if place.exists():
+        if place.read_text() != text:
+            raise SystemExit(f"{given.out} holds a run with other settings: take another --out")
+        print(f"going on with what {given.out} holds", flush=True)
+        return
+    torch.manual_seed(0)
+    pupil = task.model(given.layers, given.experts)
+    loss = task.teach(pupil, given.teach)
+    task.save(pupil, given.out / "taught")
+    weights = sum(weight.numel() for weight in pupil.parameters())
+    print(f"taught: {weights:,} weights, {given.teach} steps, loss {loss:.3f}", flush=True)
+    place.write_text(text)
 
 
 def run(arm: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
@@ -94,7 +105,9 @@ def run(arm: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
             ended = subprocess.run(command, stdout=out, stderr=out).returncode
     if ended:
         print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
-        raise SystemExit(f"{name} ended with {ended}; its log is {log}")
+        raise SystemExit(
+            f"{name} ended with {ended}: its log is {log}; the same command goes on after its last step"
+        )
     found = [json.loads(line) for line in rows.read_text().splitlines()]
     print(
         f"{name}: {len(found)} steps in {time.monotonic() - started:.0f} s, {curves.summary(found)}",

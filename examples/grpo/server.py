@@ -79,8 +79,8 @@ class Server:
             for sample in self._samples(prompt, answer, version)
         ]
 
-    def load(self, folder: str) -> None:
-        """As `Vllm.load` does, with the version in the server."""
+    def load(self, folder: str) -> int:
+        """As `Vllm.load` does; the server itself keeps the version."""
         version = self.version
         if version is None:
             raise ReplayError(
@@ -93,6 +93,7 @@ class Server:
         self._ask("/collective_rpc", {"method": "take_weights", "args": [folder]})
         self._ask("/reset_prefix_cache", {})
         self.count(version + 1)
+        return version + 1
 
     def count(self, version: int) -> None:
         """Tell the server how often it was given weights."""

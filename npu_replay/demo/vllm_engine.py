@@ -103,12 +103,17 @@ class Vllm:
             )
         ]
 
-    def load(self, folder: str) -> None:
-        """Take the weights of another folder, and forget what the older ones had cached: rows too."""
+    def load(self, folder: str) -> int:
+        """Take the weights of another folder, and forget what the older ones had cached: rows too.
+
+        Returns:
+            The new `version`.
+        """
         self._llm.collective_rpc("take_weights", args=(folder,))
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM's prefix cache can't be reset: a request still runs")
         self.version += 1
+        return self.version
 
 
 SHAPE: dict[str, Any] = {"num_attention_heads": 4, "head_dim": 32}
