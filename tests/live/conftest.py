@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -26,6 +27,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.live)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if (mix := sys.modules.get("live.mix")) is not None:
+        for tally in mix.ALL_OF_THEM:
+            terminalreporter.write_line(str(tally))
 
 
 @dataclass(frozen=True)
