@@ -14,7 +14,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,19 @@ _SMALL = {
     "block_size": 32,
     "num_gpu_blocks_override": 64,
 }
+
+
+@dataclass(frozen=True)
+class Live:
+    """A model of transformers, where it was saved, and what serves it.
+
+    Attributes:
+        engine: an LLM of vLLM, or a Server.
+    """
+
+    model: Any
+    folder: Path
+    engine: Any
 
 
 def arguments(folder: Path, **planned: Any) -> EngineArguments:
@@ -145,7 +158,12 @@ class Server:
 
     def ask(self, path: str, **body: Any) -> bytes:
         """The answer as it came, with the token ids in it."""
-        return post(f"{self.url}{path}", {"model": "m", "return_token_ids": True, **body})
+        return self.ask_at(self.url, path, **body)
+
+    @staticmethod
+    def ask_at(url: str, path: str, **body: Any) -> bytes:
+        """The same of any server, or of what stands before it."""
+        return post(f"{url}{path}", {"model": "m", "return_token_ids": True, **body})
 
 
 class Proxy:

@@ -116,6 +116,7 @@ class Tally:
     features: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
+        self._before: Sequence | None = None  # of another request
         self._layers = RoutedModel.of(self.folder).layers
         self.change(self.model)
         ALL_OF_THEM.append(self)
@@ -124,16 +125,17 @@ class Tally:
         """From now on the engine has the weights of this one."""
         self.model, self._trainer = model, Trainer(model)
 
-    def hold(self, batch: list[Sequence]) -> None:
-        """Right rows have to be taken, and be right; one kind of wrong ones has to be refused."""
-        for number, one in enumerate(batch):
+    def hold(self, completions: list[Sequence]) -> None:
+        """Of one request: right rows have to be taken, and be right; wrong ones of one kind be refused."""
+        for one in completions:
             (routes,) = from_vllm(one.answer(one.rows), self.folder, start=one.start)
             self.ties += assert_right(self.model, one.tokens, routes, one.start)
             self._trainer.look(one.tokens, routes)
             self.sequences += 1
             self.token_layers += len(one.rows) * len(self._layers)
-            if len(one.rows) >= 8:
-                self._refuse(one, batch[number - 1])
+            if len(one.rows) >= 8 and self._before is not None:
+                self._refuse(one, self._before)
+        self._before = completions[-1]
 
     def _refuse(self, one: Sequence, other: Sequence) -> None:
         kind = list(WRONG)[self.rng.integers(len(WRONG))]
@@ -164,8 +166,8 @@ class Tally:
         for (_, where), count in self.refused.items():
             who[where] += count
         return (
-            f"{type(self.model).__name__}: {self.sequences} sequences, {self.token_layers} token-layers right, "
-            f"{self.ties} in a tie; wrong rows refused: {dict(who)}; {dict(self.features)}"
+            f"{type(self.model).__name__}: {self.sequences} sequences, {self.token_layers} token-layers, "
+            f"{self.ties} ties; wrong rows refused: {dict(who)}; {dict(self.features)}"
         )
 
 

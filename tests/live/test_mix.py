@@ -6,9 +6,11 @@ import copy
 from typing import Any
 
 import numpy as np
+import pytest
 from vllm import SamplingParams
 
-from live.engine import load
+from live.engine import Live, in_process, load
+from live.families import FAMILIES
 from live.held import assert_right
 from live.mix import ALL, Sequence, Tally, ask, some_prompts
 from live.test_in_process import counter, has_cache
@@ -89,19 +91,23 @@ class Mix:
             self.waiting.append((rollout.tokens.tolist(), {"max_tokens": 20}, rollout))
 
 
-def test_a_random_mix_in_process(live: Any, saved: Any) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_random_mix_in_process(family: str, saved: Any) -> None:
+    model, folder = saved(family)
+    live = Live(
+        model, folder, in_process(folder, num_gpu_blocks_override=36)
+    )  # so few that it has to preempt
     mix = Mix(live)
-    before = counter(live, "vllm:num_preemptions")
     while mix.tally.sequences < SEQUENCES // 2:
         mix.batch()
-    newer, folder = saved(type(live.model).__name__.removesuffix("ForCausalLM"), seed=1)
+    newer, folder = saved(family, seed=1)
     load(live.engine, newer, folder)
     assert live.engine.reset_prefix_cache()
     mix.waiting = []
     mix.tally.change(newer)
     while mix.tally.sequences < SEQUENCES:
         mix.batch()
-    mix.tally.features["preempted"] += counter(live, "vllm:num_preemptions") - before
+    mix.tally.features["preempted"] += counter(live, "vllm:num_preemptions")
     mix.tally.check(SEQUENCES)
     used = {name for name, count in mix.tally.features.items() if count}
     assert used == {"aborted", "stopped", "two turns", "preempted"} | (
