@@ -96,6 +96,8 @@ WRONG: dict[str, Callable[[np.random.Generator, Rows, tuple[int, ...], Rows], Ro
     "one too many": lambda _, rows, __, ___: np.concatenate([rows, rows[-1:]]),
 }
 """Each makes wrong rows of right ones, of the MoE layers, and of another request's rows of as many tokens."""
+AT_THE_DOOR = ("zeros", "an expert twice", "one too few", "one too many")
+"""Those of which no trainer should ever hear."""
 
 
 @dataclass
@@ -160,6 +162,7 @@ class Tally:
         assert self.sequences >= sequences
         assert self.ties <= self.token_layers / 5_000
         assert not set(WRONG) - {kind for kind, _ in self.refused}
+        assert not {(kind, "trainer") for kind in AT_THE_DOOR} & self.refused.keys()
 
     def __str__(self) -> str:
         who = Counter({where: 0 for _, where in self.refused})
