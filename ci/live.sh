@@ -1,21 +1,31 @@
 #!/usr/bin/env bash
 # Runs the tests with a live engine: vLLM for CPUs serves tiny models, in an environment of its own (3.5 GB, made once).
 #
-#   ci/live.sh                  a choice of the random sequences, in some five minutes on two cores
-#   ci/live.sh --all            all of them, 2,000 at least
+#   ci/live.sh                  with a choice of the random sequences, in some five minutes on two cores
+#   ci/live.sh --all            with all of them, 2,000 at least
 #   ci/live.sh ARGUMENT ...     what pytest makes of these: ci/live.sh -k preempt
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source ci/environment.sh
 live_environment
 
+tests_started=$SECONDS
+status=0
+run_pytest() { try "pytest with $vllm_pin, $1" python -m pytest -q -rs "${@:2}"; }
+
 if [[ ${1:-} == --all ]]; then
     export NPU_REPLAY_LIVE_ALL=1
     shift
 fi
-tests_started=$SECONDS
-status=0
-try "pytest with $vllm_pin, live" python -m pytest -q -rs tests/live "$@"
+if [[ $# == 0 ]]; then
+    export OMP_NUM_THREADS=1 # two of them share the cores
+    served=(tests/live/test_over_http.py tests/live/test_bad_input.py)
+    beside run_pytest "as a server" "${served[@]}"
+    run_pytest "in process" tests/live "${served[@]/#/--ignore=}"
+    join
+else
+    run_pytest "in process and as a server" tests/live "$@"
+fi
 
-echo "setup $((tests_started - setup_started)) s (downloads included), tests $((SECONDS - tests_started)) s"
+echo "live: setup $((tests_started - setup_started)) s (downloads included), tests $((SECONDS - tests_started)) s"
 exit $status

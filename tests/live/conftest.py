@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.register_assert_rewrite("live.held", "live.mix")
 
 
 class _Skipped(pytest.Module):
@@ -28,17 +30,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.live)
 
 
-@dataclass(frozen=True)
-class Live:
-    """A model of transformers, where it was saved, and what serves it.
-
-    Attributes:
-        engine: an LLM of vLLM, or a Server.
-    """
-
-    model: Any
-    folder: Path
-    engine: Any
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if (mix := sys.modules.get("live.mix")) is not None:
+        for tally in mix.ALL_OF_THEM:
+            terminalreporter.write_line(str(tally))
 
 
 @pytest.fixture(scope="session")
@@ -59,9 +54,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module", params=["Qwen3Moe", "Mixtral", "Olmoe", "DeepseekV3"])
-def live(request: pytest.FixtureRequest, saved: Any) -> Live:
+def live(request: pytest.FixtureRequest, saved: Any) -> Any:
     """An engine of each family in this process."""
     from live import engine
 
     model, folder = saved(request.param)
-    return Live(model, folder, engine.in_process(folder))
+    return engine.Live(model, folder, engine.in_process(folder))

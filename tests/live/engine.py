@@ -14,7 +14,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,19 @@ _SMALL = {
 }
 
 
+@dataclass(frozen=True)
+class Live:
+    """A model of transformers, where it was saved, and what serves it.
+
+    Attributes:
+        engine: an LLM of vLLM, or a Server.
+    """
+
+    model: Any
+    folder: Path
+    engine: Any
+
+
 def arguments(folder: Path, **planned: Any) -> EngineArguments:
     """What a small engine is started with."""
     plan = {"model": str(folder), **_SMALL, **planned}
@@ -57,6 +70,30 @@ def in_process(folder: Path, **planned: Any) -> Any:
     found = arguments(folder, disable_log_stats=False, **planned)
     assert not found.environment
     return LLM(**found.arguments)
+
+
+def load(llm: Any, model: Any, folder: Path, experts: bool = True) -> None:
+    """Give a running LLM the weights of `model`, saved in `folder`; its prefix cache stays.
+
+    Args:
+        experts: False leaves the old ones, as vLLM 0.30's reload_weights does on a CPU.
+    """
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+    if not experts:
+        return
+    ours = [module for name, module in model.named_modules() if name.endswith("mlp.experts")]
+
+    def pack(theirs: Any) -> None:
+        runners = [module for module in theirs.modules() if type(module).__name__ == "MoERunner"]
+        for runner, own in zip(runners, ours, strict=True):
+            isa = runner._quant_method.moe_kernel.impl.fused_experts.isa
+            for name, weight in (("w13_weight", own.gate_up_proj), ("w2_weight", own.down_proj)):
+                packed = cpu_prepack_moe_weight(weight.detach().contiguous(), isa)
+                getattr(runner.routed_experts, name).data.copy_(packed)
+
+    llm.apply_model(pack)
 
 
 class Server:
@@ -121,13 +158,12 @@ class Server:
 
     def ask(self, path: str, **body: Any) -> bytes:
         """The answer as it came, with the token ids in it."""
-        return post(f"{self.url}{path}", {"model": "m", "return_token_ids": True, **body})
+        return self.ask_at(self.url, path, **body)
 
-    def load(self, folder: Path, reset: bool = True) -> None:
-        """Take other weights, as between two steps of training."""
-        self.ask("/collective_rpc", method="reload_weights", kwargs={"weights_path": str(folder)})
-        if reset:
-            post(f"{self.url}/reset_prefix_cache", {})
+    @staticmethod
+    def ask_at(url: str, path: str, **body: Any) -> bytes:
+        """The same of any server, or of what stands before it."""
+        return post(f"{url}{path}", {"model": "m", "return_token_ids": True, **body})
 
 
 class Proxy:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 VOCABULARY, LONGEST = 512, 1024
-MARGIN = 1e-5
+MARGIN = 5e-4
 """Scores that are this near count as a tie: the engine adds up in another order, and may take either."""
 
 _SIZES: dict[str, Any] = {

@@ -55,8 +55,13 @@ class Trainer:
     def step(self, tokens: Any, routes: RoutedExperts) -> None:
         """Replay the routes in an update; where they are wrong, an error before the optimizer steps."""
         ids = torch.as_tensor(np.asarray(tokens))[None]
+        self._optimizer.zero_grad()
         with npu_replay.replay(self.model, [routes], max_live_mismatch=CEILING):
             self.model(ids, labels=ids, use_cache=False).loss.backward()
         self._optimizer.step()
-        self._optimizer.zero_grad()
         self.steps += 1
+
+    def look(self, tokens: Any, routes: RoutedExperts) -> None:
+        """The same without an update."""
+        with torch.no_grad(), npu_replay.replay(self.model, [routes], max_live_mismatch=CEILING):
+            self.model(torch.as_tensor(np.asarray(tokens))[None], use_cache=False)

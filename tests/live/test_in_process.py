@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from vllm import SamplingParams
 
 from live.engine import in_process
 from live.families import VOCABULARY
 from live.held import assert_right
-from npu_replay import RoutedModel, from_vllm
+from npu_replay import RoutedModel, from_vllm, observe, replay
 
 RNG = np.random.default_rng
 
@@ -124,3 +125,41 @@ def test_T19_more_experts_than_a_byte_can_name(saved: Any) -> None:
     (routes,) = from_vllm(output, folder)
     assert routes.ids.max() > 255
     assert_right(model, [*output.prompt_token_ids, *output.outputs[0].token_ids], routes)
+
+
+def test_T36_T39_r3_of_a_bfloat16_engine_in_a_float32_trainer(saved: Any) -> None:
+    """The trainer routes as the engine did, its log-probs come nearer, and belong to the same tokens."""
+    model, folder = saved("Qwen3Moe")
+    llm = in_process(folder, dtype="bfloat16")
+    asked = SamplingParams(max_tokens=60, ignore_eos=True, logprobs=0)
+    prompts = [{"prompt_token_ids": prompt(50 + number, 30)} for number in range(8)]
+    native, replayed, shifted = [], [], []
+    for output in llm.generate(prompts, asked, use_tqdm=False):
+        (routes,), (completion,) = from_vllm(output, folder), output.outputs
+        tokens = torch.tensor([[*output.prompt_token_ids, *completion.token_ids]])
+        theirs = torch.tensor(
+            [one[token].logprob for one, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+        )
+
+        def look(tokens: Any = tokens, theirs: Any = theirs, routes: Any = routes) -> tuple[Any, float]:
+            """The trainer's log-probs less the engine's, and the share of token-layers that differ."""
+            with torch.no_grad(), observe(model) as observation:
+                logits = model(tokens, use_cache=False).logits[0, :-1].log_softmax(1)
+            ours = logits.gather(1, tokens[0, 1:, None])[-len(theirs) :, 0]
+            shown = observation.shown[0].ids.sort().values[:-1] != routes.ids.sort().values[:-1]
+            return ours - theirs, shown.any(2).float().mean().item()
+
+        native.append(look())
+        with replay(model, [routes]):
+            replayed.append(look())
+        shifted.append(native[-1][0] + theirs - theirs.roll(1))
+    assert all(mismatch > 0.005 for _, mismatch in native)
+    assert all(mismatch == 0 for _, mismatch in replayed)
+    assert k3(replayed) < k3(native) / 2
+    assert k3([(one, 0) for one in shifted]) > 100 * k3(native)
+
+
+def k3(found: list[Any]) -> float:
+    """An estimate of the KL, in nats: the mean of exp(d) - d - 1."""
+    differences = torch.cat([difference for difference, _ in found])
+    return float((differences.exp() - differences - 1).mean())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +20,17 @@ import openai
 import pytest
 
 from engine_server import post
-from live.conftest import Live
-from live.engine import Server
+from live.engine import Live, Server
 from live.families import FAMILIES, VOCABULARY
 from live.held import assert_right
+from live.mix import ALL, Sequence, Tally, ask, some_prompts
 from npu_replay import Rollout, RouteStore, Turn, from_vllm
 from npu_replay.errors import InvalidRoutes, RouteFileError
 from npu_replay.inspection.inspection import inspect
 
 MESSAGES = [{"role": "user", "content": "w17 w9 w30 w8"}, {"role": "assistant", "content": "w5 w6"}]
+SEQUENCES = 120 if ALL else 40
+"""Of each family, in the random mix."""
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -187,3 +192,36 @@ def test_T13_T28_an_abort_and_its_resume(served: Live) -> None:
     rollout.extend(turn(served, rollout.tokens.tolist()))
     assert len(rollout) == 50 + len(sampled) + 16
     assert_right(served.model, rollout.tokens, rollout.routes)
+
+
+def completions(answer: bytes, start: int) -> list[Sequence]:
+    """Each choice by itself; its rows are decoded and encoded here, as .npy in base64."""
+    said = json.loads(answer)
+
+    def one(choice: dict[str, Any]) -> Sequence:
+        def alone(rows: Any) -> Any:
+            file = io.BytesIO()
+            np.save(file, rows)
+            changed = {**choice, "routed_experts": base64.b64encode(file.getvalue()).decode()}
+            return json.dumps({**said, "choices": [changed], "usage": None})
+
+        rows = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
+        return Sequence(choice["prompt_token_ids"], choice["token_ids"], start, rows, alone)
+
+    return [one(choice) for choice in said["choices"]]
+
+
+def test_a_random_mix_over_http(served: Live) -> None:
+    rng = np.random.default_rng(30)
+    shared, tally = some_prompts(rng), Tally(served.model, served.folder, rng)
+
+    def get(asked: tuple[list[int], dict[str, Any]]) -> list[Sequence]:
+        ids, sampling = asked
+        answer = served.engine.ask("/v1/completions", prompt=ids, **sampling)
+        return completions(answer, sampling.get("routed_experts_prompt_start", 0))
+
+    while tally.sequences < SEQUENCES:
+        with ThreadPoolExecutor(12) as pool:
+            for found in pool.map(get, [ask(rng, shared) for _ in range(24)]):
+                tally.hold(found)
+    tally.check(SEQUENCES)

@@ -1,0 +1,167 @@
+"""What an engine does wrong is an error that names it before an optimizer steps; and the run goes on."""
+
+from __future__ import annotations
+
+import copy
+import http.client
+import json
+import threading
+import time
+import urllib.error
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from live.engine import Live, Proxy, Server
+from live.families import FAMILIES, VOCABULARY
+from live.held import Trainer, assert_right
+from npu_replay import Rollout, RoutedExperts, Turn, from_vllm
+from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
+
+ASKED = np.random.default_rng(1).integers(3, VOCABULARY, 80).tolist()
+OTHER = np.random.default_rng(2).integers(3, VOCABULARY, 80).tolist()
+SAMPLING = {"max_tokens": 20, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def served(saved: Any) -> Iterator[Live]:
+    model, folder = saved("Qwen3Moe")
+    with Server(folder) as server:
+        yield Live(model, folder, server)
+
+
+def sample(live: Live, url: str, config: Any = None) -> tuple[list[int], RoutedExperts]:
+    """One sample by a client that asks this server and knows what it asked for."""
+    answer = Server.ask_at(url, "/v1/completions", prompt=ASKED, **SAMPLING)
+    (routes,) = from_vllm(answer, config or live.folder, prompt_token_ids=ASKED)
+    return [*ASKED, *json.loads(answer)["choices"][0]["token_ids"]], routes
+
+
+def refused(live: Live, url: str, error: type[ReplayError], words: str, config: Any = None) -> None:
+    """A loop of this server's samples ends with that error, its weights untouched; with a good server it
+    goes on."""
+    trainer = Trainer(copy.deepcopy(live.model))
+    with pytest.raises(error, match=words):
+        trainer.step(*sample(live, url, config))
+    assert trainer.steps == 0
+    for ours, before in zip(trainer.model.parameters(), live.model.parameters(), strict=True):
+        assert torch.equal(ours, before)
+    trainer.step(*sample(live, live.engine.url))
+    assert trainer.steps == 1
+
+
+def test_T11_an_engine_that_was_started_without_the_switch(served: Live) -> None:
+    with Server(served.folder, capture=False) as server:
+        refused(served, server.url, InvalidRoutes, "no routes.*enable_return_routed_experts")
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "Qwen3Moe"])
+def test_the_config_of_another_family(served: Live, saved: Any, family: str) -> None:
+    words = "columns|top-k|out of range|dense layer"
+    refused(served, served.engine.url, InvalidRoutes, words, saved(family)[1])
+
+
+def test_a_config_with_fewer_experts(served: Live) -> None:
+    config = {**served.model.config.to_dict(), "num_experts": 16, "architectures": ["Qwen3MoeForCausalLM"]}
+    refused(served, served.engine.url, InvalidRoutes, "out of range", config)
+
+
+def test_a_config_with_more_experts_cant_be_seen_at_the_door_but_by_the_trainer(served: Live) -> None:
+    config = {**served.model.config.to_dict(), "num_experts": 64, "architectures": ["Qwen3MoeForCausalLM"]}
+    refused(served, served.engine.url, ReplayError, "experts", config)
+
+
+def of_another_request(live: Live) -> dict[str, Any]:
+    answer = live.engine.ask("/v1/completions", prompt=OTHER, **SAMPLING)
+    found: dict[str, Any] = json.loads(answer)["choices"][0]
+    return found
+
+
+def only_rows(live: Live, answer: dict[str, Any]) -> None:
+    answer["choices"][0]["routed_experts"] = of_another_request(live)["routed_experts"]
+
+
+def the_whole_choice(live: Live, answer: dict[str, Any]) -> None:
+    answer["choices"] = [of_another_request(live)]
+
+
+def no_rows(_: Live, answer: dict[str, Any]) -> None:
+    del answer["choices"][0]["routed_experts"]
+
+
+def half_of_the_text(_: Live, answer: dict[str, Any]) -> None:
+    rows = answer["choices"][0]["routed_experts"]
+    answer["choices"][0]["routed_experts"] = rows[: len(rows) // 2]
+
+
+FAR = "far from what the routers would choose"
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "words"),
+    [
+        pytest.param(only_rows, MicroBatchError, FAR, id="rows-cant-be-seen-at-the-door-but-by-the-trainer"),
+        pytest.param(the_whole_choice, InvalidRoutes, "aren't those that the engine ran", id="whole-choice"),
+        pytest.param(no_rows, InvalidRoutes, "no routes", id="T37-T38-no-rows"),
+        pytest.param(half_of_the_text, InvalidRoutes, "base64|cut short", id="half-of-the-text"),
+    ],
+)
+def test_a_proxy_that_changes_answers(
+    served: Live, fault: Callable[..., None], error: type[ReplayError], words: str
+) -> None:
+    def change(answer: dict[str, Any]) -> dict[str, Any]:
+        fault(served, answer)
+        return answer
+
+    with Proxy(served.engine.url, change) as proxy:
+        refused(served, proxy.url, error, words)
+
+
+def test_what_a_server_refuses_is_quoted(served: Live) -> None:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        served.engine.ask("/v1/completions", prompt=[*ASKED] * 20, **SAMPLING)
+    with pytest.raises(InvalidRoutes, match=r"the server refused.*1024"):
+        from_vllm(caught.value.read(), served.folder)
+
+
+def test_killed_in_the_middle_and_restarted_with_other_weights(served: Live, saved: Any) -> None:
+    """Comes last: it kills the server."""
+    trainer = Trainer(copy.deepcopy(served.model))
+    rollout = Rollout(served.folder)
+    tokens, routes = sample(served, served.engine.url)
+    rollout.extend(Turn(prompt=ASKED, sampled=tokens[len(ASKED) :], routes=routes))
+    trainer.step(tokens, routes)
+
+    failures: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            served.engine.ask("/v1/completions", prompt=tokens, max_tokens=900, ignore_eos=True)
+        except (OSError, http.client.HTTPException) as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    time.sleep(0.5)
+    assert thread.is_alive()
+    served.engine.kill()
+    thread.join(60)
+    assert len(failures) == 1
+    rollout.extend(
+        Turn(prompt=tokens, sampled=[], aborted=True)
+    )  # what was sampled is lost, what was known isn't
+    assert rollout.tokens.tolist() == tokens
+
+    newer, folder = saved("Qwen3Moe", seed=1)
+    with Server(folder) as restarted:
+        with pytest.raises(MicroBatchError, match=FAR):
+            trainer.step(*sample(served, restarted.url))
+        assert trainer.steps == 1
+        resumed = Trainer(newer)  # from the checkpoint that the engine was started with
+        found = sample(served, restarted.url)
+        resumed.step(*found)
+        assert resumed.steps == 1
+        assert assert_right(newer, *found) <= 1
