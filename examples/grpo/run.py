@@ -104,9 +104,11 @@ def run(arm: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
         with log.open("wb") as out:
             ended = subprocess.run(command, stdout=out, stderr=out).returncode
     if ended:
-        print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
+        lines = log.read_text(errors="replace").splitlines()
+        for line in dict.fromkeys(line for line in lines if "Error: " in line):
+            print(line, file=sys.stderr)
         raise SystemExit(
-            f"{name} ended with {ended}: its log is {log}; the same command goes on after its last step"
+            f"{name} ended with {ended}; more in {log}. The same command goes on after its last step."
         )
     found = [json.loads(line) for line in rows.read_text().splitlines()]
     print(

@@ -1,0 +1,60 @@
+"""The GRPO example: an engine that is killed ends the run in words, and the same command goes on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 400
+
+
+def start(out: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "examples/grpo/run.py", "--trainer", "fsdp", "--arms", "R3", "--steps", "3"]
+    command += ["--teach", "5", "--road", "wire", "--out", str(out)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.timeout(3 * LIMIT)
+def test_an_engine_killed_in_the_middle_ends_the_run_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    out, rows = tmp_path / "grpo", tmp_path / "grpo" / "R3-0.jsonl"
+    cut = start(out)
+    ends = time.monotonic() + LIMIT
+    while not (rows.exists() and rows.read_text()) and time.monotonic() < ends and cut.poll() is None:
+        time.sleep(0.1)
+    servers = [
+        child
+        for child in psutil.Process(cut.pid).children(recursive=True)
+        if "vllm.entrypoints.openai.api_server" in " ".join(child.cmdline())
+    ]
+    for server in servers:
+        for process in (*server.children(recursive=True), server):  # its engine would outlive it
+            process.kill()
+    told, _ = cut.communicate(timeout=LIMIT)
+    assert servers, told
+    assert cut.returncode != 0
+    assert "the rollout engine gave no answer" in told, told
+    assert "The same command goes on" in told
+    taken = [json.loads(line)["step"] for line in rows.read_text().splitlines()]
+    assert 0 < len(taken) < 3
+
+    again = start(out)
+    told, _ = again.communicate(timeout=LIMIT)
+    assert again.returncode == 0, told
+    found = json.loads((out / "grpo.json").read_text())["runs"][0]["rows"]
+    assert [row["step"] for row in found] == [0, 1, 2], "no step is taken twice, none is left out"
+    assert [row["router_mismatch"] for row in found] == [0, 0, 0]
+
+
+def test_other_settings_in_the_same_folder_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text("{}")
+    refused = start(tmp_path)
+    told, _ = refused.communicate(timeout=LIMIT)
+    assert refused.returncode != 0
+    assert "take another --out" in told
