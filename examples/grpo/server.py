@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -153,6 +154,7 @@ def serve(folder: str, log: Path, port: int, **planned: Any) -> Iterator[Server]
             stdout=out,
             stderr=out,
             env=environment,
+            start_new_session=True,
         )
     server = Server(f"http://127.0.0.1:{port}", folder)
     try:
@@ -160,11 +162,13 @@ def serve(folder: str, log: Path, port: int, **planned: Any) -> Iterator[Server]
         server.count(0)
         yield server
     finally:
-        process.terminate()
+        # With the engine, which is a process of its own and would outlive a server that was killed.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _wait(server: Server, process: subprocess.Popen[bytes], log: Path) -> None:
