@@ -18,6 +18,7 @@ import torch
 from live.engine import Live, Proxy, Server
 from live.families import FAMILIES, VOCABULARY
 from live.held import Trainer, assert_right
+from live.mix import decoded, encoded
 from npu_replay import Rollout, RoutedExperts, Turn, from_vllm
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
 
@@ -97,6 +98,11 @@ def half_of_the_text(_: Live, answer: dict[str, Any]) -> None:
     answer["choices"][0]["routed_experts"] = rows[: len(rows) // 2]
 
 
+def zeros(_: Live, answer: dict[str, Any]) -> None:
+    rows = answer["choices"][0]["routed_experts"]
+    answer["choices"][0]["routed_experts"] = encoded(np.zeros_like(decoded(rows)))
+
+
 FAR = "far from what the routers would choose"
 
 
@@ -106,6 +112,7 @@ FAR = "far from what the routers would choose"
         pytest.param(only_rows, MicroBatchError, FAR, id="rows-cant-be-seen-at-the-door-but-by-the-trainer"),
         pytest.param(the_whole_choice, InvalidRoutes, "aren't those that the engine ran", id="whole-choice"),
         pytest.param(no_rows, InvalidRoutes, "no routes", id="T37-T38-no-rows"),
+        pytest.param(zeros, InvalidRoutes, "all 99 rows are zeros", id="T1-zeros"),
         pytest.param(half_of_the_text, InvalidRoutes, "base64|cut short", id="half-of-the-text"),
     ],
 )

@@ -91,6 +91,7 @@ class Mix:
             self.waiting.append((rollout.tokens.tolist(), {"max_tokens": 20}, rollout))
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_random_mix_in_process(family: str, saved: Any) -> None:
     model, folder = saved(family)
@@ -109,7 +110,7 @@ def test_a_random_mix_in_process(family: str, saved: Any) -> None:
         mix.batch()
     mix.tally.features["preempted"] += counter(live, "vllm:num_preemptions")
     mix.tally.check(SEQUENCES)
-    used = {name for name, count in mix.tally.features.items() if count}
-    assert used == {"aborted", "stopped", "two turns", "preempted"} | (
+    wanted = {"aborted", "stopped", "two turns", "preempted"} | (
         {"from the cache"} if has_cache(live) else set()
     )
+    assert not wanted - {name for name, count in mix.tally.features.items() if count}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import subprocess
 import sys
@@ -23,7 +21,7 @@ from engine_server import post
 from live.engine import Live, Server
 from live.families import FAMILIES, VOCABULARY
 from live.held import assert_right
-from live.mix import ALL, Sequence, Tally, ask, some_prompts
+from live.mix import ALL, Sequence, Tally, ask, decoded, encoded, some_prompts
 from npu_replay import Rollout, RouteStore, Turn, from_vllm
 from npu_replay.errors import InvalidRoutes, RouteFileError
 from npu_replay.inspection.inspection import inspect
@@ -195,22 +193,21 @@ def test_T13_T28_an_abort_and_its_resume(served: Live) -> None:
 
 
 def completions(answer: bytes, start: int) -> list[Sequence]:
-    """Each choice by itself; its rows are decoded and encoded here, as .npy in base64."""
+    """Each choice by itself."""
     said = json.loads(answer)
 
     def one(choice: dict[str, Any]) -> Sequence:
         def alone(rows: Any) -> Any:
-            file = io.BytesIO()
-            np.save(file, rows)
-            changed = {**choice, "routed_experts": base64.b64encode(file.getvalue()).decode()}
+            changed = {**choice, "routed_experts": encoded(rows)}
             return json.dumps({**said, "choices": [changed], "usage": None})
 
-        rows = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
+        rows = decoded(choice["routed_experts"])
         return Sequence(choice["prompt_token_ids"], choice["token_ids"], start, rows, alone)
 
     return [one(choice) for choice in said["choices"]]
 
 
+@pytest.mark.timeout(1800)
 def test_a_random_mix_over_http(served: Live) -> None:
     rng = np.random.default_rng(30)
     shared, tally = some_prompts(rng), Tally(served.model, served.folder, rng)
