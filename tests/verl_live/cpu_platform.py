@@ -38,6 +38,7 @@ class PlatformCPU(PlatformBase):
         **{name: getattr(torch.cpu, name) for name in torch.cpu.__all__ if hasattr(torch.cpu, name)},
         **{name: lambda *_, **__: 0 for name in _MEMORY},
         mem_get_info=lambda *_: (0, 0),
+        get_device_name=lambda *_: "CPU",
         manual_seed=torch.manual_seed,
         manual_seed_all=torch.manual_seed,
         get_rng_state=torch.get_rng_state,
@@ -97,6 +98,18 @@ def _weights_stay(module: Any) -> None:
     module._supports_onednn = False
 
 
+def _packed_again(module: Any) -> None:
+    """vLLM 0.30 on a CPU packs the experts' weights when it loads a model, and not when it is given new ones."""
+    method = module.UnquantizedFusedMoEMethod
+    first_time = method._setup_kernel
+
+    def setup(self: Any, **weights: Any) -> None:
+        self.moe_kernel = None
+        first_time(self, **weights)
+
+    method._setup_kernel = setup
+
+
 def _engine(module: Any) -> None:
     from verl_live import engine
 
@@ -107,3 +120,5 @@ import_hook.when_imported("verl.utils.distributed", "a CPU's process group", _on
 import_hook.when_imported("verl.utils.attention_utils", "packing without flash-attn", _plain_packing)
 import_hook.when_imported("verl.workers.engine.megatron.transformer_impl", "a CPU's engine", _engine)
 import_hook.when_imported("vllm._custom_ops", "weights that can be loaded again", _weights_stay)
+_MOE = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
+import_hook.when_imported(_MOE, "experts that are packed again", _packed_again)

@@ -35,6 +35,7 @@ def register(impl: Any) -> None:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self._lent = npu_replay.compat.cpu.lend()
             self._lent.__enter__()  # for good: this process does nothing else
+            _lend_optimizer()
             torch.Tensor.type = _type_on_cuda  # type: ignore[method-assign]
             _register_bridge()
             self._numbers = itertools.count()
@@ -61,6 +62,16 @@ def register(impl: Any) -> None:
             torch.save(what, Path(os.environ[NOTES]) / f"{next(self._numbers):03}.pt")
 
     EngineRegistry.register(model_type="language_model", backend="megatron", device="cpu")(OnCPU)
+
+
+def _lend_optimizer() -> None:
+    """Megatron 0.12's distributed optimizer quantizes its FP8 weights, though there be none, by Transformer Engine."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    def none_to_quantize(model_params: Any, *_: Any) -> None:
+        assert not model_params
+
+    distrib_optimizer.quantize_param_shard = none_to_quantize
 
 
 def _type_on_cuda(self: torch.Tensor, *args: Any, _type: Any = torch.Tensor.type, **kwargs: Any) -> Any:
