@@ -85,14 +85,6 @@ def _one_backend(module: Any) -> None:
     )
 
 
-def _plain_packing(module: Any) -> None:
-    """verl's NPU functions for packing, which are plain torch, in the place of flash-attn's."""
-    from verl.utils import npu_flash_attn_utils as plain
-
-    names = ("index_first_axis", "pad_input", "rearrange", "unpad_input")
-    module._get_attention_functions = lambda: tuple(getattr(plain, name) for name in names)
-
-
 def _weights_stay(module: Any) -> None:
     """vLLM on a CPU packs a linear layer's weight for oneDNN and drops it: verl's next weights find no place."""
     module._supports_onednn = False
@@ -117,7 +109,6 @@ def _engine(module: Any) -> None:
 
 
 import_hook.when_imported("verl.utils.distributed", "a CPU's process group", _one_backend)
-import_hook.when_imported("verl.utils.attention_utils", "packing without flash-attn", _plain_packing)
 import_hook.when_imported("verl.workers.engine.megatron.transformer_impl", "a CPU's engine", _engine)
 import_hook.when_imported("vllm._custom_ops", "weights that can be loaded again", _weights_stay)
 _MOE = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"

@@ -17,7 +17,9 @@ def after(number: int) -> str:
     return f"w{number + 10} w{number + 11}"
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any
+) -> float:
     """The share of even numbers."""
     numbers = [int(word[1:]) for word in solution_str.split() if word.startswith("w")]
     return sum(number % 2 == 0 for number in numbers) / max(len(numbers), 1)

@@ -66,7 +66,7 @@ def save(folder: Path) -> None:
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=2,
-        pad_token_id=0,
+        pad_token_id=None,  # else its embedding is 0, and the gradient of a norm of 0 is without bound
     )
     model = Qwen3MoeForCausalLM(config)
     model.generation_config.eos_token_id = [2, *CALLS]
