@@ -1,14 +1,13 @@
 """verl on a CPU: a platform of verl's own kind, and what of verl asks for CUDA all the same.
 
-A plug-in of verl's (VERL_USE_EXTERNAL_MODULES), so it is in every process of a job: the driver, Ray's workers, the
-vLLM server and its engine core. docs/verl.md has the lines of verl that stand in the way.
+A plug-in of verl's (VERL_USE_EXTERNAL_MODULES), so it is in every process of a job: the driver, Ray's
+workers, the vLLM server and its engine core. docs/verl.md has the lines that stand in the way.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,13 +31,14 @@ def _nothing(*_: Any, **__: Any) -> None:
 class PlatformCPU(PlatformBase):
     """A CPU; Ray counts it as a GPU, since verl's pools are made of these."""
 
-    device_name = "cpu"  # type: ignore[assignment]
-    vendor_name = "none"  # type: ignore[assignment]
-    device_module = SimpleNamespace(  # type: ignore[assignment]
-        **{name: getattr(torch.cpu, name) for name in torch.cpu.__all__ if hasattr(torch.cpu, name)},
+    device_name = "cpu"
+    vendor_name = "none"
+    device_module = SimpleNamespace(
         **{name: lambda *_, **__: 0 for name in _MEMORY},
         mem_get_info=lambda *_: (0, 0),
         get_device_name=lambda *_: "CPU",
+        synchronize=torch.cpu.synchronize,
+        current_device=torch.cpu.current_device,
         manual_seed=torch.manual_seed,
         manual_seed_all=torch.manual_seed,
         get_rng_state=torch.get_rng_state,
@@ -86,12 +86,12 @@ def _one_backend(module: Any) -> None:
 
 
 def _weights_stay(module: Any) -> None:
-    """vLLM on a CPU packs a linear layer's weight for oneDNN and drops it: verl's next weights find no place."""
+    """vLLM packs a linear layer's weight for oneDNN and drops it: verl's next weights find no place."""
     module._supports_onednn = False
 
 
 def _packed_again(module: Any) -> None:
-    """vLLM 0.30 on a CPU packs the experts' weights when it loads a model, and not when it is given new ones."""
+    """vLLM 0.30 packs experts for a CPU when it loads a model, and not when it is given new weights."""
     method = module.UnquantizedFusedMoEMethod
     first_time = method._setup_kernel
 

@@ -29,14 +29,14 @@ def register(impl: Any) -> None:
     """
     from verl.workers.engine import EngineRegistry
 
-    class OnCPU(impl.MegatronEngineWithLMHead):  # type: ignore[misc]
+    class OnCPU(impl.MegatronEngineWithLMHead):
         """Notes what its routers showed in each pass, and which weights it hands out."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self._lent = npu_replay.compat.cpu.lend()
             self._lent.__enter__()  # for good: this process does nothing else
             _lend_optimizer()
-            torch.Tensor.type = _type_on_cuda  # type: ignore[method-assign]
+            torch.Tensor.type = _type_on_cuda
             _register_bridge()
             self._numbers = itertools.count()
             super().__init__(*args, **kwargs)
@@ -65,7 +65,7 @@ def register(impl: Any) -> None:
 
 
 def _lend_optimizer() -> None:
-    """Megatron 0.12's distributed optimizer quantizes its FP8 weights, though there be none, by Transformer Engine."""
+    """Megatron 0.12 asks Transformer Engine to quantize its FP8 weights, of which there are none."""
     from megatron.core.optimizer import distrib_optimizer
 
     def none_to_quantize(model_params: Any, *_: Any) -> None:
@@ -92,7 +92,7 @@ def _register_bridge() -> None:
     from distributed.parallel_model import Attention, Norm
 
     @register_model("qwen3_moe")
-    class LocalLayers(Qwen3MoEBridge):  # type: ignore[misc]
+    class LocalLayers(Qwen3MoEBridge):
         def _model_provider(self, post_model_creation_callbacks: Any) -> Any:
             def provider(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> Any:
                 return megatron_model.model(

@@ -1,4 +1,4 @@
-"""verl's own trainer, as `python -m verl.trainer.main_ppo` runs it, on a small model: GRPO with R3 over Ray."""
+"""verl's own trainer, as `python -m verl.trainer.main_ppo` runs it: GRPO with R3, on a small model."""
 
 from __future__ import annotations
 

