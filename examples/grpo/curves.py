@@ -23,9 +23,11 @@ PANELS = {
     "ratio_max": "largest ratio",
     "gradient_norm": "gradient norm",
 }
-LOGARITHMIC = {"rollout_train_k3_kl", "ratio_max"}
+LOGARITHMIC = {"rollout_train_k3_kl"}
 SMOOTH = 5
 """Steps that a curve is averaged over; accuracy isn't."""
+DIGITS = 6
+"""Of the numbers in grpo.json."""
 Row = dict[str, Any]
 
 
@@ -38,7 +40,13 @@ def draw(source: Path, target: Path) -> None:
     for axes, (name, title) in zip(figure.subplots(2, 3).flat, PANELS.items(), strict=True):
         for arm in arms(result):
             steps, low, middle, high = band(of(result, arm), name)
-            axes.plot(steps, middle, color=COLOURS[arm], label=arm if arm != "none" else "no replay")
+            axes.plot(
+                steps,
+                middle,
+                "--" if arm == "TIS+R3" else "-",
+                color=COLOURS[arm],
+                label=arm if arm != "none" else "no replay",
+            )
             axes.fill_between(steps, low, high, color=COLOURS[arm], alpha=0.15, linewidth=0)
         axes.set_title(title, loc="left", fontsize=10)
         axes.set_xlabel("step")
@@ -99,6 +107,11 @@ def summary(rows: Sequence[Row]) -> str:
     )
 
 
+def rounded(row: Row) -> Row:
+    """The row as grpo.json keeps it."""
+    return {name: float(f"{one:.{DIGITS}g}") if type(one) is float else one for name, one in row.items()}
+
+
 def arms(result: dict[str, Any]) -> list[str]:
     """In the order in which they ran."""
     return list(dict.fromkeys(run["arm"] for run in result["runs"]))
@@ -138,7 +151,7 @@ def spread(values: Sequence[float]) -> str:
     """Mean, and the standard deviation over the seeds."""
     if len(values) == 1:
         return f"{values[0]:.2f}"
-    return f"{statistics.fmean(values):.2f} ± {statistics.stdev(values):.2f}"
+    return f"{statistics.fmean(values):.2f}±{statistics.stdev(values):.2f}"
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def run(arm: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit(
             f"{name} ended with {ended}; more in {log}. The same command goes on after its last step."
         )
-    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    found = [curves.rounded(json.loads(line)) for line in rows.read_text().splitlines()]
     print(
         f"{name}: {len(found)} steps in {time.monotonic() - started:.0f} s, {curves.summary(found)}",
         flush=True,
