@@ -34,15 +34,16 @@ class PlatformCPU(PlatformBase):
     device_name = "cpu"
     vendor_name = "none"
     device_module = SimpleNamespace(
-        **{name: lambda *_, **__: 0 for name in _MEMORY},
-        mem_get_info=lambda *_: (0, 0),
-        get_device_name=lambda *_: "CPU",
-        synchronize=torch.cpu.synchronize,
-        current_device=torch.cpu.current_device,
-        manual_seed=torch.manual_seed,
-        manual_seed_all=torch.manual_seed,
-        get_rng_state=torch.get_rng_state,
-        set_rng_state=torch.set_rng_state,
+        **{name: getattr(torch.cpu, name) for name in torch.cpu.__all__}
+        | {name: lambda *_, **__: 0 for name in _MEMORY}
+        | {
+            "mem_get_info": lambda *_: (0, 0),
+            "get_device_name": lambda *_: "CPU",
+            "manual_seed": torch.manual_seed,
+            "manual_seed_all": torch.manual_seed,
+            "get_rng_state": torch.get_rng_state,
+            "set_rng_state": torch.set_rng_state,
+        }
     )
     set_device = synchronize = manual_seed = manual_seed_all = set_allocator_settings = _nothing
     empty_cache = profiler_start = profiler_stop = cudart = _nothing
