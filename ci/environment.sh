@@ -70,8 +70,8 @@ install_tested() {
         fail "could not install what the tests and the demo need; .venv is unfinished and goes on with the next run"
 }
 
-# An environment of its own with vLLM for CPUs, and with what the tests and the demo need, whatever is active: it wants
-# older versions of some packages, and takes 3.5 GB. Made once; afterwards `python` is its own, and vLLM starts quickly:
+# An environment of its own with vLLM for CPUs, and with what the tests, the demo and verl need, whatever is active: it
+# wants older versions of some packages, and takes 3.5 GB. Made once; afterwards `python` is its own, and vLLM starts quickly:
 # in the caller's process, without a compiler, with little memory; and asks nothing of the network.
 live_environment() {
     make_in "$work/live" install_live
@@ -87,8 +87,11 @@ install_live() {
     grep -vE '^(fastapi|llguidance|numpy|setuptools)==' "$repository/ci/constraints.txt" >"$constraints"
     local install=(python -m pip install --constraint "$constraints")
     "${install[@]}" "$torch_pin" setuptools==77.0.3 || fail "could not install $torch_pin for $(python -V)"
-    "${install[@]}" "$vllm_pin" --no-build-isolation --editable "$repository[demo,dev]" ||
+    "${install[@]}" "$vllm_pin" --no-build-isolation --editable "$repository[demo,dev,verl-tests]" ||
         fail "could not install $vllm_pin; $work/live is unfinished and goes on with the next run"
+    # Of verl's trainer. In a folder of their own: their wheels have a folder `tests` at the top.
+    pip_into --no-deps mbridge==0.15.1 TransferQueue==0.1.11 "$work/live/beside" ||
+        fail "could not install mbridge and TransferQueue; $work/live is unfinished and goes on with the next run"
     # Required by vLLM and unused; those of the registry are for CUDA, and break transformers where torch is for CPUs.
     python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 }

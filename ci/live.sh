@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests with a live engine: vLLM for CPUs serves tiny models, in an environment of its own (3.5 GB, made once).
+# Runs the tests with a live engine: vLLM for CPUs serves tiny models, and verl's own trainer trains with it, in an
+# environment of its own (3.5 GB, made once).
 #
 #   ci/live.sh                  with a choice of the random sequences, in some five minutes on two cores
 #   ci/live.sh --all            with all of them, 2,000 at least
@@ -8,6 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source ci/environment.sh
 live_environment
+fetch_verl 0.9.1
 
 tests_started=$SECONDS
 status=0
@@ -23,6 +25,7 @@ if [[ $# == 0 ]]; then
     beside run_pytest "as a server" "${served[@]}"
     run_pytest "in process" tests/live "${served[@]/#/--ignore=}"
     join
+    PYTHONPATH=$work/live/beside with_verl 0.12.1 0.9.1 run_pytest "verl's whole trainer" tests/verl_live
 else
     run_pytest "in process and as a server" tests/live "$@"
 fi
