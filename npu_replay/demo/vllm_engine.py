@@ -58,7 +58,7 @@ class Vllm:
             vllm.__version__, planned=PLANNED | planned | {"model": folder}, model=folder
         )
         os.environ.update(arguments.environment)
-        self._llm = vllm.LLM(**arguments.arguments)
+        self._llm: Any = vllm.LLM(**arguments.arguments)
         self._model = RoutedModel.from_config(folder)
         self.version = 0
 

@@ -92,7 +92,7 @@ def to_transformers(ours: State, about: Any) -> State:
         joined = ours[f"{here}.self_attention.linear_qkv.weight"].view(
             about.num_key_value_heads, -1, about.head_dim, about.hidden_size
         )
-        for name, part in zip(_PROJECTIONS, joined.split([queries, 1, 1], dim=1), strict=True):
+        for name, part in zip(_PROJECTIONS, torch.split(joined, [queries, 1, 1], dim=1), strict=True):
             theirs[f"{there}.self_attn.{name}.weight"] = part.flatten(0, 2)
         for name, other in _EXPERTS.items():
             theirs[f"{there}.mlp.experts.{other}"] = torch.stack(
