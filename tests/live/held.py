@@ -13,6 +13,8 @@ from npu_replay import RoutedExperts, fingerprint
 
 CEILING = 0.02
 """Engine and trainer are both float32, and differ in ties alone; one wrong layer of 24 is 4 %."""
+MOST_TIES = 0.005
+"""Of the token-layers of a sample. DeepSeek's experts, chosen by groups, lie close: 5 of 900 were seen."""
 
 
 def assert_right(model: Any, tokens: Any, routes: RoutedExperts, start: int = 0, last: int = 1) -> int:
@@ -36,8 +38,10 @@ def assert_right(model: Any, tokens: Any, routes: RoutedExperts, start: int = 0,
     behind[:, 1:] = np.logical_or.accumulate(np.logical_or.accumulate(fell, axis=0), axis=1)[:, :-1]
     wrong = np.argwhere(differ & ~fell & ~behind)
     assert not len(wrong), f"{len(wrong)} of {differ.size} token-layers are wrong, first {wrong[0].tolist()}"
-    assert differ.sum() <= 0.02 * differ.size
-    return int((fell & ~behind).sum())
+    ties = int((fell & ~behind).sum())
+    assert differ.sum() <= CEILING * differ.size
+    assert ties <= 1 + MOST_TIES * differ.size
+    return ties
 
 
 class Trainer:

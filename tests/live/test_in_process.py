@@ -31,12 +31,9 @@ def generate(live: Any, prompts: list[list[int]], **sampling: Any) -> list[Any]:
 
 
 def assert_all_right(live: Any, outputs: list[Any]) -> None:
-    ties = [
-        assert_right(live.model, [*output.prompt_token_ids, *completion.token_ids], routes)
-        for output in outputs
-        for completion, routes in zip(output.outputs, from_vllm(output, live.folder), strict=True)
-    ]
-    assert sum(ties) <= 1
+    for output in outputs:
+        for completion, routes in zip(output.outputs, from_vllm(output, live.folder), strict=True):
+            assert_right(live.model, [*output.prompt_token_ids, *completion.token_ids], routes)
 
 
 def has_cache(live: Any) -> bool:

@@ -56,7 +56,7 @@ def test_T14_rows_keep_the_weights_that_tokens_were_sampled_from(live: Any, newe
 def test_T14_or_all_rows_are_of_the_new_weights(live: Any, newer: Any) -> None:
     rollout = two_turns(live, newer, reset=True, keep="latest")
     assert rollout.weight_versions == [2] * (len(rollout) - 1) + [None]
-    assert assert_right(newer[0], rollout.tokens, rollout.routes) <= 1
+    assert_right(newer[0], rollout.tokens, rollout.routes)
     trainer = Trainer(newer[0])
     trainer.step(rollout.tokens, rollout.routes)
     assert trainer.steps == 1
@@ -78,7 +78,7 @@ def test_rows_of_a_cache_that_wasnt_reset_cant_be_seen_at_the_door_but_by_the_tr
             trainer.step(rollout.tokens, rollout.routes)
     else:
         assert not of_old
-        assert assert_right(newer[0], rollout.tokens, rollout.routes) <= 1
+        assert_right(newer[0], rollout.tokens, rollout.routes)
 
 
 def test_weights_that_the_engine_loaded_in_part_cant_be_seen_at_the_door_but_by_the_trainer(
@@ -120,4 +120,4 @@ def test_T13_T28_a_turn_that_was_aborted_is_resumed(live: Any) -> None:
         lost = set() if known else set(range(39, 39 + len(sampled)))
         assert set(np.flatnonzero(~rollout.routes.recorded)) == lost | {len(rollout) - 1}
     assert again.routes is not None
-    assert assert_right(live.model, rollout.tokens, again.routes) <= 1
+    assert_right(live.model, rollout.tokens, again.routes)
