@@ -53,12 +53,14 @@ def draw(source: Path, target: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         if name in LOGARITHMIC:
             axes.set_yscale("log")
-    figure.axes[0].legend(frameon=False)
+    figure.axes[0].legend(frameon=False, loc="lower right", fontsize=8)
     about, versions = result["settings"], result["versions"]
     trainer = "Megatron-core " + versions["megatron-core"] if about["trainer"] == "megatron" else "FSDP2"
+    bits = about["rollout_bits"]
+    rollout = "bfloat16" if bits == 7 else f"{bits} bits of mantissa"
     seeds = len({run["seed"] for run in result["runs"]})
     figure.suptitle(
-        f"GRPO: vLLM {versions['vllm']} in bfloat16, {trainer} in float32, {about['layers']} layers, "
+        f"GRPO: vLLM {versions['vllm']} in {rollout}, {trainer} in float32, {about['layers']} layers, "
         f"{about['experts']} experts, {about['mini_batches']} steps a rollout; {seeds} seeds",
         x=0.01,
         ha="left",
