@@ -23,11 +23,11 @@ if [[ $# == 0 ]]; then
     export OMP_NUM_THREADS=1 # two of them share the cores
     served=(tests/live/test_over_http.py tests/live/test_bad_input.py)
     beside run_pytest "as a server" "${served[@]}"
-    run_pytest "in process" tests/live "${served[@]/#/--ignore=}"
+    with_megatron 0.12.1 run_pytest "in process" tests/live "${served[@]/#/--ignore=}"
     join
     PYTHONPATH=$work/live/beside with_verl 0.12.1 0.9.1 run_pytest "verl's whole trainer" tests/verl_live
 else
-    run_pytest "in process and as a server" tests/live "$@"
+    with_megatron 0.12.1 run_pytest "in process and as a server" tests/live "$@"
 fi
 
 echo "live: setup $((tests_started - setup_started)) s (downloads included), tests $((SECONDS - tests_started)) s"

