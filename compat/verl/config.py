@@ -17,12 +17,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from npu_replay.compat import probe, vllm_ascend
+from npu_replay.compat import probe
 from npu_replay.compat.patching import import_hook, switches
 from npu_replay.compat.patching.install import undo_everything
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.sglang import launch as sglang
 from npu_replay.compat.vllm import launch as vllm
+from npu_replay.compat.vllm_ascend import releases as vllm_ascend
 from npu_replay.errors import ReplayError
 from npu_replay.rollout.release_rules import release
 

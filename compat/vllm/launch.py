@@ -10,9 +10,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from npu_replay.compat import vllm_ascend as ascend
 from npu_replay.compat.probe import Capability, Product, unusable
 from npu_replay.compat.vllm.releases import BY_BLOCK, CLASHES, FAULTS, LIMITS, NEEDED, NEWEST, SWITCH, V2
+from npu_replay.compat.vllm_ascend import releases as ascend
 from npu_replay.errors import ReplayError, whole_number
 from npu_replay.rollout import launch
 from npu_replay.rollout.launch import EngineArguments, Kind, a_flag, unreadable
