@@ -7,6 +7,7 @@ weights are loaded then, and no graph is captured yet.
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import os
 import sys
@@ -19,17 +20,19 @@ import torch
 from npu_replay.compat import probe
 from npu_replay.compat.patching import import_hook, switches
 from npu_replay.compat.patching.patches import Patches
+from npu_replay.compat.probe import Capability, Product, unusable
 from npu_replay.compat.vllm_ascend import read_out, releases
 from npu_replay.compat.vllm_ascend.capture import Capture
 from npu_replay.compat.vllm_ascend.seams import Rank, Seam, layers, refuse_foreign
 from npu_replay.compat.vllm_ascend.self_check import SelfCheck
 from npu_replay.errors import ReplayError
-from npu_replay.rollout import launch, model_config
+from npu_replay.rollout import model_config
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.release_rules import release
 
 logger = logging.getLogger(__name__)
 
+CAPABILITY = "capture on vllm-ascend"
 GROUP, NAME = "vllm.general_plugins", "npu_replay"
 """Where vLLM looks for plug-ins, and this one's name: VLLM_PLUGINS has to hold it, where it is set."""
 
@@ -47,6 +50,51 @@ _patches = Patches("routed experts of vllm-ascend")
 def wanted() -> bool:
     """Is npu_replay to capture?"""
     return os.environ.get(releases.SWITCH, "") not in ("", "0") and not switches.disabled()
+
+
+def filtered() -> str:
+    """What keeps vLLM from loading the plug-in; empty where nothing does, as far as this process can tell."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and NAME not in [one.strip() for one in allowed.split(",")]:
+        return f"VLLM_PLUGINS={allowed} leaves {NAME} out"
+    found = importlib.metadata.entry_points(group=GROUP, name=NAME)
+    return "" if found else "vLLM finds no plug-in of npu_replay: it isn't installed as a distribution"
+
+
+def left_out() -> ReplayError | None:
+    """Why vLLM won't load the plug-in though it is wanted; None where it will."""
+    why = filtered() if wanted() else ""
+    if not why:
+        return None
+    return ReplayError(
+        f"{releases.SWITCH} is set, and npu_replay captures nothing",
+        where="rollout",
+        expected=f"npu_replay installed beside vLLM, and {NAME} in VLLM_PLUGINS where that is set",
+        got=why,
+        cause="a filter from before; or npu_replay on PYTHONPATH alone, where vLLM finds no plug-in",
+    )
+
+
+def capability(product: Product, vllm: Product) -> Capability:
+    """Whether routes are captured by npu_replay here.
+
+    Args:
+        product, vllm: what is found of vllm-ascend, and of vLLM.
+    """
+    if not product.usable:
+        return unusable(CAPABILITY, product)
+    problem = _unknown(product.version, vllm.version)
+    if problem is not None:
+        return Capability(CAPABILITY, "broken" if wanted() else "missing", problem.problem, problem.cause)
+    if not wanted():
+        remedy = f"{releases.SWITCH}=1 in the engine's environment"
+        return Capability(CAPABILITY, "missing", "it is off; this release is known", remedy)
+    why = filtered()
+    if why:
+        return Capability(
+            CAPABILITY, "broken", why, f"pip install npu-replay beside vLLM; {NAME} in VLLM_PLUGINS"
+        )
+    return Capability(CAPABILITY, "works", "every quantization and layout, checked in the first steps")
 
 
 def register() -> None:
@@ -82,7 +130,7 @@ def _unknown(version: str, vllm: str) -> ReplayError | None:
             cause="one of them was installed without the other; what changed between them isn't known",
         )
     known = vllm if "dev" in version else version
-    return None if releases.captures(known) else releases.capture_refusal(version, {})
+    return None if releases.captures(known) else releases.not_captured(version)
 
 
 def _refuse(problem: ReplayError | None) -> bool:
@@ -122,9 +170,10 @@ def _planned_wrong(vllm_config: Any) -> ReplayError | None:
         "additional_config": getattr(vllm_config, "additional_config", None),
         "compilation_config": getattr(vllm_config, "compilation_config", None),
         "async_scheduling": getattr(vllm_config.scheduler_config, "async_scheduling", None),
+        "enforce_eager": getattr(model, "enforce_eager", None),
         "hybrid": model_config.is_hybrid(model.hf_text_config),
     }
-    return launch.clash("npu_replay on vllm-ascend", _version(), "", plan, releases.CAPTURE_CLASHES)
+    return releases.capture_refusal(_version(), plan)
 
 
 def _version() -> str:

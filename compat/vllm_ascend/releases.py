@@ -50,7 +50,7 @@ class Setting:
         soc: the processor's generation.
         async_scheduling: is it on? None: as vLLM likes.
         capture: does npu_replay capture (`plugin`)?
-        enable_dbo, additional_config, compilation_config: vLLM's arguments of these names.
+        enable_dbo, enforce_eager, additional_config, compilation_config: vLLM's arguments of these names.
     """
 
     model: Any = None
@@ -62,6 +62,7 @@ class Setting:
     async_scheduling: bool | None = None
     capture: bool = False
     enable_dbo: bool = False
+    enforce_eager: bool = False
     additional_config: Any = None
     compilation_config: Any = None
 
@@ -103,8 +104,13 @@ def capture_refusal(version: str, plan: Plan) -> ReplayError | None:
         version: vllm-ascend's.
         plan: vLLM's arguments by their Python names, and `hybrid`.
     """
-    if captures(version):
-        return launch.clash("npu_replay on vllm-ascend", version, "", plan, CAPTURE_CLASHES)
+    if not captures(version):
+        return not_captured(version)
+    return launch.clash("npu_replay on vllm-ascend", version, "", plan, CAPTURE_CLASHES)
+
+
+def not_captured(version: str) -> ReplayError:
+    """What is said of a release that npu_replay doesn't know."""
     return ReplayError(
         f"npu_replay captures nothing on vllm-ascend {version}, and touches nothing there",
         where="rollout",
@@ -205,6 +211,11 @@ def _asks(*keys: str) -> Callable[[Plan, tuple[str, ...]], bool]:
     return asks
 
 
+def _splits_by_pass(plan: Plan, arguments: tuple[str, ...]) -> bool:
+    by_pass = _asks("pass_config", "enable_sp")(plan, arguments)
+    return by_pass and launch.number(plan.get("tensor_parallel_size")) > 1 and not plan.get("enforce_eager")
+
+
 # fmt: off
 # ---- the rows
 
@@ -280,7 +291,7 @@ CAPTURE_CLASHES = (
     Clash(("additional_config",), _asks("enable_force_eplb"),
           problem="captures other experts than those that run", instead="enable_force_eplb off",
           why="it is for benchmarks, and replaces the chosen experts after the choice"),
-    Clash(("compilation_config",), _asks("pass_config", "enable_sp"),
+    Clash(("compilation_config", "tensor_parallel_size", "enforce_eager"), _splits_by_pass, until="0.27.0",
           problem="doesn't know where rows belong when a compiler's pass splits them",
           instead="sequence parallelism by additional_config={'enable_flashcomm1': True}",
           why="that pass leaves rows in that fill up, in places that nothing tells"),

@@ -203,7 +203,7 @@ class SelfCheck:
         ]
 
     def _chosen(self, rows: torch.Tensor) -> list[tuple[torch.Tensor, str]]:
-        """Per layer, how many rows aren't what the logits choose, if more than a kernel's precision may do."""
+        """Per layer, how many rows the logits don't choose, if more than a kernel's precision may do."""
         wrong = torch.zeros(len(self._layers), dtype=torch.int64, device=rows.device)
         for place, layer in enumerate(self._layers):
             if layer in self._expected:
