@@ -6,9 +6,11 @@ Ranks of a real process group, and vllm-ascend's own layers, are in tests/on_vll
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from npu_replay.compat.vllm_ascend.capture import Capture, Entry
 from npu_replay.compat.vllm_ascend.placing import Layout
@@ -160,3 +162,53 @@ def test_what_a_kernel_may_round_otherwise_is_not_held_against_it() -> None:
     assert sure.tolist() == [False, True]
     biased, _ = expected(near, Choice(1, "sigmoid", bias=torch.tensor([0.0, 0.0, 0.0, 9.0])))
     assert biased.tolist() == [[3], [3]]
+
+
+class Graph(TorchDispatchMode):
+    """What a device's graph keeps of a forward: copies between memory that stays; no Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.copies.append((args[0], args[1]))
+        return func(*args, **(kwargs or {}))
+
+    def replay(self) -> None:
+        for to, source in self.copies:
+            to.copy_(source)
+
+
+def captured(capture: Capture, tokens: int) -> tuple[Graph, dict[int, torch.Tensor]]:
+    """A graph of a forward with so many tokens, and where it has the ids that its layers choose."""
+    ids = {layer: torch.zeros(tokens, TOP_K, dtype=torch.int32) for layer in LAYERS}
+    graph = Graph()
+    with graph:
+        for layer, static in ids.items():
+            capture.take(layer, static, None, plain(tokens))
+    return graph, ids
+
+
+@pytest.mark.parametrize("hole", [False, True], ids=["whole", "with a hole"])
+def test_a_graphs_copies_run_again_without_python(hole: bool) -> None:
+    """Captured once, before any step; run for steps of other tokens, filled up to the graph's."""
+    capture = new_capture()
+    graph, ids = captured(capture, 16)
+    assert len(graph.copies) == len(LAYERS), "a copy a layer is all that a graph has of it"
+    if hole:
+        del graph.copies[1]
+    for step, scheduled in enumerate((16, 9, 12)):
+        chosen = {layer: logits.topk(TOP_K).indices.int() for layer, logits in logits_of(step, 16).items()}
+        capture.begin(scheduled)
+        for layer, static in ids.items():
+            static.copy_(chosen[layer])
+        graph.replay()
+        if hole:
+            with pytest.raises(ReplayError, match="16 rows of layer 2 were written by no rank"):
+                capture.finish()
+            return
+        capture.finish()
+        for layer in LAYERS:
+            assert capture.buffer[:scheduled, layer].tolist() == chosen[layer][:scheduled].tolist()
