@@ -64,8 +64,8 @@ class Capture:
 
     @torch.inference_mode()
     def clear(self) -> None:
-        """No row of the step before is left."""
-        self.buffer.fill_(self.check.ground)
+        """No row of an earlier step is left where this one's are read."""
+        self.buffer[: self.scheduled].fill_(self.check.ground)
 
     def take(self, layer: int, ids: torch.Tensor, choice: Choice | None, layout: Layout) -> None:
         """Write what a layer chose, where it belongs.
