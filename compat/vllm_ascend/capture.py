@@ -28,14 +28,17 @@ class Entry:
     """A layer's tokens as they came in, before they are gathered or split.
 
     Attributes:
-        logits: the router's, of those tokens; shape (tokens, experts).
+        rows: how many came in.
+        logits: the router's, of those tokens; shape (rows, experts). None where nothing is held against them:
+            a graph's memory isn't kept for it.
         sharded: are they one tensor-parallel rank's part (sequence parallelism)?
         keeps_all: does each tensor-parallel rank go on with all of them?
     """
 
-    logits: torch.Tensor
-    sharded: bool
-    keeps_all: bool
+    rows: int
+    logits: torch.Tensor | None
+    sharded: bool = False
+    keeps_all: bool = False
 
 
 class Capture:
@@ -55,6 +58,12 @@ class Capture:
         self._group = group
         self._merged = True
         self._given_up = False
+
+    def enter(self, logits: torch.Tensor, *, sharded: bool = False, keeps_all: bool = False) -> Entry:
+        """A layer's tokens come in."""
+        kept = logits if self.check.compares else None
+        self.entry = Entry(logits.shape[0], kept, sharded, keeps_all)
+        return self.entry
 
     def begin(self, scheduled: int) -> None:
         """A step starts that runs so many tokens of this rank."""
@@ -82,8 +91,9 @@ class Capture:
         tokens = min(tokens, most - row)
         if tokens > 0:
             self.buffer[row : row + tokens, layer].copy_(ids[first : first + tokens, :top_k])
-        if choice is not None and self.entry is not None and not self._merged:
-            self.check.expect(layer, self.entry.logits, choice, layout.begin)
+        logits = self.entry.logits if self.entry is not None else None
+        if choice is not None and logits is not None and not self._merged:
+            self.check.expect(layer, logits, choice, layout.begin)
         self.entry = None
 
     @torch.inference_mode()

@@ -94,8 +94,10 @@ class Seam:
 
     def _prepare(self, original: Callable[..., Any], comm: Any, *args: Any, **kwargs: Any) -> Any:
         logits = kwargs["router_logits"] if "router_logits" in kwargs else args[1]
-        self._capture.entry = Entry(
-            logits, bool(kwargs.get("replace_allreduce")), bool(kwargs.get("enable_shared_expert_dp"))
+        self._capture.enter(
+            logits,
+            sharded=bool(kwargs.get("replace_allreduce")),
+            keeps_all=bool(kwargs.get("enable_shared_expert_dp")),
         )
         return original(comm, *args, **kwargs)
 
@@ -137,8 +139,14 @@ class Seam:
         before = entry is None
         if entry is None:  # the overlap gate chooses first, from the rows as they come in
             if logits is None:
-                return
-            entry = capture.entry = Entry(logits, bool(self._extra.flash_comm_v1_enabled), True)
+                raise ReplayError(
+                    "a layer chose experts of tokens that nothing was told of",
+                    where=f"vllm-ascend, layer {layer}",
+                    expected="MoECommMethod.prepare before the choice",
+                    got="a choice alone",
+                    cause="a way through the layer that this npu_replay doesn't know",
+                )
+            entry = capture.enter(logits, sharded=bool(self._extra.flash_comm_v1_enabled), keeps_all=True)
         eager = self._context().cudagraph_runtime_mode.name == "NONE"
         compares = eager and capture.check.compares
         capture.take(layer, ids, choice(says) if compares else None, self._layout(entry, before))
@@ -149,7 +157,7 @@ class Seam:
         return Layout(
             comm="none" if before else self._extra.moe_comm_type.name.lower(),
             tokens=self._extra.num_tokens,
-            entered=entry.logits.shape[0],
+            entered=entry.rows,
             sharded=entry.sharded,
             keeps_all=entry.keeps_all,
             tp_rank=rank.tp_rank,

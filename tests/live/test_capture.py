@@ -16,7 +16,7 @@ from live.engine import in_process
 from live.test_in_process import assert_all_right, generate, prompt
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.vllm_ascend import read_out
-from npu_replay.compat.vllm_ascend.capture import Capture, Entry
+from npu_replay.compat.vllm_ascend.capture import Capture
 from npu_replay.compat.vllm_ascend.placing import Layout
 from npu_replay.compat.vllm_ascend.seams import choice, layers
 from npu_replay.compat.vllm_ascend.self_check import STEPS, SelfCheck
@@ -38,7 +38,7 @@ def attach(patches: Patches, llm: Any, change: Changed = lambda _, ids: ids) -> 
         def enter(
             original: Any, hidden: torch.Tensor, logits: torch.Tensor, *args: Any, **kwargs: Any
         ) -> Any:
-            capture.entry = Entry(logits, sharded=False, keeps_all=False)
+            capture.enter(logits)
             return original(hidden, logits, *args, **kwargs)
 
         def take(layer: int, ids: torch.Tensor) -> None:

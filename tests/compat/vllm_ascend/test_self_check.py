@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from npu_replay.compat.vllm_ascend.capture import Capture, Entry
+from npu_replay.compat.vllm_ascend.capture import Capture
 from npu_replay.compat.vllm_ascend.placing import Layout
 from npu_replay.compat.vllm_ascend.self_check import COMPARED, STEPS, Choice, SelfCheck, expected
 from npu_replay.errors import ReplayError
@@ -48,7 +48,7 @@ def run(
     for layer, logits in logits_of(step, tokens).items():
         ids = logits.topk(TOP_K).indices.int()
         given = ids if broken is None else broken(layer, ids)
-        capture.entry = Entry(logits, sharded=False, keeps_all=False)
+        capture.enter(logits)
         if given is not None:
             capture.take(layer, given, CHOICE if eager else None, plain(tokens))
     capture.finish()
