@@ -21,8 +21,9 @@ from npu_replay.compat import probe
 from npu_replay.compat.patching import import_hook, switches
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.probe import Capability, Product, unusable
-from npu_replay.compat.vllm_ascend import read_out, releases
+from npu_replay.compat.vllm_ascend import releases
 from npu_replay.compat.vllm_ascend.capture import Capture
+from npu_replay.compat.vllm_ascend.read_out import ReadOut
 from npu_replay.compat.vllm_ascend.seams import Rank, Seam, layers, refuse_foreign
 from npu_replay.compat.vllm_ascend.self_check import SelfCheck
 from npu_replay.errors import ReplayError
@@ -210,7 +211,7 @@ def attach(runner: Any) -> Capture:
     rank = Rank(tp.rank_in_group, tp.world_size, parallel.data_parallel_rank, parallel.data_parallel_size)
     selects = release(_version()) < release(releases.BY_ROUTER)
     Seam(capture, found, rank).install(_patches, capturer, selects=selects)
-    read_out.install(_patches, runner, capturer, capture)
+    ReadOut(runner, capturer, capture).install(_patches)
     return capture
 
 

@@ -29,6 +29,8 @@ _NEAR_IN_HALF = 2**-9
 _MAY_DIFFER = 1 / 50
 """The share of a layer's rows that may differ from the top-k in one step."""
 
+_REPORT = "Without NPU_REPLAY_VLLM_ASCEND the engine runs as released; please report it"
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -149,6 +151,29 @@ class SelfCheck:
         if self.compares and choice.scoring in _SCORES and choice.top_k < logits.shape[-1]:
             self._expected[layer] = (*expected(logits, choice), row)
 
+    def slots(self, slots: torch.Tensor, positions: Collection[int], block: int) -> None:
+        """Hold the slots of the KV cache, under which rows are kept, against where their tokens stand.
+
+        Args:
+            slots: of a step's tokens; shape (tokens,).
+            positions: of the same tokens in their sequences, in any order.
+            block: tokens in a block of the cache: a token has the same place in its block as its slot.
+
+        Raises:
+            ReplayError: they can't be these tokens'.
+        """
+        told = slots.tolist()
+        found, expected = sorted(slot % block for slot in told), sorted(at % block for at in positions)
+        if found == expected and len(set(told)) == len(told) and min(told, default=0) >= 0:
+            return
+        raise ReplayError(
+            f"the slots of step {self._steps - self._left + 1} aren't those of its tokens",
+            where=f"routes of {self._where}",
+            expected=f"{len(expected)} slots, at {expected[:8]} of their blocks",
+            got=f"{len(told)} slots, at {found[:8]}",
+            cause="another KV cache group's slots, or rows that don't go with them. " + _REPORT,
+        )
+
     def before_merge(self, rows: torch.Tensor) -> None:
         """Count who has written each row; shape (tokens, decoder layers, k)."""
         if not self._left:
@@ -227,7 +252,7 @@ class SelfCheck:
                     expected="each scheduled token's chosen experts",
                     got=f"{sum(n > 0 for n in counts)} of {len(counts)} layers with such rows",
                     cause="a path of this release that npu_replay doesn't know, or somebody's patch of it. "
-                    "Without NPU_REPLAY_VLLM_ASCEND the engine runs as released; please report it",
+                    + _REPORT,
                 )
 
     def _say(self) -> None:

@@ -15,9 +15,9 @@ import torch
 from live.engine import in_process
 from live.test_in_process import assert_all_right, generate, prompt
 from npu_replay.compat.patching.patches import Patches
-from npu_replay.compat.vllm_ascend import read_out
 from npu_replay.compat.vllm_ascend.capture import Capture
 from npu_replay.compat.vllm_ascend.placing import Layout
+from npu_replay.compat.vllm_ascend.read_out import ReadOut
 from npu_replay.compat.vllm_ascend.seams import choice, layers
 from npu_replay.compat.vllm_ascend.self_check import STEPS, SelfCheck
 from npu_replay.errors import ReplayError
@@ -50,7 +50,7 @@ def attach(patches: Patches, llm: Any, change: Changed = lambda _, ids: ids) -> 
         for module in found.values():
             patches.wrap(module.router, "_compute_routing", enter, "the logits of a choice")
         patches.set(capturer, "capture", take, "places rows")
-        read_out.install(patches, runner, capturer, capture)
+        ReadOut(runner, capturer, capture).install(patches)
 
     llm.collective_rpc(in_worker)
 
