@@ -224,10 +224,13 @@ def _release_without_routes(
     config: Any, product: probe.Product, found: Mapping[str, probe.Product]
 ) -> ReplayError | None:
     if product.name == "vllm-ascend":
-        return plugin.left_out() or vllm_ascend.refusal(product.version, _rollout_setting(config))
+        beside = found["vllm"].version if "vllm" in found else ""
+        known = vllm_ascend.of_release(product.version, beside)
+        return plugin.left_out() or vllm_ascend.refusal(known, _rollout_setting(config))
     if product.name == "sglang":
         return sglang.refusal(product.version, "npu" if "torch_npu" in found else "cuda")
     ascend = found["vllm-ascend"].version if "vllm-ascend" in found else ""
+    ascend = vllm_ascend.of_release(ascend, product.version)
     if release(product.version)[:2] == (0, 21):
         return ReplayError(
             "no routes",

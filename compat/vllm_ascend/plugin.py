@@ -121,8 +121,9 @@ def register() -> None:
 
 
 def _unknown(version: str, vllm: str) -> ReplayError | None:
-    """Why these releases aren't touched. A build between releases is of the vLLM that it runs on."""
-    if release(version)[:2] != release(vllm)[:2] and "dev" not in version:
+    """Why these releases aren't touched."""
+    known = releases.of_release(version, vllm)
+    if release(known)[:2] != release(vllm)[:2]:
         return ReplayError(
             f"npu_replay captures nothing on vllm-ascend {version} beside vLLM {vllm}",
             where="vllm-ascend",
@@ -130,7 +131,6 @@ def _unknown(version: str, vllm: str) -> ReplayError | None:
             got=vllm,
             cause="one of them was installed without the other; what changed between them isn't known",
         )
-    known = vllm if "dev" in version else version
     return None if releases.captures(known) else releases.not_captured(version)
 
 
@@ -178,9 +178,8 @@ def _planned_wrong(vllm_config: Any) -> ReplayError | None:
 
 
 def _version() -> str:
-    """The release whose rules hold: a build between releases has those of the vLLM that it runs on."""
-    version = probe.installed("vllm-ascend")
-    return probe.installed("vllm") if "dev" in version else version
+    """The release whose rules hold here."""
+    return releases.of_release(probe.installed("vllm-ascend"), probe.installed("vllm"))
 
 
 def attach(runner: Any) -> Capture:

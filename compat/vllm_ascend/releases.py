@@ -24,7 +24,16 @@ from npu_replay.compat.probe import Capability, Product, unusable
 from npu_replay.errors import ReplayError
 from npu_replay.rollout import launch, model_config
 from npu_replay.rollout.launch import on, says, several
-from npu_replay.rollout.release_rules import Clash, Fault, Limit, Plan, Releases, Symptom, release
+from npu_replay.rollout.release_rules import (
+    Clash,
+    Fault,
+    Limit,
+    Plan,
+    Releases,
+    Symptom,
+    release,
+    tells_release,
+)
 
 CAPABILITY = "routes of vllm-ascend"
 SWITCH = "NPU_REPLAY_VLLM_ASCEND"
@@ -92,6 +101,17 @@ def refusal(version: str, setting: Setting) -> ReplayError | None:
     return never or launch.clash("vllm-ascend", version, "", setting.plan(), CLASHES)
 
 
+def of_release(version: str, vllm: str) -> str:
+    """The release whose rules hold. A build between releases has those of the vLLM that it runs on: images
+    carry «0.18.1.dev45», and «0.1.dev1» from a shallow clone.
+
+    Args:
+        version, vllm: of vllm-ascend and of vLLM.
+    """
+    between = "dev" in version or not tells_release(version)
+    return vllm if between and tells_release(vllm) else version
+
+
 def captures(version: str) -> bool:
     """Does npu_replay know how this release chooses experts and hands them out?"""
     return any(run.holds(version) for run in _CAPTURED) and release(version) != (0, 0, 0)
@@ -157,20 +177,22 @@ def guesses() -> Iterator[Fault]:
             yield replace(fault, device="npu", always="", cause=f"on Ascend, vllm-ascend {fault.cause}")
 
 
-def capability(product: Product) -> Capability:
+def capability(product: Product, vllm: str = "") -> Capability:
     """Routes of vllm-ascend's rollouts, as far as its release tells.
 
     Args:
         product: what is found of vllm-ascend.
+        vllm: the release of vLLM beside it.
     """
     if not product.usable:
         return unusable(CAPABILITY, product)
-    if not product.version:
+    version = of_release(product.version, vllm)
+    if not version:
         return Capability(CAPABILITY, "works", "but its release isn't known, and some give zeros")
-    problem = refusal(product.version, Setting())
+    problem = refusal(version, Setting())
     if problem is not None:
         return Capability(CAPABILITY, "broken", problem.problem, problem.cause)
-    notes = limits(product.version) or ("the experts of every layer are captured",)
+    notes = limits(version) or ("the experts of every layer are captured",)
     return Capability(CAPABILITY, "works", "; ".join(notes))
 
 
@@ -199,6 +221,21 @@ def _may_split_tokens(plan: Plan, arguments: tuple[str, ...]) -> bool:
     return plan["soc"] is None and _splits_tokens(plan, arguments)
 
 
+def _fills_up(plan: Plan, _: Any) -> bool:
+    """Are tokens filled up to the longest data-parallel rank's, and not split over tensor-parallel ranks?"""
+    ranks, least = plan["data_parallel_size"], _SPLIT_FROM_EP.get(plan["soc"])
+    one = plan["enable_expert_parallel"] and plan["tensor_parallel_size"] == 1 < ranks
+    return bool(one and least is not None and ranks >= least)
+
+
+def _fills_up_there(plan: Plan, arguments: tuple[str, ...]) -> bool:
+    return plan["soc"] is not None and _fills_up(plan, arguments)
+
+
+def _may_fill_up(plan: Plan, arguments: tuple[str, ...]) -> bool:
+    return plan["soc"] is None and _fills_up(plan, arguments)
+
+
 def _asks(*keys: str) -> Callable[[Plan, tuple[str, ...]], bool]:
     """Is this on in vllm-ascend's own config?"""
 
@@ -223,6 +260,7 @@ _SNAPSHOTS = "0.23.0"
 """The first release that copies the rows before the next step fills their buffer again."""
 _WORKING = "vllm-ascend 0.23.0 captures unquantized models, 0.27.1rc1 and later all"
 _OF_MAIN = "builds of its main branch between 1 and 12 August 2026 give physical ids"
+_OR_OURS = "; or, from 0.18.0 on, npu_replay's own capture (capture=True)"
 _ONE_RANK = "captures one tensor-parallel rank's tokens with expert parallelism and no data parallelism"
 
 FAULTS = (
@@ -256,30 +294,40 @@ _PART = ("tokens are split over the tensor-parallel ranks before they are routed
 CLASHES = (
     Clash(("quantization",), on, since="0.15.0", until="0.24.0",
           problem="captures no quantized experts: every id would be 0",
-          instead="an unquantized model, or vllm-ascend 0.27.1rc1 and later",
+          instead="an unquantized model, or vllm-ascend 0.27.1rc1 and later" + _OR_OURS,
           why="each way of quantizing chooses experts by itself there, past the capture"),
     Clash(("soc",), says("310p"), since="0.15.0", until="0.24.0",
-          problem="captures nothing on 310P: every id would be 0", instead="vllm-ascend 0.27.1rc1 and later",
+          problem="captures nothing on 310P: every id would be 0",
+          instead="vllm-ascend 0.27.1rc1 and later" + _OR_OURS,
           why="its MoE layers are others there, which choose experts past the capture"),
     _SYNCHRONOUS,
     Clash(("hybrid",), on, until="0.28.0", got="a hybrid model",
           problem="reads the rows of a model with linear attention from the wrong KV cache group",
-          instead="vllm-ascend 0.28.0rc1 and later, with VLLM_USE_V2_MODEL_RUNNER=1",
+          instead="vllm-ascend 0.28.0rc1 and later, with VLLM_USE_V2_MODEL_RUNNER=1" + _OR_OURS,
           why="its model runner keeps the slots of group 0 alone (vllm-ascend#8651, #9016)"),
     Clash(("data_parallel_size",), several, until="0.25.1",
           problem="ends in an AssertionError under data parallelism, once ranks have different numbers of "
           "tokens",
-          instead="data_parallel_size=1, or vllm-ascend 0.27.1rc1 and later",
+          instead="data_parallel_size=1, or vllm-ascend 0.27.1rc1 and later" + _OR_OURS,
           why="vLLM's own capture runs there, which knows no tokens that are padded or put together before "
           "they are routed; what mends it (vllm-ascend#9728) is installed from 0.25.1rc1 on"),
     Clash(_SPLIT, _splits_tokens_there, until="0.25.1", problem=f"{_LOST}zeros",
-          instead="expert parallelism off", why=_PART),
+          instead="expert parallelism off" + _OR_OURS, why=_PART),
     Clash(_SPLIT, _splits_tokens_there, since="0.25.1", until="0.28.0",
           problem=f"{_LOST}zeros", why=_PART,
-          instead="data_parallel_size above 1, or expert parallelism off"),
+          instead="data_parallel_size above 1, or expert parallelism off" + _OR_OURS),
     Clash(_SPLIT, _splits_tokens_there, since="0.28.0", problem=f"{_LOST}an earlier step's",
-          instead="data_parallel_size above 1, or expert parallelism off",
+          instead="data_parallel_size above 1, or expert parallelism off" + _OR_OURS,
           why=f"{_PART}, in a buffer that is never cleared"),
+    Clash(_SPLIT, _fills_up_there, since="0.25.1",
+          problem="ends in an AssertionError on {soc}, once ranks have different numbers of tokens",
+          instead="tensor_parallel_size above 1, or expert parallelism off" + _OR_OURS,
+          why="tokens are filled up to the longest rank's before they are routed, which the capture knows "
+          "with tensor parallelism alone"),
+    Clash(("additional_config",), _asks("enable_flashcomm1"), since="0.28.0",
+          problem="hands out wrong rows with flash comm, or ends in an AssertionError",
+          instead="enable_flashcomm1 off" + _OR_OURS,
+          why="its layout patch takes a rank's part of the tokens for others (vllm-ascend#9728)"),
 )
 
 _ONE_WORKER = "a sample's rows come from one worker, which runs all layers and all its tokens"
@@ -324,6 +372,10 @@ _V2 = (
 LIMITS = (
     Limit(since="0.15.0", until="0.24.0", words="vllm-ascend {version} captures unquantized experts alone"),
     *_V2,
+    Limit(since="0.25.1", when=_may_fill_up,
+          words="vllm-ascend {version} ends in an AssertionError with expert parallelism over data-parallel "
+          "ranks alone, once they have different numbers of tokens, on A3, A5, and A2 from 16 ranks on (say "
+          "soc= to have it checked)"),
     Limit(until="0.28.0", when=_may_split_tokens, words=_MAY_LOSE % "zeros"),
     Limit(since="0.28.0", when=_may_split_tokens, words=_MAY_LOSE % "an earlier step's"),
 )

@@ -108,7 +108,7 @@ def report() -> Report:
             *probe.capabilities(products),
             mindspeed.capability(*(by_name[name] for name in ("mindspeed", "megatron-core"))),
             vllm.capability(by_name["vllm"], by_name["vllm-ascend"]),
-            vllm_ascend.capability(by_name["vllm-ascend"]),
+            vllm_ascend.capability(by_name["vllm-ascend"], by_name["vllm"].version),
             plugin.capability(by_name["vllm-ascend"], by_name["vllm"]),
             _recompute(facts),
             *_devices(facts, products),
