@@ -319,7 +319,7 @@ CLASHES = (
     Clash(_SPLIT, _splits_tokens_there, since="0.28.0", problem=f"{_LOST}an earlier step's",
           instead="data_parallel_size above 1, or expert parallelism off" + _OR_OURS,
           why=f"{_PART}, in a buffer that is never cleared"),
-    Clash(_SPLIT, _fills_up_there, since="0.25.1",
+    Clash(_SPLIT, _fills_up_there, since="0.27.0",
           problem="ends in an AssertionError on {soc}, once ranks have different numbers of tokens",
           instead="tensor_parallel_size above 1, or expert parallelism off" + _OR_OURS,
           why="tokens are filled up to the longest rank's before they are routed, which the capture knows "
@@ -372,7 +372,7 @@ _V2 = (
 LIMITS = (
     Limit(since="0.15.0", until="0.24.0", words="vllm-ascend {version} captures unquantized experts alone"),
     *_V2,
-    Limit(since="0.25.1", when=_may_fill_up,
+    Limit(since="0.27.0", when=_may_fill_up,
           words="vllm-ascend {version} ends in an AssertionError with expert parallelism over data-parallel "
           "ranks alone, once they have different numbers of tokens, on A3, A5, and A2 from 16 ranks on (say "
           "soc= to have it checked)"),
