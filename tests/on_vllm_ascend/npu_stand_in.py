@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib.abc import Loader, MetaPathFinder
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +23,9 @@ BESIDE = ("ijson", "mistral_common", "compressed_tensors", "torchvision", "scipy
 # vLLM has a triton of its own where there is none, without this.
 MODULES = ("triton.runtime", "vllm_ascend.patch.worker.patch_npugraph_ex_triton")
 FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "empty_like", "zeros_like")
+
+
+_get_backend = torch.distributed.ProcessGroup._get_backend
 
 
 class Absent:
@@ -148,6 +151,8 @@ def stand_in(device: str) -> None:
     sys.modules["torch.npu"] = torch.npu
     torch.version.cann = None
     torch.distributed.is_hccl_available = lambda: False
+    torch.distributed.ProcessGroup._get_backend = _backend
+    torch._C._get_accelerator = lambda *_: torch.device("cpu")
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.to = _on_cpu(torch.Tensor.to)
@@ -176,11 +181,19 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def called(*args: Any, **kwargs: Any) -> Any:
         args = tuple("cpu" if _is_npu(value) else value for value in args)
-        if _is_npu(kwargs.get("device")):
+        device = kwargs.get("device")
+        if _is_npu(device) or type(device) is int:
             kwargs["device"] = "cpu"
         return function(*args, **kwargs)
 
     return called
+
+
+def _backend(group: Any, device: torch.device) -> Any:
+    """What MC2 asks of a group is its name for HCCL."""
+    if device.type == "npu":
+        return SimpleNamespace(get_hccl_comm_name=lambda rank: "no HCCL")
+    return _get_backend(group, device)
 
 
 def _is_npu(value: object) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +38,13 @@ def runner_class() -> Any:
 
 
 class Worker:
-    def __init__(self, case: Case, rank: int, port: int) -> None:
+    def __init__(self, case: Case, rank: int, ports: list[int]) -> None:
         self.case, self.rank = case, rank
         self.dp_rank, self.tp_rank = divmod(rank, case.tp)
         os.environ["VLLM_ASCEND_ENABLE_FLASHCOMM1"] = str(int(case.sequence_parallel))
         os.environ["DYNAMIC_EPLB"] = str(case.eplb).lower()
-        self.config = vllm_config(case, self.dp_rank, port)
-        self.start(port)
+        self.config = vllm_config(case, self.dp_rank, ports)
+        self.start(ports[0])
         self.runner = make_runner(self.config, self.model)
 
     def start(self, port: int) -> None:
@@ -49,10 +52,12 @@ class Worker:
         from vllm.config import set_current_vllm_config
         from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
         from vllm_ascend.ascend_config import init_ascend_config
-        from vllm_ascend.ascend_forward_context import set_mc2_mask
+        from vllm_ascend.ascend_forward_context import set_mc2_mask, set_mc2_tokens_capacity
         from vllm_ascend.distributed.parallel_state import init_ascend_model_parallel
         from vllm_ascend.utils import register_ascend_customop
 
+        if self.case.scheme:
+            self.config.quant_config = described()
         init_ascend_config(self.config)
         with set_current_vllm_config(self.config):
             address = f"tcp://127.0.0.1:{port}"
@@ -60,6 +65,7 @@ class Worker:
             ensure_model_parallel_initialized(self.case.tp, 1)
             init_ascend_model_parallel(self.config.parallel_config)
             register_ascend_customop(self.config)
+            set_mc2_tokens_capacity(self.config, MAX_TOKENS, 1)
             set_mc2_mask(self.config, "cpu")
             self.model = Model(self.case, "model", range(self.case.dense, LAYERS))
             self.draft = Model(self.case, "mtp", [0]) if self.case.draft else None
@@ -94,14 +100,17 @@ class Worker:
         )
 
     def forward(self, model: Model, step: int, tokens: tuple[int, ...]) -> None:
+        from vllm.forward_context import set_forward_context
         from vllm_ascend import ascend_forward_context as context
 
         own = tokens[self.dp_rank]
         context.select_moe_comm_method = lambda *_, **__: context.MoECommType[self.case.comm]
         across = torch.tensor(tokens, dtype=torch.int32) if self.case.dp > 1 else None
-        around = context.set_ascend_forward_context(
-            None, self.config, num_tokens=own, num_tokens_across_dp=across, model_instance=model
-        )
+        said = {"num_tokens": own, "num_tokens_across_dp": across}
+        if getattr(self.config, "use_v2_model_runner", False):
+            around = set_forward_context(None, self.config, **said)
+        else:
+            around = context.set_ascend_forward_context(None, self.config, model_instance=model, **said)
         with around, kernels.packed_weights():
             for layer, experts in model.experts():
                 drawn = truth.logits(step, DRAFT if model is self.draft else layer, self.dp_rank, own)
@@ -167,8 +176,18 @@ def experts_of(case: Case, layer: int, prefix: str) -> Any:
         renormalize=True,
         prefix=prefix,
         quant_config=Quantized(case.scheme) if case.scheme else None,
+        shared_experts=torch.nn.Identity() if case.overlap_gate else None,
         **routing,
     )
+
+
+def described() -> Any:
+    """A checkpoint's own description, of which schemes read the size of groups."""
+    from vllm_ascend import quantization
+
+    place = "configs.modelslim_config" if find_spec("vllm_ascend.quantization.configs") else "modelslim_config"
+    module = importlib.import_module(f"{quantization.__name__}.{place}")
+    return module.AscendModelSlimConfig({"group_size": 32, "version": "1.0.0"})
 
 
 class Quantized:
@@ -186,7 +205,8 @@ class Quantized:
 
         scheme = get_scheme_class(self.name, self.kind or "moe")
         assert scheme is not None, f"{self.name}: no such scheme"
-        return AscendFusedMoEMethod(scheme(), layer.moe_config)
+        made = scheme(self) if "quant_config" in inspect.signature(scheme).parameters else scheme()
+        return AscendFusedMoEMethod(made, layer.moe_config)
 
 
 def make_runner(config: Any, model: Model) -> Any:
@@ -242,7 +262,7 @@ MODEL = {
 }
 
 
-def vllm_config(case: Case, dp_rank: int, port: int) -> Any:
+def vllm_config(case: Case, dp_rank: int, ports: list[int]) -> Any:
     """What `vllm serve` would make of this case: a model of Qwen3-MoE's kind."""
     from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
     from vllm.model_executor.models import registry
@@ -263,9 +283,11 @@ def vllm_config(case: Case, dp_rank: int, port: int) -> Any:
         data_parallel_size=case.dp,
         data_parallel_rank=dp_rank,
         data_parallel_master_ip="127.0.0.1",
-        data_parallel_master_port=port,
         enable_expert_parallel=True,
     )
+    # Each draws its own, if it isn't told.
+    parallel.data_parallel_master_port = ports[0]
+    parallel._data_parallel_master_port_list = ports[1:]
     scheduler = SchedulerConfig(
         max_num_batched_tokens=MAX_TOKENS,
         max_num_seqs=8,
