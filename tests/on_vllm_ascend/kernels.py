@@ -45,7 +45,11 @@ def replace() -> None:
         setattr(torch_npu, name, _quantized)
 
     def fused_experts(self: Any, fused_experts_input: Any, *_: Any, **__: Any) -> Any:
-        return moe_comm_method.FusedExpertsResult(routed_out=torch.zeros_like(fused_experts_input.hidden_states))
+        return moe_comm_method.FusedExpertsResult(
+            routed_out=torch.zeros_like(fused_experts_input.hidden_states),
+            group_list_type=1,
+            expert_tokens=torch.zeros(self.moe_config.num_local_experts, dtype=torch.int64),
+        )
 
     def finalize(self: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return hidden_states

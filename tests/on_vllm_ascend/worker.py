@@ -51,20 +51,22 @@ class Worker:
         """As NPUWorker does it, with gloo for hccl."""
         from vllm.config import set_current_vllm_config
         from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
-        from vllm_ascend.ascend_config import init_ascend_config
+        from vllm_ascend.ascend_config import get_ascend_config, init_ascend_config
         from vllm_ascend.ascend_forward_context import set_mc2_mask, set_mc2_tokens_capacity
         from vllm_ascend.distributed.parallel_state import init_ascend_model_parallel
-        from vllm_ascend.utils import register_ascend_customop
+        from vllm_ascend import utils
 
         if self.case.scheme:
-            self.config.quant_config = described()
+            self.config.quant_config = quantized(self.case.scheme)
         init_ascend_config(self.config)
         with set_current_vllm_config(self.config):
             address = f"tcp://127.0.0.1:{port}"
             init_distributed_environment(self.case.tp, self.tp_rank, address, self.tp_rank, "gloo")
             ensure_model_parallel_initialized(self.case.tp, 1)
             init_ascend_model_parallel(self.config.parallel_config)
-            register_ascend_customop(self.config)
+            utils.register_ascend_customop(self.config)
+            if hasattr(utils, "set_weight_prefetch_method"):
+                utils.set_weight_prefetch_method(get_ascend_config().weight_prefetch_config)
             set_mc2_tokens_capacity(self.config, MAX_TOKENS, 1)
             set_mc2_mask(self.config, "cpu")
             self.model = Model(self.case, "model", range(self.case.dense, LAYERS))
@@ -157,7 +159,7 @@ class Model(torch.nn.Module):
 
 def experts_of(case: Case, layer: int, prefix: str) -> Any:
     """By vLLM's own name for it, for which vllm-ascend has put its own class."""
-    from vllm.model_executor.layers.fused_moe import FusedMoE
+    from vllm.model_executor.layers import fused_moe
 
     routing: dict[str, Any] = {}
     if case.routing != "softmax":
@@ -168,45 +170,39 @@ def experts_of(case: Case, layer: int, prefix: str) -> Any:
             "scoring_func": "sigmoid",
             "e_score_correction_bias": torch.nn.Parameter(torch.from_numpy(truth.bias(layer)), requires_grad=False),
         }
-    return FusedMoE(
+    kind = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
+    if case.overlap_gate:
+        kind = getattr(fused_moe, "SharedFusedMoE", kind)
+        routing["shared_experts"] = torch.nn.Identity()
+    return kind(
         num_experts=EXPERTS,
         top_k=TOP_K,
         hidden_size=HIDDEN,
         intermediate_size=HIDDEN,
         renormalize=True,
         prefix=prefix,
-        quant_config=Quantized(case.scheme) if case.scheme else None,
-        shared_experts=torch.nn.Identity() if case.overlap_gate else None,
+        quant_config=quantized(case.scheme) if case.scheme else None,
         **routing,
     )
 
 
-def described() -> Any:
-    """A checkpoint's own description, of which schemes read the size of groups."""
-    from vllm_ascend import quantization
+def quantized(scheme: str) -> Any:
+    """A checkpoint's description in which every layer of experts has this scheme."""
+    from vllm_ascend.quantization.method_adapters import AscendFusedMoEMethod
+    from vllm_ascend.quantization.methods.registry import get_scheme_class
 
     place = "configs.modelslim_config" if find_spec("vllm_ascend.quantization.configs") else "modelslim_config"
-    module = importlib.import_module(f"{quantization.__name__}.{place}")
-    return module.AscendModelSlimConfig({"group_size": 32, "version": "1.0.0"})
+    description = importlib.import_module(f"vllm_ascend.quantization.{place}").AscendModelSlimConfig
+    name, _, kind = scheme.partition("/")
+    found = get_scheme_class(name, kind or "moe")
+    assert found is not None, f"{scheme}: no such scheme"
 
+    class OneScheme(description):  # type: ignore[misc, valid-type]
+        def get_quant_method(self, layer: Any, prefix: str, tid2eid: Any = None) -> Any:
+            made = found(self) if "quant_config" in inspect.signature(found).parameters else found()
+            return AscendFusedMoEMethod(made, layer.moe_config)
 
-class Quantized:
-    """Gives each layer of experts the scheme of this name, which for users a checkpoint's description does."""
-
-    def __init__(self, scheme: str) -> None:
-        self.name, _, self.kind = scheme.partition("/")
-
-    def get_name(self) -> str:
-        return "ascend"
-
-    def get_quant_method(self, layer: Any, prefix: str, tid2eid: Any = None) -> Any:
-        from vllm_ascend.quantization.method_adapters import AscendFusedMoEMethod
-        from vllm_ascend.quantization.methods.registry import get_scheme_class
-
-        scheme = get_scheme_class(self.name, self.kind or "moe")
-        assert scheme is not None, f"{self.name}: no such scheme"
-        made = scheme(self) if "quant_config" in inspect.signature(scheme).parameters else scheme()
-        return AscendFusedMoEMethod(made, layer.moe_config)
+    return OneScheme({"group_size": 32, "version": "1.0.0"})
 
 
 def make_runner(config: Any, model: Model) -> Any:
