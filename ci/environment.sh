@@ -220,7 +220,7 @@ fetch_ascend() {
 
 # Without its tests and tools, whose names others have too.
 ascend_into() {
-    python "$repository/ci/releases.py" "vllm-ascend==$1" "$2" && find "$2" -mindepth 1 -maxdepth 1 ! -name vllm_ascend -exec rm -r {} +
+    python "$repository/ci/releases.py" "vllm-ascend==$1" "$2" && find "$2" -mindepth 1 -maxdepth 1 ! -name "vllm_ascend*" -exec rm -r {} +
 }
 
 if environment_is_active; then
