@@ -21,6 +21,8 @@ class Case:
     dp: int = 1
     steps: tuple[tuple[int, ...], ...] = ((13,),)
     """The tokens of each data parallel rank, step by step."""
+    padding: int = 0
+    """Tokens that fill up each step, as for a captured graph."""
     sequence_parallel: bool = False
     eplb: bool = False
     mix_placement: bool = False
@@ -45,6 +47,8 @@ class Case:
         parts += [name for name in ("sequence_parallel", "eplb", "mix_placement", "draft", "overlap_gate") if getattr(self, name)]
         if self.routing != plain.routing:
             parts.append(self.routing)
+        if self.padding:
+            parts.append(f"{self.padding}_padded")
         if len(self.steps) > 1:
             parts.append(f"{len(self.steps)}_steps")
         return "-".join(parts)

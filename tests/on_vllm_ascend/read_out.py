@@ -55,13 +55,14 @@ class SharedMemory(Road):
     def before(self) -> None:
         self.product.RoutedExpertsCapturer.get_instance().clear_buffer()
 
-    def after(self, tokens: int) -> Any:
-        self.runner.cpu_slot_mapping = self.slots(tokens)
+    def after(self, tokens: int, padding: int) -> Any:
+        slots = self.slots(tokens)
+        self.runner.cpu_slot_mapping = np.concatenate([slots, np.full(padding, -1)])
         capturer = self.product.RoutedExpertsCapturer.get_instance()
         capturer.save_captured_experts(indices=self.runner.cpu_slot_mapping)
         if not self.is_writer:
             return None
-        return self.reader.get_routed_experts(self.runner.cpu_slot_mapping)
+        return self.reader.get_routed_experts(slots)
 
     def close(self) -> None:
         if self.is_writer:
@@ -89,7 +90,7 @@ class Buffer(Managed):
     def before(self) -> None:
         self.runner.routed_experts_capturer.clear_buffer()
 
-    def after(self, tokens: int) -> Any:
+    def after(self, tokens: int, padding: int) -> Any:
         runner = self.runner
         runner.routed_experts_slot_mapping_device[:tokens].copy_(torch.from_numpy(self.slots(tokens)))
         buffer = runner.routed_experts_capturer.get_device_buffer()
@@ -104,7 +105,7 @@ class Buffer(Managed):
 class Snapshot(Managed):
     """vLLM 0.30's V2 runner."""
 
-    def after(self, tokens: int) -> Any:
+    def after(self, tokens: int, padding: int) -> Any:
         slots = torch.from_numpy(self.slots(tokens)).unsqueeze(0)
         taken = self.runner.routed_experts_capturer.get_routed_experts(slots, tokens)
         return self.stored(taken.routing_data.numpy(), taken.slot_mapping.numpy(), tokens)

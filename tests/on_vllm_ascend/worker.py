@@ -9,6 +9,7 @@ import os
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ class Worker:
         self.config = vllm_config(case, self.dp_rank, ports)
         self.start(ports[0])
         self.runner = make_runner(self.config, self.model)
+        self.road: Any = None
 
     def start(self, port: int) -> None:
         """As NPUWorker does it, with gloo for hccl."""
@@ -75,21 +77,26 @@ class Worker:
     def run(self) -> dict[str, int]:
         """How many rows came back right, and how the others look."""
         self.runner.init_routed_experts_capturer()
-        road = read_out.road(self.runner)
+        self.road = read_out.road(self.runner)
         found = dict.fromkeys(("right", "of", "zeros", "earlier", "other"), 0)
         expected: list[Any] = []
         for step, tokens in enumerate(self.case.steps):
             own = tokens[self.dp_rank]
-            road.before()
-            self.forward(self.model, step, tokens)
-            if self.draft is not None:
-                self.forward(self.draft, step, tokens)
-            rows = road.after(own)
+            self.runner.body = lambda step=step, tokens=tokens: self.execute(step, tokens)
+            self.runner.execute_model(SimpleNamespace(total_num_scheduled_tokens=own))
+            rows = self.road.after(own, self.case.padding)
             expected.append(self.truth(step, own))
             if self.tp_rank == 0:
                 count(found, rows[:, self.case.dense :], expected)
-        road.close()
+        self.road.close()
         return found if self.tp_rank == 0 else {}
+
+    def execute(self, step: int, tokens: tuple[int, ...]) -> None:
+        """What of `execute_model` has to do with routes."""
+        self.road.before()
+        self.forward(self.model, step, tokens)
+        if self.draft is not None:
+            self.forward(self.draft, step, tokens)
 
     def truth(self, step: int, tokens: int) -> Any:
         """tokens x layers with experts x k."""
@@ -105,6 +112,7 @@ class Worker:
         from vllm.forward_context import set_forward_context
         from vllm_ascend import ascend_forward_context as context
 
+        tokens = tuple(number + self.case.padding for number in tokens)
         own = tokens[self.dp_rank]
         context.select_moe_comm_method = lambda *_, **__: context.MoECommType[self.case.comm]
         across = torch.tensor(tokens, dtype=torch.int32) if self.case.dp > 1 else None
@@ -171,6 +179,8 @@ def experts_of(case: Case, layer: int, prefix: str) -> Any:
             "e_score_correction_bias": torch.nn.Parameter(torch.from_numpy(truth.bias(layer)), requires_grad=False),
         }
     kind = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
+    if case.mix_placement:
+        routing["n_shared_experts"] = 1
     if case.overlap_gate:
         kind = getattr(fused_moe, "SharedFusedMoE", kind)
         routing["shared_experts"] = torch.nn.Identity()
@@ -202,19 +212,21 @@ def quantized(scheme: str) -> Any:
             made = found(self) if "quant_config" in inspect.signature(found).parameters else found()
             return AscendFusedMoEMethod(made, layer.moe_config)
 
-    return OneScheme({"group_size": 32, "version": "1.0.0"})
+    # In groups, or from 0.30 on for one scheme by channel.
+    per_channel = name == "W4A8_DYNAMIC" and place.startswith("configs")
+    return OneScheme({"group_size": 0 if per_channel else 32, "version": "1.0.0"})
 
 
 def make_runner(config: Any, model: Model) -> Any:
     """A real runner without its __init__, which allocates on a device.
 
     It has what a runner has when `initialize_kv_cache` calls `init_routed_experts_capturer`: weights are loaded, no graph is
-    captured. More of it a plug-in shouldn't ask for; more of it isn't there.
+    captured. More of it a plug-in shouldn't ask for; more of it isn't there. Its `execute_model` runs the step of this rig
+    where the real one prepares inputs, attention and a sampler.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-    kind = runner_class()
-    runner = kind.__new__(kind)
+    runner = object.__new__(type("Runner", (runner_class(),), {"execute_model": lambda self, _: self.body()}))
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
     names = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
     attributes = {
