@@ -212,11 +212,14 @@ engine_into() {
 # fetch_ascend ASCEND_RELEASE VLLM_RELEASE: vllm-ascend and its vLLM, code alone. It has source archives only.
 fetch_ascend() {
     fetch_engine vllm "$2"
-    if (($(cut -d. -f2 <<<"$2") < 19)); then fetch transformers "$ascend_transformers"; fi
+    if old_transformers "$2"; then fetch transformers "$ascend_transformers"; fi
     if [[ -d $work/vllm-ascend/$1 ]]; then return; fi
     echo "Fetching vllm-ascend $1 ..."
     fill "$work/vllm-ascend/$1" ascend_into "$1" || fail "could not fetch vllm-ascend $1 for $(python -V)"
 }
+
+# old_transformers VLLM_RELEASE: does it want an older line than the environment's?
+old_transformers() { (($(cut -d. -f2 <<<"$1") < 19)); }
 
 # Without its tests and tools, whose names others have too.
 ascend_into() {
@@ -250,6 +253,13 @@ with_engines() {
     local vllm=$1 sglang=$2
     shift 2
     PYTHONPATH=$work/vllm/$vllm:$work/sglang/$sglang${PYTHONPATH:+:$PYTHONPATH} "$@"
+}
+
+# with_ascend ASCEND_RELEASE VLLM_RELEASE COMMAND ...
+with_ascend() {
+    local path=$work/vllm-ascend/$1:$work/vllm/$2
+    if old_transformers "$2"; then path+=:$work/transformers/$ascend_transformers; fi
+    PYTHONPATH=$path${PYTHONPATH:+:$PYTHONPATH} "${@:3}"
 }
 
 # try TITLE COMMAND ...: says what runs. A failure sets status=1, and what comes after it runs all the same.

@@ -11,6 +11,9 @@ GROUPS, TOP_GROUPS = 4, 2
 BLOCK = 16
 """Tokens in a block of the KV cache."""
 
+REGISTERED = "registered schemes"
+"""What a release has of them stands in the results under this name, beside the cases."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -30,6 +33,8 @@ class Case:
     draft: bool = False
     """A draft model whose layer calls itself layer 0 runs after each step."""
     overlap_gate: bool = False
+    device: str = "A3"
+    """A2, A3, A5 or _310P, which has layers of its own."""
 
     @property
     def dense(self) -> int:
@@ -47,6 +52,8 @@ class Case:
         parts += [name for name in ("sequence_parallel", "eplb", "mix_placement", "draft", "overlap_gate") if getattr(self, name)]
         if self.routing != plain.routing:
             parts.append(self.routing)
+        if self.device != plain.device:
+            parts.append(self.device.strip("_"))
         if self.padding:
             parts.append(f"{self.padding}_padded")
         if len(self.steps) > 1:

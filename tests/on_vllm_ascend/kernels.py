@@ -41,6 +41,7 @@ def replace() -> None:
     from vllm_ascend.ops.fused_moe import moe_comm_method
 
     DeviceOperator.moe_gating_top_k = staticmethod(moe_gating_top_k)
+    torch_npu.npu_moe_gating_top_k_softmax = moe_gating_top_k  # of 310P
     for name in ("npu_dynamic_quant", "npu_dynamic_mx_quant"):
         setattr(torch_npu, name, _quantized)
 

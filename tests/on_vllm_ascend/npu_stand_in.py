@@ -47,6 +47,8 @@ class Absent:
     def __getitem__(self, _: Any) -> Any:
         return Absent()
 
+    __iter__ = None
+
     def __mro_entries__(self, _: Any) -> tuple[type, ...]:
         return (Absent,)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cases import BLOCK
+from on_vllm_ascend.cases import BLOCK
 
 BLOCK_TABLE = [6, 2, 5, 1, 3]
 """The blocks of the one request, whose tokens all steps are."""

@@ -1,6 +1,6 @@
 """Runs cases on the real vllm-ascend and its real vLLM that are on the path:
 
-    python rig.py CASES.json RESULTS.json [--plugin] [--device A3]
+    python -m on_vllm_ascend.rig CASES.json RESULTS.json [--plugin] [--device A3]
 
 It imports both once (some 15 seconds), then forks the ranks of each case, so each is a worker as new as in an engine.
 """
@@ -19,8 +19,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import npu_stand_in
-from cases import Case
+from on_vllm_ascend import npu_stand_in
+from on_vllm_ascend.cases import REGISTERED, Case
 
 LIMIT = 40
 """Seconds for a case."""
@@ -39,8 +39,7 @@ def import_engine(plugin: bool, device: str) -> None:
 
     adapt_patch(is_global_patch=True)
     adapt_patch()
-    import kernels
-    import worker
+    from on_vllm_ascend import kernels, worker
 
     worker.runner_class()
     kernels.replace()
@@ -88,7 +87,7 @@ def run(case: Case) -> dict[str, Any]:
 
 
 def rank_life(case: Case, rank: int, ports: list[int], results: Any) -> None:
-    from worker import Worker
+    from on_vllm_ascend.worker import Worker
 
     try:
         told = Worker(case, rank, ports).run()
@@ -100,6 +99,14 @@ def rank_life(case: Case, rank: int, ports: list[int], results: Any) -> None:
     results.join_thread()
     sys.stdout.flush()
     time.sleep(LIMIT)  # until it is killed: what ends early breaks a collective of those that don't
+
+
+def registered() -> list[str]:
+    """Every scheme for experts that this release has, as cases name it."""
+    from vllm_ascend.quantization.methods import registry
+
+    kinds = [(name, kind) for name, kind in registry._SCHEME_REGISTRY if kind.endswith("moe")]
+    return sorted(name if kind == "moe" else f"{name}/{kind}" for name, kind in kinds)
 
 
 def free_port() -> int:
@@ -118,7 +125,7 @@ def main() -> None:
     started = time.monotonic()
     import_engine(asked.plugin, asked.device)
     print(f"imported in {time.monotonic() - started:.0f} s", flush=True)
-    found = {}
+    found: dict[str, Any] = {REGISTERED: registered()}
     for one in map(Case.from_json, json.loads(asked.cases.read_text())):
         print("==", one.name, flush=True)
         found[one.name] = run(one)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from cases import EXPERTS, GROUPS, TOP_GROUPS, TOP_K
+from on_vllm_ascend.cases import EXPERTS, GROUPS, TOP_GROUPS, TOP_K
 
 
 def logits(step: int, layer: int, dp_rank: int, tokens: int) -> NDArray[np.float32]:

@@ -15,10 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-import kernels
-import read_out
-import truth
-from cases import BLOCK, EXPERTS, GROUPS, HIDDEN, LAYERS, TOP_GROUPS, TOP_K, Case
+from on_vllm_ascend import kernels, read_out, truth
+from on_vllm_ascend.cases import BLOCK, EXPERTS, GROUPS, HIDDEN, LAYERS, TOP_GROUPS, TOP_K, Case
 
 MAX_TOKENS, BLOCKS = 64, 8
 DRAFT = 99
@@ -59,7 +57,7 @@ class Worker:
         from vllm_ascend import utils
 
         if self.case.scheme:
-            self.config.quant_config = quantized(self.case.scheme)
+            self.config.quant_config = quantized(self.case.scheme, self.case.device)
         init_ascend_config(self.config)
         with set_current_vllm_config(self.config):
             address = f"tcp://127.0.0.1:{port}"
@@ -124,14 +122,14 @@ class Worker:
         with around, kernels.packed_weights():
             for layer, experts in model.experts():
                 drawn = truth.logits(step, DRAFT if model is self.draft else layer, self.dp_rank, own)
-                logits = self.part(torch.from_numpy(drawn))
+                logits = self.part(torch.from_numpy(drawn), getattr(context._EXTRA_CTX, "pad_size", 0) or 0)
                 experts(torch.ones(len(logits), HIDDEN), logits)
 
-    def part(self, rows: torch.Tensor) -> torch.Tensor:
-        """With sequence parallelism a rank's layers are given its part of the tokens."""
+    def part(self, rows: torch.Tensor, missing: int) -> torch.Tensor:
+        """With sequence parallelism a rank's layers are given its part of the tokens, filled up to equal parts."""
         if not self.case.sequence_parallel:
             return rows
-        missing = -len(rows) % self.case.tp
+        missing += -(len(rows) + missing) % self.case.tp
         return torch.nn.functional.pad(rows, (0, 0, 0, missing)).chunk(self.case.tp)[self.tp_rank]
 
 
@@ -179,6 +177,8 @@ def experts_of(case: Case, layer: int, prefix: str) -> Any:
             "e_score_correction_bias": torch.nn.Parameter(torch.from_numpy(truth.bias(layer)), requires_grad=False),
         }
     kind = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
+    if case.sequence_parallel and kind is not getattr(fused_moe, "FusedMoE", None):
+        routing["is_sequence_parallel"] = True
     if case.mix_placement:
         routing["n_shared_experts"] = 1
     if case.overlap_gate:
@@ -191,15 +191,17 @@ def experts_of(case: Case, layer: int, prefix: str) -> Any:
         intermediate_size=HIDDEN,
         renormalize=True,
         prefix=prefix,
-        quant_config=quantized(case.scheme) if case.scheme else None,
+        quant_config=quantized(case.scheme, case.device) if case.scheme else None,
         **routing,
     )
 
 
-def quantized(scheme: str) -> Any:
+def quantized(scheme: str, device: str) -> Any:
     """A checkpoint's description in which every layer of experts has this scheme."""
     from vllm_ascend.quantization.method_adapters import AscendFusedMoEMethod
-    from vllm_ascend.quantization.methods.registry import get_scheme_class
+
+    twin = "_310p." if device == "_310P" else ""
+    get_scheme_class = importlib.import_module(f"vllm_ascend.{twin}quantization.methods.registry").get_scheme_class
 
     place = "configs.modelslim_config" if find_spec("vllm_ascend.quantization.configs") else "modelslim_config"
     description = importlib.import_module(f"vllm_ascend.quantization.{place}").AscendModelSlimConfig
@@ -209,7 +211,9 @@ def quantized(scheme: str) -> Any:
 
     class OneScheme(description):  # type: ignore[misc, valid-type]
         def get_quant_method(self, layer: Any, prefix: str, tid2eid: Any = None) -> Any:
-            made = found(self) if "quant_config" in inspect.signature(found).parameters else found()
+            may = {"quant_config": self, "weight_block_size": [32, 32], "moe_config": layer.moe_config}
+            asked = inspect.signature(found).parameters
+            made = found(**{name: value for name, value in may.items() if name in asked})
             return AscendFusedMoEMethod(made, layer.moe_config)
 
     # In groups, or from 0.30 on for one scheme by channel.
