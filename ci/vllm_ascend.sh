@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Runs vllm-ascend 0.18.0, 0.23.0 and 0.30.0rc2 with their vLLM, as released, on this CPU: what of a step's routes comes
+# back by itself, and that with npu_replay's plug-in all of it does. Stand-ins for torch_npu and kernels: tests/on_vllm_ascend.
+# --quick: a choice, in less than four minutes on two cores. Other arguments go to pytest, each time.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source ci/environment.sh
+pairs=("0.18.0 0.18.0" "0.23.0 0.23.0" "0.30.0rc2 0.30.0")
+for pair in "${pairs[@]}"; do
+    # shellcheck disable=SC2086  # two words
+    fetch_ascend $pair
+done
+
+tests_started=$SECONDS
+export OMP_NUM_THREADS=1
+status=0
+if [[ ${1:-} == --quick ]]; then set -- -m "not slow" "${@:2}"; fi
+
+run_with() {
+    local started=$SECONDS
+    try "pytest with vllm-ascend $1 and vLLM $2" with_ascend "$1" "$2" python -m pytest -q -rs tests/on_vllm_ascend "${@:3}"
+    echo "vllm-ascend $1: $((SECONDS - started)) s"
+}
+
+first_and_last() {
+    run_with 0.18.0 0.18.0 "$@"
+    run_with 0.30.0rc2 0.30.0 "$@"
+}
+
+beside first_and_last "$@"
+run_with 0.23.0 0.23.0 "$@"
+join
+
+echo "vllm-ascend: tests $((SECONDS - tests_started)) s"
+exit $status

@@ -1,0 +1,68 @@
+"""What is tried: one Case is one start of an engine's workers, with a few steps."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+LAYERS, EXPERTS, TOP_K, HIDDEN = 4, 16, 4, 64
+GROUPS, TOP_GROUPS = 4, 2
+"""Of the routing with groups."""
+BLOCK = 16
+"""Tokens in a block of the KV cache."""
+
+REGISTERED = "registered schemes"
+"""What a release has of them stands in the results under this name, beside the cases."""
+
+
+@dataclass(frozen=True)
+class Case:
+    comm: str = "ALLGATHER"
+    scheme: str = ""
+    """A quantization scheme as vllm-ascend registers it, and its kind if that isn't `moe`: `FP8/w4a8_moe`."""
+    tp: int = 1
+    dp: int = 1
+    steps: tuple[tuple[int, ...], ...] = ((13,),)
+    """The tokens of each data parallel rank, step by step."""
+    padding: int = 0
+    """Tokens that fill up each step, as for a captured graph."""
+    sequence_parallel: bool = False
+    eplb: bool = False
+    mix_placement: bool = False
+    routing: str = "softmax"
+    draft: bool = False
+    """A draft model whose layer calls itself layer 0 runs after each step."""
+    overlap_gate: bool = False
+    device: str = "A3"
+    """A2, A3, A5 or _310P, which has layers of its own."""
+
+    @property
+    def dense(self) -> int:
+        """The first layers without experts. With a draft there is none, so that what overwrites layer 0 is seen."""
+        return 0 if self.draft else 1
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.dp
+
+    @property
+    def name(self) -> str:
+        plain = Case()
+        parts = [self.scheme or "unquantized", self.comm, f"tp{self.tp}", f"dp{self.dp}"]
+        parts += [name for name in ("sequence_parallel", "eplb", "mix_placement", "draft", "overlap_gate") if getattr(self, name)]
+        if self.routing != plain.routing:
+            parts.append(self.routing)
+        if self.device != plain.device:
+            parts.append(self.device.strip("_"))
+        if self.padding:
+            parts.append(f"{self.padding}_padded")
+        if len(self.steps) > 1:
+            parts.append(f"{len(self.steps)}_steps")
+        return "-".join(parts)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, said: dict[str, Any]) -> Case:
+        return cls(**{**said, "steps": tuple(tuple(step) for step in said["steps"])})

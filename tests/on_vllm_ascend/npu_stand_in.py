@@ -1,0 +1,202 @@
+"""What vllm-ascend imports and a machine without an NPU hasn't: torch_npu, acl, mooncake, triton's runtime.
+
+Nothing of it computes. An operator that is called gives an `Absent` back, which no tensor code can use, so a route
+can't come out right by way of a kernel that isn't there. The few that the layers do need are in rig.py.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from importlib.abc import Loader, MetaPathFinder
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import transformers.utils
+
+PRODUCTS = ("torch_npu", "torchair", "npugraph_ex", "acl", "mooncake", "memcache_hybrid", "fla_npu")
+# What vLLM imports on the way, and routes never use.
+BESIDE = ("ijson", "mistral_common", "compressed_tensors", "torchvision", "scipy", "numba", "diskcache")
+# vLLM has a triton of its own where there is none, without this.
+MODULES = ("triton.runtime", "vllm_ascend.patch.worker.patch_npugraph_ex_triton")
+FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "empty_like", "zeros_like")
+
+
+_get_backend = torch.distributed.ProcessGroup._get_backend
+
+
+class Absent:
+    """Any name of a product that isn't there: it can be imported, subclassed, called and used as a decorator."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __init_subclass__(cls, **_: Any) -> None: ...
+
+    def __call__(self, *args: Any, **_: Any) -> Any:
+        # A bare decorator gives its function back.
+        return args[0] if len(args) == 1 and callable(args[0]) else Absent()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Absent()
+
+    def __getitem__(self, _: Any) -> Any:
+        return Absent()
+
+    __iter__ = None
+
+    def __mro_entries__(self, _: Any) -> tuple[type, ...]:
+        return (Absent,)
+
+    def __or__(self, _: Any) -> Any:
+        return Any
+
+    __ror__ = __or__
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class _AbsentModule(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Absent()
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Any module of PRODUCTS."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
+        if name.partition(".")[0] not in PRODUCTS + BESIDE and name not in MODULES:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _AbsentModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None: ...
+
+
+class Event:
+    """An event that has always happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record(self, *_: Any) -> None: ...
+
+    def wait(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class Stream(nullcontext[Any]):
+    """A stream on a device that runs everything in order."""
+
+    def wait_stream(self, _: Any) -> None: ...
+
+    def wait_event(self, _: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
+
+
+class _Npu(_AbsentModule):
+    """torch.npu."""
+
+    Event = ExternalEvent = Event
+    Stream = Stream
+
+    def current_stream(self, *_: Any) -> Stream:
+        return Stream()
+
+    default_stream = current_stream
+
+    def stream(self, stream: Any) -> Any:
+        return nullcontext(stream)
+
+    def is_available(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def get_device_name(self, *_: Any) -> str:
+        return "no NPU"
+
+
+def stand_in(device: str) -> None:
+    """For the life of the process, before vllm or vllm_ascend is imported. `device` is what setup.py would write
+    down at the build: A2, A3, A5 or _310P."""
+    build = ModuleType("vllm_ascend._build_info")
+    build.__device_type__ = device
+    sys.modules[build.__name__] = build
+    # transformers asks once, and would take the stand-in for the real one.
+    transformers.utils.is_torchvision_available()
+    sys.meta_path.insert(0, _Finder())
+    torch.utils.rename_privateuse1_backend("npu")
+    torch.npu = _Npu("torch.npu")
+    sys.modules["torch.npu"] = torch.npu
+    torch.version.cann = None
+    torch.distributed.is_hccl_available = lambda: False
+    torch.distributed.ProcessGroup._get_backend = _backend
+    torch._C._get_accelerator = lambda *_: torch.device("cpu")
+    for name in FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.to = _on_cpu(torch.Tensor.to)
+    torch.Tensor.npu = lambda tensor, *_, **__: tensor
+    _stand_in_for_the_platform()
+
+
+def _stand_in_for_the_platform() -> None:
+    """vLLM finds vllm-ascend by its metadata, which unpacked sources haven't; and its operators run on the CPU."""
+    import vllm.platforms
+    from vllm.utils import torch_utils
+
+    register = torch_utils.direct_register_custom_op
+
+    def on_cpu(*args: Any, **kwargs: Any) -> None:
+        register(*args, **{**kwargs, "dispatch_key": "CPU"})
+
+    torch_utils.direct_register_custom_op = on_cpu
+    from vllm_ascend.platform import NPUPlatform
+
+    vllm.platforms._current_platform = NPUPlatform()
+
+
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """device="npu" can be written, though no tensor can lie there."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        args = tuple("cpu" if _is_npu(value) else value for value in args)
+        device = kwargs.get("device")
+        if _is_npu(device) or type(device) is int:
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+    return called
+
+
+def _backend(group: Any, device: torch.device) -> Any:
+    """What MC2 asks of a group is its name for HCCL."""
+    if device.type == "npu":
+        return SimpleNamespace(get_hccl_comm_name=lambda rank: "no HCCL")
+    return _get_backend(group, device)
+
+
+def _is_npu(value: object) -> bool:
+    return isinstance(value, (str, torch.device)) and str(value).partition(":")[0] == "npu"
