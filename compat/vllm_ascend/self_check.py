@@ -123,6 +123,7 @@ class SelfCheck:
         self._left = steps
         self._steps = steps
         self._expected: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self._twice: dict[int, torch.Tensor] = {}
         self._compared: set[int] = set()
         self._eager = 0
         self._writers = self._least = torch.empty(0)
@@ -140,6 +141,7 @@ class SelfCheck:
     def begin(self) -> None:
         """A step starts. What was chosen since the last one, in a dummy run, is nobody's."""
         self._expected.clear()
+        self._twice.clear()
 
     def expect(self, layer: int, logits: torch.Tensor, choice: Choice, row: int) -> None:
         """Remember what a layer has to choose.
@@ -148,8 +150,14 @@ class SelfCheck:
             logits: of tokens as they come into the layer; shape (tokens, experts).
             row: the first one's place in the batch.
         """
-        if self.compares and choice.scoring in _SCORES and choice.top_k < logits.shape[-1]:
-            self._expected[layer] = (*expected(logits, choice), row)
+        if not self.compares or choice.scoring not in _SCORES or choice.top_k >= logits.shape[-1]:
+            return
+        ids, sure = expected(logits, choice)
+        if layer in self._expected:
+            earlier = self._expected[layer][0]
+            same = earlier.shape == ids.shape
+            self._twice[layer] = (earlier != ids).any(-1).sum() if same else torch.tensor(len(ids))
+        self._expected[layer] = (ids, sure, row)
 
     def slots(self, slots: torch.Tensor, positions: Collection[int], block: int) -> None:
         """Hold the slots of the KV cache, under which rows are kept, against where their tokens stand.
@@ -196,6 +204,7 @@ class SelfCheck:
             return
         self._refuse(self._covered(rows[:, list(self._layers)]))
         self._refuse(self._chosen(rows))
+        self._refuse_order()
         rows.clamp_(min=0)
         self._eager += bool(self._expected)
         self._compared |= set(self._expected)
@@ -208,6 +217,7 @@ class SelfCheck:
         """Per layer, how many rows have each fault."""
         ranks = self._group.size() if self._group is not None else 1
         by_one, by_all = self._writers == 1, self._writers == ranks
+        apart = (rows < 0).any(-1) & (self._writers > 0)
         differs = by_all & ~by_one & (self._least != rows).any(-1)
         ids = rows.sort(-1).values
         return [
@@ -219,6 +229,7 @@ class SelfCheck:
                 (~by_one & ~by_all & (self._writers > 0)).sum(0),
                 "were written by some ranks: by one or all is right",
             ),
+            (apart.sum(0), "weren't put together from all ranks"),
             (differs.sum(0), "differ from rank to rank"),
             (
                 (ids >= self._experts).any(-1).sum(0),
@@ -239,7 +250,23 @@ class SelfCheck:
                 wrong[place] = torch.where(differ.sum() > allowed, differ.sum(), 0)
         if self._group is not None:
             dist.all_reduce(wrong, dist.ReduceOp.MAX, group=self._group)
-        return [(wrong, "aren't the top-k of the router's logits: other experts, or other tokens' rows")]
+        again = torch.stack([self._twice.get(layer, torch.tensor(0)).cpu() for layer in self._layers])
+        return [
+            (again, "were chosen twice, and otherwise: by another layer, such as a draft's, taken for it"),
+            (wrong, "aren't the top-k of the router's logits: other experts, or other tokens' rows"),
+        ]
+
+    def _refuse_order(self) -> None:
+        """Layers run one after the other: in another order, one is taken for another."""
+        order = list(self._expected)
+        ReplayError.unless(
+            order == sorted(order),
+            f"in step {self._steps - self._left + 1}, layers chose in the order {order}",
+            "ascending numbers",
+            order,
+            "two layers taken for each other. " + _REPORT,
+            where=f"routes of {self._where}",
+        )
 
     def _refuse(self, found: Collection[tuple[torch.Tensor, str]]) -> None:
         for count, words in found:

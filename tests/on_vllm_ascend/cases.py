@@ -35,6 +35,8 @@ class Case:
     overlap_gate: bool = False
     device: str = "A3"
     """A2, A3, A5 or _310P, which has layers of its own."""
+    broken: str = ""
+    """How the capture is broken: a function of broken.py."""
 
     @property
     def dense(self) -> int:
@@ -49,13 +51,19 @@ class Case:
     def name(self) -> str:
         plain = Case()
         parts = [self.scheme or "unquantized", self.comm, f"tp{self.tp}", f"dp{self.dp}"]
-        parts += [name for name in ("sequence_parallel", "eplb", "mix_placement", "draft", "overlap_gate") if getattr(self, name)]
+        parts += [
+            name
+            for name in ("sequence_parallel", "eplb", "mix_placement", "draft", "overlap_gate")
+            if getattr(self, name)
+        ]
         if self.routing != plain.routing:
             parts.append(self.routing)
         if self.device != plain.device:
             parts.append(self.device.strip("_"))
         if self.padding:
             parts.append(f"{self.padding}_padded")
+        if self.broken:
+            parts.append(self.broken)
         if len(self.steps) > 1:
             parts.append(f"{len(self.steps)}_steps")
         return "-".join(parts)

@@ -87,9 +87,12 @@ def run(case: Case) -> dict[str, Any]:
 
 
 def rank_life(case: Case, rank: int, ports: list[int], results: Any) -> None:
+    from on_vllm_ascend import broken
     from on_vllm_ascend.worker import Worker
 
     try:
+        if case.broken:
+            getattr(broken, case.broken)()
         told = Worker(case, rank, ports).run()
     except BaseException as error:
         traceback.print_exc()

@@ -51,10 +51,10 @@ class Worker:
         """As NPUWorker does it, with gloo for hccl."""
         from vllm.config import set_current_vllm_config
         from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+        from vllm_ascend import utils
         from vllm_ascend.ascend_config import get_ascend_config, init_ascend_config
         from vllm_ascend.ascend_forward_context import set_mc2_mask, set_mc2_tokens_capacity
         from vllm_ascend.distributed.parallel_state import init_ascend_model_parallel
-        from vllm_ascend import utils
 
         if self.case.scheme:
             self.config.quant_config = quantized(self.case.scheme, self.case.device)
@@ -81,7 +81,7 @@ class Worker:
         for step, tokens in enumerate(self.case.steps):
             own = tokens[self.dp_rank]
             self.runner.body = lambda step=step, tokens=tokens: self.execute(step, tokens)
-            self.runner.execute_model(SimpleNamespace(total_num_scheduled_tokens=own))
+            self.runner.execute_model(scheduled(own, self.road.done))
             rows = self.road.after(own, self.case.padding)
             expected.append(self.truth(step, own))
             if self.tp_rank == 0:
@@ -149,6 +149,16 @@ def count(found: dict[str, int], rows: Any, expected: list[Any]) -> None:
         found["of"] += 1
 
 
+def scheduled(tokens: int, done: int) -> Any:
+    """What the scheduler says of a step of the one request."""
+    return SimpleNamespace(
+        total_num_scheduled_tokens=tokens,
+        num_scheduled_tokens={"one": tokens},
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=["one"], num_computed_tokens=[done]),
+    )
+
+
 class Model(torch.nn.Module):
     """Only what routes of a model: its layers of experts, where they hang in vLLM's models."""
 
@@ -160,7 +170,9 @@ class Model(torch.nn.Module):
             self.layers[layer].mlp.experts = experts_of(case, layer, f"{name}.layers.{layer}.mlp.experts")
 
     def experts(self) -> list[tuple[int, Any]]:
-        return [(index, layer.mlp.experts) for index, layer in enumerate(self.layers) if hasattr(layer, "mlp")]
+        return [
+            (index, layer.mlp.experts) for index, layer in enumerate(self.layers) if hasattr(layer, "mlp")
+        ]
 
 
 def experts_of(case: Case, layer: int, prefix: str) -> Any:
@@ -174,7 +186,9 @@ def experts_of(case: Case, layer: int, prefix: str) -> Any:
             "num_expert_group": GROUPS,
             "topk_group": TOP_GROUPS,
             "scoring_func": "sigmoid",
-            "e_score_correction_bias": torch.nn.Parameter(torch.from_numpy(truth.bias(layer)), requires_grad=False),
+            "e_score_correction_bias": torch.nn.Parameter(
+                torch.from_numpy(truth.bias(layer)), requires_grad=False
+            ),
         }
     kind = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
     if case.sequence_parallel and kind is not getattr(fused_moe, "FusedMoE", None):
@@ -201,9 +215,13 @@ def quantized(scheme: str, device: str) -> Any:
     from vllm_ascend.quantization.method_adapters import AscendFusedMoEMethod
 
     twin = "_310p." if device == "_310P" else ""
-    get_scheme_class = importlib.import_module(f"vllm_ascend.{twin}quantization.methods.registry").get_scheme_class
+    get_scheme_class = importlib.import_module(
+        f"vllm_ascend.{twin}quantization.methods.registry"
+    ).get_scheme_class
 
-    place = "configs.modelslim_config" if find_spec("vllm_ascend.quantization.configs") else "modelslim_config"
+    place = (
+        "configs.modelslim_config" if find_spec("vllm_ascend.quantization.configs") else "modelslim_config"
+    )
     description = importlib.import_module(f"vllm_ascend.quantization.{place}").AscendModelSlimConfig
     name, _, kind = scheme.partition("/")
     found = get_scheme_class(name, kind or "moe")
@@ -276,7 +294,14 @@ MODEL = {
 
 def vllm_config(case: Case, dp_rank: int, ports: list[int]) -> Any:
     """What `vllm serve` would make of this case: a model of Qwen3-MoE's kind."""
-    from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+    from vllm.config import (
+        CacheConfig,
+        DeviceConfig,
+        ModelConfig,
+        ParallelConfig,
+        SchedulerConfig,
+        VllmConfig,
+    )
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda function: function()  # or half a minute goes by

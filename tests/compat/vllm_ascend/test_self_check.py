@@ -115,6 +115,17 @@ def test_each_break_is_named(broken: Broken) -> None:
         run(new_capture(), 0, broken=broken)
 
 
+def test_layers_taken_for_each_other_are_named() -> None:
+    """Rows and logits both of the other layer: the order tells."""
+    capture = new_capture()
+    capture.begin(8)
+    for layer, logits in reversed(logits_of(0, 8).items()):
+        capture.enter(logits)
+        capture.take(layer, logits.topk(TOP_K).indices.int(), CHOICE, plain(8))
+    with pytest.raises(ReplayError, match=r"layers chose in the order \[4, 2, 1\]"):
+        capture.finish()
+
+
 def test_a_hole_in_a_graphs_replay_is_seen() -> None:
     """No logits are looked at in a step that isn't eager; that every row is new is."""
     capture = new_capture()

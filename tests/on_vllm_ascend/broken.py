@@ -1,0 +1,100 @@
+"""The capture, broken as a change of it might break it. Its check of the first steps finds each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from npu_replay.compat.vllm_ascend import capture
+from npu_replay.compat.vllm_ascend.capture import Capture
+from npu_replay.compat.vllm_ascend.placing import Layout, Place, place
+from npu_replay.compat.vllm_ascend.seams import Seam
+from on_vllm_ascend import read_out
+
+
+def a_layer_left_out() -> None:
+    in_layer = Seam._in_layer
+
+    def run(self: Seam, number: int) -> Any:
+        return in_layer(self, number) if number != 2 else lambda original, *a, **k: original(*a, **k)
+
+    Seam._in_layer = run
+
+
+def ranks_in_the_wrong_order() -> None:
+    _place(lambda layout, rows: place(replace(layout, tp_rank=layout.tp_size - 1 - layout.tp_rank), rows))
+
+
+def each_ranks_part_taken_for_the_whole() -> None:
+    _place(lambda layout, rows: Place(0, rows, 0))
+
+
+def rows_one_too_far() -> None:
+    def further(layout: Layout, rows: int) -> Place:
+        found = place(layout, rows)
+        return found._replace(row=found.row + 1)
+
+    _place(further)
+
+
+def physical_ids() -> None:
+    _take(lambda layer, ids: (layer, (ids * 5 + 3) % 16))
+
+
+def two_layers_swapped() -> None:
+    _take(lambda layer, ids: ({1: 2, 2: 1}.get(layer, layer), ids))
+
+
+def one_column_for_all() -> None:
+    _take(lambda layer, ids: (layer, ids[:, :1].expand_as(ids)))
+
+
+def nothing_put_together() -> None:
+    _reduce(lambda *_, **__: None)
+
+
+def summed_instead() -> None:
+    _reduce(lambda rows, op, group: all_reduce(rows, dist.ReduceOp.SUM, group=group))
+
+
+def rows_of_earlier_steps() -> None:
+    Capture.clear = lambda self: None
+
+
+def slots_off_by_one() -> None:
+    slots = read_out.Road.slots
+    read_out.Road.slots = lambda self, tokens: slots(self, tokens) + 1
+
+
+def a_layer_that_never_ends() -> None:
+    """So the draft's choice, which comes next, is taken for its."""
+
+    def in_layer(self: Seam, number: int) -> Any:
+        def run(original: Any, *args: Any, **kwargs: Any) -> Any:
+            self._layer = number
+            return original(*args, **kwargs)
+
+        return run
+
+    Seam._in_layer = in_layer
+
+
+all_reduce = dist.all_reduce
+
+
+def _place(other: Callable[[Layout, int], Place]) -> None:
+    capture.place = other
+
+
+def _take(change: Callable[[int, Any], tuple[int, Any]]) -> None:
+    take = Capture.take
+    Capture.take = lambda self, layer, ids, *rest: take(self, *change(layer, ids), *rest)
+
+
+def _reduce(other: Callable[..., None]) -> None:
+    """The merge alone: the check's own sums stay."""
+    of_torch = {"all_reduce": staticmethod(other), "ReduceOp": dist.ReduceOp}
+    capture.dist = type("dist", (), of_torch)

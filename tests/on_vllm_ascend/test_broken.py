@@ -1,0 +1,45 @@
+"""The plug-in broken in twelve ways: the check of its first steps finds each, and the engine stops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from on_vllm_ascend.cases import Case
+from on_vllm_ascend.conftest import Told, release
+from on_vllm_ascend.paths import Path, marked
+
+CHOSEN, UNWRITTEN = "the router's logits", "were written by no rank"
+BROKEN = {
+    "a_layer_left_out": UNWRITTEN,
+    "ranks_in_the_wrong_order": CHOSEN,
+    "each_ranks_part_taken_for_the_whole": UNWRITTEN,
+    "rows_one_too_far": UNWRITTEN,
+    "physical_ids": CHOSEN,
+    "two_layers_swapped": "layers chose in the order",
+    "one_column_for_all": "have one expert twice",
+    "nothing_put_together": "weren't put together",
+    "summed_instead": "in step 1",
+    "rows_of_earlier_steps": "rank",
+    "slots_off_by_one": "slots of step 1",
+    "a_layer_that_never_ends": "were chosen twice",
+}
+TO_0_26 = {"a_layer_left_out", "a_layer_that_never_ends"}
+"""Later a layer's own router says which one it is."""
+
+
+def paths() -> list[Path]:
+    split = {"comm": "MC2", "tp": 2, "steps": ((13,), (5,))}
+    return [
+        Path(Case(**split, broken=name, draft=name == "a_layer_that_never_ends"), {release(): says})
+        for name, says in BROKEN.items()
+        if not (name in TO_0_26 and release() >= "0.27")
+    ]
+
+
+@pytest.mark.parametrize("path", marked(paths(), release()))
+def test_the_self_check_finds_it(path: Path, told: Callable[[bool, str], Told]) -> None:
+    found = told(True, path.case.device)[path.case.name]
+    assert "right" not in found or found["right"] == 0, found
+    assert any(str(path.as_released[release()]) in error for error in found["errors"]), found
