@@ -68,7 +68,8 @@ def place(layout: Layout, chosen: int) -> Place:
     if layout.comm == "allgather":
         found = _gathered(layout, chosen)
     elif layout.comm == "none" or layout.sharded or layout.keeps_all:
-        fits = chosen == layout.entered or ("mc2" in layout.comm and chosen == _part_of_longest(layout))
+        filled = layout.sharded and "mc2" in layout.comm and chosen == _part_of_longest(layout)
+        fits = chosen == layout.entered or filled
         found = Place(0, layout.entered, layout.begin) if fits else None
     else:
         found = _split(layout, chosen)

@@ -93,13 +93,14 @@ class Seam:
     # ---- what is heard
 
     def _prepare(self, original: Callable[..., Any], comm: Any, *args: Any, **kwargs: Any) -> Any:
-        logits = kwargs["router_logits"] if "router_logits" in kwargs else args[1]
+        made = original(comm, *args, **kwargs)
         self._capture.enter(
-            logits,
+            kwargs["router_logits"] if "router_logits" in kwargs else args[1],
             sharded=bool(kwargs.get("replace_allreduce")),
-            keeps_all=bool(kwargs.get("enable_shared_expert_dp")),
+            # 0.26 takes it as an argument, and heeds it no more
+            keeps_all=bool(getattr(comm.prepare_finalize, "enable_shared_expert_dp", False)),
         )
-        return original(comm, *args, **kwargs)
+        return made
 
     def _in_layer(self, number: int) -> Callable[..., Any]:
         def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,137 @@
+"""Both ends of a step, on objects that have a runner's and a capturer's names. The real ones run in
+tests/on_vllm_ascend and tests/live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from npu_replay.compat.patching.patches import Patches
+from npu_replay.compat.vllm_ascend.capture import Capture
+from npu_replay.compat.vllm_ascend.placing import Layout
+from npu_replay.compat.vllm_ascend.read_out import ReadOut
+from npu_replay.compat.vllm_ascend.self_check import SelfCheck
+from npu_replay.errors import ReplayError
+
+BLOCK, TOKENS = 16, 6
+
+
+def group(block: int = BLOCK) -> SimpleNamespace:
+    return SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=block))
+
+
+class Runner:
+    """One layer that routes, one of two experts chosen; `slots` by KV cache group."""
+
+    def __init__(self, **more: Any) -> None:
+        self.scheduler_config = SimpleNamespace(async_scheduling=False)
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[group(), group()])
+        self.__dict__ |= more
+        self.capture: Any = None
+
+    def execute_model(self, scheduled: Any, dummy_run: bool = False) -> None:
+        tokens = scheduled.total_num_scheduled_tokens
+        ids = torch.ones(tokens, 1, dtype=torch.int32)
+        self.capture.take(0, ids, None, Layout(comm="none", tokens=tokens, entered=tokens))
+
+
+def step(tokens: int = TOKENS, done: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(
+        total_num_scheduled_tokens=tokens,
+        num_scheduled_tokens={"one": tokens},
+        scheduled_new_reqs=[SimpleNamespace(req_id="one", num_computed_tokens=done)],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+    )
+
+
+def installed(runner: Runner, capturer: Any) -> Patches:
+    buffer = torch.zeros(32, 1, 1, dtype=torch.int32)
+    runner.capture = Capture(buffer, SelfCheck({0: "layer 0"}, 2, None, "here"), None)
+    patches = Patches("a test")
+    ReadOut(runner, capturer, runner.capture).install(patches)
+    return patches
+
+
+def saver(kept: list[Any]) -> SimpleNamespace:
+    def save_captured_experts(indices: Any) -> None:
+        kept.append(list(indices))
+
+    return SimpleNamespace(save_captured_experts=save_captured_experts)
+
+
+def test_slots_that_fill_up_a_graph_are_cut_off() -> None:
+    """To 0.20.2: they are -1, which numpy takes for the cache's last slot."""
+    kept: list[Any] = []
+    runner, capturer = Runner(), saver(kept)
+    installed(runner, capturer)
+    runner.execute_model(step())
+    capturer.save_captured_experts(indices=[*range(32, 32 + TOKENS), -1, -1])
+    assert kept == [list(range(32, 32 + TOKENS))]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda slot: slot + 1, lambda slot: 32, lambda slot: slot - 64],
+    ids=["one further", "all the same", "below zero"],
+)
+def test_slots_of_other_tokens_are_an_error(change: Callable[[int], int]) -> None:
+    runner, capturer = Runner(), saver([])
+    installed(runner, capturer)
+    runner.execute_model(step(done=3))
+    with pytest.raises(ReplayError, match="the slots of step 1 aren't those of its tokens"):
+        capturer.save_captured_experts([change(slot) for slot in range(35, 35 + TOKENS)])
+
+
+def test_drafts_that_were_rejected_a_step_ago_leave_slots_unchecked() -> None:
+    """The scheduler counts them still, under asynchronous scheduling."""
+    runner, capturer = Runner(speculative_config=object()), saver([])
+    runner.scheduler_config.async_scheduling = True
+    installed(runner, capturer)
+    runner.execute_model(step(done=3))
+    capturer.save_captured_experts(list(range(32, 32 + TOKENS)))
+
+
+def test_a_dummy_step_begins_nothing() -> None:
+    runner, capturer = Runner(), saver([])
+    installed(runner, capturer)
+    runner.execute_model(step())
+    capturer.save_captured_experts(list(range(TOKENS)))
+    runner.execute_model(step(2), dummy_run=True)
+    assert runner.capture.scheduled == TOKENS
+
+
+def test_a_hybrid_models_slots_are_those_of_its_attention() -> None:
+    """0.22 to 0.29: the runner keeps those of group 0, which may be a state's."""
+    tables = [
+        SimpleNamespace(slot_mapping=SimpleNamespace(gpu=torch.arange(first, first + 16)))
+        for first in (9, 32)
+    ]
+
+    def _build_attention_metadata() -> str:
+        runner.routed_experts_slot_mapping_device[:8].copy_(tables[0].slot_mapping.gpu[:8])
+        return "made"
+
+    runner = Runner(
+        routed_experts_attn_gid=1,
+        routed_experts_slot_mapping_device=torch.zeros(16, dtype=torch.int64),
+        input_batch=SimpleNamespace(block_table=tables),
+        _build_attention_metadata=_build_attention_metadata,
+    )
+    capturer = SimpleNamespace(get_device_buffer=lambda: runner.capture.buffer, clear_buffer=lambda: None)
+    patches = installed(runner, capturer)
+    runner.execute_model(step())
+    assert runner._build_attention_metadata() == "made"
+    assert runner.routed_experts_slot_mapping_device[:TOKENS].tolist() == list(range(32, 32 + TOKENS))
+    assert capturer.get_device_buffer()[:TOKENS, 0, 0].tolist() == [1] * TOKENS
+    assert not patches.undo()
+    assert runner._build_attention_metadata is _build_attention_metadata
+
+
+def test_a_capturer_without_a_known_way_out_is_refused() -> None:
+    with pytest.raises(ReplayError, match="hands out its rows in a way that isn't known"):
+        installed(Runner(), SimpleNamespace())
