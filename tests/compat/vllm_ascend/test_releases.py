@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from npu_replay.compat import vllm_ascend
 from npu_replay.compat.probe import Product
-from npu_replay.compat.vllm_ascend import Setting, capability, check, limits, needs_v2
+from npu_replay.compat.vllm_ascend import releases as vllm_ascend
+from npu_replay.compat.vllm_ascend.releases import Setting, capability, check, limits, needs_v2
 from npu_replay.errors import ReplayError
 from npu_replay.rollout.launch import clash
 from npu_replay.rollout.release_rules import Symptom
