@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -80,11 +79,9 @@ def _lack_a_layer(job: Job, checks: Checks) -> None:
         with npu_replay.replay(job.chunks, routes):
             pm.step(job.chunks, job.split, batches)
 
-    if not second:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun would end this one too before it can tell
     dist.barrier()
     _raises(checks, "routes lack a layer", npu_replay.ReplayError if second else RuntimeError, 20.0, replays)
-    raise SystemExit(1)
+    raise SystemExit(not second)  # the first that fails takes the other down, so that has to be the last
 
 
 def _collecting(job: Job, routes: Any, layouts: Any, patience: float) -> Callable[[], object]:
