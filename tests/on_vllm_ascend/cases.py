@@ -49,7 +49,11 @@ class Case:
     def name(self) -> str:
         plain = Case()
         parts = [self.scheme or "unquantized", self.comm, f"tp{self.tp}", f"dp{self.dp}"]
-        parts += [name for name in ("sequence_parallel", "eplb", "mix_placement", "draft", "overlap_gate") if getattr(self, name)]
+        parts += [
+            name
+            for name in ("sequence_parallel", "eplb", "mix_placement", "draft", "overlap_gate")
+            if getattr(self, name)
+        ]
         if self.routing != plain.routing:
             parts.append(self.routing)
         if self.device != plain.device:

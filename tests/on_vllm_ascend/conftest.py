@@ -35,7 +35,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.vllm_ascend)
             item.add_marker(pytest.mark.timeout(2 * LIMIT))
             if not release():
-                item.add_marker(pytest.mark.skip("no vllm-ascend on PYTHONPATH: ci/vllm_ascend.sh fetches it"))
+                item.add_marker(
+                    pytest.mark.skip("no vllm-ascend on PYTHONPATH: ci/vllm_ascend.sh fetches it")
+                )
 
 
 @pytest.fixture(scope="session")

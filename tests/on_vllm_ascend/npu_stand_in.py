@@ -22,7 +22,18 @@ PRODUCTS = ("torch_npu", "torchair", "npugraph_ex", "acl", "mooncake", "memcache
 BESIDE = ("ijson", "mistral_common", "compressed_tensors", "torchvision", "scipy", "numba", "diskcache")
 # vLLM has a triton of its own where there is none, without this.
 MODULES = ("triton.runtime", "vllm_ascend.patch.worker.patch_npugraph_ex_triton")
-FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "empty_like", "zeros_like")
+FACTORIES = (
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "tensor",
+    "arange",
+    "rand",
+    "randn",
+    "empty_like",
+    "zeros_like",
+)
 
 
 _get_backend = torch.distributed.ProcessGroup._get_backend

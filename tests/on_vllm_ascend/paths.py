@@ -95,10 +95,16 @@ def paths() -> list[Path]:
             for comm in ("MC2", "FUSED_MC2")
         ),
         Path(replace(unequal, tp=2, comm="ALLTOALL"), {OLD: ASSERTS, MID: ASSERTS, NEW: UNEVEN}),
-        Path(replace(unequal, tp=2, comm="MC2", steps=((13, 9), (1, 1), (2, 7))), {OLD: ASSERTS, MID: ASSERTS, NEW: 99}),
+        Path(
+            replace(unequal, tp=2, comm="MC2", steps=((13, 9), (1, 1), (2, 7))),
+            {OLD: ASSERTS, MID: ASSERTS, NEW: 99},
+        ),
         Path(replace(unequal, tp=2, sequence_parallel=True), {OLD: 66, MID: 66, NEW: ASSERTS}),
         *(
-            Path(replace(unequal, tp=2, comm=comm, sequence_parallel=True), {OLD: ASSERTS, MID: ASSERTS, NEW: 54})
+            Path(
+                replace(unequal, tp=2, comm=comm, sequence_parallel=True),
+                {OLD: ASSERTS, MID: ASSERTS, NEW: 54},
+            )
             for comm in ("MC2", "FUSED_MC2")
         ),
         Path(

@@ -24,7 +24,9 @@ def test_rows(path: Path, told: Callable[[bool, str], Told]) -> None:
         assert found["right"] + found["zeros"] + found["earlier"] + found["other"] == found["of"]
 
 
-@pytest.mark.parametrize("path", [one for one in paths() if one.case.name == "unquantized-MC2-tp2-dp1-3_steps"])
+@pytest.mark.parametrize(
+    "path", [one for one in paths() if one.case.name == "unquantized-MC2-tp2-dp1-3_steps"]
+)
 def test_lost_rows_are_an_earlier_step_s_where_nothing_clears_the_buffer(
     path: Path, told: Callable[[bool, str], Told]
 ) -> None:

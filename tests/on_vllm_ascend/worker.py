@@ -51,10 +51,10 @@ class Worker:
         """As NPUWorker does it, with gloo for hccl."""
         from vllm.config import set_current_vllm_config
         from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+        from vllm_ascend import utils
         from vllm_ascend.ascend_config import get_ascend_config, init_ascend_config
         from vllm_ascend.ascend_forward_context import set_mc2_mask, set_mc2_tokens_capacity
         from vllm_ascend.distributed.parallel_state import init_ascend_model_parallel
-        from vllm_ascend import utils
 
         if self.case.scheme:
             self.config.quant_config = quantized(self.case.scheme, self.case.device)
@@ -160,7 +160,9 @@ class Model(torch.nn.Module):
             self.layers[layer].mlp.experts = experts_of(case, layer, f"{name}.layers.{layer}.mlp.experts")
 
     def experts(self) -> list[tuple[int, Any]]:
-        return [(index, layer.mlp.experts) for index, layer in enumerate(self.layers) if hasattr(layer, "mlp")]
+        return [
+            (index, layer.mlp.experts) for index, layer in enumerate(self.layers) if hasattr(layer, "mlp")
+        ]
 
 
 def experts_of(case: Case, layer: int, prefix: str) -> Any:
@@ -174,7 +176,9 @@ def experts_of(case: Case, layer: int, prefix: str) -> Any:
             "num_expert_group": GROUPS,
             "topk_group": TOP_GROUPS,
             "scoring_func": "sigmoid",
-            "e_score_correction_bias": torch.nn.Parameter(torch.from_numpy(truth.bias(layer)), requires_grad=False),
+            "e_score_correction_bias": torch.nn.Parameter(
+                torch.from_numpy(truth.bias(layer)), requires_grad=False
+            ),
         }
     kind = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
     if case.sequence_parallel and kind is not getattr(fused_moe, "FusedMoE", None):
@@ -201,9 +205,13 @@ def quantized(scheme: str, device: str) -> Any:
     from vllm_ascend.quantization.method_adapters import AscendFusedMoEMethod
 
     twin = "_310p." if device == "_310P" else ""
-    get_scheme_class = importlib.import_module(f"vllm_ascend.{twin}quantization.methods.registry").get_scheme_class
+    get_scheme_class = importlib.import_module(
+        f"vllm_ascend.{twin}quantization.methods.registry"
+    ).get_scheme_class
 
-    place = "configs.modelslim_config" if find_spec("vllm_ascend.quantization.configs") else "modelslim_config"
+    place = (
+        "configs.modelslim_config" if find_spec("vllm_ascend.quantization.configs") else "modelslim_config"
+    )
     description = importlib.import_module(f"vllm_ascend.quantization.{place}").AscendModelSlimConfig
     name, _, kind = scheme.partition("/")
     found = get_scheme_class(name, kind or "moe")
@@ -276,7 +284,14 @@ MODEL = {
 
 def vllm_config(case: Case, dp_rank: int, ports: list[int]) -> Any:
     """What `vllm serve` would make of this case: a model of Qwen3-MoE's kind."""
-    from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+    from vllm.config import (
+        CacheConfig,
+        DeviceConfig,
+        ModelConfig,
+        ParallelConfig,
+        SchedulerConfig,
+        VllmConfig,
+    )
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda function: function()  # or half a minute goes by
