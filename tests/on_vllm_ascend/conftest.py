@@ -1,4 +1,4 @@
-"""A release of vllm-ascend, with its vLLM, is on the path: fetch_ascend and with_ascend of ci/environment.sh."""
+"""A release of vllm-ascend, with its vLLM, is on the path: with_ascend of ci/environment.sh."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def run_rig(cases: list[dict[str, Any]], plugin: bool, device: str) -> Told:
 
 
 class Broken(dict[str, Any]):
-    """A rig that didn't come to its end: every case fails with what it said, and it isn't started again for each."""
+    """A rig that broke off: every case fails with what it said, and it isn't started again for each."""
 
     def __missing__(self, name: str) -> Any:
         pytest.fail(f"the rig ended before {name}:\n{self.said}")
