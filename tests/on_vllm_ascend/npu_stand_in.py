@@ -1,6 +1,6 @@
 """What vllm-ascend imports and a machine without an NPU hasn't: torch_npu, acl, mooncake, triton's runtime.
 
-Nothing of it computes. An operator that is called gives an `Absent` back, which no tensor code can use, so
+Nothing of it computes. An operator that is called gives an `Absent` back, which no tensor code takes, so
 a route can't come out right by way of a kernel that isn't there. The few that the layers do need are in rig.py.
 """
 
@@ -174,7 +174,7 @@ def stand_in(device: str) -> None:
 
 
 def _stand_in_for_the_platform() -> None:
-    """vLLM finds a platform by an entry point, which unpacked sources haven't; its operators run on the CPU."""
+    """vLLM finds a platform by an entry point, which unpacked sources lack; its operators run on the CPU."""
     import vllm.platforms
     from vllm.utils import torch_utils
 
