@@ -1,7 +1,7 @@
 """What vllm-ascend imports and a machine without an NPU hasn't: torch_npu, acl, mooncake, triton's runtime.
 
-Nothing of it computes. An operator that is called gives an `Absent` back, which no tensor code takes, so
-a route can't come out right by way of a kernel that isn't there. The few that the layers do need are in rig.py.
+Nothing of it computes. An operator that is called gives an `Absent` back, which no tensor code takes: a route
+can't come out right by way of a kernel that isn't there. The few that layers do need are in kernels.py.
 """
 
 from __future__ import annotations

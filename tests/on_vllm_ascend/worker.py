@@ -233,8 +233,8 @@ def make_runner(config: Any, model: Model) -> Any:
     """A real runner without its __init__, which allocates on a device.
 
     It has what a runner has when `initialize_kv_cache` calls `init_routed_experts_capturer`: weights are
-    loaded, no graph is captured. A plug-in shouldn't ask for more, and more isn't there. Its `execute_model` runs the
-    step of this rig, where the real one prepares inputs and attention too.
+    loaded, no graph is captured. A plug-in shouldn't ask for more, and more isn't there. Its `execute_model`
+    runs the step of this rig, where the real one prepares inputs and attention too.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
