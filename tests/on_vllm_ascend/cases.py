@@ -40,7 +40,7 @@ class Case:
 
     @property
     def dense(self) -> int:
-        """The first layers without experts. With a draft there is none, so that what overwrites layer 0 is seen."""
+        """The first layers without experts: none with a draft, so that what overwrites layer 0 is seen."""
         return 0 if self.draft else 1
 
     @property

@@ -1,4 +1,4 @@
-"""The operators of the layers that need a device, in torch or without any effect; and nothing else is replaced.
+"""The operators of the layers that need a device, in torch or without effect. Nothing else is replaced.
 
 The gating operator chooses as its description says; the experts give zeros; what they gave isn't gathered.
 """

@@ -1,7 +1,7 @@
 """What vllm-ascend imports and a machine without an NPU hasn't: torch_npu, acl, mooncake, triton's runtime.
 
-Nothing of it computes. An operator that is called gives an `Absent` back, which no tensor code can use, so a route
-can't come out right by way of a kernel that isn't there. The few that the layers do need are in rig.py.
+Nothing of it computes. An operator that is called gives an `Absent` back, which no tensor code takes: a route
+can't come out right by way of a kernel that isn't there. The few that layers do need are in kernels.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _get_backend = torch.distributed.ProcessGroup._get_backend
 
 
 class Absent:
-    """Any name of a product that isn't there: it can be imported, subclassed, called and used as a decorator."""
+    """Any name of a product that isn't there: to be imported, subclassed, called and used as a decorator."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -151,8 +151,8 @@ class _Npu(_AbsentModule):
 
 
 def stand_in(device: str) -> None:
-    """For the life of the process, before vllm or vllm_ascend is imported. `device` is what setup.py would write
-    down at the build: A2, A3, A5 or _310P."""
+    """For the life of the process, before vllm or vllm_ascend is imported. `device` is what a build writes
+    down: A2, A3, A5 or _310P."""
     build = ModuleType("vllm_ascend._build_info")
     build.__device_type__ = device
     sys.modules[build.__name__] = build
@@ -174,7 +174,7 @@ def stand_in(device: str) -> None:
 
 
 def _stand_in_for_the_platform() -> None:
-    """vLLM finds vllm-ascend by its metadata, which unpacked sources haven't; and its operators run on the CPU."""
+    """vLLM finds a platform by an entry point, which unpacked sources lack; its operators run on the CPU."""
     import vllm.platforms
     from vllm.utils import torch_utils
 

@@ -1,4 +1,4 @@
-"""Which cases run, and what each release hands out of them by itself: rows that are right, or the error that ends it."""
+"""Which cases run, and what each release hands out of them by itself: right rows, or its error."""
 
 from __future__ import annotations
 

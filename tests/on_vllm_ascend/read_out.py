@@ -1,4 +1,4 @@
-"""How a step's rows leave a worker: the calls that a release's runner makes, in their order, and vLLM's store of them."""
+"""How a step's rows leave a worker: the calls of a release's runner in their order, and vLLM's store."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     python -m on_vllm_ascend.rig CASES.json RESULTS.json [--plugin] [--device A3]
 
-It imports both once (some 15 seconds), then forks the ranks of each case, so each is a worker as new as in an engine.
+It imports both once (some 15 seconds), then forks the ranks of each case: each is a new worker.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""What vllm-ascend hands out by itself: the rows that it loses are the reason for the plug-in, and hold the rig to what
-was measured."""
+"""What vllm-ascend hands out by itself. The rows that it loses are the reason for the plug-in."""
 
 from __future__ import annotations
 

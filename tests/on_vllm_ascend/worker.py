@@ -1,4 +1,4 @@
-"""A worker of an engine: real configs, groups over gloo, layers and a real runner object; then a case's steps."""
+"""A worker: real configs, groups over gloo, real layers and a real runner object; then a case's steps."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Worker:
                 experts(torch.ones(len(logits), HIDDEN), logits)
 
     def part(self, rows: torch.Tensor, missing: int) -> torch.Tensor:
-        """With sequence parallelism a rank's layers are given its part of the tokens, filled up to equal parts."""
+        """With sequence parallelism a rank is given its part of the tokens, filled up to equal parts."""
         if not self.case.sequence_parallel:
             return rows
         missing += -(len(rows) + missing) % self.case.tp
@@ -242,9 +242,9 @@ def quantized(scheme: str, device: str) -> Any:
 def make_runner(config: Any, model: Model) -> Any:
     """A real runner without its __init__, which allocates on a device.
 
-    It has what a runner has when `initialize_kv_cache` calls `init_routed_experts_capturer`: weights are loaded, no graph is
-    captured. More of it a plug-in shouldn't ask for; more of it isn't there. Its `execute_model` runs the step of this rig
-    where the real one prepares inputs, attention and a sampler.
+    It has what a runner has when `initialize_kv_cache` calls `init_routed_experts_capturer`: weights are
+    loaded, no graph is captured. A plug-in shouldn't ask for more, and more isn't there. Its `execute_model`
+    runs the step of this rig, where the real one prepares inputs and attention too.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
