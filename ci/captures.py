@@ -1,0 +1,81 @@
+"""The table of captured paths in docs/ascend.md, from what ci/vllm_ascend.sh wrote down.
+
+NPU_REPLAY_VLLM_ASCEND_RESULTS=out/captures.json bash ci/vllm_ascend.sh
+python ci/captures.py out/captures.json --write
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pages
+
+PAGE = Path(__file__).parents[1] / "docs" / "ascend.md"
+MARKS = "<!-- captures: written by ci/captures.py -->", "<!-- end of captures -->"
+RELEASED, PLUGIN = "as released", "with the plug-in"
+_WORDS = {
+    "sequence_parallel": "flash comm",
+    "mix_placement": "mixed placement",
+    "eplb": "EPLB",
+    "310P": "310P",
+}
+
+Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
+"""By release, then as released or with the plug-in, then by path: rows right of all, or errors."""
+
+
+def path_of(name: str) -> str:
+    """A case's name in words; those that differ in the way of quantizing alone have the same."""
+    scheme, comm, tp, dp, *more = name.split("-")
+    quantized = "unquantized" if scheme == "unquantized" else "quantized"
+    sizes = [f"{kind.upper()} {size}" for kind, size in ((tp[:2], tp[2:]), (dp[:2], dp[2:])) if size != "1"]
+    told = (_WORDS.get(one, one.replace("_", " ")) for one in more)
+    return ", ".join([quantized, comm, *sizes, *told])
+
+
+def cell(found: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
+    """Rows as released, and with the plug-in, of all cases of a path; empty where a release hasn't got it."""
+    if not found:
+        return ""
+    before, after = ([pair[which] for pair in found] for which in (0, 1))
+    rows = sum(one["of"] for one in after)
+    failed = next((error.partition(":")[0] for one in before for error in one.get("errors", ())), "")
+    return f"{failed or sum(one['right'] for one in before)} → {sum(one['right'] for one in after)} of {rows}"
+
+
+def table(results: Results) -> str:
+    """A row a path, a column a release.
+
+    Raises:
+        ValueError: with the plug-in something isn't right.
+    """
+    of: dict[str, dict[str, list[tuple[Any, Any]]]] = {}
+    for release, found in results.items():
+        for name, after in found[PLUGIN].items():
+            if not isinstance(after, dict):
+                continue
+            if "errors" in after or after["right"] != after["of"]:
+                raise ValueError(f"{release}, {name}: {after}")
+            if name in found[RELEASED]:
+                pairs = of.setdefault(path_of(name), {}).setdefault(release, [])
+                pairs.append((found[RELEASED][name], after))
+    rows = [[path, *(cell(by.get(release, ())) for release in results)] for path, by in sorted(of.items())]
+    return pages.table(["path", *results], sorted(rows, key=lambda row: not row[0].startswith("un")))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table, or put it into the page."""
+    (file,) = [Path(name) for name in arguments if name != "--write"]
+    made = table(json.loads(file.read_text(encoding="utf-8")))
+    if "--write" in arguments:
+        pages.rewrite(PAGE, MARKS, made)
+    print(made)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
