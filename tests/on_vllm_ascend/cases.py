@@ -63,7 +63,7 @@ class Case:
         if self.padding:
             parts.append(f"{self.padding}_padded")
         if self.broken:
-            parts.append(self.broken)
+            parts.append(f"broken_{self.broken}")
         if len(self.steps) > 1:
             parts.append(f"{len(self.steps)}_steps")
         return "-".join(parts)

@@ -104,11 +104,11 @@ SETTINGS = {"VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"}
 
 
 def keep(plugin: bool, told: Told) -> None:
-    """Write it where NPU_REPLAY_VLLM_ASCEND_RESULTS says: one file, by release, then with and without."""
+    """Write it into the folder that NPU_REPLAY_VLLM_ASCEND_RESULTS names, a file a release."""
     place = os.environ.get("NPU_REPLAY_VLLM_ASCEND_RESULTS")
     if place:
-        path = Path(place)
+        path = Path(place, f"{release()}.json")
         kept = json.loads(path.read_text()) if path.exists() else {}
-        of_release = kept.setdefault(release(), {})
-        of_release.setdefault("with the plug-in" if plugin else "as released", {}).update(told)
+        kept.setdefault("with the plug-in" if plugin else "as released", {}).update(told)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(kept, indent=1, sort_keys=True))
