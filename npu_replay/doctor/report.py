@@ -109,7 +109,7 @@ def report() -> Report:
             mindspeed.capability(*(by_name[name] for name in ("mindspeed", "megatron-core"))),
             vllm.capability(by_name["vllm"], by_name["vllm-ascend"]),
             vllm_ascend.capability(by_name["vllm-ascend"], by_name["vllm"].version),
-            plugin.capability(by_name["vllm-ascend"], by_name["vllm"]),
+            *_captures(by_name["vllm-ascend"], by_name["vllm"]),
             _recompute(facts),
             *_devices(facts, products),
         ),
@@ -123,6 +123,11 @@ def torch_facts() -> TorchFacts:
     """Ask torch what it has in this process."""
     accelerator, devices = torch_npu.accelerator()
     return TorchFacts(torch.__version__, backward.probe() or "", accelerator, devices)
+
+
+def _captures(ascend: Product, vllm_beside: Product) -> tuple[Capability, ...]:
+    """Of the plug-in, where there is something that it could capture on."""
+    return (plugin.capability(ascend, vllm_beside),) if ascend.found else ()
 
 
 def _recompute(facts: TorchFacts) -> Capability:
