@@ -40,6 +40,7 @@ GROUP, NAME = "vllm.general_plugins", "npu_replay"
 _RUNNERS = ("vllm_ascend.worker.model_runner_v1", "vllm_ascend.worker.v2.model_runner")
 _CAPTURER = "vllm.model_executor.layers.fused_moe.routed_experts_capturer"
 _FLAG = "enable_return_routed_experts"
+_TO_RAY = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 _PARALLEL = (
     *("pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size", "enable_dbo"),
     *("prefill_context_parallel_size", "decode_context_parallel_size", "enable_expert_parallel"),
@@ -116,8 +117,17 @@ def register() -> None:
     if problem is not None:
         _refuse(problem)
         return
+    _tell_workers_of_ray()
     for module in _RUNNERS:
         import_hook.when_imported(module, "capture of routed experts", _guard)
+
+
+def _tell_workers_of_ray() -> None:
+    """vLLM's Ray executor gives its workers the variables that it knows: without ours, each would run as
+    released, and nobody would say so."""
+    named = [name.strip() for name in os.environ.get(_TO_RAY, "").split(",")]
+    names = dict.fromkeys([*filter(None, named), releases.SWITCH, switches.STRICT])
+    os.environ[_TO_RAY] = ",".join(names)
 
 
 def _unknown(version: str, vllm: str) -> ReplayError | None:
@@ -160,8 +170,13 @@ def _made(original: Callable[..., Any], runner: Any, vllm_config: Any, *args: An
 
 def _capturing(original: Callable[..., Any], runner: Any) -> None:
     original(runner)
-    if not _refuse(_planned_wrong(runner.vllm_config)):
+    if _refuse(_planned_wrong(runner.vllm_config)):
+        return
+    try:
         attach(runner)
+    except ReplayError as error:
+        if _refuse(error):
+            _patches.undo()
 
 
 def _planned_wrong(vllm_config: Any) -> ReplayError | None:

@@ -175,6 +175,24 @@ def test_what_a_kernel_may_round_otherwise_is_not_held_against_it() -> None:
     assert biased.tolist() == [[3], [3]]
 
 
+@pytest.mark.parametrize("bias", [None, torch.bfloat16, torch.float32], ids=["no bias", "bf16", "fp32"])
+def test_scores_that_are_kept_in_bfloat16_are_no_alarm(bias: torch.dtype | None) -> None:
+    """As vllm-ascend's own `_native_select_experts` does: sigmoid, bias and top-k in the logits' dtype."""
+    made = torch.Generator().manual_seed(7)
+    logits = torch.randn(4000, 256, generator=made).bfloat16()
+    added = None if bias is None else (torch.randn(256, generator=made) / 10).to(bias)
+    scores = logits.sigmoid() if added is None else logits.sigmoid() + added
+    ids, sure = expected(logits, Choice(8, "sigmoid", added))
+    differ = (scores.topk(8).indices.sort(-1).values != ids).any(-1) & sure
+    assert differ.float().mean() < 0.005
+    assert sure.float().mean() > 0.3, "enough rows are left to see another layer's"
+
+
+def test_logits_that_are_no_numbers_are_not_held_against_a_layer() -> None:
+    _, sure = expected(torch.full((2, 8), torch.nan), CHOICE)
+    assert not sure.any()
+
+
 class Graph(TorchDispatchMode):
     """What a device's graph keeps of a forward: copies between memory that stays; no Python."""
 
