@@ -219,7 +219,7 @@ def attach(runner: Any) -> Capture:
     spread = parallel.enable_expert_parallel and tp.world_size > 1
     group = tp.device_group if spread else None
     where = f"vllm-ascend {probe.installed('vllm-ascend')}"
-    names = {number: type(one).__name__ for number, one in found.items()}
+    names = {number: getattr(one, "layer_name", type(one).__name__) for number, one in found.items()}
     check = SelfCheck(names, model.num_experts, group, where)
     capture = Capture(buffer, check, group)
     rank = Rank(tp.rank_in_group, tp.world_size, parallel.data_parallel_rank, parallel.data_parallel_size)
