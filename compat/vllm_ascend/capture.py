@@ -21,7 +21,7 @@ from npu_replay.compat.vllm_ascend.placing import Layout, place
 from npu_replay.errors import ReplayError
 
 if TYPE_CHECKING:
-    from npu_replay.compat.vllm_ascend.self_check import Choice, SelfCheck
+    from npu_replay.compat.vllm_ascend.self_check import Choice, Ranks, SelfCheck
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Capture:
         group: the tensor-parallel group, where its ranks may have different rows; else None.
     """
 
-    def __init__(self, buffer: torch.Tensor, check: SelfCheck, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, buffer: torch.Tensor, check: SelfCheck, group: Ranks | None) -> None:
         self.buffer = buffer
         self.check = check
         self.scheduled = 0
@@ -120,7 +120,7 @@ class Capture:
             return
         self.check.before_merge(rows)
         if self._group is not None:
-            dist.all_reduce(rows, dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(rows, dist.ReduceOp.MAX, group=self._group.device_group)
         try:
             check_slots()
             self.check.after_merge(rows)

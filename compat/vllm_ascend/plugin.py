@@ -217,7 +217,7 @@ def attach(runner: Any) -> Capture:
     model = _held_against_config(runner, found, buffer)
     parallel, tp = runner.vllm_config.parallel_config, get_tp_group()
     spread = parallel.enable_expert_parallel and tp.world_size > 1
-    group = tp.device_group if spread else None
+    group = tp if spread else None
     where = f"vllm-ascend {probe.installed('vllm-ascend')}"
     names = {number: getattr(one, "layer_name", type(one).__name__) for number, one in found.items()}
     check = SelfCheck(names, model.num_experts, group, where)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,13 @@ _MAY_DIFFER = 1 / 50
 """The share of a layer's rows that may differ from the top-k in one step."""
 
 _REPORT = "Without NPU_REPLAY_VLLM_ASCEND the engine runs as released; please report it"
+
+
+class Ranks(Protocol):
+    """vLLM's coordinator of a group's ranks. Its group is asked for each time: from 0.23 on sleep mode may
+    destroy it, and make another on waking up (enable_sleep_mode_extra_cleanup)."""
+
+    device_group: dist.ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -113,7 +121,7 @@ class SelfCheck:
         self,
         layers: Mapping[int, str],
         experts: int,
-        group: dist.ProcessGroup | None,
+        group: Ranks | None,
         where: str,
         steps: int = STEPS,
     ) -> None:
@@ -191,7 +199,7 @@ class SelfCheck:
         own = rows[:, list(self._layers)]
         self._writers = (own >= 0).all(-1).int()
         if self._group is not None:
-            dist.all_reduce(self._writers, dist.ReduceOp.SUM, group=self._group)
+            dist.all_reduce(self._writers, dist.ReduceOp.SUM, group=self._group.device_group)
 
     def after_merge(self, rows: torch.Tensor) -> None:
         """Look at the rows of all ranks, and leave zeros where nothing routes.
@@ -245,7 +253,7 @@ class SelfCheck:
         again = torch.stack([self._twice.get(layer, none).to(rows.device) for layer in self._layers])
         found = torch.stack([again, wrong]).int()
         if self._group is not None:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group.device_group)
         return [
             (found[0], "were chosen twice, and otherwise: by another layer, such as a draft's, taken for it"),
             (found[1], "aren't the top-k of the router's logits: other experts, or other tokens' rows"),

@@ -6,6 +6,7 @@ Ranks of a real process group, and vllm-ascend's own layers, are in tests/on_vll
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,6 +156,20 @@ def test_without_strict_the_routes_are_zeros(
             run(capture, step, broken=forgotten)
         assert not capture.buffer[:20].any()
     assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+def test_a_group_that_sleep_mode_replaces_is_asked_for_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[object] = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda rows, op, group: used.append(group))
+    ranks = SimpleNamespace(device_group="before")
+    check = SelfCheck({0: "layer 0"}, EXPERTS, ranks, "here", steps=1)
+    capture = Capture(torch.zeros(TOKENS, 1, TOP_K, dtype=torch.int32), check, ranks)
+    for group in ("before", "after"):
+        ranks.device_group = group
+        capture.begin(2)
+        capture.take(0, torch.arange(2 * TOP_K).reshape(2, TOP_K), None, plain(2))
+        capture.finish()
+    assert used == [*["before"] * 3, "after"]
 
 
 def test_groups_are_chosen_first() -> None:
