@@ -95,6 +95,8 @@ class Capture:
         others = self._group is not None and layout.whole and layout.tp_rank > 0
         if tokens > 0 and not others:
             self.buffer[row : row + tokens, layer].copy_(ids[first : first + tokens, :top_k])
+        if not self._merged:
+            self.check.way(layout.comm)
         logits = self.entry.logits if self.entry is not None else None
         if choice is not None and logits is not None and not self._merged:
             self.check.expect(layer, logits, choice, layout.begin)

@@ -57,7 +57,7 @@ def wanted() -> bool:
 def filtered() -> str:
     """What keeps vLLM from loading the plug-in; empty where nothing does, as far as this process can tell."""
     allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and NAME not in [one.strip() for one in allowed.split(",")]:
+    if allowed is not None and NAME not in allowed.split(","):  # vLLM strips no spaces either
         return f"VLLM_PLUGINS={allowed} leaves {NAME} out"
     found = importlib.metadata.entry_points(group=GROUP, name=NAME)
     return "" if found else "vLLM finds no plug-in of npu_replay: it isn't installed as a distribution"
@@ -71,7 +71,7 @@ def left_out() -> ReplayError | None:
     return ReplayError(
         f"{releases.SWITCH} is set, and npu_replay captures nothing",
         where="rollout",
-        expected=f"npu_replay installed beside vLLM, and {NAME} in VLLM_PLUGINS where that is set",
+        expected=f"npu_replay installed beside vLLM; where VLLM_PLUGINS is set, {NAME} in it, without spaces",
         got=why,
         cause="a filter from before; or npu_replay on PYTHONPATH alone, where vLLM finds no plug-in",
     )

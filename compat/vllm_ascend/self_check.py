@@ -3,7 +3,8 @@
 What is compared are the rows as they are handed out, in the batch's order and after all ranks' are together:
 so a wrong expert, place, layer, rank or step shows. Truth is a top-k of the logits as they came into the
 layer, worked out here. A step that runs as a captured graph has no logits to look at; there every row has to
-be written in that very step, by one rank.
+be written in that very step, by one rank. A way of communication that comes up later is looked at anew: it
+changes with the number of tokens, and has its own places.
 """
 
 from __future__ import annotations
@@ -129,8 +130,10 @@ class SelfCheck:
         self._experts = experts
         self._group = group
         self._where = where
-        self._left = steps
-        self._steps = steps
+        self._each = self._left = self._steps = steps
+        self._to_compare = COMPARED
+        self._ways: set[str] = set()
+        self._again = False
         self._expected: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
         self._twice: dict[int, torch.Tensor] = {}
         self._compared: set[int] = set()
@@ -145,12 +148,20 @@ class SelfCheck:
     @property
     def compares(self) -> bool:
         """Are choices of this step held against logits, if it runs eagerly?"""
-        return self._left > 0 and self._eager < COMPARED
+        return self._left > 0 and self._to_compare > 0
 
     def begin(self) -> None:
         """A step starts. What was chosen since the last one, in a dummy run, is nobody's."""
         self._expected.clear()
         self._twice.clear()
+        if self._again:
+            self._again, self._left, self._steps = False, self._each, self._steps + self._each
+
+    def way(self, comm: str) -> None:
+        """A layer's tokens come to their experts in this way. If it is new, the next steps are looked at."""
+        if comm not in self._ways:
+            self._ways.add(comm)
+            self._to_compare, self._again = COMPARED, not self._left
 
     def expect(self, layer: int, logits: torch.Tensor, choice: Choice, row: int) -> None:
         """Remember what a layer has to choose.
@@ -215,6 +226,7 @@ class SelfCheck:
         self._refuse_order()
         rows.clamp_(min=0)
         self._eager += bool(self._expected)
+        self._to_compare -= bool(self._expected)
         self._compared |= set(self._expected)
         self._expected.clear()
         self._left -= 1

@@ -268,6 +268,8 @@ def test_doctor_says_what_keeps_it_from_capturing(
     assert plugin.capability(ascend, vllm).why == "VLLM_PLUGINS=ascend, other leaves npu_replay out"
     assert plugin.left_out() is not None
     monkeypatch.setenv("VLLM_PLUGINS", "ascend, npu_replay")
+    assert "leaves npu_replay out" in str(plugin.left_out()), "vLLM looks for it with the space"
+    monkeypatch.setenv("VLLM_PLUGINS", "ascend,npu_replay")
     assert plugin.left_out() is None
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
     assert "isn't installed as a distribution" in plugin.capability(ascend, vllm).why

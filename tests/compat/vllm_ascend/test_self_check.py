@@ -146,6 +146,18 @@ def test_rows_of_an_earlier_step_are_gone() -> None:
     assert not capture.buffer[:, 2].any()
 
 
+def test_a_way_that_comes_up_later_is_looked_at_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of another size go another way: the first is taken as it is, those after it are checked."""
+    capture = new_capture()
+    for step in range(STEPS + 2):
+        run(capture, step)
+    monkeypatch.setitem(globals(), "plain", lambda tokens: Layout(comm="mc2", tokens=tokens, entered=tokens))
+    run(capture, 90)
+    assert capture.check.ground == 0
+    with pytest.raises(ReplayError, match=f"in step {STEPS + 1}, .* top-k of the router's logits"):
+        run(capture, 91, broken=one_row_off)
+
+
 def test_without_strict_the_routes_are_zeros(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
