@@ -40,6 +40,7 @@ GROUP, NAME = "vllm.general_plugins", "npu_replay"
 _RUNNERS = ("vllm_ascend.worker.model_runner_v1", "vllm_ascend.worker.v2.model_runner")
 _CAPTURER = "vllm.model_executor.layers.fused_moe.routed_experts_capturer"
 _FLAG = "enable_return_routed_experts"
+_INIT = "init_routed_experts_capturer"
 _TO_RAY = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 _PARALLEL = (
     *("pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size", "enable_dbo"),
@@ -157,15 +158,28 @@ def _guard(module: ModuleType) -> None:
     """Have a worker's model runner checked when it is made, and captured from when its capturer is there."""
     runner = module.NPUModelRunner
     _patches.wrap(runner, "__init__", _made, "refuses what can't be captured, before weights are loaded")
-    _patches.wrap(runner, "init_routed_experts_capturer", _capturing, "the weights are there, no graph is")
+    if hasattr(runner, _INIT):
+        _patches.wrap(runner, _INIT, _capturing, "the weights are there, no graph is")
 
 
 def _made(original: Callable[..., Any], runner: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     if not getattr(vllm_config.model_config, _FLAG, False):
         logger.warning("[npu_replay] %s is set, but not %s: no routes are captured", releases.SWITCH, _FLAG)
     else:
-        _refuse(_planned_wrong(vllm_config))
+        _refuse(_without_routes(runner) or _planned_wrong(vllm_config))
     original(runner, vllm_config, *args, **kwargs)
+
+
+def _without_routes(runner: Any) -> ReplayError | None:
+    if hasattr(runner, _INIT):
+        return None
+    return ReplayError(
+        "this model runner knows no routes",
+        where=f"{type(runner).__module__}, vllm-ascend {probe.installed('vllm-ascend')}",
+        expected=f"one that has {_INIT}",
+        got="none there",
+        cause="VLLM_USE_V2_MODEL_RUNNER=1 before 0.28.0rc1: leave it away",
+    )
 
 
 def _capturing(original: Callable[..., Any], runner: Any) -> None:

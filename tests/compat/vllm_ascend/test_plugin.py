@@ -109,6 +109,17 @@ def test_without_strict_a_capture_that_cannot_be_attached_leaves_the_engine_as_r
     assert "init_routed_experts_capturer" not in vars(runners.NPUModelRunner)
 
 
+def test_a_runner_that_knows_no_routes_is_refused(
+    installed: dict[str, str], runners: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Model Runner V2 to 0.26."""
+    monkeypatch.delattr(Runner, "init_routed_experts_capturer")
+    plugin.register()
+    assert not import_hook._failures
+    with pytest.raises(ReplayError, match="this model runner knows no routes"):
+        runners.NPUModelRunner(config())
+
+
 def test_uninstall_takes_everything_back(installed: dict[str, str], runners: ModuleType) -> None:
     plugin.register()
     plugin.register()
