@@ -1,12 +1,15 @@
 """The rows of a step: each rank writes what its layers chose, and one all_reduce puts them together.
 
 Nothing is collected while the model runs: a copy into a buffer that stays is all that a captured graph holds.
-Rows that a rank doesn't have stay at the ground level, and MAX over the tensor-parallel group fills them.
+Each row is written by one rank. On the others it stays at the ground level, and MAX over the tensor-parallel
+group fills it. Where all ranks choose for all tokens, it is the first rank's: after a sum whose order differs
+from rank to rank, two near experts may change places, and MAX of both orders is neither.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +21,7 @@ from npu_replay.compat.vllm_ascend.placing import Layout, place
 from npu_replay.errors import ReplayError
 
 if TYPE_CHECKING:
-    from npu_replay.compat.vllm_ascend.self_check import Choice, SelfCheck
+    from npu_replay.compat.vllm_ascend.self_check import Choice, Ranks, SelfCheck
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +53,7 @@ class Capture:
         group: the tensor-parallel group, where its ranks may have different rows; else None.
     """
 
-    def __init__(self, buffer: torch.Tensor, check: SelfCheck, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, buffer: torch.Tensor, check: SelfCheck, group: Ranks | None) -> None:
         self.buffer = buffer
         self.check = check
         self.scheduled = 0
@@ -89,16 +92,22 @@ class Capture:
         most, _, top_k = self.buffer.shape
         first, tokens, row = place(layout, ids.shape[0])
         tokens = min(tokens, most - row)
-        if tokens > 0:
+        others = self._group is not None and layout.whole and layout.tp_rank > 0
+        if tokens > 0 and not others:
             self.buffer[row : row + tokens, layer].copy_(ids[first : first + tokens, :top_k])
+        if not self._merged:
+            self.check.way(layout.comm)
         logits = self.entry.logits if self.entry is not None else None
         if choice is not None and logits is not None and not self._merged:
             self.check.expect(layer, logits, choice, layout.begin)
         self.entry = None
 
     @torch.inference_mode()
-    def finish(self) -> None:
+    def finish(self, check_slots: Callable[[], None] = lambda: None) -> None:
         """Put the rows of all ranks together; in the first steps, check them. Once a step.
+
+        Args:
+            check_slots: raises if the slots under which they are kept aren't theirs.
 
         Raises:
             ReplayError: what came isn't what the routers chose. NPU_REPLAY_STRICT=0 logs it and gives zeros,
@@ -113,8 +122,9 @@ class Capture:
             return
         self.check.before_merge(rows)
         if self._group is not None:
-            dist.all_reduce(rows, dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(rows, dist.ReduceOp.MAX, group=self._group.device_group)
         try:
+            check_slots()
             self.check.after_merge(rows)
         except ReplayError as error:
             if switches.strict():

@@ -54,6 +54,12 @@ class Layout:
         """The batch's row of the first that came in."""
         return self.tp_rank * self.entered if self.sharded else 0
 
+    @property
+    def whole(self) -> bool:
+        """Does each tensor-parallel rank choose for all tokens?"""
+        unsplit = self.comm == "none" or self.keeps_all
+        return self.comm == "allgather" or (unsplit and not self.sharded)
+
 
 def place(layout: Layout, chosen: int) -> Place:
     """Where the ids of `chosen` rows belong: none of another rank's rows, and none that only fill up.

@@ -40,6 +40,8 @@ GROUP, NAME = "vllm.general_plugins", "npu_replay"
 _RUNNERS = ("vllm_ascend.worker.model_runner_v1", "vllm_ascend.worker.v2.model_runner")
 _CAPTURER = "vllm.model_executor.layers.fused_moe.routed_experts_capturer"
 _FLAG = "enable_return_routed_experts"
+_INIT = "init_routed_experts_capturer"
+_TO_RAY = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 _PARALLEL = (
     *("pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size", "enable_dbo"),
     *("prefill_context_parallel_size", "decode_context_parallel_size", "enable_expert_parallel"),
@@ -56,7 +58,7 @@ def wanted() -> bool:
 def filtered() -> str:
     """What keeps vLLM from loading the plug-in; empty where nothing does, as far as this process can tell."""
     allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and NAME not in [one.strip() for one in allowed.split(",")]:
+    if allowed is not None and NAME not in allowed.split(","):  # vLLM strips no spaces either
         return f"VLLM_PLUGINS={allowed} leaves {NAME} out"
     found = importlib.metadata.entry_points(group=GROUP, name=NAME)
     return "" if found else "vLLM finds no plug-in of npu_replay: it isn't installed as a distribution"
@@ -70,7 +72,7 @@ def left_out() -> ReplayError | None:
     return ReplayError(
         f"{releases.SWITCH} is set, and npu_replay captures nothing",
         where="rollout",
-        expected=f"npu_replay installed beside vLLM, and {NAME} in VLLM_PLUGINS where that is set",
+        expected=f"npu_replay installed beside vLLM; where VLLM_PLUGINS is set, {NAME} in it, without spaces",
         got=why,
         cause="a filter from before; or npu_replay on PYTHONPATH alone, where vLLM finds no plug-in",
     )
@@ -116,8 +118,17 @@ def register() -> None:
     if problem is not None:
         _refuse(problem)
         return
+    _tell_workers_of_ray()
     for module in _RUNNERS:
         import_hook.when_imported(module, "capture of routed experts", _guard)
+
+
+def _tell_workers_of_ray() -> None:
+    """vLLM's Ray executor gives its workers the variables that it knows: without ours, each would run as
+    released, and nobody would say so."""
+    named = [name.strip() for name in os.environ.get(_TO_RAY, "").split(",")]
+    names = dict.fromkeys([*filter(None, named), releases.SWITCH, switches.STRICT])
+    os.environ[_TO_RAY] = ",".join(names)
 
 
 def _unknown(version: str, vllm: str) -> ReplayError | None:
@@ -147,21 +158,39 @@ def _guard(module: ModuleType) -> None:
     """Have a worker's model runner checked when it is made, and captured from when its capturer is there."""
     runner = module.NPUModelRunner
     _patches.wrap(runner, "__init__", _made, "refuses what can't be captured, before weights are loaded")
-    _patches.wrap(runner, "init_routed_experts_capturer", _capturing, "the weights are there, no graph is")
+    if hasattr(runner, _INIT):
+        _patches.wrap(runner, _INIT, _capturing, "the weights are there, no graph is")
 
 
 def _made(original: Callable[..., Any], runner: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     if not getattr(vllm_config.model_config, _FLAG, False):
         logger.warning("[npu_replay] %s is set, but not %s: no routes are captured", releases.SWITCH, _FLAG)
     else:
-        _refuse(_planned_wrong(vllm_config))
+        _refuse(_without_routes(runner) or _planned_wrong(vllm_config))
     original(runner, vllm_config, *args, **kwargs)
+
+
+def _without_routes(runner: Any) -> ReplayError | None:
+    if hasattr(runner, _INIT):
+        return None
+    return ReplayError(
+        "this model runner knows no routes",
+        where=f"{type(runner).__module__}, vllm-ascend {probe.installed('vllm-ascend')}",
+        expected=f"one that has {_INIT}",
+        got="none there",
+        cause="VLLM_USE_V2_MODEL_RUNNER=1 before 0.28.0rc1: leave it away",
+    )
 
 
 def _capturing(original: Callable[..., Any], runner: Any) -> None:
     original(runner)
-    if not _refuse(_planned_wrong(runner.vllm_config)):
+    if _refuse(_planned_wrong(runner.vllm_config)):
+        return
+    try:
         attach(runner)
+    except ReplayError as error:
+        if _refuse(error):
+            _patches.undo()
 
 
 def _planned_wrong(vllm_config: Any) -> ReplayError | None:
@@ -202,9 +231,9 @@ def attach(runner: Any) -> Capture:
     model = _held_against_config(runner, found, buffer)
     parallel, tp = runner.vllm_config.parallel_config, get_tp_group()
     spread = parallel.enable_expert_parallel and tp.world_size > 1
-    group = tp.device_group if spread else None
+    group = tp if spread else None
     where = f"vllm-ascend {probe.installed('vllm-ascend')}"
-    names = {number: type(one).__name__ for number, one in found.items()}
+    names = {number: getattr(one, "layer_name", type(one).__name__) for number, one in found.items()}
     check = SelfCheck(names, model.num_experts, group, where)
     capture = Capture(buffer, check, group)
     rank = Rank(tp.rank_in_group, tp.world_size, parallel.data_parallel_rank, parallel.data_parallel_size)

@@ -7,6 +7,7 @@ to 0.20.2         save_captured_experts(slots)             with slots that fill 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,8 @@ class ReadOut:
     def __init__(self, runner: Any, capturer: Any, capture: Capture) -> None:
         self._runner, self._capturer, self._capture = runner, capturer, capture
         self._group = getattr(runner, "routed_experts_attn_gid", getattr(capturer, "attn_gid", 0))
-        self._block = runner.kv_cache_config.kv_cache_groups[self._group].kv_cache_spec.block_size
+        self._groups = runner.kv_cache_config.kv_cache_groups
+        self._block = self._groups[self._group].kv_cache_spec.block_size
         self._positions: list[int] | None = None
 
     def install(self, patches: Patches) -> None:
@@ -53,6 +55,16 @@ class ReadOut:
                 expected=f"one of {', '.join(around)}",
                 got="none of them",
                 cause="vLLM isn't of the release that this vllm-ascend is made for",
+            )
+        if _SAVE in found and len(self._groups) > 1:
+            kinds = ", ".join(type(one.kv_cache_spec).__name__ for one in self._groups)
+            raise ReplayError(
+                "this model's routes are kept under slots of a group that may give its blocks back",
+                where="vllm-ascend",
+                expected="one KV cache group; from vLLM 0.22 on, several",
+                got=f"{len(self._groups)} groups: {kinds}",
+                cause="sliding windows or linear attention beside full attention (vllm-ascend#8216). With "
+                "windows alone, disable_hybrid_kv_cache_manager=True makes one group",
             )
         patches.wrap(self._runner, "execute_model", self._begin, "begins with no row of the step before")
         for name, how in found.items():
@@ -85,15 +97,19 @@ class ReadOut:
         return original()
 
     def _snapshot(self, original: Callable[..., Any], slot_mappings: Any, num_tokens: int) -> Any:
+        if num_tokens < self._capture.scheduled:  # vLLM may leave out drafts that it doesn't think worth it
+            self._capture.scheduled, self._positions = num_tokens, None
         self._finish(slot_mappings[self._group])
         return original(slot_mappings, num_tokens)
 
     def _finish(self, slots: torch.Tensor | None) -> None:
         capture, expected = self._capture, self._positions
         self._positions = None
-        if slots is not None and expected is not None:
-            capture.check.slots(slots[: capture.scheduled], expected, self._block)
-        capture.finish()
+        if slots is None or expected is None:
+            capture.finish()
+        else:
+            own = slots[: capture.scheduled]
+            capture.finish(functools.partial(capture.check.slots, own, expected, self._block))
 
     def _mend_slots(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)

@@ -43,3 +43,16 @@ def test_the_self_check_finds_it(path: Path, told: Callable[[bool, str], Told]) 
     found = told(True, path.case.device)[path.case.name]
     assert "right" not in found or found["right"] == 0, found
     assert any(str(path.as_released[release()]) in error for error in found["errors"]), found
+
+
+ORDER = Case(tp=2, steps=((3,),) * 18, broken="the_second_ranks_order_is_another")
+"""All ranks choose for all tokens, in the steps that are checked and in two more."""
+
+
+@pytest.mark.parametrize("path", [Path(ORDER, {release(): 0})], ids=[ORDER.name])
+def test_ranks_that_order_experts_otherwise_are_no_alarm(
+    path: Path, told: Callable[[bool, str], Told]
+) -> None:
+    found = told(True, path.case.device)[path.case.name]
+    assert "errors" not in found, found
+    assert found["right"] == found["of"] == 18 * 3 * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import sys
 import types
 from types import ModuleType, SimpleNamespace
@@ -27,6 +28,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(probe, "installed", lambda name: found.get(name, ""))
     monkeypatch.setenv("NPU_REPLAY_VLLM_ASCEND", "1")
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", "")  # changed, and so put back
     yield found
     npu_replay.uninstall()
     npu_replay.install()
@@ -73,6 +75,49 @@ def test_nothing_is_touched_unless_it_is_switched_on(
             plugin.register()
             assert "__init__" not in vars(runners.NPUModelRunner)
             assert not import_hook._waiting.get(V1)
+
+
+def test_workers_of_ray_are_told(
+    installed: dict[str, str], runners: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are given the variables that this one names; vLLM's own reading of it: tests/on_vllm_ascend."""
+    monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", "MINE, ")
+    for _ in range(2):
+        plugin.register()
+    told = os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"]
+    assert told.split(",") == ["MINE", "NPU_REPLAY_VLLM_ASCEND", "NPU_REPLAY_STRICT"]
+
+
+def test_without_strict_a_capture_that_cannot_be_attached_leaves_the_engine_as_released(
+    installed: dict[str, str],
+    runners: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fails(runner: object) -> None:
+        raise ReplayError("somebody else has replaced this function")
+
+    monkeypatch.setattr(plugin, "attach", fails)
+    plugin.register()
+    runner = runners.NPUModelRunner(config())
+    with pytest.raises(ReplayError, match="somebody else"):
+        runner.init_routed_experts_capturer()
+    monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
+    runner.init_routed_experts_capturer()
+    assert "somebody else has replaced this function" in caplog.text
+    assert "The engine runs as released" in caplog.text
+    assert "init_routed_experts_capturer" not in vars(runners.NPUModelRunner)
+
+
+def test_a_runner_that_knows_no_routes_is_refused(
+    installed: dict[str, str], runners: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Model Runner V2 to 0.26."""
+    monkeypatch.delattr(Runner, "init_routed_experts_capturer")
+    plugin.register()
+    assert not import_hook._failures
+    with pytest.raises(ReplayError, match="this model runner knows no routes"):
+        runners.NPUModelRunner(config())
 
 
 def test_uninstall_takes_everything_back(installed: dict[str, str], runners: ModuleType) -> None:
@@ -234,6 +279,8 @@ def test_doctor_says_what_keeps_it_from_capturing(
     assert plugin.capability(ascend, vllm).why == "VLLM_PLUGINS=ascend, other leaves npu_replay out"
     assert plugin.left_out() is not None
     monkeypatch.setenv("VLLM_PLUGINS", "ascend, npu_replay")
+    assert "leaves npu_replay out" in str(plugin.left_out()), "vLLM looks for it with the space"
+    monkeypatch.setenv("VLLM_PLUGINS", "ascend,npu_replay")
     assert plugin.left_out() is None
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
     assert "isn't installed as a distribution" in plugin.capability(ascend, vllm).why

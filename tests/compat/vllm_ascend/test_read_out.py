@@ -30,7 +30,7 @@ class Runner:
 
     def __init__(self, **more: Any) -> None:
         self.scheduler_config = SimpleNamespace(async_scheduling=False)
-        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[group(), group()])
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[group()])
         self.__dict__ |= more
         self.capture: Any = None
 
@@ -117,6 +117,7 @@ def test_a_hybrid_models_slots_are_those_of_its_attention() -> None:
         return "made"
 
     runner = Runner(
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[group(), group()]),
         routed_experts_attn_gid=1,
         routed_experts_slot_mapping_device=torch.zeros(16, dtype=torch.int64),
         input_batch=SimpleNamespace(block_table=tables),
@@ -135,3 +136,37 @@ def test_a_hybrid_models_slots_are_those_of_its_attention() -> None:
 def test_a_capturer_without_a_known_way_out_is_refused() -> None:
     with pytest.raises(ReplayError, match="hands out its rows in a way that isn't known"):
         installed(Runner(), SimpleNamespace())
+
+
+def test_slots_of_several_groups_are_refused_where_vllm_keeps_the_firsts() -> None:
+    """To 0.20.2: those of a sliding window are given back, and other requests' rows come instead."""
+    runner = Runner(kv_cache_config=SimpleNamespace(kv_cache_groups=[group(), group()]))
+    with pytest.raises(ReplayError, match="2 groups: SimpleNamespace, SimpleNamespace"):
+        installed(runner, saver([]))
+
+
+def test_without_strict_slots_of_other_tokens_give_zeros(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
+    runner, capturer = Runner(), saver([])
+    installed(runner, capturer)
+    for done in (3, 9):
+        runner.execute_model(step(done=done))
+        capturer.save_captured_experts([slot + 1 for slot in range(32 + done, 32 + done + TOKENS)])
+        assert not runner.capture.buffer.any()
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "the slots of step 1 aren't those of its tokens" in caplog.text
+
+
+def test_drafts_that_vllm_leaves_out_of_a_step_are_not_missed() -> None:
+    """From 0.28 on with adaptive verification, fewer tokens run than are scheduled."""
+    left_out = 2
+    runner = Runner()
+    runner.execute_model = lambda scheduled: Runner.execute_model(runner, step(TOKENS - left_out))
+    slots = torch.arange(32, 64)
+    capturer = SimpleNamespace(attn_gid=0, get_routed_experts=lambda slots, tokens: tokens)
+    installed(runner, capturer)
+    runner.execute_model(step())
+    assert capturer.get_routed_experts([slots], TOKENS - left_out) == TOKENS - left_out
+    assert runner.capture.buffer[:TOKENS, 0, 0].tolist()[: TOKENS - left_out] == [1] * (TOKENS - left_out)

@@ -6,6 +6,7 @@ Ranks of a real process group, and vllm-ascend's own layers, are in tests/on_vll
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,6 +146,18 @@ def test_rows_of_an_earlier_step_are_gone() -> None:
     assert not capture.buffer[:, 2].any()
 
 
+def test_a_way_that_comes_up_later_is_looked_at_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of another size go another way: the first is taken as it is, those after it are checked."""
+    capture = new_capture()
+    for step in range(STEPS + 2):
+        run(capture, step)
+    monkeypatch.setitem(globals(), "plain", lambda tokens: Layout(comm="mc2", tokens=tokens, entered=tokens))
+    run(capture, 90)
+    assert capture.check.ground == 0
+    with pytest.raises(ReplayError, match=f"in step {STEPS + 1}, .* top-k of the router's logits"):
+        run(capture, 91, broken=one_row_off)
+
+
 def test_without_strict_the_routes_are_zeros(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -155,6 +168,20 @@ def test_without_strict_the_routes_are_zeros(
             run(capture, step, broken=forgotten)
         assert not capture.buffer[:20].any()
     assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+def test_a_group_that_sleep_mode_replaces_is_asked_for_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[object] = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda rows, op, group: used.append(group))
+    ranks = SimpleNamespace(device_group="before")
+    check = SelfCheck({0: "layer 0"}, EXPERTS, ranks, "here", steps=1)
+    capture = Capture(torch.zeros(TOKENS, 1, TOP_K, dtype=torch.int32), check, ranks)
+    for group in ("before", "after"):
+        ranks.device_group = group
+        capture.begin(2)
+        capture.take(0, torch.arange(2 * TOP_K).reshape(2, TOP_K), None, plain(2))
+        capture.finish()
+    assert used == [*["before"] * 3, "after"]
 
 
 def test_groups_are_chosen_first() -> None:
@@ -173,6 +200,24 @@ def test_what_a_kernel_may_round_otherwise_is_not_held_against_it() -> None:
     assert sure.tolist() == [False, True]
     biased, _ = expected(near, Choice(1, "sigmoid", bias=torch.tensor([0.0, 0.0, 0.0, 9.0])))
     assert biased.tolist() == [[3], [3]]
+
+
+@pytest.mark.parametrize("bias", [None, torch.bfloat16, torch.float32], ids=["no bias", "bf16", "fp32"])
+def test_scores_that_are_kept_in_bfloat16_are_no_alarm(bias: torch.dtype | None) -> None:
+    """As vllm-ascend's own `_native_select_experts` does: sigmoid, bias and top-k in the logits' dtype."""
+    made = torch.Generator().manual_seed(7)
+    logits = torch.randn(4000, 256, generator=made).bfloat16()
+    added = None if bias is None else (torch.randn(256, generator=made) / 10).to(bias)
+    scores = logits.sigmoid() if added is None else logits.sigmoid() + added
+    ids, sure = expected(logits, Choice(8, "sigmoid", added))
+    differ = (scores.topk(8).indices.sort(-1).values != ids).any(-1) & sure
+    assert differ.float().mean() < 0.005
+    assert sure.float().mean() > 0.3, "enough rows are left to see another layer's"
+
+
+def test_logits_that_are_no_numbers_are_not_held_against_a_layer() -> None:
+    _, sure = expected(torch.full((2, 8), torch.nan), CHOICE)
+    assert not sure.any()
 
 
 class Graph(TorchDispatchMode):
