@@ -61,6 +61,15 @@ class Capture:
         self._group = group
         self._merged = True
         self._given_up = False
+        self._problem: ReplayError | None = None
+
+    def fail(self, problem: ReplayError) -> None:
+        """A layer's rows can't be placed. Nothing is raised here: the other ranks would wait for this one in
+        the model. Rows that nobody wrote are an error on all ranks, or zeros, which the reader refuses."""
+        if self._problem is None:
+            self._problem = problem
+            logger.error("%s. Its rows are left out", problem)
+        self.entry = None
 
     def enter(self, logits: torch.Tensor, *, sharded: bool = False, keeps_all: bool = False) -> Entry:
         """A layer's tokens come in."""
@@ -90,7 +99,11 @@ class Capture:
             layout: whose tokens they are.
         """
         most, _, top_k = self.buffer.shape
-        first, tokens, row = place(layout, ids.shape[0])
+        try:
+            first, tokens, row = place(layout, ids.shape[0])
+        except ReplayError as error:
+            self.fail(error.at(f"layer {layer}"))
+            return
         tokens = min(tokens, most - row)
         others = self._group is not None and layout.whole and layout.tp_rank > 0
         if tokens > 0 and not others:
@@ -126,9 +139,10 @@ class Capture:
         try:
             check_slots()
             self.check.after_merge(rows)
-        except ReplayError as error:
+        except ReplayError as found:
+            error = self._problem or found
             if switches.strict():
-                raise
+                raise error from found
             self._given_up = True
             logger.error("%s. %s=0: the routes are zeros from here on", error, switches.STRICT)
             rows.zero_()

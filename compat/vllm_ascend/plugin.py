@@ -221,7 +221,16 @@ def attach(runner: Any) -> Capture:
         ReplayError: not every layer that routes is there, or somebody else captures already.
     """
     from vllm.distributed import get_tp_group
+    from vllm_ascend.ops.fused_moe.moe_comm_method import MoECommMethod
 
+    ReplayError.unless(
+        not _patches.has(MoECommMethod, "prepare"),
+        "an engine of this process is captured already",
+        "one engine a process",
+        "another model runner, or a second KV cache of the same one",
+        "two LLMs in one process: start each in its own (VLLM_ENABLE_V1_MULTIPROCESSING=1)",
+        where="vllm-ascend",
+    )
     module = sys.modules[_CAPTURER]
     capturer = getattr(runner, "routed_experts_capturer", None) or module.RoutedExpertsCapturer.get_instance()
     buffer = getattr(capturer, "device_buffer", None)
@@ -234,7 +243,7 @@ def attach(runner: Any) -> Capture:
     group = tp if spread else None
     where = f"vllm-ascend {probe.installed('vllm-ascend')}"
     names = {number: getattr(one, "layer_name", type(one).__name__) for number, one in found.items()}
-    check = SelfCheck(names, model.num_experts, group, where)
+    check = SelfCheck(names, model.num_experts, group, where, speaks=tp.rank_in_group == 0)
     capture = Capture(buffer, check, group)
     rank = Rank(tp.rank_in_group, tp.world_size, parallel.data_parallel_rank, parallel.data_parallel_size)
     selects = release(_version()) < release(releases.BY_ROUTER)

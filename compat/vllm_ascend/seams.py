@@ -140,13 +140,8 @@ class Seam:
         before = entry is None
         if entry is None:  # the overlap gate chooses first, from the rows as they come in
             if logits is None:
-                raise ReplayError(
-                    "a layer chose experts of tokens that nothing was told of",
-                    where=f"vllm-ascend, layer {layer}",
-                    expected="MoECommMethod.prepare before the choice",
-                    got="a choice alone",
-                    cause="a way through the layer that this npu_replay doesn't know",
-                )
+                capture.fail(_untold(layer))
+                return
             entry = capture.enter(logits, sharded=bool(self._extra.flash_comm_v1_enabled), keeps_all=True)
         eager = self._context().cudagraph_runtime_mode.name == "NONE"
         compares = eager and capture.check.compares
@@ -166,6 +161,16 @@ class Seam:
             dp_rank=rank.dp_rank,
             across_dp=tuple(across),
         )
+
+
+def _untold(layer: int) -> ReplayError:
+    return ReplayError(
+        "a layer chose experts of tokens that nothing was told of",
+        where=f"vllm-ascend, layer {layer}",
+        expected="MoECommMethod.prepare before the choice",
+        got="a choice alone",
+        cause="a way through the layer that this npu_replay doesn't know",
+    )
 
 
 def choice(says: Callable[[str], Any]) -> Choice | None:

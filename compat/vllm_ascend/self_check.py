@@ -28,6 +28,8 @@ COMPARED = 3
 _NEAR = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}
 """Scores of logits in that dtype so near to each other, relatively, may change places: not every way to
 choose widens bfloat16 first, which keeps eight bits of a score."""
+FEWEST = 8
+"""Fewer tokens aren't held against logits: one of them may always differ."""
 _MAY_DIFFER = 1 / 50
 """The share of a layer's rows that may differ from the top-k in one step."""
 
@@ -116,6 +118,7 @@ class SelfCheck:
         group: the tensor-parallel group, where its ranks may have different rows; else None.
         where: whose routes they are, for messages: «vllm-ascend 0.23.0».
         steps: so many are looked at; 0: none.
+        speaks: says that all was well; one rank of a group does.
     """
 
     def __init__(
@@ -125,12 +128,14 @@ class SelfCheck:
         group: Ranks | None,
         where: str,
         steps: int = STEPS,
+        speaks: bool = True,
     ) -> None:
         self._layers = dict(sorted(layers.items()))
         self._experts = experts
         self._group = group
         self._where = where
         self._each = self._left = self._steps = steps
+        self._speaks = speaks
         self._to_compare = COMPARED
         self._ways: set[str] = set()
         self._again = False
@@ -170,7 +175,7 @@ class SelfCheck:
             logits: of tokens as they come into the layer; shape (tokens, experts).
             row: the first one's place in the batch.
         """
-        known = choice.scoring in _SCORES and logits.dtype in _NEAR
+        known = choice.scoring in _SCORES and logits.dtype in _NEAR and len(logits) >= FEWEST
         if not self.compares or not known or choice.top_k >= logits.shape[-1]:
             return
         ids, sure = expected(logits, choice)
@@ -230,7 +235,7 @@ class SelfCheck:
         self._compared |= set(self._expected)
         self._expected.clear()
         self._left -= 1
-        if not self._left:
+        if not self._left and self._speaks:
             self._say()
 
     def _covered(self, rows: torch.Tensor) -> list[tuple[torch.Tensor, str]]:

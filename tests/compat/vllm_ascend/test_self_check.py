@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from npu_replay.compat.vllm_ascend.capture import Capture
 from npu_replay.compat.vllm_ascend.placing import Layout
-from npu_replay.compat.vllm_ascend.self_check import COMPARED, STEPS, Choice, SelfCheck, expected
+from npu_replay.compat.vllm_ascend.self_check import COMPARED, FEWEST, STEPS, Choice, SelfCheck, expected
 from npu_replay.errors import ReplayError
 
 TOKENS, LAYERS, EXPERTS, TOP_K = 24, (1, 2, 4), 16, 3
@@ -125,6 +125,48 @@ def test_layers_taken_for_each_other_are_named() -> None:
         capture.take(layer, logits.topk(TOP_K).indices.int(), CHOICE, plain(8))
     with pytest.raises(ReplayError, match=r"layers chose in the order \[4, 2, 1\]"):
         capture.finish()
+
+
+def unknown_place(capture: Capture, step: int) -> None:
+    """A step in which layer 2's tokens come in a way that isn't known."""
+    capture.begin(20)
+    for layer, logits in logits_of(step, 20).items():
+        layout = plain(20) if layer != 2 else Layout(comm="none", tokens=20, entered=13)
+        capture.enter(logits)
+        capture.take(layer, logits.topk(TOP_K).indices.int(), CHOICE, layout)
+    capture.finish()
+
+
+def test_rows_without_a_known_place_are_an_error_once_all_ranks_are_together() -> None:
+    """Not in the model, where other ranks would wait for this one."""
+    with pytest.raises(ReplayError, match="layer 2: a layer chose experts of 20 rows, and their place"):
+        unknown_place(new_capture(), 0)
+
+
+def test_after_the_check_such_rows_are_zeros(caplog: pytest.LogCaptureFixture) -> None:
+    capture = new_capture()
+    for step in range(STEPS):
+        run(capture, step)
+    for step in range(2):
+        unknown_place(capture, step)
+        assert not capture.buffer[:20, 2].any()
+        assert capture.buffer[:20, 1].any()
+    assert [record.levelname for record in caplog.records] == ["WARNING", "ERROR"]
+
+
+def test_so_few_tokens_are_not_held_against_logits(caplog: pytest.LogCaptureFixture) -> None:
+    capture = new_capture()
+    for step in range(STEPS):
+        run(capture, step, tokens=FEWEST - 1)
+    assert "the routers' logits in 0 of them" in caplog.text
+
+
+def test_one_rank_of_a_group_speaks(caplog: pytest.LogCaptureFixture) -> None:
+    check = SelfCheck(dict.fromkeys(LAYERS, ""), EXPERTS, None, "here", speaks=False)
+    capture = Capture(torch.zeros(TOKENS, 6, TOP_K, dtype=torch.int32), check, None)
+    for step in range(STEPS):
+        run(capture, step)
+    assert not caplog.records
 
 
 def test_a_hole_in_a_graphs_replay_is_seen() -> None:
