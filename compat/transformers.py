@@ -23,6 +23,8 @@ from npu_replay.routers import Router, RouterKind
 
 _PACKAGES = ("transformers.models.", "transformers_modules.")  # the second: code that came with a checkpoint
 _ROUTER_NAME = re.compile(r"(Router|Gate|Gating)$")
+_SORTS = "TopKGating"
+"""Its output holds the tokens sorted by expert, and no ids (JetMoE; Granite in 4)."""
 _HASH_NAME = re.compile(r"Hash\w*Router$")
 _DECODER_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)")
 _TOPK = ("top_k", "topk", "moe_top_k")
@@ -60,7 +62,8 @@ class TransformersRouters(RouterKind):
                 cause="a model family that npu_replay doesn't know yet (docs/models.md lists those it does)",
             )
         shows = functools.partial(_shows, name=kind.__name__, experts=experts, topk=topk)
-        return _router(module, kind, path, topk, experts, shows)
+        sorts = kind.__name__.endswith(_SORTS)
+        return _router(module, kind, path, topk, experts, None if sorts else shows)
 
 
 def _router(
@@ -90,9 +93,9 @@ def _block(module: nn.Module, kind: type, path: str) -> Router | None:
     if not _holds_experts(module) or any(_is_router(inner) for inner in module.modules()):
         return None
     inside = getattr(module, "experts", None)
-    topk, experts = _topk(module), _experts(module)
-    if experts is None and isinstance(inside, nn.Module):
-        experts = _experts(inside)
+    config = getattr(module, "config", None)
+    topk = _topk(module) or _own(config, "moe_topk")
+    experts = _experts(module) or _experts(inside) or _own(config, *_EXPERTS)
     routes = isinstance(inside, nn.Module) and (_calls_topk(kind) or _is_patched(module))
     if routes and topk is not None and experts is not None:
         return _router(module, kind, path, topk, experts, shows=None)
@@ -204,12 +207,12 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _topk(module: nn.Module) -> int | None:
+def _topk(module: nn.Module | None) -> int | None:
     own = _own(module, *_TOPK)
     return own if own is not None else _own(getattr(module, "config", None), "top_k_experts")
 
 
-def _experts(module: nn.Module) -> int | None:
+def _experts(module: nn.Module | None) -> int | None:
     """How many columns its scores have. Where a router has two numbers, one leaves experts out."""
     own = [number for name in _EXPERTS if (number := _own(module, name)) is not None]
     if own:
