@@ -60,9 +60,10 @@ class Taken:
 
     def _is_ids(self, tensor: torch.Tensor) -> bool:
         dtype = tensor.dtype
-        return tensor.shape == self._shape and not (
-            dtype.is_floating_point or dtype.is_complex or dtype == torch.bool
-        )
+        if tensor.shape != self._shape or dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+            return False
+        # An index of rows, expanded to the ids beside it: a row of it is one number, and no choice.
+        return tensor.stride(1) != 0 or self._shape[1] == 1
 
     def _same(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._ids is None:

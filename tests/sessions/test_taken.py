@@ -98,12 +98,18 @@ def by_index(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
     return torch.arange(EXPERTS)[(ids,)]
 
 
+def by_pairs(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
+    """Beside the ids lies an index of rows of the same shape."""
+    rows = torch.arange(len(ids)).unsqueeze(1).expand(-1, TOPK)
+    return torch.arange(EXPERTS).expand(len(ids), -1)[rows, ids]
+
+
 def by_gather_first(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
     scores.gather(1, ids)
     return ids
 
 
-USES = (by_one_hot, by_cast, by_view, by_index, by_gather_first)
+USES = (by_one_hot, by_cast, by_view, by_index, by_pairs, by_gather_first)
 
 
 def foreign(count: int = 1) -> list[RoutedExperts]:
