@@ -39,8 +39,11 @@ class Taken:
         """Of each such tensor among these arguments a bool [rows, topk]: which ids it holds."""
         if self._first_alone and self.count:
             return []
+        found = [one for one in _tensors(args, kwargs) if self._is_ids(one)]
+        if not found:
+            return []
         with outside_modes():
-            return [self._same(one) for one in _tensors(args, kwargs) if self._is_ids(one)]
+            return [self._same(one) for one in found]
 
     def add(self, held: Sequence[torch.Tensor]) -> None:
         """These were taken in, by a function that made a tensor of them."""
