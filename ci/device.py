@@ -24,10 +24,11 @@ from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
-BUDGET = 570.0
-"""Seconds for all parts together."""
+BUDGET, OF_A_ROLLOUT = 570.0, 900.0
+"""Seconds for all parts together, and for each start of an engine."""
 PASS, FAIL, MISSING = "PASS", "FAIL", "MISSING"
 NOT_HERE = 2
+PLUGINS = "vllm.general_plugins"
 
 _LOOK = """
 import importlib.metadata, json, sys, torch
@@ -138,12 +139,26 @@ def _tests(file: str, needs: tuple[str, ...], seconds: float) -> Part:
     return Part(file, ("pytest", *needs), seconds, (*command, *config, str(ROOT / "tests" / "device" / file)))
 
 
+def rollouts(models: Sequence[Path], tensor_parallel_size: int) -> list[Part]:
+    """Three starts of each model: eager, with graphs and held against the first, and without routes."""
+    found = []
+    for model in models:
+        first = f"rollout {model.name} eager"
+        for mode in ("eager", "graph", "off"):
+            name = f"rollout {model.name} {mode}"
+            command = [str(ROOT / "ci" / "rollout_device.py"), str(model), "{out}", "--mode", mode]
+            command += ["--tp", str(tensor_parallel_size)]
+            command += ["--against", f"{{folder}}/{first}.out"] if mode == "graph" else []
+            found.append(Part(name, ("vllm",), OF_A_ROLLOUT, tuple(command)))
+    return found
+
+
 class Bench:
     """Runs parts in an environment, until the time for all of them is over."""
 
-    def __init__(self, environment: dict[str, str], folder: Path, logs: Path) -> None:
+    def __init__(self, environment: dict[str, str], folder: Path, logs: Path, budget: float = BUDGET) -> None:
         self._environment, self._folder, self._logs = environment, folder, logs
-        self._end = time.monotonic() + BUDGET
+        self._end, self._budget = time.monotonic() + budget, budget
 
     def run(self, part: Part) -> Result:
         """A part to its end, or to its time limit."""
@@ -154,9 +169,11 @@ class Bench:
         out = self._folder / f"{part.name}.out"
         seconds = min(part.seconds, self._end - time.monotonic())
         if seconds <= 0:
-            return Result(part.name, FAIL, f"no time left of {BUDGET:g} s for all parts")
+            return Result(part.name, FAIL, f"no time left of {self._budget:g} s for all parts")
         started = time.monotonic()
-        rc, said = self.call([word.replace("{out}", str(out)) for word in part.command], seconds, part.name)
+        places = {"{out}": str(out), "{folder}": str(self._folder)}
+        words = [_filled_in(word, places) for word in part.command]
+        rc, said = self.call(words, seconds, part.name)
         result = Result(
             part.name, PASS if rc == 0 else FAIL, rc=rc, seconds=round(time.monotonic() - started, 1)
         )
@@ -195,6 +212,12 @@ class Bench:
         return self.call(["-c", code, name], 60, "needs")[0] == 0
 
 
+def _filled_in(word: str, places: dict[str, str]) -> str:
+    for name, place in places.items():
+        word = word.replace(name, place)
+    return word
+
+
 def _plain(lines: list[str]) -> list[str]:
     """Without empty lines, and without this machine's paths."""
     clean = (line.strip().replace(str(ROOT), ".").replace(str(Path.home()), "~") for line in lines)
@@ -231,7 +254,7 @@ def environment(wheels: Path | None, device: str) -> Iterator[tuple[dict[str, st
     """Environment variables with this clone and what the wheels hold on PYTHONPATH, and a folder for them."""
     with tempfile.TemporaryDirectory(prefix="npu_replay-device-") as name:
         folder = Path(name)
-        paths = [ROOT, *_unpacked(wheels, folder / "wheels"), ROOT / "tests"]
+        paths = [folder, ROOT, *_unpacked(wheels, folder / "wheels"), ROOT / "tests"]
         variables = dict(os.environ)
         if device == "simulated":
             paths.append(ROOT / "tests" / "device" / "stand_in")
@@ -241,7 +264,19 @@ def environment(wheels: Path | None, device: str) -> Iterator[tuple[dict[str, st
         before = variables.get("PYTHONPATH", "")
         variables["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *([before] if before else [])])
         variables["PYTHONDONTWRITEBYTECODE"] = "1"
+        _announce(folder)
         yield variables, folder
+
+
+def _announce(folder: Path) -> None:
+    """Let vLLM find npu_replay's plug-in, which it looks for in installed distributions."""
+    about = folder / "npu_replay-0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: npu-replay\nVersion: 0\n", encoding="utf-8")
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    line = project.partition(f'[project.entry-points."{PLUGINS}"]\n')[2].partition("\n")[0]
+    found = f"[{PLUGINS}]\n{line.replace(chr(34), '')}\n"
+    (about / "entry_points.txt").write_text(found, encoding="utf-8")
 
 
 def _unpacked(wheels: Path | None, folder: Path) -> list[Path]:
@@ -268,7 +303,20 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="FILE", default=ROOT / "out" / "device.json")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda", "npu", "simulated"), default="auto")
     parser.add_argument("--quick", action="store_true", help="some of it, to try this script")
+    parser.add_argument(
+        "--rollout",
+        type=Path,
+        nargs="+",
+        metavar="MODEL",
+        default=[],
+        help="instead of all else: start vLLM with these models, folders of Hugging Face's form",
+    )
+    parser.add_argument(
+        "--tp", type=int, default=1, help="tensor-parallel ranks of these, with their experts spread"
+    )
     told = parser.parse_args(arguments)
+    if missing := [str(one) for one in told.rollout if not (one / "config.json").is_file()]:
+        parser.error(f"--rollout {missing[0]} has no config.json")
     if told.wheels is not None and not told.wheels.is_dir():
         parser.error(f"--wheels {told.wheels} is no folder")
     return told
@@ -282,7 +330,8 @@ def main(arguments: Sequence[str]) -> int:
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
     with environment(told.wheels, told.device) as (variables, folder):
-        bench = Bench(variables, folder, logs)
+        models = [model.resolve() for model in told.rollout]
+        bench = Bench(variables, folder, logs, 3 * OF_A_ROLLOUT * len(models) or BUDGET)
         wanted = "npu" if told.device == "simulated" else told.device
         rc, said = bench.call(["-c", _LOOK, wanted], 120, "device")
         if rc:
@@ -297,7 +346,8 @@ def main(arguments: Sequence[str]) -> int:
             return NOT_HERE
         print(f"{seen['count']} x {machine['name'] or 'CPU'}, torch {seen['versions']['torch']}", flush=True)
         results = []
-        for part in parts(machine["device"], seen["count"], quick=told.quick):
+        wanted_parts = rollouts(models, told.tp) or parts(machine["device"], seen["count"], quick=told.quick)
+        for part in wanted_parts:
             results.append(bench.run(part))
             last = results[-1]
             about = f"{last.passed} passed, {len(last.skipped)} skipped" if last.passed else ""

@@ -4,6 +4,7 @@
 #
 #   bash ci/device.sh                      on CUDA or an NPU; writes out/device.json, which docs/verified/ takes
 #   bash ci/device.sh --wheels FOLDER      Megatron-core and what else the environment lacks, from the wheels there
+#   bash ci/device.sh --rollout MODEL --tp 2   instead of all that, vLLM with a model: rows, and what they cost
 #   bash ci/device.sh --device cpu --quick (or --device simulated, a simulated NPU): tries this script itself
 #
 # Each part stands alone, with a time limit of its own. Exits 1 if one failed, 2 if there is no such device.

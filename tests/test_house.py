@@ -43,7 +43,11 @@ ROOMS = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 FACE = ROOMS["devices"]
 """From this floor on a room may use npu_replay as users do: `from npu_replay import record`."""
 PRODUCTS = {"transformers", "megatron", "mindspeed", "torch_npu", "vllm", "vllm_ascend", "sglang", "verl"}
-ALSO = {"compat.megatron_backports": ("megatron",), "compat.verl": ("megatron",)}
+ALSO = {
+    "compat.megatron_backports": ("megatron",),
+    "compat.verl": ("megatron",),
+    "compat.vllm_ascend": ("vllm",),
+}
 """Products that a room imports besides the one it is named for."""
 MOST_LINES = 450
 

@@ -17,12 +17,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from npu_replay.compat import probe, vllm_ascend
+from npu_replay.compat import probe
 from npu_replay.compat.patching import import_hook, switches
 from npu_replay.compat.patching.install import undo_everything
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.sglang import launch as sglang
 from npu_replay.compat.vllm import launch as vllm
+from npu_replay.compat.vllm_ascend import plugin
+from npu_replay.compat.vllm_ascend import releases as vllm_ascend
 from npu_replay.errors import ReplayError
 from npu_replay.rollout.release_rules import release
 
@@ -222,10 +224,13 @@ def _release_without_routes(
     config: Any, product: probe.Product, found: Mapping[str, probe.Product]
 ) -> ReplayError | None:
     if product.name == "vllm-ascend":
-        return vllm_ascend.refusal(product.version, _rollout_setting(config))
+        beside = found["vllm"].version if "vllm" in found else ""
+        known = vllm_ascend.of_release(product.version, beside)
+        return plugin.left_out() or vllm_ascend.refusal(known, _rollout_setting(config))
     if product.name == "sglang":
         return sglang.refusal(product.version, "npu" if "torch_npu" in found else "cuda")
-    plugin = found["vllm-ascend"].version if "vllm-ascend" in found else ""
+    ascend = found["vllm-ascend"].version if "vllm-ascend" in found else ""
+    ascend = vllm_ascend.of_release(ascend, product.version)
     if release(product.version)[:2] == (0, 21):
         return ReplayError(
             "no routes",
@@ -233,7 +238,7 @@ def _release_without_routes(
             got=f"vllm {product.version}",
             cause="0.21 splits what verl takes for one array",  # from_vllm reads it, so it is no fault there
         )
-    return vllm.refusal(product.version, plugin)
+    return vllm.refusal(product.version, ascend)
 
 
 def _rollout_setting(config: Any) -> vllm_ascend.Setting:
@@ -245,6 +250,8 @@ def _rollout_setting(config: Any) -> vllm_ascend.Setting:
         data_parallel_size=rollout("data_parallel_size") or 1,
         tensor_parallel_size=rollout("tensor_model_parallel_size") or 1,
         enable_expert_parallel=(rollout("expert_parallel_size") or 1) > 1,
+        capture=plugin.wanted(),
+        additional_config=rollout("engine_kwargs", "vllm", "additional_config"),
     )
 
 

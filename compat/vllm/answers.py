@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from npu_replay.compat import probe
-from npu_replay.compat import vllm_ascend as ascend
 from npu_replay.compat.vllm.launch import device_of
 from npu_replay.compat.vllm.releases import BEAMS, FAULTS
+from npu_replay.compat.vllm_ascend import releases as ascend
 from npu_replay.errors import InvalidRoutes
 from npu_replay.rollout import server_answers
 from npu_replay.rollout.release_rules import Source, release

@@ -10,9 +10,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from npu_replay.compat import vllm_ascend as ascend
 from npu_replay.compat.probe import Capability, Product, unusable
 from npu_replay.compat.vllm.releases import BY_BLOCK, CLASHES, FAULTS, LIMITS, NEEDED, NEWEST, SWITCH, V2
+from npu_replay.compat.vllm_ascend import releases as ascend
 from npu_replay.errors import ReplayError, whole_number
 from npu_replay.rollout import launch
 from npu_replay.rollout.launch import EngineArguments, Kind, a_flag, unreadable
@@ -30,6 +30,7 @@ def engine_arguments(
     quantization: str | None = None,
     vllm_ascend: str | None = None,
     soc: ascend.Soc | None = None,
+    capture: bool = False,
 ) -> EngineArguments:
     """What to start vLLM with so that it returns routes, refused before anything starts where it won't.
 
@@ -46,6 +47,7 @@ def engine_arguments(
         quantization: how the rollout's weights are quantized, if they are.
         vllm_ascend: vllm-ascend's release, if it runs on that.
         soc: the processor's generation, if it runs on that.
+        capture: is npu_replay's plug-in to capture on vllm-ascend? It mends what its releases lose.
 
     Returns:
         The planned arguments with those that turn routes on, the environment they need, and what this
@@ -61,6 +63,8 @@ def engine_arguments(
     if vllm_ascend:
         launch.refuse_untold("vllm-ascend", vllm_ascend, "vllm_ascend", "0.23.0")
     device = device_of(version, vllm_ascend or "")
+    if capture and not vllm_ascend:
+        raise unreadable("capture", "vllm_ascend= beside it: npu_replay captures there alone", "capture=True")
     launch.refuse(refusal(version, vllm_ascend or ""))
     if plan["model"] is not None:
         _refuse_without_experts(version, plan["model"])
@@ -77,10 +81,16 @@ def engine_arguments(
             enable_expert_parallel=bool(given.get("enable_expert_parallel")),
             soc=soc,
             async_scheduling=given.get("async_scheduling"),
+            capture=capture,
+            enable_dbo=bool(given.get("enable_dbo")),
+            enforce_eager=bool(given.get("enforce_eager")),
+            additional_config=given.get("additional_config"),
+            compilation_config=given.get("compilation_config"),
         )
         _refuse_pair(version, vllm_ascend)
         ascend.check(vllm_ascend, setting)
         environment |= V2 if ascend.needs_v2(vllm_ascend, setting) else {}
+        environment |= {ascend.SWITCH: "1"} if capture else {}
         if ascend.needs_sync(vllm_ascend):
             needed["async_scheduling"] = False
         made_for = release(vllm_ascend)[:2]
@@ -198,12 +208,15 @@ _NAMES = {
     "_sc": "speculative_config",
 }
 """Its short options: «-pp»."""
-_FLAGS = (SWITCH, "enable_eplb", "enable_expert_parallel", "enable_prefix_caching", "async_scheduling")
+_FLAGS = (
+    *(SWITCH, "enable_eplb", "enable_expert_parallel", "enable_prefix_caching", "async_scheduling"),
+    *("enable_dbo", "enforce_eager"),
+)
 _COUNTS = ("nnodes", *(name for name in _NAMES.values() if name.endswith("_parallel_size")))
 _KINDS: dict[str, Kind] = {
     **dict.fromkeys(_FLAGS, a_flag),
     **dict.fromkeys(_COUNTS, _count),
     **dict.fromkeys(("runner", "moe_backend", "quantization"), _word),
-    **dict.fromkeys(("kv_transfer_config", "speculative_config"), _keys),
+    **dict.fromkeys(("kv_transfer_config", "speculative_config", "additional_config"), _keys),
     "kv_offloading_size": _size,
 }

@@ -14,7 +14,7 @@ from torch import nn
 
 import npu_replay
 from npu_replay import RoutedExperts
-from npu_replay.bench import decode, gather
+from npu_replay.bench import capture, decode, gather
 from npu_replay.bench.timing import Case, Way
 from npu_replay.demo import megatron_model
 from npu_replay.routes import inputs
@@ -37,6 +37,7 @@ def cases(device: torch.device, pairs: int) -> Iterator[Case]:
     yield _others(device, pairs)
     yield Case("gather", gather.tokens(), gather.ways(), pairs)
     yield Case("decode", decode.TOKENS, decode.ways(), max(5, pairs // 5))
+    yield Case("capture", capture.TOKENS, capture.ways(device), pairs, device=device)
     for tokens in TOKENS:
         yield _step(tokens, device, few)
     yield _inputs(TOKENS[-1], device, few)

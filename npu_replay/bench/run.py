@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from npu_replay.bench import cases, decode, gather, imports
+from npu_replay.bench import capture, cases, decode, gather, imports
 from npu_replay.bench.timing import Row, rows
 from npu_replay.compat import probe
 from npu_replay.devices import megatron_on, name_of, one_thread, pick
@@ -37,6 +37,7 @@ def main(*, device: str, pairs: int, out: Path | None, force: bool) -> list[Row]
     console.print(_table(found))
     console.print(
         gather.sizes(),
+        capture.sizes(),
         decode.sizes({row.way: row.microseconds for row in found if row.what == "decode"}),
         imports.least({row.way: row.over_least for row in found if row.what == "import" and row.over}),
         sep="\n",

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from npu_replay import routers
-from npu_replay.compat import cuda, probe, torch_npu, vllm_ascend
+from npu_replay.compat import cuda, probe, torch_npu
 from npu_replay.compat.mindspeed import features as mindspeed
 from npu_replay.compat.patching import patches as patching
 from npu_replay.compat.probe import Capability, Product
 from npu_replay.compat.vllm import launch as vllm
+from npu_replay.compat.vllm_ascend import plugin
+from npu_replay.compat.vllm_ascend import releases as vllm_ascend
 from npu_replay.sessions import backward
 from npu_replay.sessions.session import OpenSession, open_sessions
 
@@ -106,7 +108,8 @@ def report() -> Report:
             *probe.capabilities(products),
             mindspeed.capability(*(by_name[name] for name in ("mindspeed", "megatron-core"))),
             vllm.capability(by_name["vllm"], by_name["vllm-ascend"]),
-            vllm_ascend.capability(by_name["vllm-ascend"]),
+            vllm_ascend.capability(by_name["vllm-ascend"], by_name["vllm"].version),
+            plugin.capability(by_name["vllm-ascend"], by_name["vllm"]),
             _recompute(facts),
             *_devices(facts, products),
         ),

@@ -41,7 +41,7 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
     native = ["its API, served" if release < (0, 16) else "Megatron's own"]
     ways = {
         what: [row.way for row in rows if row.what == what]
-        for what in ("router", "other top-k", "gather", "decode", "step", "import")
+        for what in ("router", "other top-k", "gather", "decode", "capture", "step", "import")
     }
     assert ways == {
         "router": ["live", "record", "replay", "record by Watch", "replay by Watch", *native],
@@ -54,6 +54,7 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
             "SGLang, base64 of int32",
             "base64 alone",
         ],
+        "capture": ["routers alone", "captured"],
         "step": ["live", "record", "replay", *native],
         "import": ["torch", "then npu_replay", "then its record"],
     }

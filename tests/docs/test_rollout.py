@@ -190,8 +190,26 @@ def ends_with_data_parallelism(version: str, vllm_ascend: str, ranks: int) -> bo
     return False
 
 
+def with_the_plug_in(release: str) -> str:
+    """What engine_arguments says of a release with capture=True, in the table's words."""
+    beside = "0.23.0" if release == "0.13.0" else release.split("rc")[0]
+    asked = {"vllm_ascend": release, "quantization": "ascend", "capture": True}
+    try:
+        limits = " ".join(vllm.engine_arguments(beside, **asked).limits)
+    except ReplayError:
+        return "refused"
+    hybrid = {"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}
+    hybrid |= {"layer_types": ["linear_attention", "full_attention"]}
+    try:
+        vllm.engine_arguments(beside, **asked, model=hybrid)
+    except ReplayError:
+        return "all experts, except in hybrid models"
+    return "all experts" + (", with Model Runner V2" if "Model Runner V2 alone" in limits else "")
+
+
 def test_the_table_of_vllm_ascend_is_what_engine_arguments_says() -> None:
-    for release, says in table("vllm-ascend"):
+    for release, says, captured in table("vllm-ascend"):
+        assert captured == with_the_plug_in(release), release
         beside = "0.23.0" if release == "0.13.0" else release.split("rc")[0]
         if says.startswith("refused"):
             words = {

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from npu_replay.compat import vllm_ascend
 from npu_replay.compat.probe import Product
-from npu_replay.compat.vllm_ascend import Setting, capability, check, limits, needs_v2
+from npu_replay.compat.vllm_ascend import releases as vllm_ascend
+from npu_replay.compat.vllm_ascend.releases import Setting, capability, check, limits, needs_v2
 from npu_replay.errors import ReplayError
 from npu_replay.rollout.launch import clash
 from npu_replay.rollout.release_rules import Symptom
@@ -223,3 +223,35 @@ def test_doctor_is_told(product: Product, state: str, words: str) -> None:
     assert found.state == state
     assert words in found.why
     assert (found.state == "broken" and bool(product.version)) == bool(found.remedy)
+
+
+@pytest.mark.parametrize("release", ["0.27.1rc1", "0.30.0rc2"])
+def test_tokens_that_are_filled_up_over_data_parallel_ranks_alone_end_the_engine(release: str) -> None:
+    """MC2 at one tensor-parallel rank: the patch of 0.25.1 on knows its rows with several alone."""
+    spread = {"data_parallel_size": 4, "enable_expert_parallel": True}
+    assert "say soc= to have it checked" in " ".join(limits(release, Setting(**spread)))
+    with pytest.raises(ReplayError, match="ends in an AssertionError on A3"):
+        check(release, Setting(**spread, soc="A3"))
+    check(release, Setting(**spread, soc="A2"))
+    check(release, Setting(**spread, soc="A3", tensor_parallel_size=2))
+    check(release, Setting(**spread, soc="A3", capture=True))
+
+
+def test_flash_comm_hands_out_wrong_rows_from_0_28_on() -> None:
+    flash = {"additional_config": {"enable_flashcomm1": True}, "tensor_parallel_size": 2}
+    with pytest.raises(ReplayError, match="wrong rows with flash comm"):
+        check("0.30.0rc2", Setting(**flash))
+    check("0.30.0rc2", Setting(**flash, capture=True))
+    check("0.27.1rc1", Setting(**flash))
+
+
+@pytest.mark.parametrize(
+    ("version", "vllm", "rules"),
+    [
+        *(("0.23.0", "0.23.0", "0.23.0"), ("0.18.1.dev45+g1", "0.18.0", "0.18.0")),
+        *(("0.17.0rc2.dev109+g5487946", "0.18.0", "0.18.0"), ("0.1.dev1+g1", "0.23.0", "0.23.0")),
+        *(("0.30.0rc2", "", "0.30.0rc2"), ("", "0.23.0", "0.23.0")),
+    ],
+)
+def test_a_build_between_releases_has_the_rules_of_its_vllm(version: str, vllm: str, rules: str) -> None:
+    assert vllm_ascend.of_release(version, vllm) == rules

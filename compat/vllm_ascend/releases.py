@@ -16,7 +16,7 @@ release of the same number it is installed from 0.25.1rc1 on. All of it was read
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -24,9 +24,22 @@ from npu_replay.compat.probe import Capability, Product, unusable
 from npu_replay.errors import ReplayError
 from npu_replay.rollout import launch, model_config
 from npu_replay.rollout.launch import on, says, several
-from npu_replay.rollout.release_rules import Clash, Fault, Limit, Plan, Symptom, release
+from npu_replay.rollout.release_rules import (
+    Clash,
+    Fault,
+    Limit,
+    Plan,
+    Releases,
+    Symptom,
+    release,
+    tells_release,
+)
 
 CAPABILITY = "routes of vllm-ascend"
+SWITCH = "NPU_REPLAY_VLLM_ASCEND"
+"""The environment variable with which npu_replay captures itself."""
+BY_ROUTER = "0.27.0"
+"""The first release whose layers choose by vLLM's routers, which tell vLLM's capturer."""
 NEWEST = "0.30.0rc2"
 """The newest release whose source was read; what comes later is taken for its like."""
 
@@ -45,6 +58,8 @@ class Setting:
         enable_expert_parallel: is it on?
         soc: the processor's generation.
         async_scheduling: is it on? None: as vLLM likes.
+        capture: does npu_replay capture (`plugin`)?
+        enable_dbo, enforce_eager, additional_config, compilation_config: vLLM's arguments of these names.
     """
 
     model: Any = None
@@ -54,6 +69,11 @@ class Setting:
     enable_expert_parallel: bool = False
     soc: Soc | None = None
     async_scheduling: bool | None = None
+    capture: bool = False
+    enable_dbo: bool = False
+    enforce_eager: bool = False
+    additional_config: Any = None
+    compilation_config: Any = None
 
     def plan(self) -> dict[str, Any]:
         """The same by vLLM's names, with what the model says of itself."""
@@ -75,13 +95,56 @@ def check(version: str, setting: Setting = Setting()) -> None:
 
 def refusal(version: str, setting: Setting) -> ReplayError | None:
     """What `check` raises; None where routes are right, as far as the source tells."""
+    if setting.capture:
+        return capture_refusal(version, setting.plan())
     never = launch.refusal("vllm-ascend", version, "", FAULTS)
     return never or launch.clash("vllm-ascend", version, "", setting.plan(), CLASHES)
 
 
+def of_release(version: str, vllm: str) -> str:
+    """The release whose rules hold. A build between releases has those of the vLLM that it runs on: images
+    carry «0.18.1.dev45», and «0.1.dev1» from a shallow clone.
+
+    Args:
+        version, vllm: of vllm-ascend and of vLLM.
+    """
+    between = "dev" in version or not tells_release(version)
+    return vllm if between and tells_release(vllm) else version
+
+
+def captures(version: str) -> bool:
+    """Does npu_replay know how this release chooses experts and hands them out?"""
+    return any(run.holds(version) for run in _CAPTURED) and release(version) != (0, 0, 0)
+
+
+def capture_refusal(version: str, plan: Plan) -> ReplayError | None:
+    """Why npu_replay captures nothing there; None where it does.
+
+    Args:
+        version: vllm-ascend's.
+        plan: vLLM's arguments by their Python names, and `hybrid`.
+    """
+    if not captures(version):
+        return not_captured(version)
+    return launch.clash("npu_replay on vllm-ascend", version, "", plan, CAPTURE_CLASHES)
+
+
+def not_captured(version: str) -> ReplayError:
+    """What is said of a release that npu_replay doesn't know."""
+    return ReplayError(
+        f"npu_replay captures nothing on vllm-ascend {version}, and touches nothing there",
+        where="rollout",
+        expected="0.18.0 to 0.20.2rc1, or 0.22.1rc1 to 0.30",
+        got=version,
+        cause=f"a release that it doesn't know, or 0.21.0rc1, which returns no routes beside vLLM 0.21.0. "
+        f"Without {SWITCH} the engine runs as released",
+    )
+
+
 def limits(version: str, setting: Setting = Setting()) -> tuple[str, ...]:
     """What holds of that release, one sentence each, where `check` can't know whether it matters."""
-    found = launch.limits("vllm-ascend", version, "", setting.plan(), LIMITS, NEWEST)
+    table = (*_V2, _IN_PLUGINS) if setting.capture else LIMITS
+    found = launch.limits("vllm-ascend", version, "", setting.plan(), table, NEWEST)
     if _is_of_main(version):
         found = (f"vllm-ascend {version} is no release: {_OF_MAIN}", *found)
     return found
@@ -114,20 +177,22 @@ def guesses() -> Iterator[Fault]:
             yield replace(fault, device="npu", always="", cause=f"on Ascend, vllm-ascend {fault.cause}")
 
 
-def capability(product: Product) -> Capability:
+def capability(product: Product, vllm: str = "") -> Capability:
     """Routes of vllm-ascend's rollouts, as far as its release tells.
 
     Args:
         product: what is found of vllm-ascend.
+        vllm: the release of vLLM beside it.
     """
     if not product.usable:
         return unusable(CAPABILITY, product)
-    if not product.version:
+    version = of_release(product.version, vllm)
+    if not version:
         return Capability(CAPABILITY, "works", "but its release isn't known, and some give zeros")
-    problem = refusal(product.version, Setting())
+    problem = refusal(version, Setting())
     if problem is not None:
         return Capability(CAPABILITY, "broken", problem.problem, problem.cause)
-    notes = limits(product.version) or ("the experts of every layer are captured",)
+    notes = limits(version) or ("the experts of every layer are captured",)
     return Capability(CAPABILITY, "works", "; ".join(notes))
 
 
@@ -156,6 +221,38 @@ def _may_split_tokens(plan: Plan, arguments: tuple[str, ...]) -> bool:
     return plan["soc"] is None and _splits_tokens(plan, arguments)
 
 
+def _fills_up(plan: Plan, _: Any) -> bool:
+    """Are tokens filled up to the longest data-parallel rank's, and not split over tensor-parallel ranks?"""
+    ranks, least = plan["data_parallel_size"], _SPLIT_FROM_EP.get(plan["soc"])
+    one = plan["enable_expert_parallel"] and plan["tensor_parallel_size"] == 1 < ranks
+    return bool(one and least is not None and ranks >= least)
+
+
+def _fills_up_there(plan: Plan, arguments: tuple[str, ...]) -> bool:
+    return plan["soc"] is not None and _fills_up(plan, arguments)
+
+
+def _may_fill_up(plan: Plan, arguments: tuple[str, ...]) -> bool:
+    return plan["soc"] is None and _fills_up(plan, arguments)
+
+
+def _asks(*keys: str) -> Callable[[Plan, tuple[str, ...]], bool]:
+    """Is this on in vllm-ascend's own config?"""
+
+    def asks(plan: Plan, arguments: tuple[str, ...]) -> bool:
+        found = plan.get(arguments[0])
+        for key in keys:
+            found = launch.as_mapping(found).get(key)
+        return bool(found)
+
+    return asks
+
+
+def _splits_by_pass(plan: Plan, arguments: tuple[str, ...]) -> bool:
+    by_pass = _asks("pass_config", "enable_sp")(plan, arguments)
+    return by_pass and launch.number(plan.get("tensor_parallel_size")) > 1 and not plan.get("enforce_eager")
+
+
 # fmt: off
 # ---- the rows
 
@@ -163,6 +260,7 @@ _SNAPSHOTS = "0.23.0"
 """The first release that copies the rows before the next step fills their buffer again."""
 _WORKING = "vllm-ascend 0.23.0 captures unquantized models, 0.27.1rc1 and later all"
 _OF_MAIN = "builds of its main branch between 1 and 12 August 2026 give physical ids"
+_OR_OURS = "; or, from 0.18.0 on, npu_replay's own capture (capture=True)"
 _ONE_RANK = "captures one tensor-parallel rank's tokens with expert parallelism and no data parallelism"
 
 FAULTS = (
@@ -183,6 +281,11 @@ FAULTS = (
 )
 """What can be wrong with its routes, after its name and release."""
 
+_SYNCHRONOUS = Clash(
+    ("async_scheduling",), on, until=_SNAPSHOTS,
+    problem="hands out rows of the next step under asynchronous scheduling",
+    instead="async_scheduling=False, or vllm-ascend 0.23.0 and later",
+    why="rows are read from a buffer that the next step fills again (vllm-ascend#10727)")
 _SPLIT = ("tensor_parallel_size", "enable_expert_parallel", "data_parallel_size")
 _LOST = "captures one token in {tensor_parallel_size} on {soc}: the other rows would be "
 _PART = ("tokens are split over the tensor-parallel ranks before they are routed, and without data "
@@ -191,35 +294,71 @@ _PART = ("tokens are split over the tensor-parallel ranks before they are routed
 CLASHES = (
     Clash(("quantization",), on, since="0.15.0", until="0.24.0",
           problem="captures no quantized experts: every id would be 0",
-          instead="an unquantized model, or vllm-ascend 0.27.1rc1 and later",
+          instead="an unquantized model, or vllm-ascend 0.27.1rc1 and later" + _OR_OURS,
           why="each way of quantizing chooses experts by itself there, past the capture"),
     Clash(("soc",), says("310p"), since="0.15.0", until="0.24.0",
-          problem="captures nothing on 310P: every id would be 0", instead="vllm-ascend 0.27.1rc1 and later",
+          problem="captures nothing on 310P: every id would be 0",
+          instead="vllm-ascend 0.27.1rc1 and later" + _OR_OURS,
           why="its MoE layers are others there, which choose experts past the capture"),
-    Clash(("async_scheduling",), on, until=_SNAPSHOTS,
-          problem="hands out rows of the next step under asynchronous scheduling",
-          instead="async_scheduling=False, or vllm-ascend 0.23.0 and later",
-          why="rows are read from a buffer that the next step fills again (vllm-ascend#10727)"),
+    _SYNCHRONOUS,
     Clash(("hybrid",), on, until="0.28.0", got="a hybrid model",
           problem="reads the rows of a model with linear attention from the wrong KV cache group",
-          instead="vllm-ascend 0.28.0rc1 and later, with VLLM_USE_V2_MODEL_RUNNER=1",
+          instead="vllm-ascend 0.28.0rc1 and later, with VLLM_USE_V2_MODEL_RUNNER=1" + _OR_OURS,
           why="its model runner keeps the slots of group 0 alone (vllm-ascend#8651, #9016)"),
     Clash(("data_parallel_size",), several, until="0.25.1",
           problem="ends in an AssertionError under data parallelism, once ranks have different numbers of "
           "tokens",
-          instead="data_parallel_size=1, or vllm-ascend 0.27.1rc1 and later",
+          instead="data_parallel_size=1, or vllm-ascend 0.27.1rc1 and later" + _OR_OURS,
           why="vLLM's own capture runs there, which knows no tokens that are padded or put together before "
           "they are routed; what mends it (vllm-ascend#9728) is installed from 0.25.1rc1 on"),
     Clash(_SPLIT, _splits_tokens_there, until="0.25.1", problem=f"{_LOST}zeros",
-          instead="expert parallelism off", why=_PART),
+          instead="expert parallelism off" + _OR_OURS, why=_PART),
     Clash(_SPLIT, _splits_tokens_there, since="0.25.1", until="0.28.0",
           problem=f"{_LOST}zeros", why=_PART,
-          instead="data_parallel_size above 1, or expert parallelism off"),
+          instead="data_parallel_size above 1, or expert parallelism off" + _OR_OURS),
     Clash(_SPLIT, _splits_tokens_there, since="0.28.0", problem=f"{_LOST}an earlier step's",
-          instead="data_parallel_size above 1, or expert parallelism off",
+          instead="data_parallel_size above 1, or expert parallelism off" + _OR_OURS,
           why=f"{_PART}, in a buffer that is never cleared"),
+    Clash(_SPLIT, _fills_up_there, since="0.27.0",
+          problem="ends in an AssertionError on {soc}, once ranks have different numbers of tokens",
+          instead="tensor_parallel_size above 1, or expert parallelism off" + _OR_OURS,
+          why="tokens are filled up to the longest rank's before they are routed, which the capture knows "
+          "with tensor parallelism alone"),
+    Clash(("additional_config",), _asks("enable_flashcomm1"), since="0.28.0",
+          problem="hands out wrong rows with flash comm, or ends in an AssertionError",
+          instead="enable_flashcomm1 off" + _OR_OURS,
+          why="its layout patch takes a rank's part of the tokens for others (vllm-ascend#9728)"),
 )
 
+_ONE_WORKER = "a sample's rows come from one worker, which runs all layers and all its tokens"
+CAPTURE_CLASHES = (
+    _SYNCHRONOUS,
+    Clash(("additional_config",), _asks("xlite_graph_config", "enabled"),
+          problem="captures nothing under xlite", instead="xlite_graph_config off",
+          why="its graph chooses experts by itself, past everything that could be heard"),
+    Clash(("additional_config",), _asks("enable_force_eplb"),
+          problem="captures other experts than those that run", instead="enable_force_eplb off",
+          why="it is for benchmarks, and replaces the chosen experts after the choice"),
+    Clash(("compilation_config", "tensor_parallel_size", "enforce_eager"), _splits_by_pass, until="0.27.0",
+          problem="doesn't know where rows belong when a compiler's pass splits them",
+          instead="sequence parallelism by additional_config={'enable_flashcomm1': True}",
+          why="that pass leaves rows in that fill up, in places that nothing tells"),
+    Clash(("enable_dbo",), on, problem="captures nothing with two half batches at once",
+          instead="enable_dbo off", why="both would write the same rows"),
+    Clash(("pipeline_parallel_size",), several, instead="1", why=_ONE_WORKER),
+    Clash(("prefill_context_parallel_size", "decode_context_parallel_size"), several, instead="1",
+          why=_ONE_WORKER),
+    Clash(("kv_transfer_config",), on, instead="none",
+          why="the rows of tokens whose KV cache comes from elsewhere don't come with it"),
+    Clash(("hybrid",), on, until="0.22.0", got="a hybrid model",
+          problem="captures no model with linear attention", instead="vllm-ascend 0.22.1rc1 and later",
+          why="vLLM keeps too few slots for one there (vllm-ascend#8216)"),
+)
+"""Where npu_replay captures nothing either."""
+
+_CAPTURED = (Releases(since="0.18.0", until="0.21.0"), Releases(since="0.22.0", until="0.31.0"))
+_IN_PLUGINS = Limit(words="npu_replay has to be installed beside vllm-ascend {version}, and be in "
+                    "VLLM_PLUGINS where that is set")
 _WITH_V2 = ("vllm-ascend {version} gives these routes with Model Runner V2 alone: VLLM_USE_V2_MODEL_RUNNER=1 "
             "has to be in the engine's environment")
 _MAY_LOSE = ("vllm-ascend {version} loses rows, which are %s then, with expert parallelism over "
@@ -233,6 +372,10 @@ _V2 = (
 LIMITS = (
     Limit(since="0.15.0", until="0.24.0", words="vllm-ascend {version} captures unquantized experts alone"),
     *_V2,
+    Limit(since="0.27.0", when=_may_fill_up,
+          words="vllm-ascend {version} ends in an AssertionError with expert parallelism over data-parallel "
+          "ranks alone, once they have different numbers of tokens, on A3, A5, and A2 from 16 ranks on (say "
+          "soc= to have it checked)"),
     Limit(until="0.28.0", when=_may_split_tokens, words=_MAY_LOSE % "zeros"),
     Limit(since="0.28.0", when=_may_split_tokens, words=_MAY_LOSE % "an earlier step's"),
 )

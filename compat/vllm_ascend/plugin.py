@@ -1,0 +1,238 @@
+"""The plug-in of vLLM that captures routed experts on vllm-ascend, where NPU_REPLAY_VLLM_ASCEND=1.
+
+vLLM calls `register` in each of its processes. In a worker it waits for the model runner. What can't be
+captured ends the start before weights are loaded; the rest is put in place when vLLM makes its capturer:
+weights are loaded then, and no graph is captured yet.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from npu_replay.compat import probe
+from npu_replay.compat.patching import import_hook, switches
+from npu_replay.compat.patching.patches import Patches
+from npu_replay.compat.probe import Capability, Product, unusable
+from npu_replay.compat.vllm_ascend import releases
+from npu_replay.compat.vllm_ascend.capture import Capture
+from npu_replay.compat.vllm_ascend.read_out import ReadOut
+from npu_replay.compat.vllm_ascend.seams import Rank, Seam, layers, refuse_foreign
+from npu_replay.compat.vllm_ascend.self_check import SelfCheck
+from npu_replay.errors import ReplayError
+from npu_replay.rollout import model_config
+from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.rollout.release_rules import release
+
+logger = logging.getLogger(__name__)
+
+CAPABILITY = "capture on vllm-ascend"
+GROUP, NAME = "vllm.general_plugins", "npu_replay"
+"""Where vLLM looks for plug-ins, and this one's name: VLLM_PLUGINS has to hold it, where it is set."""
+
+_RUNNERS = ("vllm_ascend.worker.model_runner_v1", "vllm_ascend.worker.v2.model_runner")
+_CAPTURER = "vllm.model_executor.layers.fused_moe.routed_experts_capturer"
+_FLAG = "enable_return_routed_experts"
+_PARALLEL = (
+    *("pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size", "enable_dbo"),
+    *("prefill_context_parallel_size", "decode_context_parallel_size", "enable_expert_parallel"),
+)
+
+_patches = Patches("routed experts of vllm-ascend")
+
+
+def wanted() -> bool:
+    """Is npu_replay to capture?"""
+    return os.environ.get(releases.SWITCH, "") not in ("", "0") and not switches.disabled()
+
+
+def filtered() -> str:
+    """What keeps vLLM from loading the plug-in; empty where nothing does, as far as this process can tell."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and NAME not in [one.strip() for one in allowed.split(",")]:
+        return f"VLLM_PLUGINS={allowed} leaves {NAME} out"
+    found = importlib.metadata.entry_points(group=GROUP, name=NAME)
+    return "" if found else "vLLM finds no plug-in of npu_replay: it isn't installed as a distribution"
+
+
+def left_out() -> ReplayError | None:
+    """Why vLLM won't load the plug-in though it is wanted; None where it will."""
+    why = filtered() if wanted() else ""
+    if not why:
+        return None
+    return ReplayError(
+        f"{releases.SWITCH} is set, and npu_replay captures nothing",
+        where="rollout",
+        expected=f"npu_replay installed beside vLLM, and {NAME} in VLLM_PLUGINS where that is set",
+        got=why,
+        cause="a filter from before; or npu_replay on PYTHONPATH alone, where vLLM finds no plug-in",
+    )
+
+
+def capability(product: Product, vllm: Product) -> Capability:
+    """Whether routes are captured by npu_replay here.
+
+    Args:
+        product, vllm: what is found of vllm-ascend, and of vLLM.
+    """
+    if not product.usable:
+        return unusable(CAPABILITY, product)
+    problem = _unknown(product.version, vllm.version)
+    if problem is not None:
+        return Capability(CAPABILITY, "broken" if wanted() else "missing", problem.problem, problem.cause)
+    if not wanted():
+        remedy = f"{releases.SWITCH}=1 in the engine's environment"
+        return Capability(CAPABILITY, "missing", "it is off; this release is known", remedy)
+    why = filtered()
+    if why:
+        return Capability(
+            CAPABILITY, "broken", why, f"pip install npu-replay beside vLLM; {NAME} in VLLM_PLUGINS"
+        )
+    return Capability(CAPABILITY, "works", "every quantization and layout, checked in the first steps")
+
+
+def register() -> None:
+    """Get ready to capture, if that is asked for. Once is as good as twice.
+
+    Raises:
+        ReplayError: this release isn't known; the engine doesn't start. NPU_REPLAY_STRICT=0 logs it.
+    """
+    if not wanted():
+        return
+    version, vllm = probe.installed("vllm-ascend"), probe.installed("vllm")
+    if not version:
+        logger.warning(
+            "[npu_replay] %s is set, and there is no vllm-ascend here: nothing is changed", releases.SWITCH
+        )
+        return
+    problem = _unknown(version, vllm)
+    if problem is not None:
+        _refuse(problem)
+        return
+    for module in _RUNNERS:
+        import_hook.when_imported(module, "capture of routed experts", _guard)
+
+
+def _unknown(version: str, vllm: str) -> ReplayError | None:
+    """Why these releases aren't touched."""
+    known = releases.of_release(version, vllm)
+    if release(known)[:2] != release(vllm)[:2]:
+        return ReplayError(
+            f"npu_replay captures nothing on vllm-ascend {version} beside vLLM {vllm}",
+            where="vllm-ascend",
+            expected="the vLLM that it is made for",
+            got=vllm,
+            cause="one of them was installed without the other; what changed between them isn't known",
+        )
+    return None if releases.captures(known) else releases.not_captured(version)
+
+
+def _refuse(problem: ReplayError | None) -> bool:
+    """Raise it, or log it where nothing is strict. Is there one?"""
+    if problem is not None and switches.strict():
+        raise problem
+    if problem is not None:
+        logger.error("%s. The engine runs as released", problem)
+    return problem is not None
+
+
+def _guard(module: ModuleType) -> None:
+    """Have a worker's model runner checked when it is made, and captured from when its capturer is there."""
+    runner = module.NPUModelRunner
+    _patches.wrap(runner, "__init__", _made, "refuses what can't be captured, before weights are loaded")
+    _patches.wrap(runner, "init_routed_experts_capturer", _capturing, "the weights are there, no graph is")
+
+
+def _made(original: Callable[..., Any], runner: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    if not getattr(vllm_config.model_config, _FLAG, False):
+        logger.warning("[npu_replay] %s is set, but not %s: no routes are captured", releases.SWITCH, _FLAG)
+    else:
+        _refuse(_planned_wrong(vllm_config))
+    original(runner, vllm_config, *args, **kwargs)
+
+
+def _capturing(original: Callable[..., Any], runner: Any) -> None:
+    original(runner)
+    if not _refuse(_planned_wrong(runner.vllm_config)):
+        attach(runner)
+
+
+def _planned_wrong(vllm_config: Any) -> ReplayError | None:
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    plan = {name: getattr(parallel, name, None) for name in _PARALLEL} | {
+        "kv_transfer_config": getattr(vllm_config, "kv_transfer_config", None),
+        "additional_config": getattr(vllm_config, "additional_config", None),
+        "compilation_config": getattr(vllm_config, "compilation_config", None),
+        "async_scheduling": getattr(vllm_config.scheduler_config, "async_scheduling", None),
+        "enforce_eager": getattr(model, "enforce_eager", None),
+        "hybrid": model_config.is_hybrid(model.hf_text_config),
+    }
+    return releases.capture_refusal(_version(), plan)
+
+
+def _version() -> str:
+    """The release whose rules hold here."""
+    return releases.of_release(probe.installed("vllm-ascend"), probe.installed("vllm"))
+
+
+def attach(runner: Any) -> Capture:
+    """Capture from a worker whose vLLM has just made its capturer.
+
+    Args:
+        runner: its model runner, with weights and KV cache, without graphs.
+
+    Raises:
+        ReplayError: not every layer that routes is there, or somebody else captures already.
+    """
+    from vllm.distributed import get_tp_group
+
+    module = sys.modules[_CAPTURER]
+    capturer = getattr(runner, "routed_experts_capturer", None) or module.RoutedExpertsCapturer.get_instance()
+    buffer = getattr(capturer, "device_buffer", None)
+    buffer = capturer._device_buffer if buffer is None else buffer
+    refuse_foreign(type(capturer).capture, ("routed_experts_capturer", "routed_experts_capture"), "capture")
+    found = layers(runner.get_model())
+    model = _held_against_config(runner, found, buffer)
+    parallel, tp = runner.vllm_config.parallel_config, get_tp_group()
+    spread = parallel.enable_expert_parallel and tp.world_size > 1
+    group = tp.device_group if spread else None
+    where = f"vllm-ascend {probe.installed('vllm-ascend')}"
+    names = {number: type(one).__name__ for number, one in found.items()}
+    check = SelfCheck(names, model.num_experts, group, where)
+    capture = Capture(buffer, check, group)
+    rank = Rank(tp.rank_in_group, tp.world_size, parallel.data_parallel_rank, parallel.data_parallel_size)
+    selects = release(_version()) < release(releases.BY_ROUTER)
+    Seam(capture, found, rank).install(_patches, capturer, selects=selects)
+    ReadOut(runner, capturer, capture).install(_patches)
+    return capture
+
+
+def _held_against_config(
+    runner: Any, found: Mapping[int, torch.nn.Module], buffer: torch.Tensor
+) -> RoutedModel:
+    """What the model's config says of its layers, which has to be what was found."""
+    model = RoutedModel.of(runner.vllm_config.model_config.hf_text_config)
+    own = [number for number, module in found.items() if getattr(module, "zero_expert_num", 0)]
+    ReplayError.unless(
+        not own,
+        f"layers {own} choose experts that compute nothing",
+        "layers whose experts are all the trainer's too",
+        "zero experts",
+        where="vllm-ascend",
+    )
+    ReplayError.unless(
+        sorted(found) == list(model.sparse) and buffer.shape[1] > max(found),
+        "the layers that route aren't those of the model's config",
+        f"layers {list(model.sparse)} in {buffer.shape[1]} columns",
+        f"layers {sorted(found)}",
+        "a model whose layers this npu_replay doesn't find in vllm-ascend, or doesn't read in its config",
+        where="vllm-ascend",
+    )
+    return model

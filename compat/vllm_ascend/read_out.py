@@ -1,0 +1,111 @@
+"""How a worker hands out a step's rows, release by release: what runs before, and what before that.
+
+to 0.20.2         save_captured_experts(slots)             with slots that fill up a graph
+0.22.1 to 0.29    get_device_buffer()                      the slots of KV cache group 0
+0.28 on, V2       get_routed_experts(slots, tokens)        nothing clears the buffer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from npu_replay.compat.patching.patches import Patches
+from npu_replay.compat.vllm_ascend.capture import Capture
+from npu_replay.errors import ReplayError
+
+_SAVE, _BUFFER, _SNAPSHOT = "save_captured_experts", "get_device_buffer", "get_routed_experts"
+
+
+class ReadOut:
+    """Has each step begun and finished.
+
+    Args:
+        runner: the worker's model runner.
+        capturer: vLLM's.
+        capture: what this worker captures.
+    """
+
+    def __init__(self, runner: Any, capturer: Any, capture: Capture) -> None:
+        self._runner, self._capturer, self._capture = runner, capturer, capture
+        self._group = getattr(runner, "routed_experts_attn_gid", getattr(capturer, "attn_gid", 0))
+        self._block = runner.kv_cache_config.kv_cache_groups[self._group].kv_cache_spec.block_size
+        self._positions: list[int] | None = None
+
+    def install(self, patches: Patches) -> None:
+        """Reach both ends of a step.
+
+        Raises:
+            ReplayError: the capturer has no way out that is known.
+        """
+        around: dict[str, Callable[..., Any]] = {
+            _SAVE: self._save,
+            _BUFFER: self._hand_out,
+            _SNAPSHOT: self._snapshot,
+        }
+        found = {name: how for name, how in around.items() if hasattr(self._capturer, name)}
+        if not found:
+            raise ReplayError(
+                "this capturer hands out its rows in a way that isn't known",
+                where=f"{type(self._capturer).__module__}.{type(self._capturer).__qualname__}",
+                expected=f"one of {', '.join(around)}",
+                got="none of them",
+                cause="vLLM isn't of the release that this vllm-ascend is made for",
+            )
+        patches.wrap(self._runner, "execute_model", self._begin, "begins with no row of the step before")
+        for name, how in found.items():
+            patches.wrap(self._capturer, name, how, "puts all ranks' rows together")
+        if hasattr(self._capturer, "clear_buffer"):
+            patches.set(self._capturer, "clear_buffer", self._capture.clear, "a row that nobody writes shows")
+        if self._group and hasattr(self._runner, "routed_experts_slot_mapping_device"):
+            why = "slots of the group that has attention's, where the runner keeps those of group 0"
+            patches.wrap(self._runner, "_build_attention_metadata", self._mend_slots, why)
+
+    def _begin(self, original: Callable[..., Any], scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("dummy_run"):
+            self._capture.begin(scheduled.total_num_scheduled_tokens)
+            self._positions = positions(scheduled) if self._tells_positions() else None
+        return original(scheduled, *args, **kwargs)
+
+    def _tells_positions(self) -> bool:
+        """Does the scheduler know where a step's tokens stand? Not which drafts were rejected a step ago."""
+        drafts = getattr(self._runner, "speculative_config", None) is not None
+        late = getattr(self._runner.scheduler_config, "async_scheduling", False)
+        return self._capture.check.ground < 0 and not (drafts and late)
+
+    def _save(self, original: Callable[..., Any], indices: Any) -> None:
+        slots = indices[: self._capture.scheduled]  # the rest is -1, which is the last slot of the cache
+        self._finish(torch.as_tensor(slots))
+        original(slots)
+
+    def _hand_out(self, original: Callable[..., Any]) -> Any:
+        self._finish(getattr(self._runner, "routed_experts_slot_mapping_device", None))
+        return original()
+
+    def _snapshot(self, original: Callable[..., Any], slot_mappings: Any, num_tokens: int) -> Any:
+        self._finish(slot_mappings[self._group])
+        return original(slot_mappings, num_tokens)
+
+    def _finish(self, slots: torch.Tensor | None) -> None:
+        capture, expected = self._capture, self._positions
+        self._positions = None
+        if slots is not None and expected is not None:
+            capture.check.slots(slots[: capture.scheduled], expected, self._block)
+        capture.finish()
+
+    def _mend_slots(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        tokens = self._capture.scheduled
+        slots = self._runner.input_batch.block_table[self._group].slot_mapping.gpu[:tokens]
+        self._runner.routed_experts_slot_mapping_device[:tokens].copy_(slots)
+        return made
+
+
+def positions(scheduled: Any) -> list[int]:
+    """Where the tokens of a step stand in their sequences, in any order."""
+    cached, tokens = scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens
+    begun = [(one.req_id, one.num_computed_tokens) for one in scheduled.scheduled_new_reqs]
+    begun += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    return [first + token for name, first in begun for token in range(tokens[name])]

@@ -1,0 +1,210 @@
+"""Where a worker's layers choose their experts, and how a capture hears of it.
+
+To 0.26 every way of quantizing calls `select_experts`, and only one of them tells vLLM's capturer; so it is
+replaced wherever it is bound, and what runs a layer says which layer it is. From 0.27 on vLLM's own binder
+reaches every router. In both, `prepare` tells how a layer's tokens come in.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from npu_replay.compat.patching.patches import Patches
+from npu_replay.compat.vllm_ascend.capture import Capture, Entry
+from npu_replay.compat.vllm_ascend.placing import Layout
+from npu_replay.compat.vllm_ascend.self_check import Choice
+from npu_replay.errors import ReplayError
+
+_SELECTORS = ("vllm_ascend.ops.fused_moe.experts_selector", "vllm_ascend._310p.fused_moe.experts_selector")
+_NAME = "select_experts"
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Which rank a worker is."""
+
+    tp_rank: int
+    tp_size: int
+    dp_rank: int
+    dp_size: int
+
+
+def layers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
+    """The modules of a model that route, by decoder layer: vLLM's FusedMoE, or from 0.24 on its MoERunner."""
+    found: dict[int, torch.nn.Module] = {}
+    for name, module in model.named_modules():
+        if hasattr(type(module), "layer_id") and hasattr(module, "moe_config"):
+            number = module.layer_id
+            if number in found:
+                raise ReplayError(
+                    f"two modules route for layer {number}",
+                    where=name,
+                    expected="one module that routes in each decoder layer",
+                    got=f"{type(found[number]).__name__} and {type(module).__name__}",
+                    cause="a model with a draft, or a second tower of experts, inside",
+                )
+            found[number] = module
+    return found
+
+
+class Seam:
+    """Hands each choice of the target model's layers to a capture."""
+
+    def __init__(self, capture: Capture, modules: Mapping[int, torch.nn.Module], rank: Rank) -> None:
+        from vllm.forward_context import get_forward_context
+        from vllm_ascend.ascend_forward_context import _EXTRA_CTX
+
+        self._capture = capture
+        self._modules = modules
+        self._rank = rank
+        self._extra = _EXTRA_CTX
+        self._context = get_forward_context
+        self._layer: int | None = None
+
+    def install(self, patches: Patches, capturer: Any, selects: bool) -> None:
+        """Reach every choice.
+
+        Args:
+            patches: notes what is replaced.
+            capturer: vLLM's, which the routers tell from 0.27 on.
+            selects: are experts chosen by `select_experts`, which the capturer doesn't hear of?
+        """
+        from vllm_ascend.ops.fused_moe.moe_comm_method import MoECommMethod
+
+        patches.wrap(MoECommMethod, "prepare", self._prepare, "how a layer's tokens come in")
+        if not selects:
+            patches.set(capturer, "capture", self._from_router, "places rows by the way of communication")
+            return
+        patches.set(capturer, "capture", lambda **_: None, "reached another way, for every quantization")
+        for number, module in self._modules.items():
+            run = "_forward_impl" if hasattr(module, "_forward_impl") else "forward_impl"
+            patches.wrap(module, run, self._in_layer(number), "which layer chooses")
+        for function, holders in selectors():
+            for holder in holders:
+                patches.set(holder, _NAME, self._choosing(function), "the experts of every quantization")
+
+    # ---- what is heard
+
+    def _prepare(self, original: Callable[..., Any], comm: Any, *args: Any, **kwargs: Any) -> Any:
+        logits = kwargs["router_logits"] if "router_logits" in kwargs else args[1]
+        self._capture.enter(
+            logits,
+            sharded=bool(kwargs.get("replace_allreduce")),
+            keeps_all=bool(kwargs.get("enable_shared_expert_dp")),
+        )
+        return original(comm, *args, **kwargs)
+
+    def _in_layer(self, number: int) -> Callable[..., Any]:
+        def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self._layer, self._capture.entry = number, None
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._layer = None
+
+        return run
+
+    def _choosing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def select_experts(*args: Any, **kwargs: Any) -> Any:
+            weights, ids = original(*args, **kwargs)
+            if self._layer is not None:
+                self._take(self._layer, ids, kwargs.get, kwargs.get("router_logits"))
+            return weights, ids
+
+        return select_experts
+
+    def _from_router(self, layer_id: int, topk_ids: torch.Tensor) -> None:
+        module = self._modules.get(layer_id)
+        if module is not None:
+            self._take(layer_id, topk_ids, lambda name: getattr(module.router, name, None), None)
+
+    def _take(
+        self, layer: int, ids: torch.Tensor, says: Callable[[str], Any], logits: torch.Tensor | None
+    ) -> None:
+        """
+        Args:
+            says: what the choice is made with, by its name in vLLM.
+            logits: those that were chosen from, if somebody chooses before tokens are prepared.
+        """
+        if self._extra.in_profile_run:
+            return
+        capture, entry = self._capture, self._capture.entry
+        before = entry is None
+        if entry is None:  # the overlap gate chooses first, from the rows as they come in
+            if logits is None:
+                raise ReplayError(
+                    "a layer chose experts of tokens that nothing was told of",
+                    where=f"vllm-ascend, layer {layer}",
+                    expected="MoECommMethod.prepare before the choice",
+                    got="a choice alone",
+                    cause="a way through the layer that this npu_replay doesn't know",
+                )
+            entry = capture.enter(logits, sharded=bool(self._extra.flash_comm_v1_enabled), keeps_all=True)
+        eager = self._context().cudagraph_runtime_mode.name == "NONE"
+        compares = eager and capture.check.compares
+        capture.take(layer, ids, choice(says) if compares else None, self._layout(entry, before))
+
+    def _layout(self, entry: Entry, before: bool) -> Layout:
+        rank = self._rank
+        across = self._context().dp_metadata.num_tokens_across_dp_cpu.tolist() if rank.dp_size > 1 else ()
+        return Layout(
+            comm="none" if before else self._extra.moe_comm_type.name.lower(),
+            tokens=self._extra.num_tokens,
+            entered=entry.rows,
+            sharded=entry.sharded,
+            keeps_all=entry.keeps_all,
+            tp_rank=rank.tp_rank,
+            tp_size=rank.tp_size,
+            dp_rank=rank.dp_rank,
+            across_dp=tuple(across),
+        )
+
+
+def choice(says: Callable[[str], Any]) -> Choice | None:
+    """How experts are chosen, if it is a top-k of the logits: not by a function or a table of token ids."""
+    groups, kept = says("num_expert_group") or 1, says("topk_group") or 1
+    own = any(says(name) is not None for name in ("custom_routing_function", "tid2eid", "bias_vl"))
+    if own or says("top_k") is None or says("scoring_func") is None:
+        return None
+    return Choice(says("top_k"), says("scoring_func"), says("e_score_correction_bias"), groups, kept)
+
+
+def selectors() -> Iterator[tuple[Callable[..., Any], list[ModuleType]]]:
+    """Each function that chooses, with the modules that hold it, its own among them.
+
+    Raises:
+        ReplayError: somebody else has replaced it.
+    """
+    for home in _SELECTORS:
+        function = getattr(sys.modules.get(home), _NAME, None)
+        if function is None:
+            continue
+        refuse_foreign(function, (home.rpartition(".")[2],), f"{home}.{_NAME}")
+        modules = list(sys.modules.values())  # anything may stand there
+        yield function, [one for one in modules if getattr(one, "__dict__", {}).get(_NAME) is function]
+
+
+def refuse_foreign(function: Any, files: tuple[str, ...], where: str) -> None:
+    """Refuse a function that isn't vllm-ascend's, or vLLM's, own.
+
+    Args:
+        files: the stems of those that it may be of.
+    """
+    code = function.__code__ if isinstance(function, FunctionType) else None
+    own = code is not None and Path(code.co_filename).stem.removeprefix("patch_") in files
+    if not own or hasattr(function, "__wrapped__"):
+        raise ReplayError(
+            "somebody else has replaced this function",
+            where=where,
+            expected=f"that of {files[0]}.py, as released",
+            got=f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}",
+            cause="another plug-in or patch that captures routes: only one can. Take it out, or leave "
+            "NPU_REPLAY_VLLM_ASCEND away",
+        )

@@ -1,0 +1,240 @@
+"""What the first steps are held against: right rows pass, and each way to be wrong is named.
+
+Ranks of a real process group, and vllm-ascend's own layers, are in tests/on_vllm_ascend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from npu_replay.compat.vllm_ascend.capture import Capture
+from npu_replay.compat.vllm_ascend.placing import Layout
+from npu_replay.compat.vllm_ascend.self_check import COMPARED, STEPS, Choice, SelfCheck, expected
+from npu_replay.errors import ReplayError
+
+TOKENS, LAYERS, EXPERTS, TOP_K = 24, (1, 2, 4), 16, 3
+CHOICE = Choice(TOP_K, "softmax")
+
+
+def plain(tokens: int) -> Layout:
+    return Layout(comm="none", tokens=tokens, entered=tokens)
+
+
+def new_capture() -> Capture:
+    buffer = torch.zeros(TOKENS, 6, TOP_K, dtype=torch.int32)
+    return Capture(
+        buffer, SelfCheck({layer: f"layer {layer}" for layer in LAYERS}, EXPERTS, None, "here"), None
+    )
+
+
+def logits_of(seed: int, tokens: int) -> dict[int, torch.Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return {layer: torch.randn(tokens, EXPERTS, generator=made) for layer in LAYERS}
+
+
+Broken = Callable[[int, torch.Tensor], "torch.Tensor | None"]
+
+
+def run(
+    capture: Capture, step: int, tokens: int = 20, *, eager: bool = True, broken: Broken | None = None
+) -> None:
+    """A step whose layers choose the top-k of their logits; `broken` changes what a layer hands over."""
+    capture.begin(tokens)
+    for layer, logits in logits_of(step, tokens).items():
+        ids = logits.topk(TOP_K).indices.int()
+        given = ids if broken is None else broken(layer, ids)
+        capture.enter(logits)
+        if given is not None:
+            capture.take(layer, given, CHOICE if eager else None, plain(tokens))
+    capture.finish()
+    for layer, logits in logits_of(step, tokens).items():
+        assert capture.buffer[:tokens, layer].tolist() == logits.topk(TOP_K).indices.tolist()
+
+
+def test_right_steps_pass_and_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    capture = new_capture()
+    for step in range(STEPS + 3):
+        run(capture, step, tokens=20 - step, eager=step % 2 == 0)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"routes of {len(LAYERS)} layers are captured on here" in line
+    assert f"Checked over {STEPS} steps" in line
+    assert f"in {COMPARED} of them" in line
+    assert not capture.buffer[:, 0].any(), "a layer that doesn't route is zeros, as vLLM has it"
+
+
+def test_a_layer_that_chooses_in_its_own_way_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    capture = new_capture()
+    for step in range(STEPS):
+        run(capture, step, eager=False)
+    assert f"but not of {len(LAYERS)} layers, which choose in a way of their own" in caplog.text
+
+
+def forgotten(layer: int, ids: torch.Tensor) -> torch.Tensor | None:
+    return None if layer == 2 else ids
+
+
+def physical(layer: int, ids: torch.Tensor) -> torch.Tensor:
+    return (ids * 5 + 3) % EXPERTS
+
+
+def redundant(layer: int, ids: torch.Tensor) -> torch.Tensor:
+    return ids + 1  # 16 is the first place above the experts
+
+
+def twice(layer: int, ids: torch.Tensor) -> torch.Tensor:
+    return ids[:, :1].expand(-1, TOP_K)
+
+
+def one_row_off(layer: int, ids: torch.Tensor) -> torch.Tensor:
+    return ids.roll(1, 0)
+
+
+def other_order(layer: int, ids: torch.Tensor) -> torch.Tensor:
+    half = len(ids) // 2
+    return torch.cat([ids[half:], ids[:half]])
+
+
+BROKEN = {
+    forgotten: "20 rows of layer 2 were written by no rank",
+    physical: "aren't the top-k of the router's logits",
+    redundant: "have an expert above 15",
+    twice: "have one expert twice",
+    one_row_off: "aren't the top-k of the router's logits",
+    other_order: "aren't the top-k of the router's logits",
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+def test_each_break_is_named(broken: Broken) -> None:
+    with pytest.raises(ReplayError, match=BROKEN[broken]):
+        run(new_capture(), 0, broken=broken)
+
+
+def test_a_hole_in_a_graphs_replay_is_seen() -> None:
+    """No logits are looked at in a step that isn't eager; that every row is new is."""
+    capture = new_capture()
+    run(capture, 0)
+    run(capture, 1, eager=False)
+    with pytest.raises(ReplayError, match="in step 3, 20 rows of layer 2 were written by no rank"):
+        run(capture, 2, eager=False, broken=forgotten)
+
+
+def test_rows_of_an_earlier_step_are_gone() -> None:
+    capture = new_capture()
+    for step in range(STEPS):
+        run(capture, step)
+    assert capture.check.ground == 0
+    with pytest.raises(AssertionError):
+        run(capture, 90, broken=forgotten)  # nothing is checked any more, and the row is zeros
+    assert not capture.buffer[:, 2].any()
+
+
+def test_without_strict_the_routes_are_zeros(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
+    capture = new_capture()
+    for step in range(2):
+        with pytest.raises(AssertionError):
+            run(capture, step, broken=forgotten)
+        assert not capture.buffer[:20].any()
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+def test_groups_are_chosen_first() -> None:
+    scores = torch.zeros(1, 8)
+    scores[0, :] = torch.tensor([9.0, 0.0, 5.0, 5.0, 0.0, 0.0, 0.0, 1.0])
+    free, _ = expected(scores, Choice(2, "sigmoid"))
+    grouped, sure = expected(scores, Choice(2, "sigmoid", groups=4, kept=1))
+    assert 0 in free[0].tolist()
+    assert grouped[0].tolist() == [2, 3]
+    assert not sure[0], "a release that takes a group's best expert would choose the first"
+
+
+def test_what_a_kernel_may_round_otherwise_is_not_held_against_it() -> None:
+    near = torch.tensor([[1.0, 0.5, 0.5 + 1e-7, -1.0], [1.0, 0.5, 0.25, -1.0]])
+    _, sure = expected(near, Choice(2, "softmax"))
+    assert sure.tolist() == [False, True]
+    biased, _ = expected(near, Choice(1, "sigmoid", bias=torch.tensor([0.0, 0.0, 0.0, 9.0])))
+    assert biased.tolist() == [[3], [3]]
+
+
+class Graph(TorchDispatchMode):
+    """What a device's graph keeps of a forward: copies between memory that stays; no Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.copies.append((args[0], args[1]))
+        return func(*args, **(kwargs or {}))
+
+    def replay(self) -> None:
+        for to, source in self.copies:
+            to.copy_(source)
+
+
+class Counted(TorchDispatchMode):
+    """The operations that compute or copy, by name; views are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_it_costs_once_it_is_checked() -> None:
+    """A copy a layer, a fill a step. Ranks add one all_reduce a step: tests/on_vllm_ascend."""
+    capture = new_capture()
+    for step in range(STEPS):
+        run(capture, step)
+    with Counted() as counted:
+        run(capture, 99)
+    own = [name for name in counted.found if name not in ("aten.topk.default", "aten._to_copy.default")]
+    ours = [name for name in own if name.startswith(("aten.fill_", "aten.copy_"))]
+    assert ours == ["aten.fill_.Scalar", *["aten.copy_.default"] * len(LAYERS)]
+    assert not any("all_reduce" in name or "topk" in name for name in own)
+
+
+def captured(capture: Capture, tokens: int) -> tuple[Graph, dict[int, torch.Tensor]]:
+    """A graph of a forward with so many tokens, and where it has the ids that its layers choose."""
+    ids = {layer: torch.zeros(tokens, TOP_K, dtype=torch.int32) for layer in LAYERS}
+    graph = Graph()
+    with graph:
+        for layer, static in ids.items():
+            capture.take(layer, static, None, plain(tokens))
+    return graph, ids
+
+
+@pytest.mark.parametrize("hole", [False, True], ids=["whole", "with a hole"])
+def test_a_graphs_copies_run_again_without_python(hole: bool) -> None:
+    """Captured once, before any step; run for steps of other tokens, filled up to the graph's."""
+    capture = new_capture()
+    graph, ids = captured(capture, 16)
+    assert len(graph.copies) == len(LAYERS), "a copy a layer is all that a graph has of it"
+    if hole:
+        del graph.copies[1]
+    for step, scheduled in enumerate((16, 9, 12)):
+        chosen = {layer: logits.topk(TOP_K).indices.int() for layer, logits in logits_of(step, 16).items()}
+        capture.begin(scheduled)
+        for layer, static in ids.items():
+            static.copy_(chosen[layer])
+        graph.replay()
+        if hole:
+            with pytest.raises(ReplayError, match="16 rows of layer 2 were written by no rank"):
+                capture.finish()
+            return
+        capture.finish()
+        for layer in LAYERS:
+            assert capture.buffer[:scheduled, layer].tolist() == chosen[layer][:scheduled].tolist()

@@ -1,0 +1,109 @@
+"""The capture that npu_replay brings to vllm-ascend, in the live engine's own runner: its read-out, scheduler
+and output are real. A CPU's layers tell vLLM's capturer themselves and split no tokens, so what chooses is
+reached here as the plain platform has it; vllm-ascend's layers are in tests/on_vllm_ascend.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from live.engine import in_process
+from live.test_in_process import assert_all_right, generate, prompt
+from npu_replay.compat.patching.patches import Patches
+from npu_replay.compat.vllm_ascend.capture import Capture
+from npu_replay.compat.vllm_ascend.placing import Layout
+from npu_replay.compat.vllm_ascend.read_out import ReadOut
+from npu_replay.compat.vllm_ascend.seams import choice, layers
+from npu_replay.compat.vllm_ascend.self_check import STEPS, SelfCheck
+from npu_replay.errors import ReplayError
+
+Changed = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+def attach(patches: Patches, llm: Any, change: Changed = lambda _, ids: ids) -> None:
+    """As the plug-in's `attach`, on the plain platform; `change` breaks what a layer hands over."""
+
+    def in_worker(worker: Any) -> None:
+        runner = worker.model_runner
+        capturer, found = runner.routed_experts_capturer, layers(runner.model)
+        experts = next(iter(found.values())).moe_config.num_logical_experts
+        check = SelfCheck({number: f"layer {number}" for number in found}, experts, None, "a live vLLM")
+        capture = Capture(capturer.device_buffer, check, None)
+
+        def enter(
+            original: Any, hidden: torch.Tensor, logits: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> Any:
+            capture.enter(logits)
+            return original(hidden, logits, *args, **kwargs)
+
+        def take(layer: int, ids: torch.Tensor) -> None:
+            router, rows = found[layer].router, ids.shape[0]
+            chosen = choice(lambda name: getattr(router, name, None))
+            layout = Layout(comm="none", tokens=rows, entered=rows)
+            capture.take(layer, change(layer, ids), chosen, layout)
+
+        for module in found.values():
+            patches.wrap(module.router, "_compute_routing", enter, "the logits of a choice")
+        patches.set(capturer, "capture", take, "places rows")
+        ReadOut(runner, capturer, capture).install(patches)
+
+    llm.collective_rpc(in_worker)
+
+
+@pytest.fixture(scope="module", params=["Qwen3Moe", "DeepseekV3"])
+def engine(request: pytest.FixtureRequest, saved: Any) -> Any:
+    from live import engine
+
+    model, folder = saved(request.param)
+    return engine.Live(model, folder, in_process(folder))
+
+
+@pytest.fixture
+def patches() -> Iterator[Patches]:
+    made = Patches("a capture in a live engine")
+    yield made
+    assert not made.undo()
+
+
+def test_rows_through_vllms_own_runner_are_right(
+    engine: Any, patches: Patches, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prompts in chunks, a shared prefix and several completions; steps of more and of fewer tokens."""
+    attach(patches, engine.engine)
+    shared = prompt(1, 70)
+    with caplog.at_level(logging.WARNING, "npu_replay"):
+        for number in range(3):
+            outputs = generate(
+                engine, [[*shared, *prompt(number, 40)], prompt(9 + number, 90 - 30 * number)], n=2
+            )
+            assert_all_right(engine, outputs)
+    said = [record.getMessage() for record in caplog.records]
+    (line,) = [one for one in said if "are captured on" in one]
+    assert f"Checked over {STEPS} steps" in line
+    assert "of their own" not in line
+
+
+def next_row(layer: int, ids: torch.Tensor) -> torch.Tensor:
+    return ids.roll(1, 0)
+
+
+def other_experts(layer: int, ids: torch.Tensor) -> torch.Tensor:
+    return ids ^ 1
+
+
+@pytest.mark.parametrize("change", [next_row, other_experts])
+def test_an_engine_whose_capture_is_broken_stops_in_its_first_step(
+    saved: Any, patches: Patches, change: Changed
+) -> None:
+    from live import engine
+
+    model, folder = saved("Qwen3Moe")
+    live = engine.Live(model, folder, in_process(folder))
+    attach(patches, live.engine, change)
+    with pytest.raises(ReplayError, match=r"in step 1, .* aren't the top-k of the router's logits"):
+        generate(live, [prompt(1, 40)])
