@@ -294,11 +294,11 @@ def _refused(problem: str, *, expected: object, got: object, cause: str) -> Repl
 def _key_that_is_read(config: Any, legacy: bool | None) -> tuple[str, ...] | None:
     """Below `actor`: where these workers read the mode; None if they know no replay for this strategy."""
     strategy = setting(config, "actor", "strategy")
+    if legacy is None:
+        legacy = _legacy(config)
     if strategy in FSDP:
-        if legacy is None:  # 0.8.0 has the old key in every job, and no legacy workers
-            legacy = setting(_whole(config), "trainer", "use_legacy_worker_impl") not in (None, "disable")
         return None if legacy or not _engines_carry_flag() else _FSDP_KEY
-    if _legacy(config) if legacy is None else legacy:
+    if legacy:
         return (_MODE,) if strategy == "megatron" and setting(config, "actor", _MODE) is not None else None
     if strategy in _OWN_REPLAY and setting(config, "actor", strategy, _MODE) is not None:
         return (strategy, _MODE)
@@ -310,7 +310,8 @@ def _legacy(config: Any) -> bool:
     switch = setting(_whole(config), "trainer", "use_legacy_worker_impl")
     if switch is not None:
         return bool(switch != "disable")
-    return setting(config, "actor", "megatron", _MODE) is None and setting(config, "actor", _MODE) is not None
+    megatron = setting(config, "actor", "megatron")  # 0.8.0 has the old key in jobs of other strategies too
+    return None not in (megatron, setting(config, "actor", _MODE)) and setting(megatron, _MODE) is None
 
 
 def _mode_at(config: Any, key: tuple[str, ...]) -> str:
