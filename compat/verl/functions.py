@@ -118,14 +118,17 @@ def collected(
 
     Every rank of these has to call it. An error waits for the end of the schedule; rows are blank then.
     """
-    mine: list[Any] = []
-    problem = problem_of("lay out what it recorded", lambda: mine.extend((layout_of(), record.take(chunk))))
-    if problem is not None:
-        switch.defer(problem)  # the others of the group hear of it in collect
-    layout, routes = mine or [None, None]
+    layouts: list[TokenLayout] = []
+    routes: list[RoutedExperts] = []
+
+    def lay_out() -> None:
+        layouts.append(layout_of())
+        routes.append(record.take(chunk))
+
+    problem = problem_of("lay out what it recorded", lay_out)
     try:
         # A stage's ranks run their micro-batches together; only a checkpoint or a slow step parts them.
-        return collect([routes], [layout], groups, patience=600.0) or []
+        return collect(routes, layouts, groups, patience=600.0, error=problem) or []
     except ReplayError as error:
         switch.defer(error)
     labels = [router.label for router in record._routers[chunk]]

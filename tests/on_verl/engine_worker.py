@@ -6,6 +6,7 @@ import importlib
 import json
 import time
 import traceback
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import npu_replay
 
 def main(task: dict[str, Any]) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    with npu_replay.compat.cpu.lend():
+    with npu_replay.compat.cpu.lend() if task["cuda"] else nullcontext():
         cases = importlib.import_module(f"on_verl.{task['module']}")
         cases.prepare()
         for name in task["cases"]:

@@ -24,6 +24,7 @@ def noted(
     module: str,
     *,
     ranks: int,
+    cuda: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> Notes:
     """What the ranks noted of each case that was selected of the tests in the request's file.
@@ -31,6 +32,7 @@ def noted(
     Args:
         module: of this folder; its CASES, after its `prepare()`.
         ranks: how many processes.
+        cuda: lend them what Megatron asks of CUDA. Models of transformers are loaded with rubbish in it.
         env: more of the environment.
     """
     found: Notes = {}
@@ -41,7 +43,7 @@ def noted(
         folder = folders.mktemp(f"launch-{launch}")
         ended = jobs.start(
             "on_verl.engine_worker:main",
-            {"cases": left, "module": module},
+            {"cases": left, "module": module, "cuda": cuda},
             ranks=ranks,
             # The routes are such as no router would choose, and verl's entropy is compiled anew in each job.
             env={"NPU_REPLAY_MAX_LIVE_MISMATCH": "1", "TORCHDYNAMO_DISABLE": "1"} | dict(env or {}),

@@ -57,6 +57,7 @@ pytestmark = [
     pytest.mark.timeout(1800),  # the first test waits for all cases
 ]
 
+
 def _here() -> list[Any]:
     """Those that this release of verl has the code for."""
     release = version("verl")
@@ -71,7 +72,7 @@ def _here() -> list[Any]:
 @pytest.fixture(scope="module")
 def notes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Notes:
     """What both ranks noted of each case that was selected."""
-    return noted(request, tmp_path_factory, "engine_cases", ranks=2)
+    return noted(request, tmp_path_factory, "engine_cases", ranks=2, cuda=True)
 
 
 @pytest.mark.parametrize("case", _here())

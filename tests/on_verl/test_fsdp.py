@@ -1,4 +1,4 @@
-"""verl's own FSDP engine and workers, FSDP2 over gloo, in one process and in two: fsdp_cases.py says what runs.
+"""verl's own FSDP engine and workers: FSDP2 over gloo, one process and two. fsdp_cases.py says what runs.
 
 Not run, for want of what they take: FSDP1 (an accelerator), activation offload (pinned memory), flash-attn,
 whose sequence-parallel attention the ids don't depend on.
@@ -15,7 +15,13 @@ from on_verl.launches import Notes, check, noted
 
 ALONE = ("R2: packed, recompute", "R3: padded, recompute", "mini-batches and epochs", "without its adapter")
 BY_RELEASE = (
-    *("R2: packed, recompute", "R3: padded", "R2: dynamic, recompute", "R3: sp2", "R2: sp2, dynamic, recompute"),
+    *(
+        "R2: packed, recompute",
+        "R3: padded",
+        "R2: dynamic, recompute",
+        "R3: sp2",
+        "R2: sp2, dynamic, recompute",
+    ),
     "mini-batches and epochs",
     "without its adapter",
     "one rank has bad routes in the first step",
@@ -23,7 +29,13 @@ BY_RELEASE = (
 )
 """Where verl's own code differs from release to release."""
 ALIKE = (
-    *("R3: packed", "R2: padded, recompute", "R3: dynamic", "R2: to a length", "R3: sp2, to a length, recompute"),
+    *(
+        "R3: packed",
+        "R2: padded, recompute",
+        "R3: dynamic",
+        "R2: to a length",
+        "R3: sp2, to a length, recompute",
+    ),
     *("R2: sp2, recompute", "R3: sp2, dynamic"),
     "without replay it would have differed",
     "a record changes nothing",
@@ -38,7 +50,12 @@ ALIKE = (
 )
 REST = (
     *("R2: packed", "R3: packed, recompute", "R2: padded", "R3: padded, recompute", "R2: dynamic"),
-    *("R3: dynamic, recompute", "R2: to a length, recompute", "R3: to a length", "R3: to a length, recompute"),
+    *(
+        "R3: dynamic, recompute",
+        "R2: to a length, recompute",
+        "R3: to a length",
+        "R3: to a length, recompute",
+    ),
     *("R2: sp2", "R3: sp2, recompute", "R2: sp2, dynamic", "R3: sp2, dynamic, recompute"),
     *("R2: sp2, to a length", "R2: sp2, to a length, recompute", "R3: sp2, to a length"),
 )
@@ -50,7 +67,9 @@ if version("verl") >= "0.9":
 else:
     ENV = {"VERL_USE_EXTERNAL_MODULES": "npu_replay"}
 newest = [pytest.param(case, marks=pytest.mark.newest) for case in ALIKE]
-rest = [pytest.param(case, marks=pytest.mark.newest) for case in REST if os.environ.get("NPU_REPLAY_VERL_ALL")]
+rest = [
+    pytest.param(case, marks=pytest.mark.newest) for case in REST if os.environ.get("NPU_REPLAY_VERL_ALL")
+]
 
 
 @pytest.fixture(scope="module")
