@@ -257,7 +257,7 @@ def _shift_adapter(actor: Actor) -> None:
 
 @case("gradients of one process")
 def _gradients() -> None:
-    """Two ranks' gradients, replayed, are those of the bare model whose routers' outputs are put in by hand."""
+    """Two ranks' gradients, replayed, are the bare model's with its routers' outputs put in by hand."""
     actor = Actor(tiny_of(recompute=True))
     data, routes = recorded(actor)
     everyones: list[Any] = [None] * dist.get_world_size()
