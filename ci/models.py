@@ -1,16 +1,19 @@
-"""Try every mixture-of-experts family of the installed transformers and rewrite the table in docs/models.md.
+"""Try every mixture-of-experts family of the installed transformers and rewrite its table in docs/models.md.
 
-    python ci/models.py                 # rewrite the table
+    python ci/models.py                 # rewrite the table of this transformers, 5 or 4
     python ci/models.py mixtral doge    # try these and print their rows
+    PYTHONPATH=.work/transformers/4.57.6 python ci/models.py
 
 Each family is built small with random weights and run on the CPU. «works» means: a recording changes neither
 output nor gradients, its replay repeats both bit for bit, and after the routers' weights were changed the
-experts are still called with the recorded ids.
+experts are still called with the recorded ids; where they are given no ids, each with as many rows as the
+routes send it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import re
 import sys
@@ -29,7 +32,8 @@ import npu_replay
 from npu_replay import ReplayError, routers
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
-MARKS = "<!-- table: written by ci/models.py -->", "<!-- end of table -->"
+MAJOR = int(transformers.__version__.split(".")[0])
+MARKS = f"<!-- transformers {MAJOR}: written by ci/models.py -->", f"<!-- end of transformers {MAJOR} -->"
 
 TOKENS = 2, 8
 LAYERS = 4
@@ -64,7 +68,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "text_config.mlp_layer_types": ["dense"] + ["sparse"] * (LAYERS - 1),
         "text_config.num_experts_per_tok": 2,
     },
-    "dbrx": {"attn_config.rope_theta": 1e4, "ffn_config.moe_top_k": 2},
+    "dbrx": {"attn_config.rope_theta": 1e4, "attn_config.clip_qkv": 8.0, "ffn_config.moe_top_k": 2},
     "deepseek_v2": {
         "num_experts_per_tok": 2,
         "topk_method": "group_limited_greedy",
@@ -95,6 +99,20 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "step3p7": {"text_config.sliding_window": 8},
 }
 
+# The same in 4, whose configs have other keys.
+_MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2]}
+SPECIAL_OF_4: dict[str, dict[str, Any]] = {
+    "dbrx": {
+        "attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0, "kv_n_heads": 2},
+        "ffn_config": {"moe_num_experts": EXPERTS, "moe_top_k": 2, "ffn_hidden_size": 16},
+    },
+    "glm4v_moe": {"text_config.rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 0]}},
+    "granitemoehybrid": SPECIAL["granitemoehybrid"] | {"layer_types": ["mamba", "attention"] * (LAYERS // 2)},
+    "jamba": {"use_mamba_kernels": False},
+    "qwen3_omni_moe": {"text_config.rope_scaling": _MROPE},
+    "qwen3_vl_moe": {"text_config.rope_scaling": _MROPE},
+}
+
 
 @dataclass(frozen=True)
 class Row:
@@ -111,7 +129,9 @@ def families() -> list[str]:
     for file in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
         code = file.read_text(encoding="utf-8")
         if "experts" in code and re.search(
-            r"^class \w*(Router|Gating|Experts|MoE|Moe)\(nn\.(Module|Linear)\)", code, re.MULTILINE
+            r"^class \w*(Router|Gating|Experts|MoE|Moe|MoeBlock|MoELayer)\(nn\.(Module|Linear)\)",
+            code,
+            re.MULTILINE,
         ):
             found.append(file.parent.name)
     return found
@@ -121,7 +141,8 @@ def build(family: str) -> PreTrainedModel:
     """A small model of this family, with random weights."""
     kind = _model_class(importlib.import_module(f"transformers.models.{family}.modeling_{family}"))
     torch.manual_seed(0)
-    return kind(_small_config(kind.config_class(), SPECIAL.get(family, {}))).eval()
+    special = (SPECIAL | SPECIAL_OF_4 if MAJOR == 4 else SPECIAL).get(family, {})
+    return kind(_small_config(kind.config_class(), special)).eval()
 
 
 def _model_class(module: Any) -> type[PreTrainedModel]:
@@ -186,6 +207,8 @@ def attempt(family: str) -> Row:
         npu_replay.record(model).__enter__().__exit__(KeyboardInterrupt, None, None)
     except ReplayError as error:
         return Row(family, names, f"refused on entering: {error.problem}")
+    blocks = {type(one.module).__name__ for one in routers.find([model])[0] if one.shows is None}
+    names = ", ".join(sorted({*filter(None, names.split(", ")), *blocks}))
     try:
         return Row(family, names, _verdict(model))
     except ReplayError as error:
@@ -209,9 +232,9 @@ def _verdict(model: PreTrainedModel) -> str:
             weight.add_(torch.randn_like(weight))
     with npu_replay.replay(model, recording.routes), _watched(model, found) as seen:
         changed = _run(model, inputs)
-    wanted = [recording.routes[0].layer_ids(router.label).long() for router in found]
+    wanted = {router.label: recording.routes[0].layer_ids(router.label).long() for router in found}
     dense = not seen and all(router.topk == 1 for router in found)  # Llama 4's experts are given every token
-    if not dense and not _same([ids.sort().values for ids in seen], [ids.sort().values for ids in wanted]):
+    if not dense and (seen.keys() != wanted.keys() or not all(_is(seen[at], wanted[at]) for at in wanted)):
         return "WRONG: the experts were given other ids than the routes"
     if torch.equal(changed[0], _run(model, inputs)[0]):
         return "WRONG: the routes have no effect"
@@ -219,27 +242,48 @@ def _verdict(model: PreTrainedModel) -> str:
 
 
 @contextlib.contextmanager
-def _watched(model: nn.Module, found: list[routers.Router]) -> Iterator[list[torch.Tensor]]:
-    """The ids that the experts beside each router are called with, in the order of the calls."""
-    seen: list[torch.Tensor] = []
+def _watched(model: nn.Module, found: list[routers.Router]) -> Iterator[dict[int, torch.Tensor]]:
+    """What each layer's experts are called with: int64 [rows, topk], ids; or [experts], how many rows."""
+    seen: dict[int, torch.Tensor] = {}
 
-    def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        seen.extend(value for value in tensors if value.dtype == torch.int64 and value.dim() == 2)
+    def look(router: routers.Router, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.dim() == 2:
+                seen[router.label] = value
+            elif isinstance(value, (torch.Tensor, list)) and len(value) == router.num_experts:
+                seen.setdefault(router.label, torch.as_tensor(value).long())
 
-    blocks = [model.get_submodule(router.path.rpartition(".")[0]) for router in found]
-    hooks = [block.experts.register_forward_pre_hook(look, with_kwargs=True) for block in blocks]
-    try:
+    def count(layer: int, expert: int, _: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        seen[layer][expert] += args[0].numel() // args[0].shape[-1]
+
+    with contextlib.ExitStack() as hooks:
+        for router in found:
+            block = router.module if router.shows is None else None
+            if not hasattr(block, "experts"):
+                block = model.get_submodule(router.path.rpartition(".")[0])
+            experts = block.experts if hasattr(block, "experts") else block.input_linear
+            if not isinstance(experts, nn.ModuleList):
+                act = functools.partial(look, router)
+                hooks.callback(experts.register_forward_pre_hook(act, with_kwargs=True).remove)
+                continue
+            seen[router.label] = torch.zeros(len(experts), dtype=torch.int64)
+            for number, expert in enumerate(experts):
+                act = functools.partial(count, router.label, number)
+                hooks.callback(expert.register_forward_pre_hook(act).remove)
         yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
+
+
+def _is(seen: torch.Tensor, ids: torch.Tensor) -> bool:
+    """Is what the experts of a layer were called with what these ids [rows, topk] say?"""
+    if seen.dim() == 1:
+        return torch.equal(seen, ids.flatten().bincount(minlength=len(seen))[: len(seen)])
+    return torch.equal(seen.sort().values, ids.sort().values)
 
 
 def _router_names(model: nn.Module) -> Iterator[str]:
     for module in model.modules():
         name = type(module).__name__
-        if re.search(r"(Router|TopKGating|MoEV1Gate)$", name):
+        if re.search(r"(Router|TopKGating|MoEV1Gate|MoEGate)$", name):
             yield name
 
 

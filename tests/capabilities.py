@@ -153,6 +153,7 @@ CAPABILITIES: Mapping[str, Mapping[str, Capability]] = {
         "mixtral": Capability("Mixtral recorded and replayed", _no_release),
         "deepseek_v3": Capability("DeepSeek-V3 (groups, expert bias) recorded and replayed", _no_release),
         "checkpointing": Capability("... each with `gradient_checkpointing_enable`", _no_release),
+        "families": Capability("every family does what [models.md](models.md) says", _no_release),
     },
 }
 

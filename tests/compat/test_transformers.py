@@ -637,10 +637,10 @@ def table() -> Any:
 # fmt: off
 WORKING = (
     "afmoe", "deepseek_v4", "ernie4_5_moe", "gemma4", "granitemoe", "inkling", "kimi_linear", "lfm2_moe",
-    "llama4", "longcat_flash", "minimax_m2", "nemotron_h", "qwen3_next", "qwen3_vl_moe",
+    "llama4", "longcat_flash", "minimax_m2", "dbrx", "nemotron_h", "qwen3_next", "qwen3_vl_moe",
 )
 # fmt: on
-REFUSED = ("dbrx", "doge", "ernie4_5_vl_moe", "jetmoe", "nllb_moe", "phimoe", "switch_transformers", "zaya")
+REFUSED = ("doge", "ernie4_5_vl_moe", "jetmoe", "nllb_moe", "phimoe", "switch_transformers", "zaya")
 
 
 @pytest.mark.parametrize("family", WORKING + REFUSED)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+from collections.abc import Iterator
+from dataclasses import astuple
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,11 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import npu_replay
 from megatron_cases import same
 from npu_replay import RoutedExperts
-from npu_replay.errors import RouterError
 from npu_replay.routers import find
 
 transformers.logging.set_verbosity_error()
 
+ROOT = Path(__file__).resolve().parents[2]
 EXPERTS, TOPK, LAYERS = 8, 2, 3
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -80,21 +86,87 @@ def foreign(like: list[RoutedExperts]) -> list[RoutedExperts]:
     generator = torch.Generator().manual_seed(3)
     return [
         RoutedExperts(
-            ids=torch.rand(*one.ids.shape[:2], EXPERTS, generator=generator).topk(TOPK).indices,
+            ids=torch.rand(*one.ids.shape[:2], one.num_experts, generator=generator).topk(one.topk).indices,
             layers=one.layers,
-            num_experts=EXPERTS,
+            num_experts=one.num_experts,
         )
         for one in like
     ]
 
 
-def _skip_without_routers(model: Any) -> None:
-    """Some blocks of transformers 4 choose by themselves and show no choice: they are refused."""
-    if any(type(module).__name__.lower().endswith("topkrouter") for module in model.modules()):
-        return
-    with pytest.raises(RouterError, match="chooses its experts inside the block"):
-        npu_replay.record(model).__enter__()
-    pytest.skip("this release chooses the experts inside the block, and shows no choice; refused by name")
+# What is used, seen past npu_replay: the ids that come to the experts
+
+
+@pytest.fixture(scope="module")
+def table() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "ci"))
+        return importlib.import_module("models")
+
+
+BLOCKS = (
+    "qwen3_moe",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_next",
+    "qwen3_omni_moe",
+    "qwen3_vl_moe",
+    "ernie4_5_moe",
+    "flex_olmo",
+    "hunyuan_v1_moe",
+    "jamba",
+    "minimax",
+)
+"""Those that choose inside their block in 4; all of them make a mask of the ids by `one_hot`."""
+
+
+@contextlib.contextmanager
+def _masked() -> Iterator[list[torch.Tensor]]:
+    """What `one_hot` is given, call by call."""
+    seen: list[torch.Tensor] = []
+    native = torch.nn.functional.one_hot
+
+    def one_hot(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(ids.detach().clone())
+        return native(ids, *args, **kwargs)
+
+    with mock.patch("torch.nn.functional.one_hot", one_hot):
+        yield seen
+
+
+@pytest.mark.capability("families")
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("family", BLOCKS)
+def test_the_experts_get_the_routes_in_forward_and_recompute(
+    table: Any, family: str, checkpoint: str
+) -> None:
+    model = table.build(family).train()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    if CHECKPOINTS[checkpoint] is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTS[checkpoint])
+    batches = [torch.randint(1, 60, (2, length)) for length in (6, 9)]
+    with npu_replay.record(model) as recording:
+        sum(model(input_ids=batch)[0].float().square().mean() for batch in batches).backward()
+    routes = foreign(recording.routes)
+    with npu_replay.replay(model, routes), _masked() as seen:
+        sum(model(input_ids=batch)[0].float().square().mean() for batch in batches).backward()
+    wanted = [one.layer_ids(layer).long() for one in routes for layer in one.layers]
+    if CHECKPOINTS[checkpoint] is not None:
+        wanted += wanted[::-1]  # backward begins with the last layer of the last micro-batch
+    assert len(seen) == len(wanted) > 0
+    assert all(torch.equal(one.reshape(ids.shape), ids) for one, ids in zip(seen, wanted, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.capability("families")
+def test_every_family_does_what_the_page_says(table: Any) -> None:
+    page = table.PAGE.read_text(encoding="utf-8")
+    rows = table.pages.between(page, table.MARKS)
+    tried = [table.pages.line(astuple(table.attempt(family))) for family in table.families()]
+    assert [line for line in tried if line not in rows] == []
+    assert "WRONG" not in rows
 
 
 def _case(family: str, checkpoint: str) -> Any:
@@ -114,7 +186,6 @@ def test_a_record_changes_nothing_and_every_recompute_replays_its_own_forward(
     family: str, checkpoint: str
 ) -> None:
     model, plain = build(family, CHECKPOINTS[checkpoint]), build(family, None)
-    _skip_without_routers(plain)
     untouched = run(model)
     with npu_replay.record(model) as recording:
         assert same(run(model), untouched)
