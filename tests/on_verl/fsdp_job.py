@@ -6,15 +6,16 @@ No two tokens of a batch have the same id, so what a forward is fed says which t
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from omegaconf import OmegaConf
 from torch import nn
 
@@ -148,15 +149,54 @@ def witnessed(model: nn.Module) -> Iterator[list[Call]]:
     def fed_with(_: nn.Module, args: Any, __: Any) -> None:
         fed[:] = [args[0].detach().clone().reshape(-1)]
 
-    def chose(layer: int, _: nn.Module, __: Any, output: Any) -> None:
-        calls.append(Call(layer, fed[0], output[2].detach().clone().reshape(len(fed[0]), TOPK)))
+    def called(layer: int) -> Call:
+        calls.append(Call(layer, fed[0], torch.zeros(len(fed[0]), TOPK, dtype=torch.int64)))
+        return calls[-1]
 
     handles = [embedding.register_forward_hook(fed_with)]
     for layer, router in routers(model).items():
-        handles.append(router.register_forward_hook(functools.partial(chose, layer)))
+        watch = _watch_block if transformers.__version__ < "5" else _watch_router
+        handles += watch(_block_of(model, router), router, partial(called, layer))
     yield calls
     for handle in handles:
         handle.remove()
+
+
+def _block_of(model: nn.Module, router: nn.Module) -> nn.Module:
+    return next(one for one in model.modules() if router in one.children())
+
+
+def _watch_router(_: nn.Module, router: nn.Module, called: Callable[[], Call]) -> list[Any]:
+    """transformers 5: a router returns the ids."""
+
+    def chose(_: nn.Module, __: Any, output: Any) -> None:
+        call = called()
+        call.ids = output[2].detach().reshape(call.ids.shape).clone()
+
+    return [router.register_forward_hook(chose)]
+
+
+def _watch_block(block: Any, _: nn.Module, called: Callable[[], Call]) -> list[Any]:
+    """transformers 4: a block calls an expert with the rows that chose it. No two tokens have equal rows.
+
+    A recompute ends with the last expert, in the middle of the block.
+    """
+    now: list[Any] = []  # the call, its rows, and how many experts each has had
+
+    def begins(_: nn.Module, args: Any) -> None:
+        call = called()
+        now[:] = [call, args[0].detach().flatten(0, -2), [0] * len(call.tokens)]
+
+    def chosen(number: int, _: nn.Module, args: Any) -> None:
+        call, hidden, had = now
+        for row in args[0].detach():
+            for place in (hidden == row).all(dim=1).nonzero()[:, 0].tolist():
+                if call.tokens[place]:
+                    call.ids[place, had[place]] = number
+                    had[place] += 1
+
+    experts = [one.register_forward_pre_hook(partial(chosen, n)) for n, one in enumerate(block.experts)]
+    return [block.register_forward_pre_hook(begins), *experts]
 
 
 # verl's configs and engines
@@ -235,10 +275,20 @@ class Actor(engine_job.Actor):
             ppo_micro_batch_size_per_gpu=tiny.micro,
             use_torch_compile=False,
         )
-        self.worker.set_loss_fn(functools.partial(ppo_loss, config=loss))
+        self.worker.set_loss_fn(partial(ppo_loss, config=loss))
         self.engine = self.worker.actor.engine
         self.model: nn.Module = self.engine.module
         self.gradients = self.engine.gradients
+        if transformers.__version__ < "5":
+            for router in routers(self.model).values():
+                _block_of(self.model, router).register_forward_hook(_with_idle_experts)
+
+
+def _with_idle_experts(block: Any, _: Any, output: Any) -> Any:
+    """transformers 4's block leaves out experts without a token. Then ranks reduce gradients of other sizes,
+    and FSDP2 over gloo ends the process, with replay and without."""
+    nothing = sum(weight.sum() for weight in block.experts.parameters()) * 0
+    return (output[0] + nothing.to(output[0].dtype), *output[1:])
 
 
 def _noting(base: type) -> type:
