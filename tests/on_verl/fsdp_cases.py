@@ -433,6 +433,23 @@ def _unthought() -> None:
         run(actor)  # type: ignore[operator]
 
 
+@case("images, which are cut after their embedding")
+def _images() -> None:
+    """The model is fed the whole stream then; its text model's routers see this rank's piece of it."""
+    from npu_replay.compat.verl.fsdp import layout_of
+
+    actor: Any = Actor(tiny_of(sp=2))
+    actor.model.config.vision_config = {}
+    data = engine_job.log_prob_batch(job.batch(actor.tiny))[:3]
+    data["multi_modal_inputs"] = [{"pixel_values": torch.zeros(2)}] * 3  # type: ignore[assignment]
+    total = sum(map(sum, LENGTHS[:3]))
+    piece = -(-total // 2)
+    places = range(dist.get_rank() * piece, (dist.get_rank() + 1) * piece)
+    wanted = [place if place < total else -1 for place in places]
+    assert total % 2, "else no rank has padding"
+    assert layout_of(actor.engine, data).rows.tolist() == wanted
+
+
 @case("a model without experts")
 def _dense() -> None:
     folder = job.save_model(shared_folder(), dense=True)

@@ -45,6 +45,7 @@ ALIKE = (
     "bad samples after the first step",
     "routes far from the routers' own choice",
     "one rank fails in a way that nobody has thought of",
+    "images, which are cut after their embedding",
     "a model without experts",
     "uninstalled and installed again",
 )
@@ -59,7 +60,7 @@ REST = (
     *("R2: sp2", "R3: sp2, recompute", "R2: sp2, dynamic", "R3: sp2, dynamic, recompute"),
     *("R2: sp2, to a length", "R2: sp2, to a length, recompute", "R3: sp2, to a length"),
 )
-"""What has been shown by then. With NPU_REPLAY_VERL_ALL=1."""
+"""The other ways, which `ci/verl.sh --all` runs."""
 
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(1800)]
 if version("verl") >= "0.9":
