@@ -310,8 +310,9 @@ def _legacy(config: Any) -> bool:
     switch = setting(_whole(config), "trainer", "use_legacy_worker_impl")
     if switch is not None:
         return bool(switch != "disable")
-    megatron = setting(config, "actor", "megatron")  # 0.8.0 has the old key in jobs of other strategies too
-    return None not in (megatron, setting(config, "actor", _MODE)) and setting(megatron, _MODE) is None
+    if setting(config, "actor", "strategy") != "megatron":
+        return False  # 0.8.0 has the old key in jobs of all strategies
+    return setting(config, "actor", "megatron", _MODE) is None and setting(config, "actor", _MODE) is not None
 
 
 def _mode_at(config: Any, key: tuple[str, ...]) -> str:

@@ -37,6 +37,7 @@ class _Engine:
     """What is kept of an engine between its passes."""
 
     files: Files | None = None
+    kind: str = ""
     updates: int = 0
     announced: bool = False
     met: bool = False
@@ -56,12 +57,14 @@ class Asked:
         model: its TransformerConfig or RoutedModel, for routes in files.
         stack: what it runs on, for the line that says that replay is on; Megatron and what is beside it when
             not given.
+        kind: whose engine it is; what is installed again by itself.
     """
 
     chunks: Callable[[Any], Any]
     settings: Callable[[Any], Any]
     model: Callable[[Any], Any]
     stack: Callable[[Any], str] = lambda engine: ""
+    kind: str = "Megatron"
 
 
 def wrapped(original: Callable[..., Any], asked: Asked) -> Any:
@@ -81,7 +84,7 @@ def wrapped(original: Callable[..., Any], asked: Asked) -> Any:
                 flags.assign_non_tensor(data, enable_routing_replay=False)
             return original(self, *args, **kwargs)
         if (engine := _engines.get(self)) is None:
-            engine = _engines[self] = _Engine(Files.of(settings))
+            engine = _engines[self] = _Engine(Files.of(settings), asked.kind)
         flagged = bool(flags and flags.get_non_tensor_data(data, "enable_routing_replay", False))
         trains = not given.get("forward_only", False)
         job = Pass(list(asked.chunks(self)), settings.mode, engine, trains, flagged, asked.stack(self))
@@ -123,10 +126,10 @@ def refuse_engines() -> None:
 when_undone(refuse_engines)
 
 
-def restore_engines() -> None:
+def restore_engines(kind: str = "Megatron") -> None:
     """npu_replay is installed again: engines that were refused can go on, built with it as they are."""
-    for engine in list(_engines):
-        if vars(engine).get("forward_backward_batch") is _refuse:
+    for engine, kept in list(_engines.items()):
+        if kept.kind == kind and vars(engine).get("forward_backward_batch") is _refuse:
             del engine.forward_backward_batch
 
 

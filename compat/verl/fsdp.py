@@ -57,7 +57,7 @@ def install() -> None:
         return
     import_hook.when_imported(ENGINE, _WHAT, _wrap)
     if any(_patches):
-        engine.restore_engines()
+        engine.restore_engines("FSDP")
 
 
 def _wrap(module: Any) -> None:
@@ -65,7 +65,7 @@ def _wrap(module: Any) -> None:
         for method, arguments in methods.items():
             _check(module, name, method, arguments)
     base, language_model = (getattr(module, name) for name in _NEEDED)
-    asked = engine.Asked(lambda self: [self.module], settings_of, model_of, _stack_of)
+    asked = engine.Asked(lambda self: [self.module], settings_of, model_of, _stack_of, "FSDP")
     ours = engine.wrapped(_with_action(base.forward_backward_batch), asked)
     _patches.set(base, "forward_backward_batch", ours, "one pass: ranks leave together, figures")
     _patches.wrap(language_model, "forward_step", _step, "gives and takes the routes of a micro-batch")
