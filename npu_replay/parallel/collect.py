@@ -43,6 +43,7 @@ def collect(
     *,
     everywhere: bool = True,
     patience: float = 20.0,
+    error: ReplayError | None = None,
 ) -> list[RoutedExperts] | None:
     """Merge what the ranks of `groups` recorded into one RoutedExperts a sequence.
 
@@ -68,6 +69,7 @@ def collect(
         patience: seconds to wait for a rank that doesn't come; twice that in a second group, whose ranks may
             wait in a first one. Give more where ranks may be further apart (one writes a checkpoint): a group
             in which one was waited for in vain is of no more use.
+        error: why this rank has nothing to give, if it hasn't; then all ranks leave with it.
 
     Returns:
         The sequences of all micro-batches in order, with all rows and layers that the ranks have, and the
@@ -83,6 +85,7 @@ def collect(
         for number, group in enumerate(_process_groups(groups), start=1)
     ]
     outcome = Outcome()
+    outcome.error = error
     layouts = outcome.attempt(_checked_layouts, layouts, groups) or []
     blocks = outcome.attempt(_blocks, routes, layouts) or []
     for circle in circles:

@@ -26,8 +26,9 @@ from npu_replay import RoutedExperts
 from npu_replay.compat.verl.actions import switch
 from npu_replay.errors import ReplayError
 from on_verl import engine_job as job
-from on_verl.engine_job import LENGTHS, Actor, LegacyActor, Split, Tiny
+from on_verl.engine_job import LENGTHS, Actor, LegacyActor, Split, Tiny, prepare
 
+__all__ = ["CASES", "prepare"]
 CASES: dict[str, Callable[[], None]] = {}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 BASE: dict[str, dict[str, Any]] = {
@@ -163,7 +164,11 @@ def plain_of(actor: Any) -> Any:
 
 def r3_batch(tiny: Tiny, routes: Sequence[torch.Tensor] | None) -> Any:
     """A batch with a rollout's routes, if given, that can be updated on right away."""
-    data = job.batch(tiny.split, routes)
+    return r3_batch_of(job.batch(tiny.split, routes))
+
+
+def r3_batch_of(data: Any) -> Any:
+    """A batch with zeros for its old log-probs."""
     data.batch["old_log_probs"] = torch.zeros(len(data), job.RESPONSE)
     return data
 
@@ -471,7 +476,7 @@ def _off() -> None:
 # What goes wrong
 
 
-def _leave(run: Callable[[], Any], words: str, *, first: int = 1) -> None:
+def leave(run: Callable[[], Any], words: str, *, first: int = 1) -> None:
     """Both ranks leave within seconds: the one that found it with all it knows, the other with one line."""
     started = time.monotonic()
     with pytest.raises(ReplayError) as raised:
@@ -507,7 +512,7 @@ def _bad_first() -> None:
         actor, routes = Actor(tiny), job.rollout_routes(tiny)
         weights = _weights(actor)
         for problem in ("out of range", "expert twice", "number of layers"):
-            _leave(partial(actor.update, r3_batch(tiny, _spoiled(problem, routes))), problem)
+            leave(partial(actor.update, r3_batch(tiny, _spoiled(problem, routes))), problem)
             assert actor.gradients == [], "no step was made"
             _same_weights(weights, _weights(actor))
         with npu_replay.observe(actor.chunks) as seen:
@@ -526,7 +531,7 @@ def _bad_length() -> None:
         each = list(update["routed_experts"].unbind())
         each[0] = each[0][:-3]
         update["routed_experts"] = torch.nested.as_nested_tensor(each, layout=torch.jagged)
-    _leave(lambda: actor.worker.update_actor(update), "number of tokens")
+    leave(lambda: actor.worker.update_actor(update), "number of tokens")
     with npu_replay.observe(actor.chunks) as seen:
         actor.update(data)
     check_rows(seen.shown, routes, tiny)
@@ -553,7 +558,7 @@ def _bad_later() -> None:
     updated(0)
     updated(1)
     steps = len(actor.gradients)
-    _leave(partial(updated, 2), "2 of 8 samples have routes that can't be used", first=0)
+    leave(partial(updated, 2), "2 of 8 samples have routes that can't be used", first=0)
     assert len(actor.gradients) == steps
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NPU_REPLAY_BAD_SAMPLES", "0.25")
@@ -574,7 +579,7 @@ def _own_setting() -> None:
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:
                 patch.setenv(name, value)
-            _leave(update, words, first=first)
+            leave(update, words, first=first)
     update()
 
 
@@ -587,9 +592,9 @@ def _far() -> None:
     name = "NPU_REPLAY_MAX_LIVE_MISMATCH"
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(name)
-        _leave(update, "far from what the routers would choose for these tokens", first=0)
+        leave(update, "far from what the routers would choose for these tokens", first=0)
         patch.setenv(name, "much")
-        _leave(update, f"{name} is a share of the token-layers", first=0)
+        leave(update, f"{name} is a share of the token-layers", first=0)
     assert not actor.gradients
     update()
     with pytest.MonkeyPatch.context() as patch:
@@ -613,7 +618,7 @@ def _unthought() -> None:
     """Where it opens a pass, and where pipeline stages gather: the others don't wait for it."""
     actor = Actor(begin(mode="R2", split=Split(pp=2)))
     with _failing_on_rank_1("verl.actions.StepRecording"):
-        _leave(partial(recorded_batch, actor), "this rank can't record")
+        leave(partial(recorded_batch, actor), "this rank can't record")
     with (
         _failing_on_rank_1("verl.functions._of_this_stage"),
         pytest.raises(ReplayError, match="pipeline rank 1: KeyError"),

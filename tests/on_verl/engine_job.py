@@ -300,15 +300,22 @@ def optimizer_config() -> Any:
 
 def training_worker(tiny: Tiny) -> Any:
     """verl's TrainingWorker with its engine, as ActorRolloutRefWorker makes it."""
+    return training_worker_of(
+        model_type="value_model" if tiny.value else "language_model",
+        model_config=model_config(tiny),
+        engine_config=engine_config(tiny),
+        optimizer_config=None if tiny.forward_only else optimizer_config(),
+    )
+
+
+def training_worker_of(**configs: Any) -> Any:
+    """The same with these configs."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import TrainingWorkerConfig
     from verl.workers.engine_workers import TrainingWorker
 
     config = TrainingWorkerConfig(
-        model_type="value_model" if tiny.value else "language_model",
-        model_config=model_config(tiny),
-        engine_config=engine_config(tiny),
-        optimizer_config=None if tiny.forward_only else optimizer_config(),
+        **configs,
         checkpoint_config=CheckpointConfig(
             save_contents=["model", "extra"], load_contents=["model", "extra"]
         ),
@@ -504,15 +511,20 @@ def mine(split: Split) -> list[int]:
     return list(range(first, first + share_of))
 
 
-def batch(split: Split, routes: Sequence[torch.Tensor] | None = None) -> DataProto:
+def batch(
+    split: Split,
+    routes: Sequence[torch.Tensor] | None = None,
+    tokens_of: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
+) -> DataProto:
     """This rank's samples as the trainer has them: prompts padded on the left, responses on the right.
 
     Args:
         split: the job's cut.
         routes: of each of this rank's samples, [tokens, layers, topk].
+        tokens_of: the prompt and the response of all samples; `samples()` if not given.
     """
     numbers = mine(split)
-    given = [samples()[number] for number in numbers]
+    given = [(tokens_of or samples())[number] for number in numbers]
     prompts = torch.stack([pad(prompt, (PROMPT - len(prompt), 0)) for prompt, _ in given])
     responses = torch.stack([pad(response, (0, RESPONSE - len(response))) for _, response in given])
     tokens = torch.cat([prompts, responses], dim=1)
@@ -609,8 +621,8 @@ def router_layers(chunks: Sequence[nn.Module]) -> dict[int, nn.Module]:
     return parallel_model.routers(bare)
 
 
-def prepare() -> None:
-    """Lend what this machine lacks, and put the small engines in their place."""
+def prepare(*, engines: bool = True) -> None:
+    """Lend what this machine lacks, and put the small engines in their place, if wanted."""
     if not hasattr(np, "product"):
         np.product = np.prod  # Megatron-core before 0.16 saves checkpoints with it; numpy 2 has renamed it
     # verl before 0.9 offloads to memory that only a machine with a device can pin.
@@ -629,4 +641,5 @@ def prepare() -> None:
     ):
         for device in (torch.cuda, torch.cpu):
             setattr(device, name, lambda *_: 0)
-    register()
+    if engines:
+        register()

@@ -1,10 +1,12 @@
-"""One process of a job of two: the cases of these names, and what it noted of each."""
+"""One process of a job: the cases of these names, and what it noted of each."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import time
 import traceback
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,11 @@ import npu_replay
 
 def main(task: dict[str, Any]) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    with npu_replay.compat.cpu.lend():
-        from on_verl import engine_cases, engine_job
-
-        engine_job.prepare()
+    with npu_replay.compat.cpu.lend() if task["cuda"] else nullcontext():
+        cases = importlib.import_module(f"on_verl.{task['module']}")
+        cases.prepare()
         for name in task["cases"]:
-            _note(Path(task["folder"]), name, engine_cases.CASES[name])
+            _note(Path(task["folder"]), name, cases.CASES[name])
     dist.destroy_process_group()
 
 

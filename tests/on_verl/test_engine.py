@@ -5,18 +5,13 @@ engine_worker.py runs all cases that were asked for; what each rank noted is wha
 
 from __future__ import annotations
 
-import json
 from importlib.metadata import version
 from typing import Any
 
 import pytest
 
-import jobs
+from on_verl.launches import Notes, check, noted
 
-LAUNCHES = 4
-"""A case that fails takes its launch down; so often are the rest started again."""
-SILENCE = 240
-"""Seconds without the end of a case, on a busy machine and the first one's imports included."""
 VPP = "pp2, two virtual stages and a dense chunk"  # T3
 DENSE = "pp2 and a stage of dense layers"  # T43
 
@@ -62,8 +57,6 @@ pytestmark = [
     pytest.mark.timeout(1800),  # the first test waits for all cases
 ]
 
-Notes = dict[str, list[dict[str, Any]]]
-
 
 def _here() -> list[Any]:
     """Those that this release of verl has the code for."""
@@ -79,39 +72,9 @@ def _here() -> list[Any]:
 @pytest.fixture(scope="module")
 def notes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Notes:
     """What both ranks noted of each case that was selected."""
-    found: Notes = {}
-    here = [item for item in request.session.items if item.path == request.path]
-    left: list[str] = [item.callspec.params["case"] for item in here]  # type: ignore[attr-defined]
-    for launch in range(LAUNCHES):
-        folder = tmp_path_factory.mktemp(f"launch-{launch}")
-        ended = jobs.start(
-            "on_verl.engine_worker:main",
-            {"cases": left},
-            ranks=2,
-            # The routes are such as no router would choose, and verl's entropy is compiled anew in each job.
-            env={"NPU_REPLAY_MAX_LIVE_MISMATCH": "1", "TORCHDYNAMO_DISABLE": "1"},
-            timeout=1500,
-            silence=SILENCE,
-            folder=folder,
-        )
-        output = "\n".join(one.problem for one in ended)
-        for file in sorted(folder.glob("rank-*.jsonl")):
-            for line in file.read_text().splitlines():
-                note = json.loads(line)
-                found.setdefault(note["case"], []).append(note)
-        failed = [
-            case for case in left if len(found.get(case, [])) != 2 or any(n["problem"] for n in found[case])
-        ]
-        if not failed:
-            break
-        found.setdefault(failed[0], []).append({"problem": f"the job ended:\n{output}"})
-        left = left[left.index(failed[0]) + 1 :]
-        if not left:
-            break
-    return found
+    return noted(request, tmp_path_factory, "engine_cases", ranks=2, cuda=True)
 
 
 @pytest.mark.parametrize("case", _here())
 def test_verls_own_engine_and_actor(notes: Notes, case: str) -> None:
-    problems = [note["problem"] for note in notes.get(case, [{"problem": "not run"}]) if note["problem"]]
-    assert not problems, "\n\n".join(problems)
+    check(notes, case)

@@ -25,7 +25,8 @@ class Engine:
 
 
 Engine.forward_backward_batch = verl_engine.wrapped(  # type: ignore[method-assign]
-    Engine.forward_backward_batch, lambda self: [], lambda self: SimpleNamespace(mode="R2")
+    Engine.forward_backward_batch,
+    verl_engine.Asked(lambda self: [], lambda self: SimpleNamespace(mode="R2"), lambda self: None),
 )
 
 

@@ -39,7 +39,8 @@ class Engine:
 
 
 Engine.forward_backward_batch = verl_engine.wrapped(  # type: ignore[method-assign]
-    Engine.forward_backward_batch, lambda self: self.module, lambda self: self.settings
+    Engine.forward_backward_batch,
+    verl_engine.Asked(lambda self: self.module, lambda self: self.settings, lambda self: None),
 )
 
 

@@ -1,0 +1,480 @@
+"""What verl's own FSDP engine does with npu_replay in it, in one process and in two.
+
+Each case asserts on every rank. Which token sits in which row of a router, and what it chose, is what hooks
+of these tests saw (fsdp_job.witnessed).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+import npu_replay
+from distributed.parallel_model import EXPERTS
+from npu_replay.errors import ReplayError
+from on_verl import engine_job
+from on_verl import fsdp_job as job
+from on_verl.engine_cases import leave, nothing_is_on, r3_batch_of, shared_folder, told
+from on_verl.engine_job import LENGTHS
+from on_verl.fsdp_job import LABELS, MOE, Actor, Call, Tiny, prepare
+
+__all__ = ["CASES", "prepare"]
+CASES: dict[str, Callable[[], None]] = {}
+WAYS: dict[str, dict[str, Any]] = {
+    "packed": {},
+    "padded": {"packed": False},
+    "dynamic": {"most": 24},
+    "to a length": {"engine": {"pad_to_length": True, "pad_to_length_bucket": 16}},
+    "sp2": {"sp": 2},
+    "sp2, dynamic": {"sp": 2, "most": 13},
+    "sp2, to a length": {"sp": 2, "engine": {"pad_to_length": True, "pad_to_length_bucket": 16}},
+}
+"""How a batch is cut and laid out."""
+
+
+def case(name: str) -> Callable[[Any], Any]:
+    """Add a case under a name."""
+
+    def add(run: Callable[[], None]) -> Callable[[], None]:
+        CASES[name] = run
+        return run
+
+    return add
+
+
+@functools.cache
+def _weights_in() -> str:
+    return job.save_model(shared_folder())
+
+
+def tiny_of(**settings: Any) -> Tiny:
+    return Tiny(**{"folder": _weights_in()} | settings)
+
+
+# What is expected
+
+
+def check_calls(calls: Sequence[Call], tiny: Tiny, routes: Sequence[torch.Tensor], times: int) -> None:
+    """Each token of this replica went to these experts, in each layer and call; so often in all.
+
+    Args:
+        calls: of this rank's routers.
+        tiny: the job.
+        routes: of each sample of this rank, [tokens, layers, topk]: of the MoE layers, or of all. A row of
+            zeros has none: it took two experts of the router's own choice.
+        times: how often a layer sees a token: once a forward, and once more if that is recomputed.
+    """
+    known = job.by_token(tiny, routes)
+    columns = LABELS if routes[0].shape[1] == len(LABELS) else list(range(len(MOE)))
+    seen: Counter[tuple[int, int]] = Counter()
+    for call in calls:
+        for token, ids in zip(call.tokens.tolist(), call.ids.tolist(), strict=True):
+            if not token:
+                continue
+            seen[call.layer, token] += 1
+            row = known[token]
+            wanted = sorted(row[columns.index(call.layer)].tolist()) if row.any() else sorted({*ids})
+            assert sorted(ids) == wanted, f"token {token} in layer {call.layer}"
+            assert len({*ids}) == 2
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, (tiny.split.ranks["dp"], seen))
+    of_replica = sum((found for rank, found in everyones if rank == tiny.split.ranks["dp"]), Counter())
+    assert of_replica == Counter({(layer, token): times for layer in LABELS for token in known})
+
+
+def share_of_others(calls: Sequence[Call], tiny: Tiny, routes: Sequence[torch.Tensor]) -> float:
+    """In how many of a rank's token-layers another set of experts was chosen than in R2's routes."""
+    known, others = job.by_token(tiny, routes), []
+    for call in calls:
+        for token, ids in zip(call.tokens.tolist(), call.ids.tolist(), strict=True):
+            if token:
+                others.append(sorted(ids) != sorted(known[token][LABELS.index(call.layer)].tolist()))
+    return sum(others) / len(others)
+
+
+def check_told(lines: list[str], mode: str, share: str) -> None:
+    """Once, on rank 0: what it is on, too."""
+    world = dist.get_world_size()
+    ranks = "1 rank" if world == 1 else f"{world} ranks agree"
+    line = (
+        f"[npu_replay] {mode}: 3 routers, 3 replayed, {share} of rows had a route, {ranks} "
+        f"(seam, transformers {transformers.__version__}, FSDP2)"
+    )
+    assert lines == [line] * (dist.get_rank() == 0)
+
+
+def plain_of(actor: Actor, **changes: Any) -> Actor:
+    """The same actor, of a job without replay."""
+    return Actor(Tiny(**vars(actor.tiny) | {"mode": "disabled"} | changes))
+
+
+def recorded(actor: Actor) -> tuple[Any, list[torch.Tensor]]:
+    """R2's first pass: the batch with old log-probs and routes, as the trainer has it; and the routes."""
+    data = job.batch(actor.tiny)
+    data.batch["old_log_probs"], data.batch["routed_experts"] = actor.log_probs(data)
+    return data, list(data.batch["routed_experts"].unbind())
+
+
+def r3_batch(tiny: Tiny, routes: Sequence[torch.Tensor] | None) -> Any:
+    return r3_batch_of(job.batch(tiny, routes))
+
+
+def same_weights(actor: Actor, weights: dict[str, torch.Tensor]) -> None:
+    now = {name: job.whole(one) for name, one in actor.model.named_parameters()}
+    assert all(torch.equal(now[name], one) for name, one in weights.items())
+
+
+# R2 and R3
+
+
+def _r2(tiny: Tiny) -> None:
+    actor = Actor(tiny)
+    with job.witnessed(actor.model) as first:
+        data, routes = recorded(actor)
+    assert [tuple(one.shape) for one in routes] == [
+        (sum(LENGTHS[number]), len(LABELS), 2) for number in engine_job.mine(tiny.split)
+    ]
+    check_calls(first, tiny, routes, times=1)
+    with job.other_routers(actor.model), told() as lines, job.witnessed(actor.model) as second:
+        metrics = actor.update(data)
+    check_calls(second, tiny, routes, times=2 if tiny.recompute else 1)
+    check_told(lines, "R2", "100%")
+    assert set(metrics["npu_replay/rows_without_route"]) == {0.0}
+    assert set(metrics["npu_replay/bad_samples"]) == {0.0}
+    assert metrics["npu_replay/live_mismatch"][0] > 0.5
+    assert metrics["npu_replay/seconds"][0] > 0
+    nothing_is_on()
+
+
+def _r3(tiny: Tiny) -> None:
+    actor, routes = Actor(tiny), engine_job.rollout_routes(tiny)
+    data = job.batch(tiny, routes)
+    with told() as lines:
+        with job.witnessed(actor.model) as first:
+            data.batch["old_log_probs"], none = actor.log_probs(data)
+        with job.other_routers(actor.model), job.witnessed(actor.model) as second:
+            metrics = actor.update(data)
+    assert none is None
+    check_calls(first, tiny, routes, times=1)
+    check_calls(second, tiny, routes, times=2 if tiny.recompute else 1)
+    alone = sum(2 * (response > 6) + 1 for _, response in LENGTHS)  # see rollout_routes
+    share = alone / sum(map(sum, LENGTHS))
+    check_told(lines, "R3", f"{(1 - share) * 100:.2f}%")
+    assert metrics["npu_replay/rows_without_route"][0] == pytest.approx(share)
+    assert metrics["npu_replay/live_mismatch"][0] > 0.5
+    nothing_is_on()
+
+
+for _way, _settings in WAYS.items():
+    for _mode, _run in (("R2", _r2), ("R3", _r3)):
+        for _recompute in (False, True):
+            _name = f"{_mode}: {_way}{', recompute' if _recompute else ''}"
+            CASES[_name] = lambda run=_run, given={**_settings, "mode": _mode, "recompute": _recompute}: run(
+                tiny_of(**given)
+            )
+
+
+@case("without replay it would have differed")
+def _control() -> None:
+    actor = Actor(tiny_of(recompute=True))
+    data, routes = recorded(actor)
+    plain = plain_of(actor)
+    data.batch.pop("routed_experts")
+    with job.other_routers(plain.model), job.witnessed(plain.model) as calls, told() as lines:
+        metrics = plain.update(data)
+    assert share_of_others(calls, actor.tiny, routes) > 0.5
+    assert lines == []
+    assert not [name for name in metrics if name.startswith("npu_replay/")]
+    untouched, none = plain.log_probs(data)
+    assert none is None
+    assert untouched.shape == data.batch["old_log_probs"].shape
+
+
+@case("a record changes nothing")
+def _faithful() -> None:
+    actor = Actor(tiny_of())
+    data, _ = recorded(actor)
+    wanted, _ = plain_of(actor).log_probs(job.batch(actor.tiny))
+    assert torch.equal(data.batch["old_log_probs"], wanted)
+
+
+@case("mini-batches and epochs")
+def _mini_batches() -> None:
+    """Padded, with micro-batches of equal size and other lengths: each has its own layout."""
+    for settings in ({"packed": False}, {"recompute": True}):
+        actor = Actor(tiny_of(**settings))
+        data, routes = recorded(actor)
+        with job.other_routers(actor.model), job.witnessed(actor.model) as calls:
+            actor.update(data, mini_batch_size=4, epochs=2)
+        check_calls(calls, actor.tiny, routes, times=4 if actor.tiny.recompute else 2)
+        assert len(actor.gradients) == 4
+        nothing_is_on()
+
+
+@case("without its adapter")
+def _adapter() -> None:
+    """LoRA: the reference pass is the actor's own without its adapter, and neither recorded nor replayed."""
+    for mode in ("R2", "R3"):
+        tiny = tiny_of(mode=mode, lora=4)
+        actor, routes = Actor(tiny), engine_job.rollout_routes(tiny)
+        plain = plain_of(actor)
+        for one in (actor, plain):
+            _shift_adapter(one)
+        data = job.batch(tiny, routes if mode == "R3" else None)
+        with job.witnessed(actor.model) as first:
+            reference, names = actor.reference(data)
+        wanted, _ = plain.reference(job.batch(tiny))
+        assert "routed_experts" not in names
+        assert torch.equal(reference, wanted)
+        data.batch["old_log_probs"], chosen = actor.log_probs(data)
+        if mode == "R2":
+            data.batch["routed_experts"], routes = chosen, list(chosen.unbind())
+            assert share_of_others(first, tiny, routes) > 0.05, "the adapter has no effect"
+        again, names = actor.reference(data)
+        assert "routed_experts" not in names
+        assert torch.equal(again, wanted)
+        with job.other_routers(actor.model), job.witnessed(actor.model) as calls:
+            actor.update(data)
+        check_calls(calls, tiny, routes, times=1)
+        nothing_is_on()
+
+
+def _shift_adapter(actor: Actor) -> None:
+    """A fresh one does nothing: half of it is zero."""
+    with torch.no_grad():
+        for name, weight in actor.model.named_parameters():
+            if "lora_B" in name:
+                weight.fill_(0.3)
+
+
+@case("gradients of one process")
+def _gradients() -> None:
+    """Two ranks' gradients, replayed, are the bare model's with its routers' outputs put in by hand."""
+    actor = Actor(tiny_of(recompute=True))
+    data, routes = recorded(actor)
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, routes)
+    actor.worker.set_loss_fn(_loss)
+    with job.other_routers(actor.model):
+        actor.update(data)
+    ours = actor.gradients[0]
+    theirs = _by_hand(actor.tiny.folder, [one for each in everyones for one in each])
+    assert ours.keys() == theirs.keys() == dict(actor.model.named_parameters()).keys()
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=1e-5)
+    live = _by_hand(actor.tiny.folder, None)
+    assert any(not torch.allclose(ours[name], one, rtol=1e-2, atol=1e-3) for name, one in live.items())
+
+
+def _weight(tokens: torch.Tensor) -> torch.Tensor:
+    return (tokens * 7 % 5 - 2).float()
+
+
+def _loss(model_output: Any, data: Any, dp_group: Any = None) -> Any:
+    """What each next token's log-prob counts for is told by the token; a replica's part of the sum."""
+    kept = [_weight(one[:-1]) @ logs[:-1] for one, logs in _samples_of(model_output["log_probs"], data)]
+    return -dist.get_world_size() * torch.stack(kept).sum() / 100, {}
+
+
+def _samples_of(log_probs: Any, data: Any) -> Any:
+    return zip(data["input_ids"].unbind(), log_probs.unbind(), strict=True)
+
+
+def _by_hand(folder: str, routes: Sequence[torch.Tensor] | None) -> dict[str, torch.Tensor]:
+    """Gradients of all samples through the bare model, one after the other; without routes those of its
+    routers' own choice."""
+    model = transformers.Qwen3MoeForCausalLM.from_pretrained(folder, torch_dtype=torch.float32)
+    row: list[torch.Tensor] = []
+
+    def put_in(column: int, _: Any, __: Any, output: Any) -> Any:
+        ids = row[0][:, column].long()
+        chosen = output[0].float().softmax(-1).gather(1, ids)
+        return output[0], (chosen / chosen.sum(-1, keepdim=True)).to(output[1].dtype), ids
+
+    with job.other_routers(model):
+        if routes is not None:
+            for layer, router in job.routers(model).items():
+                router.register_forward_hook(partial(put_in, LABELS.index(layer)))
+        for number, (prompt, response) in enumerate(job.samples()):
+            tokens = torch.cat([prompt, response])
+            row[:] = [] if routes is None else [routes[number]]
+            logs = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+            (-(_weight(tokens[:-1]) @ logs) / 100).backward()
+    return job.whole_gradients(model)
+
+
+@case("routes in files")
+def _files() -> None:
+    """record_file writes what one job records, replay_file gives it to another."""
+    folder = shared_folder()
+    actor = Actor(tiny_of(files={"record_file": folder}))
+    _, routes = recorded(actor)
+    dist.barrier()
+    assert len(npu_replay.RouteStore(folder)) == len(LENGTHS)
+    tiny = tiny_of(mode="R3", files={"replay_file": folder}, packed=False, micro=1)
+    other = Actor(tiny)
+    with job.other_routers(other.model), job.witnessed(other.model) as calls:
+        other.update(r3_batch(tiny, None))
+    for one in routes:
+        one[-1] = 0  # R3 leaves the last token to the router: nothing comes after it
+    check_calls(calls, tiny, routes, times=1)
+    nothing_is_on()
+
+
+@case("a sample without routes")
+def _none_for_one() -> None:
+    """A rollout that gave none for a sample: its rows are left to the routers, and counted."""
+    tiny = tiny_of(mode="R3")
+    actor, routes = Actor(tiny), engine_job.rollout_routes(tiny)
+    routes[1] = torch.zeros_like(routes[1])
+    with job.witnessed(actor.model) as calls:
+        metrics = actor.update(r3_batch(tiny, routes))
+    check_calls(calls, tiny, routes, times=1)
+    assert metrics["npu_replay/rows_without_route"][0] > 0.2
+
+
+# What goes wrong
+
+
+def _spoiled(kind: str, routes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """On the last rank the first sample's routes are bad; all of them where it is a matter of shape."""
+    found = [one.clone().to(torch.int16) for one in routes]
+    if dist.get_rank() < dist.get_world_size() - 1:
+        return found
+    if kind == "number of layers":
+        return [torch.cat([one, one[:, :1]], dim=1) for one in found]
+    found[0][1, 0] = torch.tensor([EXPERTS + 3, 1] if kind == "out of range" else [5, 5])
+    return found
+
+
+@case("one rank has bad routes in the first step")
+def _bad_first() -> None:
+    """All leave together, before the optimizer steps; with good routes the next pass is right."""
+    for settings in ({}, {"sp": 2}):
+        tiny = tiny_of(mode="R3", recompute=True, **settings)
+        actor, routes = Actor(tiny), engine_job.rollout_routes(tiny)
+        weights = {name: job.whole(one) for name, one in actor.model.named_parameters()}
+        for problem in ("out of range", "expert twice", "number of layers"):
+            leave(partial(actor.update, r3_batch(tiny, _spoiled(problem, routes))), problem)
+            assert actor.gradients == [], "no step was made"
+            same_weights(actor, weights)
+        with job.witnessed(actor.model) as calls:
+            actor.update(r3_batch(tiny, routes))
+        check_calls(calls, tiny, routes, times=2)
+
+
+@case("bad samples after the first step")
+def _bad_later() -> None:
+    """One is counted, once in a sequence-parallel group too; two of eight are an error on all ranks."""
+    for sp in (1, 2):
+        tiny = tiny_of(mode="R3", sp=sp)
+        actor, routes = Actor(tiny), engine_job.rollout_routes(tiny)
+        here = sp == 2 or dist.get_rank() == 1
+
+        def updated(bad: int) -> None:
+            given = [one.to(torch.int16) for one in routes]  # noqa: B023
+            for one in given[: bad * here]:  # noqa: B023
+                one[1, 0] = torch.tensor([EXPERTS + 3, 1])
+            with job.witnessed(actor.model) as calls:  # noqa: B023
+                metrics = actor.update(r3_batch(tiny, given))  # noqa: B023
+            assert set(metrics["npu_replay/bad_samples"]) == {float(bad)}
+            left = [one if n >= bad * here else torch.zeros_like(one) for n, one in enumerate(routes)]  # noqa: B023
+            check_calls(calls, tiny, left, times=1)  # noqa: B023
+
+        updated(0)
+        updated(1)
+        steps = len(actor.gradients)
+        leave(partial(updated, 2), "2 of 8 samples have routes that can't be used", first=0)
+        assert len(actor.gradients) == steps
+
+
+@case("routes far from the routers' own choice")
+def _far() -> None:
+    tiny = tiny_of(mode="R3")
+    actor = Actor(tiny)
+    update = partial(actor.update, r3_batch(tiny, engine_job.rollout_routes(tiny)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("NPU_REPLAY_MAX_LIVE_MISMATCH")
+        leave(update, "far from what the routers would choose for these tokens", first=0)
+    assert not actor.gradients
+    update()
+
+
+@case("routes are missing")
+def _missing() -> None:
+    """R2 without a record, R3 without a rollout's routes."""
+    for mode in ("R2", "R3"):
+        actor = Actor(tiny_of(mode=mode))
+        leave(partial(actor.update, r3_batch(actor.tiny, None)), "this micro-batch has no routes", first=0)
+        assert not actor.gradients
+
+
+@case("one rank fails in a way that nobody has thought of")
+def _unthought() -> None:
+    """Where it lays out a micro-batch, before a forward and after one whose rows another rank waits for."""
+    for settings, run in (
+        ({"sp": 2}, recorded),
+        ({}, recorded),
+        ({"mode": "R3"}, lambda one: one.update(r3_batch(one.tiny, engine_job.rollout_routes(one.tiny)))),
+    ):
+        actor = Actor(tiny_of(**settings))  # type: ignore[arg-type]
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setattr("npu_replay.compat.verl.fsdp.layout_of", {}.__getitem__)
+            leave(partial(run, actor), "this rank can't")  # type: ignore[arg-type]
+        run(actor)  # type: ignore[operator]
+
+
+@case("images, which are cut after their embedding")
+def _images() -> None:
+    """The model is fed the whole stream then; its text model's routers see this rank's piece of it."""
+    from npu_replay.compat.verl.fsdp import layout_of
+
+    actor: Any = Actor(tiny_of(sp=2))
+    actor.model.config.vision_config = {}
+    data = engine_job.log_prob_batch(job.batch(actor.tiny))[:3]
+    data["multi_modal_inputs"] = [{"pixel_values": torch.zeros(2)}] * 3  # type: ignore[assignment]
+    total = sum(map(sum, LENGTHS[:3]))
+    piece = -(-total // 2)
+    places = range(dist.get_rank() * piece, (dist.get_rank() + 1) * piece)
+    wanted = [place if place < total else -1 for place in places]
+    assert total % 2, "else no rank has padding"
+    assert layout_of(actor.engine, data).rows.tolist() == wanted
+
+
+@case("a model without experts")
+def _dense() -> None:
+    folder = job.save_model(shared_folder(), dense=True)
+    actor = Actor(tiny_of(folder=folder))
+    leave(partial(recorded, actor), "no router", first=0)
+    Actor(tiny_of(folder=folder, mode="disabled")).log_probs(job.batch(actor.tiny))
+
+
+@case("uninstalled and installed again")
+def _uninstalled() -> None:
+    """verl's own methods are back; an engine that has replayed refuses to go on without, and goes on with."""
+    from verl.workers.engine.fsdp import transformer_impl as impl
+
+    actor = Actor(tiny_of())
+    data, routes = recorded(actor)
+    npu_replay.uninstall()
+    for cls, name in (
+        (impl.FSDPEngine, "forward_backward_batch"),
+        (impl.FSDPEngine, "disable_adapter"),
+        (impl.FSDPEngineWithLMHead, "forward_step"),
+    ):
+        assert not hasattr(vars(cls)[name], "__wrapped__"), name
+    with pytest.raises(ReplayError, match="uninstalled after this engine had replayed"):
+        actor.update(data)
+    npu_replay.install()
+    with job.other_routers(actor.model), job.witnessed(actor.model) as calls:
+        actor.update(data)
+    check_calls(calls, actor.tiny, routes, times=1)

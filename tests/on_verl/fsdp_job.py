@@ -1,0 +1,366 @@
+"""verl's own FSDP engine and workers on a small Qwen3-MoE, with what this machine lacks lent; the rest is
+verl's and transformers' as released.
+
+No two tokens of a batch have the same id, so what a forward is fed says which token sits in which row.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from omegaconf import OmegaConf
+from torch import nn
+
+from distributed.parallel_model import EXPERTS, TOPK, Split
+from on_verl import engine_job
+from on_verl.engine_job import LENGTHS
+
+VOCAB = 128
+MOE = (1, 0, 1, 1)
+"""Of each decoder layer: has it experts?"""
+LABELS = [layer for layer, sparse in enumerate(MOE) if sparse]
+FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiny:
+    """What a job's config says of its model, its cut and its passes."""
+
+    folder: str
+    """Of the model's weights."""
+    mode: str = "R2"
+    sp: int = 1
+    packed: bool = True
+    micro: int = 2
+    most: int = 0
+    """Tokens of a micro-batch, where its size is dynamic."""
+    recompute: bool = False
+    lora: int = 0
+    strategy: str = "fsdp2"
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Further settings of the engine."""
+    files: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def split(self) -> Split:
+        """The cut, with this rank's place."""
+        return Split(cp=self.sp, ranks={"dp": dist.get_rank() // self.sp, "cp": dist.get_rank() % self.sp})
+
+    @property
+    def moe(self) -> tuple[int, ...]:
+        return MOE
+
+
+# The model
+
+
+def save_model(folder: str, *, dense: bool = False) -> str:
+    """A checkpoint of the small model, the same on all ranks; where it is."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    if dist.get_rank() == 0:
+        torch.manual_seed(3)
+        config = Qwen3MoeConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=48,
+            moe_intermediate_size=16,
+            num_hidden_layers=len(MOE),
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            num_experts=EXPERTS,
+            num_experts_per_tok=TOPK,
+            norm_topk_prob=True,
+            mlp_only_layers=[layer for layer, sparse in enumerate(MOE) if dense or not sparse],
+            tie_word_embeddings=False,
+            initializer_range=0.3,  # so that each choice of an expert counts
+        )
+        Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    dist.barrier()
+    return folder
+
+
+def routers(model: nn.Module) -> dict[int, nn.Module]:
+    """By decoder layer."""
+    found = {}
+    for name, module in model.named_modules():
+        if name.endswith("mlp.gate") and hasattr(module, "weight"):
+            found[int(name.split("layers.")[1].split(".")[0])] = module
+    return found
+
+
+@contextmanager
+def other_routers(*models: nn.Module) -> Iterator[None]:
+    """Routers that choose otherwise, for the length of the block."""
+    kept = []
+    for model in models:
+        for layer, router in routers(model).items():
+            weight: Any = router.weight
+            noise = torch.randn(tuple(weight.shape), generator=torch.Generator().manual_seed(layer))
+            if hasattr(weight, "device_mesh"):
+                from torch.distributed.tensor import distribute_tensor
+
+                noise = distribute_tensor(noise, weight.device_mesh, weight.placements)
+            kept.append((weight, weight.detach().clone()))
+            with torch.no_grad():
+                weight.add_(noise)
+    yield
+    with torch.no_grad():
+        for weight, original in kept:
+            weight.copy_(original)
+
+
+# What the routers did
+
+
+@dataclass
+class Call:
+    """One call of one router, forward or recompute.
+
+    Attributes:
+        tokens: the token in each row, by its id; 0 for padding.
+        ids: [rows, topk], of its output.
+    """
+
+    layer: int
+    tokens: torch.Tensor
+    ids: torch.Tensor
+
+
+@contextmanager
+def witnessed(model: nn.Module) -> Iterator[list[Call]]:
+    """Every call of the routers, by hooks that know nothing of npu_replay; with what the model was fed.
+
+    A recompute runs in its micro-batch's backward, before the next forward: what was fed last is its.
+    """
+    calls: list[Call] = []
+    fed: list[torch.Tensor] = []
+    embedding = next(one for one in model.modules() if isinstance(one, nn.Embedding))
+
+    def fed_with(_: nn.Module, args: Any, __: Any) -> None:
+        fed[:] = [args[0].detach().clone().reshape(-1)]
+
+    def called(layer: int) -> Call:
+        calls.append(Call(layer, fed[0], torch.zeros(len(fed[0]), TOPK, dtype=torch.int64)))
+        return calls[-1]
+
+    handles = [embedding.register_forward_hook(fed_with)]
+    for layer, router in routers(model).items():
+        watch = _watch_block if transformers.__version__ < "5" else _watch_router
+        handles += watch(_block_of(model, router), router, partial(called, layer))
+    yield calls
+    for handle in handles:
+        handle.remove()
+
+
+def _block_of(model: nn.Module, router: nn.Module) -> nn.Module:
+    return next(one for one in model.modules() if router in one.children())
+
+
+def _watch_router(_: nn.Module, router: nn.Module, called: Callable[[], Call]) -> list[Any]:
+    """transformers 5: a router returns the ids."""
+
+    def chose(_: nn.Module, __: Any, output: Any) -> None:
+        call = called()
+        call.ids = output[2].detach().reshape(call.ids.shape).clone()
+
+    return [router.register_forward_hook(chose)]
+
+
+def _watch_block(block: Any, _: nn.Module, called: Callable[[], Call]) -> list[Any]:
+    """transformers 4: a block calls an expert with the rows that chose it. No two tokens have equal rows.
+
+    A recompute ends with the last expert, in the middle of the block.
+    """
+    now: list[Any] = []  # the call, its rows, and how many experts each has had
+
+    def begins(_: nn.Module, args: Any) -> None:
+        call = called()
+        now[:] = [call, args[0].detach().flatten(0, -2), [0] * len(call.tokens)]
+
+    def chosen(number: int, _: nn.Module, args: Any) -> None:
+        call, hidden, had = now
+        for row in args[0].detach():
+            for place in (hidden == row).all(dim=1).nonzero()[:, 0].tolist():
+                if call.tokens[place]:
+                    call.ids[place, had[place]] = number
+                    had[place] += 1
+
+    experts = [one.register_forward_pre_hook(partial(chosen, n)) for n, one in enumerate(block.experts)]
+    return [block.register_forward_pre_hook(begins), *experts]
+
+
+# verl's configs and engines
+
+
+def model_config(tiny: Tiny) -> Any:
+    from verl.workers.config import HFModelConfig
+
+    return HFModelConfig(
+        path=tiny.folder,
+        load_tokenizer=False,
+        override_config={"attn_implementation": "sdpa"},
+        enable_gradient_checkpointing=tiny.recompute,
+        use_remove_padding=tiny.packed,
+        lora_rank=tiny.lora,
+    )
+
+
+def engine_config(tiny: Tiny) -> Any:
+    """As Hydra makes it of the user's line: the settings of the replay are a plain dict."""
+    from verl.workers.config import FSDPEngineConfig
+
+    return FSDPEngineConfig(
+        strategy=tiny.strategy,
+        ulysses_sequence_parallel_size=tiny.sp,
+        use_dynamic_bsz=tiny.most > 0,
+        max_token_len_per_gpu=tiny.most,
+        infer_max_token_len_per_gpu=tiny.most,
+        micro_batch_size_per_gpu=tiny.micro,
+        infer_micro_batch_size_per_gpu=tiny.micro,
+        use_torch_compile=False,
+        mixed_precision=FLOAT32,
+        router_replay={"mode": tiny.mode} | tiny.files,
+        **tiny.engine,
+    )
+
+
+def optimizer_config() -> Any:
+    from verl.workers.config import FSDPOptimizerConfig
+
+    return FSDPOptimizerConfig(
+        lr=1e-3, weight_decay=0.0, clip_grad=1e9, total_training_steps=10, lr_warmup_steps=0
+    )
+
+
+class Actor(engine_job.Actor):
+    """verl's ActorRolloutRefWorker with an actor and an FSDP engine: what a trainer has done by it.
+
+    Attributes:
+        model: what the engine calls.
+        gradients: those of each optimizer step, by name, whole.
+    """
+
+    def __init__(self, tiny: Tiny) -> None:
+        from verl.workers.config import FSDPActorConfig
+        from verl.workers.engine_workers import ActorRolloutRefWorker
+        from verl.workers.utils.losses import ppo_loss
+
+        fsdp = {} if tiny.mode == "disabled" else {"router_replay": {"mode": tiny.mode} | tiny.files}
+        config = {
+            "actor": {"strategy": tiny.strategy, "fsdp_config": fsdp},
+            "rollout": {"name": "vllm", "enable_rollout_routing_replay": tiny.mode == "R3"},
+            "model": {"use_remove_padding": tiny.packed},
+        }
+        self.tiny: Any = tiny
+        self.worker = ActorRolloutRefWorker(config=OmegaConf.create(config), role="actor")
+        self.worker.actor = engine_job.training_worker_of(
+            model_type="language_model",
+            model_config=model_config(tiny),
+            engine_config=engine_config(tiny),
+            optimizer_config=optimizer_config(),
+        )
+        loss = FSDPActorConfig(
+            rollout_n=1,
+            ppo_mini_batch_size=len(LENGTHS),
+            ppo_micro_batch_size_per_gpu=tiny.micro,
+            use_torch_compile=False,
+        )
+        self.worker.set_loss_fn(partial(ppo_loss, config=loss))
+        self.engine = self.worker.actor.engine
+        self.model: nn.Module = self.engine.module
+        self.gradients = self.engine.gradients
+        if transformers.__version__ < "5":
+            for router in routers(self.model).values():
+                _block_of(self.model, router).register_forward_hook(_with_idle_experts)
+
+
+def _with_idle_experts(block: Any, _: Any, output: Any) -> Any:
+    """transformers 4's block leaves out experts without a token. Then ranks reduce gradients of other sizes,
+    and FSDP2 over gloo ends the process, with replay and without."""
+    nothing = sum(weight.sum() for weight in block.experts.parameters()) * 0
+    return (output[0] + nothing.to(output[0].dtype), *output[1:])
+
+
+def _noting(base: type) -> type:
+    """verl's engine, which keeps the gradients that its optimizer is given."""
+
+    class Noting(base):  # type: ignore[misc]
+        def initialize(self) -> None:
+            self.gradients: list[dict[str, torch.Tensor]] = []
+            super().initialize()
+
+        def optimizer_step(self) -> Any:
+            self.gradients.append(whole_gradients(self.module))
+            return super().optimizer_step()
+
+    return Noting
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """All of it, on every rank."""
+    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found.detach().clone()
+
+
+def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: whole(one.grad) for name, one in model.named_parameters() if one.grad is not None}
+
+
+# Data
+
+
+def samples() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The prompt and the response of all samples: 1, 2, 3 and so on."""
+    numbers = iter(range(1, VOCAB))
+    return [
+        (torch.tensor([next(numbers) for _ in range(a)]), torch.tensor([next(numbers) for _ in range(b)]))
+        for a, b in LENGTHS
+    ]
+
+
+def batch(tiny: Any, routes: Sequence[torch.Tensor] | None = None) -> Any:
+    """This rank's samples as the trainer has them."""
+    return engine_job.batch(tiny.split, routes, samples())
+
+
+def by_token(tiny: Any, routes: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Of this rank's routes, [tokens, layers, topk] a sample: those of each token, by its id."""
+    tokens = [torch.cat(samples()[number]).tolist() for number in engine_job.mine(tiny.split)]
+    return {
+        token: row
+        for ids, one in zip(tokens, routes, strict=True)
+        for token, row in zip(ids, one.long(), strict=True)
+    }
+
+
+def prepare() -> None:
+    """Lend what this machine lacks, and have verl take its engine for a CPU."""
+    from verl.utils import device
+
+    if not hasattr(device, "get_platform"):
+        _lend_device(device)
+    engine_job.prepare(engines=False)
+    from verl.workers.engine import EngineRegistry
+    from verl.workers.engine.fsdp import transformer_impl as impl
+
+    for strategy in ("fsdp", "fsdp2"):
+        kinds = EngineRegistry._engines["language_model"][strategy]
+        kinds[device.get_device_name()] = _noting(impl.FSDPEngineWithLMHead)
+
+
+def _lend_device(device: Any) -> None:
+    """verl before 0.9 has no platforms: it takes a machine without CUDA for one with an NPU, or a CPU."""
+    for module in [device, *(one for name, one in list(sys.modules.items()) if name.startswith("verl."))]:
+        for name, value in (("get_device_id", lambda: "cpu"), ("get_torch_device", lambda: torch.cpu)):
+            if hasattr(module, name):
+                setattr(module, name, value)
