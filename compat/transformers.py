@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from npu_replay.compat import torch_npu
+from npu_replay.compat import peft, torch_npu
 from npu_replay.errors import NoEffect, RouterError
 from npu_replay.routers import Router, RouterKind
 
@@ -37,6 +37,10 @@ class TransformersRouters(RouterKind):
     def explains(self, operator: str) -> str:
         """Is this a fused operator that takes the place of the top-k?"""
         return torch_npu.gating_operator(operator)
+
+    def variant(self, model: nn.Module) -> Callable[[], object]:
+        """Its adapters are PEFT's."""
+        return peft.adapters(model)
 
     def describe(self, module: nn.Module, path: str) -> Router | None:
         """Describe a router; refuse one that can't be replayed."""

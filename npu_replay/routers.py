@@ -137,6 +137,11 @@ class RouterKind:
         """Hang hooks on a chunk that mark the recomputes which it runs outside backward."""
         return ()
 
+    def variant(self, model: nn.Module) -> Callable[[], object]:
+        """A function that tells which variant of a model runs now: equal answers, equal functions. Adapters
+        that are switched make others of it."""
+        return lambda: None
+
 
 _kinds: dict[str, RouterKind | Callable[[], RouterKind]] = {}
 
@@ -196,6 +201,12 @@ def functions(found: Sequence[Router]) -> list[tuple[str, object, str]]:
 def mark(chunk: nn.Module, found: Sequence[Router], marks: Marks) -> list[Handle]:
     """Have every product mark what it runs again outside backward; the handles take the hooks off."""
     return [handle for kind in _registered() for handle in kind.mark(chunk, found, marks)]
+
+
+def variant(model: nn.Module) -> Callable[[], object]:
+    """A function that tells which variant of a model runs now, as every product has it."""
+    asked = [kind.variant(model) for kind in _registered()]
+    return lambda: [ask() for ask in asked]
 
 
 def chunks_of(model: Model) -> list[nn.Module]:
