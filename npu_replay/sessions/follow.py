@@ -190,8 +190,9 @@ class Following(AnyReplay):
     def _why_left_alone(self, call: dict[str, Any], grad: bool) -> str | None:
         if self._paused:
             return "while paused"
-        if self._variant() != self._policy or "adapter_names" in call:
-            return "with other adapters than at the beginning"
+        now = {"adapters of each sample": call.get("adapter_names")} | self._variant()
+        if other := [name for name in now if now[name] != self._policy.get(name)]:
+            return f"of another variant of the model ({', '.join(other)})"
         if "past_key_values" in call or call.get("use_cache"):
             return "with a cache"
         if not (grad or self._eval_mode or self._chunks[0].training):
