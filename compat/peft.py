@@ -37,6 +37,12 @@ def adapters(model: nn.Module) -> Callable[[], object]:
 
     def state() -> object:
         names = tuple(getattr(model, "peft_config", None) or ())  # one may be added later
-        return names, [(one.disable_adapters, list(one.active_adapters)) for one in layers]
+        return names, [(one.disable_adapters, list(one.active_adapters), _of_samples(one)) for one in layers]
 
     return state
+
+
+def _of_samples(layer: nn.Module) -> list[object]:
+    """The adapter of each sample, where a PeftModel was called with them: its hooks bring them here."""
+    keywords = [getattr(hook, "keywords", {}) for hook in layer._forward_pre_hooks.values()]
+    return [names["adapter_names"] for names in keywords if "adapter_names" in names]

@@ -61,24 +61,24 @@ def rewards(completions: list[str], **_: Any) -> list[float]:
 
 def trainer(folder: Path, peft: Any = None, evaluate: bool = False, **options: Any) -> GRPOTrainer:
     """Old log-probs are taken in a pass of their own, and each generation is trained on twice."""
-    chosen = dict(
-        output_dir=str(folder),
-        per_device_train_batch_size=4,
-        per_device_eval_batch_size=4,
-        num_generations=2,
-        num_iterations=2,
-        steps_per_generation=2,
-        max_completion_length=8,
-        max_steps=12,
-        learning_rate=0.03,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        save_strategy="no",
-        logging_steps=1,
-        gradient_checkpointing=True,
-        seed=1,
-    )
+    chosen = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "num_generations": 2,
+        "num_iterations": 2,
+        "steps_per_generation": 2,
+        "max_completion_length": 8,
+        "max_steps": 12,
+        "learning_rate": 0.03,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "gradient_checkpointing": True,
+        "seed": 1,
+    }
     return GRPOTrainer(
         model=model(),
         reward_funcs=rewards,

@@ -12,7 +12,7 @@ import npu_replay
 
 pytest.importorskip("trl", reason="ci/trl.sh runs these tests, with TRL")
 
-from on_trl.grpo import LAYERS, Seen, trainer  # noqa: E402  it imports trl
+from on_trl.grpo import LAYERS, Seen, trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -58,7 +58,7 @@ def test_updates_take_the_experts_of_the_old_log_probs(case: str, adapter: bool,
         assert len(following.left_alone) == 1  # generate() goes past PeftModel's __call__
     else:
         assert seen.generated == sum(following.left_alone.values())
-    assert LAYERS == metrics["routers"]
+    assert metrics["routers"] == LAYERS
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
@@ -85,7 +85,7 @@ def test_an_evaluation_leaves_no_trace(tmp_path: Path) -> None:
 def test_a_run_without_old_log_probs_is_told_so(tmp_path: Path) -> None:
     grpo = trainer(tmp_path, num_iterations=1, steps_per_generation=1, max_steps=2)
     with (
-        pytest.raises(npu_replay.MicroBatchError, match="no pass for old log-probs.*TRL leaves it out"),
+        pytest.raises(npu_replay.MicroBatchError, match=r"no pass for old log-probs.*TRL leaves it out"),
         npu_replay.follow(grpo.model),
     ):
         grpo.train()
