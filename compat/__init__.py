@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         megatron_backports,
         mindspeed,
         patching,
+        peft,
         probe,
         sglang,
         torch_npu,
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 # fmt: off
 __all__ = [
-    "cpu", "cuda", "megatron", "megatron_backports", "mindspeed", "patching", "probe", "sglang", "torch_npu",
-    "transformers", "verl", "vllm", "vllm_ascend",
+    "cpu", "cuda", "megatron", "megatron_backports", "mindspeed", "patching", "peft", "probe", "sglang",
+    "torch_npu", "transformers", "verl", "vllm", "vllm_ascend",
 ]
 # fmt: on
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
 
-from npu_replay.compat import torch_npu
+from npu_replay.compat import peft, torch_npu
 from npu_replay.errors import NoEffect, RouterError
 from npu_replay.routers import Router, RouterKind
 
@@ -40,6 +41,11 @@ class TransformersRouters(RouterKind):
     def explains(self, operator: str) -> str:
         """Is this a fused operator that takes the place of the top-k?"""
         return torch_npu.gating_operator(operator)
+
+    def variant(self, model: nn.Module) -> Callable[[], Mapping[str, object]]:
+        """Which of PEFT's adapters run, and whether the model generates, with a cache or without."""
+        adapters = peft.adapters(model)
+        return lambda: {"adapters": adapters(), "generate()": _generates()}
 
     def describe(self, module: nn.Module, path: str) -> Router | None:
         """Describe a router; refuse one that can't be replayed."""
@@ -144,6 +150,16 @@ def _shows(output: object, *, name: str, experts: int, topk: int) -> torch.Tenso
         cause="transformers 4's version of this router (upgrade to 5), or a model family that npu_replay "
         "doesn't know yet (docs/models.md lists those it does)",
     )
+
+
+def _generates() -> bool:
+    """Is this called by transformers' generation, which may go without a cache?"""
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("transformers.generation."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _vendor_class(module: nn.Module) -> type | None:

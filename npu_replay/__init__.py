@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from npu_replay.routes.mismatch import compare
     from npu_replay.routes.routed_experts import RoutedExperts
     from npu_replay.routes.store import RouteStore
+    from npu_replay.sessions.follow import Following, follow
     from npu_replay.sessions.observe import Observation, observe
     from npu_replay.sessions.pin_recompute import Pinning, pin_recompute
     from npu_replay.sessions.record import Recording, record
@@ -46,6 +47,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DecoderLayers",
+    "Following",
     "InvalidRoutes",
     "MicroBatchError",
     "NoEffect",
@@ -68,6 +70,7 @@ __all__ = [
     "compare",
     "compat",
     "fingerprint",
+    "follow",
     "from_sglang",
     "from_vllm",
     "install",
@@ -82,6 +85,7 @@ __all__ = [
 
 _HOMES = {
     "DecoderLayers": "parallel.pipeline_layers",
+    "Following": "sessions.follow",
     "Observation": "sessions.observe",
     "Pinning": "sessions.pin_recompute",
     "Recording": "sessions.record",
@@ -94,6 +98,7 @@ _HOMES = {
     "Turn": "rollout.turns",
     "collect": "parallel.collect",
     "compare": "routes.mismatch",
+    "follow": "sessions.follow",
     "from_sglang": "compat.sglang.decode",
     "from_vllm": "compat.vllm.decode",
     "observe": "sessions.observe",

@@ -6,7 +6,7 @@ all of them, each time anew: a list made when the model was built would go stale
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -137,6 +137,11 @@ class RouterKind:
         """Hang hooks on a chunk that mark the recomputes which it runs outside backward."""
         return ()
 
+    def variant(self, model: nn.Module) -> Callable[[], Mapping[str, object]]:
+        """A function that tells, by name, what makes the call that runs now one of another variant of the
+        model than a call with other answers: adapters that are switched, say."""
+        return dict
+
 
 _kinds: dict[str, RouterKind | Callable[[], RouterKind]] = {}
 
@@ -196,6 +201,12 @@ def functions(found: Sequence[Router]) -> list[tuple[str, object, str]]:
 def mark(chunk: nn.Module, found: Sequence[Router], marks: Marks) -> list[Handle]:
     """Have every product mark what it runs again outside backward; the handles take the hooks off."""
     return [handle for kind in _registered() for handle in kind.mark(chunk, found, marks)]
+
+
+def variant(model: nn.Module) -> Callable[[], dict[str, object]]:
+    """A function that tells what every product says of the variant of a model that runs now."""
+    asked = [kind.variant(model) for kind in _registered()]
+    return lambda: {name: value for ask in asked for name, value in ask().items()}
 
 
 def chunks_of(model: Model) -> list[nn.Module]:

@@ -25,7 +25,7 @@ FLOORS = (
     ("parallel",),
     ("compat.patching",),
     ("compat.probe",),
-    ("compat.torch_npu", "compat.cuda", "compat.cpu"),
+    ("compat.torch_npu", "compat.cuda", "compat.cpu", "compat.peft"),
     ("compat.mindspeed", "compat.transformers"),
     ("compat.megatron",),
     ("compat.megatron_backports", "compat.vllm_ascend"),
@@ -42,7 +42,18 @@ FLOORS = (
 ROOMS = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 FACE = ROOMS["devices"]
 """From this floor on a room may use npu_replay as users do: `from npu_replay import record`."""
-PRODUCTS = {"transformers", "megatron", "mindspeed", "torch_npu", "vllm", "vllm_ascend", "sglang", "verl"}
+PRODUCTS = {
+    "transformers",
+    "megatron",
+    "mindspeed",
+    "torch_npu",
+    "vllm",
+    "vllm_ascend",
+    "sglang",
+    "verl",
+    "peft",
+    "trl",
+}
 ALSO = {
     "compat.megatron_backports": ("megatron",),
     "compat.verl": ("megatron",),

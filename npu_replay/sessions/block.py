@@ -116,8 +116,8 @@ class Block:
             marks = Marks(functools.partial(self._timeline.number, chunk))
             self._marks.append(marks)
             # The chunk first: it may itself be the router, and its forward begins before its top-k.
-            self._before(module, Hook(self, self._may_wait(Block._chunk_begins), module, chunk))
-            ends = Hook(self, self._may_wait(Block._chunk_ends), module, chunk)
+            self._before(module, Hook(self, self._may_wait(type(self)._chunk_begins), module, chunk))
+            ends = Hook(self, self._may_wait(type(self)._chunk_ends), module, chunk)
             if self.goes_first:
                 self._after(module, ends)
             for router in self._routers[chunk]:

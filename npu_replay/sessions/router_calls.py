@@ -66,6 +66,8 @@ class RouterCalls:
         number = self._marks.take_announced(router.module)
         if number is None and backward.in_backward():
             number = self._timeline.recomputed(self._chunk, self.label)
+        if number is None and not session._answers(router):
+            return
         call = self._kind(
             rows,
             router.num_experts,

@@ -47,6 +47,10 @@ class Session(Block):
 
     # What a kind of session decides
 
+    def _answers(self, router: Router) -> bool:
+        """Are the router's calls outside backward answered now?"""
+        return True
+
     def _check_forward(self, forward: Forward) -> None:
         """Refuse a micro-batch at its beginning."""
 

@@ -1,0 +1,48 @@
+"""PEFT: which adapters a model runs with, so that a reference pass isn't taken for the policy's.
+
+TRL asks the policy's own module for the reference's log-probs, with its adapter switched off or another one
+on. Each layer with an adapter says which; no other place does for every way of switching.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from npu_replay.errors import RouterError
+
+
+def adapters(model: nn.Module) -> Callable[[], object]:
+    """A function that tells the state of a model's adapters now; two states that are equal run alike.
+
+    Raises:
+        RouterError: a kind of adapter that can't be asked.
+    """
+    for path, module in model.named_modules():
+        found = getattr(module, "peft_config", None)
+        for name, config in found.items() if isinstance(found, dict) else ():
+            if getattr(config, "is_prompt_learning", False) or getattr(config, "is_adaption_prompt", False):
+                raise RouterError(
+                    "this kind of adapter doesn't tell whether it is switched on",
+                    where=path or "the model",
+                    expected="LoRA, or another kind that lies in the layers",
+                    got=f"{type(config).__name__} of adapter {name!r}",
+                    cause="prompt tuning, which also feeds more tokens than it is called with",
+                )
+    layers: list[Any] = [
+        one for one in model.modules() if isinstance(getattr(one, "disable_adapters", None), bool)
+    ]
+
+    def state() -> object:
+        names = tuple(getattr(model, "peft_config", None) or ())  # one may be added later
+        return names, [(one.disable_adapters, list(one.active_adapters), _of_samples(one)) for one in layers]
+
+    return state
+
+
+def _of_samples(layer: nn.Module) -> list[object]:
+    """The adapter of each sample, where a PeftModel was called with them: its hooks bring them here."""
+    keywords = [getattr(hook, "keywords", {}) for hook in layer._forward_pre_hooks.values()]
+    return [names["adapter_names"] for names in keywords if "adapter_names" in names]

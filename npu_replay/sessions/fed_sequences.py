@@ -1,0 +1,134 @@
+"""Which sequences one call of a Hugging Face model is fed, and in which of its rows each lies."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from npu_replay.errors import MicroBatchError
+from npu_replay.routes.checks import Array
+from npu_replay.routes.fingerprint import fingerprint
+
+_OTHER_INPUTS = ("pixel_values", "image", "video", "audio", "input_features")
+"""How arguments begin that a model chooses experts by and that no token id tells."""
+
+_refuse_unless = MicroBatchError.unless
+
+
+@dataclass(frozen=True)
+class FedSequences:
+    """The sequences of one call, of two tokens or more; rows are those of [batch, sequence], batch-major.
+
+    Nothing is learnt from a sequence of one token (often the padding of a packed stream), so it has no place
+    here.
+
+    Attributes:
+        rows: how many there are, padding too.
+        spans: first row and end of each sequence.
+        marks: the fingerprint of each.
+    """
+
+    rows: int
+    spans: list[tuple[int, int]]
+    marks: list[int]
+
+
+def named(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, without those that are None."""
+    names = ["input_ids"]
+    if args:
+        kinds = inspect.signature(module.forward).parameters.items()
+        names = [name for name, one in kinds if one.kind is one.POSITIONAL_OR_KEYWORD] or names
+    call = dict(zip(names, args, strict=False)) | dict(kwargs)
+    return {name: value for name, value in call.items() if value is not None}
+
+
+def fed_sequences(call: Mapping[str, Any]) -> FedSequences:
+    """Those of a call with these arguments: padded on any side, or packed.
+
+    Raises:
+        MicroBatchError: there are no token ids, other inputs beside them, a mask with holes, or a part of a
+            sequence.
+    """
+    ids = call.get("input_ids", call.get("tokens"))
+    other = [name for name in call if name == "inputs_embeds" or name.startswith(_OTHER_INPUTS)]
+    _refuse_unless(
+        isinstance(ids, torch.Tensor) and not ids.is_nested and ids.dim() == 2 and not other,
+        "routes are found by token ids, and this call isn't told by them",
+        "input_ids, [batch, sequence], and no images or embeddings",
+        ", ".join(other or sorted(call)),
+        "embeddings in the place of ids, or images, in which two samples of the same tokens differ",
+    )
+    tokens = _array(ids)
+    real = _real(call.get("attention_mask"), tokens.shape)
+    begins = real & ~np.pad(real, ((0, 0), (1, 0)))[:, :-1]
+    if (positions := call.get("position_ids")) is not None:
+        begins = _by_positions(positions, real, begins)
+    elif (bounds := call.get("cu_seq_lens_q", call.get("cu_seqlens"))) is not None:
+        begins = _by_bounds(_array(bounds), begins)
+    first = begins.reshape(-1).nonzero()[0]
+    stops = np.append((begins | ~real).reshape(-1).nonzero()[0], real.size)
+    end = stops[np.searchsorted(stops, first, side="right")]
+    spans = [(int(a), int(b)) for a, b in zip(first, end, strict=True) if b - a > 1]
+    flat = tokens.reshape(-1)
+    return FedSequences(real.size, spans, [fingerprint(flat[a:b]) for a, b in spans])
+
+
+def _array(tensor: Any) -> Array:
+    return np.asarray(tensor.detach().cpu() if isinstance(tensor, torch.Tensor) else tensor)
+
+
+def _real(mask: Any, shape: tuple[int, ...]) -> Array:
+    """Bool [batch, sequence]: which places hold tokens."""
+    if mask is None:
+        return np.ones(shape, dtype=bool)
+    alike = isinstance(mask, torch.Tensor) and mask.shape == shape
+    flags = _array(mask) if alike else np.full(1, -1)
+    _refuse_unless(
+        bool(((flags == 0) | (flags == 1)).all()),
+        "this attention_mask doesn't tell which places are padding",
+        f"zeros and ones, {list(shape)}",
+        "other numbers" if alike else list(getattr(mask, "shape", [])) or type(mask).__name__,
+        "a mask of four dimensions, of sequence numbers (packing), or a dict of several",
+    )
+    real: Array = flags != 0
+    runs = (real & ~np.pad(real, ((0, 0), (1, 0)))[:, :-1]).sum(axis=1)
+    _refuse_unless(
+        bool((runs <= 1).all()),
+        "this attention_mask has holes",
+        "one run of ones in each row",
+        f"{int(runs.max(initial=0))} in row {int(runs.argmax()) if len(runs) else 0}",
+        "tokens that are masked out between others (tool answers, say): mask them in the loss instead",
+    )
+    return real
+
+
+def _by_positions(positions: Any, real: Array, begins: Array) -> Array:
+    """Where sequences begin: at each position 0."""
+    numbers = _array(positions)
+    numbers = numbers[0] if numbers.ndim == 3 else numbers  # several kinds of positions: text's come first
+    numbers = np.broadcast_to(numbers, real.shape) if numbers.ndim <= 2 else numbers
+    before = np.pad(numbers, ((0, 0), (1, 0)))[:, :-1]
+    starts: Array = real & (numbers == 0)
+    _refuse_unless(
+        bool((~begins | starts).all()) and bool((~real | starts | (numbers == before + 1)).all()),
+        "these position_ids tell of a part of a sequence",
+        "positions that count up from 0 in each sequence",
+        numbers[real].tolist()[:20],
+        "sequence or context parallelism, which gives each rank a part; or positions that count padding",
+    )
+    return starts
+
+
+def _by_bounds(bounds: Array, begins: Array) -> Array:
+    """Where sequences begin, by cumulative lengths over all rows."""
+    inside = bounds[:-1][bounds[:-1] < begins.size]
+    found = begins.reshape(-1).copy()
+    found[inside] = True
+    return found.reshape(begins.shape)

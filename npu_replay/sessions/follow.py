@@ -1,0 +1,316 @@
+"""follow: record and replay in a loop that offers no place for either, by the tokens of each call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from npu_replay import routers
+from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError, RouterError, micro_batch, shown
+from npu_replay.routers import Model, Router
+from npu_replay.routes.by_tokens import RoutesByTokens
+from npu_replay.routes.fingerprint import find_other_tokens, fingerprint
+from npu_replay.routes.routed_experts import RoutedExperts
+from npu_replay.sessions import backward, seam
+from npu_replay.sessions.fed_sequences import FedSequences, fed_sequences, named
+from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward
+from npu_replay.sessions.recompute import Key
+from npu_replay.sessions.record import micro_batch_routes
+from npu_replay.sessions.replay import AnyReplay, DeviceRoutes
+from npu_replay.sessions.session import Session
+
+_EVAL = "in eval mode"
+_OTHER_ROWS = (
+    "a model that drops or adds tokens inside (prompt tuning, images), or slices them behind its call "
+    "(sequence parallelism)"
+)
+
+
+def follow(
+    model: Model, *, max_bytes: int = 4 * 2**30, eval_mode: bool = False, live_mismatch: bool = False
+) -> Following:
+    """Record what `model` chooses without grad, and replay it with grad, whoever calls it.
+
+        with npu_replay.follow(trainer.model):
+            trainer.train()
+
+    For loops that offer no place for `record` and `replay`. Each call tells its sequences by input_ids
+    [batch, sequence] with attention_mask or position_ids (padded on any side, or packed), and each sequence
+    is looked up by the fingerprint of its tokens. So samples may be shuffled, packed and cut into
+    micro-batches anew. A call without grad records; one with grad replays. Left alone are calls without grad
+    that are no log-probs of the policy: with past_key_values or use_cache (generation), in eval mode, or with
+    other adapters of PEFT switched on than at the beginning (a reference pass by the same module).
+
+    Args:
+        model: the Hugging Face model that the loop calls, or the PeftModel around it; on one rank without
+            sequence or context parallelism.
+        max_bytes: routes held at a time, in memory of the host (some 400 bytes a token for 48 layers of
+            top-8); above it the oldest are dropped, which is said.
+        eval_mode: calls in eval mode are recorded, too: for a loop that takes old log-probs so (OpenRLHF).
+            An evaluation then belongs into `paused()`.
+        live_mismatch: also count where the routers would have chosen otherwise than they are told.
+
+    Raises:
+        ReplayError: on entering, if a router can't be replayed, or an adapter be asked; in a call, if it has
+            no input_ids, a mask with holes, or a part of a sequence, or if with grad it has a sequence that
+            no call has recorded; on leaving, as `record` and `replay`.
+    """
+    return Following(model, max_bytes=max_bytes, eval_mode=eval_mode, live_mismatch=live_mismatch)
+
+
+class Following(AnyReplay):
+    """Every call of a model, recorded or replayed by its tokens, until the block ends or `close` is called.
+
+    Attributes:
+        left_alone: how many calls were, by reason.
+    """
+
+    name = "follow"
+
+    def __init__(self, model: Model, *, max_bytes: int, eval_mode: bool, live_mismatch: bool) -> None:
+        super().__init__(model, live_mismatch=live_mismatch)
+        if len(self._chunks) != 1:
+            raise RouterError(
+                "follow takes one model", expected="a module", got=f"{len(self._chunks)} chunks"
+            )
+        self.left_alone: Counter[str] = Counter()
+        self._sequences: Counter[str] = Counter()
+        self._store = RoutesByTokens(max_bytes)
+        self._eval_mode = eval_mode
+        self._paused = self._on = False
+        self._fed: FedSequences | None = None
+        self._new: list[int] = []
+        """Of the call that runs now: which of its sequences are recorded."""
+        self._ids: dict[Key, torch.Tensor] = {}
+
+    def open(self) -> Following:
+        """Begin, where no `with` can go around the loop."""
+        return self.__enter__()
+
+    def close(self) -> None:
+        """End what `open` has begun."""
+        self.__exit__(None, None, None)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave calls without grad alone: an evaluation, or a pass with other weights put into the model."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def put(self, routes: RoutedExperts, tokens: Any = None) -> None:
+        """Have a rollout's routes replayed for these tokens (R3), in calls with grad and without.
+
+            for routes in npu_replay.from_vllm(output, config):
+                following.put(routes)
+
+        Args:
+            routes: of one whole sequence; the last token may have no row.
+            tokens: its ids, [tokens]; not needed where the routes have their fingerprint.
+
+        Raises:
+            ReplayError: routes of other tokens or of another model, or no token ids to find them by.
+        """
+        if not isinstance(routes, RoutedExperts):
+            raise ReplayError("these are no routes", expected="one RoutedExperts", got=shown(routes))
+        mark = routes.fingerprint if tokens is None else fingerprint(tokens)
+        if mark is None:
+            raise ReplayError("these routes don't say whose they are", expected="tokens=", got=routes)
+        length = len(routes) if tokens is None else len(tokens)
+        if found := find_other_tokens(len(routes), routes.fingerprint, length, mark):
+            raise found.error(InvalidRoutes, "put")
+        self._check_layers(self._done(), routes, self._all_routers())
+        self._store.put(mark, routes, rollout=True)
+
+    def metrics(self) -> dict[str, float]:
+        """Calls (micro_batches), routers, seconds; sequences recorded and replayed so far, held now, dropped
+        for max_bytes, replaced by others of the same tokens; calls left alone; live_mismatch if asked for."""
+        store = self._store
+        return super().metrics() | {
+            "recorded": self._sequences["recorded"],
+            "replayed": self._sequences["replayed"],
+            "held": len(store),
+            "held_bytes": store.bytes,
+            "dropped": store.dropped,
+            "replaced": store.replaced,
+            "left_alone": sum(self.left_alone.values()),
+        }
+
+    # Which calls
+
+    def _check_model(self) -> None:
+        super()._check_model()
+        for router in self._all_routers():
+            if router.row_order == "sequence":
+                raise RouterError(
+                    "follow finds sequences in rows that are batch-major",
+                    where=f"layer {router.label}",
+                    expected="a model of transformers",
+                    got=f"{type(router.module).__name__}, whose rows are sequence-major",
+                    cause="a model of Megatron's: its pipelines see no token ids; use record and replay",
+                )
+        self._variant = routers.variant(self._chunks[0])
+        self._policy = self._variant()
+
+    def _chunk_begins(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if backward.in_backward():
+            return
+        call = named(self._chunks[chunk], args, kwargs)
+        # The first pass of a reentrant checkpoint around the model runs without grad, and is the update's.
+        grad = torch.is_grad_enabled() or bool(backward.enclosing(functions=True))
+        why = self._why_left_alone(call, grad)
+        if why is None:
+            self._look_up(call, grad)
+            self._on = True
+            super()._chunk_begins(chunk, args, kwargs)
+        elif grad:
+            raise MicroBatchError(
+                f"a call with grad can't be followed {why}",
+                where=micro_batch(self._done()),
+                expected="an update of the policy whose routes were recorded",
+                got=f"a call {why}",
+                cause="a reference pass or a generation that lacks torch.no_grad()",
+            )
+        else:
+            self.left_alone[why] += 1
+
+    def _chunk_ends(self, chunk: int, args: tuple[Any, ...], output: object) -> None:
+        if backward.in_backward():
+            return
+        on, self._on = self._on, False
+        if on:
+            super()._chunk_ends(chunk, args, output)
+
+    def _why_left_alone(self, call: dict[str, Any], grad: bool) -> str | None:
+        if self._paused:
+            return "while paused"
+        now = {"adapters of each sample": call.get("adapter_names")} | self._variant()
+        if other := [name for name in now if now[name] != self._policy.get(name)]:
+            return f"of another variant of the model ({', '.join(other)})"
+        if "past_key_values" in call or call.get("use_cache"):
+            return "with a cache"
+        if not (grad or self._eval_mode or self._chunks[0].training):
+            return _EVAL
+        return None
+
+    def _answers(self, router: Router) -> bool:
+        if not self._on and torch.is_grad_enabled():
+            raise MicroBatchError(
+                "a router runs with grad, but not through the __call__ of the model that is followed",
+                where=f"layer {router.label}",
+                expected="each call of the update to be one of that model",
+                got="a call past it",
+                cause=CALLED_INSIDE,
+            )
+        return self._on
+
+    # One call
+
+    def _look_up(self, call: dict[str, Any], grad: bool) -> None:
+        """Find the routes of each sequence of a call, and note which are to be recorded."""
+        number, found = self._done(), {}
+        try:
+            fed = fed_sequences(call)
+        except MicroBatchError as error:
+            raise error.at(micro_batch(number)) from None
+        for at, (mark, (first, end)) in enumerate(zip(fed.marks, fed.spans, strict=True)):
+            routes, rollout = self._store.get(mark)
+            if routes is None and grad:
+                raise self._unknown(number, at, fed)
+            if routes is not None and (rollout or grad):
+                if other := find_other_tokens(len(routes), mark, end - first, mark):
+                    raise other.error(MicroBatchError, f"{micro_batch(number)}, sequence {at}")
+                found[at] = routes
+        self._fed, self._new = fed, [at for at in range(len(fed.marks)) if at not in found]
+        given = _in_rows(fed, found, self._routers[0])
+        self._check_layers(number, given, self._routers[0])
+        self._given[0, number] = DeviceRoutes(given, self._routers[0])
+
+    def _unknown(self, number: int, at: int, fed: FedSequences) -> MicroBatchError:
+        known = sum(self._store.get(mark)[0] is not None for mark in fed.marks)
+        cause = (
+            "no pass for old log-probs came before this update (TRL leaves it out where each update follows "
+            "its own generation: then there is nothing to replay), the text was cut or extended in between, "
+            "or another rank recorded it"
+        )
+        if self.left_alone[_EVAL]:
+            cause = "the old log-probs are taken in eval mode: follow(model, eval_mode=True)"
+        if self._store.dropped:
+            cause = (
+                f"max_bytes={self._store.max_bytes}, for which {self._store.dropped} sequences were dropped"
+            )
+        first, end = fed.spans[at]
+        return MicroBatchError(
+            "no routes are known for the tokens of this sequence",
+            where=f"{micro_batch(number)}, sequence {at} ({end - first} tokens)",
+            expected="each sequence of an update to have been recorded before, or to come from put()",
+            got=f"{known} of {len(fed.marks)} known; {len(self._store)} held, calls left alone: "
+            f"{dict(self.left_alone) or 'none'}",
+            cause=cause,
+        )
+
+    def _choose(self, call: seam.Call) -> torch.Tensor:
+        chosen = super()._choose(call)
+        if self._new:
+            self._ids[call.owner.label, call.forward.number] = chosen.to(call.owner.narrow)
+        return chosen
+
+    def _again(self, router: Router, number: int, device: torch.device) -> torch.Tensor:
+        return Session._again(self, router, number, device)  # kept with its forward; the routes aren't
+
+    def _end(self, chunk: int, output: object) -> tuple[Forward, bool] | None:
+        ended = super()._end(chunk, output)
+        ids, self._ids = self._ids, {}
+        self._given.clear()
+        if ended is not None and ended[1] and self._fed is not None:
+            fed, new = self._fed, self._new
+            self._sequences.update(recorded=len(new), replayed=len(fed.marks) - len(new))
+            if new:
+                self._keep(fed, new, micro_batch_routes(ids, self._routers[chunk], ended[0].number))
+        if not self._pending:
+            self._timeline.forget()  # a block may last for a whole training run
+        return ended
+
+    def _keep(self, fed: FedSequences, new: list[int], rows: RoutedExperts) -> None:
+        """Hold what the call that has ended chose for its new sequences."""
+        problem = "the routers saw another number of rows than the model was called with"
+        where = micro_batch(self._done() - 1)
+        MicroBatchError.unless(len(rows) == fed.rows, problem, fed.rows, len(rows), _OTHER_ROWS, where)
+        for at in new:
+            mark = fed.marks[at]
+            self._store.put(mark, rows.sequence(*fed.spans[at], mark), rollout=False)
+
+    def _why_other_rows(self, forward: Forward) -> str:
+        return _OTHER_ROWS
+
+    # Its end
+
+    def _check_complete(self) -> None:
+        if self._done() or not self.left_alone:
+            super()._check_complete()
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._store.clear()
+        self._ids.clear()
+        self._fed, self._new = None, []
+
+
+def _in_rows(fed: FedSequences, found: dict[int, RoutedExperts], of: list[Router]) -> RoutedExperts:
+    """The routes of these sequences in the rows of the call; all other rows have none."""
+    labels = [router.label for router in of]
+    if not found:
+        topk, experts = of[0].topk, of[0].num_experts
+        return RoutedExperts.unrecorded(fed.rows, layers=labels, topk=topk, num_experts=experts)
+    index, begin = torch.full((fed.rows,), -1), 0
+    for at, routes in found.items():
+        first = fed.spans[at][0]
+        index[first : first + len(routes)] = torch.arange(begin, begin + len(routes))
+        begin += len(routes)
+    return RoutedExperts.concat(list(found.values()), labels).take(index)

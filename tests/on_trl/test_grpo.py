@@ -1,0 +1,123 @@
+"""TRL's own GRPOTrainer trains with R2 by `follow`: each update takes the experts of its old log-probs."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import npu_replay
+
+pytest.importorskip("trl", reason="ci/trl.sh runs these tests, with TRL")
+
+from on_trl.grpo import LAYERS, Seen, trainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*requires_grad=True:UserWarning"),
+]
+
+CASES: dict[str, dict[str, Any]] = {
+    "checkpointing": {},
+    "reentrant": {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "none": {"gradient_checkpointing": False},
+    "other micro-batches": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+    "aux loss": {"router_aux_loss_coef": 0.01},
+}
+
+
+def lora() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj", "v_proj", "o_proj"])
+
+
+def with_lora() -> dict[str, Any]:
+    return {"peft": lora(), "beta": 0.1, "learning_rate": 0.1}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+def test_updates_take_the_experts_of_the_old_log_probs(case: str, adapter: bool, tmp_path: Path) -> None:
+    grpo = trainer(tmp_path, **CASES[case] | (with_lora() if adapter else {}))
+    seen = Seen(grpo.model)
+    with npu_replay.follow(grpo.model, live_mismatch=True) as following:
+        grpo.train()
+        metrics = following.metrics()
+    assert seen.updates > 1000
+    assert seen.wrong == 0
+    assert seen.new > seen.updates / 10  # what a run without it would have chosen otherwise
+    assert (seen.recomputed > 0) == (case != "none")
+    assert metrics["recorded"] * 2 == metrics["replayed"]  # num_iterations
+    assert seen.generated > 0
+    if adapter:
+        assert seen.other > 100  # the reference's routers chose by themselves, and otherwise
+        assert following.left_alone["of another variant of the model (adapters)"] > 0
+        assert len(following.left_alone) == 1  # generate() goes past PeftModel's __call__
+    else:
+        assert seen.generated == sum(following.left_alone.values())
+    assert metrics["routers"] == LAYERS
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+def test_a_run_without_it_chooses_otherwise(adapter: bool, tmp_path: Path) -> None:
+    """The control: its own figures count, and the routers do move."""
+    grpo = trainer(tmp_path, **with_lora() if adapter else {})
+    seen = Seen(grpo.model)
+    grpo.train()
+    assert seen.wrong == seen.new > seen.updates / 10
+
+
+def test_an_evaluation_leaves_no_trace(tmp_path: Path) -> None:
+    grpo = trainer(tmp_path, evaluate=True)
+    with npu_replay.follow(grpo.model) as following:
+        grpo.train()
+        before = following.metrics()
+        grpo.evaluate()
+        after = following.metrics()
+    same = {"recorded", "replayed", "held", "held_bytes", "replaced", "micro_batches"}
+    assert {name: before[name] for name in same} == {name: after[name] for name in same}
+    assert following.left_alone["in eval mode"] > 0
+
+
+def test_a_run_without_old_log_probs_is_told_so(tmp_path: Path) -> None:
+    grpo = trainer(tmp_path, num_iterations=1, steps_per_generation=1, max_steps=2)
+    with (
+        pytest.raises(npu_replay.MicroBatchError, match=r"no pass for old log-probs.*TRL leaves it out"),
+        npu_replay.follow(grpo.model),
+    ):
+        grpo.train()
+
+
+def test_routes_of_a_rollout_are_replayed_in_both_passes(tmp_path: Path) -> None:
+    """R3: what is put in by tokens, where TRL's own generation has just ended."""
+    import torch
+
+    grpo = trainer(tmp_path, max_steps=4)
+    seen = Seen(grpo.model)
+    put: dict[tuple[int, ...], torch.Tensor] = {}
+    generate = grpo._generate_single_turn
+
+    def generated(*args: Any, **kwargs: Any) -> Any:
+        answer = generate(*args, **kwargs)
+        for prompt, completion in zip(args[0], answer[0], strict=True):
+            tokens = [*prompt, *completion]
+            ids = torch.rand(len(tokens) - 1, LAYERS, 8).topk(2).indices  # the last token has no route
+            put[tuple(tokens)] = ids.sort(2).values
+            routes = npu_replay.RoutedExperts(ids=ids, layers=range(LAYERS), num_experts=8)
+            following.put(routes, tokens)
+        return answer
+
+    grpo._generate_single_turn = generated
+    with contextlib.ExitStack() as stack:
+        following = stack.enter_context(npu_replay.follow(grpo.model))
+        grpo.train()
+        metrics = following.metrics()
+    assert metrics["recorded"] == 0
+    assert put
+    for tokens, layers in seen.recorded.items():
+        for layer, chosen in layers.items():
+            assert torch.equal(chosen[:-1], put[tokens][:, layer])
+    assert seen.wrong <= LAYERS * metrics["replayed"]  # the last tokens, which choose by themselves

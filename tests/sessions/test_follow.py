@@ -1,0 +1,572 @@
+"""follow: a loop without a seam, on a real model of transformers.
+
+Truth are hooks of the test's own on every router, and places that the test knows since it made the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import npu_replay
+from npu_replay import MicroBatchError, ReplayError, RoutedExperts, RouterError
+
+pytest.importorskip("transformers")
+
+from live.families import make
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*requires_grad=True:UserWarning")
+EXPERTS, TOPK, LAYERS = 8, 2, 3
+Fed = tuple[dict[str, Any], list[torch.Tensor]]
+"""What a model is called with, and of each sequence the rows of its tokens."""
+
+
+def model(seed: int = 0, recompute: str | None = None) -> Any:
+    made = make(
+        "Qwen3Moe", seed, num_hidden_layers=LAYERS, num_experts=EXPERTS, num_experts_per_tok=TOPK
+    ).train()
+    if recompute:
+        made.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
+        made.enable_input_require_grads()
+    return made
+
+
+def texts(count: int = 5, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, 500, (3 + 2 * n,), generator=generator) for n in range(count)]
+
+
+def padded(sequences: Sequence[torch.Tensor], left: int = 0, right: int = 0, positions: bool = False) -> Fed:
+    """[batch, sequence]; the longest has this much padding, the others more, on the side that has any."""
+    width = left + max(map(len, sequences)) + right
+    ids = torch.randint(2, 500, (len(sequences), width))  # padding is anything
+    mask, places = torch.zeros_like(ids), []
+    for row, one in enumerate(sequences):
+        first = left if right or not left else width - len(one)
+        ids[row, first : first + len(one)] = one
+        mask[row, first : first + len(one)] = 1
+        places.append(row * width + first + torch.arange(len(one)))
+    fed = {"input_ids": ids, "attention_mask": mask}
+    if positions:  # as OpenRLHF has them
+        fed["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    return fed, places
+
+
+def packed(sequences: Sequence[torch.Tensor], end: int = 0, bounds: bool = False) -> Fed:
+    """[1, tokens]; told by position_ids, or by cumulative lengths; with padding at position 0 at its end."""
+    lengths = [len(one) for one in sequences]
+    positions = torch.cat([*(torch.arange(length) for length in lengths), torch.zeros(end, dtype=torch.long)])
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    fed = {"input_ids": torch.cat([*sequences, torch.zeros(end, dtype=torch.long)])[None]}
+    fed |= {"cu_seq_lens_q": starts} if bounds else {"position_ids": positions[None]}
+    return fed, [a + torch.arange(n) for a, n in zip(starts, lengths, strict=False)]
+
+
+LAYOUTS: dict[str, Callable[[Sequence[torch.Tensor]], Fed]] = {
+    "right": lambda texts: padded(texts, right=2),
+    "left": lambda texts: padded(texts, left=3, positions=True),
+    "both sides": lambda texts: padded(texts, left=1, right=2),
+    "packed": packed,
+    "packed, padded end": lambda texts: packed(texts, end=5),
+    "cu_seqlens": lambda texts: packed(texts, bounds=True),
+    "one by one": lambda texts: ({"input_ids": texts[0][None]}, [torch.arange(len(texts[0]))]),
+}
+
+
+class Seen:
+    """Of each call of every router, recomputes too: what it put out and what its scores say, sorted."""
+
+    def __init__(self, of: Any) -> None:
+        self.calls: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        gates = [one for path, one in of.named_modules() if path.endswith("mlp.gate")]
+        assert len(gates) == LAYERS
+        self._handles = [
+            gate.register_forward_hook(lambda gate, args, out, layer=layer: self._saw(layer, gate, args, out))
+            for layer, gate in enumerate(gates)
+        ]
+
+    def _saw(self, layer: int, gate: Any, args: Any, out: Any) -> None:
+        ids = next(one for one in out if one.dtype == torch.int64).detach()
+        own = (args[0].reshape(len(ids), -1) @ gate.weight.T).topk(TOPK).indices
+        self.calls.append((layer, ids.sort(1).values, own.sort(1).values))
+
+    def of(self, places: Sequence[torch.Tensor], own: bool = False) -> list[list[torch.Tensor]]:
+        """By sequence, what each call chose for it, [calls][tokens, topk]; and forget it."""
+        calls, self.calls = self.calls, []
+        return [[(live if own else ids)[at] for _, ids, live in calls] for at in places]
+
+    def layers(self) -> list[int]:
+        return [layer for layer, *_ in self.calls]
+
+
+def move(of: Any) -> None:
+    """An optimizer's step that the routers notice."""
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for path, weight in of.named_parameters():
+            if path.endswith("gate.weight"):
+                weight.add_(torch.randn(weight.shape, generator=generator))
+
+
+def record(followed: Any, fed: Fed, seen: Seen | None = None) -> list[list[torch.Tensor]]:
+    with torch.no_grad():
+        followed(**fed[0])
+    return seen.of(fed[1]) if seen else []
+
+
+def learn(followed: Any, fed: Fed) -> None:
+    logits = followed(**fed[0]).logits.flatten(0, 1)
+    logits[torch.cat(fed[1])].square().mean().backward()
+
+
+def assert_replayed(seen: Seen, fed: Fed, wanted: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Each call of each router, recomputes too, took what the sequences' routers had recorded."""
+    layers, calls = seen.layers(), seen.calls
+    assert len(layers) >= LAYERS
+    got, seen.calls = seen.of(fed[1]), calls
+    own = seen.of(fed[1], own=True)
+    moved = []
+    for sequence, recorded, live in zip(got, wanted, own, strict=True):
+        for layer, ids, free in zip(layers, sequence, live, strict=True):
+            assert torch.equal(ids, recorded[layer])
+            moved.append(not torch.equal(free, recorded[layer]))
+    assert any(moved)  # a run without it would have chosen otherwise
+
+
+@pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("after", LAYOUTS)
+@pytest.mark.parametrize("before", ["right", "both sides", "packed"])
+def test_an_update_takes_what_was_recorded_in_whatever_layout(
+    before: str, after: str, recompute: str | None
+) -> None:
+    """Other padding, other micro-batches, another order."""
+    followed, sequences = model(recompute=recompute), texts()
+    seen = Seen(followed)
+    with npu_replay.follow(followed) as following:
+        wanted: dict[int, list[torch.Tensor]] = {}
+        for part in ([0, 1, 2], [3, 4]):
+            found = record(followed, LAYOUTS[before]([sequences[n] for n in part]), seen)
+            wanted |= dict(zip(part, found, strict=True))
+        move(followed)
+        parts = [[4, 0], [3, 2, 1]] if after != "one by one" else [[n] for n in (3, 0, 4, 1, 2)]
+        for part in parts:
+            fed = LAYOUTS[after]([sequences[n] for n in part])
+            learn(followed, fed)
+            assert len(seen.calls) == LAYERS * (2 if recompute else 1)
+            assert_replayed(seen, fed, [wanted[n] for n in part])
+        assert following.metrics()["replayed"] == following.metrics()["recorded"] == 5
+
+
+def test_a_record_leaves_the_outputs_bit_equal() -> None:
+    followed, (fed, _) = model(), padded(texts(), left=1, right=1)
+    with torch.no_grad():
+        wanted = followed(**fed).logits
+        with npu_replay.follow(followed):
+            assert torch.equal(followed(**fed).logits, wanted)
+
+
+def test_gradients_are_those_of_a_replay_that_was_given_the_routes() -> None:
+    fed = padded(texts(), right=2)
+    gradients = []
+    for through in ("replay", "follow"):
+        followed = model()
+        with contextlib.ExitStack() as stack:
+            if through == "follow":
+                stack.enter_context(npu_replay.follow(followed))
+                record(followed, fed)
+            else:
+                with npu_replay.record(followed) as recording:
+                    record(followed, fed)
+            move(followed)
+            if through == "replay":
+                mask = fed[0]["attention_mask"].flatten().bool()
+                [routes] = recording.routes
+                routes = routes.take(torch.arange(len(mask)).where(mask, torch.tensor(-1)))
+                stack.enter_context(npu_replay.replay(followed, [routes]))
+            learn(followed, fed)
+        gradients.append([one.grad for one in followed.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+
+
+def test_two_samples_that_change_places_keep_their_routes() -> None:
+    """Two of one length, which no shape tells apart."""
+    followed = model()
+    one, other = torch.arange(2, 12), torch.arange(300, 310)
+    seen = Seen(followed)
+    with npu_replay.follow(followed):
+        first, second = record(followed, padded([one, other]), seen)
+        assert not all(map(torch.equal, first, second))
+        move(followed)
+        fed = padded([other, one])
+        learn(followed, fed)
+    assert_replayed(seen, fed, [second, first])
+
+
+def test_the_newest_record_of_the_same_tokens_counts() -> None:
+    followed, fed = model(), padded(texts())
+    seen = Seen(followed)
+    with npu_replay.follow(followed) as following:
+        old = record(followed, fed, seen)
+        move(followed)
+        new = record(followed, fed, seen)
+        assert not all(map(torch.equal, old[4], new[4]))
+        move(followed)
+        learn(followed, fed)
+        assert_replayed(seen, fed, new)
+        assert following.metrics()["replaced"] > 0
+        assert following.metrics()["held"] == 5
+
+
+def trace(following: Any) -> dict[str, float]:
+    return {
+        name: value for name, value in following.metrics().items() if name not in ("left_alone", "seconds")
+    }
+
+
+BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "unknown tokens": (lambda: {"input_ids": torch.arange(50, 60)[None]}, "no routes are known"),
+    "a text that was cut": (lambda: {"input_ids": texts()[4][None, :-1]}, "no routes are known"),
+    "a hole in the mask": (
+        lambda: {
+            "input_ids": texts()[4][None],
+            "attention_mask": torch.ones(1, 11).index_fill(1, torch.tensor(4), 0),
+        },
+        "has holes",
+    ),
+    "a mask of sequence numbers": (
+        lambda: {"input_ids": texts()[4][None], "attention_mask": torch.arange(11)[None] // 4 + 1},
+        "doesn't tell which places are padding",
+    ),
+    "a mask of four dimensions": (
+        lambda: {"input_ids": texts()[4][None], "attention_mask": torch.ones(1, 1, 11, 11).bool()},
+        "doesn't tell which places are padding",
+    ),
+    "embeddings": (lambda: {"inputs_embeds": torch.randn(1, 11, 64)}, "isn't told by them"),
+    "images": (
+        lambda: {"input_ids": texts()[4][None], "pixel_values": torch.randn(1, 3, 4, 4)},
+        "isn't told by them",
+    ),
+    "a later part (SP)": (
+        lambda: {"input_ids": texts()[4][None, 5:], "position_ids": torch.arange(5, 11)[None]},
+        "part of a sequence",
+    ),
+    "two chunks (zigzag CP)": (
+        lambda: {
+            "input_ids": texts()[4][None, [0, 1, 2, 8, 9, 10]],
+            "position_ids": torch.tensor([[0, 1, 2, 8, 9, 10]]),
+        },
+        "part of a sequence",
+    ),
+    "a cache": (lambda: {"input_ids": texts()[4][None], "use_cache": True}, "with a cache"),
+    "one flat row": (lambda: {"input_ids": texts()[4]}, "isn't told by them"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_an_update_that_cannot_be_followed_is_an_error(what: str) -> None:
+    followed, (call, message) = model(), BAD[what]
+    with npu_replay.follow(followed) as following:
+        record(followed, padded(texts()))
+        held = trace(following)
+        with pytest.raises(MicroBatchError, match=message) as caught:
+            followed(**call())
+        assert "micro-batch 1" in str(caught.value)
+        assert trace(following) == held
+        learn(followed, padded(texts()))  # and what follows is in order
+
+
+@pytest.mark.parametrize("what", ["a hole in the mask", "embeddings", "images", "a later part (SP)"])
+def test_what_an_update_could_not_find_is_not_recorded(what: str) -> None:
+    followed, (call, message) = model(), BAD[what]
+    with npu_replay.follow(followed) as following:
+        record(followed, padded(texts()))
+        with pytest.raises(MicroBatchError, match=message), torch.no_grad():
+            followed(**call())
+        assert following.metrics()["held"] == 5
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_generation_leaves_no_trace(cache: bool) -> None:
+    followed, ids = model(), texts()[4][None]
+    free = followed.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False, use_cache=cache)
+    with npu_replay.follow(followed) as following:
+        record(followed, padded(texts()))
+        before = trace(following)
+        answer = followed.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False, use_cache=cache)
+        assert trace(following) == before
+        assert sum(following.left_alone.values()) == 4
+    assert torch.equal(answer, free)
+
+
+def test_an_evaluation_leaves_no_trace() -> None:
+    followed, fed = model(), padded(texts())
+    seen = Seen(followed)
+    with npu_replay.follow(followed) as following:
+        wanted = record(followed, fed, seen)
+        before = trace(following)
+        move(followed)
+        followed.eval()
+        record(followed, fed)
+        record(followed, padded(texts(seed=1)))
+        assert trace(following) == before
+        assert following.left_alone == {"in eval mode": 2}
+        followed.train()
+        seen.calls.clear()
+        learn(followed, fed)
+    assert_replayed(seen, fed, wanted)
+
+
+def test_old_log_probs_in_eval_mode_are_followed_where_that_is_said() -> None:
+    followed, fed = model(), padded(texts())
+    seen = Seen(followed)
+    with npu_replay.follow(followed, eval_mode=True) as following:
+        followed.eval()
+        wanted = record(followed, fed, seen)
+        move(followed)
+        with following.paused():
+            record(followed, fed)
+        seen.calls.clear()
+        followed.train()
+        learn(followed, fed)
+        assert following.left_alone == {"while paused": 1}
+    assert_replayed(seen, fed, wanted)
+    with npu_replay.follow(followed) as following:
+        followed.eval()
+        record(followed, fed)
+        followed.train()
+        with pytest.raises(MicroBatchError, match=r"eval mode: follow\(model, eval_mode=True\)"):
+            learn(followed, fed)
+
+
+def test_an_update_while_paused_is_an_error() -> None:
+    followed, fed = model(), padded(texts())
+    with npu_replay.follow(followed) as following:
+        record(followed, fed)
+        with following.paused(), pytest.raises(MicroBatchError, match="while paused"):
+            learn(followed, fed)
+
+
+def test_the_store_is_bounded_and_says_what_it_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    followed, sequences = model(), texts()
+    size = LAYERS * TOPK + 1  # bytes a token
+    room = sum(len(one) for one in sequences[1:]) * size
+    with npu_replay.follow(followed, max_bytes=room) as following, caplog.at_level(logging.WARNING):
+        for one in sequences:
+            record(followed, padded([one]))
+        metrics = following.metrics()
+        assert (metrics["held"], metrics["dropped"], metrics["held_bytes"]) == (4, 1, room)
+        assert "the oldest are dropped" in caplog.text
+        learn(followed, padded(sequences[1:]))
+        with pytest.raises(MicroBatchError, match=rf"max_bytes={room}, for which 1 sequences were dropped"):
+            learn(followed, padded(sequences))
+        for seed in range(4):
+            record(followed, padded(texts(seed=seed + 1)))
+        assert following.metrics()["held_bytes"] <= room
+        assert len(caplog.records) == 1
+
+
+def test_what_is_held_is_what_is_counted() -> None:
+    """A part of a batch doesn't keep the batch alive."""
+    followed = model()
+    with npu_replay.follow(followed) as following:
+        record(followed, padded(texts(), right=30))
+        held = [routes for routes, _ in following._store._held.values()]
+        assert (
+            sum(one.ids.untyped_storage().nbytes() + len(one) for one in held)
+            == (following.metrics()["held_bytes"])
+        )
+
+
+def test_two_models_at_once() -> None:
+    pair = [model(0), model(1)]
+    seen = [Seen(one) for one in pair]
+    fed = padded(texts())
+    with npu_replay.follow(pair[0]), npu_replay.follow(pair[1]):
+        wanted = [record(one, fed, eyes) for one, eyes in zip(pair, seen, strict=True)]
+        for one in pair:
+            move(one)
+            learn(one, fed)
+    for eyes, routes in zip(seen, wanted, strict=True):
+        assert_replayed(eyes, fed, routes)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_of_the_model_is_not_followed(copied: Callable[[Any], Any]) -> None:
+    """A reference model that is made of the policy in the middle of a run."""
+    followed, fed = model(), padded(texts())
+    with npu_replay.follow(followed) as following:
+        record(followed, fed)
+        other = copied(followed)
+        before = trace(following)
+        record(other, padded(texts(seed=1)))
+        learn(other, padded(texts(seed=2)))
+        assert trace(following) == before
+        learn(followed, fed)
+
+
+def test_a_checkpoint_around_the_model_is_an_update() -> None:
+    """A reentrant one calls it without grad first."""
+    followed, fed = model(), padded(texts())
+    seen = Seen(followed)
+    with npu_replay.follow(followed) as following:
+        wanted = record(followed, fed, seen)
+        move(followed)
+        inside = torch.ones(1, requires_grad=True)
+        out = checkpoint(lambda scale: followed(**fed[0]).logits * scale, inside, use_reentrant=True)
+        out.sum().backward()
+        assert following.metrics()["recorded"] == 5
+    assert len(seen.calls) == 2 * LAYERS
+    assert_replayed(seen, fed, wanted)
+
+
+def test_a_forward_that_raised_leaves_nothing() -> None:
+    followed, fed = model(), padded(texts())
+    broken = followed.model.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
+    seen = Seen(followed)
+    with npu_replay.follow(followed) as following:
+        with pytest.raises(ZeroDivisionError):
+            record(followed, fed)
+        assert following.metrics()["held"] == 0
+        broken.remove()
+        seen.calls.clear()
+        wanted = record(followed, fed, seen)
+        move(followed)
+        broken = followed.model.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            learn(followed, fed)
+        broken.remove()
+        seen.calls.clear()
+        learn(followed, fed)
+    assert_replayed(seen, fed, wanted)
+
+
+def rollout(tokens: torch.Tensor, seed: int = 3) -> tuple[RoutedExperts, torch.Tensor]:
+    """Routes of all tokens but the last, and the same as [layers][tokens, topk], sorted."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(len(tokens) - 1, LAYERS, EXPERTS, generator=generator).topk(TOPK).indices
+    return RoutedExperts(ids=ids, layers=range(LAYERS), num_experts=EXPERTS), ids.sort(2).values
+
+
+def test_a_rollout_s_routes_are_replayed_in_every_pass_and_stay() -> None:
+    """R3, of some of the samples: the others are recorded, as before."""
+    followed, sequences = model(), texts()
+    fed, seen = padded(sequences, left=2, right=1), Seen(followed)
+    with npu_replay.follow(followed) as following:
+        given = {}
+        for at in (1, 3):
+            routes, given[at] = rollout(sequences[at], seed=at)
+            following.put(routes, sequences[at])
+        recorded = record(followed, fed, seen)
+        move(followed)
+        learn(followed, fed)
+        updated = seen.of(fed[1])
+        assert following.metrics()["recorded"] == 3
+        assert following.metrics()["replayed"] == 2 + 5
+    for at in range(5):
+        for layer in range(LAYERS):
+            if at in given:
+                assert torch.equal(recorded[at][layer][:-1], given[at][:, layer])
+                assert torch.equal(updated[at][layer][:-1], given[at][:, layer])
+            else:
+                assert torch.equal(updated[at][layer], recorded[at][layer])
+
+
+def test_from_vllm_fills_the_same_store() -> None:
+    followed, tokens = model(), [11, 12, 13, 14]
+    _, ids = rollout(torch.tensor(tokens))
+    choice = {"prompt_token_ids": tokens[:2], "token_ids": tokens[2:], "routed_experts": ids.tolist()}
+    config = npu_replay.RoutedModel(
+        layers=tuple(range(LAYERS)), num_layers=LAYERS, num_experts=EXPERTS, topk=TOPK
+    )
+    fed, seen = padded([torch.tensor(tokens)], right=3), Seen(followed)
+    with npu_replay.follow(followed) as following:
+        for routes in npu_replay.from_vllm({"choices": [choice]}, config):
+            following.put(routes)
+        learn(followed, fed)
+        [got] = seen.of(fed[1])
+    assert all(torch.equal(got[layer][:-1], ids[:, layer]) for layer in range(LAYERS))
+
+
+def test_routes_that_do_not_fit_are_refused_as_they_are_put() -> None:
+    followed, tokens = model(), texts()[2]
+    routes, _ = rollout(tokens)
+    with npu_replay.follow(followed) as following:
+        with pytest.raises(ReplayError, match="another number of tokens"):
+            following.put(routes, tokens[:3])
+        with pytest.raises(ReplayError, match="whose they are"):
+            following.put(routes)
+        with pytest.raises(ReplayError, match="no routes"):
+            following.put(routes.ids, tokens)  # type: ignore[arg-type]
+        marked = routes.sequence(0, len(routes), npu_replay.fingerprint(texts()[3]))
+        with pytest.raises(ReplayError, match="other tokens"):
+            following.put(marked, tokens)
+        with pytest.raises(RouterError, match="missing from the routes"):
+            following.put(routes.only([0, 1]), tokens)
+        record(followed, padded([tokens]))
+        assert following.metrics()["recorded"] == 1
+
+
+def test_routers_that_an_update_reaches_past_the_model_are_an_error() -> None:
+    followed, fed = model(), padded(texts())
+    with npu_replay.follow(followed):
+        record(followed, fed)
+        with torch.no_grad():
+            followed.model(**fed[0])  # as PEFT's generate does
+        with pytest.raises(MicroBatchError, match="not through the __call__"):
+            followed.model(**fed[0])
+
+
+def test_it_opens_and_closes_where_no_with_can_go() -> None:
+    followed, fed = model(), padded(texts())
+    hooks = sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in followed.modules())
+    following = npu_replay.follow(followed).open()
+    record(followed, fed)
+    learn(followed, fed)
+    following.close()
+    assert sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in followed.modules()) == hooks
+    assert following.metrics()["held"] == 0
+    assert following.metrics()["replayed"] == 5
+
+
+def test_a_block_in_which_nothing_ran_is_an_error_and_one_of_evaluations_is_not() -> None:
+    followed, fed = model(), padded(texts())
+    with pytest.raises(MicroBatchError, match="nothing ran"), npu_replay.follow(followed):
+        pass
+    with npu_replay.follow(followed):
+        followed.eval()
+        record(followed, fed)
+
+
+def test_several_chunks_and_no_room_are_refused() -> None:
+    with pytest.raises(RouterError, match="one model"):
+        npu_replay.follow([model(), model()])
+    with pytest.raises(ReplayError, match="max_bytes"):
+        npu_replay.follow(model(), max_bytes=0)
+
+
+def test_a_long_run_holds_nothing_but_its_store() -> None:
+    followed, fed = model(recompute="non-reentrant"), padded(texts(2))
+    with npu_replay.follow(followed) as following:
+        for _ in range(20):
+            record(followed, fed)
+            learn(followed, fed)
+        kept = following._given, following._kept, following._ids, following._timeline._owners.ends
+        assert [len(one) for one in (*kept, following._pending)] == [0, 0, 0, 2, 0]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logger = logging.getLogger("transformers")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(before)
