@@ -64,7 +64,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "text_config.mlp_layer_types": ["dense"] + ["sparse"] * (LAYERS - 1),
         "text_config.num_experts_per_tok": 2,
     },
-    "dbrx": {"attn_config.rope_theta": 1e4, "ffn_config.moe_top_k": 2},
+    "dbrx": {"attn_config.rope_theta": 1e4, "attn_config.clip_qkv": 8.0, "ffn_config.moe_top_k": 2},
     "deepseek_v2": {
         "num_experts_per_tok": 2,
         "topk_method": "group_limited_greedy",

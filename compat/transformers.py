@@ -1,7 +1,8 @@
-"""Hugging Face transformers (5 on, and what of 4 has router modules): its mixture-of-experts models.
+"""Hugging Face transformers: its mixture-of-experts models.
 
 A router is told by what it is, not by its family: a module named as one, with a top-k and a number of
-experts, whose code calls a top-k. docs/models.md lists what came of that for every family.
+experts, whose code calls a top-k. Where a block of experts has no such module (in 4 most have none), the
+block is the router. docs/models.md lists what came of that for every family.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -31,20 +32,19 @@ _GROUPS = ("num_group", "n_group", "num_expert_groups")
 
 
 class TransformersRouters(RouterKind):
-    """Recognises router modules; refuses by name every other way of choosing experts."""
+    """Recognises router modules and blocks without one; refuses by name every other choice of experts."""
 
     def explains(self, operator: str) -> str:
         """Is this a fused operator that takes the place of the top-k?"""
         return torch_npu.gating_operator(operator)
 
     def describe(self, module: nn.Module, path: str) -> Router | None:
-        """Describe a router; refuse one that can't be replayed, and a block that has none."""
+        """Describe a router; refuse one that can't be replayed."""
         kind = _vendor_class(module)
         if kind is None:
             return None
         if not _ROUTER_NAME.search(kind.__name__):
-            _refuse_inner_routing(module, kind, path)
-            return None
+            return _block(module, kind, path)
         if _HASH_NAME.search(kind.__name__):
             return None  # it looks the experts up by token id: every pass chooses the same
         if not _calls_topk(kind):
@@ -59,18 +59,58 @@ class TransformersRouters(RouterKind):
                 got=f"top-k {topk}, experts {experts}",
                 cause="a model family that npu_replay doesn't know yet (docs/models.md lists those it does)",
             )
-        layer = _DECODER_LAYER.search(path)
-        return Router(
-            module=module,
-            num_experts=experts,
-            topk=topk,
-            shows=functools.partial(_shows, name=kind.__name__, experts=experts, topk=topk),
-            layer=int(layer.group(1)) if layer else None,
-            masks=(_own(module, *_GROUPS) or 0) > 1,
-            row_order="batch",
-            bypass=f"{kind.__name__} doesn't choose by a top-{topk} of scores [rows, {experts}], which alone "
-            "can be replayed (docs/models.md); or a fused kernel or a captured graph took its place",
-        )
+        shows = functools.partial(_shows, name=kind.__name__, experts=experts, topk=topk)
+        return _router(module, kind, path, topk, experts, shows)
+
+
+def _router(
+    module: nn.Module,
+    kind: type,
+    path: str,
+    topk: int,
+    experts: int,
+    shows: Callable[[object], torch.Tensor] | None,
+) -> Router:
+    layer = _DECODER_LAYER.search(path)
+    return Router(
+        module=module,
+        num_experts=experts,
+        topk=topk,
+        shows=shows,
+        layer=int(layer.group(1)) if layer else None,
+        masks=(_own(module, *_GROUPS) or 0) > 1,
+        row_order="batch",
+        bypass=f"{kind.__name__} doesn't choose by a top-{topk} of scores [rows, {experts}], which alone "
+        "can be replayed (docs/models.md); or a fused kernel or a captured graph took its place",
+    )
+
+
+def _block(module: nn.Module, kind: type, path: str) -> Router | None:
+    """A block that has experts and no router in it chooses them itself: it is the router."""
+    if not _holds_experts(module) or any(_is_router(inner) for inner in module.modules()):
+        return None
+    inside = getattr(module, "experts", None)
+    topk, experts = _topk(module), _experts(module)
+    if experts is None and isinstance(inside, nn.Module):
+        experts = _experts(inside)
+    routes = isinstance(inside, nn.Module) and (_calls_topk(kind) or _is_patched(module))
+    if routes and topk is not None and experts is not None:
+        return _router(module, kind, path, topk, experts, shows=None)
+    raise RouterError(
+        f"{kind.__name__} can't be replayed: it chooses its experts inside the block, and not by one top-k "
+        "of their scores",
+        where=path,
+        expected="a router module in the block; or torch.topk in its code, experts in a module of that "
+        "name, and both numbers",
+        got=f"{kind.__module__}.{kind.__name__}: top-k {topk}, experts {experts}",
+        cause="one of the few families that choose otherwise (docs/models.md); in transformers 4 some that "
+        "have a router module in 5: upgrade",
+    )
+
+
+def _is_patched(module: nn.Module) -> bool:
+    """Is its forward another library's, which may call the top-k in a function of its own?"""
+    return not getattr(inspect.unwrap(module.forward), "__module__", "").startswith(_PACKAGES)
 
 
 def _shows(output: object, *, name: str, experts: int, topk: int) -> torch.Tensor:
@@ -108,20 +148,6 @@ def _vendor_class(module: nn.Module) -> type | None:
         if kind.__module__.startswith(_PACKAGES):
             return kind
     return None
-
-
-def _refuse_inner_routing(module: nn.Module, kind: type, path: str) -> None:
-    """A block that has experts and no router in it chooses them itself: its routes would be ignored."""
-    if not _holds_experts(module) or any(_is_router(inner) for inner in module.modules()):
-        return
-    raise RouterError(
-        f"{kind.__name__} can't be replayed: it chooses its experts inside the block, which shows no ids",
-        where=path,
-        expected="a router module in it, whose output is the choice",
-        got=f"{kind.__module__}.{kind.__name__}",
-        cause="transformers 4, where most families have no router module (transformers 5 gives them one: "
-        "upgrade), or one of the few that have none in 5 either (docs/models.md)",
-    )
 
 
 def _refuse_other_selection(module: nn.Module, kind: type, path: str) -> None:

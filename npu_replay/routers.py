@@ -61,7 +61,8 @@ class Router:
         topk: experts a token.
         layer: the global 0-based decoder layer; None where the module doesn't know, then `find` numbers.
         shows: reads the router's own output: bool [rows, num_experts], the experts that it sends tokens to.
-            A tensor that nobody writes into.
+            A tensor that nobody writes into. None where the module itself uses the ids, as a block does that
+            has no router in it: then what takes them in is read (`sessions/taken.py`).
         drops: tokens over an expert's capacity are dropped, so `shows` may show fewer than were chosen.
         masks: scores are masked before the top-k (group-limited routing).
         gathers: rows of the scores for each row of the input (ranks that alltoall_seq gathers over).
@@ -77,7 +78,7 @@ class Router:
     module: nn.Module
     num_experts: int
     topk: int
-    shows: Callable[[object], torch.Tensor]
+    shows: Callable[[object], torch.Tensor] | None
     layer: int | None = None
     drops: bool = False
     masks: bool = True

@@ -61,6 +61,7 @@ class _Shown(NamedTuple):
 
 
 _OTHER_ROWS = (0, 0, -1)
+_UNTAKEN = (0, 0, -2)
 _NOBODY = (-1, -1)
 _HELD = 2**22
 """Bytes of maps that are held until they are counted together."""
@@ -94,7 +95,10 @@ class Witness:
         if call.ids is None:
             self._unreached[key] = call.seen
         elif forward.checked:
-            shown = router.shows(output)
+            shown = _shown(router, call, output)
+            if shown is None:
+                self._counts[key] = _UNTAKEN
+                return
             if shown.shape != (call.rows, router.num_experts):
                 self._counts[key] = _OTHER_ROWS
                 return
@@ -140,9 +144,16 @@ class Witness:
             if (counted := self._counts.pop(key, None)) is None:
                 raise _no_effect(router, number, "the router's output was not seen", _NO_TOPK)
             chosen, inside, total = counted
+            if counted == _UNTAKEN:
+                raise _no_effect(router, number, "nothing takes in the ids of the block's top-k", _PAST_TORCH)
             if inside != total or not (router.drops or total == chosen):
-                problem = "the router's output doesn't show the chosen experts"
-                raise _no_effect(router, number, problem, CHANGED)
+                problem, cause = "the router's output doesn't show the chosen experts", CHANGED
+                if router.shows is None:
+                    problem, cause = (
+                        "the block goes on with other experts than its top-k gave",
+                        _CHANGED_IN_BLOCK,
+                    )
+                raise _no_effect(router, number, problem, cause)
             if router.drops:
                 self.dropped += chosen - inside
                 self.chosen += chosen
@@ -174,6 +185,13 @@ class Witness:
                     self._counts[key] = chosen, inside, total
                 del figures[: 2 * count]
         self._counted.clear()
+
+
+def _shown(router: Router, call: seam.Call, output: object) -> torch.Tensor | None:
+    """Bool [rows, experts]: what an output shows, or what took the ids in within a block; None if nothing."""
+    if router.shows is not None:
+        return router.shows(output)
+    return call.taken.shown() if call.taken is not None and call.taken.count else None
 
 
 def _zeroed(values: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -208,6 +226,14 @@ _NO_TOPK = (
     "a fused router kernel, a selection without torch.topk (a hash, a kernel; or somebody has replaced "
     "torch.topk inside the block), or a compiled function around the model (torch.compile: pass the compiled "
     "module itself, and compile before the block)"
+)
+_PAST_TORCH = (
+    "a kernel that is given them past torch's functions, or a block that doesn't route by this top-k: no "
+    "function of torch was given an integer tensor [rows, topk] after it"
+)
+_CHANGED_IN_BLOCK = (
+    "code after the top-k that changes the ids (a forced load balance), or another integer tensor "
+    "[rows, topk] in the block, from a second choice for one"
 )
 CHANGED = (
     "code after the top-k that changes the ids (a forced load balance), or an output that npu_replay misreads"

@@ -13,12 +13,15 @@ import torch
 from npu_replay.errors import ReplayError
 from npu_replay.routers import Model, Router
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype, without_layers
+from npu_replay.sessions import seam
 from npu_replay.sessions.backward import in_backward
 from npu_replay.sessions.block import Block
 from npu_replay.sessions.effect import not_called
 from npu_replay.sessions.hooks import Hook
 from npu_replay.sessions.micro_batches import Marks
 from npu_replay.sessions.recompute import Key
+from npu_replay.sessions.router_calls import hidden_states
+from npu_replay.sessions.taken import Taken
 
 
 def observe(model: Model) -> Observation:
@@ -39,6 +42,7 @@ class Observation(Block):
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
+        self._taking: dict[int, Taken] = {}
         self._seen: dict[Key, tuple[torch.Tensor, torch.Tensor]] = {}
         self._shown: list[RoutedExperts] | None = None
 
@@ -59,15 +63,31 @@ class Observation(Block):
         return self._shown
 
     def _attach_router(self, router: Router, chunk: int, marks: Marks) -> None:
+        if router.shows is None:
+            self._before(router.module, Hook(self, Observation._follows, router.module, router))
         self._after(router.module, Hook(self, Observation._reads, router.module, router, chunk))
 
+    def _follows(self, router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = hidden_states(args, kwargs)
+        taken = Taken(hidden.numel() // hidden.shape[-1], router.topk, router.num_experts)
+        self._taking[router.label] = taken
+        seam.follow(taken)
+
     def _reads(self, router: Router, chunk: int, args: tuple[Any, ...], output: object) -> None:
+        taken = self._taking.pop(router.label, None)
+        if taken is not None:
+            seam.unfollow(taken)
         if output is None or in_backward():
             return  # the router raised; or a recompute
         if self._marks[chunk].take_announced(router.module) is not None:
             return  # a recompute too
         with torch.no_grad():
-            shown = router.shows(output)
+            if router.shows is not None:
+                shown = router.shows(output)
+            elif taken is not None:
+                shown = taken.shown()
+            else:
+                return  # its beginning was not seen
             # Not by a top-k: an armed router further out would take it for its own.
             order = shown.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
             ids = order[:, : router.topk].to(narrow_dtype(router.num_experts))
@@ -76,6 +96,12 @@ class Observation(Block):
 
     def _finish(self) -> None:
         self._shown = [self._micro_batch(number) for number in range(self._done())]
+
+    def _close(self) -> None:
+        for taken in self._taking.values():  # of a block that an interrupt left
+            seam.unfollow(taken)
+        self._taking.clear()
+        super()._close()
 
     def _clear(self) -> None:
         super()._clear()

@@ -48,6 +48,7 @@ class RouterCalls:
         self._marks = marks
         self._timeline = session._timeline
         self._kind = router.call or (seam.CapacityCall if router.drops else seam.Call)
+        self._is_block = router.shows is None
         self._mend = router.mend if session.foreign else None
         self._way = ways.get(router.module)
         self.router = router
@@ -58,7 +59,7 @@ class RouterCalls:
         """The router's forward begins: its top-k is answered from now on."""
         started = time.perf_counter()
         session, router = self._session, self.router
-        hidden = args[0] if args and isinstance(args[0], torch.Tensor) else _first_tensor(args, kwargs)
+        hidden = hidden_states(args, kwargs)
         if _is_batched(hidden):
             raise _under_vmap(router)
         rows = hidden.numel() // hidden.shape[-1] * router.gathers
@@ -77,6 +78,7 @@ class RouterCalls:
         if number is None:
             call.forward, enclosed = self._live()
             call.free = self._frees and not enclosed
+            call.follows = self._is_block and call.forward.checked
             call.routes = self._prepare(router, call.forward, rows, hidden.device)
         else:
             call.routes = self._again(number, rows, hidden.device)
@@ -169,7 +171,8 @@ def _under_vmap(router: Router) -> RouterError:
     )
 
 
-def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """What a router is called with: the first tensor among its arguments."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             return value

@@ -11,8 +11,8 @@ Two ways to catch that top-k, measured in docs/architecture.md:
 - `torch.topk` and `torch.Tensor.topk` are answered through a thread-local while any session is open. Costs
   least. It can't see a name that somebody took earlier (`from torch import topk`).
 - `Watch`, a TorchFunctionMode around the router, sees everything, at two microseconds an operation. It is
-  on where scores are masked before the top-k (it has to see the masking), and as a safety net in the
-  first call of each router.
+  on where scores are masked before the top-k (it has to see the masking), as a safety net in the
+  first call of each router, and to the end of a call that is followed (`taken.py`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from npu_replay.errors import RouterError
 from npu_replay.sessions import compiler_names
 from npu_replay.sessions.hooks import outside_modes
+from npu_replay.sessions.taken import Taken, run_seen
 
 Choose: TypeAlias = "Callable[[Call], torch.Tensor]"
 """Given the call, whose `own` is the router's own choice, the ids to use: int64 [rows, topk]."""
@@ -40,6 +41,7 @@ class _Here(threading.local):
     def __init__(self) -> None:  # up to torch 2.10 dynamo takes a class attribute for a constant
         self.armed: Call | None = None
         self.running: Call | None = None
+        self.takers: tuple[Taken, ...] = ()
 
 
 _here = _Here()
@@ -69,6 +71,22 @@ def running(owner: object) -> Call | None:
     return call
 
 
+def follow(taker: Taken) -> None:
+    """Let it see what this thread gives to torch's functions, but for those before an armed call's top-k."""
+    _here.takers = (*_here.takers, taker)
+    _watch.enter()
+
+
+def unfollow(taker: Taken) -> None:
+    """Undo `follow`."""
+    _dismiss(taker)
+    _watch.leave()
+
+
+def _dismiss(taker: Taken) -> None:
+    _here.takers = tuple(one for one in _here.takers if one is not taker)
+
+
 class Call:
     """One call of one router, from its forward pre-hook to its forward hook.
 
@@ -88,6 +106,8 @@ class Call:
         scores: what the top-k was asked over.
         own_ids: the router's own choice of all rows, where anybody has asked for it.
         seen: what the router called until its top-k was caught, as far as it was watched.
+        follows: Watch stays on to the end of the call.
+        taken: what was given to functions after the top-k, of a call that is followed; None before.
         strayed: a flag on the device that a kernel chose others than were wanted; None from a top-k.
         free: no checkpoint can compare what this call saves with its recompute, and the ids are the router's
             own: so its top-k runs as it is.
@@ -102,6 +122,8 @@ class Call:
     values: torch.Tensor | None = None
     scores: Any = None
     own_ids: torch.Tensor | None = None
+    follows = False
+    taken: Taken | None = None
     strayed: torch.Tensor | None = None
     free = False
     owner: Any = None
@@ -134,6 +156,7 @@ class Call:
 
     def begin(self) -> None:
         """From now on the top-k of this thread is answered."""
+        self.watching |= self.follows
         self._outer, self.below = _here.armed, _here.running
         _here.armed = _here.running = self
         if self.watching:
@@ -143,6 +166,8 @@ class Call:
         """The router's call is over."""
         if self.watching:
             _watch.leave()
+        if self.taken is not None:
+            _dismiss(self.taken)
         _here.armed, _here.running = self._outer, self.below
 
     def matches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -180,7 +205,7 @@ class Call:
     def _stop_watching(self) -> None:
         """Leave Watch before the call ends: what follows in the router runs as ever, and its compiled
         functions would compile anew for a mode. From inside Watch it can't be left: torch pushes it back."""
-        if self.watching and _watch.is_innermost():
+        if self.watching and not self.follows and _watch.is_innermost():
             self.watching = False
             _watch.leave()
 
@@ -202,6 +227,9 @@ class Call:
         self.scores, self._native, self._args, self._kwargs = scores, native, args[1:], kwargs
         values, ids = self._decide(scores)
         self.values, self.ids, self.way = values, ids, way
+        if self.follows:
+            self.taken = Taken(self.rows, self.topk, self.num_experts, ids)
+            _here.takers = (*_here.takers, self.taken)
         return torch.return_types.topk((values, ids))
 
     def _decide(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -307,7 +335,8 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         call = _here.armed
         if call is None:
-            return func(*args, **kwargs)
+            takers = _here.takers
+            return run_seen(takers, func, args, kwargs) if takers else func(*args, **kwargs)
         call.seen.append(getattr(func, "__name__", ""))
         if call.seen[-1] == "topk":
             if call.matches(args, kwargs):

@@ -25,7 +25,7 @@ from npu_replay.routes.mismatch import differing_token_layers
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.smoke.job import Job, Wrong
 from npu_replay.smoke.model import Outcome, Routing, build, losses_apart, perturbed, plan, step
-from npu_replay.smoke.witness import Seen, Witness, calls, differing
+from npu_replay.smoke.witness import Seen, Witness, calls, differing, shown_by
 
 CLOSE = 1e-3
 """How far losses and gradients may be apart where a device doesn't add in the same order twice. Other experts
@@ -246,7 +246,7 @@ def own_choice(trial: Trial) -> Examination:
 
 def _other_than_own(seen: Seen, routes: RoutedExperts) -> int:
     with torch.no_grad():
-        own = seen.router.shows(seen.router.module(*seen.args, **seen.kwargs)).cpu()
+        own = shown_by(seen.router, seen.router.module(*seen.args, **seen.kwargs)).cpu()
     return int(((own != seen.shown).any(dim=1) & ~routes.recorded).sum())
 
 

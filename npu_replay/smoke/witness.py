@@ -63,7 +63,7 @@ class Witness:
         self, router: Router, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
     ) -> None:
         mine = [one for one in self.forwards if one.router is router]
-        given, shown = args[0].detach().clone(), router.shows(output).detach().to("cpu", copy=True)
+        given, shown = args[0].detach().clone(), shown_by(router, output).detach().to("cpu", copy=True)
         recomputes = torch._C._current_graph_task_id() != -1
         number = len(mine)
         if recomputes:
@@ -88,6 +88,13 @@ class Witness:
             )
             for number in range(len(self.forwards) // len(routers))
         ]
+
+
+def shown_by(router: Router, output: object) -> torch.Tensor:
+    """Bool [rows, experts], read off a router's output."""
+    if router.shows is None:
+        raise TypeError(f"{router.path} is a whole block; smoke's model has none")
+    return router.shows(output)
 
 
 def calls(seen: Sequence[Seen]) -> set[tuple[int, int]]:

@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import npu_replay
 from megatron_cases import same
 from npu_replay import RoutedExperts
-from npu_replay.errors import RouterError
 from npu_replay.routers import find
 
 transformers.logging.set_verbosity_error()
@@ -88,15 +87,6 @@ def foreign(like: list[RoutedExperts]) -> list[RoutedExperts]:
     ]
 
 
-def _skip_without_routers(model: Any) -> None:
-    """Some blocks of transformers 4 choose by themselves and show no choice: they are refused."""
-    if any(type(module).__name__.lower().endswith("topkrouter") for module in model.modules()):
-        return
-    with pytest.raises(RouterError, match="chooses its experts inside the block"):
-        npu_replay.record(model).__enter__()
-    pytest.skip("this release chooses the experts inside the block, and shows no choice; refused by name")
-
-
 def _case(family: str, checkpoint: str) -> Any:
     shows = [family, *(["checkpointing"] if CHECKPOINTS[checkpoint] else [])]
     return pytest.param(
@@ -114,7 +104,6 @@ def test_a_record_changes_nothing_and_every_recompute_replays_its_own_forward(
     family: str, checkpoint: str
 ) -> None:
     model, plain = build(family, CHECKPOINTS[checkpoint]), build(family, None)
-    _skip_without_routers(plain)
     untouched = run(model)
     with npu_replay.record(model) as recording:
         assert same(run(model), untouched)

@@ -1,0 +1,90 @@
+"""What a block does with the ids of its top-k: the witness where the router is the whole block.
+
+Such a block's output shows no ids. But they go to its experts through functions of torch (`one_hot`,
+`gather`, a cast for a kernel), and the seam's Watch sees these. So every integer tensor [rows, topk] that one
+of them is given after the top-k must hold the ids, row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from npu_replay.sessions.hooks import outside_modes
+
+
+class Taken:
+    """The integer tensors [rows, topk] that torch's functions are given in one call of a block.
+
+    Args:
+        rows, topk, num_experts: of the block's top-k.
+        ids: what they must hold; None: the same as the first of them.
+
+    Attributes:
+        count: how many there were.
+    """
+
+    def __init__(self, rows: int, topk: int, num_experts: int, ids: torch.Tensor | None = None) -> None:
+        self.count = 0
+        self._shape = (rows, topk)
+        self._num_experts = num_experts
+        self._ids = None if ids is None else ids.clone()  # the block may write into its own
+        self._held: torch.Tensor | None = None
+        # In so small a batch a mask over the experts, or the list of those that were hit, has this shape too.
+        self._first_alone = rows == topk or (topk == 1 and rows <= num_experts)
+
+    def holds(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Of each such tensor among these arguments a bool [rows, topk]: which ids it holds."""
+        if self._first_alone and self.count:
+            return []
+        with outside_modes():
+            return [self._same(one) for one in _tensors(args, kwargs) if self._is_ids(one)]
+
+    def add(self, held: Sequence[torch.Tensor]) -> None:
+        """These were taken in, by a function that made a tensor of them."""
+        self.count += len(held)
+        with outside_modes():
+            for one in held:
+                self._held = one if self._held is None else self._held & one
+
+    def shown(self) -> torch.Tensor:
+        """Bool [rows, experts]: the ids that all of the tensors held; none where there was no tensor."""
+        rows, experts = self._shape[0], self._num_experts
+        if self._held is None or self._ids is None:
+            return torch.zeros(rows, experts, dtype=torch.bool)
+        inside = self._held & (self._ids >= 0) & (self._ids < experts)
+        shown = torch.zeros(rows, experts + 1, dtype=torch.bool, device=self._ids.device)
+        return shown.scatter(1, self._ids.where(inside, experts).long(), True)[:, :experts]
+
+    def _is_ids(self, tensor: torch.Tensor) -> bool:
+        dtype = tensor.dtype
+        return tensor.shape == self._shape and not (
+            dtype.is_floating_point or dtype.is_complex or dtype == torch.bool
+        )
+
+    def _same(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._ids is None:
+            self._ids = tensor.clone()
+        return tensor.to(self._ids) == self._ids
+
+
+def run_seen(
+    takers: Sequence[Taken], func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Run a function of torch; what makes no tensor of the ids (`size`, `device`) hasn't taken them."""
+    held = [taken.holds(args, kwargs) for taken in takers]  # now: the function may write into them
+    result = func(*args, **kwargs)
+    if any(held) and any(True for _ in _tensors((result,), {})):
+        for taken, mine in zip(takers, held, strict=True):
+            taken.add(mine)
+    return result
+
+
+def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Those among the arguments, and in lists and tuples there (an index of several)."""
+    for value in (*args, *kwargs.values()):
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(one, torch.Tensor):
+                yield one

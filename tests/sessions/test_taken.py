@@ -1,0 +1,272 @@
+"""Blocks that are routers themselves: what takes in the ids of the top-k says whether they were used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import one_hot
+from torch.utils.checkpoint import checkpoint
+
+import npu_replay
+from npu_replay import RoutedExperts, routers
+from npu_replay.errors import NoEffect
+from npu_replay.routers import Router, RouterKind
+from npu_replay.sessions import router_calls, seam
+from toys import EXPERTS, HIDDEN, ROWS, TOPK, hooks, run, same, tokens
+
+Ids = torch.Tensor
+Use = Callable[["Block", torch.Tensor, Ids], Ids]
+"""What a block does with scores and ids: the ids that its experts get, as they get them."""
+
+
+class Block(nn.Module):
+    """Scores, a top-k and experts in one module, whose output shows no ids; `use` is what lies between."""
+
+    def __init__(self, use: Use) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(EXPERTS, HIDDEN))
+        self.experts = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN))
+        self.use = use
+        self.got: list[Ids] = []
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        scores = (hidden @ self.weight.T).softmax(dim=-1)
+        values, ids = torch.topk(scores, TOPK, dim=-1)
+        chosen = self.use(self, scores, ids)
+        with torch._C.DisableTorchFunction():  # as a kernel: nobody sees it
+            self.got.append(chosen.detach().long().clone())
+            mixed = torch.einsum("tk,tkhg,th->tg", values, self.experts[chosen.long()], hidden)
+        return hidden + mixed.tanh()
+
+
+class Model(nn.Module):
+    def __init__(self, use: Use, recompute: str | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(Block(use) for _ in range(2))
+        self.recompute = recompute
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=0.5)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.recompute is None:
+                hidden = layer(hidden)
+            else:
+                hidden = checkpoint(layer, hidden, use_reentrant=self.recompute == "reentrant")
+        return hidden
+
+    def got(self) -> list[list[Ids]]:
+        """What the experts got, call by call."""
+        return [layer.got for layer in self.layers]
+
+
+class Blocks(RouterKind):
+    def describe(self, module: nn.Module, path: str) -> Router | None:
+        if not isinstance(module, Block):
+            return None
+        return Router(module=module, num_experts=EXPERTS, topk=TOPK, shows=None, masks=False)
+
+
+@pytest.fixture(autouse=True)
+def blocks() -> Iterator[None]:
+    routers.register("blocks of the test", Blocks())
+    router_calls.ways.clear()
+    yield
+    routers.unregister("blocks of the test")
+
+
+def by_one_hot(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
+    """As transformers 4 does."""
+    return one_hot(ids, num_classes=EXPERTS).argsort(dim=-1, descending=True, stable=True)[..., 0]
+
+
+def by_cast(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
+    """A cast, and then a kernel."""
+    return ids.to(torch.int32)
+
+
+def by_view(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
+    return ids.view(-1).view(ids.shape)
+
+
+def by_index(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
+    """The ids lie in a tuple, as an index."""
+    return torch.arange(EXPERTS)[(ids,)]
+
+
+def by_gather_first(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
+    scores.gather(1, ids)
+    return ids
+
+
+USES = (by_one_hot, by_cast, by_view, by_index, by_gather_first)
+
+
+def foreign(count: int = 1) -> list[RoutedExperts]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        RoutedExperts(
+            ids=torch.rand(ROWS, 2, EXPERTS, generator=generator).topk(TOPK).indices,
+            layers=range(2),
+            num_experts=EXPERTS,
+        )
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("recompute", [None, "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("use", USES)
+def test_a_block_is_recorded_bit_equal_and_its_experts_get_the_routes(use: Use, recompute: str) -> None:
+    model = Model(use, recompute)
+    untouched = run(model, 0, 1)
+    own = [[one.sort().values for one in layer[:2]] for layer in model.got()]
+    for _ in range(2):  # the second time the safety net is off
+        with npu_replay.record(model) as recording:
+            assert same(run(model, 0, 1), untouched)
+    for layer, wanted in enumerate(own):
+        for number, one in enumerate(wanted):
+            found = recording.routes[number].layer_ids(layer).long()
+            assert torch.equal(found.sort().values, one)
+    with npu_replay.replay(model, recording.routes):
+        assert same(run(model, 0, 1), untouched)
+    others = foreign(2)
+    for layer in model.got():
+        layer.clear()
+    with npu_replay.replay(model, others):
+        run(model, 0, 1)
+    order = [0, 1] if recompute is None else [0, 1, 1, 0]  # backward begins with the last
+    for layer, got in enumerate(model.got()):
+        assert [
+            torch.equal(one, others[n].layer_ids(layer).long()) for one, n in zip(got, order, strict=True)
+        ] == [True] * len(order)
+    assert hooks(model) == 0
+
+
+# Blocks that don't follow
+
+
+def shifted(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
+    return by_one_hot(block, scores, (ids + 1) % EXPERTS)
+
+
+def shifted_late(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
+    """After something else took the right ones."""
+    scores.gather(1, ids)
+    return by_one_hot(block, scores, (ids.flatten() + 1).view(ids.shape) % EXPERTS)
+
+
+def shifted_in_place(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
+    with torch.no_grad():
+        ids.add_(1).remainder_(EXPERTS)
+    return by_one_hot(block, scores, ids)
+
+
+def other_columns(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
+    """The same experts, but each with another's weight."""
+    return by_one_hot(block, scores, ids.flip(1))
+
+
+def other_rows(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
+    return by_one_hot(block, scores, ids.roll(1, dims=0))
+
+
+def another_choice(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
+    """The experts are chosen by something else, beside a top-k whose ids serve a figure."""
+    scores.gather(1, ids)
+    return by_one_hot(block, scores, scores.argsort(dim=1)[:, :TOPK])
+
+
+@pytest.mark.parametrize(
+    "use", [shifted, shifted_late, shifted_in_place, other_columns, other_rows, another_choice]
+)
+@pytest.mark.parametrize("recording", [True, False])
+def test_experts_that_get_other_ids_are_an_error(use: Use, recording: bool) -> None:
+    model = Model(use)
+    block = npu_replay.record(model) if recording else npu_replay.replay(model, foreign())
+    match = r"micro-batch 0, layer 0 \(layers\.0\).*goes on with other experts than its top-k gave"
+    with pytest.raises(NoEffect, match=match), block:
+        run(model)
+
+
+def by_nothing(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
+    """Only asked about, and given to no function of torch."""
+    assert (ids.size(0), ids.dim(), ids.device.type) == (ROWS, 2, "cpu")
+    return ids
+
+
+def by_another_top_k(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
+    """The first top-k that fits was another's; the experts' own lies in a kernel."""
+    with torch._C.DisableTorchFunction():
+        return scores.flip(1).argsort(dim=1)[:, :TOPK].contiguous()
+
+
+@pytest.mark.parametrize("use", [by_nothing, by_another_top_k])
+def test_ids_that_nothing_takes_in_are_an_error(use: Use) -> None:
+    model = Model(use)
+    with pytest.raises(NoEffect, match="nothing takes in the ids"), npu_replay.replay(model, foreign()):
+        run(model)
+
+
+def test_a_block_that_begins_to_shift_is_found_in_the_next_micro_batch_that_is_checked() -> None:
+    model = Model(by_one_hot)
+    with pytest.raises(NoEffect, match="micro-batch 4"), npu_replay.replay(model, foreign(8)):
+        for number in range(8):
+            model.layers[1].use = shifted if number > 2 else by_one_hot
+            model(tokens(number))
+
+
+# Cost, and what else may be around
+
+
+def test_micro_batches_that_are_not_checked_are_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, entered = Model(by_one_hot), []
+    enter = seam.Watch.enter
+    monkeypatch.setattr(seam.Watch, "enter", lambda watch: (entered.append(number), enter(watch)))
+    with npu_replay.replay(model, foreign(8)):
+        for number in range(8):
+            model(tokens(number))
+    assert sorted(set(entered)) == [0, 1, 2, 4, 7]  # the last of a replay, too
+
+
+def test_a_mode_that_the_block_enters_itself_hides_nothing() -> None:
+    def use(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
+        with torch.device("cpu"):
+            return by_one_hot(block, scores, ids)
+
+    model, routes = Model(use), foreign()
+    with npu_replay.replay(model, routes):
+        run(model)
+    assert torch.equal(model.got()[0][0], routes[0].layer_ids(0).long())
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_observe_shows_what_the_experts_of_a_block_get(outside: bool) -> None:
+    model, routes = Model(by_one_hot), foreign(2)
+    blocks = [npu_replay.observe(model), npu_replay.replay(model, routes)]
+    first, second = blocks if outside else reversed(blocks)
+    with first, second:
+        run(model, 0, 1)
+    assert npu_replay.compare(blocks[0].shown, routes).differing == 0
+    with npu_replay.observe(Model(shifted)) as observed:
+        run(observed._chunks[0], 0)
+    assert not observed.shown[0].recorded.all()
+
+
+def test_an_exception_and_an_interrupt_leave_no_watch() -> None:
+    class Interrupted(KeyboardInterrupt):
+        pass
+
+    def use(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
+        raise kind
+
+    for kind in (ValueError(), Interrupted()):
+        for block in (npu_replay.record, npu_replay.observe):
+            model = Model(use)
+            with pytest.raises(type(kind)), block(model):
+                run(model)
+            assert not seam._watch.is_innermost()
+            assert seam._here.takers == ()
