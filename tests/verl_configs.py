@@ -18,6 +18,7 @@ HAS_LEGACY = (Path(verl.__path__[0]) / "workers" / "megatron_workers.py").is_fil
 FLAG = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 OLD = "actor_rollout_ref.actor.router_replay.mode"
 NEW = "actor_rollout_ref.actor.megatron.router_replay.mode"
+FSDP = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
 UNPADDED = {
     "actor_rollout_ref.model.use_remove_padding": True,
     "actor_rollout_ref.actor.megatron.use_remove_padding": True,

@@ -253,6 +253,13 @@ class Switch:
 switch = Switch()
 
 
+@contextmanager
+def without_adapter(original: Callable[[Any], Any], engine: Any) -> Iterator[Any]:
+    """A LoRA actor without its adapter is the reference; verl asks it for log-probs with replay on."""
+    with switch.off(), original(engine) as given:
+        yield given
+
+
 def problem_of(what: str, function: Callable[..., object], *arguments: Any) -> ReplayError | None:
     """Why a call failed, whatever it is: the other ranks wait to hear of it. None if it didn't."""
     try:

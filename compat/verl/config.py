@@ -2,8 +2,9 @@
 
 verl reads one key for the mode and ignores all others; which one depends on the release and on the workers:
 
-    0.7.x, legacy workers      actor.router_replay.mode
-    0.7.1 on, engine workers   actor.megatron.router_replay.mode
+    0.7.x, legacy workers                    actor.router_replay.mode
+    0.7.1 on, engine workers                 actor.megatron.router_replay.mode
+    0.7.1 on, engine workers, fsdp, fsdp2    actor.fsdp_config.router_replay.mode, read by npu_replay alone
 
 What is asked here is what the config and verl's own source have, not which release it is.
 """
@@ -41,6 +42,10 @@ _FLAG = "enable_rollout_routing_replay"
 _ENGINES = ("megatron", "mindspeed", "veomni", "fsdp", "fsdp_config", "torchtitan", "automodel")
 _OWN_REPLAY = ("megatron", "veomni")
 """The strategies whose mode verl's engine workers read. What VeOmni's does is its own."""
+FSDP = ("fsdp", "fsdp2")
+"""Those that npu_replay reads it for: verl's engines carry the key, and do nothing with it."""
+_FSDP_KEY = ("fsdp_config", _MODE)
+_NO_LEGACY = "trainer.use_legacy_worker_impl=disable"
 
 _WHAT = "the check of verl's config"
 _WHY = "refuses a config that replay would be off with in silence, or wrong"
@@ -54,7 +59,7 @@ def install() -> None:
 
 
 def mode_of(config: Any, *, legacy: bool | None = None) -> str:
-    """The mode that verl's Megatron workers act on: "disabled", "R2" or "R3".
+    """The mode that verl's Megatron or FSDP workers act on: "disabled", "R2" or "R3".
 
     Args:
         config: the worker's whole `actor_rollout_ref`: a DictConfig, dict or dataclass.
@@ -107,28 +112,52 @@ def _misplaced_modes(config: Any, key: tuple[str, ...] | None, mode: str) -> Ite
         if other == key or asked in (OFF, mode):
             continue
         if key is None:
-            yield _refused(
-                f"{_dotted(other)}={asked} is set, and nothing reads it: these workers know no replay for "
-                f"actor.strategy={strategy}",
-                expected="strategy megatron, in a release and with workers that replay",
-                got=f"strategy {strategy}",
-                cause="an FSDP job with the lines of a Megatron recipe. Take this one out, or train with "
-                "Megatron (verl 0.7.0 replays in its legacy workers alone)",
-            )
+            yield _unread(f"{_dotted(other)}={asked}", strategy, f"+{_dotted(_FSDP_KEY)}={asked}")
         else:
             yield _refused(
                 f"{_dotted(other)}={asked} is set, and these workers don't read it",
                 expected=f"{_dotted(key)}={asked}",
                 got=f"{_dotted(key)}={mode}",
-                cause=f"a line of another verl release, or of its documentation. Set {_dotted(key)}={asked}",
+                cause="a line of another verl release or strategy, or of its documentation. Set "
+                f"{'+' * (key == _FSDP_KEY)}{_dotted(key)}={asked}",
             )
+
+
+def _unread(given: str, strategy: object, line: str) -> ReplayError:
+    """A mode in a job whose workers read none; `line` is the one for FSDP."""
+    problem = (
+        f"{given} is set, and nothing reads it: these workers know no replay for actor.strategy={strategy}"
+    )
+    if strategy in FSDP:
+        return _refused(
+            problem,
+            expected=f"engine workers: {_NO_LEGACY} (verl 0.7.1 on), and {line}",
+            got=f"strategy {strategy} with workers that drop routes",
+            cause="0.7's default are its legacy workers",
+        )
+    return _refused(
+        problem,
+        expected="strategy megatron, fsdp or fsdp2, in a release and with workers that replay",
+        got=f"strategy {strategy}",
+        cause="the lines of another strategy's recipe. Take this one out, or train with a strategy that "
+        "replays (fsdp_turbo cuts its batches in a way of its own; verl 0.7.0 replays in its legacy workers "
+        "alone)",
+    )
 
 
 def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[ReplayError]:
     """What this mode can't go with."""
     where, flag = _dotted(key), f"{_ROOT}.rollout.{_FLAG}"
+    if mode not in ("R2", "R3"):
+        yield _refused(
+            f"there is no mode {mode}",
+            expected="disabled, R2 or R3",
+            got=f"{where}={mode}",
+            cause="a slip; verl itself checks no key that its own yaml hasn't",
+        )
+        return
     sent = bool(setting(config, "rollout", _FLAG))
-    from_files = any(setting(config, "actor", *at, "replay_file") for at in ((_MODE,), ("megatron", _MODE)))
+    from_files = bool(setting(config, "actor", *key, "replay_file"))
     if mode == "R3" and not sent and not from_files:
         yield _refused(
             f"{where}=R3 needs the rollout's routes, and the rollout isn't asked for them",
@@ -169,7 +198,7 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
             got=mode,
             cause=f"set {where}=R3 to replay the file's routes, or take replay_file out",
         )
-    if key[0] == "veomni":
+    if key[0] in ("veomni", "fsdp_config"):
         return
     # Legacy workers ask the engine's config, the others overwrite that with the model's.
     unpad = (*(("actor", "megatron") if legacy else ("model",)), "use_remove_padding")
@@ -265,6 +294,10 @@ def _refused(problem: str, *, expected: object, got: object, cause: str) -> Repl
 def _key_that_is_read(config: Any, legacy: bool | None) -> tuple[str, ...] | None:
     """Below `actor`: where these workers read the mode; None if they know no replay for this strategy."""
     strategy = setting(config, "actor", "strategy")
+    if strategy in FSDP:
+        if legacy is None:  # 0.8.0 has the old key in every job, and no legacy workers
+            legacy = setting(_whole(config), "trainer", "use_legacy_worker_impl") not in (None, "disable")
+        return None if legacy or not _engines_carry_flag() else _FSDP_KEY
     if _legacy(config) if legacy is None else legacy:
         return (_MODE,) if strategy == "megatron" and setting(config, "actor", _MODE) is not None else None
     if strategy in _OWN_REPLAY and setting(config, "actor", strategy, _MODE) is not None:
@@ -319,6 +352,13 @@ def _rollouts() -> dict[str, bool]:
     }
 
 
+def _engines_carry_flag() -> bool:
+    """Do engine workers tell their engines of a replay? Not in 0.7.0."""
+    where = next((product.where for product in probe.products() if product.name == "verl"), "")
+    source = Path(where, "workers", "engine_workers.py")
+    return source.is_file() and "enable_routing_replay" in source.read_text(encoding="utf-8")
+
+
 # ---- where it is asked
 
 
@@ -364,6 +404,8 @@ def _check_worker(worker: Any, legacy: bool) -> None:
     check_actor(config, legacy=legacy)
     if mode_of(config, legacy=legacy) != OFF:
         import_hook.refuse_failures()
+        if not legacy:
+            worker.enable_routing_replay = True  # which verl sets for its own strategies
     _checked.add(worker)
 
 

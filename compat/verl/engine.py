@@ -46,21 +46,31 @@ class _Engine:
 _engines: WeakKeyDictionary[Any, _Engine] = WeakKeyDictionary()
 
 
-def wrapped(
-    original: Callable[..., Any], chunks_of: Callable[[Any], Any], settings_of: Callable[[Any], Any]
-) -> Any:
-    """`forward_backward_batch`, as a pass of a job.
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of an engine or actor, each of itself.
 
-    Args:
-        original: verl's.
-        chunks_of: the model chunks of the engine or actor that it is called on.
-        settings_of: its router_replay settings: mode ("R2", "R3" or "disabled"), record_file, replay_file.
+    Attributes:
+        chunks: those of its model.
+        settings: of router_replay: mode ("R2", "R3" or "disabled"), record_file, replay_file.
+        model: its TransformerConfig or RoutedModel, for routes in files.
+        stack: what it runs on, for the line that says that replay is on; Megatron and what is beside it when
+            not given.
     """
+
+    chunks: Callable[[Any], Any]
+    settings: Callable[[Any], Any]
+    model: Callable[[Any], Any]
+    stack: Callable[[Any], str] = lambda engine: ""
+
+
+def wrapped(original: Callable[..., Any], asked: Asked) -> Any:
+    """`forward_backward_batch`, as a pass of a job."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def forward_backward_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        settings = settings_of(self)
+        settings = asked.settings(self)
         if settings.mode == "disabled":
             return original(self, *args, **kwargs)
         given = signature.bind(self, *args, **kwargs).arguments
@@ -72,17 +82,17 @@ def wrapped(
             return original(self, *args, **kwargs)
         if (engine := _engines.get(self)) is None:
             engine = _engines[self] = _Engine(Files.of(settings))
-        job = Pass(list(chunks_of(self)), settings.mode, engine, trains=not given.get("forward_only", False))
-        files = engine.files
-        if flags is None or not flags.get_non_tensor_data(data, "enable_routing_replay", False):
-            files = None
+        flagged = bool(flags and flags.get_non_tensor_data(data, "enable_routing_replay", False))
+        trains = not given.get("forward_only", False)
+        job = Pass(list(asked.chunks(self)), settings.mode, engine, trains, flagged, asked.stack(self))
+        files = engine.files if flagged else None
         if files is not None:
             job.unread = problem_of("read or write files of routes", files.give, data)
         with switch.running(job):
             output = original(self, *args, **kwargs)
             if files is not None and self.is_mp_src_rank_with_outputs():
                 unwritten = problem_of(
-                    "write files of routes", files.keep, data, output, self.tf_config, settings.mode
+                    "write files of routes", files.keep, data, output, asked.model(self), settings.mode
                 )
                 if unwritten is not None:
                     raise unwritten
@@ -138,6 +148,8 @@ class Pass:
         mode: "R2" or "R3".
         engine: what is kept of it.
         trains: does it run backward?
+        flagged: does verl's flag in the batch ask for a record or a replay?
+        stack: what it runs on, in words; empty for Megatron.
         metrics: plain numbers, when it is settled.
         unread: why this rank has no routes from files, if it should have some.
     """
@@ -146,6 +158,8 @@ class Pass:
     mode: str
     engine: _Engine
     trains: bool
+    flagged: bool = False
+    stack: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     unread: ReplayError | None = None
     _counted: Counter[str] = field(default_factory=Counter)
@@ -223,7 +237,7 @@ class Pass:
             if not self.engine.announced:
                 self.engine.announced = True
                 if not dist.is_initialized() or dist.get_rank() == 0:
-                    announce(summary(self.mode, sums))
+                    announce(summary(self.mode, sums, self.stack))
         if self.trains:
             self.engine.updates += 1
 

@@ -80,8 +80,8 @@ class Files:
             routes = output.get("model_output", {}).get(ROUTES)
         if self._writer is None or routes is None:
             return
-        zeros_are_none = mode == "R3" or int(config.moe_router_topk) > 1
         batch = tensors.MicroBatch(routes, None, config)
+        zeros_are_none = mode == "R3" or batch.model["topk"] > 1
         good, problems = batch.routes(zeros_are_none=zeros_are_none)
         for number, tokens in enumerate(_samples(data)):
             mark, one = fingerprint(tokens), good.get(number)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,18 +17,20 @@ import torch.distributed as dist
 
 from npu_replay.compat.megatron.parallel_state import decoder_layers
 from npu_replay.compat.verl import tensors
-from npu_replay.compat.verl.actions import BACKWARD, RECORD, REPLAY, switch
+from npu_replay.compat.verl.actions import BACKWARD, RECORD, REPLAY, problem_of, switch
 from npu_replay.compat.verl.router_replay import RouterReplay
 from npu_replay.errors import MicroBatchError, ReplayError
 from npu_replay.parallel.collect import collect
 from npu_replay.parallel.parallel_layout import ParallelLayout
+from npu_replay.parallel.token_layout import TokenLayout
 from npu_replay.routers import find
 from npu_replay.routes.routed_experts import RoutedExperts
+from npu_replay.sessions.stepwise import StepRecording, StepReplay
 
 logger = logging.getLogger(__name__)
 
 
-def _timed(function: Any) -> Any:
+def timed(function: Any) -> Any:
     """Count the seconds of a function into the pass that runs."""
 
     @functools.wraps(function)
@@ -83,7 +85,7 @@ def _stage(config: Any, vp_stage: int | None, pp_rank: int | None) -> tuple[int,
 # Record
 
 
-@_timed
+@timed
 def merge_router_topk_indices(
     attention_mask: torch.Tensor | None,
     input_ids: torch.Tensor,
@@ -104,20 +106,30 @@ def merge_router_topk_indices(
     labels = [router.label for router in record._routers[chunk]]
     whole = []
     if labels:
-        layout: Any = None
-        routes: Any = None
-        try:
-            layout, routes = batch.layout(), record.take(chunk)
-        except ReplayError as error:
-            switch.defer(error)  # the others of the group hear of it in collect
-        try:
-            # A stage's ranks run their micro-batches together; only a checkpoint or a slow step parts them.
-            whole = collect([routes], [layout], _row_groups(local_cp_size), patience=600.0) or []
-        except ReplayError as error:
-            switch.defer(error)
-            whole = [RoutedExperts.unrecorded(size, layers=labels, **batch.model) for size in batch.lengths]
+        whole = collected(record, chunk, batch, batch.layout, _row_groups(local_cp_size))
     merged = batch.filled(whole, dtype)
     mini_layer_topk_idx_list.append(tensors.viewed(merged, torch.uint8) if as_bytes else merged)
+
+
+def collected(
+    record: StepRecording, chunk: int, batch: tensors.MicroBatch, layout_of: Callable[[], Any], groups: Any
+) -> list[RoutedExperts]:
+    """The sequences of the micro-batch that a chunk has just recorded, of all ranks of `groups`.
+
+    Every rank of these has to call it. An error waits for the end of the schedule; rows are blank then.
+    """
+    mine: list[Any] = []
+    problem = problem_of("lay out what it recorded", lambda: mine.extend((layout_of(), record.take(chunk))))
+    if problem is not None:
+        switch.defer(problem)  # the others of the group hear of it in collect
+    layout, routes = mine or [None, None]
+    try:
+        # A stage's ranks run their micro-batches together; only a checkpoint or a slow step parts them.
+        return collect([routes], [layout], groups, patience=600.0) or []
+    except ReplayError as error:
+        switch.defer(error)
+    labels = [router.label for router in record._routers[chunk]]
+    return [RoutedExperts.unrecorded(size, layers=labels, **batch.model) for size in batch.lengths]
 
 
 def _row_groups(local_cp_size: int | None) -> list[Any]:
@@ -166,7 +178,7 @@ def merge_nested_router_maps(router_maps: list[torch.Tensor]) -> torch.Tensor:
     )
 
 
-@_timed
+@timed
 def pp_gather(local_layers_router_map: torch.Tensor, tf_config: Any) -> torch.Tensor:
     """All MoE layers of the model, in order, from those of each pipeline stage; on the CPU.
 
@@ -220,7 +232,7 @@ def _of_this_stage(local: torch.Tensor, config: Any) -> tuple[list[int], list[An
 # Replay
 
 
-@_timed
+@timed
 def set_router_replay_data(
     layers_topk_idx: torch.Tensor | None,
     attention_mask: torch.Tensor | None,
@@ -249,39 +261,65 @@ def set_router_replay_data(
     if not replay.labels(chunk):
         return
     try:
-        if layers_topk_idx is None:
-            raise MicroBatchError(
-                "this micro-batch has no routes",
-                expected="routed_experts in the batch",
-                got="None",
-                cause="R2: the old log-probs weren't computed by the actor in this step (bypass mode); R3: "
-                "the rollout didn't hand its routes on (enable_rollout_routing_replay=False)",
-            )
-        job, labels = switch.job, replay.labels(chunk)
-        batch = tensors.MicroBatch(layers_topk_idx, attention_mask, tf_config, local_cp_size)
-        layout = batch.layout()
-        from_rollout = replay_mask is not None if job is None else job.r3
-        # A row of one expert a layer may well be all zeros in a record.
-        zeros_are_none = from_rollout or batch.model["topk"] > 1
-        good, problems = batch.routes(mask=replay_mask, zeros_are_none=zeros_are_none)
-        problems |= getattr(layers_topk_idx, _BAD, {})
-        samples = len(good | problems)
-        # Of a sample that verl has rejected, or without a response, no row is to be replayed.
-        wanted = [True] * samples if replay_mask is None else [one.any() for one in replay_mask.unbind()]
-        bad = {number: error for number, error in problems.items() if wanted[number]}
-        if bad and not (job is not None and job.tolerant):
-            raise bad[min(bad)]
-        for number, error in bad.items():
-            logger.warning("[npu_replay] sample %d takes the routers' own choice: %s", number, error)
-        good = {number: one for number, one in good.items() if number not in problems}
-        here = layout.rows_of(good, layers=labels, **batch.model)
-        replay.give(chunk, here)
-        if job is not None and chunk == replay.first_chunk:
-            job.count(rows=int((layout.rows >= 0).sum()), routed=int(here.recorded.sum()))
-            if tensors.speaks_for_samples(layout.parallel):
-                job.count(samples=samples, bad_samples=len(bad))
+        batch = tensors.MicroBatch(present(layers_topk_idx), attention_mask, tf_config, local_cp_size)
+        give(replay, chunk, batch, batch.layout(), replay_mask)
     except ReplayError as error:
         switch.defer(error)
+
+
+def present(routes: torch.Tensor | None) -> torch.Tensor:
+    """The routes that came with a micro-batch.
+
+    Raises:
+        MicroBatchError: none came.
+    """
+    if routes is not None:
+        return routes
+    raise MicroBatchError(
+        "this micro-batch has no routes",
+        expected="routed_experts in the batch",
+        got="None",
+        cause="R2: the old log-probs weren't computed by the actor in this step (bypass mode); R3: "
+        "the rollout didn't hand its routes on (enable_rollout_routing_replay=False)",
+    )
+
+
+def give(
+    replay: StepReplay, chunk: int, batch: tensors.MicroBatch, layout: TokenLayout, mask: torch.Tensor | None
+) -> None:
+    """Give a chunk the routes of its next forward, and count what there was of them.
+
+    Args:
+        replay: the open one.
+        chunk: which of its chunks.
+        batch: the routes of whole sequences.
+        layout: the rows of this rank's routers.
+        mask: jagged, the rows to replay; all when not given.
+
+    Raises:
+        ReplayError: routes that can't be used, where none is tolerated.
+    """
+    job, labels = switch.job, replay.labels(chunk)
+    from_rollout = mask is not None if job is None else job.r3
+    # A row of one expert a layer may well be all zeros in a record.
+    zeros_are_none = from_rollout or batch.model["topk"] > 1
+    good, problems = batch.routes(mask=mask, zeros_are_none=zeros_are_none)
+    problems |= getattr(batch.tokens, _BAD, {})
+    samples = len(good | problems)
+    # Of a sample that verl has rejected, or without a response, no row is to be replayed.
+    wanted = [True] * samples if mask is None else [one.any() for one in mask.unbind()]
+    bad = {number: error for number, error in problems.items() if wanted[number]}
+    if bad and not (job is not None and job.tolerant):
+        raise bad[min(bad)]
+    for number, error in bad.items():
+        logger.warning("[npu_replay] sample %d takes the routers' own choice: %s", number, error)
+    good = {number: one for number, one in good.items() if number not in problems}
+    here = layout.rows_of(good, layers=labels, **batch.model)
+    replay.give(chunk, here)
+    if job is not None and chunk == replay.first_chunk:
+        job.count(rows=int((layout.rows >= 0).sum()), routed=int(here.recorded.sum()))
+        if tensors.speaks_for_samples(layout.parallel):
+            job.count(samples=samples, bad_samples=len(bad))
 
 
 def build_r3_replay_mask(input_ids: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:

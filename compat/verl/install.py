@@ -12,8 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +20,7 @@ from npu_replay.compat.megatron_backports import router_init
 from npu_replay.compat.patching import class_source, import_hook, switches
 from npu_replay.compat.patching.patches import Patch, Patches
 from npu_replay.compat.verl import engine, functions
-from npu_replay.compat.verl.actions import switch
+from npu_replay.compat.verl.actions import switch, without_adapter
 from npu_replay.compat.verl.router_replay import PATCH, RouterReplay
 from npu_replay.compat.verl.tensors import UTILS
 from npu_replay.errors import ReplayError, described
@@ -140,7 +139,7 @@ def _wrap_engine(module: Any) -> None:
     if hasattr(module, "apply_router_replay_patch"):  # 0.7.0's engine has no router replay
         _wrap_pass(cls, lambda self: self.module, lambda self: self.engine_config.router_replay)
     if hasattr(cls, "disable_adapter"):
-        _patches.wrap(cls, "disable_adapter", _without_adapter, _REFERENCE)
+        _patches.wrap(cls, "disable_adapter", without_adapter, _REFERENCE)
 
 
 def _wrap_actor(module: Any) -> None:
@@ -154,7 +153,8 @@ def _wrap_pass(cls: Any, chunks_of: Callable[[Any], Any], settings_of: Callable[
     original = getattr(cls, name, None)
     if original is None:
         raise _unknown(described(cls), f"a method {name}", "none")
-    ours = engine.wrapped(original, chunks_of, settings_of)
+    asked = engine.Asked(chunks_of, settings_of, model=lambda self: self.tf_config)
+    ours = engine.wrapped(original, asked)
     _patches.set(cls, name, ours, "one pass: ranks leave together, figures")
 
 
@@ -165,13 +165,6 @@ def _wrap_workers(module: Any) -> None:
 
 
 _REFERENCE, _WAITS = "a reference pass is never replayed", "the action waits for the pass"
-
-
-@contextmanager
-def _without_adapter(original: Any, self: Any) -> Iterator[Any]:
-    """A LoRA actor without its adapter is the reference; verl asks it for log-probs with replay on."""
-    with switch.off(), original(self) as given:
-        yield given
 
 
 def _expecting(original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -63,8 +63,8 @@ def add_metrics(output: Any, metrics: dict[str, float]) -> None:
             first.update(metrics)
 
 
-def summary(mode: str, sums: dict[str, int]) -> str:
-    """The one line that says that replay is on."""
+def summary(mode: str, sums: dict[str, int], stack: str = "") -> str:
+    """The one line that says that replay is on; `stack`: what it is on, if it isn't Megatron."""
     state: Any = sys.modules.get("megatron.core.parallel_state")
     stages = 1
     if state is not None and state.model_parallel_is_initialized():
@@ -73,10 +73,14 @@ def summary(mode: str, sums: dict[str, int]) -> str:
     routed = sums["routed"] / max(sums["rows"], 1)
     percent = "100%" if routed == 1 else f"{min(routed * 100, 99.99):.2f}%"  # never 100% of what is less
     ranks = "1 rank" if sums["ranks"] == 1 else f"{sums['ranks']} ranks agree"
+    by = ", ".join(["seam", *([stack] if stack else _megatron())])
+    return f"{mode}: {routers} routers, {replayed} replayed, {percent} of rows had a route, {ranks} ({by})"
+
+
+def _megatron() -> list[str]:
     names = {"megatron-core": "Megatron"} | ({"mindspeed": "MindSpeed"} if "mindspeed" in sys.modules else {})
     found = {product.name: product.version or "?" for product in probe.products() if product.found}
-    by = ", ".join(["seam", *(f"{names[name]} {found[name]}" for name in names if name in found)])
-    return f"{mode}: {routers} routers, {replayed} replayed, {percent} of rows had a route, {ranks} ({by})"
+    return [f"{names[name]} {found[name]}" for name in names if name in found]
 
 
 def announce(line: str) -> None:

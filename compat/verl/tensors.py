@@ -19,7 +19,6 @@ from torch.nn.utils.rnn import pad_sequence
 from npu_replay.compat.megatron import parallel_state
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
 from npu_replay.parallel.parallel_layout import ParallelLayout
-from npu_replay.parallel.pipeline_layers import DecoderLayers
 from npu_replay.parallel.token_layout import TokenLayout
 from npu_replay.rollout.admit import check_dense
 from npu_replay.rollout.model_config import RoutedModel
@@ -37,7 +36,7 @@ class MicroBatch:
     Attributes:
         tokens: jagged [batch, tokens, ...], or padded [batch, sequence, ...]; may be routes.
         mask: [batch, sequence], of a padded batch.
-        config: the model's TransformerConfig.
+        config: the model's TransformerConfig; or, of a model without one, its RoutedModel.
         local_cp_size: ranks that share it under dynamic context parallelism.
     """
 
@@ -49,7 +48,18 @@ class MicroBatch:
     @property
     def model(self) -> dict[str, int]:
         """Top-k and number of experts."""
+        if isinstance(self.config, RoutedModel):
+            return {"topk": self.config.topk, "num_experts": self.config.num_experts}
         return {"topk": int(self.config.moe_router_topk), "num_experts": int(self.config.num_moe_experts)}
+
+    @property
+    def routed(self) -> RoutedModel:
+        """Its layers too."""
+        if isinstance(self.config, RoutedModel):
+            return self.config
+        decoder = parallel_state.decoder_layers(self.config)
+        layers = tuple(decoder.moe)
+        return RoutedModel(layers=layers, num_layers=decoder.count, **self.model)  # type: ignore[arg-type]
 
     @property
     def lengths(self) -> list[int]:
@@ -134,8 +144,8 @@ class MicroBatch:
                 got=f"{self.tokens.dim()} dimensions",
                 cause="a rollout engine or an agent loop that hands on flat routes",
             )
-        decoder = parallel_state.decoder_layers(self.config)
-        columns = _columns(int(self.tokens.shape[-2]), decoder)
+        routed = self.routed
+        columns = _columns(int(self.tokens.shape[-2]), routed)
         each = list(self.tokens.detach().cpu().unbind())
         if not self.tokens.is_nested:
             each = [one[kept] for one, kept in zip(each, self.kept, strict=True)]
@@ -149,21 +159,16 @@ class MicroBatch:
 
         def take(number: int, ids: torch.Tensor, keep: torch.Tensor | None) -> None:
             try:
-                if isinstance(columns, list) and len(columns) < decoder.count:
-                    self._check_dense(ids, decoder)
-                good[number] = self._sequence(ids[:, columns], decoder.moe, keep, zeros_are_none)
+                if isinstance(columns, list) and len(columns) < routed.num_layers:
+                    # An engine's labels may have shifted: then its dense layers have experts.
+                    check_dense(ids.to(torch.int64).numpy(), routed)
+                good[number] = self._sequence(ids[:, columns], routed.layers, keep, zeros_are_none)
             except InvalidRoutes as error:
                 bad[number] = error.at(f"sample {number} of the micro-batch")
 
         for number, (ids, keep) in enumerate(zip(each, masks, strict=True)):
             take(number, ids, keep)
         return good, bad
-
-    def _check_dense(self, rows: torch.Tensor, decoder: DecoderLayers) -> None:
-        """An engine's labels may have shifted: then its dense layers have experts."""
-        layers = tuple(decoder.moe)
-        model = RoutedModel(layers=layers, num_layers=decoder.count, **self.model)  # type: ignore[arg-type]
-        check_dense(rows.to(torch.int64).numpy(), model)
 
     def _sequence(
         self, here: torch.Tensor, labels: Sequence[int], keep: torch.Tensor | None, zeros_are_none: bool
@@ -201,15 +206,16 @@ def offsets(jagged: torch.Tensor) -> torch.Tensor:
     return jagged.offsets()  # type: ignore[attr-defined, no-any-return]  # torch's stubs know no jagged tensors
 
 
-def _columns(count: int, decoder: DecoderLayers) -> slice | list[int]:
+def _columns(count: int, routed: RoutedModel) -> slice | list[int]:
     """Which columns are the MoE layers."""
-    if count == len(decoder.moe):
+    if count == len(routed.layers):
         return slice(None)
-    if count == decoder.count:
-        return list(decoder.moe)
+    if count == routed.num_layers:
+        return list(routed.layers)
     raise MicroBatchError(
         "the routes have another number of layers than the model",
-        expected=f"{decoder.count} columns, one a decoder layer, or {len(decoder.moe)}, one a MoE layer",
+        expected=f"{routed.num_layers} columns, one a decoder layer, or {len(routed.layers)}, one a MoE "
+        "layer",
         got=count,
         cause="an engine that counts multi-token prediction as a layer, or another model than the trainer's",
     )
@@ -217,13 +223,15 @@ def _columns(count: int, decoder: DecoderLayers) -> slice | list[int]:
 
 def speaks_for_samples(parallel: ParallelLayout | None) -> bool:
     """Is this the rank of its replica that counts samples: the first of the first stage with MoE layers?"""
-    if parallel is None or parallel.decoder is None:
+    if parallel is None:
         return True
-    decoder, pp, vp = parallel.decoder, parallel.pp, parallel.vp
-    stages = [
-        {layer for stage in range(vp) for layer in decoder.stage(pp, vp, rank, stage)} for rank in range(pp)
-    ]
-    first = next(rank for rank, layers in enumerate(stages) if layers & set(decoder.moe))
+    first, pp, vp = 0, parallel.pp, parallel.vp
+    if (decoder := parallel.decoder) is not None:
+        stages = [
+            {layer for stage in range(vp) for layer in decoder.stage(pp, vp, rank, stage)}
+            for rank in range(pp)
+        ]
+        first = next(rank for rank, layers in enumerate(stages) if layers & set(decoder.moe))
     return (parallel.tp_rank, parallel.cp_rank, parallel.pp_rank) == (0, 0, first)
 
 

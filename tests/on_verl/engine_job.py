@@ -300,15 +300,22 @@ def optimizer_config() -> Any:
 
 def training_worker(tiny: Tiny) -> Any:
     """verl's TrainingWorker with its engine, as ActorRolloutRefWorker makes it."""
+    return training_worker_of(
+        model_type="value_model" if tiny.value else "language_model",
+        model_config=model_config(tiny),
+        engine_config=engine_config(tiny),
+        optimizer_config=None if tiny.forward_only else optimizer_config(),
+    )
+
+
+def training_worker_of(**configs: Any) -> Any:
+    """The same with these configs."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import TrainingWorkerConfig
     from verl.workers.engine_workers import TrainingWorker
 
     config = TrainingWorkerConfig(
-        model_type="value_model" if tiny.value else "language_model",
-        model_config=model_config(tiny),
-        engine_config=engine_config(tiny),
-        optimizer_config=None if tiny.forward_only else optimizer_config(),
+        **configs,
         checkpoint_config=CheckpointConfig(
             save_contents=["model", "extra"], load_contents=["model", "extra"]
         ),

@@ -19,7 +19,17 @@ from npu_replay.compat.patching import import_hook, patches, served_modules
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl import config as verl_config
 from npu_replay.errors import ReplayError
-from verl_configs import FLAG, HAS_LEGACY, NEW, OLD, UNPADDED, engine_workers_replay, job, read_and_ignored
+from verl_configs import (
+    FLAG,
+    FSDP,
+    HAS_LEGACY,
+    NEW,
+    OLD,
+    UNPADDED,
+    engine_workers_replay,
+    job,
+    read_and_ignored,
+)
 
 ROLLOUT, MEGATRON = "actor_rollout_ref.rollout", "actor_rollout_ref.actor.megatron"
 
@@ -172,10 +182,72 @@ def test_engine_workers_that_know_no_replay_are_named() -> None:
     Workers(False).check(r"these workers know no replay.*legacy workers alone", **{OLD: "R2"})
 
 
-@pytest.mark.parametrize("key", [OLD, NEW])
-def test_a_mode_in_an_fsdp_job_is_refused(key: str) -> None:
-    with pytest.raises(ReplayError, match=r"know no replay for actor.strategy=fsdp"):
-        verl_config.check_actor(job({key: "R2"}, trainer="ppo_trainer").actor_rollout_ref)
+def fsdp_actor(given: dict[str, Any], *, legacy: bool = False, strategy: str = "fsdp2") -> Any:
+    """The actor's part of the config of an FSDP job, packed sequences or not."""
+    config = job({"actor_rollout_ref.actor.strategy": strategy} | given, trainer="ppo_trainer")
+    if HAS_LEGACY:
+        config.trainer.use_legacy_worker_impl = "auto" if legacy else "disable"
+    return config.actor_rollout_ref
+
+
+needs_engines = pytest.mark.skipif(not engine_workers_replay(), reason="0.7.0's know no replay")
+
+
+@needs_engines
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+def test_an_fsdp_job_has_its_mode_beside_its_engines_settings(strategy: str, mode: str) -> None:
+    """verl's yaml has no such key there, so it is a plain dict; padded sequences will do."""
+    lines = {FSDP: mode, FLAG: mode == "R3", "actor_rollout_ref.model.use_remove_padding": False}
+    actor = fsdp_actor(lines, strategy=strategy)
+    verl_config.check_actor(actor)
+    assert verl_config.mode_of(actor) == mode
+    typed = "verl.workers.config.EngineRouterReplayConfig"
+    verl_config.check_actor(fsdp_actor(lines | {FSDP.replace(".mode", "._target_"): typed}))
+    assert verl_config.mode_of(fsdp_actor({})) == "disabled"
+
+
+@needs_engines
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({OLD: "R2"}, rf"these workers don't read it. Expected {FSDP}=R2, got .*Set \+{FSDP}=R2"),
+        ({NEW: "R2"}, rf"these workers don't read it. Expected {FSDP}=R2"),
+        ({FSDP: "R3"}, f"Expected {FLAG}=True"),
+        ({FSDP: "r2"}, "there is no mode r2"),
+        ({FSDP: "R2", "algorithm.rollout_correction.bypass_mode": True}, "leaves that pass out"),
+        ({FSDP: "R2", FSDP.replace("mode", "replay_file"): "/routes"}, "records anew"),
+        ({FSDP: "R3", FSDP.replace("mode", "replay_file"): "/routes"}, None),
+    ],
+)
+def test_what_an_fsdp_job_would_be_wrong_with_is_refused(given: dict[str, Any], words: str | None) -> None:
+    if words is None:
+        verl_config.check_actor(fsdp_actor(given))
+        return
+    with pytest.raises(ReplayError, match=words):
+        verl_config.check_actor(fsdp_actor(given))
+
+
+@needs_engines
+@pytest.mark.parametrize("key", [OLD, FSDP])
+def test_fsdp_turbo_is_refused_by_name(key: str) -> None:
+    with pytest.raises(ReplayError, match=r"actor.strategy=fsdp_turbo.*fsdp_turbo cuts its batches"):
+        verl_config.check_actor(fsdp_actor({key: "R2"}, strategy="fsdp_turbo"))
+
+
+@pytest.mark.skipif(HAS_LEGACY, reason="0.7's VeOmni knows no replay")
+def test_veomnis_own_replay_is_left_to_it() -> None:
+    lines = {"actor_rollout_ref.actor.veomni.router_replay.mode": "R2"}
+    actor = job(lines, trainer="_generated_ppo_veomni_trainer").actor_rollout_ref
+    verl_config.check_actor(actor)
+    assert verl_config.mode_of(actor) == "disabled"
+
+
+@pytest.mark.skipif(not HAS_LEGACY, reason="0.7 has them")
+@pytest.mark.parametrize("key", [OLD, NEW, FSDP])
+def test_legacy_workers_with_fsdp_are_refused_and_the_others_asked_for(key: str) -> None:
+    with pytest.raises(ReplayError, match=r"know no replay.*use_legacy_worker_impl=disable.*fsdp_config"):
+        verl_config.check_actor(fsdp_actor({key: "R2"}, legacy=True))
 
 
 def test_r3_with_trtllm_is_refused_where_verl_never_asks_it_for_routes(workers: Workers) -> None:
