@@ -43,7 +43,17 @@ FLOORS = (
 ROOMS = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 FACE = ROOMS["devices"]
 """From this floor on a room may use npu_replay as users do: `from npu_replay import record`."""
-PRODUCTS = {"transformers", "megatron", "mindspeed", "torch_npu", "vllm", "vllm_ascend", "sglang", "verl", "roll"}
+PRODUCTS = {
+    "transformers",
+    "megatron",
+    "mindspeed",
+    "torch_npu",
+    "vllm",
+    "vllm_ascend",
+    "sglang",
+    "verl",
+    "roll",
+}
 ALSO = {
     "compat.megatron_backports": ("megatron",),
     "compat.verl": ("megatron",),

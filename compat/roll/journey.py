@@ -1,9 +1,9 @@
 """How routes travel through ROLL: into its workers' config, and R2's from the first pass to the update.
 
-ROLL's checks know no replay on fsdp2. Its workers drop what a first pass gives beside log-probs, and so do its
-pipelines. So the worker's answer gets the routes, and the driver's cluster, which has asked with a batch, puts
-them into that batch, where R3's are by ROLL's own doing. One import in the driver is enough: a mode that is
-allowed here is of a class that is imported wherever a worker's config goes.
+ROLL's checks know no replay on fsdp2. Its workers drop what a first pass gives beside log-probs, and so do
+its pipelines. So the worker's answer gets the routes, and the driver's cluster, which has asked with a batch,
+puts them into that batch, where R3's are by ROLL's own doing. One import in the driver is enough: a mode that
+is allowed here is of a class that is imported wherever a worker's config goes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from npu_replay.compat.patching import import_hook, switches
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.roll import strategy
+from npu_replay.compat.verl.config import OFF
 from npu_replay.compat.verl.files import ROUTES
 
 CONFIG = "roll.configs.worker_config"
@@ -23,7 +24,6 @@ WORKER = "roll.pipeline.base_worker"
 CLUSTER = "roll.distributed.executor.cluster"
 PROTOCOL = "roll.distributed.scheduler.protocol"
 _PASS = "compute_log_probs"
-_OFF = "disable"
 _WHAT = "the way of routes through ROLL"
 _patches = Patches(_WHAT)
 
@@ -62,16 +62,18 @@ def _cluster(module: Any) -> None:
 
 def _protocol(module: Any) -> None:
     cls = module.DataProto
-    ours = staticmethod(functools.wraps(cls.materialize_concat)(functools.partial(_fetched, cls.materialize_concat)))
+    ours = staticmethod(
+        functools.wraps(cls.materialize_concat)(functools.partial(_fetched, cls.materialize_concat))
+    )
     _patches.set(cls, "materialize_concat", ours, "R2: routes come into the batch")
 
 
 def _checked(original: Callable[..., Any], self: Any) -> None:
     """ROLL raises for R2, and warns that R3 is ignored, whatever the strategy."""
     mode = strategy.mode_of(self)
-    if mode == strategy.OFF:
+    if mode == OFF:
         return original(self)  # type: ignore[no-any-return]
-    asked, self.router_replay = self.router_replay, SimpleNamespace(mode=_OFF)
+    asked, self.router_replay = self.router_replay, SimpleNamespace(mode="disable")
     try:
         original(self)
     finally:

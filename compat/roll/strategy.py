@@ -1,8 +1,8 @@
 """ROLL's strategy fsdp2_train: R2 and R3 in the one method that both of its passes call.
 
-`_fsdp2_forward` has no batch, so the two that hold one say which it is, and which row comes next. An optimizer
-steps in the middle of `train_step`: what is open is closed, and all ranks agree, before gradients are clipped.
-Which token sits in which row is read off the mask and off ROLL's own cut for context parallelism.
+`_fsdp2_forward` has no batch, so the two that hold one say which it is, and which row comes next. An
+optimizer steps in the middle of `train_step`: what is open is closed, and all ranks agree, before gradients
+are clipped. Which token sits in which row is read off the mask and ROLL's own cut for context parallelism.
 
 Waits for the strategy's module. Probes: the names and arguments that it wraps. Offers: `install`. Undone by
 `npu_replay.uninstall()`.
@@ -134,7 +134,9 @@ class _Batch:
         """The rows of the next micro-batch, which holds these tokens."""
         first, self.row = self.row, self.row + len(tokens)
         names = (TOKENS, _MASK, _RESPONSE, ROUTES)
-        rows = {name: one[first : self.row] for name in names if (one := self.data.batch.get(name)) is not None}
+        rows = {
+            name: one[first : self.row] for name in names if (one := self.data.batch.get(name)) is not None
+        }
         if not torch.equal(rows[TOKENS], tokens):
             raise MicroBatchError(
                 "this micro-batch isn't the next one of the batch",
@@ -195,9 +197,7 @@ def _clip_grad_norm(original: Callable[..., Any], self: Any, *args: Any, **kwarg
 # A micro-batch
 
 
-def _fsdp2_forward(
-    original: Callable[..., Any], self: Any, input_ids: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _fsdp2_forward(original: Callable[..., Any], self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
     running = _batches.get(self)
     if running is None:
         return original(self, input_ids, *args, **kwargs)
@@ -222,8 +222,9 @@ def _give(self: Any, rows: dict[str, Any]) -> None:
             "this micro-batch has no routes",
             expected=f"{ROUTES} in the batch",
             got=f"{', '.join(rows)}",
-            cause="R2: old log-probs aren't computed before the update (enable_old_logprobs_recompute: true makes "
-            "ROLL do so); R3: actor_infer isn't sglang with router_replay.mode: R3, the only one that hands out routes",
+            cause="R2: old log-probs aren't computed before the update (ROLL decides by the number of steps; "
+            "enable_old_logprobs_recompute has to be true); R3: actor_infer isn't sglang with "
+            "router_replay.mode: R3, the only engine of which ROLL takes routes",
         )
     replay, chunk = switch.replaying(None, None, None)
     mask = None

@@ -1,4 +1,4 @@
-"""ROLL in these tests: its source on the path (ci/frameworks.sh roll FOLDER), with what it imports installed."""
+"""ROLL in these tests: its source is on the path (ci/frameworks.sh roll FOLDER), and what it imports."""
 
 from __future__ import annotations
 

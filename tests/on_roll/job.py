@@ -1,8 +1,8 @@
 """ROLL's own fsdp2 strategy, actor worker, DataProto and cluster methods, on a small Qwen3-MoE.
 
-Lent: Ray (objects are pickled on the way instead), and the accelerator under ROLL's context parallelism, which
-its CPU platform has none of. No two tokens of a batch have the same id, so what a forward is fed says which
-token sits in which row.
+Lent: Ray (objects are pickled on the way instead), moving weights between host and device, and ROLL's patch
+of attention for context parallelism, which its CPU platform has none of. No two tokens of a batch have the same
+id, so what a forward is fed says which token sits in which row.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 
 VOCAB, EXPERTS, TOPK, LENGTH = 128, 8, 2, 16
@@ -161,6 +162,9 @@ class Actor:
         worker.strategy.initialize(model_provider=default_actor_model_provider)
         self.worker, self.strategy = worker, worker.strategy
         self.model: nn.Module = worker.strategy.model
+        blocks = {type(one) for one in self.model.modules() if type(one).__name__.endswith("SparseMoeBlock")}
+        if transformers.__version__ < "5":
+            assert {one.forward.__module__ for one in blocks} == {"roll.third_party.fsdp2.qwen3_moe_patch"}
         self.compute_log_probs = self._of_cluster("compute_log_probs")
 
     def _of_cluster(self, method: str) -> Any:
@@ -182,7 +186,7 @@ class Actor:
         return cluster.func_generator(mine, method, **functions, execute_fn=execute)
 
     def _dispatched(self, batch: Any) -> Any:
-        """What this rank's worker is sent: ROLL sends a batch to the first of a context-parallel group alone."""
+        """What this rank's worker is sent: of a context-parallel group the first alone gets a batch."""
         from roll.distributed.scheduler.protocol import DataProto
 
         first = self.worker.rank_info.cp_rank == 0
@@ -224,7 +228,9 @@ def prepare() -> None:
     import ray
 
     def get(refs: Any, timeout: Any = None) -> Any:
-        return [pickle.loads(one.value) for one in refs] if isinstance(refs, list) else pickle.loads(refs.value)
+        return (
+            [pickle.loads(one.value) for one in refs] if isinstance(refs, list) else pickle.loads(refs.value)
+        )
 
     ray.get, ray.ObjectRef = get, Ref
     from roll.distributed.strategy import fsdp2_strategy
@@ -282,7 +288,7 @@ def rollout_routes(tiny: Tiny) -> list[torch.Tensor]:
 
 @dataclass
 class Call:
-    """One call of one router, forward or recompute: the token in each row (0: padding), its ids [rows, topk]."""
+    """One call of one router, forward or recompute: the token in each row (0: padding), [rows, topk]."""
 
     layer: int
     tokens: torch.Tensor
@@ -352,4 +358,3 @@ def other_routers(model: nn.Module) -> Iterator[None]:
     with torch.no_grad():
         for weight, original in kept:
             weight.copy_(original)
-

@@ -17,15 +17,13 @@ ENV = {"NPU_REPLAY_MAX_LIVE_MISMATCH": "1"}
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest) -> dict[int, list[dict[str, str]]]:
+def found() -> dict[int, list[dict[str, str]]]:
     return {}
 
 
 def _check(found: dict[int, list[dict[str, str]]], ranks: int, every: tuple[str, ...], case: str) -> None:
     if ranks not in found:
-        found[ranks] = jobs.run_ranks(
-            "on_roll.cases:main", {"cases": every}, ranks, env=ENV, timeout=1000
-        )
+        found[ranks] = jobs.run_ranks("on_roll.cases:main", {"cases": every}, ranks, env=ENV, timeout=1000)
     problems = [one.get(case, "not run: a case before it failed") for one in found[ranks]]
     assert not any(problems), "\n\n".join(problems)
 
