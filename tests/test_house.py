@@ -31,6 +31,7 @@ FLOORS = (
     ("compat.megatron_backports", "compat.vllm_ascend"),
     ("compat.vllm", "compat.sglang"),
     ("compat.verl",),
+    ("compat.roll",),
     ("devices",),
     ("doctor",),
     ("inspection",),
@@ -53,6 +54,7 @@ PRODUCTS = {
     "verl",
     "peft",
     "trl",
+    "roll",
 }
 ALSO = {
     "compat.megatron_backports": ("megatron",),

@@ -20,6 +20,7 @@ _SHIMS = {
         "megatron_backports.router_init",
     ),
     "sglang": ("sglang.old_path",),
+    "roll": ("roll.journey", "roll.strategy"),
 }
 """The modules of npu_replay.compat that change a package. Each is imported, and its `install` called, in this
 order, before the package's own code runs."""

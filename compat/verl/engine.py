@@ -36,6 +36,7 @@ _FAR = "NPU_REPLAY_MAX_LIVE_MISMATCH"
 class _Engine:
     """What is kept of an engine between its passes."""
 
+    entry: str
     files: Files | None = None
     kind: str = ""
     updates: int = 0
@@ -58,6 +59,7 @@ class Asked:
         stack: what it runs on, for the line that says that replay is on; Megatron and what is beside it when
             not given.
         kind: whose engine it is; what is installed again by itself.
+        entry: its method that refuses to run when npu_replay was uninstalled.
     """
 
     chunks: Callable[[Any], Any]
@@ -65,6 +67,15 @@ class Asked:
     model: Callable[[Any], Any]
     stack: Callable[[Any], str] = lambda engine: ""
     kind: str = "Megatron"
+    entry: str = "forward_backward_batch"
+
+
+def pass_of(engine: Any, asked: Asked, *, trains: bool, flagged: bool) -> Pass:
+    """A pass of an engine, of which is kept what has to be from one to the next."""
+    settings = asked.settings(engine)
+    if (kept := _engines.get(engine)) is None:
+        kept = _engines[engine] = _Engine(asked.entry, Files.of(settings), asked.kind)
+    return Pass(list(asked.chunks(engine)), settings.mode, kept, trains, flagged, asked.stack(engine))
 
 
 def wrapped(original: Callable[..., Any], asked: Asked) -> Any:
@@ -83,12 +94,9 @@ def wrapped(original: Callable[..., Any], asked: Asked) -> Any:
             if flags is not None:
                 flags.assign_non_tensor(data, enable_routing_replay=False)
             return original(self, *args, **kwargs)
-        if (engine := _engines.get(self)) is None:
-            engine = _engines[self] = _Engine(Files.of(settings), asked.kind)
         flagged = bool(flags and flags.get_non_tensor_data(data, "enable_routing_replay", False))
-        trains = not given.get("forward_only", False)
-        job = Pass(list(asked.chunks(self)), settings.mode, engine, trains, flagged, asked.stack(self))
-        files = engine.files if flagged else None
+        job = pass_of(self, asked, trains=not given.get("forward_only", False), flagged=flagged)
+        files = job.engine.files if flagged else None
         if files is not None:
             job.unread = problem_of("read or write files of routes", files.give, data)
         with switch.running(job):
@@ -119,8 +127,8 @@ def refuse_engines() -> None:
 
     Their routers lack what verl's patch hangs on them, and they would go on without a replay, unnoticed.
     """
-    for engine in list(_engines):
-        engine.forward_backward_batch = _refuse
+    for engine, kept in list(_engines.items()):
+        setattr(engine, kept.entry, _refuse)
 
 
 when_undone(refuse_engines)
@@ -129,8 +137,8 @@ when_undone(refuse_engines)
 def restore_engines(kind: str = "Megatron") -> None:
     """npu_replay is installed again: engines that were refused can go on, built with it as they are."""
     for engine, kept in list(_engines.items()):
-        if kept.kind == kind and vars(engine).get("forward_backward_batch") is _refuse:
-            del engine.forward_backward_batch
+        if kept.kind == kind and vars(engine).get(kept.entry) is _refuse:
+            delattr(engine, kept.entry)
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Any:

@@ -65,7 +65,9 @@ def _wrap(module: Any) -> None:
         for method, arguments in methods.items():
             _check(module, name, method, arguments)
     base, language_model = (getattr(module, name) for name in _NEEDED)
-    asked = engine.Asked(lambda self: [self.module], settings_of, model_of, _stack_of, "FSDP")
+    asked = engine.Asked(
+        lambda self: [self.module], settings_of, lambda self: model_of(self.module), _stack_of, kind="FSDP"
+    )
     ours = engine.wrapped(_with_action(base.forward_backward_batch), asked)
     _patches.set(base, "forward_backward_batch", ours, "one pass: ranks leave together, figures")
     _patches.wrap(language_model, "forward_step", _step, "gives and takes the routes of a micro-batch")
@@ -97,16 +99,15 @@ def settings_of(engine: Any) -> SimpleNamespace:
     return SimpleNamespace(**found | {"mode": (known and found["mode"]) or OFF})
 
 
-def model_of(engine: Any) -> RoutedModel:
-    """Its model, by the routers that are in it.
+def model_of(module: nn.Module) -> RoutedModel:
+    """A model of transformers, by the routers that are in it.
 
     Raises:
         RouterError: it has none, or such as can't be replayed.
     """
-    module = engine.module
     if module not in _models:
         routers = [router for chunk in find([module]) for router in chunk]
-        config = module.config
+        config: Any = module.config
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         _models[module] = RoutedModel(
             layers=tuple(router.label for router in routers),
@@ -118,8 +119,13 @@ def model_of(engine: Any) -> RoutedModel:
 
 
 def _stack_of(engine: Any) -> str:
+    return stack_of(setting(engine.engine_config, "strategy"))
+
+
+def stack_of(strategy: object) -> str:
+    """What such a job runs on, for the line that says that replay is on."""
     release = getattr(sys.modules.get("transformers"), "__version__", "?")
-    return f"transformers {release}, {str(setting(engine.engine_config, 'strategy')).upper()}"
+    return f"transformers {release}, {str(strategy).upper()}"
 
 
 # A pass
@@ -166,7 +172,7 @@ def _give(self: Any, micro_batch: Any) -> None:
     mask = None
     if switch.job is not None and switch.job.r3:
         mask = functions.build_r3_replay_mask(micro_batch[TOKENS], micro_batch["response_mask"])
-    batch = tensors.MicroBatch(aligned, None, model_of(self))
+    batch = tensors.MicroBatch(aligned, None, model_of(self.module))
     functions.give(replay, chunk, batch, layout_of(self, micro_batch), mask)
 
 
@@ -174,7 +180,7 @@ def _give(self: Any, micro_batch: Any) -> None:
 def _taken(self: Any, micro_batch: Any) -> torch.Tensor:
     """What the routers chose in the last forward, for whole sequences: jagged [tokens, layers, topk]."""
     record, chunk = switch.recording(None, None, None)
-    model = model_of(self)
+    model = model_of(self.module)
     batch = tensors.MicroBatch(micro_batch[TOKENS], None, model)
     group = self.ulysses_parallel_group
     groups = [] if group is None else [group]

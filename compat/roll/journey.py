@@ -1,0 +1,120 @@
+"""How routes travel through ROLL: into its workers' config, and R2's from the first pass to the update.
+
+ROLL's checks know no replay on fsdp2. Its workers drop what a first pass gives beside log-probs, and so do
+its pipelines. So the worker's answer gets the routes, and the driver's cluster, which has asked with a batch,
+puts them into that batch, where R3's are by ROLL's own doing. One import in the driver is enough: a mode that
+is allowed here is of a class that is imported wherever a worker's config goes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from npu_replay.compat.patching import import_hook, switches
+from npu_replay.compat.patching.patches import Patches
+from npu_replay.compat.roll import strategy
+from npu_replay.compat.verl.config import OFF
+from npu_replay.compat.verl.files import ROUTES
+
+CONFIG = "roll.configs.worker_config"
+WORKER = "roll.pipeline.base_worker"
+CLUSTER = "roll.distributed.executor.cluster"
+PROTOCOL = "roll.distributed.scheduler.protocol"
+_PASS = "compute_log_probs"
+_WHAT = "the way of routes through ROLL"
+_patches = Patches(_WHAT)
+
+
+class Mode(str):
+    """A mode of router replay. To unpickle it imports npu_replay, which a worker's process needs."""
+
+    __slots__ = ()
+
+
+class _Answers(list[Any]):
+    """What a cluster answers before its workers have, and the batch that they were asked with."""
+
+    batch: Any = None
+
+
+def install() -> None:
+    """Change what stands in the way, now or when it is imported."""
+    if switches.disabled():
+        return
+    for module, shim in ((CONFIG, _config), (WORKER, _worker), (PROTOCOL, _protocol), (CLUSTER, _cluster)):
+        import_hook.when_imported(module, f"{_WHAT} ({module})", shim)
+
+
+def _config(module: Any) -> None:
+    _patches.wrap(module.WorkerConfig, "__post_init__", _checked, "R2 and R3 are fine with fsdp2_train")
+
+
+def _worker(module: Any) -> None:
+    _patches.wrap(module.ActorWorker, _PASS, _answered, "R2: routes go with the log-probs")
+
+
+def _cluster(module: Any) -> None:
+    _patches.wrap(module, "func_generator", _bound, "R2: routes come into the batch")
+
+
+def _protocol(module: Any) -> None:
+    cls = module.DataProto
+    ours = staticmethod(
+        functools.wraps(cls.materialize_concat)(functools.partial(_fetched, cls.materialize_concat))
+    )
+    _patches.set(cls, "materialize_concat", ours, "R2: routes come into the batch")
+
+
+def _checked(original: Callable[..., Any], self: Any) -> None:
+    """ROLL raises for R2, and warns that R3 is ignored, whatever the strategy."""
+    mode = strategy.mode_of(self)
+    if mode == OFF:
+        return original(self)  # type: ignore[no-any-return]
+    asked, self.router_replay = self.router_replay, SimpleNamespace(mode="disable")
+    try:
+        original(self)
+    finally:
+        self.router_replay = asked
+    asked.mode = Mode(mode)
+
+
+def _answered(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    output = original(self, *args, **kwargs)
+    routes = strategy.recorded(self.strategy)
+    if routes is not None and self.rank_info.cp_rank == 0:  # the others' answers are dropped
+        output.batch[ROUTES] = routes
+    return output
+
+
+def _bound(original: Callable[..., Any], cluster: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    """What a cluster's method is to be."""
+    ask = original(cluster, method, *args, **kwargs)
+    if method != _PASS or strategy.mode_of(cluster.worker_config) != "R2":
+        return ask
+
+    @functools.wraps(ask)
+    def asked(batch: Any, *more: Any, **named: Any) -> Any:
+        answer = ask(batch, *more, **named)
+        if not isinstance(answer, list):
+            return _carried(answer, batch)
+        answers = _Answers(answer)
+        answers.batch = batch
+        return answers
+
+    return asked
+
+
+def _fetched(original: Callable[..., Any], data_refs: Any, **kwargs: Any) -> Any:
+    answer = original(data_refs, **kwargs)
+    return _carried(answer, data_refs.batch) if isinstance(data_refs, _Answers) else answer
+
+
+def _carried(answer: Any, batch: Any) -> Any:
+    """The answer; its routes are in the batch from now on. A LoRA actor's reference pass has none."""
+    routes = answer.batch.pop(ROUTES, None)
+    if routes is not None:
+        batch.batch[ROUTES] = routes
+    return answer

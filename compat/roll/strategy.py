@@ -1,0 +1,263 @@
+"""ROLL's strategy fsdp2_train: R2 and R3 in the one method that both of its passes call.
+
+`_fsdp2_forward` has no batch, so the two that hold one say which it is, and which row comes next. An
+optimizer steps in the middle of `train_step`: what is open is closed, and all ranks agree, before gradients
+are clipped. Which token sits in which row is read off the mask and ROLL's own cut for context parallelism.
+
+Waits for the strategy's module. Probes: the names and arguments that it wraps. Offers: `install`. Undone by
+`npu_replay.uninstall()`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from npu_replay.compat.patching import import_hook, switches
+from npu_replay.compat.patching.patches import Patches
+from npu_replay.compat.verl import engine, functions, tensors
+from npu_replay.compat.verl.actions import RECORD, REPLAY, problem_of, switch
+from npu_replay.compat.verl.config import OFF
+from npu_replay.compat.verl.files import ROUTES, TOKENS
+from npu_replay.compat.verl.fsdp import model_of, stack_of
+from npu_replay.errors import MicroBatchError, ReplayError, described
+from npu_replay.parallel.parallel_layout import ParallelLayout
+from npu_replay.parallel.token_layout import TokenLayout
+from npu_replay.routes.routed_experts import narrow_dtype
+
+STRATEGY = "roll.distributed.strategy.fsdp2_strategy"
+NAME = "fsdp2_train"
+_WHAT = "router replay of ROLL's fsdp2 strategy"
+_MASK, _RESPONSE = "attention_mask", "response_mask"
+_NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
+    "FSDP2InferStrategy": {
+        "_fsdp2_forward": (TOKENS, _MASK),
+        "forward_step": ("batch",),
+        "get_feature_on_cp_rank": (TOKENS,),
+    },
+    "FSDP2TrainStrategy": {"train_step": ("batch",), "_clip_grad_norm": ()},
+}
+"""What is wrapped or called: of which class, which method, and which of its arguments."""
+_patches = Patches(_WHAT)
+
+
+def install() -> None:
+    """Wrap ROLL's strategy, now or when it is imported."""
+    if switches.disabled():
+        return
+    import_hook.when_imported(STRATEGY, _WHAT, _wrap)
+    if any(_patches):
+        engine.restore_engines(NAME)
+
+
+def _wrap(module: Any) -> None:
+    for name, methods in _NEEDED.items():
+        for method, arguments in methods.items():
+            _check(module, name, method, arguments)
+    infer, train = (getattr(module, name) for name in _NEEDED)
+    _patches.wrap(infer, "forward_step", _forward_step, "a pass that records, or replays the engine's routes")
+    _patches.wrap(train, "train_step", _train_step, "a pass that replays")
+    _patches.wrap(infer, "_fsdp2_forward", _fsdp2_forward, "gives and takes the routes of a micro-batch")
+    _patches.wrap(train, "_clip_grad_norm", _clip_grad_norm, "ranks agree before the optimizer steps")
+
+
+def _check(module: Any, name: str, method: str, arguments: tuple[str, ...]) -> None:
+    function = getattr(getattr(module, name, None), method, None)
+    known = () if function is None else tuple(inspect.signature(function).parameters)
+    if function is None or not {*arguments} <= {*known}:
+        raise ReplayError(
+            "this ROLL's fsdp2 strategy is another than npu_replay knows",
+            where=module.__name__,
+            expected=f"{name}.{method}({', '.join(arguments)})",
+            got=f"({', '.join(known)})" if function else described(function),
+            cause="a newer ROLL; update npu_replay, or turn it off with NPU_REPLAY_DISABLE=1",
+        )
+
+
+def mode_of(config: Any) -> str:
+    """The mode of a worker with this strategy; "disabled" of every other, ROLL's own on Megatron too."""
+    arguments = getattr(config, "strategy_args", None)
+    mode = str(config.router_replay.mode)
+    return mode if arguments is not None and arguments.strategy_name == NAME and mode in ("R2", "R3") else OFF
+
+
+_ASKED = engine.Asked(
+    chunks=lambda strategy: [strategy.model],
+    settings=lambda strategy: SimpleNamespace(
+        mode=mode_of(strategy.worker_config), record_file=None, replay_file=None
+    ),
+    model=lambda strategy: model_of(strategy.model),
+    stack=lambda strategy: stack_of("fsdp2"),
+    kind=NAME,
+    entry="_fsdp2_forward",
+)
+
+
+# A pass
+
+
+@dataclass
+class _Batch:
+    """The batch that a strategy's `forward_step` or `train_step` was called with.
+
+    Attributes:
+        open: what is closed before the next optimizer step.
+        row: of the batch, the first of the next micro-batch.
+        taken: what was recorded, [rows, sequence, layers, topk] a micro-batch.
+        job: the last pass that was opened.
+    """
+
+    strategy: Any
+    data: Any
+    trains: bool
+    open: ExitStack = field(default_factory=ExitStack)
+    row: int = 0
+    taken: list[torch.Tensor] = field(default_factory=list)
+    job: Any = None
+
+    def begin(self) -> None:
+        """Open a record or a replay, unless one is open. Every rank comes here with each micro-batch."""
+        if switch.job is not None:
+            return
+        self.job = engine.pass_of(self.strategy, _ASKED, trains=self.trains, flagged=True)
+        self.open.enter_context(switch.running(self.job))
+        self.open.callback(switch.clear)
+        switch.set(REPLAY if self.job.r3 or self.trains else RECORD)
+
+    def next(self, tokens: torch.Tensor) -> dict[str, Any]:
+        """The rows of the next micro-batch, which holds these tokens."""
+        first, self.row = self.row, self.row + len(tokens)
+        names = (TOKENS, _MASK, _RESPONSE, ROUTES)
+        rows = {
+            name: one[first : self.row] for name in names if (one := self.data.batch.get(name)) is not None
+        }
+        if not torch.equal(rows[TOKENS], tokens):
+            raise MicroBatchError(
+                "this micro-batch isn't the next one of the batch",
+                where=f"rows {first} to {self.row - 1}",
+                expected="rows in the batch's order, whole",
+                got=f"other tokens, {list(tokens.shape)}",
+                cause="dynamic batching, which this strategy doesn't do; or a newer ROLL",
+            )
+        return rows
+
+
+_batches: WeakKeyDictionary[Any, _Batch] = WeakKeyDictionary()
+_recorded: WeakKeyDictionary[Any, torch.Tensor] = WeakKeyDictionary()
+
+
+def recorded(strategy: Any) -> torch.Tensor | None:
+    """What the last `forward_step` recorded, [batch, sequence, layers, topk]; None of another. Asked once."""
+    return _recorded.pop(strategy, None)
+
+
+def _forward_step(original: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    _recorded.pop(self, None)
+    if batch.meta_info.get("disable_adapter", False):  # the reference of a LoRA actor
+        with switch.off():
+            return original(self, batch, *args, **kwargs)
+    output, ran = _run(original, self, batch, False, *args, **kwargs)
+    if ran is not None and ran.taken:
+        _recorded[self] = torch.cat(ran.taken)
+    return output
+
+
+def _train_step(original: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    output, ran = _run(original, self, batch, True, *args, **kwargs)
+    if ran is not None and ran.job is not None:
+        output.update(ran.job.metrics)
+    return output
+
+
+def _run(
+    original: Callable[..., Any], self: Any, batch: Any, trains: bool, *args: Any, **kwargs: Any
+) -> tuple[Any, _Batch | None]:
+    if mode_of(self.worker_config) == OFF:
+        return original(self, batch, *args, **kwargs), None
+    _batches[self] = running = _Batch(self, batch, trains)
+    try:
+        with running.open:
+            return original(self, batch, *args, **kwargs), running
+    finally:
+        del _batches[self]
+
+
+def _clip_grad_norm(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if self in _batches:
+        _batches[self].open.close()
+    return original(self, *args, **kwargs)
+
+
+# A micro-batch
+
+
+def _fsdp2_forward(original: Callable[..., Any], self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+    running = _batches.get(self)
+    if running is None:
+        return original(self, input_ids, *args, **kwargs)
+    running.begin()
+    rows: dict[str, Any] = {}
+    problem = problem_of("tell which micro-batch it is", lambda: rows.update(running.next(input_ids)))
+    if problem is None and switch.is_(REPLAY):
+        problem = problem_of("give this micro-batch its routes", _give, self, rows)
+    if problem is not None:
+        switch.defer(problem)  # the other ranks are in this forward's collectives
+    logits = original(self, input_ids, *args, **kwargs)
+    if switch.is_(RECORD):
+        running.taken.append(_taken(self, rows))
+    return logits
+
+
+@functions.timed
+def _give(self: Any, rows: dict[str, Any]) -> None:
+    """Give the model the routes of its next forward."""
+    if ROUTES not in rows:
+        raise MicroBatchError(
+            "this micro-batch has no routes",
+            expected=f"{ROUTES} in the batch",
+            got=f"{', '.join(rows)}",
+            cause="R2: old log-probs aren't computed before the update (ROLL decides by the number of steps; "
+            "enable_old_logprobs_recompute has to be true); R3: actor_infer isn't sglang with "
+            "router_replay.mode: R3, the only engine of which ROLL takes routes",
+        )
+    replay, chunk = switch.replaying(None, None, None)
+    mask = None
+    if switch.job is not None and switch.job.r3:
+        kept = [one[there.bool()] for one, there in zip(rows[TOKENS], rows[_MASK], strict=True)]
+        mask = functions.build_r3_replay_mask(tensors.batched(kept, jagged=True), rows[_RESPONSE])
+    batch = tensors.MicroBatch(rows[ROUTES], rows[_MASK], model_of(self.model))
+    functions.give(replay, chunk, batch, _layout(self, batch), mask)
+
+
+@functions.timed
+def _taken(self: Any, rows: dict[str, Any]) -> torch.Tensor:
+    """What the routers chose in the last forward, for whole sequences; zeros for padding."""
+    from roll.utils.context_parallel import get_ulysses_group
+
+    record, chunk = switch.recording(None, None, None)
+    model = model_of(self.model)
+    batch = tensors.MicroBatch(rows[TOKENS], rows[_MASK], model)
+    groups = [get_ulysses_group()] if self.worker.rank_info.cp_size > 1 else []
+    found = functions.collected(record, chunk, batch, lambda: _layout(self, batch), groups)
+    return batch.filled(found, narrow_dtype(model.num_experts))
+
+
+def _layout(self: Any, batch: tensors.MicroBatch) -> TokenLayout:
+    """The rows of this rank's routers: the mask says where the tokens are, and ROLL cuts what it feeds."""
+    kept, place = batch.kept, self.worker.rank_info
+
+    def fed(sequences: list[torch.Tensor]) -> torch.Tensor:
+        whole = torch.zeros(kept.shape, dtype=torch.int64)
+        whole[kept] = torch.cat(sequences)
+        here: torch.Tensor = self.get_feature_on_cp_rank(whole)[TOKENS] if place.cp_size > 1 else whole
+        return here
+
+    parallel = ParallelLayout(cp=place.cp_size, cp_rank=place.cp_rank)
+    return TokenLayout.from_probe(fed, batch.lengths, order="batch", parallel=parallel)

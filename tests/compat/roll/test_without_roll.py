@@ -1,0 +1,66 @@
+"""What of the shim for ROLL can be seen without ROLL. The rest runs on ROLL itself: tests/on_roll."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from npu_replay.compat.roll import journey, strategy
+from npu_replay.errors import ReplayError
+
+
+def config(mode: str, name: str | None = "fsdp2_train") -> SimpleNamespace:
+    arguments = None if name is None else SimpleNamespace(strategy_name=name)
+    return SimpleNamespace(router_replay=SimpleNamespace(mode=mode), strategy_args=arguments)
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "wanted"),
+    [
+        ("R2", "fsdp2_train", "R2"),
+        ("R3", "fsdp2_train", "R3"),
+        ("disable", "fsdp2_train", "disabled"),
+        ("R2", "fsdp2_infer", "disabled"),  # a reference: a record of it is no policy's
+        ("R3", "megatron_train", "disabled"),  # ROLL's own
+        ("R3", "sglang", "disabled"),
+        ("R3", None, "disabled"),
+    ],
+)
+def test_only_the_actor_on_fsdp2_is_ours(mode: str, name: str | None, wanted: str) -> None:
+    assert strategy.mode_of(config(mode, name)) == wanted
+
+
+def test_rolls_check_is_passed_by_and_other_strategies_keep_it() -> None:
+    def post_init(self: SimpleNamespace) -> None:
+        """As ROLL's: R2 isn't supported, whatever the strategy."""
+        if self.router_replay.mode == "R2":
+            raise NotImplementedError
+
+    ours = config("R2")
+    journey._checked(post_init, ours)
+    assert (ours.router_replay.mode, type(ours.router_replay.mode)) == ("R2", journey.Mode)
+    with pytest.raises(NotImplementedError):
+        journey._checked(post_init, config("R2", "megatron_train"))
+
+
+def test_a_workers_process_imports_npu_replay_with_its_config() -> None:
+    """Ray sends a config and a class of ROLL's; nobody there would import npu_replay."""
+    sent = pickle.dumps({"mode": journey.Mode("R2")})
+    code = "import pickle, sys; mode = pickle.loads(bytes.fromhex(sys.argv[1]))['mode']; "
+    code += "import sys; assert mode == 'R2' and 'npu_replay' in sys.modules"
+    subprocess.run([sys.executable, "-c", code, sent.hex()], check=True, timeout=100)
+
+
+def test_another_strategy_is_refused_by_the_name_that_it_lacks() -> None:
+    class FSDP2InferStrategy:
+        def _fsdp2_forward(self, input_ids: object, attention_mask: object) -> None: ...
+        def forward_step(self, batch: object) -> None: ...
+
+    module = SimpleNamespace(__name__="roll.somewhere", FSDP2InferStrategy=FSDP2InferStrategy)
+    with pytest.raises(ReplayError, match="get_feature_on_cp_rank") as raised:
+        strategy._wrap(module)
+    assert "a newer ROLL" in str(raised.value)

@@ -1,0 +1,315 @@
+"""What ROLL's own strategy does with npu_replay in it, in one process and in two.
+
+Each case asserts on every rank. Which token sits in which row of a router, and what it chose, is what hooks
+of these tests saw (job.witnessed).
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+import npu_replay
+from npu_replay.errors import ReplayError
+from on_roll import job
+from on_roll.job import EXPERTS, LABELS, LENGTHS, MOE, TOPK, Actor, Call, Tiny
+
+WAYS: dict[str, dict[str, Any]] = {
+    "reentrant": {},
+    "non-reentrant": {"recompute": False},
+    "no recompute": {"plain": True},
+    "cp2": {"cp": 2},
+}
+Settings = dict[str, Any]
+
+
+def check_calls(calls: Sequence[Call], tiny: Tiny, batch: Any, times: int) -> None:
+    """Each token of this replica went to the experts that the batch has for it, in each layer and call.
+
+    `times`: how often. A row of zeros in the batch has no route: it took two experts of its own choice.
+    """
+    known = _by_token(batch)
+    columns = LABELS if batch.batch["routed_experts"].shape[2] == len(LABELS) else list(range(len(MOE)))
+    seen: Counter[tuple[int, int]] = Counter()
+    for call in calls:
+        for token, ids in zip(call.tokens.tolist(), call.ids.tolist(), strict=True):
+            if not token:
+                continue
+            seen[call.layer, token] += 1
+            row = known[token]
+            wanted = sorted(row[columns.index(call.layer)].tolist()) if row.any() else sorted({*ids})
+            assert sorted(ids) == wanted, f"token {token} in layer {call.layer}"
+            assert len({*ids}) == TOPK
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, (tiny.dp_rank, seen))
+    of_replica = sum((found for rank, found in everyones if rank == tiny.dp_rank), Counter())
+    assert of_replica == Counter({(layer, token): times for layer in LABELS for token in known})
+
+
+def share_of_others(calls: Sequence[Call], batch: Any) -> float:
+    """In how many token-layers another set of experts was chosen than in R2's routes."""
+    known, others = _by_token(batch), []
+    for call in calls:
+        for token, ids in zip(call.tokens.tolist(), call.ids.tolist(), strict=True):
+            if token:
+                others.append(sorted(ids) != sorted(known[token][LABELS.index(call.layer)].tolist()))
+    return sum(others) / len(others)
+
+
+def _by_token(batch: Any) -> dict[int, torch.Tensor]:
+    mask = batch.batch["attention_mask"].bool()
+    pairs = zip(
+        batch.batch["input_ids"][mask].tolist(), batch.batch["routed_experts"][mask].long(), strict=True
+    )
+    return dict(pairs)
+
+
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """What npu_replay says meanwhile that it is on."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("npu_replay.job")
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+
+
+def check_told(lines: list[str], mode: str, share: str) -> None:
+    world = dist.get_world_size()
+    ranks = "1 rank" if world == 1 else f"{world} ranks agree"
+    line = (
+        f"[npu_replay] {mode}: 3 routers, 3 replayed, {share} of rows had a route, {ranks} "
+        f"(seam, transformers {transformers.__version__}, FSDP2)"
+    )
+    assert lines == [line] * (dist.get_rank() == 0), lines
+
+
+def r2(folder: str, **settings: Any) -> None:
+    actor = Actor(tiny := Tiny(folder=folder, mode="R2", **settings))
+    batch = job.batch_of(tiny)
+    with job.witnessed(actor.model) as first:
+        answer = actor.log_probs(batch, blocking=tiny.cp > 1)
+    assert "routed_experts" not in answer.batch
+    routes = batch.batch["routed_experts"]
+    assert routes.shape == (*batch.batch["input_ids"].shape, len(LABELS), TOPK)
+    assert not routes[~batch.batch["attention_mask"].bool()].any()
+    check_calls(first, tiny, batch, times=1)
+    with job.other_routers(actor.model), told() as lines, job.witnessed(actor.model) as second:
+        metrics = actor.update(batch)
+    check_calls(second, tiny, batch, times=1 if tiny.plain else 2)
+    check_told(lines, "R2", "100%")
+    assert metrics["npu_replay/rows_without_route"] == [0.0] * len(metrics["npu_replay/rows_without_route"])
+    assert metrics["npu_replay/live_mismatch"][0] > 0.5
+    control(actor, batch)
+
+
+def control(actor: Actor, batch: Any) -> None:
+    """Without replay the same routers choose otherwise."""
+    plain = job.batch_of(actor.tiny)
+    for name in ("old_log_probs", "ref_log_probs"):
+        plain.batch[name] = batch.batch[name]
+    mode, actor.worker.worker_config.router_replay.mode = actor.tiny.mode, "disable"
+    with job.other_routers(actor.model), job.witnessed(actor.model) as calls:
+        metrics = actor.update(plain)
+    actor.worker.worker_config.router_replay.mode = mode
+    assert share_of_others(calls, batch) > 0.5
+    assert not [name for name in metrics if name.startswith("npu_replay/")]
+
+
+def r3(folder: str, **settings: Any) -> None:
+    actor = Actor(tiny := Tiny(folder=folder, mode="R3", **settings))
+    batch = rolled_out(tiny)
+    with told() as lines:
+        with job.witnessed(actor.model) as first:
+            actor.log_probs(batch)
+        with job.other_routers(actor.model), job.witnessed(actor.model) as second:
+            metrics = actor.update(batch)
+    check_calls(first, tiny, batch, times=1)
+    check_calls(second, tiny, batch, times=1 if tiny.plain else 2)
+    share = len(LENGTHS) / sum(map(sum, LENGTHS))  # the last token of each sample
+    check_told(lines, "R3", f"{(1 - share) * 100:.2f}%")
+    assert metrics["npu_replay/bad_samples"][0] == 0.0
+
+
+def rolled_out(tiny: Tiny) -> Any:
+    """The batch as ROLL's own `postprocess_generate` makes it of what SGLang gave."""
+    from roll.distributed.scheduler.protocol import DataProto
+    from roll.utils.functionals import postprocess_generate
+
+    whole, prompts = job.batch_of(tiny), []
+    width = max(prompt for prompt, _ in LENGTHS)
+    output = torch.zeros(len(tiny.mine), whole.batch["input_ids"].shape[1], dtype=torch.int64)
+    mask = torch.zeros(len(tiny.mine), width, dtype=torch.int64)
+    for row, number in enumerate(tiny.mine):
+        prompt, answer = LENGTHS[number]
+        output[row, width - prompt : width + answer] = whole.batch["input_ids"][row, : prompt + answer]
+        mask[row, width - prompt :] = 1
+        prompts.append(output[row, :width])
+    asked = DataProto.from_dict(
+        tensors={
+            "input_ids": torch.stack(prompts),
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        }
+    )
+    made = postprocess_generate(
+        asked,
+        output.clone(),
+        num_return_sequences=1,
+        sequence_length=output.shape[1],
+        eos_token_id=job.VOCAB,
+        pad_token_id=0,
+        routed_experts=job.rollout_routes(tiny),
+    )
+    for name in ("attention_mask", "response_mask"):
+        assert torch.equal(made.batch[name], whole.batch[name])
+    mask = whole.batch["attention_mask"].bool()
+    assert torch.equal(made.batch["input_ids"][mask], whole.batch["input_ids"][mask])
+    made.batch["input_ids"] = whole.batch["input_ids"]  # ROLL leaves tokens in the padding
+    assert made.batch["routed_experts"].dtype == torch.uint8
+    made.batch["advantages"] = whole.batch["advantages"]
+    made.meta_info = whole.meta_info
+    return made
+
+
+def two_steps_and_epochs(folder: str, **settings: Any) -> None:
+    """Optimizer steps, epochs, samples shuffled by ROLL: the record of the first pass holds in all."""
+    actor = Actor(tiny := Tiny(folder=folder, mode="R2", accumulate=1, **settings))
+    actor.worker.pipeline_config.ppo_epochs = 2
+    batch = job.batch_of(tiny)
+    actor.log_probs(batch)
+    with job.other_routers(actor.model), job.witnessed(actor.model) as calls:
+        metrics = actor.update(batch)
+    check_calls(calls, tiny, batch, times=4)
+    steps = 2 * len(tiny.mine) // tiny.micro
+    assert len(metrics["npu_replay/seconds"]) == steps
+
+
+def reference_of_lora(folder: str, **settings: Any) -> None:
+    """The actor without its adapter is the reference: nothing is recorded of it, nor replayed in it."""
+    actor = Actor(tiny := Tiny(folder=folder, mode="R2", lora=True, **settings))
+    batch = job.batch_of(tiny)
+    batch.meta_info["disable_adapter"] = True
+    reference = actor.compute_log_probs(batch)
+    assert "routed_experts" not in batch.batch
+    assert "routed_experts" not in reference.batch
+    batch.meta_info["disable_adapter"] = False
+    actor.log_probs(batch)
+    with job.other_routers(actor.model), job.witnessed(actor.model) as calls:
+        actor.update(batch)
+    check_calls(calls, tiny, batch, times=2)
+
+
+def one_rank_fails(folder: str, **settings: Any) -> None:
+    """A bad id on the last rank: all stop before an optimizer steps, the lowest with the whole message."""
+    actor = Actor(tiny := Tiny(folder=folder, mode="R2", **settings))
+    batch = job.batch_of(tiny)
+    actor.log_probs(batch)
+    weights = {name: whole(one) for name, one in actor.model.named_parameters()}
+    last = dist.get_world_size() - 1
+    if dist.get_rank() == last:
+        batch.batch["routed_experts"][2, 1, 0, 0] = EXPERTS + 69
+    text = refused(actor, batch)
+    assert (f"{EXPERTS + 69}" in text) if dist.get_rank() == last else (f"rank {last} stopped" in text), text
+    assert all(torch.equal(whole(one), weights[name]) for name, one in actor.model.named_parameters())
+    nothing_is_on()
+
+
+def routes_are_missing(folder: str, **settings: Any) -> None:
+    for mode, cause in (("R2", "enable_old_logprobs_recompute"), ("R3", "sglang")):
+        actor = Actor(tiny := Tiny(folder=folder, mode=mode, **settings))
+        batch = job.batch_of(tiny)
+        batch.batch["old_log_probs"] = batch.batch["ref_log_probs"] = torch.zeros_like(
+            batch.batch["advantages"]
+        )
+        assert cause in (text := refused(actor, batch)) or "rank 0 stopped" in text
+        nothing_is_on()
+
+
+def on_policy_it_changes_nothing(folder: str, **settings: Any) -> None:
+    """Routes of the same weights are what the routers choose anyway: one step is as without replay."""
+    after = []
+    for mode in ("R2", "disable"):
+        actor = Actor(tiny := Tiny(folder=folder, mode=mode, accumulate=4, **settings))
+        batch = job.batch_of(tiny)
+        actor.log_probs(batch)
+        before = {name: whole(one) for name, one in actor.model.named_parameters()}
+        actor.update(batch)
+        after.append({name: whole(one) for name, one in actor.model.named_parameters()})
+    assert any(not torch.equal(before[name], one) for name, one in after[0].items())
+    assert all(torch.equal(one, after[1][name]) for name, one in after[0].items())
+
+
+def refused(actor: Actor, batch: Any) -> str:
+    """Why an update stopped."""
+    with pytest.raises(ReplayError) as raised:
+        actor.update(batch)
+    return str(raised.value)
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found.detach().clone()
+
+
+def nothing_is_on() -> None:
+    from npu_replay.compat.roll import strategy
+    from npu_replay.compat.verl.actions import switch
+    from npu_replay.sessions.session import open_sessions
+
+    assert (switch.action, switch.job, len(strategy._batches)) == ("", None, 0)
+    assert not open_sessions()
+
+
+def uninstalled(folder: str, **settings: Any) -> None:
+    """Without npu_replay the same strategy would go on without a replay, unnoticed."""
+    actor = Actor(tiny := Tiny(folder=folder, mode="R2", **settings))
+    batch = job.batch_of(tiny)
+    actor.log_probs(batch)
+    npu_replay.uninstall()
+    assert "uninstalled" in refused(actor, batch)
+    assert npu_replay.report().patches == ()
+    npu_replay.install()
+    actor.update(batch)
+
+
+CASES: dict[str, tuple[Callable[..., None], Settings]] = {
+    **{f"R2: {way}": (r2, settings) for way, settings in WAYS.items()},
+    **{f"R3: {way}": (r3, settings) for way, settings in WAYS.items()},
+    "optimizer steps and epochs": (two_steps_and_epochs, {}),
+    "reference of a LoRA actor": (reference_of_lora, {}),
+    "on policy it changes nothing": (on_policy_it_changes_nothing, {}),
+    "one rank fails": (one_rank_fails, {}),
+    "routes are missing": (routes_are_missing, {}),
+    "uninstalled": (uninstalled, {}),
+}
+ALONE = ("R2: reentrant", "R3: non-reentrant")
+
+
+def main(task: dict[str, Any]) -> dict[str, str]:
+    """Run cases one after the other; why each went wrong on this rank, empty if it didn't."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    job.prepare()
+    found: dict[str, str] = {}
+    for name in task["cases"]:
+        run, settings = CASES[name]
+        try:
+            run(job.save_model(task["folder"]), **settings)
+            nothing_is_on()
+            found[name] = ""
+        except BaseException:
+            found[name] = traceback.format_exc()
+            break  # the ranks part for good where it goes wrong on one
+    return found

@@ -1,0 +1,360 @@
+"""ROLL's own fsdp2 strategy, actor worker, DataProto and cluster methods, on a small Qwen3-MoE.
+
+Lent: Ray (objects are pickled on the way instead), moving weights between host and device, and ROLL's patch
+of attention for context parallelism, which its CPU platform has none of. No two tokens of a batch have the same
+id, so what a forward is fed says which token sits in which row.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+VOCAB, EXPERTS, TOPK, LENGTH = 128, 8, 2, 16
+MOE = (1, 0, 1, 1)
+LABELS = [layer for layer, sparse in enumerate(MOE) if sparse]
+LENGTHS = ((3, 9), (2, 4), (5, 7), (1, 6), (4, 8), (3, 3), (2, 10), (6, 5))
+"""Prompt and response of each sample."""
+
+
+def save_model(folder: str) -> str:
+    """A checkpoint of the small model with a tokenizer, as ROLL loads it."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    if dist.get_rank() == 0:
+        torch.manual_seed(3)
+        config = Qwen3MoeConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=48,
+            moe_intermediate_size=16,
+            num_hidden_layers=len(MOE),
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            num_experts=EXPERTS,
+            num_experts_per_tok=TOPK,
+            norm_topk_prob=True,
+            mlp_only_layers=[layer for layer, sparse in enumerate(MOE) if not sparse],
+            tie_word_embeddings=False,
+            initializer_range=0.3,  # so that each choice of an expert counts
+        )
+        Qwen3MoeForCausalLM(config).save_pretrained(folder)
+        words = Tokenizer(models.WordLevel({str(number): number for number in range(VOCAB)}, unk_token="0"))
+        PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0").save_pretrained(folder)
+    dist.barrier()
+    return folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiny:
+    """What a job's config says."""
+
+    folder: str
+    mode: str = "R2"
+    cp: int = 1
+    micro: int = 2
+    accumulate: int = 2
+    recompute: bool | None = None
+    """Reentrant, as ROLL does with experts by itself (None is that default); False: not; see `plain`."""
+    plain: bool = False
+    """No recompute at all."""
+    lora: bool = False
+
+    @property
+    def dp(self) -> int:
+        return dist.get_world_size() // self.cp
+
+    @property
+    def dp_rank(self) -> int:
+        return dist.get_rank() // self.cp
+
+    @property
+    def mine(self) -> range:
+        """The samples of this replica."""
+        each = len(LENGTHS) // self.dp
+        return range(self.dp_rank * each, (self.dp_rank + 1) * each)
+
+
+def worker_config(tiny: Tiny) -> Any:
+    """ROLL's own, checked by its own __post_init__."""
+    from roll.configs.model_args import ModelArguments
+    from roll.configs.training_args import TrainingArguments
+    from roll.configs.worker_config import RouterReplayConfig, StrategyArguments, WorkerConfig
+
+    settings = {"fsdp_size": dist.get_world_size(), "param_dtype": "fp32", "reduce_dtype": "fp32"}
+    return WorkerConfig(
+        name="actor_train",
+        model_args=ModelArguments(
+            model_name_or_path=tiny.folder,
+            attn_implementation="sdpa",
+            disable_gradient_checkpointing=tiny.plain,
+            gradient_checkpointing_use_reentrant=tiny.recompute,
+            ulysses_size=tiny.cp,
+            dtype="fp32",
+            lora_target="q_proj,v_proj" if tiny.lora else None,
+        ),
+        training_args=TrainingArguments(
+            learning_rate=1e-3,
+            per_device_train_batch_size=tiny.micro,
+            gradient_accumulation_steps=tiny.accumulate,
+            max_steps=20,
+        ),
+        strategy_args=StrategyArguments(
+            strategy_name="fsdp2_train",
+            strategy_config=settings | {"apply_expert_patch": True},  # of transformers 4; ROLL drops it on 5
+        ),
+        router_replay=RouterReplayConfig(mode=tiny.mode),
+        infer_batch_size=tiny.micro,
+    )
+
+
+def pipeline_config() -> Any:
+    return SimpleNamespace(
+        seed=1,
+        max_grad_norm=1e9,
+        ppo_epochs=1,
+        resume_from_checkpoint=False,
+        enable_old_logprobs_recompute=True,
+        use_pg_clip_range=False,
+        pg_clip=0.2,
+        dual_clip_loss=False,
+        use_kl_loss=True,
+        kl_loss_coef=0.1,
+        entropy_loss_coef=0.0,
+        loss_agg_mode="token-mean",
+    )
+
+
+class Actor:
+    """ROLL's actor worker and strategy; and its cluster's `compute_log_probs`, as a pipeline calls it."""
+
+    def __init__(self, tiny: Tiny) -> None:
+        from roll.distributed.executor.worker import RankInfo
+        from roll.distributed.strategy.factory import create_strategy
+        from roll.models.model_providers import default_actor_model_provider
+        from roll.pipeline.base_worker import ActorWorker
+
+        self.tiny = tiny
+        # What a worker's process unpickles is what the driver has built and checked.
+        config = pickle.loads(pickle.dumps(worker_config(tiny)))
+        worker: Any = object.__new__(ActorWorker)  # its __init__ asks a Ray cluster for a port
+        vars(worker).update(
+            worker_config=config,
+            pipeline_config=pipeline_config(),
+            rank_info=RankInfo(world_size=dist.get_world_size(), rank=dist.get_rank()),
+            worker_name="actor_train-0",
+            cluster_name="actor_train",
+            _logprobs_cache={},
+        )
+        worker.strategy = create_strategy(worker)
+        worker.strategy.initialize(model_provider=default_actor_model_provider)
+        self.worker, self.strategy = worker, worker.strategy
+        self.model: nn.Module = worker.strategy.model
+        blocks = {type(one) for one in self.model.modules() if type(one).__name__.endswith("SparseMoeBlock")}
+        if transformers.__version__ < "5":
+            assert {one.forward.__module__ for one in blocks} == {"roll.third_party.fsdp2.qwen3_moe_patch"}
+        self.compute_log_probs = self._of_cluster("compute_log_probs")
+
+    def _of_cluster(self, method: str) -> Any:
+        """A cluster's method by ROLL's own generator, over this rank as its only worker."""
+        from roll.distributed.executor import cluster
+        from roll.distributed.scheduler.decorator import Dispatch, get_predefined_dispatch_fn
+
+        mine = SimpleNamespace(
+            worker_config=self.worker.worker_config,
+            dp_size=1,
+            world_size=1,
+            get_rank_info=lambda rank: type(self.worker.rank_info)(),
+        )
+        functions = get_predefined_dispatch_fn(Dispatch.DP_MP_DISPATCH_FIRST)
+
+        def execute(name: str, data: Sequence[Any]) -> list[Any]:
+            return [Ref(getattr(self.worker, name)(self._dispatched(data[0])))]
+
+        return cluster.func_generator(mine, method, **functions, execute_fn=execute)
+
+    def _dispatched(self, batch: Any) -> Any:
+        """What this rank's worker is sent: of a context-parallel group the first alone gets a batch."""
+        from roll.distributed.scheduler.protocol import DataProto
+
+        first = self.worker.rank_info.cp_rank == 0
+        return pickled(batch) if first else DataProto(batch=None, meta_info=pickled(batch.meta_info))
+
+    def log_probs(self, batch: Any, *, blocking: bool = True) -> Any:
+        """The first pass, as ROLL's pipelines have it: rlvr doesn't block, agentic does."""
+        from roll.distributed.scheduler.protocol import DataProto
+
+        answer = self.compute_log_probs(batch, blocking=blocking)
+        if not blocking:
+            answer = DataProto.materialize_concat(data_refs=answer)
+        batch.batch["old_log_probs"] = answer.batch["log_probs"]
+        batch.batch["ref_log_probs"] = answer.batch["log_probs"].clone()
+        if self.tiny.cp > 1:  # there is one driver: these ranks of a test are to know what its batch has
+            told = [batch.batch.get("routed_experts")]
+            dist.broadcast_object_list(told, src=0)
+            batch.batch["routed_experts"] = told[0]
+        return answer
+
+    def update(self, batch: Any) -> dict[str, Any]:
+        found: dict[str, Any] = self.worker.train_step(self._dispatched(batch)).meta_info["metrics"]
+        return found
+
+
+class Ref:
+    """In the place of Ray's ObjectRef."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = pickle.dumps(value)
+
+
+def pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+def prepare() -> None:
+    """Lend Ray's transport, and a platform that takes ROLL's context parallelism."""
+    import ray
+
+    def get(refs: Any, timeout: Any = None) -> Any:
+        return (
+            [pickle.loads(one.value) for one in refs] if isinstance(refs, list) else pickle.loads(refs.value)
+        )
+
+    ray.get, ray.ObjectRef = get, Ref
+    from roll.distributed.strategy import fsdp2_strategy
+    from roll.models import model_providers
+    from roll.pipeline import base_worker
+    from roll.platforms.cpu import CpuPlatform
+
+    for module in (fsdp2_strategy, model_providers):
+        module.download_model = lambda name: name  # asks a Ray cluster whether it is there
+    base_worker.state_offload_manger = lambda **_: nullcontext()  # from device to host, and memory counted
+
+    # ROLL's is for flash-attn. Attention is wrong without; rows and ids aren't.
+    CpuPlatform.apply_ulysses_patch = classmethod(lambda cls: {"patched": True})
+
+
+def batch_of(tiny: Tiny, routes: torch.Tensor | None = None) -> Any:
+    """This replica's samples as ROLL's rollout hands them on: prompt and response, padded on the right."""
+    from roll.distributed.scheduler.protocol import DataProto
+
+    starts = [1 + sum(map(sum, LENGTHS[:number])) for number in tiny.mine]
+    ids, mask, response = (torch.zeros(len(starts), LENGTH, dtype=torch.int64) for _ in range(3))
+    for row, (number, start) in enumerate(zip(tiny.mine, starts, strict=True)):
+        prompt, answer = LENGTHS[number]
+        ids[row, : prompt + answer] = torch.arange(start, start + prompt + answer)
+        mask[row, : prompt + answer] = 1
+        response[row, prompt : prompt + answer] = 1
+    ones = torch.linspace(-1, 1, ids[:, 1:].numel()).view(ids[:, 1:].shape)
+    tensors = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        "response_mask": response,
+        "advantages": ones,
+    }
+    if routes is not None:
+        tensors["routed_experts"] = routes
+    meta = {"is_offload_states": False, "loss_mask_keys": ["response_mask"], "global_step": 0}
+    return DataProto.from_dict(tensors=tensors, meta_info=meta)
+
+
+def rollout_routes(tiny: Tiny) -> list[torch.Tensor]:
+    """What SGLang hands out of each sample of this replica: int32 [tokens - 1, all layers, topk]."""
+    found = []
+    for number in tiny.mine:
+        drawn = torch.Generator().manual_seed(number)
+        shape = (sum(LENGTHS[number]) - 1, len(MOE), EXPERTS)
+        ids = torch.rand(shape, generator=drawn).argsort(dim=-1)[..., :TOPK].int()
+        ids[:, [layer for layer, sparse in enumerate(MOE) if not sparse]] = 0
+        found.append(ids)
+    return found
+
+
+# What the routers did
+
+
+@dataclass
+class Call:
+    """One call of one router, forward or recompute: the token in each row (0: padding), [rows, topk]."""
+
+    layer: int
+    tokens: torch.Tensor
+    ids: torch.Tensor
+
+
+def _begin(running: list[int], layer: int, *_: Any) -> None:
+    running[:] = [layer]  # a recompute that stops early never ends its last block
+
+
+@contextmanager
+def witnessed(model: nn.Module) -> Iterator[list[Call]]:
+    """Every call of the routers, by hooks that know nothing of npu_replay, with what the model was fed."""
+    calls: list[Call] = []
+    fed: list[torch.Tensor] = []
+    running: list[int] = []
+    handles = []
+
+    def fed_with(_: nn.Module, args: Any, __: Any) -> None:
+        fed[:] = [args[0].detach().clone().reshape(-1)]
+
+    def chose(layer: int, ids: torch.Tensor) -> None:
+        calls.append(Call(layer, fed[0], ids.detach().clone().reshape(len(fed[0]), TOPK)))
+
+    one_hot = nn.functional.one_hot
+
+    def consumed(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if running:
+            chose(running[0], ids)
+        return one_hot(ids, *args, **kwargs)
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            handles.append(module.register_forward_hook(fed_with))
+        if not name.endswith(".mlp") or not hasattr(module, "gate"):
+            continue
+        layer = int(name.split("layers.")[1].split(".")[0])
+        if isinstance(module.gate, nn.Linear):  # transformers 4: the block chooses, ROLL's patch of it too
+            handles.append(module.register_forward_pre_hook(functools.partial(_begin, running, layer)))
+            handles.append(module.register_forward_hook(lambda *_: running.clear()))
+        else:
+            handles.append(module.gate.register_forward_hook(lambda _, __, out, at=layer: chose(at, out[2])))
+    nn.functional.one_hot = consumed
+    try:
+        yield calls
+    finally:
+        nn.functional.one_hot = one_hot
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def other_routers(model: nn.Module) -> Iterator[None]:
+    """Routers that choose otherwise, for the length of the block."""
+    from torch.distributed.tensor import distribute_tensor
+
+    kept = []
+    for name, weight in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            noise: Any = torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(kept)))
+            noise = distribute_tensor(noise, weight.device_mesh, weight.placements)
+            kept.append((weight, weight.detach().clone()))
+            with torch.no_grad():
+                weight.add_(noise)
+    assert kept
+    yield
+    with torch.no_grad():
+        for weight, original in kept:
+            weight.copy_(original)
