@@ -109,7 +109,7 @@ def of_release(version: str, vllm: str) -> str:
         version, vllm: of vllm-ascend and of vLLM.
     """
     between = "dev" in version or not tells_release(version)
-    return vllm if between and tells_release(vllm) else version
+    return vllm if version and between and tells_release(vllm) else version
 
 
 def captures(version: str) -> bool:
