@@ -186,8 +186,16 @@ def another_choice(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
     return by_one_hot(block, scores, scores.argsort(dim=1)[:, :TOPK])
 
 
+def right_too_late(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
+    """The right ids serve a figure, when the experts have got others."""
+    chosen = shifted(block, scores, ids)
+    scores.gather(1, ids)
+    return chosen
+
+
 @pytest.mark.parametrize(
-    "use", [shifted, shifted_late, shifted_in_place, other_columns, other_rows, another_choice]
+    "use",
+    [shifted, shifted_late, shifted_in_place, other_columns, other_rows, another_choice, right_too_late],
 )
 @pytest.mark.parametrize("recording", [True, False])
 def test_experts_that_get_other_ids_are_an_error(use: Use, recording: bool) -> None:
