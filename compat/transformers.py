@@ -21,7 +21,8 @@ from npu_replay.compat import torch_npu
 from npu_replay.errors import NoEffect, RouterError
 from npu_replay.routers import Router, RouterKind
 
-_PACKAGES = ("transformers.models.", "transformers_modules.")  # the second: code that came with a checkpoint
+_PACKAGES = ("transformers.models.", "transformers_modules.", "verl.models.transformers.")
+"""Also code that came with a checkpoint, and classes that verl puts in the place of some on an NPU."""
 _ROUTER_NAME = re.compile(r"(Router|Gate|Gating)$")
 _SORTS = "TopKGating"
 """Its output holds the tokens sorted by expert, and no ids (JetMoE; Granite in 4)."""

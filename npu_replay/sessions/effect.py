@@ -95,8 +95,11 @@ class Witness:
         if call.ids is None:
             self._unreached[key] = call.seen
         elif forward.checked:
-            shown = _shown(router, call, output)
-            if shown is None:
+            if router.shows is not None:
+                shown = router.shows(output)
+            elif call.taken is not None and call.taken.count:
+                shown = call.taken.shown()
+            else:
                 self._counts[key] = _UNTAKEN
                 return
             if shown.shape != (call.rows, router.num_experts):
@@ -185,13 +188,6 @@ class Witness:
                     self._counts[key] = chosen, inside, total
                 del figures[: 2 * count]
         self._counted.clear()
-
-
-def _shown(router: Router, call: seam.Call, output: object) -> torch.Tensor | None:
-    """Bool [rows, experts]: what an output shows, or what took the ids in within a block; None if nothing."""
-    if router.shows is not None:
-        return router.shows(output)
-    return call.taken.shown() if call.taken is not None and call.taken.count else None
 
 
 def _zeroed(values: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

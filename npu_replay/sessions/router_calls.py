@@ -59,7 +59,7 @@ class RouterCalls:
         """The router's forward begins: its top-k is answered from now on."""
         started = time.perf_counter()
         session, router = self._session, self.router
-        hidden = hidden_states(args, kwargs)
+        hidden = args[0] if args and isinstance(args[0], torch.Tensor) else hidden_states(args, kwargs)
         if _is_batched(hidden):
             raise _under_vmap(router)
         rows = hidden.numel() // hidden.shape[-1] * router.gathers

@@ -39,8 +39,11 @@ class Taken:
         """Of each such tensor among these arguments a bool [rows, topk]: which ids it holds."""
         if self._first_alone and self.count:
             return []
+        found = [one for one in _tensors(args, kwargs) if self._is_ids(one)]
+        if not found:
+            return []
         with outside_modes():
-            return [self._same(one) for one in _tensors(args, kwargs) if self._is_ids(one)]
+            return [self._same(one) for one in found]
 
     def add(self, held: Sequence[torch.Tensor]) -> None:
         """These were taken in, by a function that made a tensor of them."""
@@ -60,9 +63,10 @@ class Taken:
 
     def _is_ids(self, tensor: torch.Tensor) -> bool:
         dtype = tensor.dtype
-        return tensor.shape == self._shape and not (
-            dtype.is_floating_point or dtype.is_complex or dtype == torch.bool
-        )
+        if tensor.shape != self._shape or dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+            return False
+        # An index of rows, expanded to the ids beside it: a row of it is one number, and no choice.
+        return tensor.stride(1) != 0 or self._shape[1] == 1
 
     def _same(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._ids is None:

@@ -98,12 +98,18 @@ def by_index(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
     return torch.arange(EXPERTS)[(ids,)]
 
 
+def by_pairs(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
+    """Beside the ids lies an index of rows of the same shape."""
+    rows = torch.arange(len(ids)).unsqueeze(1).expand(-1, TOPK)
+    return torch.arange(EXPERTS).expand(len(ids), -1)[rows, ids]
+
+
 def by_gather_first(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
     scores.gather(1, ids)
     return ids
 
 
-USES = (by_one_hot, by_cast, by_view, by_index, by_gather_first)
+USES = (by_one_hot, by_cast, by_view, by_index, by_pairs, by_gather_first)
 
 
 def foreign(count: int = 1) -> list[RoutedExperts]:
@@ -180,8 +186,16 @@ def another_choice(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
     return by_one_hot(block, scores, scores.argsort(dim=1)[:, :TOPK])
 
 
+def right_too_late(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
+    """The right ids serve a figure, when the experts have got others."""
+    chosen = shifted(block, scores, ids)
+    scores.gather(1, ids)
+    return chosen
+
+
 @pytest.mark.parametrize(
-    "use", [shifted, shifted_late, shifted_in_place, other_columns, other_rows, another_choice]
+    "use",
+    [shifted, shifted_late, shifted_in_place, other_columns, other_rows, another_choice, right_too_late],
 )
 @pytest.mark.parametrize("recording", [True, False])
 def test_experts_that_get_other_ids_are_an_error(use: Use, recording: bool) -> None:
