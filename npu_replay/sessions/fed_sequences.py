@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from npu_replay.errors import MicroBatchError
+from npu_replay.routers import Router
 from npu_replay.routes.checks import Array
 from npu_replay.routes.fingerprint import fingerprint
+from npu_replay.routes.routed_experts import RoutedExperts
 
 _OTHER_INPUTS = ("pixel_values", "image", "video", "audio", "input_features")
 """How arguments begin that a model chooses experts by and that no token id tells."""
@@ -37,6 +39,19 @@ class FedSequences:
     rows: int
     spans: list[tuple[int, int]]
     marks: list[int]
+
+    def in_rows(self, found: Mapping[int, RoutedExperts], routers: Sequence[Router]) -> RoutedExperts:
+        """The routes of these sequences, by number, for these routers; all other rows have none."""
+        labels = [router.label for router in routers]
+        if not found:
+            topk, experts = routers[0].topk, routers[0].num_experts
+            return RoutedExperts.unrecorded(self.rows, layers=labels, topk=topk, num_experts=experts)
+        index, begin = torch.full((self.rows,), -1), 0
+        for at, routes in found.items():
+            first = self.spans[at][0]
+            index[first : first + len(routes)] = torch.arange(begin, begin + len(routes))
+            begin += len(routes)
+        return RoutedExperts.concat(list(found.values()), labels).take(index)
 
 
 def named(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -74,9 +75,8 @@ class Following(AnyReplay):
     def __init__(self, model: Model, *, max_bytes: int, eval_mode: bool, live_mismatch: bool) -> None:
         super().__init__(model, live_mismatch=live_mismatch)
         if len(self._chunks) != 1:
-            raise RouterError(
-                "follow takes one model", expected="a module", got=f"{len(self._chunks)} chunks"
-            )
+            got = f"{len(self._chunks)} chunks"
+            raise RouterError("follow takes one model", expected="a module", got=got)
         self.left_alone: Counter[str] = Counter()
         self._sequences: Counter[str] = Counter()
         self._store = RoutesByTokens(max_bytes)
@@ -166,7 +166,9 @@ class Following(AnyReplay):
         grad = torch.is_grad_enabled() or bool(backward.enclosing(functions=True))
         why = self._why_left_alone(call, grad)
         if why is None:
+            started = time.perf_counter()
             self._look_up(call, grad)
+            self._seconds += time.perf_counter() - started
             self._on = True
             super()._chunk_begins(chunk, args, kwargs)
         elif grad:
@@ -228,9 +230,9 @@ class Following(AnyReplay):
                     raise other.error(MicroBatchError, f"{micro_batch(number)}, sequence {at}")
                 found[at] = routes
         self._fed, self._new = fed, [at for at in range(len(fed.marks)) if at not in found]
-        given = _in_rows(fed, found, self._routers[0])
-        self._check_layers(number, given, self._routers[0])
-        self._given[0, number] = DeviceRoutes(given, self._routers[0])
+        given, of = fed.in_rows(found, self._routers[0]), self._routers[0]
+        self._check_layers(number, given, of)
+        self._given[0, number] = DeviceRoutes(given, of)
 
     def _unknown(self, number: int, at: int, fed: FedSequences) -> MicroBatchError:
         known = sum(self._store.get(mark)[0] is not None for mark in fed.marks)
@@ -300,17 +302,3 @@ class Following(AnyReplay):
         self._store.clear()
         self._ids.clear()
         self._fed, self._new = None, []
-
-
-def _in_rows(fed: FedSequences, found: dict[int, RoutedExperts], of: list[Router]) -> RoutedExperts:
-    """The routes of these sequences in the rows of the call; all other rows have none."""
-    labels = [router.label for router in of]
-    if not found:
-        topk, experts = of[0].topk, of[0].num_experts
-        return RoutedExperts.unrecorded(fed.rows, layers=labels, topk=topk, num_experts=experts)
-    index, begin = torch.full((fed.rows,), -1), 0
-    for at, routes in found.items():
-        first = fed.spans[at][0]
-        index[first : first + len(routes)] = torch.arange(begin, begin + len(routes))
-        begin += len(routes)
-    return RoutedExperts.concat(list(found.values()), labels).take(index)

@@ -197,6 +197,18 @@ def test_gradients_are_those_of_a_replay_that_was_given_the_routes() -> None:
         assert (one is None and other is None) or torch.equal(one, other)
 
 
+def test_a_record_under_inference_mode_is_replayed() -> None:
+    followed, fed = model(), padded(texts(), left=1)
+    seen = Seen(followed)
+    with npu_replay.follow(followed):
+        with torch.inference_mode():
+            followed(**fed[0])
+        wanted = seen.of(fed[1])
+        move(followed)
+        learn(followed, fed)
+    assert_replayed(seen, fed, wanted)
+
+
 def test_two_samples_that_change_places_keep_their_routes() -> None:
     """Two of one length, which no shape tells apart."""
     followed = model()
