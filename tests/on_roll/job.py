@@ -1,8 +1,8 @@
 """ROLL's own fsdp2 strategy, actor worker, DataProto and cluster methods, on a small Qwen3-MoE.
 
 Lent: Ray (objects are pickled on the way instead), moving weights between host and device, and ROLL's patch
-of attention for context parallelism, which its CPU platform has none of. No two tokens of a batch have the same
-id, so what a forward is fed says which token sits in which row.
+of attention for context parallelism, which its CPU platform has none of. No two tokens of a batch have the
+same id, so what a forward is fed says which token sits in which row.
 """
 
 from __future__ import annotations
