@@ -197,11 +197,10 @@ def test_megatrons_own_replay_is_asked_of_its_files_not_of_its_version(
     core = megatron(path)
     assert capability("Megatron's own replay").state == "shimmed"
     assert capability("Megatron's own replay").why.startswith("this release has none")
-    numbers = "MAJOR, MINOR, PATCH, PRE_RELEASE = 0, 16, 0, 'rc0'\n"
-    said = (core / "package_info.py").read_text()
-    write(core / "package_info.py", numbers)  # a commit of 0.16's time: slime's, miles' and vime's on NPUs
-    assert capability("Megatron's own replay").why.startswith("it says 0.16.0rc0 and has no RouterReplay")
-    write(core / "package_info.py", said)
+    # A commit of 0.16's time: that of slime, miles and vime on NPUs.
+    megatron(path, package_info=PACKAGE_INFO.format("rc0").replace("12", "16"))
+    assert capability("Megatron's own replay").why.startswith("it says 0.16.1rc0 and has no RouterReplay")
+    megatron(path)
     write(core / "transformer/moe/router_replay.py")
     assert capability("Megatron's own replay").state == "shimmed"  # a file that no config turns on
     monkeypatch.setenv("NPU_REPLAY_DISABLE", "1")
