@@ -2,13 +2,15 @@
 # Runs a framework's own tests of routing replay with npu_replay imported, and without:
 #
 #     ci/frameworks.sh verl|nemo-rl|skyrl FOLDER [MEGATRON ...]
+#     ci/frameworks.sh roll|slime FOLDER [MEGATRON]     # our tests of these (tests/on_roll, tests/on_slime)
 #
-# FOLDER holds the framework's source; the releases of Megatron-core are 0.12.1 and 0.16.1 where none is named.
+# FOLDER holds the framework's source; the releases of Megatron-core are 0.12.1 and 0.16.1 where none is named. In
+# the place of a release may stand a folder with a source tree of Megatron-LM, for a commit.
 # What the framework imports has to be in the active environment, in the versions that it wants, and the Python
 # too. Each test file has a process of its own, since some put stand-ins in the place of modules.
 set -euo pipefail
 if [[ $# -lt 2 || ! -d $2 ]]; then
-    sed -n '2,8s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 framework=$1
@@ -17,12 +19,23 @@ shift 2
 cd "$(dirname "$0")/.."
 source ci/environment.sh
 
+if [[ $framework == roll || $framework == slime ]]; then
+    megatron=${1:-0.12.1}
+    if [[ ! -d $megatron ]]; then
+        fetch_megatron "$megatron"
+        megatron=$work/megatron/$megatron
+    fi
+    OMP_NUM_THREADS=1 PYTHONPATH=$folder:$(cd "$megatron" && pwd)${PYTHONPATH:+:$PYTHONPATH} \
+        python -m pytest -rs "tests/on_$framework"
+    exit
+fi
+
 case $framework in
     verl) files=(tests/utils/megatron/test_router_replay_model_walk_on_cpu.py
         tests/utils/test_megatron_router_replay_dcp.py) ;;
     nemo-rl) files=(tests/unit/models/megatron/test_router_replay.py) ;;
     skyrl) files=(tests/backends/skyrl_train/utils/test_replay_utils.py) ;;
-    *) fail "knows verl, nemo-rl and skyrl, not $framework" ;;
+    *) fail "knows verl, nemo-rl, skyrl, roll and slime, not $framework" ;;
 esac
 releases=("$@")
 if [[ ${#releases[@]} == 0 ]]; then releases=(0.12.1 0.16.1); fi

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -328,7 +329,10 @@ def _megatrons_own(product: Product) -> Capability:
         )
     if switches.disabled():
         return Capability(name, "missing", "this release has none; npu_replay doesn't need it")
-    return Capability(name, "shimmed", "this release has none: npu_replay serves RouterReplay and its flags")
+    says = "this release has none"
+    if product.version and tuple(map(int, re.findall(r"\d+", product.version)[:2])) >= (0, 16):
+        says = f"it says {product.version} and has no RouterReplay, as builds before 0.16's release"
+    return Capability(name, "shimmed", f"{says}: npu_replay serves RouterReplay and its flags")
 
 
 def _transformers(product: Product) -> Capability:

@@ -29,7 +29,7 @@ FLOORS = (
     ("compat.mindspeed", "compat.transformers"),
     ("compat.megatron",),
     ("compat.megatron_backports", "compat.vllm_ascend"),
-    ("compat.vllm", "compat.sglang"),
+    ("compat.vllm", "compat.sglang", "compat.slime"),
     ("compat.verl",),
     ("compat.roll",),
     ("devices",),

@@ -116,13 +116,36 @@ def _give(router: Any, kind: Any) -> None:
     had = hasattr(router, _REPLAY)
     if had and router.router_replay is not None:
         return
-    flagged = asks_for_replay(router.config)
-    if flagged or not had:
-        router.router_replay = kind() if flagged else None
+    made = (make(router) for make in _makers) if kind is MegatronRouterReplay else ()
+    own = next((one for one in made if one is not None), None)
+    if own is None and asks_for_replay(router.config):
+        own = kind()
+    if own is not None or not had:
+        router.router_replay = own
         _given[router] = had
-    if flagged and kind is MegatronRouterReplay:
+    if own is not None and kind is MegatronRouterReplay:
         router.router_replay.layer_number = router.layer_number
         router_replay.leave_with(router, router.router_replay, kind)
+
+
+_makers: list[Callable[[Any], MegatronRouterReplay | None]] = []
+"""Of frameworks that ask for a replay by other means than the config's flag."""
+
+
+def made_by(make: Callable[[Any], MegatronRouterReplay | None]) -> None:
+    """Have `make(router)` for the `router_replay` of each router built from now on, if it isn't None."""
+    _makers.append(make)
+    _patches.add(Change("the routers that are replayed", "as a framework asks for them", _forget_makers))
+
+
+def _forget_makers() -> bool:
+    _makers.clear()
+    return True
+
+
+def lacks_replay() -> bool:
+    """Has this Megatron-core no RouterReplay of its own?"""
+    return _router_replay() is MegatronRouterReplay
 
 
 _given: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()

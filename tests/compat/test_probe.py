@@ -196,6 +196,11 @@ def test_megatrons_own_replay_is_asked_of_its_files_not_of_its_version(
 ) -> None:
     core = megatron(path)
     assert capability("Megatron's own replay").state == "shimmed"
+    assert capability("Megatron's own replay").why.startswith("this release has none")
+    # A commit of 0.16's time: that of slime, miles and vime on NPUs.
+    megatron(path, package_info=PACKAGE_INFO.format("rc0").replace("12", "16"))
+    assert capability("Megatron's own replay").why.startswith("it says 0.16.1rc0 and has no RouterReplay")
+    megatron(path)
     write(core / "transformer/moe/router_replay.py")
     assert capability("Megatron's own replay").state == "shimmed"  # a file that no config turns on
     monkeypatch.setenv("NPU_REPLAY_DISABLE", "1")

@@ -242,7 +242,7 @@ def on_policy_it_changes_nothing(folder: str, **settings: Any) -> None:
     """Routes of the same weights are what the routers choose anyway: one step is as without replay."""
     after = []
     for mode in ("R2", "disable"):
-        actor = Actor(tiny := Tiny(folder=folder, mode=mode, accumulate=4, **settings))
+        actor = Actor(tiny := Tiny(folder=folder, mode=mode, **settings))
         batch = job.batch_of(tiny)
         actor.log_probs(batch)
         before = {name: whole(one) for name, one in actor.model.named_parameters()}

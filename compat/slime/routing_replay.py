@@ -1,0 +1,195 @@
+"""slime's routing replay, on a Megatron-core without its patch, and with it: npu_replay alone answers.
+
+slime patches two calls into Megatron: one gives each router a RoutingReplay, one puts a top-k of slime's in
+the place of Megatron's. Its queues, stages (ROUTING_REPLAY_STAGE) and loops stay what they are. Only how a
+router comes to ask them is npu_replay's: through the RouterReplay that each router gets here as it is built,
+whose action is the stage. On a Megatron-core with a RouterReplay of its own slime is left alone.
+
+As in slime, recomputes take from a queue: backward has to visit micro-batches in the order of their forwards.
+
+Waits for `<framework>.utils.routing_replay`. Probes: the names in it. Undone by `npu_replay.uninstall()`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from npu_replay.compat.megatron_backports import router_init
+from npu_replay.compat.megatron_backports.router_replay import (
+    MegatronRouterReplay,
+    NoTarget,
+    RouterReplayAction,
+)
+from npu_replay.compat.patching import import_hook, switches
+from npu_replay.compat.patching.patches import Change, Patches
+from npu_replay.errors import ReplayError, RouterError, described
+
+FAMILY = ("slime", "vime", "miles")
+_ENABLED, _STAGE, _OFF = "ENABLE_ROUTING_REPLAY", "ROUTING_REPLAY_STAGE", "fallthrough"
+_NEEDED = {
+    "RoutingReplay": ("all_routing_replays", "record", "pop_forward", "pop_backward", "clear_all"),
+    "register_routing_replay": (),
+    "get_routing_replay_compute_topk": (),
+    "set_routing_replay": (),
+}
+"""Names of the module, and what the first has."""
+_ATTRIBUTE = "routing_replay"
+_WHAT = "routing replay of slime and its kin"
+_patches = Patches(_WHAT)
+
+
+def install() -> None:
+    """Take the two calls over, now or when a framework of the family is imported."""
+    if switches.disabled():
+        return
+    for framework in FAMILY:
+        import_hook.when_imported(f"{framework}.utils.routing_replay", f"{_WHAT} ({framework})", _wrap)
+
+
+def _wrap(module: Any) -> None:
+    for name, methods in _NEEDED.items():
+        found = getattr(module, name, None)
+        lacks = [one for one in methods if not hasattr(found, one)]
+        if found is None or lacks:
+            raise ReplayError(
+                "this framework's routing replay is another than npu_replay knows",
+                where=module.__name__,
+                expected=f"{name}{' with ' + ', '.join(methods) if methods else ''}",
+                got=f"without {', '.join(lacks)}" if lacks else described(found),
+                cause="a newer one; update npu_replay, or turn it off with NPU_REPLAY_DISABLE=1",
+            )
+    # Which Megatron it is shows when its routers are imported: not earlier, for MindSpeed patches before.
+    import_hook.when_imported(
+        router_init.MODULE, f"{_WHAT} ({module.__name__})", lambda _: _take_over(module)
+    )
+
+
+def _take_over(module: Any) -> None:
+    if not router_init.lacks_replay():
+        return  # with a RouterReplay of Megatron's own, slime and its patch are left alone
+    _patches.wrap(module, "register_routing_replay", _register, "routers have it already, without a hook")
+    _patches.wrap(
+        module, "get_routing_replay_compute_topk", _topk, "the top-k stays Megatron's: the seam answers it"
+    )
+    router_init.made_by(functools.partial(_made, module))
+    _patches.add(Change(f"{_ATTRIBUTE} of each TopKRouter", "what slime's loops fill and read", _take_off))
+
+
+def _register(original: Callable[..., Any], router: Any) -> None:
+    """slime's patch calls it in the constructor, which is wrapped: the router gets its own afterwards."""
+
+
+def _topk(original: Callable[..., Any], old_compute_topk: Any) -> Any:
+    """slime's function without a stage: newer ones also note the order of the ids, which stays theirs."""
+    theirs = original(old_compute_topk)
+
+    @functools.wraps(theirs)
+    def compute_topk(*args: Any, **kwargs: Any) -> Any:
+        with _disabled():
+            return theirs(*args, **kwargs)
+
+    return compute_topk
+
+
+_muted: list[str] = []
+"""What the process is told while slime's function is told otherwise."""
+
+
+@contextmanager
+def _disabled() -> Iterator[None]:
+    _muted.append(before := _enabled())
+    os.environ[_ENABLED] = "0"
+    try:
+        yield
+    finally:
+        os.environ[_ENABLED] = before
+        _muted.pop()
+
+
+def _enabled() -> str:
+    return _muted[-1] if _muted else os.environ.get(_ENABLED, "0")
+
+
+def _made(module: Any, router: Any) -> MegatronRouterReplay | None:
+    """The RouterReplay of a router; None in a process without replay: a critic, or a job without the flag."""
+    if _enabled() != "1":
+        return None
+    theirs = module.RoutingReplay()  # notes itself in all_routing_replays, in the order of building
+    everyone = module.RoutingReplay.all_routing_replays
+    gone = weakref.finalize(router, lambda: everyone.remove(theirs) if theirs in everyone else None)
+    gone.atexit = False  # a model that was thrown away isn't filled
+    setattr(router, _ATTRIBUTE, theirs)
+    _routers.add(router)
+    return StagedReplay(theirs)
+
+
+_routers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _take_off() -> bool:
+    for router in _routers:
+        vars(router).pop(_ATTRIBUTE, None)
+    _routers.clear()
+    return True
+
+
+class StagedReplay(MegatronRouterReplay):
+    """A RouterReplay whose action is slime's stage, and whose ids are in slime's queues.
+
+    Args:
+        theirs: slime's RoutingReplay of the same router.
+    """
+
+    def __init__(self, theirs: Any) -> None:
+        self.theirs = theirs
+        super().__init__()
+
+    @property
+    def router_replay_action(self) -> RouterReplayAction | None:
+        """What the stage says.
+
+        Raises:
+            RouterError: no such stage.
+        """
+        stage = os.environ.get(_STAGE, _OFF) if _enabled() == "1" else _OFF
+        if stage == _OFF:
+            return None
+        try:
+            return RouterReplayAction(stage)
+        except ValueError:
+            known = ", ".join([_OFF, *(one.value for one in RouterReplayAction)])
+            raise RouterError("there is no such stage", where=_STAGE, expected=known, got=stage) from None
+
+    @router_replay_action.setter
+    def router_replay_action(self, action: object) -> None:
+        """The stage alone says it: Megatron's own global action is for other routers."""
+
+    def record_indices(self, topk_indices: torch.Tensor) -> None:
+        """Into slime's queue."""
+        self.theirs.record(topk_indices)
+
+    def _target(self, rows: int, topk: int) -> torch.Tensor:
+        backward = self.router_replay_action is RouterReplayAction.REPLAY_BACKWARD
+        try:
+            ids: torch.Tensor = (self.theirs.pop_backward if backward else self.theirs.pop_forward)()
+        except IndexError:
+            ids = torch.empty(0)
+        if ids.shape != (rows, topk):
+            raise NoTarget(
+                f"stage {self.router_replay_action} has no ids for this call of the router",
+                where="a router"
+                if self.layer_number is None
+                else f"the router of layer_number {self.layer_number}",
+                expected=f"ids {[rows, topk]}",
+                got=f"{list(ids.shape)}, after {len(self.theirs.top_indices_list)} were recorded",
+                cause="more forwards or recomputes than were recorded or filled; a batch cut otherwise than "
+                "the routes; clear_all() in between",
+            )
+        return ids

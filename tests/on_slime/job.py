@@ -1,0 +1,245 @@
+"""slime's own queues, stages, batches and `fill_routing_replay`, on a small model of Megatron-core.
+
+slime's actor can't be imported here (its line 13 imports ray, 17 on torch_memory_saver, which takes CUDA), so
+its method and the batches it walks over are taken from the files as they are, by their names. The steps
+between are those of its `train_actor` and of its forward step, which set the stages.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import npu_replay
+from npu_replay.demo import megatron_model
+
+EXPERTS, TOPK, MOE = 8, 2, [0, 1, 1, 1]
+LENGTHS = (7, 12, 9)
+STAGE = "ROUTING_REPLAY_STAGE"
+
+
+def taken(module: str, *names: str, **known: Any) -> dict[str, Any]:
+    """Classes and functions of a file of slime's, as they are there; a method too, without its class."""
+    root = find_spec("slime")
+    assert root is not None
+    file = Path(str(root.origin)).parent / f"{module.replace('.', '/')}.py"
+    tree = ast.parse(file.read_text())
+    found = [one for one in ast.walk(tree) if getattr(one, "name", None) in names]
+    assert {one.name for one in found} == {*names}, names  # type: ignore[attr-defined]
+    future = ast.parse("from __future__ import annotations").body
+    code = compile(ast.Module([*future, *found], []), str(file), "exec")  # type: ignore[list-item]
+    space = dict(known)
+    exec(code, space)
+    return {name: space[name] for name in names}
+
+
+def routes() -> list[torch.Tensor]:
+    """What a rollout hands out of each sample: int32 [tokens - 1, all layers, topk]."""
+    drawn = torch.Generator().manual_seed(5)
+    return [
+        torch.rand(length - 1, len(MOE), EXPERTS, generator=drawn).argsort(dim=-1)[..., :TOPK].int()
+        for length in LENGTHS
+    ]
+
+
+class Actor:
+    """A model, its batches, and slime's way of filling the queues."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        recompute = megatron_model.FULL_RECOMPUTE
+        config = megatron_model.config(moe_layer_freq=MOE, num_moe_experts=EXPERTS, **recompute)
+        self.model = megatron_model.model(config).train()
+        for name, weight in self.model.named_parameters():
+            if "router" in name:
+                torch.nn.init.normal_(weight, std=1.0)
+        self.routers = [one for one in self.model.modules() if type(one).__name__ == "TopKRouter"]
+        self.batches = [torch.randint(0, 64, (1, length)) for length in LENGTHS]
+
+    def fill(self, given: Sequence[torch.Tensor]) -> None:
+        from megatron.core import mpu
+        from slime.backends.megatron_utils import cp_utils
+
+        each = [[number] for number in range(len(self.batches))]
+        data = {"tokens": [one[0] for one in self.batches], "rollout_routed_experts": list(given)}
+        iterator = taken("backends.megatron_utils.data", "DataIterator")["DataIterator"](
+            data, micro_batch_indices=each
+        )
+        known = {name: one for name, one in vars(cp_utils).items() if callable(one)}
+        method = taken("backends.megatron_utils.actor", "fill_routing_replay", torch=torch, mpu=mpu, **known)
+        args = SimpleNamespace(
+            num_experts=EXPERTS, data_pad_size_multiplier=1, sequence_parallel=False, allgather_cp=False
+        )
+        actor = SimpleNamespace(args=args, model=[SimpleNamespace(module=self.model)])
+        method["fill_routing_replay"](actor, [iterator], [len(self.batches)], data)
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.model(
+            input_ids=tokens, labels=tokens, **megatron_model.causal(tokens)
+        ).mean()
+        return found
+
+    def log_probs(self, stage: str) -> None:
+        """slime's compute_log_prob, in the stage that train_actor sets for it."""
+        os.environ[STAGE] = stage
+        with torch.no_grad():
+            for tokens in self.batches:
+                self.loss(tokens)
+
+    def update(self, stage: str = "replay_backward") -> None:
+        """slime's train: its forward step goes to replay_forward and back; backward follows each forward."""
+        os.environ[STAGE] = stage
+        for tokens in self.batches:
+            before, os.environ[STAGE] = stage, "replay_forward" if stage == "replay_backward" else stage
+            loss = self.loss(tokens)
+            os.environ[STAGE] = before
+            loss.backward()
+
+    @contextmanager
+    def witnessed(self) -> Iterator[list[list[torch.Tensor]]]:
+        """The map, bool [rows, experts], of each call of each router, recomputes too, by hooks of our own."""
+        calls: list[list[torch.Tensor]] = [[] for _ in self.routers]
+        handles = [
+            router.register_forward_hook(lambda _, __, out, at=at: calls[at].append(out[1].detach().bool()))
+            for at, router in enumerate(self.routers)
+        ]
+        yield calls
+        for handle in handles:
+            handle.remove()
+
+    @contextmanager
+    def other_routers(self) -> Iterator[None]:
+        kept = [router.weight.detach().clone() for router in self.routers]
+        with torch.no_grad():
+            for router in self.routers:
+                router.weight.add_(torch.randn(router.weight.shape))
+        yield
+        with torch.no_grad():
+            for router, weight in zip(self.routers, kept, strict=True):
+                router.weight.copy_(weight)
+
+
+def same(calls: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
+    """Row by row; a wanted map may be shorter by the last token, which has no route."""
+    pairs = list(zip(calls, wanted, strict=True))
+    return all(torch.equal(one[: len(other)], other) for one, other in pairs)
+
+
+def main(task: dict[str, Any]) -> dict[str, Any]:
+    """R3 and R2 with recompute; what shows without replay, and how often each queue was asked."""
+    os.environ |= {"ENABLE_ROUTING_REPLAY": "1", STAGE: "fallthrough"}
+    with npu_replay.compat.cpu.lend():
+        megatron_model.start(torch.device("cpu"))
+        from slime.utils.routing_replay import RoutingReplay
+
+        actor = Actor()
+        replays = RoutingReplay.all_routing_replays
+        # slime pins them for a device, which is not here.
+        RoutingReplay.record = lambda self, ids: self.top_indices_list.append(ids.clone())
+        RoutingReplay.pop_forward, RoutingReplay.pop_backward = (
+            _next("forward_index"),
+            _next("backward_index"),
+        )
+        found: dict[str, Any] = {
+            "replays": len(replays),
+            "hooks": [len(one._forward_pre_hooks) for one in actor.routers],
+        }
+        found["r3"] = _r3(actor, RoutingReplay)
+        found["r2"] = _r2(actor, RoutingReplay)
+        found["patched"] = (
+            "slime" in Path(sys.modules["megatron.core.transformer.moe.moe_utils"].__file__).read_text()
+        )  # type: ignore[arg-type]
+        found |= _too_many(actor, RoutingReplay) | _uninstalled(actor)
+        return found
+
+
+def _next(index: str) -> Any:
+    def pop(self: Any) -> torch.Tensor:
+        ids: torch.Tensor = self.top_indices_list[getattr(self, index)]
+        setattr(self, index, getattr(self, index) + 1)
+        return ids
+
+    return pop
+
+
+def _r3(actor: Actor, kind: Any) -> dict[str, Any]:
+    given = routes()
+    actor.fill(given)
+    with actor.witnessed() as first:
+        actor.log_probs("replay_forward")
+    kind.clear_all_forward()
+    with actor.witnessed() as second:
+        actor.update()
+    asked = [(one.forward_index, one.backward_index) for one in kind.all_routing_replays]
+    kind.clear_all()
+    layers = [layer for layer, sparse in enumerate(MOE) if sparse]
+    maps = [
+        [torch.zeros(len(one), EXPERTS).scatter(1, one[:, layer].long(), 1).bool() for one in given]
+        for layer in layers
+    ]
+    with actor.witnessed() as own:
+        actor.log_probs("fallthrough")
+    return {
+        "log_probs": all(map(same, first, maps)),
+        "update": all(
+            same(calls[::2], wanted) and same(calls[1::2], wanted)
+            for calls, wanted in zip(second, maps, strict=True)
+        ),
+        "calls": [len(calls) for calls in second],
+        "asked": asked,
+        "own": all(map(same, own, maps)),
+    }
+
+
+def _r2(actor: Actor, kind: Any) -> dict[str, Any]:
+    with actor.witnessed() as first:
+        actor.log_probs("record")
+    with actor.other_routers():
+        with actor.witnessed() as second:
+            actor.update()
+        kind.clear_all()
+        with actor.witnessed() as own:
+            actor.log_probs("fallthrough")
+    return {
+        "update": all(
+            same(calls[::2], wanted) and same(calls[1::2], wanted)
+            for calls, wanted in zip(second, first, strict=True)
+        ),
+        "own": all(map(same, own, first)),
+    }
+
+
+def _too_many(actor: Actor, kind: Any) -> dict[str, str]:
+    """More forwards than were filled; a stage that isn't one."""
+    found = {"empty": _refused(actor, "replay_forward"), "stage": _refused(actor, "replay")}
+    os.environ[STAGE] = "fallthrough"
+    kind.clear_all()
+    return found
+
+
+def _refused(actor: Actor, stage: str) -> str:
+    try:
+        actor.log_probs(stage)
+    except npu_replay.ReplayError as error:
+        return str(error)
+    return "it went on"
+
+
+def _uninstalled(actor: Actor) -> dict[str, Any]:
+    npu_replay.uninstall()
+    left = [
+        name
+        for one in actor.routers
+        for name in ("routing_replay", "router_replay", "forward", "routing")
+        if name in vars(one)
+    ]
+    return {"left": left, "patches": len(npu_replay.report().patches)}

@@ -1,0 +1,50 @@
+"""slime's stages and queues on a Megatron-core without a RouterReplay; job.py says what is slime's.
+
+The Megatron-core may have slime's patch in it or not: the figures are the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import jobs
+from on_slime.job import LENGTHS, MOE
+
+pytestmark = [pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    answer: dict[str, Any] = jobs.run("on_slime.job:main", {})
+    return answer
+
+
+def test_each_router_has_slimes_queue_and_no_hook_of_slimes(found: dict[str, Any]) -> None:
+    assert (found["replays"], found["hooks"]) == (sum(MOE), [0] * sum(MOE))
+
+
+def test_what_fill_routing_replay_has_laid_out_is_replayed_recomputes_too(found: dict[str, Any]) -> None:
+    r3 = found["r3"]
+    assert (r3["log_probs"], r3["update"]) == (True, True)
+    assert r3["calls"] == [2 * len(LENGTHS)] * sum(MOE)
+    assert not r3["own"], "the routers would have chosen the same: the test shows nothing"
+
+
+def test_each_queue_is_asked_once_a_call(found: dict[str, Any]) -> None:
+    """With slime's patch in Megatron too: it would ask a second time."""
+    assert found["r3"]["asked"] == [[len(LENGTHS), len(LENGTHS)]] * sum(MOE)
+
+
+def test_what_was_recorded_is_replayed_recomputes_too(found: dict[str, Any]) -> None:
+    assert found["r2"] == {"update": True, "own": False}
+
+
+def test_more_forwards_than_routes_and_a_wrong_stage_are_errors(found: dict[str, Any]) -> None:
+    assert "after 0 were recorded" in found["empty"]
+    assert "Expected fallthrough, record, replay_forward, replay_backward, got replay" in found["stage"]
+
+
+def test_nothing_is_left_of_it(found: dict[str, Any]) -> None:
+    assert (found["left"], found["patches"]) == ([], 0)
