@@ -537,6 +537,36 @@ def test_routers_that_an_update_reaches_past_the_model_are_an_error() -> None:
             followed.model(**fed[0])
 
 
+class Wrapper(torch.nn.Module):
+    """Hands all on, as DDP and DeepSpeed's engine do."""
+
+    def __init__(self, module: Any, name: str) -> None:
+        super().__init__()
+        setattr(self, name, module)
+        self.name = name
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, self.name)(*args, **kwargs)
+
+
+def test_arguments_without_names_are_those_of_the_wrapped_model() -> None:
+    followed, fed = model(), padded(texts(), left=2)
+    wrapper, seen = Wrapper(followed, "module"), Seen(followed)
+    with npu_replay.follow(wrapper):
+        with torch.no_grad():
+            wrapper(fed[0]["input_ids"], fed[0]["attention_mask"])
+        wanted = seen.of(fed[1])
+        move(followed)
+        learn(wrapper, fed)
+    assert_replayed(seen, fed, wanted)
+    wrapper = Wrapper(followed, "inner")
+    with npu_replay.follow(wrapper) as following:
+        with pytest.raises(MicroBatchError, match="have no names"), torch.no_grad():
+            wrapper(fed[0]["input_ids"], fed[0]["attention_mask"])
+        record(wrapper, fed)
+        assert following.metrics()["recorded"] == 5
+
+
 def test_it_opens_and_closes_where_no_with_can_go() -> None:
     followed, fed = model(), padded(texts())
     hooks = sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in followed.modules())
