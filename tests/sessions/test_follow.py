@@ -82,9 +82,14 @@ LAYOUTS: dict[str, Callable[[Sequence[torch.Tensor]], Fed]] = {
 
 
 class Seen:
-    """Of each call of every router, recomputes too: what it put out and what its scores say, sorted."""
+    """Of each call of every router, recomputes too: what it put out and what its scores say, sorted.
 
-    def __init__(self, of: Any) -> None:
+    Args:
+        own: False where the routers' weights are sharded: then what they put out stands for both.
+    """
+
+    def __init__(self, of: Any, own: bool = True) -> None:
+        self._own = own
         self.calls: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         gates = [one for path, one in of.named_modules() if path.endswith("mlp.gate")]
         assert len(gates) == LAYERS
@@ -95,7 +100,7 @@ class Seen:
 
     def _saw(self, layer: int, gate: Any, args: Any, out: Any) -> None:
         ids = next(one for one in out if one.dtype == torch.int64).detach()
-        own = (args[0].reshape(len(ids), -1) @ gate.weight.T).topk(TOPK).indices
+        own = (args[0].reshape(len(ids), -1) @ gate.weight.T).topk(TOPK).indices if self._own else ids
         self.calls.append((layer, ids.sort(1).values, own.sort(1).values))
 
     def of(self, places: Sequence[torch.Tensor], own: bool = False) -> list[list[torch.Tensor]]:
