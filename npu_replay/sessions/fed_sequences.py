@@ -55,13 +55,24 @@ class FedSequences:
 
 
 def named(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, without those that are None."""
-    names = ["input_ids"]
-    if args:
-        kinds = inspect.signature(module.forward).parameters.items()
-        names = [name for name, one in kinds if one.kind is one.POSITIONAL_OR_KEYWORD] or names
+    """The arguments of a call by name, without those that are None.
+
+    Raises:
+        MicroBatchError: there are positional ones that nothing names.
+    """
+    names = _names(module) if args else []
+    problem, cause = "this call's arguments have no names", "a wrapper: follow the model in it, or name them"
+    _refuse_unless(len(args) <= len(names), problem, f"at most {len(names)} without", len(args), cause)
     call = dict(zip(names, args, strict=False)) | dict(kwargs)
     return {name: value for name, value in call.items() if value is not None}
+
+
+def _names(module: nn.Module) -> list[str]:
+    """The positional arguments of a module; of a wrapper that hands all on (DDP), those of what it wraps."""
+    parameters = inspect.signature(module.forward).parameters.items()
+    names = [name for name, one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    inner = getattr(module, "module", None)
+    return _names(inner) if not names and isinstance(inner, nn.Module) else names or ["input_ids"]
 
 
 def fed_sequences(call: Mapping[str, Any]) -> FedSequences:

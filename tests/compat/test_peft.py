@@ -66,7 +66,7 @@ def disabled_by_transformers(of: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_layer_off(of: Any) -> Iterator[None]:
-    layer = next(one for one in of.modules() if isinstance(one, peft.tuners.lora.LoraLayer))
+    layer = [one for one in of.modules() if isinstance(one, peft.tuners.lora.LoraLayer)][-1]
     layer.enable_adapters(False)
     yield
     layer.enable_adapters(True)

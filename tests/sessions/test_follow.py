@@ -82,9 +82,14 @@ LAYOUTS: dict[str, Callable[[Sequence[torch.Tensor]], Fed]] = {
 
 
 class Seen:
-    """Of each call of every router, recomputes too: what it put out and what its scores say, sorted."""
+    """Of each call of every router, recomputes too: what it put out and what its scores say, sorted.
 
-    def __init__(self, of: Any) -> None:
+    Args:
+        own: False where the routers' weights are sharded: then what they put out stands for both.
+    """
+
+    def __init__(self, of: Any, own: bool = True) -> None:
+        self._own = own
         self.calls: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         gates = [one for path, one in of.named_modules() if path.endswith("mlp.gate")]
         assert len(gates) == LAYERS
@@ -95,7 +100,7 @@ class Seen:
 
     def _saw(self, layer: int, gate: Any, args: Any, out: Any) -> None:
         ids = next(one for one in out if one.dtype == torch.int64).detach()
-        own = (args[0].reshape(len(ids), -1) @ gate.weight.T).topk(TOPK).indices
+        own = (args[0].reshape(len(ids), -1) @ gate.weight.T).topk(TOPK).indices if self._own else ids
         self.calls.append((layer, ids.sort(1).values, own.sort(1).values))
 
     def of(self, places: Sequence[torch.Tensor], own: bool = False) -> list[list[torch.Tensor]]:
@@ -535,6 +540,36 @@ def test_routers_that_an_update_reaches_past_the_model_are_an_error() -> None:
             followed.model(**fed[0])  # as PEFT's generate does
         with pytest.raises(MicroBatchError, match="not through the __call__"):
             followed.model(**fed[0])
+
+
+class Wrapper(torch.nn.Module):
+    """Hands all on, as DDP and DeepSpeed's engine do."""
+
+    def __init__(self, module: Any, name: str) -> None:
+        super().__init__()
+        setattr(self, name, module)
+        self.name = name
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, self.name)(*args, **kwargs)
+
+
+def test_arguments_without_names_are_those_of_the_wrapped_model() -> None:
+    followed, fed = model(), padded(texts(), left=2)
+    wrapper, seen = Wrapper(followed, "module"), Seen(followed)
+    with npu_replay.follow(wrapper):
+        with torch.no_grad():
+            wrapper(fed[0]["input_ids"], fed[0]["attention_mask"])
+        wanted = seen.of(fed[1])
+        move(followed)
+        learn(wrapper, fed)
+    assert_replayed(seen, fed, wanted)
+    wrapper = Wrapper(followed, "inner")
+    with npu_replay.follow(wrapper) as following:
+        with pytest.raises(MicroBatchError, match="have no names"), torch.no_grad():
+            wrapper(fed[0]["input_ids"], fed[0]["attention_mask"])
+        record(wrapper, fed)
+        assert following.metrics()["recorded"] == 5
 
 
 def test_it_opens_and_closes_where_no_with_can_go() -> None:
