@@ -210,7 +210,7 @@ def _fsdp2_forward(original: Callable[..., Any], self: Any, input_ids: Any, *arg
     if problem is not None:
         switch.defer(problem)  # the other ranks are in this forward's collectives
     logits = original(self, input_ids, *args, **kwargs)
-    if switch.is_(RECORD):
+    if switch.is_(RECORD) and rows:
         running.taken.append(_taken(self, rows))
     return logits
 

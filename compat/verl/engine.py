@@ -36,7 +36,7 @@ _FAR = "NPU_REPLAY_MAX_LIVE_MISMATCH"
 class _Engine:
     """What is kept of an engine between its passes."""
 
-    entry: str
+    entry: str = "forward_backward_batch"
     files: Files | None = None
     kind: str = ""
     updates: int = 0

@@ -227,6 +227,21 @@ def one_rank_fails(folder: str, **settings: Any) -> None:
     nothing_is_on()
 
 
+def another_order(folder: str, **settings: Any) -> None:
+    """Micro-batches that come in another order than the batch's on one rank: all stop, and nobody waits."""
+    actor = Actor(tiny := Tiny(folder=folder, mode="R2", **settings))
+    kind, batch = type(job.batch_of(tiny)), job.batch_of(tiny)
+    chunk = kind.chunk
+    if dist.get_rank() == 0:
+        kind.chunk = lambda self, chunks: chunk(self, chunks)[::-1] if chunks > 1 else chunk(self, chunks)
+    try:
+        with pytest.raises(ReplayError, match="isn't the next one of the batch"):
+            actor.log_probs(batch)
+    finally:
+        kind.chunk = chunk
+    nothing_is_on()
+
+
 def routes_are_missing(folder: str, **settings: Any) -> None:
     for mode, cause in (("R2", "enable_old_logprobs_recompute"), ("R3", "sglang")):
         actor = Actor(tiny := Tiny(folder=folder, mode=mode, **settings))
@@ -292,6 +307,7 @@ CASES: dict[str, tuple[Callable[..., None], Settings]] = {
     "reference of a LoRA actor": (reference_of_lora, {}),
     "on policy it changes nothing": (on_policy_it_changes_nothing, {}),
     "one rank fails": (one_rank_fails, {}),
+    "another order": (another_order, {}),
     "routes are missing": (routes_are_missing, {}),
     "uninstalled": (uninstalled, {}),
 }

@@ -143,12 +143,7 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
 
         actor = Actor()
         replays = RoutingReplay.all_routing_replays
-        # slime pins them for a device, which is not here.
-        RoutingReplay.record = lambda self, ids: self.top_indices_list.append(ids.clone())
-        RoutingReplay.pop_forward, RoutingReplay.pop_backward = (
-            _next("forward_index"),
-            _next("backward_index"),
-        )
+        _lend_queues(RoutingReplay)
         found: dict[str, Any] = {
             "replays": len(replays),
             "hooks": [len(one._forward_pre_hooks) for one in actor.routers],
@@ -160,6 +155,27 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
         )  # type: ignore[arg-type]
         found |= _too_many(actor, RoutingReplay) | _uninstalled(actor)
         return found
+
+
+def stand_in(task: dict[str, Any]) -> dict[str, Any]:
+    """R2 alone, on a module that has slime's names; what of it was changed."""
+    os.environ |= {"ENABLE_ROUTING_REPLAY": "1", STAGE: "fallthrough"}
+    with npu_replay.compat.cpu.lend():
+        megatron_model.start(torch.device("cpu"))
+        from slime.utils.routing_replay import RoutingReplay
+
+        actor = Actor()
+        _lend_queues(RoutingReplay)
+        changed = [one.where for one in npu_replay.report().patches if one.where.startswith("slime.")]
+        found: dict[str, Any] = {"replays": len(RoutingReplay.all_routing_replays)}
+        found["patches"] = sorted(one.rpartition(".")[2] for one in changed)
+        return found | ({"r2": _r2(actor, RoutingReplay)} if found["replays"] else {})
+
+
+def _lend_queues(kind: Any) -> None:
+    """slime pins ids for a device, which is not here."""
+    kind.record = lambda self, ids: self.top_indices_list.append(ids.clone())
+    kind.pop_forward, kind.pop_backward = _next("forward_index"), _next("backward_index")
 
 
 def _next(index: str) -> Any:
