@@ -47,7 +47,7 @@ def follow(
     other adapters of PEFT switched on than at the beginning (a reference pass by the same module).
 
     Args:
-        model: the Hugging Face model that the loop calls, or the PeftModel around it; on one rank without
+        model: the Hugging Face model that the loop calls, the PeftModel or DDP around it; FSDP2 too. No
             sequence or context parallelism.
         max_bytes: routes held at a time, in memory of the host (some 400 bytes a token for 48 layers of
             top-8); above it the oldest are dropped, which is said.
@@ -212,8 +212,6 @@ class Following(AnyReplay):
             )
         return self._on
 
-    # One call
-
     def _look_up(self, call: dict[str, Any], grad: bool) -> None:
         """Find the routes of each sequence of a call, and note which are to be recorded."""
         number, found = self._done(), {}
@@ -290,8 +288,6 @@ class Following(AnyReplay):
 
     def _why_other_rows(self, forward: Forward) -> str:
         return _OTHER_ROWS
-
-    # Its end
 
     def _check_complete(self) -> None:
         if self._done() or not self.left_alone:

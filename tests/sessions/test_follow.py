@@ -276,6 +276,10 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"input_ids": texts()[4][None, 5:], "position_ids": torch.arange(5, 11)[None]},
         "part of a sequence",
     ),
+    "positions that count the padding": (
+        lambda: padded(texts()[3:], left=2)[0] | {"position_ids": torch.arange(13)[None].expand(2, -1)},
+        "part of a sequence",
+    ),
     "two chunks (zigzag CP)": (
         lambda: {
             "input_ids": texts()[4][None, [0, 1, 2, 8, 9, 10]],
