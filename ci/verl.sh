@@ -34,8 +34,8 @@ run_with 0.12.1 0.9.1 --dist loadfile tests/on_verl "$@"
 run_with 0.13.1 0.9.1 tests/on_verl/test_functions.py "$@"
 run_with 0.15.3 0.8.0 tests/on_verl/test_functions.py "$@"
 export PYTHONPATH=$datasets:$work/transformers/4.57.6${PYTHONPATH:+:$PYTHONPATH}
-for release in 0.7.1 0.8.0; do
-    run_with 0.12.1 $release --dist loadfile -m "not newest" tests/on_verl/test_fsdp.py "$@"
+for release in 0.8.0 ${NPU_REPLAY_VERL_ALL:+0.7.1}; do
+    run_with 0.12.1 "$release" --dist loadfile -m "not newest" tests/on_verl/test_fsdp.py "$@"
 done
 
 echo "verl: tests $((SECONDS - tests_started)) s"

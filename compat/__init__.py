@@ -20,7 +20,9 @@ if TYPE_CHECKING:
         patching,
         peft,
         probe,
+        roll,
         sglang,
+        slime,
         torch_npu,
         transformers,
         verl,
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
 
 # fmt: off
 __all__ = [
-    "cpu", "cuda", "megatron", "megatron_backports", "mindspeed", "patching", "peft", "probe", "sglang",
-    "torch_npu", "transformers", "verl", "vllm", "vllm_ascend",
+    "cpu", "cuda", "megatron", "megatron_backports", "mindspeed", "patching", "peft", "probe", "roll",
+    "sglang", "slime", "torch_npu", "transformers", "verl", "vllm", "vllm_ascend",
 ]
 # fmt: on
 
