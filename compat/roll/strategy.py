@@ -10,7 +10,6 @@ Waits for the strategy's module. Probes: the names and arguments that it wraps. 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from npu_replay.compat.verl.actions import RECORD, REPLAY, problem_of, switch
 from npu_replay.compat.verl.config import OFF
 from npu_replay.compat.verl.files import ROUTES, TOKENS
 from npu_replay.compat.verl.fsdp import model_of, stack_of
-from npu_replay.errors import MicroBatchError, ReplayError, described
+from npu_replay.errors import MicroBatchError
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.token_layout import TokenLayout
 from npu_replay.routes.routed_experts import narrow_dtype
@@ -58,27 +57,12 @@ def install() -> None:
 
 
 def _wrap(module: Any) -> None:
-    for name, methods in _NEEDED.items():
-        for method, arguments in methods.items():
-            _check(module, name, method, arguments)
+    engine.check_methods(module, _NEEDED, "ROLL's fsdp2 strategy", "ROLL")
     infer, train = (getattr(module, name) for name in _NEEDED)
     _patches.wrap(infer, "forward_step", _forward_step, "a pass that records, or replays the engine's routes")
     _patches.wrap(train, "train_step", _train_step, "a pass that replays")
     _patches.wrap(infer, "_fsdp2_forward", _fsdp2_forward, "gives and takes the routes of a micro-batch")
     _patches.wrap(train, "_clip_grad_norm", _clip_grad_norm, "ranks agree before the optimizer steps")
-
-
-def _check(module: Any, name: str, method: str, arguments: tuple[str, ...]) -> None:
-    function = getattr(getattr(module, name, None), method, None)
-    known = () if function is None else tuple(inspect.signature(function).parameters)
-    if function is None or not {*arguments} <= {*known}:
-        raise ReplayError(
-            "this ROLL's fsdp2 strategy is another than npu_replay knows",
-            where=module.__name__,
-            expected=f"{name}.{method}({', '.join(arguments)})",
-            got=f"({', '.join(known)})" if function else described(function),
-            cause="a newer ROLL; update npu_replay, or turn it off with NPU_REPLAY_DISABLE=1",
-        )
 
 
 def mode_of(config: Any) -> str:

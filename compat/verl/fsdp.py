@@ -12,7 +12,6 @@ Undone by `npu_replay.uninstall()`.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -28,7 +27,6 @@ from npu_replay.compat.verl import engine, functions, tensors
 from npu_replay.compat.verl.actions import RECORD, REPLAY, problem_of, switch, without_adapter
 from npu_replay.compat.verl.config import FSDP, OFF, setting
 from npu_replay.compat.verl.files import ROUTES, TOKENS
-from npu_replay.errors import ReplayError, described
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.token_layout import TokenLayout
 from npu_replay.rollout.model_config import RoutedModel
@@ -61,9 +59,7 @@ def install() -> None:
 
 
 def _wrap(module: Any) -> None:
-    for name, methods in _NEEDED.items():
-        for method, arguments in methods.items():
-            _check(module, name, method, arguments)
+    engine.check_methods(module, _NEEDED, "verl's FSDP engine", "verl")
     base, language_model = (getattr(module, name) for name in _NEEDED)
     asked = engine.Asked(
         lambda self: [self.module], settings_of, lambda self: model_of(self.module), _stack_of, kind="FSDP"
@@ -72,19 +68,6 @@ def _wrap(module: Any) -> None:
     _patches.set(base, "forward_backward_batch", ours, "one pass: ranks leave together, figures")
     _patches.wrap(language_model, "forward_step", _step, "gives and takes the routes of a micro-batch")
     _patches.wrap(base, "disable_adapter", without_adapter, "a reference pass is never replayed")
-
-
-def _check(module: Any, name: str, method: str, arguments: tuple[str, ...]) -> None:
-    function = getattr(getattr(module, name, None), method, None)
-    known = () if function is None else tuple(inspect.signature(function).parameters)
-    if function is None or not {*arguments} <= {*known}:
-        raise ReplayError(
-            "this verl's FSDP engine is another than npu_replay knows",
-            where=module.__name__,
-            expected=f"{name}.{method}({', '.join(arguments)})",
-            got=f"({', '.join(known)})" if function else described(function),
-            cause="a newer verl; update npu_replay, or turn it off with NPU_REPLAY_DISABLE=1",
-        )
 
 
 # What is known of an engine

@@ -243,16 +243,10 @@ class SelfCheck:
         apart = (rows < 0).any(-1) & (self._writers > 0)
         ids = rows.sort(-1).values
         return [
-            (
-                (self._writers == 0).sum(0),
-                "were written by no rank: a layer or tokens are missing",
-            ),
+            ((self._writers == 0).sum(0), "were written by no rank: a layer or tokens are missing"),
             ((self._writers > 1).sum(0), "were written by more than one rank"),
             (apart.sum(0), "weren't put together from all ranks"),
-            (
-                (ids >= self._experts).any(-1).sum(0),
-                f"have an expert above {self._experts - 1}",
-            ),
+            ((ids >= self._experts).any(-1).sum(0), f"have an expert above {self._experts - 1}"),
             ((ids[..., 1:] == ids[..., :-1]).any(-1).sum(0), "have one expert twice"),
         ]
 
