@@ -249,6 +249,7 @@ def _work(folder: Path, rank: int) -> None:
         (folder / f"{rank}.answer").write_text(json.dumps(found), encoding="utf-8")
         code = 0
     except SystemExit as stopped:
+        code = int(bool(stopped.code))
         print(stopped, file=sys.stderr)
     except BaseException:
         import traceback

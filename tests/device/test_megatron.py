@@ -84,6 +84,7 @@ def test_the_bench_runs_and_names_the_device(
         "other top-k",
         "gather",
         "decode",
+        "capture",
         "import",
         "inputs",
         "step",
