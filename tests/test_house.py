@@ -21,7 +21,8 @@ FLOORS = (
     ("errors", "lazy", "torch_loading", "beside", "json_text", "tables"),
     ("routes",),
     ("routers",),
-    ("sessions", "rollout"),
+    ("rollout",),
+    ("sessions",),
     ("parallel",),
     ("compat.patching",),
     ("compat.probe",),
@@ -29,7 +30,7 @@ FLOORS = (
     ("compat.mindspeed", "compat.transformers"),
     ("compat.megatron",),
     ("compat.megatron_backports", "compat.vllm_ascend"),
-    ("compat.vllm", "compat.sglang", "compat.slime"),
+    ("compat.vllm", "compat.sglang", "compat.slime", "compat.swift"),
     ("compat.verl",),
     ("compat.roll",),
     ("devices",),
@@ -55,6 +56,7 @@ PRODUCTS = {
     "peft",
     "trl",
     "roll",
+    "swift",
 }
 ALSO = {
     "compat.megatron_backports": ("megatron",),

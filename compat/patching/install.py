@@ -21,6 +21,7 @@ _SHIMS = {
     ),
     "sglang": ("sglang.old_path",),
     "roll": ("roll.journey", "roll.strategy"),
+    "swift": ("swift",),
     **dict.fromkeys(("slime", "vime", "miles"), ("slime.routing_replay",)),
 }
 """The modules of npu_replay.compat that change a package. Each is imported, and its `install` called, in this

@@ -90,14 +90,7 @@ def model_of(module: nn.Module) -> RoutedModel:
     """
     if module not in _models:
         routers = [router for chunk in find([module]) for router in chunk]
-        config: Any = module.config
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        _models[module] = RoutedModel(
-            layers=tuple(router.label for router in routers),
-            num_layers=int(text.num_hidden_layers),
-            num_experts=routers[0].num_experts,
-            topk=routers[0].topk,
-        )
+        _models[module] = RoutedModel.of_module(module, routers)
     return _models[module]
 
 

@@ -20,7 +20,7 @@ from npu_replay.compat.megatron import parallel_state
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.token_layout import TokenLayout
-from npu_replay.rollout.admit import check_dense
+from npu_replay.rollout.batch_rows import from_batch
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
 
@@ -144,8 +144,6 @@ class MicroBatch:
                 got=f"{self.tokens.dim()} dimensions",
                 cause="a rollout engine or an agent loop that hands on flat routes",
             )
-        routed = self.routed
-        columns = _columns(int(self.tokens.shape[-2]), routed)
         each = list(self.tokens.detach().cpu().unbind())
         if not self.tokens.is_nested:
             each = [one[kept] for one, kept in zip(each, self.kept, strict=True)]
@@ -156,31 +154,17 @@ class MicroBatch:
             )
         good: dict[int, RoutedExperts] = {}
         bad: dict[int, ReplayError] = {}
+        routed = self.routed
 
         def take(number: int, ids: torch.Tensor, keep: torch.Tensor | None) -> None:
             try:
-                if isinstance(columns, list) and len(columns) < routed.num_layers:
-                    # An engine's labels may have shifted: then its dense layers have experts.
-                    check_dense(ids.to(torch.int64).numpy(), routed)
-                good[number] = self._sequence(ids[:, columns], routed.layers, keep, zeros_are_none)
+                good[number] = from_batch(ids, routed, keep=keep, zeros_are_none=zeros_are_none)
             except InvalidRoutes as error:
                 bad[number] = error.at(f"sample {number} of the micro-batch")
 
         for number, (ids, keep) in enumerate(zip(each, masks, strict=True)):
             take(number, ids, keep)
         return good, bad
-
-    def _sequence(
-        self, here: torch.Tensor, labels: Sequence[int], keep: torch.Tensor | None, zeros_are_none: bool
-    ) -> RoutedExperts:
-        if here.dtype == torch.uint16:
-            here = here.to(torch.int64)
-        recorded = torch.ones(len(here), dtype=torch.bool) if keep is None else keep.detach().cpu().bool()
-        if zeros_are_none and here.numel():
-            recorded = recorded & (here != 0).flatten(1).any(dim=1)
-        experts = self.model["num_experts"]
-        built = RoutedExperts(ids=here, layers=labels, num_experts=experts, recorded=recorded)
-        return built.check_not_constant() if zeros_are_none else built
 
     def filled(self, found: Sequence[RoutedExperts], dtype: torch.dtype) -> torch.Tensor:
         """Sequences in the form of this batch: jagged, or padded with zeros. Where none are given there are
@@ -204,21 +188,6 @@ def utils() -> Any:
 def offsets(jagged: torch.Tensor) -> torch.Tensor:
     """Where each sequence of a jagged tensor begins, [batch + 1]."""
     return jagged.offsets()  # type: ignore[attr-defined, no-any-return]  # torch's stubs know no jagged tensors
-
-
-def _columns(count: int, routed: RoutedModel) -> slice | list[int]:
-    """Which columns are the MoE layers."""
-    if count == len(routed.layers):
-        return slice(None)
-    if count == routed.num_layers:
-        return list(routed.layers)
-    raise MicroBatchError(
-        "the routes have another number of layers than the model",
-        expected=f"{routed.num_layers} columns, one a decoder layer, or {len(routed.layers)}, one a MoE "
-        "layer",
-        got=count,
-        cause="an engine that counts multi-token prediction as a layer, or another model than the trainer's",
-    )
 
 
 def speaks_for_samples(parallel: ParallelLayout | None) -> bool:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from npu_replay import json_text
 from npu_replay.errors import ReplayError, listed, shown, whole_number
+from npu_replay.routers import Router
 from npu_replay.routes.atomic_file import plain_file
 from npu_replay.routes.checks import MAX_EXPERTS, MAX_LAYERS
 
@@ -119,6 +122,30 @@ class RoutedModel:
         has another number of columns."""
         every = tuple(range(self.num_layers))
         return next((layers for layers in (every, self.sparse) if len(layers) == columns), None)
+
+    @classmethod
+    def of_module(cls, module: nn.Module, routers: Sequence[Router]) -> RoutedModel:
+        """A model of transformers, by the routers that were found in it.
+
+        Args:
+            module: the model, or a wrapper of it (PEFT's, DDP).
+
+        Raises:
+            ReplayError: nothing in it has a config.
+        """
+        configs = (getattr(inner, "config", None) for inner in module.modules())
+        config: Any = next((one for one in configs if hasattr(one, "get_text_config")), None)
+        if config is None:
+            got = f"{type(module).__name__}, without a config"
+            raise ReplayError(
+                "the number of decoder layers isn't known", expected="a model of transformers", got=got
+            )
+        return cls(
+            layers=tuple(router.label for router in routers),
+            num_layers=int(config.get_text_config().num_hidden_layers),
+            num_experts=routers[0].num_experts,
+            topk=routers[0].topk,
+        )
 
     @classmethod
     def of(cls, model: Any) -> RoutedModel:

@@ -171,7 +171,8 @@ class Block:
 
     # The chunks' hooks
 
-    def _chunk_begins(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _chunk_begins(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the hook returns: None, or other arguments for the call."""
         if not in_backward():
             self._begin(chunk, args, kwargs)
 

@@ -17,6 +17,7 @@ from npu_replay.routes.checks import Array
 from npu_replay.routes.fingerprint import fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts
 
+_IDS = ("input_ids", "tokens")
 _OTHER_INPUTS = ("pixel_values", "image", "video", "audio", "input_features")
 """How arguments begin that a model chooses experts by and that no token id tells."""
 
@@ -75,14 +76,59 @@ def _names(module: nn.Module) -> list[str]:
     return _names(inner) if not names and isinstance(inner, nn.Module) else names or ["input_ids"]
 
 
+@dataclass(frozen=True)
+class Places:
+    """The places of a call, [batch, sequence], batch-major.
+
+    Attributes:
+        real: bool, which hold tokens.
+        spans: first place and end of each sequence, of one token too.
+    """
+
+    real: Array
+    spans: list[tuple[int, int]]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(batch, sequence)."""
+        rows, width = self.real.shape
+        return rows, width
+
+    @classmethod
+    def of(cls, call: Mapping[str, Any]) -> Places:
+        """Those of a call with these arguments: padded on any side, or packed.
+
+        Raises:
+            MicroBatchError: a mask with holes, or a part of a sequence.
+        """
+        fed = [call[name] for name in (*_IDS, "inputs_embeds") if isinstance(call.get(name), torch.Tensor)]
+        known = bool(fed) and not fed[0].is_nested and fed[0].dim() >= 2
+        _refuse_unless(
+            known,
+            "this call doesn't tell its tokens",
+            " or ".join(_IDS) + ", [batch, sequence]",
+            sorted(call),
+        )
+        real = _real(call.get("attention_mask"), tuple(fed[0].shape[:2]))
+        begins = real & ~np.pad(real, ((0, 0), (1, 0)))[:, :-1]
+        if (positions := call.get("position_ids")) is not None:
+            begins = _by_positions(positions, real, begins)
+        elif (bounds := call.get("cu_seq_lens_q", call.get("cu_seqlens"))) is not None:
+            begins = _by_bounds(_array(bounds), begins)
+        first = begins.reshape(-1).nonzero()[0]
+        stops = np.append((begins | ~real).reshape(-1).nonzero()[0], real.size)
+        end = stops[np.searchsorted(stops, first, side="right")]
+        return cls(real, [(int(a), int(b)) for a, b in zip(first, end, strict=True)])
+
+
 def fed_sequences(call: Mapping[str, Any]) -> FedSequences:
-    """Those of a call with these arguments: padded on any side, or packed.
+    """Those of a call with these arguments.
 
     Raises:
         MicroBatchError: there are no token ids, other inputs beside them, a mask with holes, or a part of a
             sequence.
     """
-    ids = call.get("input_ids", call.get("tokens"))
+    ids = next((call[name] for name in _IDS if name in call), None)
     other = [name for name in call if name == "inputs_embeds" or name.startswith(_OTHER_INPUTS)]
     _refuse_unless(
         isinstance(ids, torch.Tensor) and not ids.is_nested and ids.dim() == 2 and not other,
@@ -91,19 +137,9 @@ def fed_sequences(call: Mapping[str, Any]) -> FedSequences:
         ", ".join(other or sorted(call)),
         "embeddings in the place of ids, or images, in which two samples of the same tokens differ",
     )
-    tokens = _array(ids)
-    real = _real(call.get("attention_mask"), tokens.shape)
-    begins = real & ~np.pad(real, ((0, 0), (1, 0)))[:, :-1]
-    if (positions := call.get("position_ids")) is not None:
-        begins = _by_positions(positions, real, begins)
-    elif (bounds := call.get("cu_seq_lens_q", call.get("cu_seqlens"))) is not None:
-        begins = _by_bounds(_array(bounds), begins)
-    first = begins.reshape(-1).nonzero()[0]
-    stops = np.append((begins | ~real).reshape(-1).nonzero()[0], real.size)
-    end = stops[np.searchsorted(stops, first, side="right")]
-    spans = [(int(a), int(b)) for a, b in zip(first, end, strict=True) if b - a > 1]
-    flat = tokens.reshape(-1)
-    return FedSequences(real.size, spans, [fingerprint(flat[a:b]) for a, b in spans])
+    places, flat = Places.of(call), _array(ids).reshape(-1)
+    spans = [(first, end) for first, end in places.spans if end - first > 1]
+    return FedSequences(places.real.size, spans, [fingerprint(flat[a:b]) for a, b in spans])
 
 
 def _array(tensor: Any) -> Array:

@@ -6,17 +6,27 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from npu_replay import routers
-from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError, RouterError, micro_batch, shown
+from npu_replay.errors import (
+    InvalidRoutes,
+    MicroBatchError,
+    ReplayError,
+    RouterError,
+    micro_batch,
+    one_of,
+    shown,
+)
+from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routers import Model, Router
 from npu_replay.routes.by_tokens import RoutesByTokens
 from npu_replay.routes.fingerprint import find_other_tokens, fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions import backward, seam
+from npu_replay.sessions.carried_routes import KEYWORDS, carried_routes, take_off
 from npu_replay.sessions.fed_sequences import FedSequences, fed_sequences, named
 from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward
 from npu_replay.sessions.recompute import Key
@@ -32,7 +42,13 @@ _OTHER_ROWS = (
 
 
 def follow(
-    model: Model, *, max_bytes: int = 4 * 2**30, eval_mode: bool = False, live_mismatch: bool = False
+    model: Model,
+    *,
+    mode: Literal["R2", "R3"] = "R2",
+    max_bytes: int = 4 * 2**30,
+    eval_mode: bool = False,
+    live_mismatch: bool = False,
+    max_live_mismatch: float | None = None,
 ) -> Following:
     """Record what `model` chooses without grad, and replay it with grad, whoever calls it.
 
@@ -46,21 +62,35 @@ def follow(
     that are no log-probs of the policy: with past_key_values or use_cache (generation), in eval mode, or with
     other adapters of PEFT switched on than at the beginning (a reference pass by the same module).
 
+    A rollout's routes (R3) come from `put`, or with the call itself: the keyword routed_experts= (ms-swift)
+    or rollout_expert_indices= (SkyRL), [batch, sequence, layers, topk], padded or packed as the ids are. It
+    is taken off the call, which goes on without it; such a call may have embeddings or images, too.
+
     Args:
         model: the Hugging Face model that the loop calls, the PeftModel or DDP around it; FSDP2 too. No
             sequence or context parallelism.
+        mode: "R3": nothing is recorded, and each call of the policy, with grad or without, has a rollout's
+            routes, else it is an error. "R2": calls without grad record what no rollout gave.
         max_bytes: routes held at a time, in memory of the host (some 400 bytes a token for 48 layers of
             top-8); above it the oldest are dropped, which is said.
         eval_mode: calls in eval mode are recorded, too: for a loop that takes old log-probs so (OpenRLHF).
             An evaluation then belongs into `paused()`.
-        live_mismatch: also count where the routers would have chosen otherwise than they are told.
+        live_mismatch, max_live_mismatch: see `replay`.
 
     Raises:
         ReplayError: on entering, if a router can't be replayed, or an adapter be asked; in a call, if it has
             no input_ids, a mask with holes, or a part of a sequence, or if with grad it has a sequence that
             no call has recorded; on leaving, as `record` and `replay`.
     """
-    return Following(model, max_bytes=max_bytes, eval_mode=eval_mode, live_mismatch=live_mismatch)
+    one_of(mode, ("R2", "R3"), "mode")
+    return Following(
+        model,
+        records=mode == "R2",
+        max_bytes=max_bytes,
+        eval_mode=eval_mode,
+        live_mismatch=live_mismatch,
+        max_live_mismatch=max_live_mismatch,
+    )
 
 
 class Following(AnyReplay):
@@ -72,15 +102,17 @@ class Following(AnyReplay):
 
     name = "follow"
 
-    def __init__(self, model: Model, *, max_bytes: int, eval_mode: bool, live_mismatch: bool) -> None:
-        super().__init__(model, live_mismatch=live_mismatch)
+    def __init__(
+        self, model: Model, *, records: bool, max_bytes: int, eval_mode: bool, **compared: Any
+    ) -> None:
+        super().__init__(model, **compared)
         if len(self._chunks) != 1:
             got = f"{len(self._chunks)} chunks"
             raise RouterError("follow takes one model", expected="a module", got=got)
         self.left_alone: Counter[str] = Counter()
         self._sequences: Counter[str] = Counter()
         self._store = RoutesByTokens(max_bytes)
-        self._eval_mode = eval_mode
+        self._records, self._eval_mode = records, eval_mode
         self._paused = self._on = False
         self._fed: FedSequences | None = None
         self._new: list[int] = []
@@ -129,12 +161,14 @@ class Following(AnyReplay):
         self._store.put(mark, routes, rollout=True)
 
     def metrics(self) -> dict[str, float]:
-        """Calls (micro_batches), routers, seconds; sequences recorded and replayed so far, held now, dropped
-        for max_bytes, replaced by others of the same tokens; calls left alone; live_mismatch if asked for."""
+        """Calls (micro_batches), routers, seconds; sequences recorded and replayed so far, calls that
+        carried their routes; sequences held now, dropped for max_bytes, replaced by others of the same
+        tokens; calls left alone; live_mismatch if asked for."""
         store = self._store
         return super().metrics() | {
             "recorded": self._sequences["recorded"],
             "replayed": self._sequences["replayed"],
+            "carried": self._sequences["carried"],
             "held": len(store),
             "held_bytes": store.bytes,
             "dropped": store.dropped,
@@ -157,17 +191,22 @@ class Following(AnyReplay):
                 )
         self._variant = routers.variant(self._chunks[0])
         self._policy = self._variant()
+        self._model = RoutedModel.of_module(self._chunks[0], self._routers[0])
 
-    def _chunk_begins(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if backward.in_backward():
-            return
+    def _chunk_begins(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        carried, others = take_off(kwargs)
+        if not backward.in_backward():
+            self._call_begins(chunk, args, others, carried)
+        return None if carried is None else (args, others)
+
+    def _call_begins(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any], carried: Any) -> None:
         call = named(self._chunks[chunk], args, kwargs)
         # The first pass of a reentrant checkpoint around the model runs without grad, and is the update's.
         grad = torch.is_grad_enabled() or bool(backward.enclosing(functions=True))
         why = self._why_left_alone(call, grad)
         if why is None:
             started = time.perf_counter()
-            self._look_up(call, grad)
+            self._look_up(call, grad, carried)
             self._seconds += time.perf_counter() - started
             self._on = True
             super()._chunk_begins(chunk, args, kwargs)
@@ -212,34 +251,48 @@ class Following(AnyReplay):
             )
         return self._on
 
-    def _look_up(self, call: dict[str, Any], grad: bool) -> None:
+    def _look_up(self, call: dict[str, Any], grad: bool, carried: Any) -> None:
         """Find the routes of each sequence of a call, and note which are to be recorded."""
-        number, found = self._done(), {}
+        number, self._fed, self._new = self._done(), None, []
         try:
-            fed = fed_sequences(call)
-        except MicroBatchError as error:
+            if carried is None:
+                given = self._found(number, fed_sequences(call), grad)
+            else:
+                given = carried_routes(carried, call, self._model)
+        except (MicroBatchError, InvalidRoutes) as error:
             raise error.at(micro_batch(number)) from None
+        self._check_layers(number, given, self._routers[0])
+        self._given[0, number] = DeviceRoutes(given, self._routers[0])
+
+    def _found(self, number: int, fed: FedSequences, grad: bool) -> RoutedExperts:
+        """By its tokens, what is held of each sequence."""
+        found = {}
         for at, (mark, (first, end)) in enumerate(zip(fed.marks, fed.spans, strict=True)):
             routes, rollout = self._store.get(mark)
-            if routes is None and grad:
-                raise self._unknown(number, at, fed)
+            if routes is None and (grad or not self._records):
+                raise self._unknown(at, fed)
             if routes is not None and (rollout or grad):
                 if other := find_other_tokens(len(routes), mark, end - first, mark):
-                    raise other.error(MicroBatchError, f"{micro_batch(number)}, sequence {at}")
+                    raise other.error(MicroBatchError, f"sequence {at}")
                 found[at] = routes
         self._fed, self._new = fed, [at for at in range(len(fed.marks)) if at not in found]
-        given, of = fed.in_rows(found, self._routers[0]), self._routers[0]
-        self._check_layers(number, given, of)
-        self._given[0, number] = DeviceRoutes(given, of)
+        return fed.in_rows(found, self._routers[0])
 
-    def _unknown(self, number: int, at: int, fed: FedSequences) -> MicroBatchError:
+    def _unknown(self, at: int, fed: FedSequences) -> MicroBatchError:
         known = sum(self._store.get(mark)[0] is not None for mark in fed.marks)
+        expected = "each sequence of an update to have been recorded before, or to come from put()"
         cause = (
             "no pass for old log-probs came before this update (TRL leaves it out where each update follows "
             "its own generation: then there is nothing to replay), the text was cut or extended in between, "
             "or another rank recorded it"
         )
-        if self.left_alone[_EVAL]:
+        if not self._records:
+            expected = f"{KEYWORDS[0]}= with each call of the policy, or put() before it"
+            cause = (
+                "the engine isn't asked for routes (vLLM: enable_return_routed_experts), or one sample has "
+                "none (ms-swift then hands on nobody's); or it is an evaluation, which belongs into paused()"
+            )
+        elif self.left_alone[_EVAL]:
             cause = "the old log-probs are taken in eval mode: follow(model, eval_mode=True)"
         if self._store.dropped:
             cause = (
@@ -248,8 +301,8 @@ class Following(AnyReplay):
         first, end = fed.spans[at]
         return MicroBatchError(
             "no routes are known for the tokens of this sequence",
-            where=f"{micro_batch(number)}, sequence {at} ({end - first} tokens)",
-            expected="each sequence of an update to have been recorded before, or to come from put()",
+            where=f"sequence {at} ({end - first} tokens)",
+            expected=expected,
             got=f"{known} of {len(fed.marks)} known; {len(self._store)} held, calls left alone: "
             f"{dict(self.left_alone) or 'none'}",
             cause=cause,
@@ -268,7 +321,9 @@ class Following(AnyReplay):
         ended = super()._end(chunk, output)
         ids, self._ids = self._ids, {}
         self._given.clear()
-        if ended is not None and ended[1] and self._fed is not None:
+        if ended is not None and ended[1] and self._fed is None:
+            self._sequences["carried"] += 1
+        elif ended is not None and ended[1] and self._fed is not None:
             fed, new = self._fed, self._new
             self._sequences.update(recorded=len(new), replayed=len(fed.marks) - len(new))
             if new:

@@ -13,7 +13,7 @@ import torch
 import npu_replay
 from npu_replay import MicroBatchError, RouterError
 
-peft = pytest.importorskip("peft", reason="ci/trl.sh runs these tests, with PEFT")
+peft = pytest.importorskip("peft", reason="ci/trainers.sh runs these tests, with PEFT")
 
 from live.families import make  # noqa: E402
 

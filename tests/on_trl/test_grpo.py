@@ -10,7 +10,7 @@ import pytest
 
 import npu_replay
 
-pytest.importorskip("trl", reason="ci/trl.sh runs these tests, with TRL")
+pytest.importorskip("trl", reason="ci/trainers.sh runs these tests, with TRL")
 
 from on_trl.grpo import LAYERS, Seen, trainer
 

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Runs the tests with trainers of Hugging Face models, as they were released.
+#
+#   ci/trainers.sh trl [ARGUMENT ...]         TRL's GRPOTrainer, and PEFT
+#   ci/trainers.sh ms-swift [ARGUMENT ...]    ms-swift's, in an environment of its own (2 GB, made once): it wants older packages
+#
+# Further arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source ci/environment.sh
+trl=1.16.0
+swift_pin=ms-swift==4.6.0
+
+install_swift() {
+    python -m pip install "$torch_pin" setuptools==77.0.3 || fail "could not install $torch_pin for $(python -V)"
+    # msgspec: ms-swift imports it, and doesn't say so.
+    python -m pip install "$swift_pin" msgspec --no-build-isolation --editable "$repository[dev]" ||
+        fail "could not install $swift_pin; $work/ms-swift is unfinished and goes on with the next run"
+    python -m pip uninstall -qq -y torchvision torchaudio # for CUDA, where torch is for CPUs
+}
+
+case ${1:-} in
+    trl)
+        get_packages trl-tests
+        if [[ ! -d $work/trl/$trl ]]; then
+            echo "Fetching TRL $trl ..."
+            fill "$work/trl/$trl" pip_into --no-deps "trl==$trl" || fail "could not fetch TRL $trl"
+        fi
+        export PYTHONPATH=$work/trl/$trl${PYTHONPATH:+:$PYTHONPATH}
+        tests="tests/on_trl tests/compat/test_peft.py"
+        ;;
+    ms-swift)
+        make_in "$work/ms-swift" install_swift
+        export VIRTUAL_ENV=$work/ms-swift HF_HUB_OFFLINE=1
+        unset CONDA_PREFIX
+        tests=tests/on_swift
+        ;;
+    *) fail "ci/trainers.sh takes trl or ms-swift" ;;
+esac
+export OMP_NUM_THREADS=1
+echo "== pytest with $1"
+# shellcheck disable=SC2086  # one word a path
+python -m pytest -q -rs $tests "${@:2}"

@@ -1,0 +1,124 @@
+"""ms-swift's Hugging Face trainer: R2 and R3, each by a name among its callbacks.
+
+Its collate has the engine's routes and its model calls carry them, but 4.6 cuts them to the width of the
+completions, and lays those that lack their last token one place too far to the right where it pads on the
+left. So they are laid out anew, as the ids are; the callback follows the model, and takes them off its
+calls.
+
+Waits for the trainer's module and the table of callbacks. Probes: the names and arguments that it wraps.
+Offers:
+`install`. Undone by `npu_replay.uninstall()`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from npu_replay.compat.patching import import_hook
+from npu_replay.compat.patching.patches import Change, Patches
+from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError, described
+from npu_replay.sessions.carried_routes import KEYWORDS
+from npu_replay.sessions.fed_sequences import Places
+from npu_replay.sessions.follow import follow
+
+logger = logging.getLogger(__name__)
+
+TRAINER, CALLBACKS = "swift.rlhf_trainers.grpo_trainer", "swift.callbacks.mapping"
+_COLLATE, _ROUTES = "collate_to_grpo_micro_batch", KEYWORDS[0]
+_WHAT = "routing replay of ms-swift's Hugging Face trainer"
+_patches = Patches(_WHAT)
+
+
+def install() -> None:
+    """Change ms-swift's trainer and its callbacks, now or when they are imported."""
+    import_hook.when_imported(TRAINER, _WHAT, _wrap)
+    import_hook.when_imported(CALLBACKS, _WHAT, _register)
+
+
+def _wrap(module: Any) -> None:
+    collate = getattr(module, _COLLATE, None)
+    known = [] if collate is None else [*inspect.signature(collate).parameters]
+    if known[:2] != ["samples", "template"]:
+        raise ReplayError(
+            "this trainer of ms-swift is another than npu_replay knows",
+            where=module.__name__,
+            expected=f"{_COLLATE}(samples, template, ...)",
+            got=f"({', '.join(known)})" if collate else described(collate),
+            cause="another release of ms-swift than 4.6; turn npu_replay off with NPU_REPLAY_DISABLE=1",
+        )
+    _patches.wrap(module, _COLLATE, _collated, "a rollout's routes are laid out as the ids are")
+
+
+def _register(module: Any) -> None:
+    table: dict[str, Any] = module.callbacks_map
+    for mode in ("R2", "R3"):
+        table[f"npu_replay_{mode}"] = functools.partial(_callback, mode)
+    names = [f"npu_replay_{mode}" for mode in ("R2", "R3")]
+
+    def undo() -> bool:
+        return [name for name in names if table.pop(name, None) is None] == []
+
+    _patches.add(Change(f"{CALLBACKS}.callbacks_map", "the callbacks " + " and ".join(names), undo))
+
+
+def _callback(mode: Literal["R2", "R3"], args: Any, trainer: Any) -> Any:
+    """A callback of a trainer, as ms-swift makes them."""
+    from swift.callbacks import TrainerCallback
+
+    class Replay(TrainerCallback):  # type: ignore[misc]
+        """Follows the policy as long as the training lasts."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+            self.following = follow(known["model"], mode=mode).open()
+            routers = int(self.following.metrics()["routers"])
+            logger.info("[npu_replay] %s on %d routers, with ms-swift's trainer", mode, routers)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+            figures = self.following.metrics()
+            self.following.close()
+            logger.info("[npu_replay] %s has ended: %s", mode, figures)
+
+    return Replay(args, trainer)
+
+
+def _collated(original: Callable[..., Any], samples: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    inputs, batch = original(samples, *args, **kwargs)
+    if _ROUTES in inputs:  # where a sample has none, nobody's are there
+        inputs[_ROUTES] = laid_out([sample.routed_experts for sample in samples], inputs)
+    return inputs, batch
+
+
+def laid_out(routes: Sequence[Any], call: Mapping[str, Any]) -> torch.Tensor:
+    """The routes of a call's sequences: int32 [batch, sequence, layers, topk], zeros elsewhere.
+
+    Args:
+        routes: of each sequence, one at least, [tokens, layers, topk], perhaps without the last token's.
+        call: what the model will be called with, padded or packed.
+
+    Raises:
+        InvalidRoutes: another number of rows than tokens, or other layers than the first sample's.
+        MicroBatchError: the call doesn't tell its sequences, or has fewer.
+    """
+    places = Places.of(call)
+    problem = "the batch has fewer sequences than samples"
+    MicroBatchError.unless(len(places.spans) >= len(routes), problem, len(routes), len(places.spans))
+    given = [torch.as_tensor(one, dtype=torch.int32) for one in routes]
+    given = [one[0] if one.dim() == 4 and len(one) == 1 else one for one in given]
+    out = torch.zeros(places.real.size, *given[0].shape[1:], dtype=torch.int32)
+    for number, (rows, (first, end)) in enumerate(zip(given, places.spans, strict=False)):
+        if rows.shape[1:] != out.shape[1:] or len(rows) not in (end - first, end - first - 1):
+            raise InvalidRoutes(
+                "a sample's routes don't go with its tokens",
+                where=f"sample {number} of the micro-batch",
+                expected=f"{end - first} rows, or one less, of {list(out.shape[1:])}",
+                got=list(rows.shape),
+                cause="a text that was cut or encoded anew after the rollout; routes of one turn of several",
+            )
+        out[first : first + len(rows)] = rows
+    return out.view(*places.shape, *out.shape[1:]).to(call["input_ids"].device)

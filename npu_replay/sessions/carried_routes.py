@@ -1,0 +1,89 @@
+"""Routes that a loop hands to the model's call, as a keyword that no model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from npu_replay.errors import MicroBatchError
+from npu_replay.rollout.batch_rows import from_batch
+from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.routes.routed_experts import RoutedExperts
+from npu_replay.sessions.fed_sequences import Places
+
+KEYWORDS = ("routed_experts", "rollout_expert_indices")
+"""ms-swift's name, and SkyRL's."""
+
+_refuse_unless = MicroBatchError.unless
+
+
+def take_off(kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The routes among a call's keywords, None without any, and the other keywords."""
+    others = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
+    given = [kwargs[name] for name in KEYWORDS if kwargs.get(name) is not None]
+    _refuse_unless(len(given) < 2, "a call carries its routes twice", "one of them", " and ".join(KEYWORDS))
+    return (given[0] if given else None), others
+
+
+def carried_routes(given: Any, call: Mapping[str, Any], model: RoutedModel) -> RoutedExperts:
+    """Those of a call with these arguments, one row a place of its [batch, sequence], batch-major.
+
+    Zeros in all layers and top-k (or -1) are a token without a route: what such loops pad with. Only padding
+    and the last token of a sequence may be so.
+
+    Args:
+        given: [batch, sequence, layers, topk], padded or packed like the call's ids; layers are all decoder
+            layers or the MoE layers.
+
+    Raises:
+        ReplayError: another shape; routes where there is padding, or none where there is a token; ids that
+            aren't the model's.
+    """
+    places = Places.of(call)
+    rows = torch.as_tensor(given).detach()
+    fits = rows.dim() == 4 and (*rows.shape[:2], rows.shape[3]) == (*places.shape, model.topk)
+    _refuse_unless(
+        fits and not rows.is_floating_point(),
+        "the call's routes have another shape than its ids",
+        f"integers, {list(places.shape)} as the ids, layers, {model.topk}",
+        f"{str(rows.dtype).removeprefix('torch.')}, {list(rows.shape)}",
+        "routes that were padded, cut or packed otherwise than the ids; sequence parallelism",
+    )
+    rows = rows.flatten(0, 1).to("cpu", torch.int32)
+    rows = rows.where(rows != -1, 0)
+    there = (rows != 0).flatten(1).any(dim=1).numpy()
+    if model.topk == 1:  # expert 0 in all layers may be a route
+        there = there | places.real.reshape(-1)
+    _check_places(there, places)
+    return from_batch(rows, model, keep=torch.from_numpy(there), zeros_are_none=model.topk > 1)
+
+
+def _check_places(there: np.ndarray[Any, np.dtype[np.bool_]], places: Places) -> None:
+    """Has each token a route, the last of a sequence perhaps not, and no padding?"""
+    real = places.real.reshape(-1).copy()
+    width = places.shape[1]
+    for wrong, problem, cause in (
+        (
+            there & ~real,
+            "padding has a route",
+            "ids padded on the other side than their routes, or another mask",
+        ),
+        (
+            real & ~there & ~_ends(places),
+            "a token has no route, and isn't the last of its sequence",
+            "routes of another text, cut, or moved by one: a last token without a route, padded on the left",
+        ),
+    ):
+        at = int(wrong.argmax()) if wrong.any() else -1
+        got = f"row {at // width} of the batch, place {at % width}, and {int(wrong.sum()) - 1} more"
+        _refuse_unless(at < 0, problem, "a route for each token, and none for padding", got, cause)
+
+
+def _ends(places: Places) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Bool [rows]: the last token of each sequence."""
+    last = np.zeros(places.real.size, dtype=np.bool_)
+    last[[end - 1 for _, end in places.spans]] = True
+    return last

@@ -1,0 +1,222 @@
+"""ms-swift's own GRPO trainer, whole, on a tiny Qwen3-MoE, and a rollout's routes that are made up.
+
+Its engine gives none on a CPU, so each sample gets random ones as it is encoded: no router would choose them.
+All else is ms-swift's: generation, collate, passes, optimizer. Truth is what a hook on every router sees.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY, LAYERS, EXPERTS, TOPK = 96, 3, 8, 2
+PLUGIN = """
+from swift.rewards import ORM, orms
+
+class Words(ORM):
+    def __call__(self, completions, **kwargs):
+        return [float(sum(map(ord, text)) % 7) for text in completions]
+
+orms["words"] = Words
+"""
+
+
+def write_model(folder: Path) -> None:
+    """A model with its tokenizer, and prompts for it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    words = {"<|endoftext|>": 0, "<|im_end|>": 1, "<|im_start|>": 2, "<unk>": 3}
+    words |= {f"w{number}": number for number in range(4, VOCABULARY)}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<|endoftext|>", eos_token="<|im_end|>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOPK,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    prompts = [" ".join(f"w{4 + (7 * n + k) % 90}" for k in range(2 + n % 4)) for n in range(16)]
+    lines = (json.dumps({"messages": [{"role": "user", "content": prompt}]}) for prompt in prompts)
+    (folder / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
+
+
+class Rollout:
+    """Routes of samples, by their tokens: what the trainer's routers have to choose."""
+
+    def __init__(self, task: dict[str, Any]) -> None:
+        self.last: bool = task.get("last", False)
+        self._missing, self._cut = task.get("missing", False), task.get("cut", 0)
+        self.routes: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def give(self, sample: Any, tokens: list[int]) -> None:
+        """[tokens, layers, topk], as vLLM's arrays are; the last token may have none."""
+        seed = random.Random(str(tokens)).randrange(2**31)
+        generator = torch.Generator().manual_seed(seed)
+        scores = torch.rand(len(tokens), LAYERS, EXPERTS, generator=generator)
+        whole = scores.topk(TOPK).indices.sort(-1).values
+        self.routes[tuple(tokens)] = whole
+        if not (self._missing and len(self.routes) % 5 == 3):
+            end = len(tokens) - (not self.last) - self._cut
+            sample.routed_experts = whole[:end].to(torch.int16).numpy()
+
+
+class Seen:
+    """What the routers of a model chose.
+
+    Attributes:
+        passes: calls of the model, by kind.
+        replayed, wrong: token-layers of policy passes with a rollout's route; those that chose otherwise.
+        free: token-layers of other passes that chose as the rollout did.
+        updates, otherwise: token-layers of updates and their recomputes; those that chose otherwise than the
+            old log-probs of these tokens.
+        recomputed: calls of routers inside backward.
+    """
+
+    def __init__(self, model: Any, rollout: Rollout) -> None:
+        self.passes: dict[str, int] = {}
+        self.replayed = self.wrong = self.free = self.updates = self.otherwise = self.recomputed = 0
+        self._rollout = rollout
+        self._old: dict[tuple[tuple[int, ...], int], torch.Tensor] = {}
+        self._tuners = [one for one in model.modules() if hasattr(one, "lora_A")]
+        inner = next(one for one in model.modules() if type(one).__name__ == "Qwen3MoeForCausalLM")
+        for module in {
+            model,
+            inner,
+        }:  # generate() goes past PeftModel, and PeftModel past the __call__ of what is in it
+            module.register_forward_pre_hook(self._begins, with_kwargs=True)
+        for layer, block in enumerate(inner.model.layers):
+            block.mlp.gate.register_forward_hook(lambda gate, args, out, layer=layer: self._chose(out, layer))
+
+    def _begins(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        ids, mask, positions = (kwargs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+        if kwargs.get("past_key_values") is not None or not module.training:
+            self._kind = "generation"
+        elif self._tuners and self._tuners[0].disable_adapters:
+            self._kind = "reference"
+        else:
+            self._kind = "update" if torch.is_grad_enabled() else "old log-probs"
+        self.passes[self._kind] = self.passes.get(self._kind, 0) + 1
+        places = torch.arange(ids.numel()).view_as(ids)
+        if ids.shape[0] == 1 and positions is not None and int((positions == 0).sum()) > 1:
+            starts = [*(positions[0] == 0).nonzero()[:, 0].tolist(), ids.numel()]
+            each = [(ids[0, a:b], places[0, a:b]) for a, b in pairwise(starts)]
+        else:
+            keep = torch.ones_like(ids).bool() if mask is None else mask.bool()
+            keep = keep if keep.shape == ids.shape else torch.zeros_like(ids).bool()  # generation
+            each = [(one[there], at[there]) for one, at, there in zip(ids, places, keep, strict=True)]
+        self._rows = [(tuple(one.tolist()), at) for one, at in each]
+
+    def _chose(self, out: Any, layer: int) -> None:
+        ids = next(one for one in out if one.dtype == torch.int64).detach().sort(1).values
+        update, policy = self._kind == "update", self._kind in ("update", "old log-probs")
+        self.recomputed += policy and torch._C._current_graph_task_id() != -1
+        for tokens, at in self._rows:
+            key, chosen = (tokens, layer), ids[at]
+            if self._kind == "old log-probs":
+                self._old[key] = chosen
+            elif update and key in self._old:
+                self.updates += len(at)
+                self.otherwise += int((chosen != self._old[key]).any(1).sum())
+            if (routes := self._rollout.routes.get(tokens)) is None:
+                continue
+            end = len(tokens) - (not self._rollout.last)
+            same = (chosen[:end] == routes[:end, layer]).all(1)
+            if policy:
+                self.replayed += len(same)
+                self.wrong += int((~same).sum())
+            else:
+                self.free += int(same.sum())
+
+
+def run(task: dict[str, Any]) -> dict[str, Any]:
+    """A whole run, with ms-swift's own arguments; what it showed."""
+    folder = Path(task["folder"])
+    write_model(folder)
+    plugins = [folder / f"{name}.py" for name in ("words", "replay")]
+    for path, text in zip(plugins, (PLUGIN, task["plugin"]), strict=True):
+        path.write_text(text, encoding="utf-8")
+
+    from swift.arguments import RLHFArguments
+    from swift.pipelines import rlhf_main
+    from swift.rlhf_trainers import grpo_trainer
+
+    rollout = Rollout(task)
+    seen: list[Seen] = []
+    prepare, encode = grpo_trainer.GRPOTrainer._prepare_batch_inputs, grpo_trainer.encode_sample
+
+    def prepared(self: Any, samples: Any) -> Any:
+        if not seen:
+            seen.append(Seen(self.model, rollout))
+        return prepare(self, samples)
+
+    def encoded(sample: Any, template: Any) -> Any:
+        found = encode(sample, template)
+        if task.get("routes", True):
+            rollout.give(sample, list(found["input_ids"]))
+        return found
+
+    grpo_trainer.GRPOTrainer._prepare_batch_inputs = prepared
+    grpo_trainer.encode_sample = encoded
+    if task["options"].get(
+        "padding_free"
+    ):  # only flash attention may, which has no CPU; sdpa has a mask for it
+        RLHFArguments._check_padding_free = lambda self: None
+    options = {
+        "per_device_train_batch_size": 4,
+        "num_generations": 2,
+        "steps_per_generation": 2,
+        "num_iterations": 2,
+        "max_completion_length": 8,
+        "max_steps": 8,
+        "learning_rate": 0.03,
+        "tuner_type": "full",
+        "gradient_checkpointing": True,
+        "attn_impl": "sdpa",
+    }
+    problem = ""
+    try:
+        rlhf_main(
+            RLHFArguments(
+                rlhf_type="grpo",
+                model=str(folder),
+                model_type="qwen3_moe",
+                template="chatml",
+                torch_dtype="float32",
+                dataset=[str(folder / "prompts.jsonl")],
+                split_dataset_ratio=0,
+                external_plugins=[str(path) for path in plugins],
+                reward_funcs=["words"],
+                use_vllm=False,
+                use_hf=True,
+                output_dir=str(folder / "out"),
+                report_to=[],
+                save_strategy="no",
+                logging_steps=1,
+                **options | task["options"],
+            )
+        )
+    except Exception as error:  # whatever ends a run
+        problem = f"{type(error).__name__}: {error}"
+    figures = {name: value for one in seen for name, value in vars(one).items() if name[0] != "_"}
+    return figures | {"problem": problem, "sequences": len(rollout.routes)}

@@ -1,0 +1,230 @@
+"""follow with routes that come with the call itself, padded or packed as its ids are (R3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+
+import npu_replay
+from npu_replay import MicroBatchError, ReplayError
+
+pytest.importorskip("transformers")
+
+from sessions.test_follow import (
+    EXPERTS,
+    LAYERS,
+    LAYOUTS,
+    TOPK,
+    Fed,
+    Seen,
+    assert_replayed,
+    learn,
+    model,
+    padded,
+    record,
+    texts,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*requires_grad=True:UserWarning")
+
+
+def rollout(fed: Fed, seed: int = 0) -> list[list[torch.Tensor]]:
+    """What an engine chose: by sequence and layer, sorted ids [tokens, topk]."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        [
+            torch.rand(len(place), EXPERTS, generator=generator).topk(TOPK).indices.sort(1).values
+            for _ in range(LAYERS)
+        ]
+        for place in fed[1]
+    ]
+
+
+def carried(fed: Fed, routes: list[list[torch.Tensor]], empty: int = 0) -> torch.Tensor:
+    """[batch, sequence, layers, topk], as ms-swift's collate has them: int64, padding is zeros."""
+    ids = fed[0]["input_ids"]
+    rows = torch.full((ids.numel(), LAYERS, TOPK), empty)
+    for place, layers in zip(fed[1], routes, strict=True):
+        rows[place] = torch.stack(layers, dim=1)
+    return rows.view(*ids.shape, LAYERS, TOPK)
+
+
+@pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("keyword", ["routed_experts", "rollout_expert_indices"])
+def test_each_call_takes_the_routes_that_it_carries(keyword: str, layout: str, recompute: str | None) -> None:
+    followed, fed = model(recompute=recompute), LAYOUTS[layout](texts())
+    wanted = rollout(fed)
+    call = fed[0] | {keyword: carried(fed, wanted, empty=-1 if layout == "left" else 0)}
+    given, seen = call[keyword].clone(), Seen(followed)
+    got: list[set[str]] = []
+    followed.register_forward_pre_hook(
+        lambda module, args, kwargs: got.append(set(kwargs)), with_kwargs=True
+    )  # a hook of somebody's that came first sees what was given; the model doesn't
+    forward, inside = followed.forward, []
+    followed.forward = lambda *args, **kwargs: inside.append(set(kwargs)) or forward(*args, **kwargs)
+    with npu_replay.follow(followed, mode="R3") as following:
+        for run in (record, learn):
+            run(followed, (call, fed[1]))
+            assert_replayed(seen, fed, wanted)
+        metrics = following.metrics()
+    assert torch.equal(call[keyword], given)
+    assert all(keyword in names for names in got)
+    assert len(inside) == 2
+    assert all(keyword not in names for names in inside)
+    assert (metrics["carried"], metrics["recorded"], metrics["held"]) == (2, 0, 0)
+
+
+def test_the_last_token_of_a_sequence_may_lack_its_route() -> None:
+    """It then chooses by itself, in each sequence of a packed batch."""
+    followed, fed = model(), LAYOUTS["packed"](texts())
+    wanted = rollout(fed)
+    routes = carried(fed, wanted)
+    ends = torch.tensor([int(place[-1]) for place in fed[1]])
+    routes[0, ends] = 0
+    seen = Seen(followed)
+    with npu_replay.follow(followed, mode="R3"):
+        record(followed, (fed[0] | {"routed_experts": routes}, fed[1]))
+    for layer, ids, own in seen.calls:
+        for place, layers in zip(fed[1], wanted, strict=True):
+            assert torch.equal(ids[place[:-1]], layers[layer][:-1])
+        assert torch.equal(ids[ends], own[ends])
+
+
+def test_the_columns_may_be_all_decoder_layers() -> None:
+    from live.families import make
+
+    followed = make("Qwen3Moe", 0, num_hidden_layers=4, num_experts=EXPERTS, mlp_only_layers=[1]).train()
+    topk = followed.config.num_experts_per_tok
+    ids = torch.arange(2, 12)[None]
+    generator = torch.Generator().manual_seed(0)
+    routes = torch.rand(1, 10, 4, EXPERTS, generator=generator).topk(topk).indices
+    routes[:, :, 1] = 0
+    chosen = {}
+    for layer in (0, 2, 3):
+        followed.model.layers[layer].mlp.gate.register_forward_hook(
+            lambda gate, args, out, layer=layer: chosen.update({layer: out[-1]})
+        )
+    with npu_replay.follow(followed, mode="R3"):
+        followed(ids, routed_experts=routes)
+        for layer in (0, 2, 3):
+            assert torch.equal(chosen[layer].sort(1).values, routes[0, :, layer].sort(1).values)
+        routes[0, 4, 1] = 3
+        with pytest.raises(ReplayError, match="a dense layer has experts"):
+            followed(ids, routed_experts=routes)
+
+
+def test_a_call_with_images_may_carry_its_routes() -> None:
+    """Found by its tokens it couldn't be."""
+    followed, fed = model(), padded(texts(), left=2)
+    embeds = followed.get_input_embeddings()(fed[0]["input_ids"]).detach()
+    call = {"inputs_embeds": embeds, "attention_mask": fed[0]["attention_mask"]}
+    wanted, seen = rollout(fed), Seen(followed)
+    with npu_replay.follow(followed, mode="R3"):
+        learn(followed, (call | {"routed_experts": carried(fed, wanted)}, fed[1]))
+    assert_replayed(seen, fed, wanted)
+
+
+def test_calls_that_are_left_alone_go_on_without_the_keyword() -> None:
+    """An evaluation with a rollout's routes; and with carried routes, a rollout that was put is not asked."""
+    followed, fed = model(), padded(texts())
+    free = record(followed, fed, seen := Seen(followed))
+    call = fed[0] | {"routed_experts": carried(fed, rollout(fed))}
+    with npu_replay.follow(followed, mode="R3") as following:
+        learn(followed, (call, fed[1]))
+        followed.eval()
+        seen.calls.clear()
+        again = record(followed, (call, fed[1]), seen)
+        assert all(map(torch.equal, chain.from_iterable(again), chain.from_iterable(free)))
+        assert following.left_alone == {"in eval mode": 1}
+
+
+def bad(change: Callable[[torch.Tensor], Any], *also: str) -> Callable[[Fed], dict[str, Any]]:
+    """A call whose routes are changed so, under these names, too."""
+    return lambda fed: fed[0] | dict.fromkeys(("routed_experts", *also), change(carried(fed, rollout(fed))))
+
+
+def holed(routes: torch.Tensor) -> torch.Tensor:
+    routes[2, 3] = 0
+    return routes
+
+
+def padding(routes: torch.Tensor) -> torch.Tensor:
+    routes[0, -1] = torch.tensor([1, 2])
+    return routes
+
+
+def huge(routes: torch.Tensor) -> torch.Tensor:
+    routes[4, 2, 1, 0] = EXPERTS
+    return routes
+
+
+def twice(routes: torch.Tensor) -> torch.Tensor:
+    routes[4, 2, 1] = 3
+    return routes
+
+
+def constant(routes: torch.Tensor) -> torch.Tensor:
+    routes[:, :, 1] = torch.tensor([1, 2])
+    routes[:, :, 1][~(routes[:, :, 0] != 0).any(-1)] = 0
+    return routes
+
+
+BAD: dict[str, tuple[Callable[[Fed], dict[str, Any]], str]] = {
+    "none": (lambda fed: fed[0], "no routes are known"),
+    "a token without": (bad(holed), "a token has no route, and isn't the last of its sequence"),
+    "padding with": (bad(padding), "padding has a route"),
+    "moved by one": (bad(lambda routes: routes.roll(1, 1)), "padding has a route|a token has no route"),
+    "too short": (bad(lambda routes: routes[:, 1:]), "another shape than its ids"),
+    "another batch's": (bad(lambda routes: routes[1:]), "another shape than its ids"),
+    "another top-k": (bad(lambda routes: routes[..., :1]), "another shape than its ids"),
+    "flat": (bad(lambda routes: routes.flatten(2)), "another shape than its ids"),
+    "a layer too few": (bad(lambda routes: routes[:, :, 1:]), "another number of layers than the model"),
+    "an expert too far": (bad(huge), "out of range|not between|of 8"),
+    "an expert twice": (bad(twice), "twice"),
+    "one layer constant": (bad(constant), "same"),
+    "both keywords": (bad(lambda routes: routes, "rollout_expert_indices"), "carries its routes twice"),
+    "floats": (bad(lambda routes: routes.float()), "integer"),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("what", BAD)
+def test_routes_that_cannot_be_the_calls_are_refused(what: str, grad: bool) -> None:
+    make_call, message = BAD[what]
+    followed, fed = model(), padded(texts(8), right=1)
+    with npu_replay.follow(followed, mode="R3") as following:
+        with pytest.raises(ReplayError, match=message) as caught, torch.set_grad_enabled(grad):
+            followed(**make_call(fed))
+        assert isinstance(caught.value, MicroBatchError) or "micro-batch 0" in str(caught.value)
+        learn(followed, (bad(lambda routes: routes)(fed), fed[1]))  # and what follows is in order
+        assert following.metrics()["carried"] == 1
+
+
+def test_routes_of_another_batch_are_found_by_the_live_choice() -> None:
+    followed, fed = model(), padded(texts())
+    call = fed[0] | {"routed_experts": carried(fed, rollout(fed))}
+    with (
+        pytest.raises(ReplayError, match="max_live_mismatch"),
+        npu_replay.follow(followed, mode="R3", max_live_mismatch=0.2),
+    ):
+        learn(followed, (call, fed[1]))
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ReplayError, match="'R2' or 'R3'"):
+        npu_replay.follow(model(), mode="r3")  # type: ignore[arg-type]
+
+
+def test_with_put_alone_every_pass_needs_its_rollout() -> None:
+    """R2 would record what put() lacks; R3 says so."""
+    followed, fed = model(), padded(texts())
+    with npu_replay.follow(followed, mode="R3") as following:
+        with pytest.raises(MicroBatchError, match="enable_return_routed_experts"):
+            record(followed, fed)
+        learn(followed, (bad(lambda routes: routes)(fed), fed[1]))
+        assert following.metrics()["recorded"] == 0
