@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import pad
 
 from npu_replay.errors import MicroBatchError, ReplayError, listed, one_of, share, shown, whole_number
-from npu_replay.parallel import bad_samples, probed_layout
+from npu_replay.parallel import bad_samples, picking, probed_layout
 from npu_replay.parallel.parallel_layout import Context, ParallelLayout
 from npu_replay.routes.arguments import is_plain
 from npu_replay.routes.checks import MAX_TOKENS
@@ -290,11 +290,11 @@ class TokenLayout:
         """
         if not good:
             return RoutedExperts.unrecorded(len(self.rows), layers=layers, topk=topk, num_experts=num_experts)
-        sizes = tuple(len(good[n]) if n in good else 0 for n in range(len(self.lengths)))
-        rows = self.rows
-        if sizes != self.lengths:
-            rows = torch.cat([*_slots(sizes, self.lengths), torch.tensor([-1])])[rows]  # padding: the last
-        return RoutedExperts.concat([good[n] for n in sorted(good)], layers).take(rows)
+        return picking.pick(self._runs, len(self.rows), good, layers)
+
+    @functools.cached_property
+    def _runs(self) -> list[picking.Run]:
+        return picking.plan(self.rows, self.lengths)
 
     def bad_routes(
         self, batch: Sequence[RoutedExperts | None], *, layers: Sequence[int] | None = None

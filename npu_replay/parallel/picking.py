@@ -1,0 +1,128 @@
+"""A rank's rows, picked out of its samples: planned once, then one copy of what it has of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from npu_replay.errors import InvalidRoutes
+from npu_replay.routes import arguments
+from npu_replay.routes.checks import Array
+from npu_replay.routes.routed_experts import RoutedExperts
+
+_FEW = 8
+"""Runs a sample, up to which each is copied by itself; beyond, a sample's tokens are looked up one by one."""
+
+
+class Run(NamedTuple):
+    """Tokens of one sample, ascending, and the rows that they go to: slices, or int64 [n]."""
+
+    sample: int
+    tokens: Any
+    rows: Any
+
+    def first(self, tokens: int) -> Run:
+        """Without what lies past so many tokens of the sample: its routes may lack the last."""
+        if isinstance(self.tokens, slice):
+            if self.tokens.stop <= tokens:
+                return self
+            count = max(tokens - self.tokens.start, 0)
+            kept = slice(self.tokens.start, self.tokens.start + count)
+            return Run(self.sample, kept, _indices(self.rows)[:count])
+        here = self.tokens < tokens
+        return Run(self.sample, self.tokens[here], _indices(self.rows)[here])
+
+
+def _indices(at: slice | Array) -> Array:
+    return np.arange(at.start, at.stop, at.step) if isinstance(at, slice) else at
+
+
+def plan(rows: torch.Tensor, lengths: Sequence[int]) -> list[Run]:
+    """The runs of a layout.
+
+    >>> from npu_replay.parallel.picking import plan
+    >>> plan(torch.tensor([-1, 0, 1]), [2])
+    [Run(sample=0, tokens=slice(0, 2, 1), rows=slice(1, 3, 1))]
+
+    Args:
+        rows: int64, the packed token of each row, or -1.
+        lengths: tokens of each sample.
+    """
+    given = rows.numpy()
+    order = np.argsort(given, kind="stable")
+    order = order[np.searchsorted(given[order], 0) :]  # without the padding
+    packed = given[order]
+    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    of_sample = np.searchsorted(packed, starts)
+    jumps = np.flatnonzero(np.diff(packed) != 1) + 1
+    cuts = np.union1d(jumps, of_sample) if len(jumps) <= _FEW * len(lengths) else np.unique(of_sample)
+    found = []
+    for first, end in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
+        sample = int(np.searchsorted(starts, packed[first], side="right")) - 1
+        tokens = packed[first:end] - starts[sample]
+        found.append(Run(sample, _even(tokens), _even(order[first:end])))
+    return found
+
+
+def _even(numbers: Array) -> slice | Array:
+    """As a slice, where they ascend by one step."""
+    first, last = int(numbers[0]), int(numbers[-1])
+    step = int(numbers[1]) - first if len(numbers) > 1 else 1
+    if step > 0 and bool((np.diff(numbers) == step).all()):
+        return slice(first, last + 1, step)
+    return numbers
+
+
+def pick(
+    runs: Sequence[Run], rows: int, samples: Mapping[int, RoutedExperts], layers: Sequence[int]
+) -> RoutedExperts:
+    """The routes of these layers in a rank's rows; rows of other samples, and past a sample's end, have none.
+
+    Args:
+        runs: the plan.
+        rows: how many there are.
+        samples: one at least, by number.
+        layers: ascending.
+
+    Raises:
+        InvalidRoutes: samples of different models, or one of this rank's without one of the layers.
+    """
+    labels, like = arguments.labels(layers), next(iter(samples.values()))
+    here = [(samples[run.sample], run) for run in runs if run.sample in samples]
+    used = {id(one): one for one, _ in here}
+    columns = {of: one._columns(labels) for of, one in {one.layers: one for one in used.values()}.items()}
+    ids = torch.zeros(rows, len(labels), like.topk, dtype=like.ids.dtype)
+    recorded = torch.zeros(rows, dtype=torch.bool)
+    out, flags = _records(ids, slice(None)), recorded.numpy()
+    for one, run in here:
+        if (one.topk, one.num_experts) != (like.topk, like.num_experts):
+            raise _of_other_models(run.sample, one, like)
+        run = run.first(len(one))
+        out[run.rows] = _records(one.ids, columns[one.layers])[run.tokens]
+        flags[run.rows] = one.recorded.numpy()[run.tokens]
+    return like._derived(
+        ids,
+        recorded,
+        layers=labels,
+        weight_version=arguments.common(one.weight_version for one in used.values()),
+        vouched=all(one.vouched for one in used.values()),
+    )
+
+
+def _records(ids: torch.Tensor, columns: slice | list[int]) -> Array:
+    """[tokens]: these columns of each row as one piece, which numpy moves as a whole."""
+    each = ids.numpy()[:, columns]
+    flat = each.reshape(len(each), each.shape[1] * each.shape[2])
+    return flat.view(f"V{flat.shape[1] * flat.itemsize}")[:, 0] if flat.shape[1] else flat
+
+
+def _of_other_models(number: int, one: RoutedExperts, like: RoutedExperts) -> InvalidRoutes:
+    expected, got = (f"top-{each.topk} of {each.num_experts}" for each in (like, one))
+    problem, cause = (
+        "the samples of a batch have another top-k or number of experts",
+        "routes of different models",
+    )
+    return InvalidRoutes(problem, where=f"sequence {number}", expected=expected, got=got, cause=cause)
