@@ -39,7 +39,7 @@ def assert_right(model: Any, tokens: Any, routes: RoutedExperts, start: int = 0,
     wrong = np.argwhere(differ & ~fell & ~behind)
     assert not len(wrong), f"{len(wrong)} of {differ.size} token-layers are wrong, first {wrong[0].tolist()}"
     ties = int((fell & ~behind).sum())
-    assert differ.sum() <= CEILING * differ.size
+    assert differ.sum() <= CEILING * max(differ.size, 1000)  # of a short text, a tie's wake may be a part
     assert ties <= 1 + MOST_TIES * differ.size
     return ties
 
