@@ -26,6 +26,7 @@ from npu_replay.parallel.parallel_layout import ParallelLayout, register_reader
 from npu_replay.routes.fingerprint import fingerprint  # now: imported later, its module would take its name
 
 if TYPE_CHECKING:
+    from npu_replay import delivery
     from npu_replay.compat.sglang.decode import from_sglang
     from npu_replay.compat.vllm.decode import from_vllm
     from npu_replay.doctor.report import report
@@ -69,6 +70,7 @@ __all__ = [
     "collect",
     "compare",
     "compat",
+    "delivery",
     "fingerprint",
     "follow",
     "from_sglang",
@@ -97,6 +99,7 @@ _HOMES = {
     "TokenLayout": "parallel.token_layout",
     "Turn": "rollout.turns",
     "collect": "parallel.collect",
+    "delivery": "delivery",
     "compare": "routes.mismatch",
     "follow": "sessions.follow",
     "from_sglang": "compat.sglang.decode",

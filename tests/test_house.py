@@ -24,9 +24,10 @@ FLOORS = (
     ("rollout",),
     ("sessions",),
     ("parallel",),
+    ("delivery",),
     ("compat.patching",),
     ("compat.probe",),
-    ("compat.torch_npu", "compat.cuda", "compat.cpu", "compat.peft"),
+    ("compat.torch_npu", "compat.cuda", "compat.cpu", "compat.peft", "compat.ray"),
     ("compat.mindspeed", "compat.transformers"),
     ("compat.megatron",),
     ("compat.megatron_backports", "compat.vllm_ascend"),
@@ -57,6 +58,7 @@ PRODUCTS = {
     "trl",
     "roll",
     "swift",
+    "ray",
 }
 ALSO = {
     "compat.megatron_backports": ("megatron",),

@@ -63,15 +63,19 @@ class RouteStore(Mapping[str, RoutedExperts]):
     >>> npu_replay.RouteStore("folder").of(tokens)
     RoutedExperts(3 tokens, 2 layers, top-2 of 8, 3 rows without a route)
 
+    Args:
+        folder: where it lies.
+        shard: only this one, by its name without an ending; all when not given.
+
     Raises:
         RouteFileError: the folder holds no index, or one that can't be read.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, shard: str | None = None) -> None:
         self.folder = as_path(folder)
         self._samples: dict[str, _Entry] = {}
         self._files: dict[Path, TensorFile] = {}
-        indexes = sorted(self.folder.glob(f"*{_INDEX}"))
+        indexes = sorted(self.folder.glob(f"{'*' if shard is None else glob.escape(shard)}{_INDEX}"))
         cause = "another folder, or a job that ended before its first shard was full: close the writer"
         problem, where = "there are no routes in this folder", str(self.folder)
         RouteFileError.unless(bool(indexes), problem, f"NAME{_INDEX}", "none", cause, where)
@@ -209,10 +213,10 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         if self._bytes >= self.shard_bytes:
             self.flush()
 
-    def flush(self) -> None:
-        """Write what is waiting, as one shard."""
+    def flush(self) -> str | None:
+        """Write what is waiting, as one shard; return its name without an ending, None where nothing is."""
         if not self._waiting:
-            return
+            return None
         number, self._shards = self._shards, self._shards + 1  # one that failed is not written again
         shard, headers = self._file(number, ".safetensors"), {}
         tensors: dict[str, Array] = {}
@@ -233,6 +237,7 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
                 shard.unlink(missing_ok=True)  # nobody reads it without its index
                 raise
         self._waiting, self._bytes = {}, 0
+        return shard.stem
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,0 +1,126 @@
+"""fetch: references become the routes that this rank needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from npu_replay.delivery.references import Reference
+from npu_replay.errors import InvalidRoutes, one_of
+from npu_replay.parallel.parallel_layout import ParallelLayout
+from npu_replay.routes import arguments
+from npu_replay.routes.routed_experts import RoutedExperts
+
+PATIENCE = 60.0
+"""Seconds for all that one call reads."""
+
+
+def fetch(
+    references: Sequence[Any],
+    parallel: ParallelLayout | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+    on_bad_route: Literal["error", "native"] = "error",
+    patience: float = PATIENCE,
+) -> list[RoutedExperts | None]:
+    """The routes of these samples, in their order, of the layers that this rank needs.
+
+        samples = delivery.fetch(batch["routes"], parallel)
+        rows = layout.gather(samples, layers=parallel.moe_layers)
+
+    Each piece is read once, however often its sample stands there, and held against its seal. Ids were
+    checked by whoever put them. Call it once a step: what it returns is for all its passes, chunks, epochs.
+
+    Args:
+        references: of `Carrier.put`, a list or an object array; with "native" also None.
+        parallel: whose layers; `layers` says them outright; without either all are read.
+        on_bad_route: "native" has None in the place of a sample that can't be read, which `gather` takes with
+            the same setting, and counts.
+        patience: seconds that may pass until all is read.
+
+    Raises:
+        InvalidRoutes: something that is no reference; a sample that was freed, lost or changed on the way;
+            layers that were never put.
+    """
+    one_of(on_bad_route, ("error", "native"), "on_bad_route")
+    given = list(references)
+    for number, one in enumerate(given):
+        InvalidRoutes.unless(
+            isinstance(one, Reference) or (one is None and on_bad_route == "native"),
+            "this is no reference",
+            "what Carrier.put returned",
+            type(one).__name__,
+            "a sample whose routes nobody put: a rollout without them, or a worker without npu_replay",
+            f"sample {number}",
+        )
+    wanted = parallel.moe_layers if layers is None and parallel is not None else layers
+    asked = None if wanted is None else arguments.labels(wanted)
+    pieces = _read({one.key: one for one in given if one is not None}, asked, patience)
+    joined: dict[int, RoutedExperts | InvalidRoutes] = {}
+    found: list[RoutedExperts | None] = []
+    for number, one in enumerate(given):
+        if one is not None and one.key not in joined:
+            joined[one.key] = _joined(one, pieces[one.key], asked)
+        routes = None if one is None else joined[one.key]
+        if isinstance(routes, InvalidRoutes) and on_bad_route == "error":
+            raise routes.at(f"sample {number}")
+        found.append(routes if isinstance(routes, RoutedExperts) else None)
+    return found
+
+
+def free(references: Sequence[Reference]) -> None:
+    """Give the routes of these samples free, where the carrier can't tell that nobody needs them."""
+    by_carrier: dict[Any, list[Any]] = {}
+    for one in references:
+        if one.release is not None:
+            by_carrier.setdefault(one.release, []).extend(one.handles)
+    for release, handles in by_carrier.items():
+        release(handles)
+
+
+def _read(
+    samples: dict[int, Reference], asked: tuple[int, ...] | None, patience: float
+) -> dict[int, dict[int, object]]:
+    """By sample, the pieces with layers that are asked for, by their number; one call for each carrier."""
+    orders: dict[Any, list[tuple[int, int, Any]]] = {}
+    for key, one in samples.items():
+        for number, block in enumerate(one.blocks):
+            if asked is None or not set(asked).isdisjoint(block):
+                orders.setdefault(one.read, []).append((key, number, one.handles[number]))
+    found: dict[int, dict[int, object]] = {key: {} for key in samples}
+    for read, order in orders.items():
+        answers = read([handle for _, _, handle in order], patience)
+        for (key, number, _), answer in zip(order, answers, strict=True):
+            found[key][number] = answer
+    return found
+
+
+def _joined(
+    one: Reference, pieces: dict[int, object], asked: tuple[int, ...] | None
+) -> RoutedExperts | InvalidRoutes:
+    """A sample's pieces, side by side; or why there is none."""
+    try:
+        parts = [one.check(number, piece) for number, piece in pieces.items()]
+    except InvalidRoutes as error:
+        return error
+    labels = one.layers if asked is None else asked
+    if lacking := set(labels) - {layer for part in parts for layer in part.layers}:
+        return InvalidRoutes(
+            f"nobody put decoder layer {min(lacking)} of this sample",
+            where=repr(one),
+            expected=list(labels),
+            got=list(one.layers),
+            cause="a rank whose layers are another model's, or counted otherwise",
+        )
+    parts = [part.only([layer for layer in part.layers if layer in set(labels)]) for part in parts]
+    if len(parts) == 1:
+        return parts[0]
+    first = parts[0]
+    ids = torch.cat([part.ids for part in parts], dim=1)
+    order = sorted(labels)
+    together = [layer for part in parts for layer in part.layers]
+    if together != order:
+        ids = ids[:, [together.index(layer) for layer in order]]
+    return first._derived(ids, first.recorded, layers=tuple(order), fingerprint=first.fingerprint)

@@ -1,0 +1,197 @@
+"""put and fetch: by the process itself, a folder, and (where it is installed) Ray's object store.
+
+What arrives is held against what was put, whatever happened to the references on the way.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import npu_replay
+from npu_replay import InvalidRoutes, ParallelLayout, ReplayError, RoutedExperts, TokenLayout, delivery
+from npu_replay.delivery.references import seal
+
+EXPERTS, TOPK = 16, 3
+LAYERS = tuple(range(1, 13))  # layer 0 is dense
+
+
+def routes(seed: int, tokens: int = 40, layers: tuple[int, ...] = LAYERS) -> RoutedExperts:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(tokens, len(layers), EXPERTS, generator=generator).topk(TOPK).indices
+    return RoutedExperts(
+        ids=ids,
+        layers=layers,
+        num_experts=EXPERTS,
+        recorded=torch.rand(tokens, generator=generator) > 0.1,
+        fingerprint=npu_replay.fingerprint(torch.arange(seed, seed + tokens)),
+    )
+
+
+Make = Callable[..., delivery.Carrier]
+
+
+@pytest.fixture(params=["process", "folder"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    if request.param == "process":
+        return delivery.ProcessCarrier
+    pytest.importorskip("safetensors")
+    return lambda **options: delivery.FolderCarrier(tmp_path / "routes", **options)
+
+
+@pytest.mark.parametrize("cut", [1, 5, 100, [(1, 2), (3, 4, 5, 6, 7, 8, 9), (10, 11, 12, 13)]])
+@pytest.mark.parametrize("layers", [None, (1,), (4, 5, 6), (2, 7, 12)])
+def test_what_arrives_is_what_was_put(make: Make, cut: Any, layers: tuple[int, ...] | None) -> None:
+    samples = [routes(seed, tokens) for seed, tokens in enumerate((40, 1, 7))]
+    references = make(cut=cut).put_all(samples)
+    for sent, got in zip(samples, delivery.fetch(references, layers=layers), strict=True):
+        assert got == (sent if layers is None else sent.only(layers))
+
+
+def test_references_are_small_and_survive_what_a_batch_goes_through(make: Make) -> None:
+    """Pickled in an object array, reordered, split, joined, repeated."""
+    samples = [routes(seed, 200) for seed in range(8)]
+    references = make().put_all(samples)
+    column = np.array(references, dtype=object)
+    assert len(pickle.dumps(column)) < 8 * 400 < 8 * 200 * len(LAYERS)
+    order = np.random.default_rng(0).permutation(8)
+    moved = np.concatenate([pickle.loads(pickle.dumps(part)) for part in np.split(column[order], 4)])
+    moved = copy.deepcopy(moved).repeat(2)
+    got = delivery.fetch(moved, layers=(3, 4))
+    for number, one in enumerate(got):
+        assert one == samples[order[number // 2]].only((3, 4))
+    assert got[0] is got[1]  # read once
+
+
+def test_a_stage_of_a_pipeline_reads_its_own_piece(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = npu_replay.DecoderLayers(13, moe_layer_freq=[0] + [1] * 12, table=[[4], [5], [4]])
+    whole = ParallelLayout(pp=3, decoder=decoder)
+    sample = routes(0)
+    [reference] = make(cut=whole).put_all([sample])
+    assert len(reference.blocks) == 3
+    assert sorted(layer for block in reference.blocks for layer in block) == list(LAYERS)
+    asked: list[int] = []
+    read, counted = reference.read, copy.copy(reference)
+    object.__setattr__(
+        counted, "read", lambda handles, patience: asked.append(len(handles)) or read(handles, patience)
+    )
+    for rank in range(3):
+        here = ParallelLayout(pp=3, pp_rank=rank, decoder=decoder)
+        assert delivery.fetch([counted], here) == [sample.only(here.moe_layers)]
+    assert asked == [1, 1, 1]
+
+
+def test_what_is_fetched_is_gathered_as_ever(make: Make) -> None:
+    samples = [routes(seed, tokens) for seed, tokens in enumerate((12, 9, 20))]
+    fetched = delivery.fetch(make(cut=5).put_all(samples), layers=(4, 5, 6))
+    for rank in range(4):
+        parallel = ParallelLayout(tp=2, tp_rank=rank % 2, cp=2, cp_rank=rank // 2, sequence_parallel=True)
+        layout = TokenLayout.packed([12, 9, 20], parallel=parallel)
+        assert layout.gather(fetched, layers=(5, 6)) == layout.gather(samples, layers=(5, 6))
+
+
+def test_the_process_frees_with_the_last_reference() -> None:
+    carrier = delivery.ProcessCarrier()
+    reference = carrier.put(routes(0))
+    data = pickle.dumps(reference)
+    assert delivery.fetch([pickle.loads(data)]) == [routes(0)]
+    del reference
+    gc.collect()
+    with pytest.raises(InvalidRoutes, match=r"sample 0, Reference.*freed"):
+        delivery.fetch([pickle.loads(data)])
+
+
+def test_a_folder_is_freed_by_whoever_says_so(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    carrier = delivery.FolderCarrier(tmp_path, name="rank-0")
+    first, second = carrier.put_all([routes(0)]), carrier.put_all([routes(1)])
+    delivery.free(first)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert delivery.fetch(second) == [routes(1)]
+    with pytest.raises(InvalidRoutes, match="no routes in this folder"):
+        delivery.fetch(first)
+    delivery.free(first)  # twice is as good as once
+    assert delivery.fetch([*first, *second], on_bad_route="native") == [None, routes(1)]
+
+
+def bad_references(tmp_path: Path) -> Iterator[tuple[str, Callable[[], Any], str]]:
+    def changed(**values: Any) -> Any:
+        reference = delivery.ProcessCarrier().put(routes(0))
+        for name, value in values.items():
+            object.__setattr__(reference, name, value)
+        return [reference]
+
+    def cut_short() -> Any:
+        references = delivery.FolderCarrier(tmp_path / "cut").put_all([routes(0)])
+        [shard] = (tmp_path / "cut").glob("*.safetensors")
+        shard.write_bytes(shard.read_bytes()[:-100])
+        return references
+
+    def flipped() -> Any:
+        references = delivery.FolderCarrier(tmp_path / "flipped").put_all([routes(0)])
+        [shard] = (tmp_path / "flipped").glob("*.safetensors")
+        data = bytearray(shard.read_bytes())
+        data[-50] ^= 1
+        shard.write_bytes(data)
+        return references
+
+    yield "no reference", lambda: [routes(0)], "sample 0: this is no reference"
+    yield "none", lambda: [None], "sample 0: this is no reference"
+    yield "other tokens", lambda: changed(fingerprint=5), "the routes of another sample"
+    yield "another length", lambda: changed(tokens=41), "the routes of another sample"
+    yield "another seal", lambda: changed(seals=(5, 5)), "changed on the way"
+    yield "a half-written folder", cut_short, "the shard can't be read"
+    yield "a changed byte", flipped, "can't be read"
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_what_cannot_be_had_is_an_error_in_words(number: int, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    _, bad, message = list(bad_references(tmp_path))[number]
+    with pytest.raises(InvalidRoutes, match=message):
+        delivery.fetch(bad())
+    (tmp_path / "again").mkdir()
+    _, bad, _ = list(bad_references(tmp_path / "again"))[number]
+    if number:
+        assert delivery.fetch(bad(), on_bad_route="native") == [None]
+
+
+def test_layers_that_nobody_put() -> None:
+    reference = delivery.ProcessCarrier().put(routes(0))
+    with pytest.raises(InvalidRoutes, match=r"nobody put decoder layer 0 of this sample"):
+        delivery.fetch([reference], layers=(0, 1))
+
+
+def test_a_cut_that_does_not_fit() -> None:
+    with pytest.raises(ReplayError, match=r"no piece for some layers.*\[12\]"):
+        delivery.ProcessCarrier(cut=[range(1, 12)]).put(routes(0))
+    with pytest.raises(ReplayError, match="with decoder="):
+        delivery.ProcessCarrier(cut=ParallelLayout(pp=2))
+    with pytest.raises(ReplayError, match="layers a piece"):
+        delivery.ProcessCarrier(cut=0)
+    with pytest.raises(InvalidRoutes, match="these are no routes"):
+        delivery.ProcessCarrier().put(torch.zeros(2, 2, 2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 333, 5000])
+def test_a_seal_finds_each_change(tokens: int) -> None:
+    sample = routes(1, tokens)
+    kept = seal(sample)
+    assert seal(pickle.loads(pickle.dumps(sample))) == kept
+    generator = np.random.default_rng(0)
+    flat = sample.ids.view(-1)
+    for at in generator.integers(0, len(flat), 20).tolist():
+        flat[at] ^= 1
+        assert seal(sample) != kept
+        flat[at] ^= 1
+    row = int(generator.integers(0, tokens))
+    sample.recorded[row] = ~sample.recorded[row]
+    assert seal(sample) != kept
