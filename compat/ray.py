@@ -19,8 +19,8 @@ from npu_replay.routes.routed_experts import RoutedExperts
 class RayCarrier(Carrier):
     """Puts each piece as one object of the job that this process is part of.
 
-    >>> carrier = RayCarrier(cut=parallel)  # doctest: +SKIP  a Ray has to be started
-    >>> reference = carrier.put(npu_replay.from_vllm(output, config))  # doctest: +SKIP
+        carrier = RayCarrier(cut=parallel)
+        reference = carrier.put(npu_replay.from_vllm(output, config))
 
     Raises:
         ReplayError: Ray isn't installed, or not started in this process.
