@@ -39,8 +39,10 @@ import torch
 
 from npu_replay.compat.patching import import_hook, switches
 from npu_replay.compat.patching.patches import Patches
+from npu_replay.compat.verl import delivery
 from npu_replay.compat.verl.arrivals import Arrivals
 from npu_replay.compat.verl.config import setting
+from npu_replay.delivery.carriers import Carrier
 from npu_replay.errors import ReplayError
 from npu_replay.rollout.turns import Rows
 from npu_replay.routes.checks import Array, is_ids
@@ -196,6 +198,7 @@ class _Job:
         dropped: R2 records its own.
         lengths: of the longest prompt and response, in tokens; None where the config doesn't tell.
         arrivals: checks what the engine returns, where the model is known.
+        carrier: takes the routes, and the batch has references; None where it carries them.
         like: [0, layers, topk], of the routes so far, for samples that have none of their own.
     """
 
@@ -204,6 +207,7 @@ class _Job:
     dropped: bool
     lengths: tuple[int, int] | None
     arrivals: Arrivals | None
+    carrier: Carrier | None = None
     like: Array | None = None
 
     @classmethod
@@ -215,12 +219,15 @@ class _Job:
         lengths = (setting(rollout, "prompt_length"), setting(rollout, "response_length"))
         wanted = bool(setting(rollout, "enable_rollout_routing_replay"))
         dropped = wanted and _records_itself(setting(config, "actor_rollout_ref", "actor"))
+        arrivals = Arrivals.of(worker, str(setting(rollout, "name"))) if wanted and not dropped else None
+        model = None if arrivals is None else arrivals.model
         _jobs[worker] = cls(
             getattr(worker, "llm_client", None) or getattr(worker, "server_manager", None),
             wanted,
             dropped,
             (int(lengths[0]), int(lengths[1])) if all(isinstance(n, int) for n in lengths) else None,
-            Arrivals.of(worker, str(setting(rollout, "name"))) if wanted and not dropped else None,
+            arrivals,
+            delivery.carrier_of(config, model) if wanted and not dropped else None,
         )
         return _jobs[worker]
 
@@ -324,7 +331,12 @@ async def _run_agent_loop(original: Any, self: Any, *args: Any, **kwargs: Any) -
 async def _agent_loop_postprocess(job: _Job, original: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
     turns = _sample.get() or Turns()
     for one in output if isinstance(output, list) else [output]:
-        one.routed_experts = job.routes_of(one, turns)
+        rows = job.routes_of(one, turns)
+        if rows is not None and job.carrier is not None and job.arrivals is not None:
+            tokens = _ids([*one.prompt_ids, *one.response_ids])
+            model = job.arrivals.model
+            rows, one.extra_fields[delivery.COLUMN] = delivery.put(job.carrier, rows, tokens, model)
+        one.routed_experts = rows
     return await original(output, *args, **kwargs)
 
 

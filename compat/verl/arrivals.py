@@ -39,7 +39,7 @@ class Arrivals:
     """
 
     def __init__(self, model: RoutedModel, source: Source) -> None:
-        self._model, self._source = model, source
+        self.model, self._source = model, source
         self._passed = self._refused = 0
 
     @classmethod
@@ -75,7 +75,7 @@ class Arrivals:
         try:
             found = admit(
                 rows,
-                model=self._model,
+                model=self.model,
                 tokens=tokens,
                 source=self._source,
                 ended=ended,

@@ -10,6 +10,7 @@ import functools
 import inspect
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,12 +21,14 @@ import torch.distributed as dist
 from torch import nn
 
 from npu_replay.compat.patching.patches import when_undone
+from npu_replay.compat.verl import delivery
 from npu_replay.compat.verl.actions import problem_of, switch
 from npu_replay.compat.verl.files import Files
 from npu_replay.compat.verl.metrics import COUNTED, add_metrics, announce, compares, figures, summary
 from npu_replay.errors import ReplayError, described, share
 from npu_replay.parallel.bad_samples import CEILING, above_ceiling
 from npu_replay.parallel.rank_failures import agreed, all_here
+from npu_replay.routers import find
 from npu_replay.sessions.stepwise import StepRecording, StepReplay
 
 _CEILING = "NPU_REPLAY_BAD_SAMPLES"
@@ -122,6 +125,8 @@ def wrapped(original: Callable[..., Any], asked: Asked) -> Any:
         files = job.engine.files if flagged else None
         if files is not None:
             job.unread = problem_of("read or write files of routes", files.give, data)
+        if flagged and job.r3:
+            job.unread = job.unread or problem_of("fetch routes", job.receive, data)
         with switch.running(job):
             output = original(self, *args, **kwargs)
             if files is not None and self.is_mp_src_rank_with_outputs():
@@ -222,6 +227,27 @@ class Pass:
     def count(self, **figures: int) -> None:
         """Add to the figures of this pass."""
         self._counted.update(figures)
+
+    def receive(self, data: Any) -> None:
+        """Fetch the routes that this rank's layers need, where a batch has references to them.
+
+        Raises:
+            ReplayError: none can be had at all.
+        """
+        references = delivery.references_in(data)
+        if references is None:
+            return
+        ReplayError.unless(
+            self.engine.files is None or self.engine.files.record is None,
+            "routes that are fetched can't be written to files",
+            f"no {delivery.SWITCH}, or no router_replay.record_file",
+            "both",
+            "a rank fetches its own layers alone",
+        )
+        started = time.perf_counter()
+        layers = sorted(router.label for chunk in find(self.chunks) for router in chunk)
+        delivery.arrived.receive(references, layers, trains=self.trains)
+        self.count(microseconds=int((time.perf_counter() - started) * 1e6))
 
     def begin(self, error: ReplayError | None) -> None:
         """Before the schedule, in which a rank that isn't there would be waited for.

@@ -17,6 +17,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from npu_replay.compat.megatron import parallel_state
+from npu_replay.compat.verl import delivery
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.token_layout import TokenLayout
@@ -156,9 +157,14 @@ class MicroBatch:
         bad: dict[int, ReplayError] = {}
         routed = self.routed
 
+        keys = delivery.are_keys(self.tokens)
+
         def take(number: int, ids: torch.Tensor, keep: torch.Tensor | None) -> None:
             try:
-                good[number] = from_batch(ids, routed, keep=keep, zeros_are_none=zeros_are_none)
+                if keys:
+                    good[number] = delivery.routes_of(ids, keep, routed)
+                else:
+                    good[number] = from_batch(ids, routed, keep=keep, zeros_are_none=zeros_are_none)
             except InvalidRoutes as error:
                 bad[number] = error.at(f"sample {number} of the micro-batch")
 

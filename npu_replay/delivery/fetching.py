@@ -57,17 +57,24 @@ def fetch(
         )
     wanted = parallel.moe_layers if layers is None and parallel is not None else layers
     asked = None if wanted is None else arguments.labels(wanted)
-    pieces = _read({one.key: one for one in given if one is not None}, asked, patience)
-    joined: dict[int, RoutedExperts | InvalidRoutes] = {}
-    found: list[RoutedExperts | None] = []
-    for number, one in enumerate(given):
-        if one is not None and one.key not in joined:
-            joined[one.key] = _joined(one, pieces[one.key], asked)
-        routes = None if one is None else joined[one.key]
+    found = iter(fetch_each([one for one in given if one is not None], asked, patience))
+    each = [None if one is None else next(found) for one in given]
+    for number, routes in enumerate(each):
         if isinstance(routes, InvalidRoutes) and on_bad_route == "error":
             raise routes.at(f"sample {number}")
-        found.append(routes if isinstance(routes, RoutedExperts) else None)
-    return found
+    return [one if isinstance(one, RoutedExperts) else None for one in each]
+
+
+def fetch_each(
+    references: Sequence[Reference], layers: tuple[int, ...] | None, patience: float
+) -> list[RoutedExperts | InvalidRoutes]:
+    """The routes of each sample, or why it has none; a sample that stands there twice is the same object."""
+    pieces = _read({one.key: one for one in references}, layers, patience)
+    found: dict[int, RoutedExperts | InvalidRoutes] = {}
+    for one in references:
+        if one.key not in found:
+            found[one.key] = _joined(one, pieces[one.key], layers)
+    return [found[one.key] for one in references]
 
 
 def free(references: Sequence[Reference]) -> None:
@@ -115,6 +122,8 @@ def _joined(
             cause="a rank whose layers are another model's, or counted otherwise",
         )
     parts = [part.only([layer for layer in part.layers if layer in set(labels)]) for part in parts]
+    if not parts:  # a rank of dense layers
+        return RoutedExperts.unrecorded(one.tokens, layers=(), topk=one.topk, num_experts=one.num_experts)
     if len(parts) == 1:
         return parts[0]
     first = parts[0]

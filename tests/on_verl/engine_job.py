@@ -31,7 +31,9 @@ from verl.utils import tensordict_utils as tu
 import transformers_4
 from distributed import parallel_model
 from distributed.parallel_model import EXPERTS, TOPK, Split, share
+from npu_replay import RoutedModel
 from npu_replay.compat.megatron import parallel_state as megatron_layout
+from npu_replay.compat.verl import delivery
 from npu_replay.demo import megatron_model
 
 RELEASE: str = verl.__version__
@@ -542,6 +544,22 @@ def batch(
         around = [(0, 0, 0, 0, PROMPT - len(prompt), RESPONSE - len(answer)) for prompt, answer in given]
         tensors["routed_experts"] = torch.stack([pad(*each) for each in zip(routes, around, strict=True)])
     return DataProto.from_single_dict(tensors, meta_info={"temperature": 1.0})
+
+
+def by_reference(data: DataProto, tiny: Tiny, carrier: Any) -> DataProto:
+    """The same batch as verl's trainer has it where a rollout put its routes away."""
+    layers = [layer for layer, moe in enumerate(tiny.moe) if moe]
+    model = RoutedModel(layers=layers, num_layers=len(tiny.moe), num_experts=EXPERTS, topk=TOPK)
+    whole, kept = data.batch.pop("routed_experts"), data.batch["attention_mask"].bool()
+    keys, references = torch.zeros(*whole.shape[:2], 1, 5, dtype=torch.int16), []
+    for number, mask in enumerate(kept):
+        rows, tokens = whole[number][mask].numpy(), data.batch["input_ids"][number][mask].numpy()
+        found, reference = delivery.put(carrier, rows, tokens, model)
+        keys[number, mask] = torch.from_numpy(found)
+        references.append(reference)
+    data.batch["routed_experts"] = keys
+    data.non_tensor_batch[delivery.COLUMN] = np.array([*references, None], dtype=object)[:-1]
+    return data
 
 
 def without_padding(data: DataProto, **more: Any) -> TensorDict:

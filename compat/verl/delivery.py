@@ -1,0 +1,233 @@
+"""Each id once, on verl's road: a batch has a key a token in the place of routes, and a reference a sample.
+
+A worker of agent loops puts a sample's routes away (`npu_replay.delivery`), the ranks of an engine fetch
+their layers before a pass, and verl moves only what stands for them: five int16 a token, which go wherever a
+row of routes goes (padded, cut, packed, reordered), and a column of references, which goes with the samples.
+
+Switched on by NPU_REPLAY_DELIVERY (ray, or a folder that all nodes see) in the environment of the workers of
+agent loops. Probes nothing. Offers: `carrier_of` and `put` to the rollout, `arrived` to an engine's pass,
+`routes_of` to its micro-batches. It changes nothing by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from npu_replay import delivery
+from npu_replay.compat.ray import RayCarrier
+from npu_replay.compat.verl.config import setting
+from npu_replay.delivery.fetching import PATIENCE, fetch_each
+from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
+from npu_replay.rollout.batch_rows import from_batch
+from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.routes.checks import Array
+from npu_replay.routes.fingerprint import fingerprint
+from npu_replay.routes.routed_experts import RoutedExperts
+
+logger = logging.getLogger(__name__)
+
+SWITCH = "NPU_REPLAY_DELIVERY"
+COLUMN = "npu_replay_routes"
+"""The column of references."""
+_MARK = -21931
+"""The first of a token's five numbers: no id, and no padding."""
+_WORDS = 5
+_FIELDS = "extra_fields"
+_refused = itertools.count(1)
+_MOST_BYTES = 8 * 2**30
+"""Routes of this process that are kept from pass to pass."""
+
+
+# The rollout's side
+
+
+def carrier_of(config: Any, model: RoutedModel | None) -> delivery.Carrier | None:
+    """Where a worker of agent loops puts routes; None where batches carry them.
+
+    Args:
+        config: verl's, for the pipeline's stages; a piece has the layers of one.
+        model: the policy's.
+
+    Raises:
+        ReplayError: neither "ray" nor a folder, an unknown model, or a metric that reads ids in batches.
+    """
+    value = os.environ.get(SWITCH, "").strip()
+    if value in ("", "0"):
+        return None
+    if value != "ray" and not os.path.isabs(value):
+        raise ReplayError(
+            "nothing is known that carries routes by this name",
+            where=SWITCH,
+            expected="ray, or the absolute path of a folder that all nodes see",
+            got=value,
+        )
+    if model is None:
+        raise ReplayError(
+            "routes can't be put away: nothing says which layers of the model route",
+            where=SWITCH,
+            expected="the policy's config.json, read by the worker of the agent loops",
+            got="none",
+            cause="a worker of one's own; leave the variable out, and batches carry the routes",
+        )
+    if interval := setting(config, "actor_rollout_ref", "rollout", "moe_load_balance_metrics_interval"):
+        raise ReplayError(
+            "verl's MoE load metrics read ids in batches, which have none",
+            where="actor_rollout_ref.rollout.moe_load_balance_metrics_interval",
+            expected=f"0, or no {SWITCH}",
+            got=interval,
+        )
+    megatron = ("actor_rollout_ref", "actor", "megatron")
+    stages = [setting(config, *megatron, f"{name}pipeline_model_parallel_size") for name in ("", "virtual_")]
+    count = max(1, int(stages[0] or 1) * int(stages[1] or 1))
+    cut = -(-len(model.layers) // count)
+    return RayCarrier(cut=cut) if value == "ray" else delivery.FolderCarrier(value, cut=cut)
+
+
+def put(carrier: delivery.Carrier, rows: Array, tokens: Array, model: RoutedModel) -> tuple[Array, Any]:
+    """Put the rows of one sample away; what its batch carries: int16 [tokens, 1, 5], and the reference.
+
+    Routes that can't be right are not put: the trainer counts the sample as a bad one.
+
+    Args:
+        rows: [tokens, columns, topk], zeros for a token without a route.
+        tokens: [tokens], their ids.
+
+    Raises:
+        ReplayError: the carrier can't take them.
+    """
+    reference, words = None, [_MARK, 0, 0, 0, 0]
+    try:
+        routes = from_batch(torch.from_numpy(rows), model, zeros_are_none=model.topk > 1)
+    except (InvalidRoutes, MicroBatchError) as error:
+        if (count := next(_refused)).bit_count() == 1:
+            logger.warning(
+                "[npu_replay] rollout: %d samples so far go without their routes: %s", count, error
+            )
+    else:
+        reference = carrier.put(routes.sequence(0, len(routes), fingerprint(tokens)))
+        words = [_MARK, *np.array([reference.key], np.uint64).view(np.int16).tolist()]
+    return np.tile(np.array(words, np.int16), (len(rows), 1, 1)), reference
+
+
+# An engine's side
+
+
+class Arrived:
+    """Routes that this process has fetched, by key: of this rank's layers, and for all passes of a step."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, RoutedExperts | InvalidRoutes] = {}
+        self._layers: tuple[int, ...] = ()
+        self._trained = False
+
+    def receive(self, references: Sequence[Any], layers: Sequence[int], *, trains: bool) -> None:
+        """Have the routes of these samples here; fetched once a step, which ends with its last update."""
+        new_step = self._trained and not trains
+        self._trained = trains
+        if new_step or tuple(layers) != self._layers or self._bytes() > _MOST_BYTES:
+            self._held.clear()
+        self._layers = tuple(layers)
+        wanted = [one for one in references if one is not None and one.key not in self._held]
+        found = fetch_each(wanted, self._layers, PATIENCE)
+        self._held.update({one.key: routes for one, routes in zip(wanted, found, strict=True)})
+
+    def of(self, key: int) -> RoutedExperts:
+        """The routes behind a key.
+
+        Raises:
+            InvalidRoutes: they were refused at the door, can't be read, or their reference didn't come along.
+        """
+        found = self._held.get(key)
+        if isinstance(found, RoutedExperts):
+            return found
+        if found is not None:
+            raise found
+        if not key:
+            raise InvalidRoutes(
+                "these routes were refused when the rollout handed them over",
+                expected="routes that pass the door",
+                got="none",
+                cause="the log of the agent loops' worker has the error",
+            )
+        raise InvalidRoutes(
+            "the reference of this sample's routes didn't come with its batch",
+            where=f"key {key:016x}",
+            expected=f"the column {COLUMN} beside routed_experts",
+            got=f"{len(self._held)} other samples",
+            cause="a trainer that picks single columns of its batches; without "
+            + SWITCH
+            + " they carry the ids",
+        )
+
+    def _bytes(self) -> int:
+        return sum(one.ids.nbytes for one in self._held.values() if isinstance(one, RoutedExperts))
+
+
+arrived = Arrived()
+
+
+def references_in(data: Any) -> list[Any] | None:
+    """The column of references of an engine's batch; None where it has none."""
+    column = _listed(data.get(COLUMN, None))
+    if column is None and (fields := _listed(data.get(_FIELDS, None))) is not None:  # by way of TransferQueue
+        column = [one.get(COLUMN) if isinstance(one, Mapping) else None for one in fields]
+        column = column if any(one is not None for one in column) else None
+    return column
+
+
+def _listed(column: Any) -> list[Any] | None:
+    return None if column is None else list(column.tolist() if hasattr(column, "tolist") else column)
+
+
+def are_keys(routes: torch.Tensor) -> bool:
+    """Is it keys that a batch has in the place of routes, [batch, tokens, 1, 5]?"""
+    if routes.dim() != 4 or tuple(routes.shape[-2:]) != (1, _WORDS):
+        return False
+    flat = routes.values() if routes.is_nested else routes
+    return bool((flat[..., 0, 0] == _MARK).any())
+
+
+def routes_of(rows: torch.Tensor, keep: torch.Tensor | None, model: RoutedModel) -> RoutedExperts:
+    """The routes of one sample of a batch, of this rank's layers.
+
+    Args:
+        rows: its keys, [tokens, 1, 5].
+        keep: bool [tokens], the rows to replay; all when not given.
+
+    Raises:
+        InvalidRoutes: there are none for it.
+    """
+    words = rows[:, 0].to("cpu", torch.int16)
+    marked = words[:, 0] == _MARK
+    if not bool(marked.any()):  # a rollout without routes
+        return RoutedExperts.unrecorded(
+            len(words), layers=arrived._layers, topk=model.topk, num_experts=model.num_experts
+        )
+    keys = words[marked]
+    InvalidRoutes.unless(
+        bool((keys == keys[0]).all()),
+        "the rows of a sample belong to several",
+        "one key in all rows",
+        "others",
+        "a batch that was put together token by token",
+    )
+    found = arrived.of(int(keys[0, 1:].clone().view(torch.int64)))
+    here = torch.arange(len(words))
+    here[~marked | (here >= len(found))] = -1
+    if keep is not None:
+        here[~keep.detach().cpu().bool()] = -1
+    InvalidRoutes.unless(
+        len(found) in (len(words), len(words) - 1),
+        "the routes have another number of tokens than the sample",
+        len(words),
+        len(found),
+        "a response that was cut after the rollout",
+    )
+    return found.take(here)
