@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from logging.handlers import BufferingHandler
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +23,7 @@ import torch.distributed as dist
 import npu_replay
 from distributed.parallel_model import EXPERTS
 from npu_replay import RoutedExperts
-from npu_replay.compat.verl import delivery
 from npu_replay.compat.verl.actions import switch
-from npu_replay.delivery import FolderCarrier
 from npu_replay.errors import ReplayError
 from on_verl import engine_job as job
 from on_verl.engine_job import LENGTHS, Actor, LegacyActor, Split, Tiny, prepare
@@ -219,12 +216,12 @@ def _r2(kind: Any, settings: dict[str, Any]) -> None:
     nothing_is_on()
 
 
-def _r3(kind: Any, settings: dict[str, Any], prepared: Callable[[Any, Tiny], Any] | None = None) -> None:
+def _r3(kind: Any, settings: dict[str, Any], prepared: Callable[[Any], Any] | None = None) -> None:
     tiny = begin(mode="R3", **settings)
     actor = kind(tiny)
     plain, routes = plain_of(actor), job.rollout_routes(tiny)
     data, others, rows = job.batch(tiny.split, routes), job.batch(tiny.split), in_rows(tiny, routes)
-    data = prepared(data, tiny) if prepared else data
+    data = prepared(data) if prepared else data
     with told() as lines:
         with npu_replay.observe(actor.chunks) as first:
             data.batch["old_log_probs"], _ = actor.log_probs(data)
@@ -276,18 +273,9 @@ def _lora(kind: Any) -> None:
 
 def _r3_by_reference(settings: dict[str, Any]) -> None:
     """Each rank reads its own layers, once, for old log-probs and update."""
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        asked: list[int] = []
-        read = delivery.fetch_each
-
-        def counted(references: Any, *how: Any) -> Any:
-            asked.append(len(references))
-            return read(references, *how)
-
-        patch.setattr(delivery, "fetch_each", counted)
-        carrier = FolderCarrier(folder, cut=2)
-        _r3(Actor, settings, lambda data, tiny: job.by_reference(data, tiny, carrier))
-        assert sum(asked) == len(list(Path(folder).glob("*.safetensors"))) > 0
+    tiny = begin(mode="R3", **settings)
+    with job.delivered(tiny) as by_reference:
+        _r3(Actor, settings, by_reference)
 
 
 for _name in ("dp2", "pp2, two virtual stages and a dense chunk", "pp2 and a stage of dense layers", "cp2"):

@@ -10,10 +10,12 @@ from __future__ import annotations
 import importlib
 import inspect
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +36,7 @@ from distributed.parallel_model import EXPERTS, TOPK, Split, share
 from npu_replay import RoutedModel
 from npu_replay.compat.megatron import parallel_state as megatron_layout
 from npu_replay.compat.verl import delivery
+from npu_replay.delivery import FolderCarrier
 from npu_replay.demo import megatron_model
 
 RELEASE: str = verl.__version__
@@ -546,20 +549,38 @@ def batch(
     return DataProto.from_single_dict(tensors, meta_info={"temperature": 1.0})
 
 
-def by_reference(data: DataProto, tiny: Tiny, carrier: Any) -> DataProto:
-    """The same batch as verl's trainer has it where a rollout put its routes away."""
+@contextmanager
+def delivered(tiny: Any) -> Iterator[Callable[[DataProto], DataProto]]:
+    """Makes of a batch what verl's trainer has where a rollout put its routes away; each is read once."""
     layers = [layer for layer, moe in enumerate(tiny.moe) if moe]
-    model = RoutedModel(layers=layers, num_layers=len(tiny.moe), num_experts=EXPERTS, topk=TOPK)
-    whole, kept = data.batch.pop("routed_experts"), data.batch["attention_mask"].bool()
-    keys, references = torch.zeros(*whole.shape[:2], 1, 5, dtype=torch.int16), []
-    for number, mask in enumerate(kept):
-        rows, tokens = whole[number][mask].numpy(), data.batch["input_ids"][number][mask].numpy()
-        found, reference = delivery.put(carrier, rows, tokens, model)
-        keys[number, mask] = torch.from_numpy(found)
-        references.append(reference)
-    data.batch["routed_experts"] = keys
-    data.non_tensor_batch[delivery.COLUMN] = np.array([*references, None], dtype=object)[:-1]
-    return data
+    model = RoutedModel(layers=tuple(layers), num_layers=len(tiny.moe), num_experts=EXPERTS, topk=TOPK)
+    asked: list[int] = []
+    read = delivery.fetch_each
+
+    def counted(references: Any, *how: Any) -> Any:
+        asked.append(len(references))
+        return read(references, *how)
+
+    def by_reference(data: DataProto) -> DataProto:
+        whole, kept = data.batch.pop("routed_experts"), data.batch["attention_mask"].bool()
+        keys, references = torch.zeros(*whole.shape[:2], 1, 5, dtype=torch.int16), []
+        for number, mask in enumerate(kept):
+            rows, tokens = whole[number][mask].numpy(), data.batch["input_ids"][number][mask].numpy()
+            found, reference = delivery.put(carrier, rows, tokens, model)
+            keys[number, mask] = torch.from_numpy(found)
+            references.append(reference)
+        data.batch["routed_experts"] = keys
+        data.non_tensor_batch[delivery.COLUMN] = np.array([*references, None], dtype=object)[:-1]
+        return data
+
+    with TemporaryDirectory() as folder:
+        carrier = FolderCarrier(folder, cut=2)
+        delivery.fetch_each = counted
+        try:
+            yield by_reference
+        finally:
+            delivery.fetch_each = read
+        assert sum(asked) == len(list(Path(folder).glob("*.safetensors"))) > 0
 
 
 def without_padding(data: DataProto, **more: Any) -> TensorDict:

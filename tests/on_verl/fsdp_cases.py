@@ -154,9 +154,10 @@ def _r2(tiny: Tiny) -> None:
     nothing_is_on()
 
 
-def _r3(tiny: Tiny) -> None:
+def _r3(tiny: Tiny, prepared: Callable[[Any], Any] | None = None) -> None:
     actor, routes = Actor(tiny), engine_job.rollout_routes(tiny)
     data = job.batch(tiny, routes)
+    data = prepared(data) if prepared else data
     with told() as lines:
         with job.witnessed(actor.model) as first:
             data.batch["old_log_probs"], none = actor.log_probs(data)
@@ -180,6 +181,13 @@ for _way, _settings in WAYS.items():
             CASES[_name] = lambda run=_run, given={**_settings, "mode": _mode, "recompute": _recompute}: run(
                 tiny_of(**given)
             )
+
+
+@case("R3 by reference")
+def _by_reference() -> None:
+    tiny = tiny_of(mode="R3", recompute=True, **WAYS["dynamic"])
+    with engine_job.delivered(tiny) as by_reference:
+        _r3(tiny, by_reference)
 
 
 @case("without replay it would have differed")

@@ -1,0 +1,189 @@
+"""Keys and references in the place of routes, from verl's agent loops through what its batches go through.
+
+On the real classes of the verl that is on the path. What an engine's pass makes of them: engine_cases.py.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from npu_replay import InvalidRoutes, ReplayError, fingerprint
+from npu_replay.compat.verl import arrivals, delivery
+from npu_replay.compat.verl.tensors import MicroBatch
+from on_verl import test_rollout as loops
+from on_verl.test_rollout import SAMPLED, Engine, Turn, deep, guarded, installed, make_worker
+
+pytest.importorskip("safetensors")
+__all__ = ["installed"]
+pytestmark = pytest.mark.verl
+LAYERS, COUNT = (1, 2, 3, 4), 8
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(delivery.SWITCH, str(tmp_path / "routes"))
+    monkeypatch.setattr(delivery, "arrived", delivery.Arrived())
+    return tmp_path / "routes"
+
+
+def worker(*turns: Turn) -> Any:
+    return guarded(*(turns or [Turn(SAMPLED[: 3 + n], change=deep) for n in range(COUNT)]))
+
+
+def model_of(made: Any) -> Any:
+    return delivery.RoutedModel.of(made.model_config.hf_config)
+
+
+def batch_of(*turns: Turn) -> tuple[Any, Any]:
+    """What the trainer has after a rollout, and the model's layers."""
+    made = worker(*turns)
+    return loops.postprocessed(made, len(turns) or COUNT), model_of(made)
+
+
+def check(data: Any, model: Any, layers: tuple[int, ...] = LAYERS) -> None:
+    """Each row of a batch gets the routes of its own tokens."""
+    references = data.non_tensor_batch[delivery.COLUMN]
+    delivery.arrived.receive(list(references), layers, trains=False)
+    mask = data.batch["attention_mask"].bool()
+    good, bad = MicroBatch(data.batch["routed_experts"], mask, model).routes(zeros_are_none=True)
+    assert not bad
+    assert len(good) == len(data)
+    for number, routes in good.items():
+        tokens = data.batch["input_ids"][number][mask[number]].numpy()
+        expected = deep(np.empty(len(tokens) - 1))
+        assert routes.layers == layers
+        assert routes.recorded.tolist() == [True] * (len(tokens) - 1) + [False]
+        np.testing.assert_array_equal(routes.ids[:-1].numpy(), expected[:, list(layers)])
+        assert references[number].fingerprint == fingerprint(tokens)
+
+
+def test_a_rollout_puts_its_routes_away(folder: Path) -> None:
+    data, model = batch_of()
+    assert data.batch["routed_experts"].dtype == torch.int16
+    assert tuple(data.batch["routed_experts"].shape[2:]) == (1, 5)
+    assert len(list(folder.glob("*.safetensors"))) == COUNT
+    check(data, model)
+    check(data, model, layers=(2, 3))
+
+
+def test_references_go_where_their_samples_go() -> None:
+    """Every way in which verl's trainer moves a batch, and at its end the way to the workers."""
+    from verl import DataProto
+    from verl.protocol import pad_dataproto_to_divisor, unpad_dataproto
+
+    data, model = batch_of()
+    order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(1))
+    data.reorder(order)
+    data = data.union(DataProto.from_dict({"old_log_probs": torch.zeros(COUNT, 3)}))
+    data = DataProto.concat(data.chunk(4)[::-1])
+    data = data.repeat(2, interleave=True)
+    data, pad = pad_dataproto_to_divisor(data, 5)
+    check(data, model)
+    data = unpad_dataproto(data, pad).select_idxs(list(range(0, 2 * COUNT, 3)))
+    data = pickle.loads(pickle.dumps(data))
+    data.meta_info = {}
+    check(data, model)
+    check(DataProto.from_tensordict(data.to_tensordict()), model)
+
+
+def test_a_batch_on_its_way_to_the_workers_is_small() -> None:
+    data, _ = batch_of()
+    keys = data.batch["routed_experts"]
+    assert keys.element_size() * keys[0, 0].numel() == 10  # bytes a token
+    assert len(pickle.dumps(data.non_tensor_batch[delivery.COLUMN])) < 700 * COUNT
+
+
+def test_a_sample_without_routes_takes_none_from_the_others() -> None:
+    turns = [Turn(SAMPLED[: 3 + n], change=deep) for n in range(3)]
+    turns[1] = Turn([20], stop="aborted", change=loops.NO_ROUTES)
+    data, model = batch_of(*turns)
+    delivery.arrived.receive(list(data.non_tensor_batch[delivery.COLUMN]), LAYERS, trains=False)
+    mask = data.batch["attention_mask"].bool()
+    good, bad = MicroBatch(data.batch["routed_experts"], mask, model).routes(zeros_are_none=True)
+    assert not bad
+    assert [bool(good[number].recorded.any()) for number in range(3)] == [True, False, True]
+
+
+def test_routes_that_the_door_refuses_are_a_bad_sample(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(arrivals, "PROOF", 0)
+    monkeypatch.setattr(delivery, "from_batch", lambda *a, **k: (_ for _ in ()).throw(InvalidRoutes("bad")))
+    data, model = batch_of(Turn(SAMPLED[:4], change=deep))
+    assert data.non_tensor_batch[delivery.COLUMN].tolist() == [None]
+    assert "go without their routes: [npu_replay] bad" in caplog.text
+    mask = data.batch["attention_mask"].bool()
+    good, bad = MicroBatch(data.batch["routed_experts"], mask, model).routes(zeros_are_none=True)
+    assert not good
+    assert "refused when the rollout handed them over" in str(bad[0])
+
+
+def test_a_reference_that_stayed_behind_is_named() -> None:
+    data, model = batch_of(Turn(SAMPLED[:4], change=deep))
+    mask = data.batch["attention_mask"].bool()
+    _, bad = MicroBatch(data.batch["routed_experts"], mask, model).routes(zeros_are_none=True)
+    assert "the column npu_replay_routes beside routed_experts" in str(bad[0])
+
+
+def test_a_folder_that_was_emptied_is_a_bad_sample_that_says_why(folder: Path) -> None:
+    data, model = batch_of(Turn(SAMPLED[:4], change=deep))
+    for file in folder.iterdir():
+        file.unlink()
+    with pytest.raises(AssertionError):
+        check(data, model)
+    mask = data.batch["attention_mask"].bool()
+    _, bad = MicroBatch(data.batch["routed_experts"], mask, model).routes(zeros_are_none=True)
+    assert "can't be read" in str(bad[0])
+
+
+def test_routes_are_read_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    read = delivery.fetch_each
+    monkeypatch.setattr(delivery, "fetch_each", lambda one, *how: asked.append(len(one)) or read(one, *how))
+    data, model = batch_of()
+    references = list(data.non_tensor_batch[delivery.COLUMN])
+    for trains in (False, True, True):
+        delivery.arrived.receive(references, LAYERS, trains=trains)
+    check_again = [*references[:2], None]
+    delivery.arrived.receive(check_again, LAYERS, trains=True)
+    assert asked == [COUNT, 0, 0, 0]
+    delivery.arrived.receive(references, LAYERS, trains=False)  # the next step
+    assert asked[-1] == COUNT
+    assert model.layers == LAYERS
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [("redis", "ray, or the absolute path"), ("relative/folder", "ray, or the absolute path")],
+)
+def test_what_is_no_carrier_is_refused(value: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(delivery.SWITCH, value)
+    with pytest.raises(ReplayError, match=words):
+        batch_of(Turn(SAMPLED[:4], change=deep))
+
+
+def test_a_model_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ReplayError, match=r"config\.json"):
+        loops.run(worker=make_worker(Engine(Turn(SAMPLED[:4], change=deep))))
+
+
+def test_verls_own_metrics_of_ids_are_refused() -> None:
+    made = guarded(
+        Turn(SAMPLED[:4], change=deep), actor_rollout_ref__rollout__moe_load_balance_metrics_interval=5
+    )
+    with pytest.raises(ReplayError, match="moe_load_balance_metrics_interval"):
+        loops.run(worker=made)
+
+
+@pytest.mark.parametrize("value", ["", "0"])
+def test_switched_off_batches_carry_ids(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(delivery.SWITCH, value)
+    data, _ = batch_of(Turn(SAMPLED[:4], change=deep))
+    assert tuple(data.batch["routed_experts"].shape[2:]) == (5, 8)
+    assert delivery.COLUMN not in data.non_tensor_batch
