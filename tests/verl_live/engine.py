@@ -14,7 +14,9 @@ from unittest import mock
 import torch
 
 import npu_replay
+from npu_replay.compat.verl import delivery
 from npu_replay.demo import megatron_model
+from verl_live import tiny
 
 TRANSFORMER_ENGINE = "megatron.core.extensions.transformer_engine"
 NOTES = "VERL_LIVE_NOTES"
@@ -47,7 +49,7 @@ def register(impl: Any) -> None:
             self._note(
                 kind="log-probs" if forward_only else "update",
                 tokens=[one.clone() for one in data["input_ids"].unbind()],
-                routes=[one.clone() for one in data["routed_experts"].unbind()],
+                routes=[_ids(one) for one in data["routed_experts"].unbind()],
                 shown=[(one.ids, one.layers) for one in seen.shown],
             )
             return output
@@ -62,6 +64,19 @@ def register(impl: Any) -> None:
             torch.save(what, Path(os.environ[NOTES]) / f"{next(self._numbers):03}.pt")
 
     EngineRegistry.register(model_type="language_model", backend="megatron", device="cpu")(OnCPU)
+
+
+def _ids(rows: torch.Tensor) -> torch.Tensor:
+    """Routes in a batch, [tokens, layers, topk]; where it carries a key, what was fetched for it."""
+    if rows.shape[1:] == (tiny.LAYERS, tiny.TOPK):
+        return rows.clone()
+    model = npu_replay.RoutedModel(
+        layers=tuple(range(tiny.LAYERS)),
+        num_layers=tiny.LAYERS,
+        num_experts=tiny.EXPERTS,
+        topk=tiny.TOPK,
+    )
+    return delivery.routes_of(rows, None, model).ids
 
 
 def _lend_optimizer() -> None:

@@ -169,10 +169,13 @@ def named_vllm(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Job:
+@pytest.fixture(scope="module", params=["ids", "ray"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Batches carry ids, or references to Ray's object store."""
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
+        if request.param == "ray":
+            patch.setitem(ENVIRONMENT, "NPU_REPLAY_DELIVERY", "ray")
         patch.setitem(ENVIRONMENT, "VERL_FILE_LOGGER_PATH", str(folder / "metrics.jsonl"))
         ended = start("verl_live.job:main", folder)
     logged = [json.loads(line)["data"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
