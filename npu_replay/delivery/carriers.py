@@ -62,13 +62,10 @@ class Carrier(ABC):
         for one, each in zip(given, pieces, strict=True):
             found.append(
                 Reference(
-                    tokens=len(one),
-                    fingerprint=one.fingerprint,
-                    num_experts=one.num_experts,
-                    topk=one.topk,
-                    blocks=tuple(piece.layers for piece in each),
-                    seals=tuple(seal(piece) if self.sealed else None for piece in each),
-                    handles=tuple(itertools.islice(at, len(each))),
+                    one,
+                    blocks=[piece.layers for piece in each],
+                    seals=[seal(piece) if self.sealed else None for piece in each],
+                    handles=list(itertools.islice(at, len(each))),
                     read=type(self).reader(),
                     release=type(self).releaser(),
                 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,9 +18,10 @@ _WORDS = 4096
 _MASK = 2**63 - 1
 
 
-@dataclass(frozen=True)
 class Reference:
     """One sample's routes, put away. It may be pickled, copied, moved and repeated; it holds no ids.
+
+    No dataclass: a batch's container may be pydantic's, which makes dicts of those.
 
     Attributes:
         key: tells samples apart, 63 bits; a sample that is put twice has two.
@@ -35,16 +35,21 @@ class Reference:
         release: gives handles free, likewise; None where nobody has to.
     """
 
-    tokens: int
-    fingerprint: int | None
-    num_experts: int
-    topk: int
-    blocks: tuple[tuple[int, ...], ...]
-    seals: tuple[int | None, ...]
-    handles: tuple[Any, ...]
-    read: Read
-    release: Callable[[Sequence[Any]], None] | None = None
-    key: int = field(default_factory=lambda: secrets.randbits(63) or 1)
+    def __init__(
+        self,
+        sample: RoutedExperts,
+        *,
+        blocks: Sequence[tuple[int, ...]],
+        seals: Sequence[int | None],
+        handles: Sequence[Any],
+        read: Read,
+        release: Callable[[Sequence[Any]], None] | None,
+    ) -> None:
+        self.key = secrets.randbits(63) or 1
+        self.tokens, self.fingerprint = len(sample), sample.fingerprint
+        self.num_experts, self.topk = sample.num_experts, sample.topk
+        self.blocks, self.seals, self.handles = tuple(blocks), tuple(seals), tuple(handles)
+        self.read, self.release = read, release
 
     @property
     def layers(self) -> tuple[int, ...]:

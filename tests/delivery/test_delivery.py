@@ -126,7 +126,7 @@ def bad_references(tmp_path: Path) -> Iterator[tuple[str, Callable[[], Any], str
     def changed(**values: Any) -> Any:
         reference = delivery.ProcessCarrier().put(routes(0))
         for name, value in values.items():
-            object.__setattr__(reference, name, value)
+            setattr(reference, name, value)
         return [reference]
 
     def cut_short() -> Any:
