@@ -42,7 +42,6 @@ from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl import delivery
 from npu_replay.compat.verl.arrivals import Arrivals
 from npu_replay.compat.verl.config import setting
-from npu_replay.delivery.carriers import Carrier
 from npu_replay.errors import ReplayError
 from npu_replay.rollout.turns import Rows
 from npu_replay.routes.checks import Array, is_ids
@@ -106,10 +105,11 @@ class Turns:
 
     Args:
         job: of whose sample these are; None for a call that belongs to none.
+        step: of the job, for which it is sampled.
     """
 
-    def __init__(self, job: _Job | None = None) -> None:
-        self.job = job
+    def __init__(self, job: _Job | None = None, step: int = 0) -> None:
+        self.job, self.step = job, step
         self._ran: list[tuple[Array, Rows]] = []
         """Tokens and what is known of them; a turn that goes on from the one before is one with it."""
 
@@ -198,7 +198,7 @@ class _Job:
         dropped: R2 records its own.
         lengths: of the longest prompt and response, in tokens; None where the config doesn't tell.
         arrivals: checks what the engine returns, where the model is known.
-        carrier: takes the routes, and the batch has references; None where it carries them.
+        putter: takes the routes, and the batch has references; None where it carries them.
         like: [0, layers, topk], of the routes so far, for samples that have none of their own.
     """
 
@@ -207,7 +207,7 @@ class _Job:
     dropped: bool
     lengths: tuple[int, int] | None
     arrivals: Arrivals | None
-    carrier: Carrier | None = None
+    putter: delivery.Putter | None = None
     like: Array | None = None
 
     @classmethod
@@ -227,7 +227,7 @@ class _Job:
             dropped,
             (int(lengths[0]), int(lengths[1])) if all(isinstance(n, int) for n in lengths) else None,
             arrivals,
-            delivery.carrier_of(config, model) if wanted and not dropped else None,
+            delivery.Putter.of(worker, model) if wanted and not dropped else None,
         )
         return _jobs[worker]
 
@@ -321,7 +321,8 @@ async def _run_agent_loop(original: Any, self: Any, *args: Any, **kwargs: Any) -
         # On the instance: a subclass has its own, and may be one that came with the job's main module.
         corrected = functools.partial(_agent_loop_postprocess, job)
         _patches.wrap(self, "_agent_loop_postprocess", corrected, _CORRECT)
-    token = _sample.set(Turns(job))
+    trajectory = kwargs.get("trajectory") or args[1]
+    token = _sample.set(Turns(job, step=int(trajectory["step"])))
     try:
         return await original(self, *args, **kwargs)
     finally:
@@ -332,10 +333,9 @@ async def _agent_loop_postprocess(job: _Job, original: Any, output: Any, *args: 
     turns = _sample.get() or Turns()
     for one in output if isinstance(output, list) else [output]:
         rows = job.routes_of(one, turns)
-        if rows is not None and job.carrier is not None and job.arrivals is not None:
+        if rows is not None and job.putter is not None:
             tokens = _ids([*one.prompt_ids, *one.response_ids])
-            model = job.arrivals.model
-            rows, one.extra_fields[delivery.COLUMN] = delivery.put(job.carrier, rows, tokens, model)
+            rows, one.extra_fields[delivery.COLUMN] = job.putter.put(rows, tokens, turns.step)
         one.routed_experts = rows
     return await original(output, *args, **kwargs)
 

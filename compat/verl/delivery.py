@@ -5,8 +5,8 @@ their layers before a pass, and verl moves only what stands for them: five int16
 row of routes goes (padded, cut, packed, reordered), and a column of references, which goes with the samples.
 
 Switched on by NPU_REPLAY_DELIVERY (ray, or a folder that all nodes see) in the environment of the workers of
-agent loops. Probes nothing. Offers: `carrier_of` and `put` to the rollout, `arrived` to an engine's pass,
-`routes_of` to its micro-batches. It changes nothing by itself.
+agent loops. Probes nothing. Offers: `Putter` to the rollout, `arrived` to an engine's pass, `routes_of` to
+its micro-batches. It changes nothing by itself.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ _MARK = -21931
 """The first of a token's five numbers: no id, and no padding."""
 _WORDS = 5
 _FIELDS = "extra_fields"
+_QUEUED = "verl.trainer.ppo.v1.agent_loop_tq"
+"""verl's workers that hand samples to a queue (TransferQueue)."""
+_STEPS = 3
+"""Of the job, for which a worker keeps what it has put: trainers may be so many steps behind."""
 _refused = itertools.count(1)
 _MOST_BYTES = 8 * 2**30
 """Routes of this process that are kept from pass to pass."""
@@ -48,72 +52,96 @@ _MOST_BYTES = 8 * 2**30
 # The rollout's side
 
 
-def carrier_of(config: Any, model: RoutedModel | None) -> delivery.Carrier | None:
-    """Where a worker of agent loops puts routes; None where batches carry them.
+class Putter:
+    """Puts away what the samples of one worker of agent loops chose.
 
     Args:
-        config: verl's, for the pipeline's stages; a piece has the layers of one.
+        carrier: where.
         model: the policy's.
-
-    Raises:
-        ReplayError: neither "ray" nor a folder, an unknown model, or a metric that reads ids in batches.
+        keeps: are references kept here until their step is long over? A queue pickles them where Ray doesn't
+            see it, and a folder counts no readers. Otherwise they live as long as the batch.
     """
-    value = os.environ.get(SWITCH, "").strip()
-    if value in ("", "0"):
-        return None
-    if value != "ray" and not os.path.isabs(value):
-        raise ReplayError(
-            "nothing is known that carries routes by this name",
-            where=SWITCH,
-            expected="ray, or the absolute path of a folder that all nodes see",
-            got=value,
-        )
-    if model is None:
-        raise ReplayError(
-            "routes can't be put away: nothing says which layers of the model route",
-            where=SWITCH,
-            expected="the policy's config.json, read by the worker of the agent loops",
-            got="none",
-            cause="a worker of one's own; leave the variable out, and batches carry the routes",
-        )
-    if interval := setting(config, "actor_rollout_ref", "rollout", "moe_load_balance_metrics_interval"):
-        raise ReplayError(
-            "verl's MoE load metrics read ids in batches, which have none",
-            where="actor_rollout_ref.rollout.moe_load_balance_metrics_interval",
-            expected=f"0, or no {SWITCH}",
-            got=interval,
-        )
-    megatron = ("actor_rollout_ref", "actor", "megatron")
-    stages = [setting(config, *megatron, f"{name}pipeline_model_parallel_size") for name in ("", "virtual_")]
-    count = max(1, int(stages[0] or 1) * int(stages[1] or 1))
-    cut = -(-len(model.layers) // count)
-    return RayCarrier(cut=cut) if value == "ray" else delivery.FolderCarrier(value, cut=cut)
 
+    def __init__(self, carrier: delivery.Carrier, model: RoutedModel, *, keeps: bool) -> None:
+        self._carrier, self._model, self._keeps = carrier, model, keeps
+        self._kept: dict[int, list[delivery.Reference]] = {}
 
-def put(carrier: delivery.Carrier, rows: Array, tokens: Array, model: RoutedModel) -> tuple[Array, Any]:
-    """Put the rows of one sample away; what its batch carries: int16 [tokens, 1, 5], and the reference.
+    @classmethod
+    def of(cls, worker: Any, model: RoutedModel | None) -> Putter | None:
+        """That of a worker; None where batches carry ids.
 
-    Routes that can't be right are not put: the trainer counts the sample as a bad one.
-
-    Args:
-        rows: [tokens, columns, topk], zeros for a token without a route.
-        tokens: [tokens], their ids.
-
-    Raises:
-        ReplayError: the carrier can't take them.
-    """
-    reference, words = None, [_MARK, 0, 0, 0, 0]
-    try:
-        routes = from_batch(torch.from_numpy(rows), model, zeros_are_none=model.topk > 1)
-    except (InvalidRoutes, MicroBatchError) as error:
-        if (count := next(_refused)).bit_count() == 1:
-            logger.warning(
-                "[npu_replay] rollout: %d samples so far go without their routes: %s", count, error
+        Raises:
+            ReplayError: neither "ray" nor a folder, an unknown model, or a metric that reads ids in batches.
+        """
+        value = os.environ.get(SWITCH, "").strip()
+        if value in ("", "0"):
+            return None
+        if value != "ray" and not os.path.isabs(value):
+            raise ReplayError(
+                "nothing is known that carries routes by this name",
+                where=SWITCH,
+                expected="ray, or the absolute path of a folder that all nodes see",
+                got=value,
             )
-    else:
-        reference = carrier.put(routes.sequence(0, len(routes), fingerprint(tokens)))
-        words = [_MARK, *np.array([reference.key], np.uint64).view(np.int16).tolist()]
-    return np.tile(np.array(words, np.int16), (len(rows), 1, 1)), reference
+        if model is None:
+            raise ReplayError(
+                "routes can't be put away: nothing says which layers of the model route",
+                where=SWITCH,
+                expected="the policy's config.json, read by the worker of the agent loops",
+                got="none",
+                cause="a worker of one's own; leave the variable out, and batches carry the routes",
+            )
+        config = worker.config
+        if interval := setting(config, "actor_rollout_ref", "rollout", "moe_load_balance_metrics_interval"):
+            raise ReplayError(
+                "verl's MoE load metrics read ids in batches, which have none",
+                where="actor_rollout_ref.rollout.moe_load_balance_metrics_interval",
+                expected=f"0, or no {SWITCH}",
+                got=interval,
+            )
+        cut = _layers_a_stage(config, model)
+        queued = any(kind.__module__ == _QUEUED for kind in type(worker).__mro__)
+        carrier = RayCarrier(cut=cut) if value == "ray" else delivery.FolderCarrier(value, cut=cut)
+        return cls(carrier, model, keeps=queued or value != "ray")
+
+    def put(self, rows: Array, tokens: Array, step: int) -> tuple[Array, delivery.Reference | None]:
+        """Put the rows of one sample away; what its batch has: int16 [tokens, 1, 5], and the reference.
+
+        Routes that can't be right are not put: the trainer counts the sample as a bad one.
+
+        Args:
+            rows: [tokens, columns, topk], zeros for a token without a route.
+            tokens: [tokens], their ids.
+            step: of the job, for which it was sampled.
+
+        Raises:
+            ReplayError: the carrier can't take them.
+        """
+        reference, words = None, [_MARK, 0, 0, 0, 0]
+        try:
+            routes = from_batch(torch.from_numpy(rows), self._model, zeros_are_none=self._model.topk > 1)
+        except (InvalidRoutes, MicroBatchError) as error:
+            if (count := next(_refused)).bit_count() == 1:
+                said = "[npu_replay] rollout: %d samples so far go without their routes: %s"
+                logger.warning(said, count, error)
+        else:
+            reference = self._carrier.put(routes.sequence(0, len(routes), fingerprint(tokens)))
+            words = [_MARK, *np.array([reference.key], np.uint64).view(np.int16).tolist()]
+            if self._keeps:
+                self._keep(reference, step)
+        return np.tile(np.array(words, np.int16), (len(rows), 1, 1)), reference
+
+    def _keep(self, reference: delivery.Reference, step: int) -> None:
+        self._kept.setdefault(step, []).append(reference)
+        for old in [one for one in self._kept if one <= step - _STEPS]:
+            delivery.free(self._kept.pop(old))
+
+
+def _layers_a_stage(config: Any, model: RoutedModel) -> int:
+    """How many MoE layers a stage of the actor's pipeline has, where they are cut evenly."""
+    megatron = ("actor_rollout_ref", "actor", "megatron")
+    cuts = [setting(config, *megatron, f"{name}pipeline_model_parallel_size") for name in ("", "virtual_")]
+    return -(-len(model.layers) // max(1, int(cuts[0] or 1) * int(cuts[1] or 1)))
 
 
 # An engine's side

@@ -566,7 +566,7 @@ def delivered(tiny: Any) -> Iterator[Callable[[DataProto], DataProto]]:
         keys, references = torch.zeros(*whole.shape[:2], 1, 5, dtype=torch.int16), []
         for number, mask in enumerate(kept):
             rows, tokens = whole[number][mask].numpy(), data.batch["input_ids"][number][mask].numpy()
-            found, reference = delivery.put(carrier, rows, tokens, model)
+            found, reference = putter.put(rows, tokens, 0)
             keys[number, mask] = torch.from_numpy(found)
             references.append(reference)
         data.batch["routed_experts"] = keys
@@ -574,7 +574,7 @@ def delivered(tiny: Any) -> Iterator[Callable[[DataProto], DataProto]]:
         return data
 
     with TemporaryDirectory() as folder:
-        carrier = FolderCarrier(folder, cut=2)
+        putter = delivery.Putter(FolderCarrier(folder, cut=2), model, keeps=False)
         delivery.fetch_each = counted
         try:
             yield by_reference

@@ -158,6 +158,16 @@ def test_routes_are_read_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model.layers == LAYERS
 
 
+def test_a_folder_keeps_what_may_still_be_trained_on(folder: Path) -> None:
+    made = worker(*(Turn(SAMPLED[: 3 + n], change=deep) for n in range(COUNT)))
+    putter = delivery.Putter.of(made, model_of(made))
+    assert putter is not None
+    tokens = np.arange(8)
+    for step in range(6):
+        putter.put(np.concatenate([deep(tokens[:-1]), deep(tokens[:1]) * 0]), tokens + step, step)
+        assert len(list(folder.glob("*.safetensors"))) == min(step + 1, 3)
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [("redis", "ray, or the absolute path"), ("relative/folder", "ray, or the absolute path")],
