@@ -28,27 +28,67 @@ class RayCarrier(Carrier):
 
     def _store(self, pieces: Sequence[RoutedExperts]) -> Sequence[Any]:
         ray = _ray("put routes into")
-        return [ray.put(piece) for piece in pieces]
+        return [Object(ray.put(piece)) for piece in pieces]
 
     @staticmethod
     def reader() -> Read:
         return read_objects
 
 
+class Object:
+    """A handle of one object. In Ray's own messages Ray counts it; a queue that pickles by itself hands it on
+    whole, and uncounted: whoever put the object has to keep a handle as long as it may be read.
+
+    Ray's ObjectRef alone would lose its owner's address there, and be waited for in vain.
+    """
+
+    def __init__(self, ref: Any) -> None:
+        self.ref = ref
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        worker = _worker()
+        if worker.get_serialization_context().is_in_band_serialization():
+            return Object, (self.ref,)
+        _, owner, status = worker.core_worker.serialize_object_ref(self.ref)
+        return _registered, (self.ref.binary(), owner, status)
+
+    def __deepcopy__(self, memo: object) -> Object:
+        return self
+
+
+def _registered(binary: bytes, owner: bytes, status: bytes) -> Object:
+    """A handle that came past Ray, made known to the process that it came to."""
+    ray = _ray("read routes from")
+    ref = ray.ObjectRef(binary, owner)
+    _worker().core_worker.deserialize_and_register_object_ref(binary, ray.ObjectRef.nil(), owner, status)
+    return Object(ref)
+
+
+def _worker() -> Any:
+    """What Ray itself pickles ObjectRefs by; it has no public way to."""
+    from ray._private import worker
+
+    found: Any = worker.global_worker
+    found.check_connected()
+    return found
+
+
 def read_objects(handles: Sequence[Any], patience: float) -> list[RoutedExperts | Exception]:
     """What lies in these objects; in the place of one that is lost, or doesn't come in time, is why."""
     ray, until = _ray("read routes from"), time.monotonic() + patience
+    refs = [handle.ref for handle in handles]
     try:
-        return list(ray.get(list(handles), timeout=patience))
+        return list(ray.get(refs, timeout=patience))
     except Exception:  # noqa: BLE001  one of them: each is asked for by itself below
         left = max(until - time.monotonic(), 0.1)
-        ready, _ = ray.wait(list(handles), num_returns=len(handles), timeout=left, fetch_local=True)
-        return [_one(ray, handle, handle in ready) for handle in handles]
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=left, fetch_local=True)
+        there = set(ready)
+        return [_one(ray, ref, ref in there) for ref in refs]
 
 
-def _one(ray: Any, handle: Any, ready: bool) -> RoutedExperts | Exception:
+def _one(ray: Any, ref: Any, ready: bool) -> RoutedExperts | Exception:
     try:
-        return ray.get(handle, timeout=5.0 if ready else 0.0)  # type: ignore[no-any-return]
+        return ray.get(ref, timeout=5.0 if ready else 0.0)  # type: ignore[no-any-return]
     except Exception as error:  # noqa: BLE001  Ray's own kinds, as many as there are ways to lose an object
         said = str(error).strip().splitlines() or [""]
         return LookupError(f"{type(error).__name__}: {said[0]}")
