@@ -141,7 +141,7 @@ def differing(ours: torch.Tensor, theirs: torch.Tensor, where: torch.Tensor) -> 
 
 def known(routes: torch.Tensor) -> torch.Tensor:
     """Which tokens have a row."""
-    return routes.flatten(1).any(dim=1)
+    return (routes != 0).flatten(1).any(dim=1)
 
 
 def start(target: str, folder: Path) -> jobs.Ended:
