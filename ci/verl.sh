@@ -5,7 +5,7 @@
 # verl's of that release. What they run is where releases differ: how they pack, narrow, merge and hand on
 # (test_engine.BY_RELEASE, test_functions), configs, agent loops, the engine under MindSpeed, and of 0.7 its own actor
 # and its external_lib. test_functions runs on more releases of Megatron-core. npu_patches runs each form of verl's own
-# block for an NPU (0.7.1's, 0.9.1's; 0.8.0's needs a transformers that its block doesn't run on), and ms-swift's.
+# block for an NPU (0.7.1's, 0.9.1's; 0.8.0's patches want a transformers that its block doesn't run on), and ms-swift's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [[ ${1:-} == --all ]]; then
@@ -30,7 +30,8 @@ run_with() {
         with_verl "$1" "$2" python -m pytest -n 2 -rs "${@:3}"
 }
 
-patches_with() { PYTHONPATH=$swift${PYTHONPATH:+:$PYTHONPATH} run_with 0.12.1 "$1" --dist loadfile tests/npu_patches "${@:2}"; }
+patches=(--dist loadfile -k "npu_patches or for_an_npu" tests/npu_patches tests/on_verl/test_fsdp.py)
+patches_with() { PYTHONPATH=$swift${PYTHONPATH:+:$PYTHONPATH} run_with 0.12.1 "$1" "${patches[@]}" "${@:2}"; }
 
 older=(--dist loadfile -m "not newest" --ignore tests/on_verl/test_fsdp.py tests/on_verl)
 run_with 0.12.1 0.7.1 "${older[@]}" "$@"

@@ -182,6 +182,15 @@ for _way, _settings in WAYS.items():
             )
 
 
+@case("verl's block for an NPU")
+def _npu_block() -> None:
+    """It stays in this process."""
+    job.use_block_for_an_npu()
+    for settings in ({"sp": 2, "most": 13, "recompute": True}, {"packed": False}):
+        _r2(tiny_of(**settings))
+        _r3(tiny_of(mode="R3", **settings))
+
+
 @case("without replay it would have differed")
 def _control() -> None:
     actor = Actor(tiny_of(recompute=True))

@@ -6,11 +6,14 @@ No two tokens of a batch have the same id, so what a forward is fed says which t
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -156,6 +159,7 @@ def witnessed(model: nn.Module) -> Iterator[list[Call]]:
     handles = [embedding.register_forward_hook(fed_with)]
     for layer, router in routers(model).items():
         watch = _watch_block if transformers.__version__ < "5" else _watch_router
+        watch = _watch_kernel if "torch_npu" in sys.modules else watch
         handles += watch(_block_of(model, router), router, partial(called, layer))
     yield calls
     for handle in handles:
@@ -197,6 +201,44 @@ def _watch_block(block: Any, _: nn.Module, called: Callable[[], Call]) -> list[A
 
     experts = [one.register_forward_pre_hook(partial(chosen, n)) for n, one in enumerate(block.experts)]
     return [block.register_forward_pre_hook(begins), *experts]
+
+
+# verl's block for an NPU
+
+_in_block: list[Call] = []
+
+
+def use_block_for_an_npu() -> None:
+    """For the rest of this process: verl's own, over the operators of tests/stubs.
+
+    These alone: the device that the stub lends would be in FSDP's way.
+    """
+    for name in ("torch_npu.on_cpu", "torch_npu"):
+        file = "operators" if name == "torch_npu" else "on_cpu"
+        spec = spec_from_file_location(name, Path(__file__).parents[1] / f"stubs/torch_npu/{file}.py")
+        sys.modules[name] = module_from_spec(spec)  # type: ignore[arg-type]
+        spec.loader.exec_module(sys.modules[name])  # type: ignore[union-attr]
+    sys.modules["torch_npu.on_cpu"].lend_histogram()
+    torch_npu: Any = sys.modules["torch_npu"]
+    module = importlib.import_module("verl.models.transformers.npu_patch")
+    if hasattr(module, "apply_npu_patches"):  # from 0.9 on; before, the import is the patch
+        module.apply_npu_patches()
+    permute = torch_npu.npu_moe_token_permute
+
+    def noting(tokens: torch.Tensor, indices: torch.Tensor) -> Any:
+        _in_block[0].ids = indices.long()
+        return permute(tokens, indices)
+
+    torch_npu.npu_moe_token_permute = noting
+
+
+def _watch_kernel(block: nn.Module, _: nn.Module, called: Callable[[], Call]) -> list[Any]:
+    """What the kernel that sorts rows by expert is given."""
+
+    def begins(_: nn.Module, __: Any) -> None:
+        _in_block[:] = [called()]
+
+    return [block.register_forward_pre_hook(begins)]
 
 
 # verl's configs and engines

@@ -78,13 +78,14 @@ def npu_grouped_matmul(
     group_list_type: int = 0,
     **other: Any,
 ) -> list[torch.Tensor]:
-    """group_type 0 splits rows, 2 the inner dimension (a weight's gradient)."""
+    """group_type 0 splits rows, 2 the inner dimension (a weight's gradient). In the dtype that comes."""
     if bias or len(x) != 1 or {k for k, v in other.items() if v is not None}:
         raise RuntimeError("torch_npu stub: npu_grouped_matmul without bias and scales, for one x")
     ends = group_ends(group_list, group_list_type)
-    if group_type == 2:
-        return [grouped_outer(x[0].t(), weight[0], ends)]
-    return [grouped_matmul(x[0], weight[0] if len(weight) == 1 else weight, ends)]
+    with torch.autocast("cpu", enabled=False):
+        if group_type == 2:
+            return [grouped_outer(x[0].t(), weight[0], ends)]
+        return [grouped_matmul(x[0], weight[0] if len(weight) == 1 else weight, ends)]
 
 
 def npu_moe_token_permute(tokens: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
