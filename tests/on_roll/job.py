@@ -20,7 +20,10 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 
-VOCAB, EXPERTS, TOPK, LENGTH = 128, 8, 2, 16
+import tiny_qwen
+from tiny_qwen import EXPERTS, TOPK
+
+VOCAB, LENGTH = 128, 16
 MOE = (1, 0, 1, 1)
 LABELS = [layer for layer, sparse in enumerate(MOE) if sparse]
 LENGTHS = ((3, 9), (2, 4), (5, 7), (1, 6), (4, 8), (3, 3), (2, 10), (6, 5))
@@ -29,30 +32,10 @@ LENGTHS = ((3, 9), (2, 4), (5, 7), (1, 6), (4, 8), (3, 3), (2, 10), (6, 5))
 
 def save_model(folder: str) -> str:
     """A checkpoint of the small model with a tokenizer, as ROLL loads it."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
     if dist.get_rank() == 0:
-        torch.manual_seed(3)
-        config = Qwen3MoeConfig(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=48,
-            moe_intermediate_size=16,
-            num_hidden_layers=len(MOE),
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            num_experts=EXPERTS,
-            num_experts_per_tok=TOPK,
-            norm_topk_prob=True,
-            mlp_only_layers=[layer for layer, sparse in enumerate(MOE) if not sparse],
-            tie_word_embeddings=False,
-            initializer_range=0.3,  # so that each choice of an expert counts
-        )
-        Qwen3MoeForCausalLM(config).save_pretrained(folder)
-        words = Tokenizer(models.WordLevel({str(number): number for number in range(VOCAB)}, unk_token="0"))
-        PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0").save_pretrained(folder)
+        dense = [layer for layer, sparse in enumerate(MOE) if not sparse]
+        tiny_qwen.make(VOCAB, len(MOE), seed=3, mlp_only_layers=dense).save_pretrained(folder)
+        tiny_qwen.tokenizer(map(str, range(VOCAB)), pad_token="0").save_pretrained(folder)
     dist.barrier()
     return folder
 

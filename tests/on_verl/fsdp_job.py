@@ -22,9 +22,11 @@ import transformers
 from omegaconf import OmegaConf
 from torch import nn
 
-from distributed.parallel_model import EXPERTS, TOPK, Split
+import tiny_qwen
+from distributed.parallel_model import Split
 from on_verl import engine_job
 from on_verl.engine_job import LENGTHS
+from tiny_qwen import TOPK
 
 VOCAB = 128
 MOE = (1, 0, 1, 1)
@@ -67,27 +69,9 @@ class Tiny:
 
 def save_model(folder: str, *, dense: bool = False) -> str:
     """A checkpoint of the small model, the same on all ranks; where it is."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
     if dist.get_rank() == 0:
-        torch.manual_seed(3)
-        config = Qwen3MoeConfig(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=48,
-            moe_intermediate_size=16,
-            num_hidden_layers=len(MOE),
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            num_experts=EXPERTS,
-            num_experts_per_tok=TOPK,
-            norm_topk_prob=True,
-            mlp_only_layers=[layer for layer, sparse in enumerate(MOE) if dense or not sparse],
-            tie_word_embeddings=False,
-            initializer_range=0.3,  # so that each choice of an expert counts
-        )
-        Qwen3MoeForCausalLM(config).save_pretrained(folder)
+        without = [layer for layer, sparse in enumerate(MOE) if dense or not sparse]
+        tiny_qwen.make(VOCAB, len(MOE), seed=3, mlp_only_layers=without).save_pretrained(folder)
     dist.barrier()
     return folder
 
