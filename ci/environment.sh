@@ -215,15 +215,15 @@ fetch_ascend() {
     if old_transformers "$2"; then fetch transformers "$ascend_transformers"; fi
     if [[ -d $work/vllm-ascend/$1 ]]; then return; fi
     echo "Fetching vllm-ascend $1 ..."
-    fill "$work/vllm-ascend/$1" ascend_into "$1" || fail "could not fetch vllm-ascend $1 for $(python -V)"
+    fill "$work/vllm-ascend/$1" code_into "vllm-ascend==$1" vllm_ascend || fail "could not fetch vllm-ascend $1 for $(python -V)"
 }
 
 # old_transformers VLLM_RELEASE: does it want an older line than the environment's?
 old_transformers() { (($(cut -d. -f2 <<<"$1") < 19)); }
 
-# Without its tests and tools, whose names others have too.
-ascend_into() {
-    python "$repository/ci/releases.py" "vllm-ascend==$1" "$2" && find "$2" -mindepth 1 -maxdepth 1 ! -name "vllm_ascend*" -exec rm -r {} +
+# code_into PACKAGE==RELEASE NAME FOLDER: without its tests and tools, whose names others have too.
+code_into() {
+    python "$repository/ci/releases.py" "$1" "$3" && find "$3" -mindepth 1 -maxdepth 1 ! -name "$2*" -exec rm -r {} +
 }
 
 if environment_is_active; then

@@ -4,7 +4,8 @@
 # The newest release runs all of them. Older ones leave out what is marked `newest`: our own code, or Ray's, and not
 # verl's of that release. What they run is where releases differ: how they pack, narrow, merge and hand on
 # (test_engine.BY_RELEASE, test_functions), configs, agent loops, the engine under MindSpeed, and of 0.7 its own actor
-# and its external_lib. test_functions runs on more releases of Megatron-core.
+# and its external_lib. test_functions runs on more releases of Megatron-core. npu_patches runs each form of verl's own
+# block for an NPU (0.7.1's, 0.9.1's; 0.8.0's patches want a transformers that its block doesn't run on), and ms-swift's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [[ ${1:-} == --all ]]; then
@@ -17,6 +18,8 @@ for release in 0.13.1 0.15.3; do fetch_megatron $release; done
 fetch transformers 4.57.6
 datasets=$work/beside/datasets==4.0.0 # verl imports it, and newer ones want a newer huggingface-hub
 if [[ ! -d $datasets ]]; then fill "$datasets" pip_into --no-deps datasets==4.0.0 || fail "could not fetch datasets"; fi
+swift=$work/ms-swift-source/4.6.0 # its code alone
+if [[ ! -d $swift ]]; then fill "$swift" code_into ms-swift==4.6.0 swift || fail "could not fetch ms-swift"; fi
 
 tests_started=$SECONDS
 export OMP_NUM_THREADS=1 # two workers share the cores
@@ -27,13 +30,18 @@ run_with() {
         with_verl "$1" "$2" python -m pytest -n 2 -rs "${@:3}"
 }
 
+patches=(--dist loadfile -k "npu_patches or for_an_npu" tests/npu_patches tests/on_verl/test_fsdp.py)
+patches_with() { PYTHONPATH=$swift${PYTHONPATH:+:$PYTHONPATH} run_with 0.12.1 "$1" "${patches[@]}" "${@:2}"; }
+
 older=(--dist loadfile -m "not newest" --ignore tests/on_verl/test_fsdp.py tests/on_verl)
 run_with 0.12.1 0.7.1 "${older[@]}" "$@"
 run_with 0.16.1 0.8.0 "${older[@]}" "$@"
 run_with 0.12.1 0.9.1 --dist loadfile tests/on_verl "$@"
 run_with 0.13.1 0.9.1 tests/on_verl/test_functions.py "$@"
 run_with 0.15.3 0.8.0 tests/on_verl/test_functions.py "$@"
+patches_with 0.9.1 "$@"
 export PYTHONPATH=$datasets:$work/transformers/4.57.6${PYTHONPATH:+:$PYTHONPATH}
+for release in 0.7.1 0.9.1; do patches_with $release "$@"; done
 for release in 0.8.0 ${NPU_REPLAY_VERL_ALL:+0.7.1}; do
     run_with 0.12.1 "$release" --dist loadfile -m "not newest" tests/on_verl/test_fsdp.py "$@"
 done

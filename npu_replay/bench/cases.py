@@ -14,7 +14,7 @@ from torch import nn
 
 import npu_replay
 from npu_replay import RoutedExperts
-from npu_replay.bench import capture, decode, gather
+from npu_replay.bench import capture, decode, gather, layout
 from npu_replay.bench.timing import Case, Way
 from npu_replay.demo import megatron_model
 from npu_replay.routes import inputs
@@ -41,6 +41,7 @@ def cases(device: torch.device, pairs: int) -> Iterator[Case]:
     for tokens in TOKENS:
         yield _step(tokens, device, few)
     yield _inputs(TOKENS[-1], device, few)
+    yield _layout(layout.TOKENS, device, few)
 
 
 class Routers(nn.Module):
@@ -158,6 +159,24 @@ def _others(device: torch.device, rounds: int) -> Case:
 
 def _inputs(tokens: int, device: torch.device, rounds: int) -> Case:
     """What it costs to keep a micro-batch's token ids and to hold them against the routes, by its forward."""
+    given, forward = _forward(tokens, device)
+
+    def check() -> None:
+        if (kept := inputs.copied((), {"input_ids": given["input_ids"]})) is not None:
+            inputs.Inputs.recorded(kept.cpu()).fit(kept.cpu())
+
+    ways = [forward, Way("tokens kept and checked", check)]
+    return Case("inputs", tokens, ways, rounds, device=device)
+
+
+def _layout(tokens: int, device: torch.device, rounds: int) -> Case:
+    """What it costs to know the rows of a micro-batch, by its forward."""
+    given, forward = _forward(tokens, device)
+    return Case("layout", tokens, [forward, *layout.ways(given["input_ids"])], rounds, device=device)
+
+
+def _forward(tokens: int, device: torch.device) -> tuple[dict[str, torch.Tensor], Way]:
+    """What the whole model is called with, and its forward without grad."""
     length, given = _batch(tokens, device)
     model = _model(length, device)
 
@@ -165,12 +184,7 @@ def _inputs(tokens: int, device: torch.device, rounds: int) -> Case:
         with torch.no_grad():
             model(**given)
 
-    def check() -> None:
-        if (kept := inputs.copied((), {"input_ids": given["input_ids"]})) is not None:
-            inputs.Inputs.recorded(kept.cpu()).fit(kept.cpu())
-
-    ways = [Way("forward", forward), Way("tokens kept and checked", check)]
-    return Case("inputs", tokens, ways, rounds, device=device)
+    return given, Way("forward", forward)
 
 
 def _batch(tokens: int, device: torch.device) -> tuple[int, dict[str, torch.Tensor]]:

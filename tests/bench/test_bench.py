@@ -12,6 +12,7 @@ import npu_replay
 from npu_replay.bench import cases
 from npu_replay.bench import decode as bench_decode
 from npu_replay.bench import gather as bench_gather
+from npu_replay.bench import layout as bench_layout
 from npu_replay.bench import run as bench
 from npu_replay.sessions import router_calls, seam
 
@@ -28,6 +29,7 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
     monkeypatch.setattr(cases, "TOKENS", (16,))
     monkeypatch.setattr(cases, "ROUTER", cases.ROUTER | {"hidden_size": 32})
     monkeypatch.setattr(bench_gather, "SEQUENCES", 3)
+    monkeypatch.setattr(bench_layout, "TOKENS", 1024)
     monkeypatch.setattr(bench_decode, "TOKENS", 200)
     monkeypatch.setattr(bench_decode, "PROMPT", 50)
     bench_gather.rollout.cache_clear()
@@ -41,7 +43,7 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
     native = ["its API, served" if release < (0, 16) else "Megatron's own"]
     ways = {
         what: [row.way for row in rows if row.what == what]
-        for what in ("router", "other top-k", "gather", "decode", "capture", "step", "import")
+        for what in ("router", "other top-k", "gather", "decode", "capture", "step", "layout", "import")
     }
     assert ways == {
         "router": ["live", "record", "replay", "record by Watch", "replay by Watch", *native],
@@ -56,6 +58,7 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
         ],
         "capture": ["routers alone", "captured"],
         "step": ["live", "record", "replay", *native],
+        "layout": ["forward", "layout read", "such lengths again"],
         "import": ["torch", "then npu_replay", "then its record"],
     }
     assert all(row.ratio == 1 and row.over == 0 for row in rows if row.way == "live")
@@ -77,3 +80,19 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
     assert seam.guard._holders == 0
     bench_gather.rollout.cache_clear()
     bench_decode.sample.cache_clear()
+
+
+def test_a_layout_is_read_once_for_batches_of_the_same_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    prepare = bench_layout._Engine.prepare_model_inputs
+    monkeypatch.setattr(
+        bench_layout._Engine,
+        "prepare_model_inputs",
+        lambda engine, micro_batch: (calls.append(1), prepare(engine, micro_batch))[1],
+    )
+    read, again = bench_layout.ways(torch.arange(12).view(3, 4))
+    for way, expected in ((read, 4), (again, 2)):
+        calls.clear()
+        layouts = [way.run(), way.run()]
+        assert [one.rows.tolist() for one in layouts] == [list(range(12))] * 2
+        assert len(calls) == expected

@@ -12,6 +12,7 @@ from megatron_cases import VARIANTS, build, hooks_left, perturbed, routers, same
 from npu_replay import RoutedExperts
 from npu_replay.bench import cases
 from npu_replay.bench import gather as bench_gather
+from npu_replay.bench import layout as bench_layout
 from npu_replay.bench import run as bench
 
 pytestmark = [
@@ -76,6 +77,7 @@ def test_the_bench_runs_and_names_the_device(
     monkeypatch.setattr(cases, "ROUTER", cases.ROUTER | {"hidden_size": 32})
     monkeypatch.setattr(cases, "STEP", cases.STEP | {"hidden_size": 32})
     monkeypatch.setattr(bench_gather, "SEQUENCES", 3)
+    monkeypatch.setattr(bench_layout, "TOKENS", 1024)
     bench_gather.rollout.cache_clear()
     rows = bench.main(device="auto", pairs=1, out=None, force=False)
     bench_gather.rollout.cache_clear()
@@ -87,6 +89,7 @@ def test_the_bench_runs_and_names_the_device(
         "capture",
         "import",
         "inputs",
+        "layout",
         "step",
     }
     module = getattr(torch, device.type)

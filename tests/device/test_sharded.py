@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import npu_replay
+import tiny_qwen
 from npu_replay import RoutedExperts, devices
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.slow]
@@ -29,22 +29,8 @@ def process_group(device: torch.device) -> Iterator[None]:
 
 
 def build(device: torch.device, precision: str, *, recompute: bool) -> nn.Module:
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=8,
-        num_experts_per_tok=2,
-    )
-    model = Qwen3MoeForCausalLM._from_config(config, experts_implementation="eager").train()
-    for layer in model.model.layers:
-        nn.init.normal_(layer.mlp.gate.weight)
+    model = tiny_qwen.make(64, layers=2).train()
+    model.set_experts_implementation("eager")
     model.to(device)
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import jobs
+import tiny_qwen
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +86,7 @@ def _try_fsdp(
     import npu_replay
 
     precision, wrap, recompute, order = case.split("-")
-    model = _model()
+    model = tiny_qwen.make(64, layers=2).train()
     if recompute == "recomputed":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     mesh = init_device_mesh("cpu", (PROCESSES,))
@@ -158,7 +159,7 @@ def _try_dtensor(tell: Callable[[str, object], None]) -> None:
     import npu_replay
 
     mesh = init_device_mesh("cpu", (PROCESSES,))
-    router = distribute_module(_model().model.layers[0].mlp.gate, mesh)
+    router = distribute_module(tiny_qwen.make(64, layers=1).model.layers[0].mlp.gate, mesh)
     hidden = DTensor.from_local(torch.randn(6, 32), mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
     try:
         with npu_replay.record(router):
@@ -166,26 +167,3 @@ def _try_dtensor(tell: Callable[[str, object], None]) -> None:
         tell("DTensor", "no error")
     except npu_replay.ReplayError as error:
         tell("DTensor", error)
-
-
-def _model():  # type: ignore[no-untyped-def]  # transformers is imported in the processes only
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=8,
-        num_experts_per_tok=2,
-    )
-    model = Qwen3MoeForCausalLM(config).train()
-    for layer in model.model.layers:
-        torch.nn.init.normal_(layer.mlp.gate.weight)
-    return model

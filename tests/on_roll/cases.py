@@ -1,14 +1,13 @@
 """What ROLL's own strategy does with npu_replay in it, in one process and in two.
 
 Each case asserts on every rank. Which token sits in which row of a router, and what it chose, is what hooks
-of these tests saw (job.witnessed).
+of these tests saw (sharded_qwen.witnessed).
 """
 
 from __future__ import annotations
 
 import logging
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,9 +19,11 @@ import torch.distributed as dist
 import transformers
 
 import npu_replay
+import sharded_qwen
 from npu_replay.errors import ReplayError
 from on_roll import job
-from on_roll.job import EXPERTS, LABELS, LENGTHS, MOE, TOPK, Actor, Call, Tiny
+from on_roll.job import EXPERTS, LENGTHS, TOPK, Actor, Tiny
+from sharded_qwen import LABELS, Call, other_routers, save_model, whole, witnessed
 
 WAYS: dict[str, dict[str, Any]] = {
     "reentrant": {},
@@ -38,32 +39,13 @@ def check_calls(calls: Sequence[Call], tiny: Tiny, batch: Any, times: int) -> No
 
     `times`: how often. A row of zeros in the batch has no route: it took two experts of its own choice.
     """
-    known = _by_token(batch)
-    columns = LABELS if batch.batch["routed_experts"].shape[2] == len(LABELS) else list(range(len(MOE)))
-    seen: Counter[tuple[int, int]] = Counter()
-    for call in calls:
-        for token, ids in zip(call.tokens.tolist(), call.ids.tolist(), strict=True):
-            if not token:
-                continue
-            seen[call.layer, token] += 1
-            row = known[token]
-            wanted = sorted(row[columns.index(call.layer)].tolist()) if row.any() else sorted({*ids})
-            assert sorted(ids) == wanted, f"token {token} in layer {call.layer}"
-            assert len({*ids}) == TOPK
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, (tiny.dp_rank, seen))
-    of_replica = sum((found for rank, found in everyones if rank == tiny.dp_rank), Counter())
-    assert of_replica == Counter({(layer, token): times for layer in LABELS for token in known})
+    columns = sharded_qwen.columns_of(batch.batch["routed_experts"].shape[2])
+    sharded_qwen.check(calls, _by_token(batch), columns, times, tiny.dp_rank)
 
 
 def share_of_others(calls: Sequence[Call], batch: Any) -> float:
     """In how many token-layers another set of experts was chosen than in R2's routes."""
-    known, others = _by_token(batch), []
-    for call in calls:
-        for token, ids in zip(call.tokens.tolist(), call.ids.tolist(), strict=True):
-            if token:
-                others.append(sorted(ids) != sorted(known[token][LABELS.index(call.layer)].tolist()))
-    return sum(others) / len(others)
+    return sharded_qwen.share_of_others(calls, _by_token(batch))
 
 
 def _by_token(batch: Any) -> dict[int, torch.Tensor]:
@@ -99,14 +81,18 @@ def check_told(lines: list[str], mode: str, share: str) -> None:
 def r2(folder: str, **settings: Any) -> None:
     actor = Actor(tiny := Tiny(folder=folder, mode="R2", **settings))
     batch = job.batch_of(tiny)
-    with job.witnessed(actor.model) as first:
+    with witnessed(actor.model) as first:
         answer = actor.log_probs(batch, blocking=tiny.cp > 1)
     assert "routed_experts" not in answer.batch
     routes = batch.batch["routed_experts"]
     assert routes.shape == (*batch.batch["input_ids"].shape, len(LABELS), TOPK)
     assert not routes[~batch.batch["attention_mask"].bool()].any()
     check_calls(first, tiny, batch, times=1)
-    with job.other_routers(actor.model), told() as lines, job.witnessed(actor.model) as second:
+    with (
+        other_routers(actor.model),
+        told() as lines,
+        witnessed(actor.model) as second,
+    ):
         metrics = actor.update(batch)
     check_calls(second, tiny, batch, times=1 if tiny.plain else 2)
     check_told(lines, "R2", "100%")
@@ -121,7 +107,7 @@ def control(actor: Actor, batch: Any) -> None:
     for name in ("old_log_probs", "ref_log_probs"):
         plain.batch[name] = batch.batch[name]
     mode, actor.worker.worker_config.router_replay.mode = actor.tiny.mode, "disable"
-    with job.other_routers(actor.model), job.witnessed(actor.model) as calls:
+    with other_routers(actor.model), witnessed(actor.model) as calls:
         metrics = actor.update(plain)
     actor.worker.worker_config.router_replay.mode = mode
     assert share_of_others(calls, batch) > 0.5
@@ -132,9 +118,9 @@ def r3(folder: str, **settings: Any) -> None:
     actor = Actor(tiny := Tiny(folder=folder, mode="R3", **settings))
     batch = rolled_out(tiny)
     with told() as lines:
-        with job.witnessed(actor.model) as first:
+        with witnessed(actor.model) as first:
             actor.log_probs(batch)
-        with job.other_routers(actor.model), job.witnessed(actor.model) as second:
+        with other_routers(actor.model), witnessed(actor.model) as second:
             metrics = actor.update(batch)
     check_calls(first, tiny, batch, times=1)
     check_calls(second, tiny, batch, times=1 if tiny.plain else 2)
@@ -169,7 +155,7 @@ def rolled_out(tiny: Tiny) -> Any:
         output.clone(),
         num_return_sequences=1,
         sequence_length=output.shape[1],
-        eos_token_id=job.VOCAB,
+        eos_token_id=sharded_qwen.VOCAB,
         pad_token_id=0,
         routed_experts=job.rollout_routes(tiny),
     )
@@ -190,7 +176,7 @@ def two_steps_and_epochs(folder: str, **settings: Any) -> None:
     actor.worker.pipeline_config.ppo_epochs = 2
     batch = job.batch_of(tiny)
     actor.log_probs(batch)
-    with job.other_routers(actor.model), job.witnessed(actor.model) as calls:
+    with other_routers(actor.model), witnessed(actor.model) as calls:
         metrics = actor.update(batch)
     check_calls(calls, tiny, batch, times=4)
     steps = 2 * len(tiny.mine) // tiny.micro
@@ -207,7 +193,7 @@ def reference_of_lora(folder: str, **settings: Any) -> None:
     assert "routed_experts" not in reference.batch
     batch.meta_info["disable_adapter"] = False
     actor.log_probs(batch)
-    with job.other_routers(actor.model), job.witnessed(actor.model) as calls:
+    with other_routers(actor.model), witnessed(actor.model) as calls:
         actor.update(batch)
     check_calls(calls, tiny, batch, times=2)
 
@@ -274,11 +260,6 @@ def refused(actor: Actor, batch: Any) -> str:
     return str(raised.value)
 
 
-def whole(tensor: Any) -> torch.Tensor:
-    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found.detach().clone()
-
-
 def nothing_is_on() -> None:
     from npu_replay.compat.roll import strategy
     from npu_replay.compat.verl.actions import switch
@@ -322,7 +303,7 @@ def main(task: dict[str, Any]) -> dict[str, str]:
     for name in task["cases"]:
         run, settings = CASES[name]
         try:
-            run(job.save_model(task["folder"]), **settings)
+            run(save_model(task["folder"]), **settings)
             nothing_is_on()
             found[name] = ""
         except BaseException:

@@ -7,10 +7,9 @@ same id, so what a forward is fed says which token sits in which row.
 
 from __future__ import annotations
 
-import functools
 import pickle
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -20,41 +19,12 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 
-VOCAB, EXPERTS, TOPK, LENGTH = 128, 8, 2, 16
-MOE = (1, 0, 1, 1)
-LABELS = [layer for layer, sparse in enumerate(MOE) if sparse]
+from sharded_qwen import MOE
+from tiny_qwen import EXPERTS, TOPK
+
+LENGTH = 16
 LENGTHS = ((3, 9), (2, 4), (5, 7), (1, 6), (4, 8), (3, 3), (2, 10), (6, 5))
 """Prompt and response of each sample."""
-
-
-def save_model(folder: str) -> str:
-    """A checkpoint of the small model with a tokenizer, as ROLL loads it."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    if dist.get_rank() == 0:
-        torch.manual_seed(3)
-        config = Qwen3MoeConfig(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=48,
-            moe_intermediate_size=16,
-            num_hidden_layers=len(MOE),
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            num_experts=EXPERTS,
-            num_experts_per_tok=TOPK,
-            norm_topk_prob=True,
-            mlp_only_layers=[layer for layer, sparse in enumerate(MOE) if not sparse],
-            tie_word_embeddings=False,
-            initializer_range=0.3,  # so that each choice of an expert counts
-        )
-        Qwen3MoeForCausalLM(config).save_pretrained(folder)
-        words = Tokenizer(models.WordLevel({str(number): number for number in range(VOCAB)}, unk_token="0"))
-        PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0").save_pretrained(folder)
-    dist.barrier()
-    return folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,80 +251,3 @@ def rollout_routes(tiny: Tiny) -> list[torch.Tensor]:
         ids[:, [layer for layer, sparse in enumerate(MOE) if not sparse]] = 0
         found.append(ids)
     return found
-
-
-# What the routers did
-
-
-@dataclass
-class Call:
-    """One call of one router, forward or recompute: the token in each row (0: padding), [rows, topk]."""
-
-    layer: int
-    tokens: torch.Tensor
-    ids: torch.Tensor
-
-
-def _begin(running: list[int], layer: int, *_: Any) -> None:
-    running[:] = [layer]  # a recompute that stops early never ends its last block
-
-
-@contextmanager
-def witnessed(model: nn.Module) -> Iterator[list[Call]]:
-    """Every call of the routers, by hooks that know nothing of npu_replay, with what the model was fed."""
-    calls: list[Call] = []
-    fed: list[torch.Tensor] = []
-    running: list[int] = []
-    handles = []
-
-    def fed_with(_: nn.Module, args: Any, __: Any) -> None:
-        fed[:] = [args[0].detach().clone().reshape(-1)]
-
-    def chose(layer: int, ids: torch.Tensor) -> None:
-        calls.append(Call(layer, fed[0], ids.detach().clone().reshape(len(fed[0]), TOPK)))
-
-    one_hot = nn.functional.one_hot
-
-    def consumed(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if running:
-            chose(running[0], ids)
-        return one_hot(ids, *args, **kwargs)
-
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding):
-            handles.append(module.register_forward_hook(fed_with))
-        if not name.endswith(".mlp") or not hasattr(module, "gate"):
-            continue
-        layer = int(name.split("layers.")[1].split(".")[0])
-        if isinstance(module.gate, nn.Linear):  # transformers 4: the block chooses, ROLL's patch of it too
-            handles.append(module.register_forward_pre_hook(functools.partial(_begin, running, layer)))
-            handles.append(module.register_forward_hook(lambda *_: running.clear()))
-        else:
-            handles.append(module.gate.register_forward_hook(lambda _, __, out, at=layer: chose(at, out[2])))
-    nn.functional.one_hot = consumed
-    try:
-        yield calls
-    finally:
-        nn.functional.one_hot = one_hot
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def other_routers(model: nn.Module) -> Iterator[None]:
-    """Routers that choose otherwise, for the length of the block."""
-    from torch.distributed.tensor import distribute_tensor
-
-    kept = []
-    for name, weight in model.named_parameters():
-        if name.endswith("mlp.gate.weight"):
-            noise: Any = torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(kept)))
-            noise = distribute_tensor(noise, weight.device_mesh, weight.placements)
-            kept.append((weight, weight.detach().clone()))
-            with torch.no_grad():
-                weight.add_(noise)
-    assert kept
-    yield
-    with torch.no_grad():
-        for weight, original in kept:
-            weight.copy_(original)

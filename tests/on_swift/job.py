@@ -14,7 +14,10 @@ from typing import Any
 
 import torch
 
-VOCABULARY, LAYERS, EXPERTS, TOPK = 96, 3, 8, 2
+import tiny_qwen
+from tiny_qwen import EXPERTS, TOPK
+
+VOCABULARY, LAYERS = 96, 3
 PLUGIN = """
 from swift.rewards import ORM, orms
 
@@ -28,34 +31,11 @@ orms["words"] = Words
 
 def write_model(folder: Path) -> None:
     """A model with its tokenizer, and prompts for it."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    words = {"<|endoftext|>": 0, "<|im_end|>": 1, "<|im_start|>": 2, "<unk>": 3}
-    words |= {f"w{number}": number for number in range(4, VOCABULARY)}
-    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<|endoftext|>", eos_token="<|im_end|>", unk_token="<unk>"
-    ).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOPK,
-        max_position_embeddings=128,
-        initializer_range=0.2,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    words = ["<|endoftext|>", "<|im_end|>", "<|im_start|>", "<unk>"]
+    words += [f"w{number}" for number in range(4, VOCABULARY)]
+    special = {"pad_token": "<|endoftext|>", "eos_token": "<|im_end|>", "unk_token": "<unk>"}
+    tiny_qwen.tokenizer(words, **special).save_pretrained(folder)
+    tiny_qwen.make(VOCABULARY, LAYERS, pad_token_id=0, eos_token_id=1).save_pretrained(folder)
     prompts = [" ".join(f"w{4 + (7 * n + k) % 90}" for k in range(2 + n % 4)) for n in range(16)]
     lines = (json.dumps({"messages": [{"role": "user", "content": prompt}]}) for prompt in prompts)
     (folder / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")

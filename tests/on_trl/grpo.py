@@ -10,43 +10,21 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-VOCABULARY, LAYERS, EXPERTS, TOPK = 96, 3, 8, 2
+import tiny_qwen
+from tiny_qwen import TOPK
+
+VOCABULARY, LAYERS = 96, 3
 Choice = dict[tuple[int, ...], dict[int, torch.Tensor]]
 """By sequence (its tokens) and layer: the ids, sorted, [tokens, topk]."""
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{number}": number for number in range(3, VOCABULARY)}
-    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
-    )
-
-
-def model() -> Qwen3MoeForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOPK,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    return Qwen3MoeForCausalLM(config)
+def tokenizer() -> Any:
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(3, VOCABULARY))]
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return tiny_qwen.tokenizer(words, **special, padding_side="left")
 
 
 def prompts(count: int = 16) -> Dataset:
@@ -80,7 +58,7 @@ def trainer(folder: Path, peft: Any = None, evaluate: bool = False, **options: A
         "seed": 1,
     }
     return GRPOTrainer(
-        model=model(),
+        model=tiny_qwen.make(VOCABULARY, LAYERS, pad_token_id=0, eos_token_id=1),
         reward_funcs=rewards,
         args=GRPOConfig(**(chosen | options)),
         train_dataset=prompts(),

@@ -1,13 +1,12 @@
 """What verl's own FSDP engine does with npu_replay in it, in one process and in two.
 
 Each case asserts on every rank. Which token sits in which row of a router, and what it chose, is what hooks
-of these tests saw (fsdp_job.witnessed).
+of these tests saw (sharded_qwen.witnessed).
 """
 
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,13 +17,15 @@ import torch.distributed as dist
 import transformers
 
 import npu_replay
+import sharded_qwen
 from distributed.parallel_model import EXPERTS
 from npu_replay.errors import ReplayError
 from on_verl import engine_job
 from on_verl import fsdp_job as job
 from on_verl.engine_cases import leave, nothing_is_on, r3_batch_of, shared_folder, told
 from on_verl.engine_job import LENGTHS
-from on_verl.fsdp_job import LABELS, MOE, Actor, Call, Tiny, prepare
+from on_verl.fsdp_job import Actor, Tiny, prepare
+from sharded_qwen import LABELS, Call, other_routers, routers, save_model, whole, witnessed
 
 __all__ = ["CASES", "prepare"]
 CASES: dict[str, Callable[[], None]] = {}
@@ -52,7 +53,7 @@ def case(name: str) -> Callable[[Any], Any]:
 
 @functools.cache
 def _weights_in() -> str:
-    return job.save_model(shared_folder())
+    return save_model(shared_folder())
 
 
 def tiny_of(**settings: Any) -> Tiny:
@@ -72,32 +73,13 @@ def check_calls(calls: Sequence[Call], tiny: Tiny, routes: Sequence[torch.Tensor
             zeros has none: it took two experts of the router's own choice.
         times: how often a layer sees a token: once a forward, and once more if that is recomputed.
     """
-    known = job.by_token(tiny, routes)
-    columns = LABELS if routes[0].shape[1] == len(LABELS) else list(range(len(MOE)))
-    seen: Counter[tuple[int, int]] = Counter()
-    for call in calls:
-        for token, ids in zip(call.tokens.tolist(), call.ids.tolist(), strict=True):
-            if not token:
-                continue
-            seen[call.layer, token] += 1
-            row = known[token]
-            wanted = sorted(row[columns.index(call.layer)].tolist()) if row.any() else sorted({*ids})
-            assert sorted(ids) == wanted, f"token {token} in layer {call.layer}"
-            assert len({*ids}) == 2
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, (tiny.split.ranks["dp"], seen))
-    of_replica = sum((found for rank, found in everyones if rank == tiny.split.ranks["dp"]), Counter())
-    assert of_replica == Counter({(layer, token): times for layer in LABELS for token in known})
+    columns = sharded_qwen.columns_of(routes[0].shape[1])
+    sharded_qwen.check(calls, job.by_token(tiny, routes), columns, times, tiny.split.ranks["dp"])
 
 
 def share_of_others(calls: Sequence[Call], tiny: Tiny, routes: Sequence[torch.Tensor]) -> float:
     """In how many of a rank's token-layers another set of experts was chosen than in R2's routes."""
-    known, others = job.by_token(tiny, routes), []
-    for call in calls:
-        for token, ids in zip(call.tokens.tolist(), call.ids.tolist(), strict=True):
-            if token:
-                others.append(sorted(ids) != sorted(known[token][LABELS.index(call.layer)].tolist()))
-    return sum(others) / len(others)
+    return sharded_qwen.share_of_others(calls, job.by_token(tiny, routes))
 
 
 def check_told(lines: list[str], mode: str, share: str) -> None:
@@ -128,7 +110,7 @@ def r3_batch(tiny: Tiny, routes: Sequence[torch.Tensor] | None) -> Any:
 
 
 def same_weights(actor: Actor, weights: dict[str, torch.Tensor]) -> None:
-    now = {name: job.whole(one) for name, one in actor.model.named_parameters()}
+    now = {name: whole(one) for name, one in actor.model.named_parameters()}
     assert all(torch.equal(now[name], one) for name, one in weights.items())
 
 
@@ -137,13 +119,17 @@ def same_weights(actor: Actor, weights: dict[str, torch.Tensor]) -> None:
 
 def _r2(tiny: Tiny) -> None:
     actor = Actor(tiny)
-    with job.witnessed(actor.model) as first:
+    with witnessed(actor.model) as first:
         data, routes = recorded(actor)
     assert [tuple(one.shape) for one in routes] == [
         (sum(LENGTHS[number]), len(LABELS), 2) for number in engine_job.mine(tiny.split)
     ]
     check_calls(first, tiny, routes, times=1)
-    with job.other_routers(actor.model), told() as lines, job.witnessed(actor.model) as second:
+    with (
+        other_routers(actor.model),
+        told() as lines,
+        witnessed(actor.model) as second,
+    ):
         metrics = actor.update(data)
     check_calls(second, tiny, routes, times=2 if tiny.recompute else 1)
     check_told(lines, "R2", "100%")
@@ -159,9 +145,9 @@ def _r3(tiny: Tiny, prepared: Callable[[Any], Any] | None = None) -> None:
     data = job.batch(tiny, routes)
     data = prepared(data) if prepared else data
     with told() as lines:
-        with job.witnessed(actor.model) as first:
+        with witnessed(actor.model) as first:
             data.batch["old_log_probs"], none = actor.log_probs(data)
-        with job.other_routers(actor.model), job.witnessed(actor.model) as second:
+        with other_routers(actor.model), witnessed(actor.model) as second:
             metrics = actor.update(data)
     assert none is None
     check_calls(first, tiny, routes, times=1)
@@ -190,13 +176,26 @@ def _by_reference() -> None:
         _r3(tiny, by_reference)
 
 
+@case("verl's block for an NPU")
+def _npu_block() -> None:
+    """It stays in this process."""
+    job.use_block_for_an_npu()
+    for settings in ({"sp": 2, "most": 13, "recompute": True}, {"packed": False}):
+        _r2(tiny_of(**settings))
+        _r3(tiny_of(mode="R3", **settings))
+
+
 @case("without replay it would have differed")
 def _control() -> None:
     actor = Actor(tiny_of(recompute=True))
     data, routes = recorded(actor)
     plain = plain_of(actor)
     data.batch.pop("routed_experts")
-    with job.other_routers(plain.model), job.witnessed(plain.model) as calls, told() as lines:
+    with (
+        other_routers(plain.model),
+        witnessed(plain.model) as calls,
+        told() as lines,
+    ):
         metrics = plain.update(data)
     assert share_of_others(calls, actor.tiny, routes) > 0.5
     assert lines == []
@@ -220,7 +219,7 @@ def _mini_batches() -> None:
     for settings in ({"packed": False}, {"recompute": True}):
         actor = Actor(tiny_of(**settings))
         data, routes = recorded(actor)
-        with job.other_routers(actor.model), job.witnessed(actor.model) as calls:
+        with other_routers(actor.model), witnessed(actor.model) as calls:
             actor.update(data, mini_batch_size=4, epochs=2)
         check_calls(calls, actor.tiny, routes, times=4 if actor.tiny.recompute else 2)
         assert len(actor.gradients) == 4
@@ -237,7 +236,7 @@ def _adapter() -> None:
         for one in (actor, plain):
             _shift_adapter(one)
         data = job.batch(tiny, routes if mode == "R3" else None)
-        with job.witnessed(actor.model) as first:
+        with witnessed(actor.model) as first:
             reference, names = actor.reference(data)
         wanted, _ = plain.reference(job.batch(tiny))
         assert "routed_experts" not in names
@@ -249,7 +248,7 @@ def _adapter() -> None:
         again, names = actor.reference(data)
         assert "routed_experts" not in names
         assert torch.equal(again, wanted)
-        with job.other_routers(actor.model), job.witnessed(actor.model) as calls:
+        with other_routers(actor.model), witnessed(actor.model) as calls:
             actor.update(data)
         check_calls(calls, tiny, routes, times=1)
         nothing_is_on()
@@ -271,7 +270,7 @@ def _gradients() -> None:
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, routes)
     actor.worker.set_loss_fn(_loss)
-    with job.other_routers(actor.model):
+    with other_routers(actor.model):
         actor.update(data)
     ours = actor.gradients[0]
     theirs = _by_hand(actor.tiny.folder, [one for each in everyones for one in each])
@@ -307,9 +306,9 @@ def _by_hand(folder: str, routes: Sequence[torch.Tensor] | None) -> dict[str, to
         chosen = output[0].float().softmax(-1).gather(1, ids)
         return output[0], (chosen / chosen.sum(-1, keepdim=True)).to(output[1].dtype), ids
 
-    with job.other_routers(model):
+    with other_routers(model):
         if routes is not None:
-            for layer, router in job.routers(model).items():
+            for layer, router in routers(model).items():
                 router.register_forward_hook(partial(put_in, LABELS.index(layer)))
         for number, (prompt, response) in enumerate(job.samples()):
             tokens = torch.cat([prompt, response])
@@ -329,7 +328,7 @@ def _files() -> None:
     assert len(npu_replay.RouteStore(folder)) == len(LENGTHS)
     tiny = tiny_of(mode="R3", files={"replay_file": folder}, packed=False, micro=1)
     other = Actor(tiny)
-    with job.other_routers(other.model), job.witnessed(other.model) as calls:
+    with other_routers(other.model), witnessed(other.model) as calls:
         other.update(r3_batch(tiny, None))
     for one in routes:
         one[-1] = 0  # R3 leaves the last token to the router: nothing comes after it
@@ -343,7 +342,7 @@ def _none_for_one() -> None:
     tiny = tiny_of(mode="R3")
     actor, routes = Actor(tiny), engine_job.rollout_routes(tiny)
     routes[1] = torch.zeros_like(routes[1])
-    with job.witnessed(actor.model) as calls:
+    with witnessed(actor.model) as calls:
         metrics = actor.update(r3_batch(tiny, routes))
     check_calls(calls, tiny, routes, times=1)
     assert metrics["npu_replay/rows_without_route"][0] > 0.2
@@ -369,12 +368,12 @@ def _bad_first() -> None:
     for settings in ({}, {"sp": 2}):
         tiny = tiny_of(mode="R3", recompute=True, **settings)
         actor, routes = Actor(tiny), engine_job.rollout_routes(tiny)
-        weights = {name: job.whole(one) for name, one in actor.model.named_parameters()}
+        weights = {name: whole(one) for name, one in actor.model.named_parameters()}
         for problem in ("out of range", "expert twice", "number of layers"):
             leave(partial(actor.update, r3_batch(tiny, _spoiled(problem, routes))), problem)
             assert actor.gradients == [], "no step was made"
             same_weights(actor, weights)
-        with job.witnessed(actor.model) as calls:
+        with witnessed(actor.model) as calls:
             actor.update(r3_batch(tiny, routes))
         check_calls(calls, tiny, routes, times=2)
 
@@ -391,7 +390,7 @@ def _bad_later() -> None:
             given = [one.to(torch.int16) for one in routes]  # noqa: B023
             for one in given[: bad * here]:  # noqa: B023
                 one[1, 0] = torch.tensor([EXPERTS + 3, 1])
-            with job.witnessed(actor.model) as calls:  # noqa: B023
+            with witnessed(actor.model) as calls:  # noqa: B023
                 metrics = actor.update(r3_batch(tiny, given))  # noqa: B023
             assert set(metrics["npu_replay/bad_samples"]) == {float(bad)}
             left = [one if n >= bad * here else torch.zeros_like(one) for n, one in enumerate(routes)]  # noqa: B023
@@ -460,7 +459,7 @@ def _images() -> None:
 
 @case("a model without experts")
 def _dense() -> None:
-    folder = job.save_model(shared_folder(), dense=True)
+    folder = save_model(shared_folder(), dense=True)
     actor = Actor(tiny_of(folder=folder))
     leave(partial(recorded, actor), "no router", first=0)
     Actor(tiny_of(folder=folder, mode="disabled")).log_probs(job.batch(actor.tiny))
@@ -483,6 +482,6 @@ def _uninstalled() -> None:
     with pytest.raises(ReplayError, match="uninstalled after this engine had replayed"):
         actor.update(data)
     npu_replay.install()
-    with job.other_routers(actor.model), job.witnessed(actor.model) as calls:
+    with other_routers(actor.model), witnessed(actor.model) as calls:
         actor.update(data)
     check_calls(calls, actor.tiny, routes, times=1)

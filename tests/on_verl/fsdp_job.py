@@ -1,16 +1,18 @@
 """verl's own FSDP engine and workers on a small Qwen3-MoE, with what this machine lacks lent; the rest is
 verl's and transformers' as released.
 
-No two tokens of a batch have the same id, so what a forward is fed says which token sits in which row.
+The model and what its routers did are sharded_qwen's.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,14 +21,17 @@ import transformers
 from omegaconf import OmegaConf
 from torch import nn
 
-from distributed.parallel_model import EXPERTS, TOPK, Split
+from distributed.parallel_model import Split
 from on_verl import engine_job
 from on_verl.engine_job import LENGTHS
+from sharded_qwen import (
+    MOE,
+    VOCAB,
+    block_of,
+    routers,
+    whole,
+)
 
-VOCAB = 128
-MOE = (1, 0, 1, 1)
-"""Of each decoder layer: has it experts?"""
-LABELS = [layer for layer, sparse in enumerate(MOE) if sparse]
 FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
 
@@ -59,144 +64,23 @@ class Tiny:
         return MOE
 
 
-# The model
+# verl's block for an NPU
 
 
-def save_model(folder: str, *, dense: bool = False) -> str:
-    """A checkpoint of the small model, the same on all ranks; where it is."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+def use_block_for_an_npu() -> None:
+    """For the rest of this process: verl's own, over the operators of tests/stubs.
 
-    if dist.get_rank() == 0:
-        torch.manual_seed(3)
-        config = Qwen3MoeConfig(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=48,
-            moe_intermediate_size=16,
-            num_hidden_layers=len(MOE),
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            num_experts=EXPERTS,
-            num_experts_per_tok=TOPK,
-            norm_topk_prob=True,
-            mlp_only_layers=[layer for layer, sparse in enumerate(MOE) if dense or not sparse],
-            tie_word_embeddings=False,
-            initializer_range=0.3,  # so that each choice of an expert counts
-        )
-        Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    dist.barrier()
-    return folder
-
-
-def routers(model: nn.Module) -> dict[int, nn.Module]:
-    """By decoder layer."""
-    found = {}
-    for name, module in model.named_modules():
-        if name.endswith("mlp.gate") and hasattr(module, "weight"):
-            found[int(name.split("layers.")[1].split(".")[0])] = module
-    return found
-
-
-@contextmanager
-def other_routers(*models: nn.Module) -> Iterator[None]:
-    """Routers that choose otherwise, for the length of the block."""
-    kept = []
-    for model in models:
-        for layer, router in routers(model).items():
-            weight: Any = router.weight
-            noise = torch.randn(tuple(weight.shape), generator=torch.Generator().manual_seed(layer))
-            if hasattr(weight, "device_mesh"):
-                from torch.distributed.tensor import distribute_tensor
-
-                noise = distribute_tensor(noise, weight.device_mesh, weight.placements)
-            kept.append((weight, weight.detach().clone()))
-            with torch.no_grad():
-                weight.add_(noise)
-    yield
-    with torch.no_grad():
-        for weight, original in kept:
-            weight.copy_(original)
-
-
-# What the routers did
-
-
-@dataclass
-class Call:
-    """One call of one router, forward or recompute.
-
-    Attributes:
-        tokens: the token in each row, by its id; 0 for padding.
-        ids: [rows, topk], of its output.
+    These alone: the device that the stub lends would be in FSDP's way.
     """
-
-    layer: int
-    tokens: torch.Tensor
-    ids: torch.Tensor
-
-
-@contextmanager
-def witnessed(model: nn.Module) -> Iterator[list[Call]]:
-    """Every call of the routers, by hooks that know nothing of npu_replay; with what the model was fed.
-
-    A recompute runs in its micro-batch's backward, before the next forward: what was fed last is its.
-    """
-    calls: list[Call] = []
-    fed: list[torch.Tensor] = []
-    embedding = next(one for one in model.modules() if isinstance(one, nn.Embedding))
-
-    def fed_with(_: nn.Module, args: Any, __: Any) -> None:
-        fed[:] = [args[0].detach().clone().reshape(-1)]
-
-    def called(layer: int) -> Call:
-        calls.append(Call(layer, fed[0], torch.zeros(len(fed[0]), TOPK, dtype=torch.int64)))
-        return calls[-1]
-
-    handles = [embedding.register_forward_hook(fed_with)]
-    for layer, router in routers(model).items():
-        watch = _watch_block if transformers.__version__ < "5" else _watch_router
-        handles += watch(_block_of(model, router), router, partial(called, layer))
-    yield calls
-    for handle in handles:
-        handle.remove()
-
-
-def _block_of(model: nn.Module, router: nn.Module) -> nn.Module:
-    return next(one for one in model.modules() if router in one.children())
-
-
-def _watch_router(_: nn.Module, router: nn.Module, called: Callable[[], Call]) -> list[Any]:
-    """transformers 5: a router returns the ids."""
-
-    def chose(_: nn.Module, __: Any, output: Any) -> None:
-        call = called()
-        call.ids = output[2].detach().reshape(call.ids.shape).clone()
-
-    return [router.register_forward_hook(chose)]
-
-
-def _watch_block(block: Any, _: nn.Module, called: Callable[[], Call]) -> list[Any]:
-    """transformers 4: a block calls an expert with the rows that chose it. No two tokens have equal rows.
-
-    A recompute ends with the last expert, in the middle of the block.
-    """
-    now: list[Any] = []  # the call, its rows, and how many experts each has had
-
-    def begins(_: nn.Module, args: Any) -> None:
-        call = called()
-        now[:] = [call, args[0].detach().flatten(0, -2), [0] * len(call.tokens)]
-
-    def chosen(number: int, _: nn.Module, args: Any) -> None:
-        call, hidden, had = now
-        for row in args[0].detach():
-            for place in (hidden == row).all(dim=1).nonzero()[:, 0].tolist():
-                if call.tokens[place]:
-                    call.ids[place, had[place]] = number
-                    had[place] += 1
-
-    experts = [one.register_forward_pre_hook(partial(chosen, n)) for n, one in enumerate(block.experts)]
-    return [block.register_forward_pre_hook(begins), *experts]
+    for name in ("torch_npu.on_cpu", "torch_npu"):
+        file = "operators" if name == "torch_npu" else "on_cpu"
+        spec = spec_from_file_location(name, Path(__file__).parents[1] / f"stubs/torch_npu/{file}.py")
+        sys.modules[name] = module_from_spec(spec)  # type: ignore[arg-type]
+        spec.loader.exec_module(sys.modules[name])  # type: ignore[union-attr]
+    sys.modules["torch_npu.on_cpu"].lend_histogram()
+    module = importlib.import_module("verl.models.transformers.npu_patch")
+    if hasattr(module, "apply_npu_patches"):  # from 0.9 on; before, the import is the patch
+        module.apply_npu_patches()
 
 
 # verl's configs and engines
@@ -281,7 +165,7 @@ class Actor(engine_job.Actor):
         self.gradients = self.engine.gradients
         if transformers.__version__ < "5":
             for router in routers(self.model).values():
-                _block_of(self.model, router).register_forward_hook(_with_idle_experts)
+                block_of(self.model, router).register_forward_hook(_with_idle_experts)
 
 
 def _with_idle_experts(block: Any, _: Any, output: Any) -> Any:
@@ -304,12 +188,6 @@ def _noting(base: type) -> type:
             return super().optimizer_step()
 
     return Noting
-
-
-def whole(tensor: Any) -> torch.Tensor:
-    """All of it, on every rank."""
-    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found.detach().clone()
 
 
 def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:

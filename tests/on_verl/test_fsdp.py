@@ -73,3 +73,16 @@ def test_verls_own_fsdp_engine_alone(alone: Notes, case: str) -> None:
 @pytest.mark.parametrize("case", [*BY_RELEASE, *newest, *rest])
 def test_verls_own_fsdp_engine_in_two_processes(together: Notes, case: str) -> None:
     check(together, case)
+
+
+@pytest.fixture(scope="module")
+def patched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Notes:
+    return noted(request, tmp_path_factory, "fsdp_cases", ranks=2, env=ENV)
+
+
+@pytest.mark.skipif(
+    version("verl").startswith("0.8"), reason="its patches want transformers 5, and its block transformers 4"
+)
+@pytest.mark.parametrize("case", ["verl's block for an NPU"])
+def test_verls_own_fsdp_engine_with_its_block_for_an_npu(patched: Notes, case: str) -> None:
+    check(patched, case)

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import jobs
+from tiny_qwen import TOPK
 from verl_live import job, tiny
 
 
@@ -130,7 +131,7 @@ def chosen(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     """What transformers' routers choose, [tokens, layers, topk]."""
     with torch.no_grad():
         logits = model(tokens[None], output_router_logits=True).router_logits
-    return torch.stack([one.topk(tiny.TOPK, dim=-1).indices for one in logits], dim=1)
+    return torch.stack([one.topk(TOPK, dim=-1).indices for one in logits], dim=1)
 
 
 def differing(ours: torch.Tensor, theirs: torch.Tensor, where: torch.Tensor) -> int:

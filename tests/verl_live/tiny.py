@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import tiny_qwen
+
 CALLS = range(8, 16)
 """The tokens that are a whole tool call each; the model stops after one."""
 VOCAB = 64
-LAYERS, EXPERTS, TOPK = 3, 8, 2
+LAYERS = 3
 
 
 def words() -> list[str]:
@@ -22,19 +24,11 @@ def words() -> list[str]:
 
 
 def tokenizer() -> Any:
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import AddedToken
 
-    fast = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words())}, unk_token="<unk>"))
-    fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast.add_tokens([AddedToken("\n", normalized=False)])
-    found = PreTrainedTokenizerFast(
-        tokenizer_object=fast,
-        pad_token="<pad>",
-        unk_token="<unk>",
-        eos_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
-    )
+    special = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "<|im_end|>"}
+    found = tiny_qwen.tokenizer(words(), **special, additional_special_tokens=["<|im_start|>"])
+    found.add_tokens([AddedToken("\n", normalized=False)])
     found.chat_template = (
         "{% for message in messages %}"
         "<|im_start|> {{ message['role'] }} \n {{ message['content'] }} <|im_end|> \n "
@@ -45,30 +39,18 @@ def tokenizer() -> Any:
 
 def save(folder: Path) -> None:
     """Everything that verl, vLLM and mbridge read of a model."""
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
+    model = tiny_qwen.make(
+        VOCAB,
+        LAYERS,
         hidden_size=64,
         intermediate_size=64,
         moe_intermediate_size=32,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=32,
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOPK,
-        norm_topk_prob=True,
-        max_position_embeddings=128,
         initializer_range=0.2,
-        tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=2,
         pad_token_id=None,  # else its embedding is 0, and the gradient of a norm of 0 is without bound
     )
-    model = Qwen3MoeForCausalLM(config)
     model.generation_config.eos_token_id = [2, *CALLS]
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)

@@ -21,6 +21,7 @@ unsupported_dtype: list[torch.dtype] = []
 
 torch.npu = npu
 on_cpu.lend_devices()
+on_cpu.lend_histogram()
 on_cpu.lend_order()
 on_cpu.lend_groups()
 

@@ -134,6 +134,7 @@ def _lazy_call(function: Callable[[], Any], **_: Any) -> Any:
     return function()
 
 
+amp = SimpleNamespace(autocast=lambda **_: nullcontext())
 device = torch.device
 default_generators = _Generators()
 mstx = SimpleNamespace(range_start=lambda *_: 0, range_end=lambda *_: None, mark=lambda *_: None)

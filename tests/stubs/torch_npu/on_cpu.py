@@ -46,6 +46,18 @@ def lend_devices() -> None:
     torch.Tensor.is_npu = False
 
 
+def lend_histogram() -> None:
+    """An NPU counts integers."""
+    native = torch.histc
+
+    def histc(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if values.is_floating_point():
+            return native(values, *args, **kwargs)
+        return native(values.float(), *args, **kwargs).to(values.dtype)
+
+    torch.histc = histc
+
+
 def lend_order() -> None:
     """A collective has ended when it returns: on an NPU streams keep the order, and gloo knows no streams.
 

@@ -1,4 +1,4 @@
-"""The fused operators that MindSpeed's MoE layers call, in plain torch.
+"""Fused operators of MindSpeed's MoE layers and of blocks that are patched for an NPU, in plain torch.
 
 Differentiable where the real one is. Written after CANN's own documentation of what they compute, for
 dropless routing in which every token has the same number of experts.
@@ -17,11 +17,14 @@ __all__ = [
     "npu_alltoallv_gmm",
     "npu_gmm_alltoallv",
     "npu_grouped_matmul",
+    "npu_moe_token_permute",
     "npu_moe_token_permute_with_routing_map",
     "npu_moe_token_permute_with_routing_map_grad",
+    "npu_moe_token_unpermute",
     "npu_moe_token_unpermute_with_routing_map",
     "npu_moe_token_unpermute_with_routing_map_grad",
     "npu_rms_norm",
+    "npu_rotary_mul",
     "npu_swiglu",
 ]
 
@@ -39,6 +42,11 @@ def npu_rms_norm(
     """The normed rows, and one over their root mean square."""
     scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + epsilon)
     return (x.float() * scale).to(x.dtype) * gamma, scale
+
+
+def npu_rotary_mul(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
 
 
 def group_ends(groups: Any, kind: int = 0) -> list[int]:
@@ -70,13 +78,32 @@ def npu_grouped_matmul(
     group_list_type: int = 0,
     **other: Any,
 ) -> list[torch.Tensor]:
-    """group_type 0 splits rows, 2 the inner dimension (a weight's gradient)."""
+    """group_type 0 splits rows, 2 the inner dimension (a weight's gradient). In the dtype that comes."""
     if bias or len(x) != 1 or {k for k, v in other.items() if v is not None}:
         raise RuntimeError("torch_npu stub: npu_grouped_matmul without bias and scales, for one x")
     ends = group_ends(group_list, group_list_type)
-    if group_type == 2:
-        return [grouped_outer(x[0].t(), weight[0], ends)]
-    return [grouped_matmul(x[0], weight[0] if len(weight) == 1 else weight, ends)]
+    with torch.autocast("cpu", enabled=False):
+        if group_type == 2:
+            return [grouped_outer(x[0].t(), weight[0], ends)]
+        return [grouped_matmul(x[0], weight[0] if len(weight) == 1 else weight, ends)]
+
+
+def npu_moe_token_permute(tokens: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows by expert, an expert's in the order of tokens; and where each of `indices` [tokens, topk] went.
+
+    As of a kernel, no mode sees what it does.
+    """
+    with torch._C.DisableTorchFunction():
+        order = indices.reshape(-1).argsort(stable=True)
+        return tokens.index_select(0, order // indices.shape[1]), order.argsort().to(torch.int32)
+
+
+def npu_moe_token_unpermute(
+    permuted_tokens: torch.Tensor, sorted_indices: torch.Tensor, *, probs: torch.Tensor
+) -> torch.Tensor:
+    """Sum of a token's rows, each by its probability [tokens, topk]."""
+    rows = permuted_tokens.index_select(0, sorted_indices).unflatten(0, probs.shape)
+    return (rows * probs.unsqueeze(-1)).sum(1)
 
 
 def npu_moe_token_permute_with_routing_map(

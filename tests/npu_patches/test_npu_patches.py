@@ -1,0 +1,60 @@
+"""Qwen3-MoE's block as verl, ms-swift and ROLL have it on an NPU: their code over stand-ins of operators."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+import jobs
+
+STUBS = Path(__file__).parents[1] / "stubs"
+LAYERS, BATCHES = 3, 2
+
+
+def _is_there(name: str) -> bool:
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
+
+
+@pytest.fixture(scope="module", params=["verl", "swift", "roll"])
+def found(request: pytest.FixtureRequest) -> dict[str, Any]:
+    if not _is_there(request.param):
+        pytest.skip(f"no {request.param} on the path: ci/verl.sh puts verl and ms-swift there")
+    if request.param == "roll" and transformers.__version__ >= "5":
+        pytest.skip("ROLL changes the block of transformers 4 alone")
+    answer: dict[str, Any] = jobs.run(
+        "npu_patches.job:run",
+        {"whose": request.param},
+        path=[STUBS],
+        env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+    )
+    return answer
+
+
+def test_the_stand_ins_compute_what_the_stock_block_does(found: dict[str, Any]) -> None:
+    assert found["block"].startswith(("verl.", "swift.", "roll."))
+    assert found["from stock"] < 1e-4
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "non-reentrant", "reentrant"])
+def test_experts_multiply_the_rows_that_are_recorded_and_those_of_the_routes(
+    found: dict[str, Any], checkpoint: str
+) -> None:
+    passes = 1 if checkpoint == "none" else 2
+    assert found[checkpoint] == {
+        "bit-equal": True,
+        "wrongly recorded": 0,
+        "wrongly replayed": 0,
+        "own choice is other": LAYERS * BATCHES,
+        "calls": LAYERS * BATCHES * passes,
+    }
+
+
+@pytest.mark.skipif(transformers.__version__ >= "5", reason="in 5 the router's output is the witness")
+def test_ids_that_are_shifted_on_their_way_are_an_error(found: dict[str, Any]) -> None:
+    for message in found["shifted"]:
+        assert "goes on with other experts than its top-k gave" in message
