@@ -105,10 +105,10 @@ class Turns:
 
     Args:
         job: of whose sample these are; None for a call that belongs to none.
-        step: of the job, for which it is sampled.
+        step: of the job, for which it is sampled; None: nobody trains on it.
     """
 
-    def __init__(self, job: _Job | None = None, step: int = 0) -> None:
+    def __init__(self, job: _Job | None = None, step: int | None = None) -> None:
         self.job, self.step = job, step
         self._ran: list[tuple[Array, Rows]] = []
         """Tokens and what is known of them; a turn that goes on from the one before is one with it."""
@@ -322,7 +322,7 @@ async def _run_agent_loop(original: Any, self: Any, *args: Any, **kwargs: Any) -
         corrected = functools.partial(_agent_loop_postprocess, job)
         _patches.wrap(self, "_agent_loop_postprocess", corrected, _CORRECT)
     trajectory = kwargs.get("trajectory") or args[1]
-    token = _sample.set(Turns(job, step=int(trajectory["step"])))
+    token = _sample.set(Turns(job, None if trajectory["validate"] else int(trajectory["step"])))
     try:
         return await original(self, *args, **kwargs)
     finally:
@@ -332,11 +332,9 @@ async def _run_agent_loop(original: Any, self: Any, *args: Any, **kwargs: Any) -
 async def _agent_loop_postprocess(job: _Job, original: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
     turns = _sample.get() or Turns()
     for one in output if isinstance(output, list) else [output]:
-        rows = job.routes_of(one, turns)
-        if rows is not None and job.putter is not None:
-            tokens = _ids([*one.prompt_ids, *one.response_ids])
-            rows, one.extra_fields[delivery.COLUMN] = job.putter.put(rows, tokens, turns.step)
-        one.routed_experts = rows
+        one.routed_experts = job.routes_of(one, turns)
+        if job.putter is not None:
+            job.putter.put_away(one, turns.step)
     return await original(output, *args, **kwargs)
 
 

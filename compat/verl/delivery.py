@@ -45,8 +45,6 @@ _QUEUED = "verl.trainer.ppo.v1.agent_loop_tq"
 _STEPS = 3
 """Of the job, for which a worker keeps what it has put: trainers may be so many steps behind."""
 _refused = itertools.count(1)
-_MOST_BYTES = 8 * 2**30
-"""Routes of this process that are kept from pass to pass."""
 
 
 # The rollout's side
@@ -104,6 +102,13 @@ class Putter:
         carrier = RayCarrier(cut=cut) if value == "ray" else delivery.FolderCarrier(value, cut=cut)
         return cls(carrier, model, keeps=queued or value != "ray")
 
+    def put_away(self, output: Any, step: int | None) -> None:
+        """The routes of an agent loop's output, which has keys and a reference then; none without a step."""
+        rows, output.routed_experts = output.routed_experts, None
+        if rows is not None and step is not None:
+            tokens = np.asarray([*output.prompt_ids, *output.response_ids], np.int64)
+            output.routed_experts, output.extra_fields[COLUMN] = self.put(rows, tokens, step)
+
     def put(self, rows: Array, tokens: Array, step: int) -> tuple[Array, delivery.Reference | None]:
         """Put the rows of one sample away; what its batch has: int16 [tokens, 1, 5], and the reference.
 
@@ -125,7 +130,7 @@ class Putter:
                 said = "[npu_replay] rollout: %d samples so far go without their routes: %s"
                 logger.warning(said, count, error)
         else:
-            reference = self._carrier.put(routes.sequence(0, len(routes), fingerprint(tokens)))
+            reference = self._carrier.put(routes.sequence(0, len(routes), fingerprint(tokens)), step=step)
             words = [_MARK, *np.array([reference.key], np.uint64).view(np.int16).tolist()]
             if self._keeps:
                 self._keep(reference, step)
@@ -148,23 +153,23 @@ def _layers_a_stage(config: Any, model: RoutedModel) -> int:
 
 
 class Arrived:
-    """Routes that this process has fetched, by key: of this rank's layers, and for all passes of a step."""
+    """Routes that this process has fetched, of this rank's layers: for all passes of a step."""
 
     def __init__(self) -> None:
-        self._held: dict[int, RoutedExperts | InvalidRoutes] = {}
-        self._layers: tuple[int, ...] = ()
-        self._trained = False
+        self._held: dict[int, tuple[int, RoutedExperts | InvalidRoutes]] = {}
+        self.layers: tuple[int, ...] = ()
 
-    def receive(self, references: Sequence[Any], layers: Sequence[int], *, trains: bool) -> None:
-        """Have the routes of these samples here; fetched once a step, which ends with its last update."""
-        new_step = self._trained and not trains
-        self._trained = trains
-        if new_step or tuple(layers) != self._layers or self._bytes() > _MOST_BYTES:
+    def receive(self, references: Sequence[delivery.Reference | None], layers: Sequence[int]) -> None:
+        """Have the routes of these samples here; what is of an older step than all of them goes."""
+        if tuple(layers) != self.layers:
             self._held.clear()
-        self._layers = tuple(layers)
-        wanted = [one for one in references if one is not None and one.key not in self._held]
-        found = fetch_each(wanted, self._layers, PATIENCE)
-        self._held.update({one.key: routes for one, routes in zip(wanted, found, strict=True)})
+            self.layers = tuple(layers)
+        given = [one for one in references if one is not None]
+        oldest = min((one.step for one in given), default=0)
+        self._held = {key: (step, one) for key, (step, one) in self._held.items() if step >= oldest}
+        wanted = [one for one in given if one.key not in self._held]
+        for one, routes in zip(wanted, fetch_each(wanted, self.layers, PATIENCE), strict=True):
+            self._held[one.key] = one.step, routes
 
     def of(self, key: int) -> RoutedExperts:
         """The routes behind a key.
@@ -172,7 +177,7 @@ class Arrived:
         Raises:
             InvalidRoutes: they were refused at the door, can't be read, or their reference didn't come along.
         """
-        found = self._held.get(key)
+        _, found = self._held.get(key, (0, None))
         if isinstance(found, RoutedExperts):
             return found
         if found is not None:
@@ -193,9 +198,6 @@ class Arrived:
             + SWITCH
             + " they carry the ids",
         )
-
-    def _bytes(self) -> int:
-        return sum(one.ids.nbytes for one in self._held.values() if isinstance(one, RoutedExperts))
 
 
 arrived = Arrived()
@@ -236,7 +238,7 @@ def routes_of(rows: torch.Tensor, keep: torch.Tensor | None, model: RoutedModel)
     marked = words[:, 0] == _MARK
     if not bool(marked.any()):  # a rollout without routes
         return RoutedExperts.unrecorded(
-            len(words), layers=arrived._layers, topk=model.topk, num_experts=model.num_experts
+            len(words), layers=arrived.layers, topk=model.topk, num_experts=model.num_experts
         )
     keys = words[marked]
     InvalidRoutes.unless(

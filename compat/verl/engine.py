@@ -246,7 +246,7 @@ class Pass:
         )
         started = time.perf_counter()
         layers = sorted(router.label for chunk in find(self.chunks) for router in chunk)
-        delivery.arrived.receive(references, layers, trains=self.trains)
+        delivery.arrived.receive(references, layers)
         self.count(microseconds=int((time.perf_counter() - started) * 1e6))
 
     def begin(self, error: ReplayError | None) -> None:

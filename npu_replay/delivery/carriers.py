@@ -38,18 +38,19 @@ class Carrier(ABC):
     def __init__(self, *, cut: Any = DEFAULT_CUT) -> None:
         self._cut = _pieces(cut)
 
-    def put(self, routes: RoutedExperts) -> Reference:
+    def put(self, routes: RoutedExperts, *, step: int = 0) -> Reference:
         """Put one sample's routes away; what it returns is read by `fetch`, in any process of the job.
 
         Args:
             routes: checked, as every RoutedExperts is; whoever fetches them checks no id again.
+            step: of the job, which the reference will tell.
 
         Raises:
             ReplayError: no routes, or layers that the cut has no piece for.
         """
-        return self.put_all([routes])[0]
+        return self.put_all([routes], step=step)[0]
 
-    def put_all(self, samples: Iterable[RoutedExperts]) -> list[Reference]:
+    def put_all(self, samples: Iterable[RoutedExperts], *, step: int = 0) -> list[Reference]:
         """The same for several at once."""
         given = listed(list(samples), "the samples of put_all()")
         for one in given:
@@ -68,6 +69,7 @@ class Carrier(ABC):
                     handles=list(itertools.islice(at, len(each))),
                     read=type(self).reader(),
                     release=type(self).releaser(),
+                    step=step,
                 )
             )
         return found

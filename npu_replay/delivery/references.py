@@ -25,6 +25,7 @@ class Reference:
 
     Attributes:
         key: tells samples apart, 63 bits; a sample that is put twice has two.
+        step: of the job, for whoever keeps what he fetched; as the caller of `put` says.
         tokens: rows of the routes.
         fingerprint: of the tokens, if the routes know it.
         num_experts, topk: of the model.
@@ -44,8 +45,9 @@ class Reference:
         handles: Sequence[Any],
         read: Read,
         release: Callable[[Sequence[Any]], None] | None,
+        step: int = 0,
     ) -> None:
-        self.key = secrets.randbits(63) or 1
+        self.key, self.step = secrets.randbits(63) or 1, step
         self.tokens, self.fingerprint = len(sample), sample.fingerprint
         self.num_experts, self.topk = sample.num_experts, sample.topk
         self.blocks, self.seals, self.handles = tuple(blocks), tuple(seals), tuple(handles)

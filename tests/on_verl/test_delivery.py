@@ -5,6 +5,7 @@ On the real classes of the verl that is on the path. What an engine's pass makes
 
 from __future__ import annotations
 
+import copy
 import pickle
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def batch_of(*turns: Turn) -> tuple[Any, Any]:
 def check(data: Any, model: Any, layers: tuple[int, ...] = LAYERS) -> None:
     """Each row of a batch gets the routes of its own tokens."""
     references = data.non_tensor_batch[delivery.COLUMN]
-    delivery.arrived.receive(list(references), layers, trains=False)
+    delivery.arrived.receive(list(references), layers)
     mask = data.batch["attention_mask"].bool()
     good, bad = MicroBatch(data.batch["routed_experts"], mask, model).routes(zeros_are_none=True)
     assert not bad
@@ -103,7 +104,7 @@ def test_a_sample_without_routes_takes_none_from_the_others() -> None:
     turns = [Turn(SAMPLED[: 3 + n], change=deep) for n in range(3)]
     turns[1] = Turn([20], stop="aborted", change=loops.NO_ROUTES)
     data, model = batch_of(*turns)
-    delivery.arrived.receive(list(data.non_tensor_batch[delivery.COLUMN]), LAYERS, trains=False)
+    delivery.arrived.receive(list(data.non_tensor_batch[delivery.COLUMN]), LAYERS)
     mask = data.batch["attention_mask"].bool()
     good, bad = MicroBatch(data.batch["routed_experts"], mask, model).routes(zeros_are_none=True)
     assert not bad
@@ -148,13 +149,14 @@ def test_routes_are_read_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "fetch_each", lambda one, *how: asked.append(len(one)) or read(one, *how))
     data, model = batch_of()
     references = list(data.non_tensor_batch[delivery.COLUMN])
-    for trains in (False, True, True):
-        delivery.arrived.receive(references, LAYERS, trains=trains)
-    check_again = [*references[:2], None]
-    delivery.arrived.receive(check_again, LAYERS, trains=True)
-    assert asked == [COUNT, 0, 0, 0]
-    delivery.arrived.receive(references, LAYERS, trains=False)  # the next step
-    assert asked[-1] == COUNT
+    for part in (references, references, [*references[:2], None]):
+        delivery.arrived.receive(part, LAYERS)
+    assert asked == [COUNT, 0, 0]
+    newer = copy.copy(references[0])
+    newer.step, newer.key = 1, 5
+    delivery.arrived.receive([newer], LAYERS)
+    delivery.arrived.receive(references, LAYERS)
+    assert asked[-2:] == [1, COUNT], "an older step's are not kept"
     assert model.layers == LAYERS
 
 
@@ -189,6 +191,17 @@ def test_verls_own_metrics_of_ids_are_refused() -> None:
     )
     with pytest.raises(ReplayError, match="moe_load_balance_metrics_interval"):
         loops.run(worker=made)
+
+
+def test_nothing_is_put_away_for_a_validation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, run = worker(Turn(SAMPLED[:4], change=deep)), loops.worker_class()._run_agent_loop
+
+    async def validates(self: Any, parameters: Any, trajectory: Any, **given: Any) -> Any:
+        return await run(self, parameters, trajectory | {"validate": True}, **given)
+
+    monkeypatch.setattr(type(made), "_run_agent_loop", validates)
+    assert loops.run(worker=made).routed_experts is None
+    assert not list(folder.glob("*.safetensors"))
 
 
 @pytest.mark.parametrize("value", ["", "0"])
