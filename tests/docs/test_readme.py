@@ -20,7 +20,7 @@ from npu_replay.doctor import report
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 R2, R3 = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 
 
 def log_probs(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ def test_the_versions_are_those_of_the_package_and_of_doctor() -> None:
     assert project["requires-python"] == ">=3.10"
     facts = report.TorchFacts("2.3.0", "it doesn't tell", "", 0)
     assert "2.7 to 2.13" in report._recompute(facts).remedy
-    assert "torch from 2.7 on" in (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    assert "torch from 2.7 on" in (ROOT / "docs" / "dev" / "dependencies.md").read_text(encoding="utf-8")
     script = (ROOT / "ci" / "environment.sh").read_text(encoding="utf-8")
     assert "version_info < (3, 11)" in script
 
@@ -95,7 +95,7 @@ def test_what_it_says_of_vllm_is_what_the_decoder_says() -> None:
     assert "vLLM from 0.14 on but 0.15, over HTTP from 0.21 on" in R3
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_points_to_is_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     links = {link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text)}
