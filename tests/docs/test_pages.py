@@ -232,7 +232,7 @@ SOURCES = "".join(
 )
 
 
-@pytest.mark.parametrize("page", ["docs/troubleshooting.md"])
+@pytest.mark.parametrize("page", ["docs/troubleshooting.md", "docs/zh/troubleshooting.md"])
 def test_a_symptom_is_what_an_error_says(page: str) -> None:
     """In the sections about npu_replay's own errors, a symptom in code is text of some error."""
     text = (ROOT / page).read_text(encoding="utf-8")
