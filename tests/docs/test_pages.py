@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 BLOCK = re.compile(r"(?:<!-- not run: (.+?) -->\n)?```python\n(.*?)```", re.DOTALL)
 WITH_EXAMPLES = [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8"))]
-LONGER = {"README", "errors", "grpo", "models", "smoke", "upstream"}
+LONGER = {"errors", "models", "upstream"}
 """Pages that are looked things up in; the others are read."""
 MOST_WORDS = 900
 

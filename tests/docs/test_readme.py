@@ -64,7 +64,7 @@ def test_the_status_line_is_what_was_sent(page: str) -> None:
 
 @pytest.mark.parametrize("page", BOTH)
 def test_the_figures_of_grpo_are_those_of_the_run(page: str) -> None:
-    told = text_of("docs/grpo.md").split("## A coarser rollout")[0]
+    told = text_of("docs/grpo.md").split("## In large models")[0]
     rows = {"no replay": "none", "无重放": "none", "R2": "R2", "R3": "R3"}
     table = re.findall(r"(?m)^\| (no replay|无重放|R2|R3) \| (.+) \|$", text_of(page))
     assert len(table) == 3
