@@ -21,15 +21,8 @@ class Examples(griffe.Extension):
 def fenced(text: str) -> str:
     """The docstring with a fence around each example.
 
-    >>> print(fenced("One.\\n\\n>>> 1 + 1\\n2\\n\\nTwo."))
-    One.
-    <BLANKLINE>
-    ```python
-    >>> 1 + 1
-    2
-    ```
-    <BLANKLINE>
-    Two.
+    >>> fenced("One.\\n\\n>>> 1 + 1\\n2\\n\\nTwo.").splitlines()
+    ['One.', '', '```python', '>>> 1 + 1', '2', '```', '', 'Two.']
     """
     without = re.sub(r" *# doctest: \+\w+", "", text)
     return _EXAMPLE.sub(lambda found: f"{found[1]}```python\n{found[0]}\n{found[1]}```", without)

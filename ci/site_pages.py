@@ -11,9 +11,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from mkdocs.plugins import event_priority
-from mkdocs.structure.files import File
-
 ROOT = Path(__file__).parents[1]
 OUTSIDE = {
     name: f"project/{name.lower()}"
@@ -25,7 +22,6 @@ _source: list[tempfile.TemporaryDirectory[str]] = []
 """The package as a wheel has it, with compat inside, for as long as MkDocs runs."""
 
 
-@event_priority(100)  # before mkdocstrings reads it
 def on_config(config: Any) -> Any:
     """Show mkdocstrings the package in one folder: in a clone compat lies beside it."""
     _source.append(tempfile.TemporaryDirectory())
@@ -39,8 +35,13 @@ def on_config(config: Any) -> Any:
     return config
 
 
+on_config.mkdocs_priority = 100  # type: ignore[attr-defined]  # before mkdocstrings reads it
+
+
 def on_files(files: Any, *, config: Any) -> Any:
     """Add the pages that lie beside docs/."""
+    from mkdocs.structure.files import File  # here: the tests read this without MkDocs
+
     for name, place in OUTSIDE.items():
         files.append(File.generated(config, place, content=(ROOT / name).read_text(encoding="utf-8")))
     return files
