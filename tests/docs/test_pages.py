@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 BLOCK = re.compile(r"(?:<!-- not run: (.+?) -->\n)?```python\n(.*?)```", re.DOTALL)
 WITH_EXAMPLES = [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8"))]
+ON_MEGATRON = ("megatron", "upstream", "cpu")
+"""Their examples run in test_megatron_pages.py."""
 LONGER = {"errors", "models", "upstream"}
 """Pages that are looked things up in; the others are read."""
 MOST_WORDS = 900
@@ -67,12 +69,6 @@ def names(engine: Engine, server: str, tmp_path: Path, monkeypatch: pytest.Monke
     rollout.extend(npu_replay.Turn(prompt=prompt, sampled=tokens, routes=routes))
     small = TokenLayout.padded([4, 3], 4, order="batch")
 
-    def forward_backward(model: Any, data_iterator: Any, forward_only: bool = False) -> None:
-        for one in data_iterator:
-            loss = model(one).logits.float().mean()
-            if not forward_only:
-                loss.backward()
-
     def train() -> None:
         with torch.no_grad():
             model(batch)
@@ -85,10 +81,6 @@ def names(engine: Engine, server: str, tmp_path: Path, monkeypatch: pytest.Monke
         "ParallelLayout": ParallelLayout,
         "DecoderLayers": npu_replay.DecoderLayers,
         "model": model.train(),
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.0),
-        "forward_backward_func": forward_backward,
-        "old_log_prob_batches": [batch, batch],
-        "update_batches": [batch, batch],
         "batch": batch,
         "recording": recording,
         "routes": recording.routes,
@@ -111,7 +103,9 @@ def names(engine: Engine, server: str, tmp_path: Path, monkeypatch: pytest.Monke
     }
 
 
-@pytest.mark.parametrize("page", WITH_EXAMPLES, ids=name_of)
+@pytest.mark.parametrize(
+    "page", [page for page in WITH_EXAMPLES if page.stem not in ON_MEGATRON], ids=name_of
+)
 def test_the_examples_of_a_page_run_one_after_the_other(page: Path, names: dict[str, Any]) -> None:
     try:
         for why, block in BLOCK.findall(page.read_text(encoding="utf-8")):
@@ -222,7 +216,7 @@ def test_a_block_that_does_not_run_says_why() -> None:
         why for page in WITH_EXAMPLES for why, _ in BLOCK.findall(page.read_text(encoding="utf-8")) if why
     ]
     assert all(len(why.split()) > 3 for why in reasons)
-    assert len(reasons) <= 12, "most examples run"
+    assert len(reasons) <= 2, "nearly all examples run"
 
 
 SOURCES = "".join(
