@@ -29,6 +29,7 @@ YAML = [
     for block in re.findall(
         r"```yaml\n(.*?)```", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL
     )
+    if "router_replay:" in block
 ]
 
 
