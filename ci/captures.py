@@ -1,4 +1,4 @@
-"""The table of captured paths in docs/ascend.md, from what ci/vllm_ascend.sh wrote down.
+"""The table of captured paths in docs/dev/captures.md, from what ci/vllm_ascend.sh wrote down.
 
 NPU_REPLAY_VLLM_ASCEND_RESULTS=out/captures.json bash ci/vllm_ascend.sh
 python ci/captures.py out/captures.json --write
@@ -14,7 +14,7 @@ from typing import Any
 
 import pages
 
-PAGE = Path(__file__).parents[1] / "docs" / "ascend.md"
+PAGE = Path(__file__).parents[1] / "docs" / "dev" / "captures.md"
 MARKS = "<!-- captures: written by ci/captures.py -->", "<!-- end of captures -->"
 RELEASED, PLUGIN = "as released", "with the plug-in"
 _WORDS = {

@@ -4,7 +4,7 @@
     python ci/contracts.py vllm==0.34.0         # a new release is held to what the newest had to keep
     python ci/contracts.py --all                # every release that pip finds, from the first that is known
     python ci/contracts.py --all megatron-core  # ... of one product
-    python ci/contracts.py --all --write        # ... and rewrite the tables in docs/contracts.md
+    python ci/contracts.py --all --write        # ... and rewrite the tables in docs/dev/contracts.md
 
 What is leaned on stands in ci/contracts.toml. A contract that is broken is one line that says where.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from releases import Index
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parent / "docs" / "contracts.md"
+PAGE = HERE.parent / "docs" / "dev" / "contracts.md"
 MARKS = "<!-- tables: written by ci/contracts.py -->", "<!-- end of tables -->"
 
 KEPT, NOT_YET, BROKEN = "yes", "–", "BROKEN"
@@ -217,7 +217,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("release", nargs="*", help="such as vllm==0.34.0, or vllm; none: all that CI checks")
     parser.add_argument("--all", action="store_true", help="every release that pip finds")
-    parser.add_argument("--write", action="store_true", help="with --all: rewrite docs/contracts.md")
+    parser.add_argument("--write", action="store_true", help="with --all: rewrite docs/dev/contracts.md")
     options = parser.parse_args(arguments)
     if options.write and (not options.all or any("==" in name for name in options.release)):
         parser.error("--write needs --all: the tables show every release")

@@ -4,7 +4,8 @@
 # No environment active: makes .venv in the repository and installs the versions of ci/constraints.txt.
 # An environment is active (VIRTUAL_ENV or CONDA_PREFIX): installs nothing into it, and says what it lacks.
 # Afterwards `python` and `npu-replay` are the environment's, megatron/RELEASE, verl/RELEASE and so on under $work
-# hold each release, and $setup_seconds says how long that took. live_environment gets a live vLLM ready.
+# hold each release, and $setup_seconds says how long that took. live_environment gets a live vLLM ready,
+# docs_environment what builds the site.
 #
 # shellcheck shell=bash
 
@@ -95,6 +96,21 @@ install_live() {
         fail "could not install mbridge and TransferQueue; $work/live is unfinished and goes on with the next run"
     # Required by vLLM and unused; those of the registry are for CUDA, and break transformers where torch is for CPUs.
     python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+}
+
+# An environment of its own with what builds the site, whatever is active; afterwards `python` is its own.
+docs_environment() { make_in "$work/docs" install_docs; }
+
+install_docs() {
+    local extra
+    extra=$(python - "$repository/pyproject.toml" <<'CODE'
+import sys, tomllib
+print(*tomllib.load(open(sys.argv[1], "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")
+CODE
+    ) || fail "could not read the docs extra"
+    python -m pip install -qq setuptools wheel || fail "could not install setuptools, which jieba is built with"
+    python -m pip install --no-build-isolation -r <(echo "$extra") ||
+        fail "could not install the docs extra; $work/docs is unfinished and goes on with the next run"
 }
 
 # Arguments: the extras that have to be there; none: those of the tests and the demo.

@@ -52,7 +52,7 @@ for release in "${releases[@]}"; do
             with=with
             if [[ $disabled == 1 ]]; then with=without; fi
             echo "== $file on Megatron-core $release $with npu_replay"
-            # A failure is a figure here: what is expected is in docs/frameworks.md.
+            # A failure is a figure here: what is expected is in docs/dev/tried.md.
             (
                 cd "$folder"
                 export NPU_REPLAY_DISABLE=$disabled PYTHONPATH=$folder${PYTHONPATH:+:$PYTHONPATH}

@@ -1,4 +1,4 @@
-"""docs/matrix.md: which release has what, made from the results in docs/matrix/, never by hand.
+"""docs/dev/matrix.md: which release has what, made from the results in docs/dev/matrix/, never by hand.
 
 python ci/matrix_page.py     # writes it anew from what is there; ci/matrix.sh does so too
 """
@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from capabilities import CAPABILITIES  # noqa: E402  it lies beside the tests that are marked with it
 
-PAGE = ROOT / "docs" / "matrix.md"
-FOLDER = ROOT / "docs" / "matrix"
+PAGE = ROOT / "docs" / "dev" / "matrix.md"
+FOLDER = ROOT / "docs" / "dev" / "matrix"
 MARKS = "<!-- matrix: written by ci/matrix.sh -->", "<!-- end of matrix -->"
 
 NATIVE, SHIMMED, MISSING, FAILS = "native", "shimmed", "missing", "FAILS"
@@ -120,7 +120,7 @@ def _runs(releases: Sequence[matrix.Release], known: Mapping[str, Shown]) -> str
 
 
 def write() -> None:
-    """Write docs/matrix.md anew from the results that are there."""
+    """Write docs/dev/matrix.md anew from the results that are there."""
     pages.rewrite(PAGE, MARKS, tables(matrix.read().releases, read()))
 
 

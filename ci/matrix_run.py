@@ -3,7 +3,7 @@
     python ci/matrix_run.py [--all] [--check] [NAME ...]     # ci/matrix.sh fetches, and calls it
 
 What a test shows is told by its mark; what the release has by itself, by a process without npu_replay
-(tests/capabilities.py). Exit status 1: a test failed, or docs/matrix.md says something else.
+(tests/capabilities.py). Exit status 1: a test failed, or docs/dev/matrix.md says something else.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOGS = WORK / "matrix"
 TRANSFORMERS_TESTS = "tests/matrix/test_transformers.py"
 LAST_LINES = 30
 HOURS = 3600.0
-STALE = "run bash ci/matrix.sh --all and commit docs/matrix.md with docs/matrix/"
+STALE = "run bash ci/matrix.sh --all and commit docs/dev/matrix.md with docs/dev/matrix/"
 
 
 @dataclass(frozen=True)
@@ -147,13 +147,13 @@ def judge(
 
 
 def stale(outcome: Outcome, known: Mapping[str, Shown]) -> list[str]:
-    """Where docs/matrix.md says something else than what was run."""
+    """Where docs/dev/matrix.md says something else than what was run."""
     name, shown = outcome.release.name, outcome.shown
     if name not in known:
-        return [f"docs/matrix.md has no column for it: {STALE}"]
+        return [f"docs/dev/matrix.md has no column for it: {STALE}"]
     said = known[name].cells
     return [
-        f"{capability} is {cell}, and docs/matrix.md says {said.get(capability, 'nothing')}: {STALE}"
+        f"{capability} is {cell}, and docs/dev/matrix.md says {said.get(capability, 'nothing')}: {STALE}"
         for capability, cell in shown.cells.items()
         if said.get(capability) != cell
     ]
@@ -181,7 +181,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*")
     parser.add_argument("--all", action="store_true", help="every case on every release")
-    parser.add_argument("--check", action="store_true", help="compare with docs/matrix.md, and write nothing")
+    parser.add_argument("--check", action="store_true", help="compare with the page, and write nothing")
     asked = parser.parse_args(arguments)
     known = matrix_page.read()
     problems: list[str] = []

@@ -1,10 +1,10 @@
-"""The tables of user-verified runs in docs/matrix.md and docs/performance.md, from docs/verified/.
+"""The tables of user-verified runs in matrix.md and performance.md of docs/dev, from docs/dev/verified/.
 
     python ci/verified.py            # check every report, and print the rows
     python ci/verified.py --write    # and put them into the pages
     python ci/verified.py FILE ...   # check these reports alone
 
-Each report is a JSON file that `npu-replay smoke --json` wrote (docs/smoke.md says what is in it), or that
+Each report is a JSON file that `npu-replay smoke --json` wrote (docs/dev/smoke.md), or that
 `bash ci/device.sh` did: a row of its parts, and its bench as ratios.
 """
 
@@ -20,9 +20,9 @@ from typing import Any
 import pages
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "matrix.md"
-FOLDER = ROOT / "docs" / "verified"
-COSTS = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "dev" / "matrix.md"
+FOLDER = ROOT / "docs" / "dev" / "verified"
+COSTS = ROOT / "docs" / "dev" / "performance.md"
 MARKS = "<!-- verified -->", "<!-- end of verified -->"
 SMOKE, DEVICE = "npu_replay smoke", "npu_replay device"
 _AXES = ("tp", "cp", "pp", "vp", "ep", "etp")

@@ -1,4 +1,4 @@
-"""What docs/matrix.md has a row for, and how an untouched release is asked whether it has it by itself.
+"""What docs/dev/matrix.md has a row for, and how an untouched release is asked whether it has it by itself.
 
 A test of tests/matrix/ says by `@pytest.mark.capability("name")` what it shows. npu_replay is never imported
 here.
@@ -153,7 +153,7 @@ CAPABILITIES: Mapping[str, Mapping[str, Capability]] = {
         "mixtral": Capability("Mixtral recorded and replayed", _no_release),
         "deepseek_v3": Capability("DeepSeek-V3 (groups, expert bias) recorded and replayed", _no_release),
         "checkpointing": Capability("... each with `gradient_checkpointing_enable`", _no_release),
-        "families": Capability("every family does what [models.md](models.md) says", _no_release),
+        "families": Capability("every family does what [models.md](../models.md) says", _no_release),
     },
 }
 

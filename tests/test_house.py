@@ -15,7 +15,7 @@ import npu_replay
 
 PACKAGE = Path(npu_replay.__file__).parent
 COMPAT = Path(npu_replay.compat.__file__).parent
-PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
+PAGE = Path(__file__).parents[1] / "docs" / "dev" / "architecture.md"
 
 FLOORS = (
     ("errors", "lazy", "torch_loading", "beside", "json_text", "tables"),

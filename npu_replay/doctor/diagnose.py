@@ -208,7 +208,7 @@ def _put(
     why = [f"doesn't import: {trial.problem}"] if trial.problem else []
     why += [f"can't be replayed: {trial.refusal}"] if trial.refusal else []
     says = f"{product.name} {product.version}".rstrip()  # MindSpeed's source has none
-    remedy = "take a release that npu_replay knows (docs/matrix.md); NPU_REPLAY_STRICT=0 goes on without"
+    remedy = "take a release that npu_replay knows (docs/versions.md); NPU_REPLAY_STRICT=0 goes on without"
     if trial.problem:
         remedy = f"python -c 'import {', '.join(modules)}' has to work"
     capabilities[name] = replace(capability, state="broken", why=f"{says} {'; '.join(why)}", remedy=remedy)

@@ -31,7 +31,7 @@ class DecoderLayers:
         last_stage: the same of the last (num_layers_in_last_pipeline_stage).
         embedding_counts: the embedding takes a layer's place (account_for_embedding_in_pipeline_split).
         loss_counts: and so does the loss (account_for_loss_in_pipeline_split).
-        table: layers of each stage, [pipeline rank][virtual stage], instead of the rules above
+        table: layers of each stage, by pipeline rank and virtual stage, instead of the rules above
             (pipeline_model_parallel_layout).
 
     Raises:

@@ -6,7 +6,7 @@ given. (A router with one group calls another top-k before it, and the aux loss 
 Every pass in a checkpoint has one autograd shape: the ids are found without grad and the scores gathered, in
 a record too, else a non-reentrant one finds other saved tensors in its recompute.
 
-Two ways to catch that top-k, measured in docs/architecture.md:
+Two ways to catch that top-k, measured in docs/dev/architecture.md:
 
 - `torch.topk` and `torch.Tensor.topk` are answered through a thread-local while any session is open. Costs
   least. It can't see a name that somebody took earlier (`from torch import topk`).

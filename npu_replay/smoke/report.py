@@ -74,7 +74,7 @@ class Report:
         return PASS in results and FAIL not in results
 
     def to_json(self) -> str:
-        """All of it, for programs. docs/smoke.md says what each field is."""
+        """All of it, for programs. docs/dev/smoke.md says what each field is."""
         spent: dict[str, float] = {}
         for one in self.results:
             spent[one.feature] = round(spent.get(one.feature, 0.0) + one.seconds, 3)

@@ -245,7 +245,7 @@ def test_a_page_that_says_something_else_is_stale(runs: Any, page: Any, matrix: 
     outcome = runs.Outcome(release, shown(page), (), 1.0)
     assert runs.stale(outcome, {release.name: shown(page, reasons={})}) == []
     (line,) = runs.stale(outcome, {release.name: shown(page, cells={"flag": "native"})})
-    assert line.startswith("flag is shimmed, and docs/matrix.md says native: run bash ci/matrix.sh --all")
+    assert line.startswith("flag is shimmed, and docs/dev/matrix.md says native: run bash ci/matrix.sh --all")
     (line,) = runs.stale(outcome, {})
     assert "no column" in line
 

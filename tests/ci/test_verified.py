@@ -1,4 +1,4 @@
-"""The table of user-verified runs: what a report has to hold, and that docs/matrix.md shows all of them."""
+"""The table of user-verified runs: what a report has to hold, and that docs/dev/matrix.md shows them all."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ STARTED, ENDED = 180, 30
 """Seconds that a server may take for either."""
 
 _HERE = Path(__file__).parent
-_SMALL = {
+SMALL = {
     "dtype": "float32",
     "enforce_eager": True,
     "max_model_len": LONGEST,
@@ -55,7 +55,7 @@ class Live:
 
 def arguments(folder: Path, **planned: Any) -> EngineArguments:
     """What a small engine is started with."""
-    plan = {"model": str(folder), **_SMALL, **planned}
+    plan = {"model": str(folder), **SMALL, **planned}
     if "Deepseek" in json.loads((folder / "config.json").read_text())["architectures"][0]:
         plan |= {"block_size": 16, "num_gpu_blocks_override": plan["num_gpu_blocks_override"] * 2}
     return engine_arguments(VERSION, planned=plan, model=folder)

@@ -1,7 +1,7 @@
 """verl on a CPU: a platform of verl's own kind, and what of verl asks for CUDA all the same.
 
 A plug-in of verl's (VERL_USE_EXTERNAL_MODULES), so it is in every process of a job: the driver, Ray's
-workers, the vLLM server and its engine core. docs/verl.md has the lines that stand in the way.
+workers, the vLLM server and its engine core. docs/dev/verl.md has the lines that stand in the way.
 """
 
 from __future__ import annotations

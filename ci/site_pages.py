@@ -1,0 +1,79 @@
+"""What mkdocs.yml needs: the pages outside docs/, links to what is no page, and where the source is.
+
+MkDocs calls on_config, on_files and on_page_markdown by their names, in this order.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+OUTSIDE = {
+    name: f"project/{name.lower()}"
+    for name in ("README.md", "README.zh.md", "CONTRIBUTING.md", "CHANGELOG.md")
+}
+"""Pages of the clone that docs/ links to, and where they lie in the site."""
+_LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+_source: list[tempfile.TemporaryDirectory[str]] = []
+"""The package as a wheel has it, with compat inside, for as long as MkDocs runs."""
+
+
+def on_config(config: Any) -> Any:
+    """Show mkdocstrings the package in one folder: in a clone compat lies beside it."""
+    _source.append(tempfile.TemporaryDirectory())
+    package = Path(_source[-1].name) / "npu_replay"
+    package.mkdir()
+    for entry in (ROOT / "npu_replay").iterdir():
+        (package / entry.name).symlink_to(entry)
+    (package / "compat").symlink_to(ROOT / "compat")
+    handlers = config.plugins["mkdocstrings"].config.handlers
+    handlers.setdefault("python", {})["paths"] = [_source[-1].name]
+    return config
+
+
+on_config.mkdocs_priority = 100  # type: ignore[attr-defined]  # before mkdocstrings reads it
+
+
+def on_files(files: Any, *, config: Any) -> Any:
+    """Add the pages that lie beside docs/."""
+    from mkdocs.structure.files import File  # here: the tests read this without MkDocs
+
+    for name, place in OUTSIDE.items():
+        files.append(File.generated(config, place, content=(ROOT / name).read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, files: Any, **_: Any) -> str:
+    """Links as the site has them."""
+    known = {file.src_uri for file in files}
+    return relinked(markdown, page.file.src_uri, known)
+
+
+def relinked(markdown: str, page: str, known: set[str]) -> str:
+    """Turn links that run through the clone into links of the site; of what isn't in it the words stay.
+
+    Args:
+        markdown: the page's text, with links as the clone has them.
+        page: where it lies in the site, «dev/tried.md», «project/readme.md».
+        known: all files of the site.
+    """
+    in_clone = {place: name for name, place in OUTSIDE.items()}.get(page, f"docs/{page}")
+
+    def link(found: re.Match[str]) -> str:
+        image, words, target = found.groups()
+        if "://" in target or target.startswith("#"):
+            return found.group()
+        path, hash_sign, anchor = target.partition("#")
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(in_clone), path))
+        place = OUTSIDE.get(path, path.removeprefix("docs/") if path.startswith("docs/") else "")
+        if place not in known:
+            return words
+        return (
+            f"{image}[{words}]({posixpath.relpath(place, posixpath.dirname(page) or '.')}{hash_sign}{anchor})"
+        )
+
+    return _LINK.sub(link, markdown)

@@ -1,0 +1,92 @@
+"""The pages about Megatron: their examples run on a real one, in this process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import npu_replay
+from npu_replay.compat import cpu
+
+pytestmark = pytest.mark.megatron
+DOCS = Path(__file__).parents[2] / "docs"
+LENGTH = 12
+
+
+@pytest.fixture
+def names() -> Iterator[dict[str, Any]]:
+    """What the examples leave to the reader."""
+    from npu_replay.demo import megatron_model
+
+    with cpu.lend():
+        megatron_model.start(torch.device("cpu"))
+        torch.manual_seed(3)
+        config = megatron_model.config(num_layers=2)
+        config.enable_autocast = False
+        model = megatron_model.model(config).train()
+        sequences = [torch.randint(0, 64, (LENGTH,)) for _ in range(3)]
+        batches = [{"input_ids": one[None], **megatron_model.causal(one[None])} for one in sequences]
+        with torch.no_grad(), npu_replay.record(model) as recording:
+            for batch in batches:
+                model(**batch)
+
+        def forward_step(data: Any, model: Any) -> Any:
+            output = model(**next(data))
+            return output, lambda scores: (scores.float().mean(), {})
+
+        yield {
+            "npu_replay": npu_replay,
+            "torch": torch,
+            "model": model,
+            "forward_step": forward_step,
+            "batches": batches,
+            "batch": batches[0],
+            "optimizer": torch.optim.SGD(model.parameters(), lr=1e-3),
+            "micro_batches": [[pair] for pair in zip(sequences, recording.routes, strict=True)],
+            "config": config,
+            "sizes": sizes(megatron_model.config),
+            "build": partial(megatron_model.model),
+        }
+
+
+def sizes(config: Any) -> dict[str, Any]:
+    """What the demo's config is built with."""
+    from unittest import mock
+
+    with mock.patch("megatron.core.transformer.TransformerConfig", dict):
+        found: dict[str, Any] = config(num_layers=2)
+    return found
+
+
+def run(page: str, names: dict[str, Any]) -> dict[str, Any]:
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(block, f"docs/{page}.md", "exec"), names)
+    return names
+
+
+def test_a_loop_records_replays_lays_out_and_collects(names: dict[str, Any]) -> None:
+    found = run("megatron", names)
+    assert found["session"].metrics()["micro_batches"] == 3
+    assert found["session"].metrics()["rows"] == 3 * LENGTH
+    for (_, before), after in zip(
+        [one[0] for one in found["micro_batches"]], found["sequences"], strict=True
+    ):
+        assert len(after) == len(before) == LENGTH
+    assert all(one.recorded.all() for one in found["routes"])
+
+
+def test_megatrons_own_api_records_and_replays(names: dict[str, Any]) -> None:
+    found = run("upstream", names)
+    assert [tuple(ids.shape) for ids in found["routes"]] == [(LENGTH, 2)] * 2
+    assert all(one.grad is not None for one in found["model"].parameters() if one.requires_grad)
+
+
+def test_megatron_runs_without_cuda(names: dict[str, Any]) -> None:
+    assert any(one.grad is not None for one in run("cpu", names)["model"].parameters())

@@ -1,0 +1,251 @@
+"""Every page in docs/ and every README: its examples run, its commands exist, it is short, it is true.
+
+A block of Python that can't run here has a comment before it that says why: <!-- not run: ... -->.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import typer
+
+import npu_replay
+from answering_engine import Engine, served
+from npu_replay import ParallelLayout, Rollout, TokenLayout, cli, lazy
+from npu_replay.cli import commands
+from npu_replay.routes.routed_experts import RoutedExperts
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+BLOCK = re.compile(r"(?:<!-- not run: (.+?) -->\n)?```python\n(.*?)```", re.DOTALL)
+WITH_EXAMPLES = [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8"))]
+ON_MEGATRON = ("megatron", "upstream", "cpu")
+"""Their examples run in test_megatron_pages.py."""
+LONGER = {"errors", "models", "upstream"}
+"""Pages that are looked things up in; the others are read."""
+MOST_WORDS = 900
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture(scope="module")
+def server(engine: Engine) -> Iterator[str]:
+    with served(engine) as address:
+        yield address
+
+
+@pytest.fixture
+def names(engine: Engine, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the examples leave to the reader: a model, its batches, an engine."""
+    monkeypatch.chdir(tmp_path)
+    model = engine.model
+    for folder in (tmp_path, tmp_path / "Qwen3-30B-A3B"):
+        model.save_pretrained(folder)
+    boards: Any = ModuleType("torch.utils.tensorboard")
+    boards.SummaryWriter = lambda _: SimpleNamespace(add_scalar=lambda *_, **__: None)
+    monkeypatch.setitem(sys.modules, "vllm", engine.as_vllm())
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", boards)
+    prompt = [(17 * number) % 512 for number in range(70)]
+    tokens, _ = engine.run(prompt)
+    batch = torch.tensor([prompt + tokens])
+    with torch.no_grad(), npu_replay.record(model) as recording:
+        scores = model(batch).logits.log_softmax(-1)
+    (routes,) = recording.routes
+    rollout = Rollout(model.config)
+    rollout.extend(npu_replay.Turn(prompt=prompt, sampled=tokens, routes=routes))
+    small = TokenLayout.padded([4, 3], 4, order="batch")
+
+    def train() -> None:
+        with torch.no_grad():
+            model(batch)
+        model(batch).logits.float().mean().backward()
+
+    return {
+        "torch": torch,
+        "npu_replay": npu_replay,
+        "TokenLayout": TokenLayout,
+        "ParallelLayout": ParallelLayout,
+        "DecoderLayers": npu_replay.DecoderLayers,
+        "model": model.train(),
+        "batch": batch,
+        "recording": recording,
+        "routes": recording.routes,
+        "rollout": rollout,
+        "old_log_probs": scores[0, :, 0],
+        "new_log_probs": scores[0, :, 0] + 0.01,
+        "step": 3,
+        "wandb": SimpleNamespace(log=lambda *_, **__: None),
+        "prompt": prompt,
+        "tool_tokens": [5, 6, 7],
+        "vllm_server": server,
+        "sglang_server": server,
+        "lengths": [4, 3],
+        "parallel": ParallelLayout(),
+        "preprocess": lambda sequences: {"input_ids": torch.cat(list(sequences))},
+        "layout": small,
+        "samples": [routes.take(torch.arange(count)) for count in (4, 3)],
+        "trainer": SimpleNamespace(model=model, train=train),
+        "self": SimpleNamespace(actor=SimpleNamespace(model=SimpleNamespace(module=model))),
+    }
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in WITH_EXAMPLES if page.stem not in ON_MEGATRON], ids=name_of
+)
+def test_the_examples_of_a_page_run_one_after_the_other(page: Path, names: dict[str, Any]) -> None:
+    try:
+        for why, block in BLOCK.findall(page.read_text(encoding="utf-8")):
+            if not why:
+                exec(compile(block, name_of(page), "exec"), names)
+        if hasattr(names["self"], "following"):
+            names["trainer"].train()
+    finally:
+        if hasattr(names["self"], "following"):
+            names["self"].following.close()
+
+
+def run(page: str, names: dict[str, Any]) -> dict[str, Any]:
+    for why, block in BLOCK.findall((ROOT / page).read_text(encoding="utf-8")):
+        if not why:
+            exec(compile(block, page, "exec"), names)
+    return names
+
+
+def test_the_quickstart_replays_what_it_recorded(
+    names: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = run("docs/quickstart.md", names)
+    assert [len(one) for one in found["recording"].routes] == [24] * 3
+    shown = capsys.readouterr().out
+    assert "'live_mismatch': 0.0" in shown, "R2 replays what the same weights recorded"
+    assert "'rows': 72" in shown
+
+
+def test_several_turns_become_one_sample(names: dict[str, Any]) -> None:
+    found = run("docs/multi-turn.md", names)["rollout"]
+    assert len(found) == 70 + 24 + 3 + 24
+    assert found.turns == 2
+    assert found.weight_versions == [7] * 93 + [8] * (1 + 3 + 23) + [None]
+    assert int(found.routes.recorded.sum()) == len(found) - 1
+
+
+def test_a_layout_has_the_rows_that_its_page_says(names: dict[str, Any]) -> None:
+    text = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8")
+    (said,) = re.findall(r"layout\.rows\.tolist\(\)  # (\[.*?\])", text)
+    first = BLOCK.findall(text)[0][1]
+    exec(first, names)
+    assert str(names["layout"].rows.tolist()) == said
+    (layers,) = re.findall(r"\.moe_layers  # (\(.*?\))", text)
+    last = BLOCK.findall(text)[-1][1].replace("ParallelLayout(", "found = ParallelLayout(", 1)
+    exec(last, names)
+    assert str(names["found"]) == layers
+
+
+def test_routes_come_back_from_files_and_bytes(names: dict[str, Any]) -> None:
+    found = run("docs/route-files.md", names)
+    assert isinstance(found["routes"], RoutedExperts)
+    assert int(found["rows"].recorded.sum()) == len(found["rollout"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_what_a_page_points_to_is_there(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    links = {link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link}
+    for path, _, anchor in (link.partition("#") for link in links):
+        target = page.parent / path if path else page
+        assert target.exists(), path
+        if anchor:
+            assert anchor in anchors(target), f"{path}#{anchor}"
+    scripts = set(re.findall(r"\bci/[\w/]+\.(?:sh|py|toml|txt)\b", page.read_text(encoding="utf-8")))
+    assert {script for script in scripts if not (ROOT / script).is_file()} == set()
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as forges and the site make them."""
+    headings = re.findall(r"(?m)^#+ (.+)$", page.read_text(encoding="utf-8"))
+    plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
+    return {one.replace(" ", "-") for one in plain}
+
+
+def test_every_command_that_is_named_is_one_and_takes_these_options(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options: dict[str, set[str]] = {}
+    for name, command in typer.main.get_command(commands.app).commands.items():  # type: ignore[attr-defined]
+        options[name] = {option for one in command.params for option in one.opts + one.secondary_opts}
+    assert set(cli.ALONE) < set(options)
+    for name, place in cli.ALONE.items():
+        with pytest.raises(SystemExit):
+            lazy.lazy(place)(["--help"])
+        options[name] |= set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
+            for name, said in re.findall(r"(?:npu-replay|-m npu_replay) (\w+)([^\n#]*)", block):
+                assert name in options, f"{page.name}: npu-replay {name}"
+                assert set(re.findall(r"(?<!\S)--[\w-]+", said)) <= options[name], (
+                    f"{page.name}: {name}{said}"
+                )
+
+
+@pytest.mark.parametrize("page", [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/zh/*.md")], ids=name_of)
+def test_a_page_is_short_enough_to_be_read(page: Path) -> None:
+    if page.stem in LONGER or page.stem == "api":
+        return
+    text = page.read_text(encoding="utf-8")
+    words = [word for word in text.split() if re.search(r"\w", word)]
+    assert len(words) <= MOST_WORDS
+
+
+def test_a_block_that_does_not_run_says_why() -> None:
+    reasons = [
+        why for page in WITH_EXAMPLES for why, _ in BLOCK.findall(page.read_text(encoding="utf-8")) if why
+    ]
+    assert all(len(why.split()) > 3 for why in reasons)
+    assert len(reasons) <= 2, "nearly all examples run"
+
+
+SOURCES = "".join(
+    path.read_text(encoding="utf-8")
+    for folder in ("npu_replay", "compat")
+    for path in ROOT.glob(f"{folder}/**/*.py")
+)
+
+
+@pytest.mark.parametrize("page", ["docs/troubleshooting.md", "docs/zh/troubleshooting.md"])
+def test_a_symptom_is_what_an_error_says(page: str) -> None:
+    """In the sections about npu_replay's own errors, a symptom in code is text of some error."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    own = text.split("\n## ")[1:4]
+    symptoms = [
+        line.split("|")[1] for part in own for line in part.splitlines() if re.match(r"\| [^|]*`", line)
+    ]
+    assert len(symptoms) > 15
+    for symptom in re.findall(r"`([^`]+)`", "".join(symptoms)):
+        assert symptom in SOURCES or symptom.startswith("[npu_replay] R2"), symptom
+
+
+def test_the_api_page_has_every_public_name_with_the_first_line_of_its_docstring() -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    said = dict(re.findall(r"(?m)^\| `(\w+)` \| (.+) \|$", text))
+    there = {}
+    for name in npu_replay.__all__:
+        words = (getattr(npu_replay, name).__doc__ or "").split("\n\n")[0]
+        there[name] = " ".join(words.split()).replace("|", "/")
+    assert said == there
+    missing = {name for name in said if f"\n::: npu_replay.{name}" not in text}
+    assert missing == set()

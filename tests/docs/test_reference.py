@@ -1,0 +1,97 @@
+"""What is looked up is complete: every metric, every switch, every logger."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+import yaml
+
+import npu_replay
+from npu_replay.compat.verl import metrics
+from npu_replay.demo.rollout import qwen3_moe
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+SOURCES = {
+    path: path.read_text(encoding="utf-8")
+    for folder in ("npu_replay", "compat")
+    for path in (ROOT / folder).rglob("*.py")
+}
+COPY_FIRST = (
+    *("quickstart", "verl-ascend", "verl-cuda", "verl", "fsdp2", "megatron", "ascend", "vllm", "sglang"),
+    *(
+        "vllm-ascend",
+        "multi-turn",
+        "metrics",
+        "troubleshooting",
+        "logging",
+        "glossary",
+        "questions",
+        "doctor",
+    ),
+    *("smoke", "inspect", "grpo", "trl", "ms-swift", "roll", "slime", "route-files", "bad-routes", "layout"),
+)
+
+
+def page(name: str) -> str:
+    return (DOCS / f"{name}.md").read_text(encoding="utf-8")
+
+
+def section(name: str, title: str) -> str:
+    return page(name).split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def keys(text: str) -> set[str]:
+    return set(re.findall(r"(?m)^\| `([\w/]+)` \|", text))
+
+
+def test_every_metric_of_a_block_is_told() -> None:
+    model = qwen3_moe(0, torch.device("cpu")).train()
+    batch = torch.randint(0, 512, (2, 9))
+    with torch.no_grad(), npu_replay.record(model) as recording:
+        model(input_ids=batch)
+    with npu_replay.replay(model, recording.routes, live_mismatch=True) as session:
+        model(input_ids=batch)
+    given = recording.metrics().keys() | session.metrics().keys()
+    only_under_capacity = {"capacity_dropped"}
+    assert keys(section("metrics", "Keys of a block")) == given | only_under_capacity
+    text = section("metrics", "Keys of a block")
+    with npu_replay.follow(model) as following:
+        with torch.no_grad():
+            model(input_ids=batch)
+        model(input_ids=batch).logits.sum().backward()
+    assert {name for name in following.metrics() if f"`{name}`" not in text} == set()
+
+
+def test_every_metric_of_a_verl_job_is_told() -> None:
+    sums = dict.fromkeys(metrics.COUNTED, 1) | {"ranks": 1}
+    assert keys(section("metrics", "Keys of a verl job")) == metrics.figures(sums).keys()
+
+
+def test_every_switch_is_told() -> None:
+    """Where a user looks: on the page of logging, or of verl's settings."""
+    named = set(re.findall(r"NPU_REPLAY_[A-Z_]+[A-Z]", "".join(SOURCES.values())))
+    told = set(re.findall(r"NPU_REPLAY_[A-Z_]+[A-Z]", page("logging") + page("verl")))
+    assert named - {"NPU_REPLAY_VLLM_ASCEND_RESULTS"} == told
+
+
+def test_every_logger_is_ours() -> None:
+    named = {name for text in SOURCES.values() for name in re.findall(r"logging\.getLogger\((.*?)\)", text)}
+    assert named - {""} == {"__name__", '"npu_replay.job"'}, "of «» the handlers alone are asked"
+
+
+def test_every_block_of_yaml_can_be_read() -> None:
+    blocks = [
+        block
+        for one in DOCS.rglob("*.md")
+        for block in re.findall(r"```yaml\n(.*?)```", one.read_text(encoding="utf-8"), re.DOTALL)
+    ]
+    assert len(blocks) >= 4
+    assert all(isinstance(yaml.safe_load(block), dict) for block in blocks)
+
+
+def test_a_page_begins_with_what_to_copy() -> None:
+    for name in COPY_FIRST:
+        assert page(name).index("```") < 250, name

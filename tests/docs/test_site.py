@@ -1,0 +1,47 @@
+"""The site: every page is in its menu, and links that run through the clone become links of the site."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MENU = re.findall(r"(?m)^ +- .+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def pages() -> ModuleType:
+    found = importlib.util.spec_from_file_location("site_pages", ROOT / "ci" / "site_pages.py")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def test_every_page_is_in_the_menu_once(pages: ModuleType) -> None:
+    there = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert sorted(MENU) == sorted({*there, *pages.OUTSIDE.values()})
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "in_the_site"),
+    [
+        ("quickstart.md", "[a](metrics.md#keys)", "[a](metrics.md#keys)"),
+        ("zh/quickstart.md", "[a](../metrics.md)", "[a](../metrics.md)"),
+        ("index.md", "[a](../README.md#why)", "[a](project/readme.md#why)"),
+        ("zh/x.md", "[a](../../CONTRIBUTING.md)", "[a](../project/contributing.md)"),
+        ("project/readme.md", "[a](docs/metrics.md)", "[a](../metrics.md)"),
+        ("project/readme.md", "![a](docs/images/grpo.png)", "![a](../images/grpo.png)"),
+        ("project/readme.md", "[中文](README.zh.md)", "[中文](readme.zh.md)"),
+        ("grpo.md", "[the loop](../examples/grpo/loop.py)", "the loop"),
+        ("grpo.md", "[a](https://example.org/x.md) [b](#c)", "[a](https://example.org/x.md) [b](#c)"),
+    ],
+)
+def test_links_become_those_of_the_site(pages: ModuleType, page: str, link: str, in_the_site: str) -> None:
+    known = {"metrics.md", "images/grpo.png", *pages.OUTSIDE.values()}
+    assert pages.relinked(link, page, known) == in_the_site

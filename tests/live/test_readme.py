@@ -1,0 +1,41 @@
+"""README's R3 as it stands, with a live vLLM: text in, routes out, replayed by transformers."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import npu_replay
+
+README = Path(__file__).parents[2] / "README.md"
+R3 = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)[1]
+
+
+def test_the_example_replays_what_the_engine_used(
+    saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm
+
+    from live import engine
+
+    _, folder = saved("Qwen3Moe")
+    shutil.copytree(folder, tmp_path / "Qwen3-30B-A3B")
+    monkeypatch.chdir(tmp_path)
+    import live.rotary  # noqa: F401 - before vLLM builds a model
+
+    monkeypatch.setattr(vllm, "LLM", partial(vllm.LLM, **engine.SMALL))
+    names: dict[str, Any] = {}
+    exec(compile(R3, "README.md", "exec"), names)
+    model, tokens, routes = names["model"], names["tokens"], names["routes"]
+    assert tokens.shape[1] == len(routes) > 6
+    assert int(routes.recorded.sum()) == len(routes) - 1
+    assert all(one.grad is not None for one in model.parameters() if one.requires_grad)
+    with torch.no_grad(), npu_replay.record(model) as own:
+        model(tokens)
+    assert npu_replay.compare([routes], own.routes).router_mismatch < 0.05, "the same weights, in float32"

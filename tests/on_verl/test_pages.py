@@ -1,0 +1,83 @@
+"""The lines of config in docs/verl-ascend.md and docs/verl-cuda.md: verl composes them, and replay is on."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from npu_replay.compat.verl import config as verl_config
+from verl_configs import CONFIGS, HAS_LEGACY, engine_workers_replay, job
+
+DOCS = Path(__file__).parents[2] / "docs"
+BLOCK = re.compile(r"```bash\n((?:\+?actor_rollout_ref\.[^\n]+\n)+)```")
+LINES = [
+    (page.parent.name, page.stem, found.group(1))
+    for page in [*DOCS.glob("verl-*.md"), *DOCS.glob("zh/verl-*.md")]
+    for found in BLOCK.finditer(page.read_text(encoding="utf-8"))
+]
+
+
+REPLAY = "actor_rollout_ref.actor.megatron.router_replay"
+YAML = [
+    (page, block)
+    for page in ("verl-cuda", "verl")
+    for block in re.findall(
+        r"```yaml\n(.*?)```", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    if "router_replay:" in block
+]
+
+
+def test_the_pages_have_such_blocks() -> None:
+    assert [page for _, page, _ in LINES].count("verl-cuda") == 5
+    assert [page for _, page, _ in LINES].count("verl-ascend") in (3, 6)
+
+
+@pytest.mark.parametrize(("folder", "page", "block"), LINES)
+def test_lines_that_a_page_gives_switch_replay_on(folder: str, page: str, block: str) -> None:
+    lines = block.replace("\\\n", " ").split()
+    fsdp = any("fsdp_config" in line for line in lines)
+    legacy = any(line.startswith("actor_rollout_ref.actor.router_replay") for line in lines)
+    if legacy and not HAS_LEGACY:
+        pytest.skip("0.7 has these workers")
+    if not legacy and not engine_workers_replay():
+        pytest.skip("this release's engine workers don't replay")
+    if HAS_LEGACY and not legacy:
+        lines.append("trainer.use_legacy_worker_impl=disable")
+    if fsdp:
+        lines.append("actor_rollout_ref.actor.strategy=fsdp2")
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(config_dir=str(CONFIGS), version_base=None):
+        trainer = "ppo_trainer" if fsdp else "ppo_megatron_trainer"
+        config = compose(config_name=trainer, overrides=["actor_rollout_ref.rollout.name=vllm", *lines])
+    actor = config.actor_rollout_ref
+    OmegaConf.set_readonly(config, False)
+    verl_config.check_actor(actor, legacy=legacy)
+    assert f"mode={verl_config.mode_of(actor, legacy=legacy)}" in block
+    assert actor.model.external_lib == "npu_replay"
+
+
+@pytest.mark.skipif(not engine_workers_replay(), reason="this release's engine workers don't replay")
+@pytest.mark.parametrize(("page", "block"), YAML)
+def test_yaml_that_a_page_gives_switches_replay_on(page: str, block: str, tmp_path: Path) -> None:
+    given = OmegaConf.create(block)
+    replay = given.actor_rollout_ref.actor.megatron.router_replay
+    lines = {f"{REPLAY}.{name}": value for name, value in replay.items()}
+    for name, file in lines.items():
+        if name.endswith("_file"):
+            lines[name] = str(tmp_path / Path(file).name)
+            (tmp_path / Path(file).name).mkdir(exist_ok=True)
+    flag = "enable_rollout_routing_replay"
+    asked = OmegaConf.select(given, f"actor_rollout_ref.rollout.{flag}")
+    if asked is not None:
+        lines[f"actor_rollout_ref.rollout.{flag}"] = asked
+    config = job(lines)
+    if HAS_LEGACY:
+        config.trainer.use_legacy_worker_impl = "disable"
+    verl_config.check_actor(config.actor_rollout_ref, legacy=False)
+    assert verl_config.mode_of(config.actor_rollout_ref, legacy=False) == replay.mode
