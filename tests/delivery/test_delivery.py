@@ -9,6 +9,7 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,15 @@ def test_a_stage_of_a_pipeline_reads_its_own_piece(make: Make, monkeypatch: pyte
         here = ParallelLayout(pp=3, pp_rank=rank, decoder=decoder)
         assert delivery.fetch([counted], here) == [sample.only(here.moe_layers)]
     assert asked == [1, 1, 1]
+
+
+def test_virtual_stages_of_a_rank_are_one_piece(make: Make) -> None:
+    whole = ParallelLayout(pp=2, vp=3, decoder=npu_replay.DecoderLayers(12))
+    sample = routes(0, layers=tuple(range(12)))
+    [reference] = make(cut=whole).put_all([sample])
+    assert reference.blocks == ((0, 1, 4, 5, 8, 9), (2, 3, 6, 7, 10, 11))
+    assert delivery.fetch([reference]) == [sample]
+    assert delivery.fetch([reference], replace(whole, pp_rank=1)) == [sample.only(reference.blocks[1])]
 
 
 def test_what_is_fetched_is_gathered_as_ever(make: Make) -> None:
