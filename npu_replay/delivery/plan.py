@@ -112,7 +112,7 @@ def plan(
     >>> layout = npu_replay.ParallelLayout(tp=4, cp=2, pp=2, dp=2, decoder=npu_replay.DecoderLayers(48))
     >>> found = plan(layout, [8192] * 64, topk=8, num_experts=128)
     >>> found.ranks, found.nodes, found.unique, found.today.sent // found.unique, found.once.reads.max()
-    (32, 4, 201326592, 12, 32)
+    (32, 4, 201326592, 9, np.int64(32))
 
     Args:
         parallel: sizes of the training, with `decoder`; which rank it is doesn't matter.
@@ -205,7 +205,8 @@ class _Grid:
         flat = np.append(amounts.reshape(-1), 0)
         sums = _sums(amounts.reshape(-1)) * self._group
         whole, more = np.divmod(np.array(self._ranks), self._group)
-        return np.diff(sums[whole] + more * flat[whole], axis=0)[0]
+        held: Array = np.diff(sums[whole] + more * flat[whole], axis=0)[0]
+        return held
 
 
 def _sums(amounts: Array) -> Array:
