@@ -6,8 +6,10 @@ frees it when the last reference is gone, and spills to disk by its own rules.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from npu_replay.delivery.carriers import Carrier
@@ -52,6 +54,28 @@ def _one(ray: Any, handle: Any, ready: bool) -> RoutedExperts | Exception:
     except Exception as error:  # noqa: BLE001  Ray's own kinds, as many as there are ways to lose an object
         said = str(error).strip().splitlines() or [""]
         return LookupError(f"{type(error).__name__}: {said[0]}")
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[bool]:
+    """Join the Ray that is started on this machine for the block; is there one?"""
+    try:
+        import ray
+    except ImportError:
+        yield False
+        return
+    if ray.is_initialized():
+        yield True
+        return
+    try:
+        ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError):
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        ray.shutdown()
 
 
 def _ray(what: str) -> Any:

@@ -37,7 +37,9 @@ def putters(machine: Any) -> list[Any]:
 def put(putters: list[Any], first: int, tokens: int = TOKENS, samples: int = SAMPLES) -> list[Any]:
     """References of samples from this seed on: each putter has every second."""
     seeds = range(first, first + samples)
-    parts = ray.get([one.put.remote(list(seeds[n::2]), tokens) for n, one in enumerate(putters)], timeout=60)
+    parts = ray.get(
+        [one.put.remote(list(seeds[n :: len(putters)]), tokens) for n, one in enumerate(putters)], timeout=60
+    )
     return [one for pair in zip(*parts, strict=True) for one in pair]
 
 
