@@ -65,7 +65,10 @@ def fetch(
             joined[one.key] = _joined(one, pieces[one.key], asked)
         routes = None if one is None else joined[one.key]
         if isinstance(routes, InvalidRoutes) and on_bad_route == "error":
-            raise routes.at(f"sample {number}")
+            try:
+                raise routes.at(f"sample {number}")
+            finally:  # else error and frame hold each other, and the references of the step with them
+                del routes, joined
         found.append(routes if isinstance(routes, RoutedExperts) else None)
     return found
 

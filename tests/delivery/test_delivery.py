@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -117,6 +118,21 @@ def test_the_process_frees_with_the_last_reference() -> None:
     gc.collect()
     with pytest.raises(InvalidRoutes, match=r"sample 0, Reference.*freed"):
         delivery.fetch([pickle.loads(data)])
+
+
+def test_a_step_that_failed_is_freed_without_the_collector() -> None:
+    carrier = delivery.ProcessCarrier()
+    lost, kept = pickle.dumps(carrier.put(routes(0))), carrier.put(routes(1))
+    held = weakref.ref(kept.handles[0])
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(InvalidRoutes, match="sample 1.*freed"):
+            delivery.fetch([kept, pickle.loads(lost)])
+        del kept
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 def test_a_folder_is_freed_by_whoever_says_so(tmp_path: Path) -> None:
