@@ -127,7 +127,7 @@ def test_a_step_that_failed_is_freed_without_the_collector() -> None:
     gc.collect()
     gc.disable()
     try:
-        with pytest.raises(InvalidRoutes, match="sample 1.*freed"):
+        with pytest.raises(InvalidRoutes, match=r"sample 1.*freed"):
             delivery.fetch([kept, pickle.loads(lost)])
         del kept
         assert held() is None
