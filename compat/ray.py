@@ -42,7 +42,8 @@ def read_objects(handles: Sequence[Any], patience: float) -> list[RoutedExperts 
     ray, until = _ray("read routes from"), time.monotonic() + patience
     try:
         return list(ray.get(list(handles), timeout=patience))
-    except Exception:  # noqa: BLE001  one of them: each is asked for by itself below
+    except Exception as error:  # noqa: BLE001  one of them: each is asked for by itself below
+        error.__traceback__ = None  # Ray's frame holds the error, which would hold the handles
         left = max(until - time.monotonic(), 0.1)
         ready, _ = ray.wait(list(handles), num_returns=len(handles), timeout=left, fetch_local=True)
         return [_one(ray, handle, handle in ready) for handle in handles]
@@ -52,6 +53,7 @@ def _one(ray: Any, handle: Any, ready: bool) -> RoutedExperts | Exception:
     try:
         return ray.get(handle, timeout=5.0 if ready else 0.0)  # type: ignore[no-any-return]
     except Exception as error:  # noqa: BLE001  Ray's own kinds, as many as there are ways to lose an object
+        error.__traceback__ = None
         said = str(error).strip().splitlines() or [""]
         return LookupError(f"{type(error).__name__}: {said[0]}")
 
