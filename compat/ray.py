@@ -6,8 +6,10 @@ frees it when the last reference is gone, and spills to disk by its own rules.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from npu_replay.delivery.carriers import Carrier
@@ -79,7 +81,8 @@ def read_objects(handles: Sequence[Any], patience: float) -> list[RoutedExperts 
     refs = [handle.ref for handle in handles]
     try:
         return list(ray.get(refs, timeout=patience))
-    except Exception:  # noqa: BLE001  one of them: each is asked for by itself below
+    except Exception as error:  # noqa: BLE001  one of them: each is asked for by itself below
+        error.__traceback__ = None  # Ray's frame holds the error, which would hold the handles
         left = max(until - time.monotonic(), 0.1)
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=left, fetch_local=True)
         there = set(ready)
@@ -90,8 +93,31 @@ def _one(ray: Any, ref: Any, ready: bool) -> RoutedExperts | Exception:
     try:
         return ray.get(ref, timeout=5.0 if ready else 0.0)  # type: ignore[no-any-return]
     except Exception as error:  # noqa: BLE001  Ray's own kinds, as many as there are ways to lose an object
+        error.__traceback__ = None
         said = str(error).strip().splitlines() or [""]
         return LookupError(f"{type(error).__name__}: {said[0]}")
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[bool]:
+    """Join the Ray that is started on this machine for the block; is there one?"""
+    try:
+        import ray
+    except ImportError:
+        yield False
+        return
+    if ray.is_initialized():
+        yield True
+        return
+    try:
+        ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError):
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        ray.shutdown()
 
 
 def _ray(what: str) -> Any:

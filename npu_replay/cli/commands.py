@@ -85,6 +85,7 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite what an ea
 DebugOption = Annotated[
     bool, typer.Option("--debug", callback=_set_debug, help="Show the traceback of an error.")
 ]
+SizeOption = Annotated[int, typer.Option(min=1, help="Ranks of this axis (vp: virtual stages of a rank).")]
 VersionOption = Annotated[
     bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
 ]
@@ -126,12 +127,53 @@ def bench(
     pairs: Annotated[int, typer.Option(min=1, help="Interleaved pairs of runs to take the median of.")] = 50,
     out: Annotated[Path | None, typer.Option(dir_okay=False, help="JSON file for the numbers.")] = None,
     force: ForceOption = False,
+    delivery: Annotated[
+        bool, typer.Option("--delivery", help="What routes cost on their way to the ranks, for this job:")
+    ] = False,
+    config: Annotated[Path | None, typer.Option(help="The model's config.json, or its folder.")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Without a config: MoE layers.")] = 48,
+    topk: Annotated[int, typer.Option(min=1, help="Without a config: experts a token.")] = 8,
+    experts: Annotated[int, typer.Option(min=1, help="Without a config: experts of a layer.")] = 128,
+    samples: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 512,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 8192,
+    tp: SizeOption = 1,
+    cp: SizeOption = 1,
+    pp: SizeOption = 1,
+    vp: SizeOption = 1,
+    dp: SizeOption = 1,
+    first_stage: Annotated[int | None, typer.Option(help="Layers of the first pipeline rank.")] = None,
+    last_stage: Annotated[int | None, typer.Option(help="Layers of the last.")] = None,
+    ranks_a_node: Annotated[int, typer.Option(min=1, help="Ranks that share a node.")] = 8,
+    rollout_nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes of the rollout, if they are others than the training's.")
+    ] = None,
     debug: DebugOption = False,
 ) -> None:
-    """Measure what record and replay cost a router's forward."""
-    from npu_replay.bench.run import main
+    """Measure what record and replay cost a router's forward; or plan and measure how routes travel."""
+    if not delivery:
+        from npu_replay.bench.run import main
 
-    main(device=device.value, pairs=pairs, out=out, force=force)
+        main(device=device.value, pairs=pairs, out=out, force=force)
+        return
+    from npu_replay.bench import delivery as on_the_way
+    from npu_replay.rollout.model_config import RoutedModel
+
+    if config is None:
+        model = RoutedModel(layers=tuple(range(layers)), num_layers=layers, num_experts=experts, topk=topk)
+    else:
+        model = RoutedModel.from_config(config)
+    on_the_way.main(
+        model=model,
+        parallel={"tp": tp, "cp": cp, "pp": pp, "vp": vp, "dp": dp},
+        stages={"first_stage": first_stage, "last_stage": last_stage},
+        samples=samples,
+        length=length,
+        ranks_a_node=ranks_a_node,
+        rollout_nodes=rollout_nodes,
+        pairs=pairs,
+        out=out,
+        force=force,
+    )
 
 
 class RolloutEngine(str, Enum):

@@ -8,6 +8,7 @@ import secrets
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -28,8 +29,8 @@ class Carrier(ABC):
     """Puts routes away in pieces of layers, so that a pipeline stage reads its own.
 
     Args:
-        cut: the job's ParallelLayout, with its decoder: a piece for each pipeline stage; or the layers of
-            each piece; or how many layers a piece has.
+        cut: the job's ParallelLayout, with its decoder: a piece for each pipeline rank, with the layers of
+            all its virtual stages; or the layers of each piece; or how many layers a piece has.
     """
 
     sealed = True
@@ -112,13 +113,8 @@ def _pieces(cut: Any) -> int | list[tuple[int, ...]]:
                 got=cut,
                 cause="a layout made by hand; give the layers of each piece, or how many one has",
             )
-        moe = set(cut.decoder.moe)
-        stages = [
-            tuple(layer for layer in cut.decoder.stage(cut.pp, cut.vp, rank, chunk) if layer in moe)
-            for rank in range(cut.pp)
-            for chunk in range(cut.vp)
-        ]
-        return [stage for stage in stages if stage]
+        # Two pieces would be joined by each rank, in memory of its own.
+        return [layers for rank in range(cut.pp) if (layers := replace(cut, pp_rank=rank).moe_layers)]
     if isinstance(cut, (list, tuple)):
         return [tuple(whole_number(layer, "a layer") for layer in listed(block, "a piece")) for block in cut]
     return whole_number(cut, "layers a piece", least=1)

@@ -111,7 +111,7 @@ def _joined(
     try:
         parts = [one.check(number, piece) for number, piece in pieces.items()]
     except InvalidRoutes as error:
-        return error
+        return error.with_traceback(None)  # its frames would hold the references of the whole step
     labels = one.layers if asked is None else asked
     if lacking := set(labels) - {layer for part in parts for layer in part.layers}:
         return InvalidRoutes(

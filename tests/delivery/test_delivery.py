@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,15 @@ def test_a_stage_of_a_pipeline_reads_its_own_piece(make: Make, monkeypatch: pyte
     assert asked == [1, 1, 1]
 
 
+def test_virtual_stages_of_a_rank_are_one_piece(make: Make) -> None:
+    whole = ParallelLayout(pp=2, vp=3, decoder=npu_replay.DecoderLayers(12))
+    sample = routes(0, layers=tuple(range(12)))
+    [reference] = make(cut=whole).put_all([sample])
+    assert reference.blocks == ((0, 1, 4, 5, 8, 9), (2, 3, 6, 7, 10, 11))
+    assert delivery.fetch([reference]) == [sample]
+    assert delivery.fetch([reference], replace(whole, pp_rank=1)) == [sample.only(reference.blocks[1])]
+
+
 def test_what_is_fetched_is_gathered_as_ever(make: Make) -> None:
     samples = [routes(seed, tokens) for seed, tokens in enumerate((12, 9, 20))]
     fetched = delivery.fetch(make(cut=5).put_all(samples), layers=(4, 5, 6))
@@ -107,6 +118,21 @@ def test_the_process_frees_with_the_last_reference() -> None:
     gc.collect()
     with pytest.raises(InvalidRoutes, match=r"sample 0, Reference.*freed"):
         delivery.fetch([pickle.loads(data)])
+
+
+def test_a_step_that_failed_is_freed_without_the_collector() -> None:
+    carrier = delivery.ProcessCarrier()
+    lost, kept = pickle.dumps(carrier.put(routes(0))), carrier.put(routes(1))
+    held = weakref.ref(kept.handles[0])
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(InvalidRoutes, match=r"sample 1.*freed"):
+            delivery.fetch([kept, pickle.loads(lost)])
+        del kept
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 def test_a_folder_is_freed_by_whoever_says_so(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 BLOCK = re.compile(r"(?:<!-- not run: (.+?) -->\n)?```python\n(.*?)```", re.DOTALL)
 WITH_EXAMPLES = [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8"))]
-ON_MEGATRON = ("megatron", "upstream", "cpu")
-"""Their examples run in test_megatron_pages.py."""
+ELSEWHERE = ("megatron", "upstream", "cpu", "delivery")
+"""Their examples run in test_megatron_pages.py and test_delivery.py."""
 LONGER = {"errors", "models", "upstream"}
 """Pages that are looked things up in; the others are read."""
 MOST_WORDS = 900
@@ -103,9 +103,7 @@ def names(engine: Engine, server: str, tmp_path: Path, monkeypatch: pytest.Monke
     }
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in WITH_EXAMPLES if page.stem not in ON_MEGATRON], ids=name_of
-)
+@pytest.mark.parametrize("page", [page for page in WITH_EXAMPLES if page.stem not in ELSEWHERE], ids=name_of)
 def test_the_examples_of_a_page_run_one_after_the_other(page: Path, names: dict[str, Any]) -> None:
     try:
         for why, block in BLOCK.findall(page.read_text(encoding="utf-8")):

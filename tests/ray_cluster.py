@@ -1,0 +1,181 @@
+"""Two nodes of a real Ray on this machine, each with an object store of its own, and what runs on them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import ray
+import torch
+from ray._private.state import available_resources_per_node
+from ray.cluster_utils import Cluster
+
+from npu_replay import DecoderLayers, ParallelLayout, RoutedExperts, delivery
+from npu_replay.compat.ray import RayCarrier
+from npu_replay.errors import InvalidRoutes
+
+STORE = 300 * 2**20
+LAYERS, TOPK, EXPERTS = 48, 8, 128
+WHOLE = ParallelLayout(tp=2, pp=4, dp=2, decoder=DecoderLayers(LAYERS))
+
+
+def made(seed: int, tokens: int) -> RoutedExperts:
+    """The same routes of a seed in every process."""
+    places = np.random.default_rng(seed).integers(0, EXPERTS // TOPK, (tokens, LAYERS, TOPK), np.uint8)
+    ids = torch.from_numpy(places * TOPK + np.arange(TOPK, dtype=np.uint8))
+    return RoutedExperts(ids=ids, layers=range(LAYERS), num_experts=EXPERTS, fingerprint=seed)
+
+
+def digest(routes: RoutedExperts) -> tuple[int | None, tuple[int, ...], str]:
+    """What tells routes apart, without the ids."""
+    return routes.fingerprint, routes.layers, hashlib.blake2b(routes.ids.contiguous().numpy()).hexdigest()
+
+
+@ray.remote(num_cpus=0)
+class Putter:
+    """A worker of the rollout."""
+
+    def put(self, seeds: list[int], tokens: int) -> list[delivery.Reference]:
+        return RayCarrier(cut=WHOLE).put_all([made(seed, tokens) for seed in seeds])
+
+    def passed_on(self, references: Any, order: list[int]) -> Any:
+        """Split, reordered, repeated and joined, as a batch is on its way."""
+        parts = np.array_split(np.array(references, dtype=object), 3)
+        return np.concatenate([part[:2] for part in parts] + [part[2:] for part in parts])[order]
+
+
+@ray.remote(num_cpus=0)
+class Rank:
+    """A rank of the training."""
+
+    def __init__(self, pp_rank: int) -> None:
+        self.kept: list[RoutedExperts | None] = []
+        self.layout = ParallelLayout(pp=4, pp_rank=pp_rank, decoder=WHOLE.decoder)
+
+    def fetch(self, references: Any, patience: float = 60.0) -> Any:
+        """Digests of what was fetched, or what the error says and after how many seconds."""
+        begun = time.monotonic()
+        try:
+            self.kept = got = delivery.fetch(references, self.layout, patience=patience)
+        except InvalidRoutes as error:
+            return str(error), time.monotonic() - begun
+        return [digest(one) for one in got if one is not None]
+
+    def drop(self) -> None:
+        """The step is over."""
+        self.kept = []
+
+
+class Machine:
+    """Both nodes, "a" and "b"; a node has 8 of the 16 ranks, as Megatron-core numbers them: tp-dp-pp."""
+
+    def __init__(self) -> None:
+        def node(name: str) -> dict[str, Any]:
+            return {"num_cpus": 4, "object_store_memory": STORE, "resources": {name: 1000}}
+
+        self.cluster = Cluster(initialize_head=True, head_node_args=node("a") | {"include_dashboard": False})
+        self.nodes = {"a": self.cluster.head_node, "b": self.cluster.add_node(**node("b"))}
+        ray.init(address=self.cluster.address, log_to_driver=False)
+        self.places = [(rank // 4, rank // 2 % 2) for rank in range(16)]  # (pp, dp)
+        self.ranks = [self.on("ab"[rank // 8], Rank, pp) for rank, (pp, _) in enumerate(self.places)]
+
+    @staticmethod
+    def on(node: str, actor: Any, *args: Any) -> Any:
+        return actor.options(resources={node: 1}).remote(*args)
+
+    @contextlib.contextmanager
+    def added(self, name: str) -> Iterator[Callable[[], None]]:
+        """Another node for the block, and what makes an end of it."""
+        node = self.cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20, resources={name: 1000})
+        lost: list[None] = []
+
+        def lose() -> None:
+            lost.append(self.cluster.remove_node(node, allow_graceful=False))
+
+        try:
+            yield lose
+        finally:
+            if not lost:
+                lose()
+
+    def fetched(self, by_share: list[Any], patience: float = 60.0) -> list[Any]:
+        """What each rank fetched of its share."""
+        asked = [
+            rank.fetch.remote(by_share[dp], patience)
+            for rank, (_, dp) in zip(self.ranks, self.places, strict=True)
+        ]
+        return ray.get(asked, timeout=90)  # type: ignore[no-any-return]
+
+    def drop(self) -> None:
+        """The step is over on all ranks."""
+        ray.get([rank.drop.remote() for rank in self.ranks])
+
+    def resident(self) -> dict[str, int]:
+        """The most that each node's object store had in memory so far, copies from other nodes too."""
+        stores = {name: node.all_processes["raylet"][0].process.pid for name, node in self.nodes.items()}
+        return {name: _shared_memory(pid) for name, pid in stores.items()}
+
+    def held(self) -> dict[str, int]:
+        """Bytes of what was put on each node and isn't freed, by Ray's own count."""
+        free = available_resources_per_node()
+        total = {one["NodeID"]: one["Resources"] for one in ray.nodes() if one["Alive"]}
+        return {
+            name: int(total[node.node_id]["object_store_memory"] - free[node.node_id]["object_store_memory"])
+            for name, node in self.nodes.items()
+            if node.node_id in total
+        }
+
+    def settled(self, fine: Callable[[dict[str, int]], bool], seconds: float = 20) -> dict[str, int]:
+        """What the stores hold once it is as it should be, or after so many seconds."""
+        until = time.monotonic() + seconds
+        while not fine(held := self.held()) and time.monotonic() < until:
+            gc.collect()
+            time.sleep(0.2)
+        return held
+
+
+def own_memory() -> int:
+    """Bytes of this process that it shares with nobody."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+
+def _shared_memory(pid: int) -> int:
+    """Bytes of the shared files of a process that have pages."""
+    files = {os.stat(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if "/plasma" in os.readlink(fd)}
+    return sum({one.st_ino: one.st_blocks * 512 for one in files}.values())
+
+
+def loopback() -> int:
+    """Bytes that ever went over this machine's loopback: between the nodes, and of everybody else."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "lo":
+            return int(counters.split()[0])
+    raise LookupError("this machine has no loopback")
+
+
+@contextlib.contextmanager
+def machine() -> Iterator[Machine]:
+    """A cluster that nobody else finds, and that leaves nothing."""
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # a socket's path may not be long
+    paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    with mock.patch.dict(os.environ, RAY_TMPDIR=folder, OMP_NUM_THREADS="1", PYTHONPATH=paths):
+        os.environ.pop("RAY_ADDRESS", None)
+        running = Machine()
+        try:
+            yield running
+        finally:
+            ray.shutdown()
+            running.cluster.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
