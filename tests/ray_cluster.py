@@ -79,12 +79,13 @@ class Rank:
 class Machine:
     """Both nodes, "a" and "b"; a node has 8 of the 16 ranks, as Megatron-core numbers them: tp-dp-pp."""
 
-    def __init__(self) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         def node(name: str) -> dict[str, Any]:
             return {"num_cpus": 4, "object_store_memory": STORE, "resources": {name: 1000}}
 
-        self.cluster = Cluster(initialize_head=True, head_node_args=node("a") | {"include_dashboard": False})
-        self.nodes = {"a": self.cluster.head_node, "b": self.cluster.add_node(**node("b"))}
+        self.cluster = cluster
+        head = cluster.add_node(**node("a"), include_dashboard=False)
+        self.nodes = {"a": head, "b": cluster.add_node(**node("b"))}
         ray.init(address=self.cluster.address, log_to_driver=False)
         self.places = [(rank // 4, rank // 2 % 2) for rank in range(16)]  # (pp, dp)
         self.ranks = [self.on("ab"[rank // 8], Rank, pp) for rank, (pp, _) in enumerate(self.places)]
@@ -172,10 +173,10 @@ def machine() -> Iterator[Machine]:
     paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     with mock.patch.dict(os.environ, RAY_TMPDIR=folder, OMP_NUM_THREADS="1", PYTHONPATH=paths):
         os.environ.pop("RAY_ADDRESS", None)
-        running = Machine()
+        cluster = Cluster()
         try:
-            yield running
+            yield Machine(cluster)
         finally:
             ray.shutdown()
-            running.cluster.shutdown()
+            cluster.shutdown()
             shutil.rmtree(folder, ignore_errors=True)

@@ -111,6 +111,9 @@ def test_a_putter_that_dies_is_told_by_every_rank_and_the_next_step_works(
     doomed = machine.on("b", ray_cluster.Putter)
     alive, lost = put(putters, 2000, 200, 4), put([doomed], 3000, 200, 2)
     ray.kill(doomed)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(doomed.put.remote([], 1), timeout=20)
+    time.sleep(2)  # the nodes hear of it after the driver
     got = machine.fetched([[*alive, *lost]] * 2)
     assert_lost(got[:8], number=4, seconds=10)
     wanted = [made(seed, 200) for seed in (2000, 2001, 2002, 2003, 3000, 3001)]
