@@ -45,6 +45,11 @@ for release in 0.7.1 0.9.1; do patches_with $release "$@"; done
 for release in 0.8.0 ${NPU_REPLAY_VERL_ALL:+0.7.1}; do
     run_with 0.12.1 "$release" --dist loadfile -m "not newest" tests/on_verl/test_fsdp.py "$@"
 done
+# Two nodes and sixteen ranks of a real Ray, which the packages for verl bring along.
+if [[ $# == 0 ]]; then
+    unset PYTHONPATH
+    try "routes over a real Ray" python -m pytest -q -rs -p no:xdist tests/delivery/test_ray.py tests/docs/test_delivery.py
+fi
 
 echo "verl: tests $((SECONDS - tests_started)) s"
 exit $status
