@@ -20,9 +20,11 @@ if TYPE_CHECKING:
         patching,
         peft,
         probe,
+        ray,
         roll,
         sglang,
         slime,
+        swift,
         torch_npu,
         transformers,
         verl,
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
 
 # fmt: off
 __all__ = [
-    "cpu", "cuda", "megatron", "megatron_backports", "mindspeed", "patching", "peft", "probe", "roll",
-    "sglang", "slime", "torch_npu", "transformers", "verl", "vllm", "vllm_ascend",
+    "cpu", "cuda", "megatron", "megatron_backports", "mindspeed", "patching", "peft", "probe", "ray", "roll",
+    "sglang", "slime", "swift", "torch_npu", "transformers", "verl", "vllm", "vllm_ascend",
 ]
 # fmt: on
 
