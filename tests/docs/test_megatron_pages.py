@@ -23,11 +23,13 @@ LENGTH = 12
 def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """What the examples leave to the reader."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.moe.router_replay import RouterReplay
 
     from npu_replay.demo import megatron_model
 
     # Megatron writes the next scale into the first one, which other tests may have left, of another shape.
     monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
+    RouterReplay.clear_global_router_replay_instances()  # of models that other tests have built
     with cpu.lend():
         megatron_model.start(torch.device("cpu"))
         torch.manual_seed(3)
