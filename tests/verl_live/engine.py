@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 
 import npu_replay
+import tiny_qwen
 from npu_replay.compat.verl import delivery
 from npu_replay.demo import megatron_model
 from verl_live import tiny
@@ -68,13 +69,13 @@ def register(impl: Any) -> None:
 
 def _ids(rows: torch.Tensor) -> torch.Tensor:
     """Routes in a batch, [tokens, layers, topk]; where it carries a key, what was fetched for it."""
-    if rows.shape[1:] == (tiny.LAYERS, tiny.TOPK):
+    if rows.shape[1:] == (tiny.LAYERS, tiny_qwen.TOPK):
         return rows.clone()
     model = npu_replay.RoutedModel(
         layers=tuple(range(tiny.LAYERS)),
         num_layers=tiny.LAYERS,
-        num_experts=tiny.EXPERTS,
-        topk=tiny.TOPK,
+        num_experts=tiny_qwen.EXPERTS,
+        topk=tiny_qwen.TOPK,
     )
     return delivery.routes_of(rows, None, model).ids
 
