@@ -13,16 +13,15 @@ Offers:
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
-from npu_replay.compat.patching import import_hook
+from npu_replay.compat.patching import import_hook, known_names
 from npu_replay.compat.patching.patches import Change, Patches
-from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError, described
+from npu_replay.errors import InvalidRoutes, MicroBatchError
 from npu_replay.sessions.carried_routes import KEYWORDS
 from npu_replay.sessions.fed_sequences import Places
 from npu_replay.sessions.follow import follow
@@ -42,16 +41,7 @@ def install() -> None:
 
 
 def _wrap(module: Any) -> None:
-    collate = getattr(module, _COLLATE, None)
-    known = [] if collate is None else [*inspect.signature(collate).parameters]
-    if known[:2] != ["samples", "template"]:
-        raise ReplayError(
-            "this trainer of ms-swift is another than npu_replay knows",
-            where=module.__name__,
-            expected=f"{_COLLATE}(samples, template, ...)",
-            got=f"({', '.join(known)})" if collate else described(collate),
-            cause="another release of ms-swift than 4.6; turn npu_replay off with NPU_REPLAY_DISABLE=1",
-        )
+    known_names.check(module, {_COLLATE: ("samples", "template")}, "trainer of ms-swift", "ms-swift")
     _patches.wrap(module, _COLLATE, _collated, "a rollout's routes are laid out as the ids are")
 
 

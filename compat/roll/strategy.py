@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from npu_replay.compat.patching import import_hook, switches
+from npu_replay.compat.patching import import_hook, known_names, switches
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl import engine, functions, tensors
 from npu_replay.compat.verl.actions import RECORD, REPLAY, problem_of, switch
@@ -35,15 +35,14 @@ STRATEGY = "roll.distributed.strategy.fsdp2_strategy"
 NAME = "fsdp2_train"
 _WHAT = "router replay of ROLL's fsdp2 strategy"
 _MASK, _RESPONSE = "attention_mask", "response_mask"
-_NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
-    "FSDP2InferStrategy": {
-        "_fsdp2_forward": (TOKENS, _MASK),
-        "forward_step": ("batch",),
-        "get_feature_on_cp_rank": (TOKENS,),
-    },
-    "FSDP2TrainStrategy": {"train_step": ("batch",), "_clip_grad_norm": ()},
+_NEEDED = {
+    "FSDP2InferStrategy._fsdp2_forward": (TOKENS, _MASK),
+    "FSDP2InferStrategy.forward_step": ("batch",),
+    "FSDP2InferStrategy.get_feature_on_cp_rank": (TOKENS,),
+    "FSDP2TrainStrategy.train_step": ("batch",),
+    "FSDP2TrainStrategy._clip_grad_norm": (),
 }
-"""What is wrapped or called: of which class, which method, and which of its arguments."""
+"""What is wrapped or called, and which of its arguments."""
 _patches = Patches(_WHAT)
 
 
@@ -57,8 +56,8 @@ def install() -> None:
 
 
 def _wrap(module: Any) -> None:
-    engine.check_methods(module, _NEEDED, "ROLL's fsdp2 strategy", "ROLL")
-    infer, train = (getattr(module, name) for name in _NEEDED)
+    known_names.check(module, _NEEDED, "ROLL's fsdp2 strategy", "ROLL")
+    infer, train = module.FSDP2InferStrategy, module.FSDP2TrainStrategy
     _patches.wrap(infer, "forward_step", _forward_step, "a pass that records, or replays the engine's routes")
     _patches.wrap(train, "train_step", _train_step, "a pass that replays")
     _patches.wrap(infer, "_fsdp2_forward", _fsdp2_forward, "gives and takes the routes of a micro-batch")

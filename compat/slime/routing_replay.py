@@ -27,19 +27,19 @@ from npu_replay.compat.megatron_backports.router_replay import (
     NoTarget,
     RouterReplayAction,
 )
-from npu_replay.compat.patching import import_hook, switches
+from npu_replay.compat.patching import import_hook, known_names, switches
 from npu_replay.compat.patching.patches import Change, Patches
-from npu_replay.errors import ReplayError, RouterError, described
+from npu_replay.errors import RouterError
 
 FAMILY = ("slime", "vime", "miles")
 _ENABLED, _STAGE, _OFF = "ENABLE_ROUTING_REPLAY", "ROUTING_REPLAY_STAGE", "fallthrough"
-_NEEDED = {
-    "RoutingReplay": ("all_routing_replays", "record", "pop_forward", "pop_backward", "clear_all"),
+_METHODS = ("all_routing_replays", "record", "pop_forward", "pop_backward", "clear_all")
+_NEEDED: dict[str, tuple[str, ...]] = {
+    **{f"RoutingReplay.{name}": () for name in _METHODS},
     "register_routing_replay": (),
     "get_routing_replay_compute_topk": (),
     "set_routing_replay": (),
 }
-"""Names of the module, and what the first has."""
 _ATTRIBUTE = "routing_replay"
 _WHAT = "routing replay of slime and its kin"
 _patches = Patches(_WHAT)
@@ -54,17 +54,7 @@ def install() -> None:
 
 
 def _wrap(module: Any) -> None:
-    for name, methods in _NEEDED.items():
-        found = getattr(module, name, None)
-        lacks = [one for one in methods if not hasattr(found, one)]
-        if found is None or lacks:
-            raise ReplayError(
-                "this framework's routing replay is another than npu_replay knows",
-                where=module.__name__,
-                expected=f"{name}{' with ' + ', '.join(methods) if methods else ''}",
-                got=f"without {', '.join(lacks)}" if lacks else described(found),
-                cause="a newer one; update npu_replay, or turn it off with NPU_REPLAY_DISABLE=1",
-            )
+    known_names.check(module, _NEEDED, "framework's routing replay", module.__name__.partition(".")[0])
     # Which Megatron it is shows when its routers are imported: not earlier, for MindSpeed patches before.
     import_hook.when_imported(
         router_init.MODULE, f"{_WHAT} ({module.__name__})", lambda _: _take_over(module)

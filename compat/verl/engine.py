@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,7 +25,7 @@ from npu_replay.compat.verl import delivery
 from npu_replay.compat.verl.actions import problem_of, switch
 from npu_replay.compat.verl.files import Files
 from npu_replay.compat.verl.metrics import COUNTED, add_metrics, announce, compares, figures, summary
-from npu_replay.errors import ReplayError, described, share
+from npu_replay.errors import ReplayError, share
 from npu_replay.parallel.bad_samples import CEILING, above_ceiling
 from npu_replay.parallel.rank_failures import agreed, all_here
 from npu_replay.routers import find
@@ -71,29 +71,6 @@ class Asked:
     stack: Callable[[Any], str] = lambda engine: ""
     kind: str = "Megatron"
     entry: str = "forward_backward_batch"
-
-
-def check_methods(
-    module: Any, needed: Mapping[str, Mapping[str, tuple[str, ...]]], what: str, product: str
-) -> None:
-    """Refuse a module whose classes lack a method, or one of its arguments, that is wrapped or called.
-
-    Args:
-        needed: arguments by class and method.
-        what: whose it is, for the error: «verl's FSDP engine».
-    """
-    for name, methods in needed.items():
-        for method, arguments in methods.items():
-            function = getattr(getattr(module, name, None), method, None)
-            known = () if function is None else tuple(inspect.signature(function).parameters)
-            if function is None or not {*arguments} <= {*known}:
-                raise ReplayError(
-                    f"this {what} is another than npu_replay knows",
-                    where=module.__name__,
-                    expected=f"{name}.{method}({', '.join(arguments)})",
-                    got=f"({', '.join(known)})" if function else described(function),
-                    cause=f"a newer {product}; update npu_replay, or turn it off with NPU_REPLAY_DISABLE=1",
-                )
 
 
 def pass_of(engine: Any, asked: Asked, *, trains: bool, flagged: bool) -> Pass:

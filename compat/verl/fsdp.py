@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from npu_replay.compat.patching import import_hook, switches
+from npu_replay.compat.patching import import_hook, known_names, switches
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl import engine, functions, tensors
 from npu_replay.compat.verl.actions import RECORD, REPLAY, problem_of, switch, without_adapter
@@ -35,11 +35,13 @@ from npu_replay.routes.routed_experts import narrow_dtype
 
 ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 _WHAT = "router replay of verl's FSDP engines"
-_NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
-    "FSDPEngine": {"forward_backward_batch": ("data", "forward_only"), "disable_adapter": ()},
-    "FSDPEngineWithLMHead": {"forward_step": ("micro_batch",), "prepare_model_inputs": ("micro_batch",)},
+_NEEDED = {
+    "FSDPEngine.forward_backward_batch": ("data", "forward_only"),
+    "FSDPEngine.disable_adapter": (),
+    "FSDPEngineWithLMHead.forward_step": ("micro_batch",),
+    "FSDPEngineWithLMHead.prepare_model_inputs": ("micro_batch",),
 }
-"""What is wrapped or called: of which class, which method, and which of its arguments."""
+"""What is wrapped or called, and which of its arguments."""
 _IMAGES = "multi_modal_inputs"
 _MOST_LAYOUTS = 128
 """Layouts that are kept of an engine: those of a step's micro-batches. Each has 8 bytes a token."""
@@ -59,8 +61,8 @@ def install() -> None:
 
 
 def _wrap(module: Any) -> None:
-    engine.check_methods(module, _NEEDED, "verl's FSDP engine", "verl")
-    base, language_model = (getattr(module, name) for name in _NEEDED)
+    known_names.check(module, _NEEDED, "verl's FSDP engine", "verl")
+    base, language_model = module.FSDPEngine, module.FSDPEngineWithLMHead
     asked = engine.Asked(
         lambda self: [self.module], settings_of, lambda self: model_of(self.module), _stack_of, kind="FSDP"
     )

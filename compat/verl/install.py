@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from npu_replay.compat.megatron_backports import router_init
-from npu_replay.compat.patching import class_source, import_hook, switches
+from npu_replay.compat.patching import class_source, import_hook, known_names, switches
 from npu_replay.compat.patching.patches import Patch, Patches
 from npu_replay.compat.verl import engine, functions
 from npu_replay.compat.verl.actions import switch, without_adapter
@@ -291,11 +291,5 @@ def _check_signature(module: Any, name: str, theirs: Any, ours: Any) -> None:
 
 
 def _unknown(where: str, expected: str, got: str) -> ReplayError:
-    verl: Any = sys.modules.get("verl")
-    return ReplayError(
-        "this verl's router replay is another than npu_replay knows",
-        where=where,
-        expected=expected,
-        got=f"{got} in verl {getattr(verl, '__version__', '?')}",
-        cause="a newer verl; update npu_replay, or turn it off with NPU_REPLAY_DISABLE=1",
-    )
+    release = getattr(sys.modules.get("verl"), "__version__", "?")
+    return known_names.unknown("verl's router replay", where, expected, f"{got} in verl {release}", "verl")

@@ -29,15 +29,14 @@ class Run(NamedTuple):
         if isinstance(self.tokens, slice):
             if self.tokens.stop <= tokens:
                 return self
-            count = max(tokens - self.tokens.start, 0)
-            kept = slice(self.tokens.start, self.tokens.start + count)
-            return Run(self.sample, kept, _indices(self.rows)[:count])
-        here = self.tokens < tokens
-        return Run(self.sample, self.tokens[here], _indices(self.rows)[here])
+            count = len(range(self.tokens.start, tokens, self.tokens.step))
+        else:
+            count = int(np.searchsorted(self.tokens, tokens))
+        return Run(self.sample, _first(self.tokens, count), _first(self.rows, count))
 
 
-def _indices(at: slice | Array) -> Array:
-    return np.arange(at.start, at.stop, at.step) if isinstance(at, slice) else at
+def _first(at: slice | Array, count: int) -> slice | Array:
+    return slice(at.start, at.start + count * at.step, at.step) if isinstance(at, slice) else at[:count]
 
 
 def plan(rows: torch.Tensor, lengths: Sequence[int]) -> list[Run]:

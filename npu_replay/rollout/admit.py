@@ -145,8 +145,8 @@ class _Arrival:
         if topk != model.topk:
             problem = "the engine's top-k isn't the model's"
             raise self.source.error(Symptom.TOPK, problem, f"{model.topk} ids", topk)
-        labels = model.labels(columns)
-        if labels is None:
+        wanted = model.routed_columns(columns)
+        if wanted is None:
             raise self.source.error(
                 Symptom.COLUMNS,
                 "the engine's columns are neither all decoder layers nor the MoE layers",
@@ -155,9 +155,6 @@ class _Arrival:
             )
         if columns == model.num_layers:
             self.refuse_dense(rows)
-        wanted = [labels.index(layer) for layer in model.layers]
-        if wanted[-1] - wanted[0] == len(wanted) - 1:
-            return rows[:, wanted[0] : wanted[-1] + 1]  # neighbours aren't copied
         return rows[:, wanted]
 
     def refuse_dense(self, rows: Array) -> None:

@@ -25,9 +25,19 @@ def from_batch(
         InvalidRoutes: ids in the column of a dense layer, out of range, twice in a row; the same for every
             token of a layer.
     """
-    columns = _columns(rows.shape[-2], model)
+    count = rows.shape[-2]
+    columns = model.routed_columns(count)
+    if columns is None:
+        raise MicroBatchError(
+            "the routes have another number of layers than the model",
+            expected=f"{model.num_layers} columns, one a decoder layer, or {len(model.sparse)}, one a MoE "
+            "layer",
+            got=count,
+            cause="an engine that counts multi-token prediction as a layer, or another model than the "
+            "trainer's",
+        )
     rows = rows.detach().cpu()
-    if isinstance(columns, list) and len(columns) < model.num_layers:
+    if model.dense and count == model.num_layers:
         # An engine's labels may have shifted: then its dense layers have experts.
         check_dense(rows.to(torch.int64).numpy(), model)
     ids = rows[:, columns]
@@ -37,17 +47,3 @@ def from_batch(
         recorded = recorded & (ids != 0).flatten(1).any(dim=1)
     built = RoutedExperts(ids=ids, layers=model.layers, num_experts=model.num_experts, recorded=recorded)
     return built.check_not_constant() if zeros_are_none else built
-
-
-def _columns(count: int, model: RoutedModel) -> slice | list[int]:
-    """Which columns are the MoE layers."""
-    if count == len(model.layers):
-        return slice(None)
-    if count == model.num_layers:
-        return list(model.layers)
-    raise MicroBatchError(
-        "the routes have another number of layers than the model",
-        expected=f"{model.num_layers} columns, one a decoder layer, or {len(model.layers)}, one a MoE layer",
-        got=count,
-        cause="an engine that counts multi-token prediction as a layer, or another model than the trainer's",
-    )

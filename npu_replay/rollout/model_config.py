@@ -123,6 +123,13 @@ class RoutedModel:
         every = tuple(range(self.num_layers))
         return next((layers for layers in (every, self.sparse) if len(layers) == columns), None)
 
+    def routed_columns(self, columns: int) -> slice | list[int] | None:
+        """Where `layers` are among an engine's columns; neighbours are a slice, and so aren't copied."""
+        if (labels := self.labels(columns)) is None:
+            return None
+        wanted = [labels.index(layer) for layer in self.layers]
+        return slice(wanted[0], wanted[-1] + 1) if wanted[-1] - wanted[0] == len(wanted) - 1 else wanted
+
     @classmethod
     def of_module(cls, module: nn.Module, routers: Sequence[Router]) -> RoutedModel:
         """A model of transformers, by the routers that were found in it.

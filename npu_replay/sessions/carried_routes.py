@@ -63,7 +63,7 @@ def carried_routes(given: Any, call: Mapping[str, Any], model: RoutedModel) -> R
 
 def _check_places(there: np.ndarray[Any, np.dtype[np.bool_]], places: Places) -> None:
     """Has each token a route, the last of a sequence perhaps not, and no padding?"""
-    real = places.real.reshape(-1).copy()
+    real = places.real.reshape(-1)
     width = places.shape[1]
     for wrong, problem, cause in (
         (

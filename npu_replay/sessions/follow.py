@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -176,6 +177,10 @@ class Following(AnyReplay):
             "left_alone": sum(self.left_alone.values()),
         }
 
+    @functools.cached_property
+    def _model(self) -> RoutedModel:
+        return RoutedModel.of_module(self._chunks[0], self._routers[0])
+
     # Which calls
 
     def _check_model(self) -> None:
@@ -191,7 +196,6 @@ class Following(AnyReplay):
                 )
         self._variant = routers.variant(self._chunks[0])
         self._policy = self._variant()
-        self._model = RoutedModel.of_module(self._chunks[0], self._routers[0])
 
     def _chunk_begins(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         carried, others = take_off(kwargs)

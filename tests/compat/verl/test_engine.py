@@ -159,26 +159,3 @@ def test_what_a_pass_checks_depends_on_the_updates_before_it(
 ) -> None:
     job = verl_engine.Pass([], "R3", verl_engine._Engine(updates=updates), trains)
     assert (job.compares(), job.tolerant, job.most_live_mismatch()) == (compares, tolerant, limit)
-
-
-class Strategy:
-    def forward_step(self, batch: object) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("needed", "got"),
-    [
-        ({"Strategy": {"forward_step": ("batch", "row")}}, r"got \(self, batch\)"),
-        ({"Strategy": {"train_step": ()}}, "expected Strategy.train_step"),
-        ({"Actor": {"forward_step": ()}}, "expected Actor.forward_step"),
-    ],
-    ids=["an argument", "a method", "a class"],
-)
-def test_a_module_that_lacks_what_is_wrapped_is_refused(needed: Any, got: str) -> None:
-    here = SimpleNamespace(__name__="here", Strategy=Strategy)
-    verl_engine.check_methods(
-        here, {"Strategy": {"forward_step": ("batch",)}}, "somebody's strategy", "product"
-    )
-    says = f"(?i)this somebody's strategy is another than npu_replay knows.*{got}"
-    with pytest.raises(ReplayError, match=says):
-        verl_engine.check_methods(here, needed, "somebody's strategy", "product")

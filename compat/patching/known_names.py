@@ -1,0 +1,40 @@
+"""The names of a product that a shim wraps or calls: all are there, or an error says which isn't."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from functools import reduce
+from typing import Any
+
+from npu_replay.errors import ReplayError, shown
+
+
+def check(module: Any, needed: Mapping[str, tuple[str, ...]], what: str, product: str) -> None:
+    """Refuse a module that lacks a name, or a function that lacks an argument or has them in another order.
+
+    Args:
+        needed: by name in the module, "Class.method" too, the arguments that a function has at least.
+        what: the part that the module is, for the error: «verl's FSDP engine».
+
+    Raises:
+        ReplayError: the first that is missing.
+    """
+    for name, arguments in needed.items():
+        found = reduce(lambda owner, one: getattr(owner, one, None), name.split("."), module)
+        known = tuple(inspect.signature(found).parameters) if arguments and callable(found) else ()
+        if found is None or [one for one in known if one in arguments] != [*arguments]:
+            expected = f"{name}({', '.join(arguments)})" if arguments else name
+            got = f"({', '.join(known)})" if known else shown(found)
+            raise unknown(what, module.__name__, expected, got, product)
+
+
+def unknown(what: str, where: str, expected: str, got: str, product: str) -> ReplayError:
+    """This part of a product is none that npu_replay knows."""
+    return ReplayError(
+        f"this {what} is another than npu_replay knows",
+        where=where,
+        expected=expected,
+        got=got,
+        cause=f"another release of {product}; update npu_replay, or turn it off with NPU_REPLAY_DISABLE=1",
+    )
