@@ -1,4 +1,4 @@
-"""The tables of user-verified runs in matrix.md and performance.md of docs/dev, from docs/dev/verified/.
+"""The tables of docs/evidence.md, and the ratios in docs/dev/performance.md, from docs/dev/verified/.
 
     python ci/verified.py            # check every report, and print the rows
     python ci/verified.py --write    # and put them into the pages
@@ -20,11 +20,12 @@ from typing import Any
 import pages
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "dev" / "matrix.md"
+PAGE = ROOT / "docs" / "evidence.md"
 FOLDER = ROOT / "docs" / "dev" / "verified"
 COSTS = ROOT / "docs" / "dev" / "performance.md"
 MARKS = "<!-- verified -->", "<!-- end of verified -->"
 SMOKE, DEVICE = "npu_replay smoke", "npu_replay device"
+DEVICES = {"npu": "NPU", "cuda": "CUDA", "cpu": "CPU"}
 _AXES = ("tp", "cp", "pp", "vp", "ep", "etp")
 
 # What a report has to hold: types, or a dict of what is in it.
@@ -41,7 +42,7 @@ _VERSIONS = ("npu_replay", "python", "torch", "megatron-core", "mindspeed", "tor
 
 _MACHINE, _SENT = (
     ("device", "CANN or CUDA", "torch, Python", "Megatron-core"),
-    ("npu_replay", "day", "report"),
+    ("npu_replay", "day", "from", "report"),
 )
 
 
@@ -108,11 +109,9 @@ def device_row(found: dict[str, Any], name: str) -> list[str]:
 
 
 def _about(found: dict[str, Any], name: str) -> list[str]:
-    return [found["versions"]["npu_replay"], found["date"][:10], _link(name)]
-
-
-def _link(name: str) -> str:
-    return f"[{name}](verified/{name}.json)"
+    sender, known, _ = name.partition("--")
+    link = f"[{name}](dev/verified/{name}.json)"
+    return [found["versions"]["npu_replay"], found["date"][:10], sender if known else "this project", link]
 
 
 KINDS = {
@@ -201,19 +200,29 @@ def bench_table(reports: dict[str, dict[str, Any]]) -> str:
         # Not the way that the others are held against.
         if any(not ratios.get(name, "").startswith("1.00 (1.00-1.00)") for name in names)
     ]
-    return pages.table(["", "tokens", "way", *map(_link, names)], lines)
+    return pages.table(["", "tokens", "way", *(f"[{name}](verified/{name}.json)" for name in names)], lines)
 
 
 def table(folder: Path = FOLDER) -> str:
     """The rows of all reports, those on accelerators first: smoke's, then those of ci/device.sh.
 
+    A device without a report has an empty row.
+
     Raises:
         ValueError: one isn't a report; says which and why.
     """
-    return "\n\n".join(
-        pages.table(kind.titles, [kind.row(report, name) for name, report in of_kind(which, folder).items()])
-        for which, kind in KINDS.items()
-    )
+    tables = []
+    for which, kind in KINDS.items():
+        reports = of_kind(which, folder)
+        rows = [kind.row(report, name) for name, report in reports.items()]
+        seen = {report["machine"]["device"] for report in reports.values()}
+        nobodys = [
+            [f"{DEVICES[one]}: no report yet", *[""] * (len(kind.titles) - 1)]
+            for one in DEVICES
+            if one not in seen
+        ]
+        tables.append(pages.table(kind.titles, [*rows, *nobodys]))
+    return "\n\n".join(tables)
 
 
 def of_kind(kind: str, folder: Path = FOLDER) -> dict[str, dict[str, Any]]:

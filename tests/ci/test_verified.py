@@ -1,4 +1,4 @@
-"""The table of user-verified runs: what a report has to hold, and that docs/dev/matrix.md shows them all."""
+"""The table of user-verified runs: what a report has to hold, and that docs/evidence.md shows them all."""
 
 from __future__ import annotations
 
@@ -85,7 +85,9 @@ def test_a_row_says_what_failed_and_on_what(verified: ModuleType) -> None:
     assert "| Ascend910B3, " in line
     assert "| 8.5.0 | 2.9.0 (2.9.0), " in line
     assert "| 0.12.1 (674226a1) | 4, tp 2, ep 2, recompute | not bytes |" in line
-    assert line.endswith("| [someone](verified/someone.json) |")
+    assert line.endswith("| this project | [someone](dev/verified/someone.json) |")
+    line = verified.pages.line(verified.smoke_row(found, "lab--910b3"))
+    assert line.endswith("| lab | [lab--910b3](dev/verified/lab--910b3.json) |")
 
 
 def test_a_cell_cant_break_the_table(verified: ModuleType) -> None:
@@ -101,7 +103,9 @@ def test_accelerators_come_first(verified: ModuleType, tmp_path: Path) -> None:
         found["machine"]["device"] = device
         (tmp_path / f"{name}.json").write_text(json.dumps(found))
     smoke, _ = verified.table(tmp_path).split("\n\n")
-    assert [line.rpartition("(verified/")[2][0] for line in smoke.splitlines()[2:]] == ["b", "a"]
+    *rows, empty = smoke.splitlines()[2:]
+    assert [line.rpartition("(dev/verified/")[2][0] for line in rows] == ["b", "a"]
+    assert empty.startswith("| CUDA: no report yet |")
 
 
 def device_report(verified: ModuleType, **changes: Any) -> dict[str, Any]:
@@ -118,8 +122,9 @@ def test_a_device_report_is_shown_part_by_part(verified: ModuleType, tmp_path: P
     assert verified.problems(found) == []
     (tmp_path / "someone.json").write_text(json.dumps(found))
     smoke, device = verified.table(tmp_path).split("\n\n")
-    assert len(smoke.splitlines()) == 2
-    line = device.splitlines()[2]
+    assert [line.split(":")[0] for line in smoke.splitlines()[2:]] == ["| NPU", "| CUDA", "| CPU"]
+    line, *nobodys = device.splitlines()[2:]
+    assert [one.split(":")[0] for one in nobodys] == ["| NPU", "| CPU"]
     assert line.startswith("| 8 x H100, x86_64 | 13.0 |")
     assert "| test_core.py (15), doctor, bench | smoke |  |" in line
 
