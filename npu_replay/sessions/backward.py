@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd.function import BackwardCFunction, Function
@@ -40,7 +42,6 @@ _pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_h
 
 _NO_NUMBER = 2**64 - 1  # AccumulateGrad's
 
-_RUNS_FORWARD: Any = Function.apply.__func__.__code__  # type: ignore[attr-defined]  # a classmethod
 _RUN_BACKWARD = {
     method.__code__
     for name in ("apply", "apply_boxed")  # the latter from torch 2.13 on
@@ -98,33 +99,58 @@ def _frames() -> Iterator[FrameType]:
 def _running_functions() -> Iterator[Any]:
     """The ctx of every custom autograd Function that is in its `forward`: a node of the graph to be.
 
-    The frame inside of `apply` is that of `forward`, or of what wraps it (torch.amp.custom_fwd).
+    A ctx has metadata once its forward has ended: that it runs `forward` again in its backward isn't meant.
+    From torch 2.15 on `apply` has no frame, so a forward is told by its code.
     """
-    inner: FrameType | None = None
+    found: set[int] = set()
     for frame in _frames():
-        if frame.f_code is _RUNS_FORWARD and inner is not None:
-            first = inner.f_locals.get(next(iter(inner.f_code.co_varnames), ""))
-            if isinstance(first, tuple) and first:
-                first = first[0]
-            if isinstance(first, BackwardCFunction):
-                yield first
-            else:
-                yield from _unshown(frame.f_locals["cls"])
-        inner = frame
+        if _is_forward(frame.f_code):
+            first: Any = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
+            shown = isinstance(first, BackwardCFunction)
+            for ctx in [first] if shown else _unshown(frame.f_code):
+                if not ctx._input_metadata and id(ctx) not in found:
+                    found.add(id(ctx))
+                    yield ctx
 
 
-def _unshown(function: Any) -> list[Any]:
-    """The ctxs in the forward of a Function with `setup_context`, whose forward gets none.
+_forwards: WeakKeyDictionary[CodeType, bool] = WeakKeyDictionary()
 
-    Looked for among what the garbage collector knows, the youngest first. A forward that has ended has left
-    word of its outputs.
+
+def _is_forward(code: CodeType) -> bool:
+    """Is this the code of an autograd Function's `forward`?"""
+    if code not in _forwards:
+        _forwards[code] = any(_code_of(kind) == code for kind in _subclasses(Function))
+    return _forwards[code]
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    for one in type.__subclasses__(kind):
+        yield one
+        yield from _subclasses(one)
+
+
+def _code_of(function: Any) -> Any:
+    """The code of its `forward`, under what wraps it (torch.amp.custom_fwd, a partial)."""
+    forward = inspect.unwrap(function.forward)
+    while isinstance(forward, functools.partial):
+        forward = inspect.unwrap(forward.func)
+    return getattr(forward, "__code__", None)
+
+
+def _unshown(code: CodeType) -> list[Any]:
+    """The ctxs in a forward with this code, of Functions with `setup_context`, whose forward gets none.
+
+    Looked for among what the garbage collector knows, the youngest first.
     """
-    kind = function._backward_cls
     for generation in range(3):
-        alive = gc.get_objects(generation=generation)
-        if found := [ctx for ctx in alive if type(ctx) is kind and not ctx._input_metadata]:
+        if found := [one for one in gc.get_objects(generation=generation) if _runs(one, code)]:
             return found
     return []
+
+
+def _runs(ctx: Any, code: CodeType) -> bool:
+    known = issubclass(type(ctx), BackwardCFunction)
+    return known and not ctx._input_metadata and _code_of(ctx._forward_cls) == code
 
 
 def _open_regions() -> list[Any]:
