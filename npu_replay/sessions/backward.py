@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import CodeType, FrameType, FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd.function import BackwardCFunction, Function
@@ -104,7 +103,7 @@ def _running_functions() -> Iterator[Any]:
     """
     found: set[int] = set()
     for frame in _frames():
-        if _is_forward(frame.f_code):
+        if (_codes.get(id(frame.f_code)) or _asked(frame.f_code))[0]:
             first: Any = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
             shown = isinstance(first, BackwardCFunction)
             for ctx in [first] if shown else _unshown(frame.f_code):
@@ -113,18 +112,21 @@ def _running_functions() -> Iterator[Any]:
                     yield ctx
 
 
-_forwards: WeakKeyDictionary[CodeType, bool] = WeakKeyDictionary()
+_codes: dict[int, tuple[bool, CodeType]] = {}
+"""By its id, whether a code is a forward's: to hash a code costs more than the rest of the walk."""
+_MOST_CODES = 10_000
 
 
-def _is_forward(code: CodeType) -> bool:
+def _asked(code: CodeType) -> tuple[bool, CodeType]:
     """Is this the code of an autograd Function's `forward`?"""
-    if code not in _forwards:
-        _forwards[code] = any(_code_of(kind) == code for kind in _subclasses(Function))
-    return _forwards[code]
+    if len(_codes) >= _MOST_CODES:
+        _codes.clear()
+    _codes[id(code)] = any(_code_of(kind) is code for kind in _subclasses(Function)), code
+    return _codes[id(code)]
 
 
-def _subclasses(kind: type) -> Iterator[type]:
-    for one in type.__subclasses__(kind):
+def _subclasses(kind: Any) -> Iterator[Any]:
+    for one in kind.__subclasses__():
         yield one
         yield from _subclasses(one)
 
@@ -150,7 +152,7 @@ def _unshown(code: CodeType) -> list[Any]:
 
 def _runs(ctx: Any, code: CodeType) -> bool:
     known = issubclass(type(ctx), BackwardCFunction)
-    return known and not ctx._input_metadata and _code_of(ctx._forward_cls) == code
+    return known and not ctx._input_metadata and _code_of(ctx._forward_cls) is code
 
 
 def _open_regions() -> list[Any]:
