@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from npu_replay.routers import Router, RouterKind
 
 HIDDEN, EXPERTS, TOPK, ROWS = 8, 16, 3, 10
+
+_HOLDS_ITS_GENERATOR = "gen" in inspect.unwrap(checkpoint).__code__.co_varnames
+SAVED_TENSOR_HOOKS = ["hooks told", *(["hooks not told"] if _HOLDS_ITS_GENERATOR else [])]
+"""torch 2.7 doesn't tell them, and a generator of `checkpoint`'s tells the region; 2.15 has it elsewhere."""
 
 Select = Callable[["ToyRouter", torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 

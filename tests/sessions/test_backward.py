@@ -13,9 +13,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from npu_replay.sessions import backward
+from toys import SAVED_TENSOR_HOOKS
 
 
-@pytest.fixture(params=["hooks told", "hooks not told"], autouse=True)
+@pytest.fixture(params=SAVED_TENSOR_HOOKS, autouse=True)
 def torch_tells_its_hooks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "hooks not told":
         monkeypatch.setattr(backward, "_top_hooks", None)

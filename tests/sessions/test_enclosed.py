@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import inspect
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,7 +23,18 @@ import npu_replay
 from npu_replay import RoutedExperts, routers
 from npu_replay.errors import MicroBatchError, RecomputeError
 from npu_replay.sessions import backward
-from toys import EXPERTS, ROWS, TOPK, ToyLayer, ToyModel, ToyRouter, ToyRouters, plain, tokens
+from toys import (
+    EXPERTS,
+    ROWS,
+    SAVED_TENSOR_HOOKS,
+    TOPK,
+    ToyLayer,
+    ToyModel,
+    ToyRouter,
+    ToyRouters,
+    plain,
+    tokens,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 
@@ -41,11 +51,7 @@ def toy_routers() -> Iterator[None]:
     routers.unregister("toy")
 
 
-HOLDS_ITS_GENERATOR = "gen" in inspect.unwrap(checkpoint).__code__.co_varnames
-"""As torch 2.7's does, by which a region is found there; from 2.15 on another function has it."""
-
-
-@pytest.fixture(params=["hooks told", *(["hooks not told"] if HOLDS_ITS_GENERATOR else [])])
+@pytest.fixture(params=SAVED_TENSOR_HOOKS)
 def either_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.7 doesn't tell which saved-tensor hooks are on."""
     if request.param == "hooks not told":

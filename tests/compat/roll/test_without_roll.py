@@ -63,4 +63,4 @@ def test_another_strategy_is_refused_by_the_name_that_it_lacks() -> None:
     module = SimpleNamespace(__name__="roll.somewhere", FSDP2InferStrategy=FSDP2InferStrategy)
     with pytest.raises(ReplayError, match="get_feature_on_cp_rank") as raised:
         strategy._wrap(module)
-    assert "a newer ROLL" in str(raised.value)
+    assert "another release of ROLL" in str(raised.value)

@@ -73,5 +73,5 @@ def test_another_module_of_that_name_is_refused_by_the_name_that_it_lacks(path: 
     newer = SimpleNamespace(
         __name__="slime.utils.routing_replay", RoutingReplay=type("RoutingReplay", (), {})
     )
-    with pytest.raises(ReplayError, match="without all_routing_replays, record, pop_forward"):
+    with pytest.raises(ReplayError, match=r"Expected RoutingReplay\.all_routing_replays, got None"):
         routing_replay._wrap(newer)
