@@ -171,6 +171,12 @@ class Arrived:
         for one, routes in zip(wanted, fetch_each(wanted, self.layers, PATIENCE), strict=True):
             self._held[one.key] = one.step, routes
 
+    @property
+    def nbytes(self) -> int:
+        """Of the ids that are held."""
+        routes = [one for _, one in self._held.values() if isinstance(one, RoutedExperts)]
+        return sum(one.ids.nbytes for one in routes)
+
     def of(self, key: int) -> RoutedExperts:
         """The routes behind a key.
 

@@ -224,7 +224,8 @@ class Pass:
         started = time.perf_counter()
         layers = sorted(router.label for chunk in find(self.chunks) for router in chunk)
         delivery.arrived.receive(references, layers)
-        self.count(microseconds=int((time.perf_counter() - started) * 1e6))
+        spent = int((time.perf_counter() - started) * 1e6)
+        self.count(microseconds=spent, bytes=delivery.arrived.nbytes)
 
     def begin(self, error: ReplayError | None) -> None:
         """Before the schedule, in which a rank that isn't there would be waited for.

@@ -17,7 +17,7 @@ _EVERY = "NPU_REPLAY_METRICS_EVERY"
 
 COUNTED = (
     *("rows", "routed", "samples", "bad_samples"),
-    *("dropped", "chosen", "differing", "compared", "replayed", "routers", "microseconds"),
+    *("dropped", "chosen", "differing", "compared", "replayed", "routers", "microseconds", "bytes"),
 )
 """What each rank counts of a pass."""
 
@@ -42,6 +42,7 @@ def figures(sums: dict[str, int]) -> dict[str, float]:
         "rows_without_route": 1 - sums["routed"] / max(sums["rows"], 1),
         "bad_samples": float(sums["bad_samples"]),
         "seconds": sums["microseconds"] / 1e6 / sums["ranks"],
+        "megabytes": sums["bytes"] / 1e6 / sums["ranks"],
     }
     if sums["compared"]:
         found["live_mismatch"] = sums["differing"] / sums["compared"]

@@ -36,6 +36,7 @@ class StepReplay(AnyReplay):
         self.errors_wait = errors_wait
         self._rows = 0
         self._rows_without_route = 0
+        self._bytes = 0
         self._replayed: set[int] = set()
 
     def give(self, chunk: int, routes: RoutedExperts) -> None:
@@ -47,6 +48,7 @@ class StepReplay(AnyReplay):
         number = self._timeline.ended[chunk]
         self._check_layers(number, routes, self._routers[chunk])
         self._given[chunk, number] = DeviceRoutes(routes, self._routers[chunk])
+        self._bytes += routes.ids.nbytes
 
     def labels(self, chunk: int) -> list[int]:
         """The decoder layers of a chunk's routers, ascending."""
@@ -62,8 +64,8 @@ class StepReplay(AnyReplay):
         return super().metrics() | {"rows": self._rows, "rows_without_route": self._rows_without_route}
 
     def counts(self) -> dict[str, int]:
-        """Also routers that were given routes."""
-        return super().counts() | {"replayed": len(self._replayed)}
+        """Also routers that were given routes, and the bytes of these."""
+        return super().counts() | {"replayed": len(self._replayed), "bytes": self._bytes}
 
     def _prepare(self, router: Router, forward: Forward, rows: int, device: torch.device) -> Any:
         prepared = super()._prepare(router, forward, rows, device)

@@ -152,6 +152,8 @@ def test_routes_are_read_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     for part in (references, references, [*references[:2], None]):
         delivery.arrived.receive(part, LAYERS)
     assert asked == [COUNT, 0, 0]
+    rows = int(data.batch["attention_mask"].sum())  # a last token's too, which says that it has none
+    assert delivery.arrived.nbytes == rows * len(LAYERS) * model.topk
     newer = copy.copy(references[0])
     newer.step, newer.key = 1, 5
     delivery.arrived.receive([newer], LAYERS)

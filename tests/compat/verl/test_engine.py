@@ -13,7 +13,7 @@ from npu_replay import routers
 from npu_replay.compat.verl import engine as verl_engine
 from npu_replay.compat.verl.actions import RECORD, REPLAY, switch
 from npu_replay.errors import MicroBatchError, ReplayError
-from toys import ToyModel, ToyRouters, hooks, tokens
+from toys import ROWS, TOPK, ToyModel, ToyRouters, hooks, tokens
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +84,7 @@ def test_a_replayed_pass_says_once_that_it_is_on_and_adds_its_metrics(
     assert said[0].startswith("[npu_replay] R2: 2 routers, 2 replayed")
     assert found["metrics"]["npu_replay/live_mismatch"] == [0.0]
     assert found["metrics"]["npu_replay/seconds"][0] > 0
+    assert found["metrics"]["npu_replay/megabytes"] == [2 * ROWS * TOPK / 1e6]
 
 
 def test_nothing_is_left_when_a_pass_raises() -> None:
