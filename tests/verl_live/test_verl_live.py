@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,11 @@ import pytest
 import torch
 
 import jobs
+import needed
 from tiny_qwen import TOPK
 from verl_live import job, tiny
 
-
-def is_there(name: str) -> bool:
-    """It is in the path; nothing is imported, since the jobs do that by their own rules."""
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
-
-
-ABSENT = [name for name in ("vllm", "ray", "mbridge", "transfer_queue", "verl.trainer") if not is_there(name)]
+ABSENT = needed.missing("vllm", "ray", "mbridge", "transfer_queue", "verl.trainer")
 pytestmark = [
     pytest.mark.verl,
     pytest.mark.slow,
