@@ -74,8 +74,9 @@ def main():
     model = small_qwen()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        planned = {"model": folder, "dtype": "bfloat16", "enforce_eager": True, "skip_tokenizer_init": True}
-        llm = vllm.LLM(**engine_arguments(vllm.__version__, planned=planned, model=folder).arguments)
+        plan = {"model": folder, "enforce_eager": True, "skip_tokenizer_init": True}
+        plan["gpu_memory_utilization"] = 0.3
+        llm = vllm.LLM(**engine_arguments(vllm.__version__, planned=plan, model=folder).arguments)
         prompts = [torch.randint(0, 400, (length,)).tolist() for length in (9, 14)]
         rollouts, masks, expected = zip(*[dialogue(llm, folder, prompt) for prompt in prompts], strict=True)
     tokens = [torch.from_numpy(one.tokens) for one in rollouts]

@@ -3,10 +3,9 @@
     source ci/environment.sh && live_environment      # without a device: vLLM for CPUs, 3.5 GB, once
     PYTHONPATH=.work/megatron/0.12.1 python examples/vllm_to_megatron_r3.py
 
-The model is a small Qwen3-MoE with random weights. For a real one: `folder` is its path, `planned` has your
-arguments of vLLM (tensor_parallel_size=8), prompts are text, skip_tokenizer_init goes, and your trainer
-builds and loads `model`; on several ranks the layout takes parallel=ParallelLayout.from_megatron(model).
-Some fifteen seconds. Between vLLM's own lines it prints:
+The model is a small Qwen3-MoE with random weights. For a real one `folder` is its path, `plan` has your own
+arguments (tensor_parallel_size=8), prompts are text, skip_tokenizer_init goes, your trainer builds `model`,
+and on several ranks the layout takes parallel=ParallelLayout.from_megatron(model). It prints:
 
     vLLM 0.30.0: 8 completions with routes
     without replay: mismatch 6.55%, KL 9.6e-04, largest log-prob difference 0.29
@@ -77,8 +76,9 @@ def main():
     qwen = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **moe)).bfloat16()
     with tempfile.TemporaryDirectory() as folder:
         qwen.save_pretrained(folder)
-        planned = {"model": folder, "dtype": "bfloat16", "enforce_eager": True, "skip_tokenizer_init": True}
-        llm = vllm.LLM(**engine_arguments(vllm.__version__, planned=planned, model=folder).arguments)
+        plan = {"model": folder, "enforce_eager": True, "skip_tokenizer_init": True}
+        plan["gpu_memory_utilization"] = 0.3
+        llm = vllm.LLM(**engine_arguments(vllm.__version__, planned=plan, model=folder).arguments)
         prompts = [{"prompt_token_ids": torch.randint(0, 512, (8 + 3 * row,)).tolist()} for row in range(4)]
         tokens, samples, sampled, response = [], [], [], []
         for output in llm.generate(prompts, vllm.SamplingParams(n=2, max_tokens=40, logprobs=0)):

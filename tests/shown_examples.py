@@ -16,7 +16,7 @@ LAUNCHERS = {
     "python": [sys.executable],
     "torchrun": [sys.executable, "-m", "torch.distributed.run"],
 }
-LIMIT = 120
+LIMIT = 200
 """Seconds."""
 _NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)*(?:e-?\d+)?")
 
@@ -26,8 +26,10 @@ def docstring(file: Path) -> str:
 
 
 def command(file: Path) -> list[str]:
-    """The command of the docstring, without what may be left out."""
-    (line,) = re.findall(rf"(?m)^    ((?:python|torchrun) .*examples/{file.name}.*)$", docstring(file))
+    """The command of the docstring, without what may be left out; this environment has its PYTHONPATH."""
+    (line,) = re.findall(
+        rf"(?m)^    (?:PYTHONPATH=\S+ )?((?:python|torchrun) .*examples/{file.name}.*)$", docstring(file)
+    )
     launcher, *arguments = shlex.split(line, comments=True)
     return LAUNCHERS[launcher] + [one for one in arguments if not one.startswith("[")]
 
