@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 import npu_replay
-from shown_examples import FILES, ROOT, command, plain, prints_what_it_promises, promised
+from shown_examples import FILES, ROOT, command, docstring, plain, prints_what_it_promises, promised
 
 MOST_LINES = 119
 API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
@@ -63,6 +64,26 @@ def test_a_file_uses_public_names_alone(file: Path) -> None:
                 names |= set() if listed else {alias.name}
     assert names
     assert names <= set(npu_replay.__all__)
+
+
+def test_the_readme_has_a_row_for_each_with_its_command() -> None:
+    text = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"(?m)^\| \[([\w.]+)\]\(\w+\.py\) \|.*?\| `([^`]+)` \|", text))
+    assert set(rows) == {file.name for file in FILES}
+    for file in FILES:
+        assert re.search(
+            rf"(?m)^    (?:PYTHONPATH=\S+ )?{re.escape(rows[file.name])}(?: |$)", docstring(file)
+        )
+    scripts = {file.name for file in (ROOT / "examples" / "verl").glob("*_*.sh")}
+    assert set(re.findall(r"(?m)^\| \[([\w.]+\.sh)\]\(verl/\1\) \|", text)) == scripts
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").rglob("*.sh")), ids=lambda file: file.stem)
+def test_a_script_is_bash_and_says_where_it_ran(script: Path) -> None:
+    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    head = script.read_text(encoding="utf-8").split("source")[0]
+    assert script.stem == "common" or re.search(r"verl 0\.[789](?s:.)*# Not run on", head)
 
 
 def test_numbers_differ_from_run_to_run_and_zeros_do_not() -> None:
