@@ -1,6 +1,6 @@
 """Megatron's own RouterReplay API on a Megatron-core that has none: 0.12 to 0.15.
 
-    pip install --no-deps megatron-core==0.12.1      # where there is none
+    pip install --no-deps megatron-core==0.12.1 einops packaging pyyaml  # where there is none
     python examples/megatron_api_on_0_12.py
 
 `import npu_replay` is all that is added to a loop that was written for Megatron-core 0.16 or newer; there the

@@ -1,6 +1,6 @@
 """R2 in a Megatron-core loop: the old log-probs' pass records the experts, every update replays them.
 
-    pip install --no-deps megatron-core==0.16.1      # where there is none: 0.12 to 0.19
+    pip install --no-deps megatron-core==0.16.1 einops packaging pyyaml  # where there is none: 0.12 to 0.19
     python examples/megatron_r2.py
 
 A tiny GPTModel with MoE layers, four micro-batches, every layer recomputed in backward, two updates of one
