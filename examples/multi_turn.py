@@ -15,6 +15,7 @@ over HTTP. Some fifteen seconds. Between vLLM's own lines it prints:
     R3 took place: the trainer used the experts of every turn
 """
 
+import os
 import tempfile
 from contextlib import nullcontext
 
@@ -74,18 +75,19 @@ def main():
     model = small_qwen()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        plan = {"model": folder, "enforce_eager": True, "skip_tokenizer_init": True}
-        plan["gpu_memory_utilization"] = 0.3
-        llm = vllm.LLM(**engine_arguments(vllm.__version__, planned=plan, model=folder).arguments)
+        plan = {"model": folder, "enforce_eager": True, "gpu_memory_utilization": 0.3}
+        wanted = engine_arguments(vllm.__version__, planned=plan, model=folder)
+        os.environ |= wanted.environment
+        llm = vllm.LLM(**wanted.arguments, skip_tokenizer_init=True)
         prompts = [torch.randint(0, 400, (length,)).tolist() for length in (9, 14)]
         rollouts, masks, expected = zip(*[dialogue(llm, folder, prompt) for prompt in prompts], strict=True)
     tokens = [torch.from_numpy(one.tokens) for one in rollouts]
     samples = [one.routes for one in rollouts]
     expected = torch.tensor([value for one in expected for value in one])
     rows = sum(int(one.recorded.sum()) for one in samples)
-    count = sum(map(len, tokens))
+    lengths = [len(one) for one in tokens]
     print(
-        f"{len(rollouts)} dialogues of {TURNS} turns: {count} tokens, "
+        f"{len(rollouts)} dialogues of {TURNS} turns: {sum(lengths)} tokens, "
         f"{len(expected)} of them sampled, {rows} with a route"
     )
 
@@ -93,9 +95,7 @@ def main():
     mask = pad_sequence([torch.ones_like(one) for one in tokens], batch_first=True)
     counted = pad_sequence(list(masks), batch_first=True)[:, 1:]
     fingerprints = [npu_replay.fingerprint(one) for one in tokens]  # routes of other tokens are refused
-    layout = TokenLayout.padded(
-        list(map(len, tokens)), batch.shape[1], order="batch", fingerprints=fingerprints
-    )
+    layout = TokenLayout.padded(lengths, batch.shape[1], order="batch", fingerprints=fingerprints)
     routes = layout.gather(samples)
     model = model.float().train()
     for name, block in {
@@ -111,7 +111,7 @@ def main():
         largest = f"largest log-prob difference {apart.max_difference:.2f}"
         print(f"{name}: mismatch {mismatch:.2%}, KL {apart.kl:.1e}, {largest}")
     assert mismatch == 0, "the trainer used other experts than the engine"
-    assert rows == count - len(rollouts), "every token has a route but the last, which no one ran"
+    assert rows == sum(lengths) - len(lengths), "every token has a route but the last, which no one ran"
     print("R3 took place: the trainer used the experts of every turn")
 
 

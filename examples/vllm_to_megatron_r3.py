@@ -13,6 +13,7 @@ and on several ranks the layout takes parallel=ParallelLayout.from_megatron(mode
     R3 took place: Megatron used the experts that vLLM used
 """
 
+import os
 import tempfile
 from contextlib import nullcontext
 
@@ -42,14 +43,13 @@ def megatron_like(qwen):
     sizes = {"num_layers": its.num_hidden_layers, "hidden_size": its.hidden_size, "kv_channels": its.head_dim}
     heads = {"num_attention_heads": its.num_attention_heads, "num_query_groups": its.num_key_value_heads}
     experts = {"num_moe_experts": its.num_experts, "moe_router_topk": its.num_experts_per_tok}
-    widths = {"moe_ffn_hidden_size": its.moe_intermediate_size, "ffn_hidden_size": its.moe_intermediate_size}
     form = {"normalization": "RMSNorm", "layernorm_epsilon": its.rms_norm_eps, "qk_layernorm": True}
     form |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": False}
-    form |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "use_cpu_initialization": True}
+    form |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "ffn_hidden_size": its.moe_intermediate_size}
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     fusions = ("masked_softmax", "bias_dropout", "bias_activation", "gradient_accumulation")
-    off = {f"{name}_fusion": False for name in fusions}  # these kernels need an accelerator
-    config = TransformerConfig(**sizes, **heads, **experts, **widths, **form, **recompute, **off)
+    cpu = {"use_cpu_initialization": True} | {f"{name}_fusion": False for name in fusions}
+    config = TransformerConfig(**sizes, **heads, **experts, **form, **recompute, **cpu)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     rotary = {"position_embedding_type": "rope", "rotary_base": int(its.rope_parameters["rope_theta"])}
     model = GPTModel(config, spec, its.vocab_size, its.max_position_embeddings, **rotary)
@@ -76,9 +76,10 @@ def main():
     qwen = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **moe)).bfloat16()
     with tempfile.TemporaryDirectory() as folder:
         qwen.save_pretrained(folder)
-        plan = {"model": folder, "enforce_eager": True, "skip_tokenizer_init": True}
-        plan["gpu_memory_utilization"] = 0.3
-        llm = vllm.LLM(**engine_arguments(vllm.__version__, planned=plan, model=folder).arguments)
+        plan = {"model": folder, "enforce_eager": True, "gpu_memory_utilization": 0.3}
+        wanted = engine_arguments(vllm.__version__, planned=plan, model=folder)
+        os.environ |= wanted.environment
+        llm = vllm.LLM(**wanted.arguments, skip_tokenizer_init=True)
         prompts = [{"prompt_token_ids": torch.randint(0, 512, (8 + 3 * row,)).tolist()} for row in range(4)]
         tokens, samples, sampled, response = [], [], [], []
         for output in llm.generate(prompts, vllm.SamplingParams(n=2, max_tokens=40, logprobs=0)):
@@ -99,8 +100,7 @@ def main():
     unseen = torch.ones(batch.shape[1], batch.shape[1], dtype=torch.bool).triu(1)[None, None]
     counted = pad_sequence(response, batch_first=True)[:, 1:]
     fingerprints = [npu_replay.fingerprint(one) for one in tokens]  # routes of other tokens are refused
-    layout = npu_replay.TokenLayout.padded(lengths, batch.shape[1], fingerprints=fingerprints)
-    rows = layout.gather(samples)
+    rows = npu_replay.TokenLayout.padded(lengths, batch.shape[1], fingerprints=fingerprints).gather(samples)
     for name, block in {"without replay": nullcontext(), "with R3": npu_replay.replay(model, [rows])}.items():
         with npu_replay.observe(model) as seen, block:  # observe reads the routers' outputs
             scores = model(batch, places, unseen).float().log_softmax(-1)
