@@ -44,7 +44,12 @@ def added(script: Path, tmp_path: Path) -> list[str]:
     example.write_text('printf "%s\\n" "$@"\n')
     given = os.environ | {"VERL": str(tmp_path)}
     done = subprocess.run(
-        ["bash", str(script), "trainer.nnodes=2"], env=given, capture_output=True, text=True, check=True
+        ["bash", script.name, "trainer.nnodes=2"],
+        cwd=FOLDER,
+        env=given,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     *lines, folder = done.stdout.splitlines()
     assert folder == f"--config-dir={FOLDER}"
