@@ -14,9 +14,17 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 OUTSIDE = {
     name: f"project/{name.lower()}"
-    for name in ("README.md", "README.zh.md", "CONTRIBUTING.md", "CHANGELOG.md")
+    for name in ("README.md", "README.zh.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")
 }
 """Pages of the clone that docs/ links to, and where they lie in the site."""
+LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml"}
+SHOWN = {
+    name: f"project/{name}.md"
+    for file in (*ROOT.glob("examples/*.*"), *ROOT.glob("examples/verl/**/*.*"))
+    if file.suffix in LANGUAGES
+    for name in [file.relative_to(ROOT).as_posix()]
+}
+"""Examples: each is a page of the site with the file in it, reached by links alone."""
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _source: list[tempfile.TemporaryDirectory[str]] = []
 """The package as a wheel has it, with compat inside, for as long as MkDocs runs."""
@@ -40,11 +48,20 @@ on_config.mkdocs_priority = 100  # type: ignore[attr-defined]  # before mkdocstr
 
 def on_files(files: Any, *, config: Any) -> Any:
     """Add the pages that lie beside docs/."""
-    from mkdocs.structure.files import File  # here: the tests read this without MkDocs
+    from mkdocs.structure.files import File, InclusionLevel  # here: the tests read this without MkDocs
 
     for name, place in OUTSIDE.items():
         files.append(File.generated(config, place, content=(ROOT / name).read_text(encoding="utf-8")))
+    for name, place in SHOWN.items():
+        alone = InclusionLevel.NOT_IN_NAV
+        files.append(File.generated(config, place, content=shown(name), inclusion=alone))
     return files
+
+
+def shown(name: str) -> str:
+    """The page of a file that is no page."""
+    file = ROOT / name
+    return f"# {file.name}\n\n```{LANGUAGES[file.suffix]}\n{file.read_text(encoding='utf-8')}```\n"
 
 
 def on_page_markdown(markdown: str, *, page: Any, files: Any, **_: Any) -> str:
@@ -69,7 +86,8 @@ def relinked(markdown: str, page: str, known: set[str]) -> str:
             return found.group()
         path, hash_sign, anchor = target.partition("#")
         path = posixpath.normpath(posixpath.join(posixpath.dirname(in_clone), path))
-        place = OUTSIDE.get(path, path.removeprefix("docs/") if path.startswith("docs/") else "")
+        elsewhere = path.removeprefix("docs/") if path.startswith("docs/") else ""
+        place = (OUTSIDE | SHOWN).get(path, elsewhere)
         if place not in known:
             return words
         return (

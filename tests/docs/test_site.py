@@ -39,9 +39,13 @@ def test_every_page_is_in_the_menu_once(pages: ModuleType) -> None:
         ("project/readme.md", "![a](docs/images/grpo.png)", "![a](../images/grpo.png)"),
         ("project/readme.md", "[中文](README.zh.md)", "[中文](readme.zh.md)"),
         ("grpo.md", "[the loop](../examples/grpo/loop.py)", "the loop"),
+        ("zh/x.md", "[a](../../examples/README.md#verl)", "[a](../project/examples/readme.md#verl)"),
+        ("vllm.md", "[a](../examples/multi_turn.py)", "[a](project/examples/multi_turn.py.md)"),
+        ("project/examples/readme.md", "[a](verl/common.sh)", "[a](verl/common.sh.md)"),
+        ("project/examples/readme.md", "[a](../docs/metrics.md)", "[a](../../metrics.md)"),
         ("grpo.md", "[a](https://example.org/x.md) [b](#c)", "[a](https://example.org/x.md) [b](#c)"),
     ],
 )
 def test_links_become_those_of_the_site(pages: ModuleType, page: str, link: str, in_the_site: str) -> None:
-    known = {"metrics.md", "images/grpo.png", *pages.OUTSIDE.values()}
+    known = {"metrics.md", "images/grpo.png", *pages.OUTSIDE.values(), *pages.SHOWN.values()}
     assert pages.relinked(link, page, known) == in_the_site

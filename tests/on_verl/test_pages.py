@@ -62,6 +62,22 @@ def test_lines_that_a_page_gives_switch_replay_on(folder: str, page: str, block:
     assert actor.model.external_lib == "npu_replay"
 
 
+@pytest.mark.parametrize(
+    "page", [*DOCS.glob("verl*.md"), *DOCS.glob("zh/verl*.md")], ids=lambda page: page.stem
+)
+def test_variables_that_a_page_puts_into_rays_environment_are_text(page: Path) -> None:
+    """Ray refuses a number, and ends the job with a TypeError."""
+    from ray._private.runtime_env.validation import parse_and_validate_env_vars
+
+    lines = re.findall(r"`\"?(\+ray_kwargs\.[^`\"]+)\"?`", page.read_text(encoding="utf-8"))
+    assert lines
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(config_dir=str(CONFIGS), version_base=None):
+        config = compose(config_name="ppo_trainer", overrides=lines)
+    environment = OmegaConf.to_container(config.ray_kwargs.ray_init.runtime_env.env_vars)
+    assert parse_and_validate_env_vars(environment) == environment
+
+
 @pytest.mark.skipif(not engine_workers_replay(), reason="this release's engine workers don't replay")
 @pytest.mark.parametrize(("page", "block"), YAML)
 def test_yaml_that_a_page_gives_switches_replay_on(page: str, block: str, tmp_path: Path) -> None:

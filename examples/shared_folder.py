@@ -1,0 +1,117 @@
+"""A rollout worker puts routes into a shared folder; a trainer process reads and replays them (R3).
+
+    pip install transformers safetensors      # where they are missing
+    python examples/shared_folder.py [FOLDER]
+
+Routes are large. So they lie in the folder, each id once (npu_replay.delivery), and the batch that goes from
+process to process carries references of some hundred bytes. FOLDER is one that all nodes see; left out, a
+temporary one. transformers in bfloat16 stands for the rollout engine: with a real one the routes come from
+npu_replay.from_vllm or from_sglang. Two processes, no accelerator, some fifteen seconds. It prints:
+
+    worker 16984: the routes of 4 samples are in the folder
+    trainer 16985, without replay: mismatch 2.53%, KL 6.6e-05, largest log-prob difference 0.06
+    trainer 16985, with R3: mismatch 0.00%, KL 2.4e-05, largest log-prob difference 0.02
+    trainer 16985: replayed what the worker put; the folder is free again
+"""
+
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+from contextlib import nullcontext
+
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import npu_replay
+from npu_replay import TokenLayout, delivery
+
+VOCABULARY, LENGTHS, PATIENCE = 512, (40, 33, 48, 27), 120  # seconds
+
+
+def build(dtype):
+    """The same weights in both processes, rounded to bfloat16; your job loads a checkpoint."""
+    torch.manual_seed(1)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        moe_intermediate_size=64,
+        num_experts=32,
+        num_experts_per_tok=4,
+        initializer_range=0.1,
+    )
+    return Qwen3MoeForCausalLM(config).bfloat16().to(dtype).eval()
+
+
+def log_probs(model, tokens, mask=None):
+    scores = model(input_ids=tokens, attention_mask=mask).logits.float().log_softmax(-1)
+    return scores[:, :-1].gather(2, tokens[:, 1:, None])[..., 0]
+
+
+def rollout_worker(folder, to_trainer):
+    """Puts each sample's routes away as it ends, and sends tokens, log-probs and references."""
+    engine = build(torch.bfloat16)
+    samples, tokens, sampled = [], [], []
+    for length in LENGTHS:
+        tokens.append(torch.randint(0, VOCABULARY, (length,)))
+        with torch.no_grad(), npu_replay.record(engine) as recording:  # stands for from_vllm(output, config)
+            sampled.append(log_probs(engine, tokens[-1][None])[0])
+        samples += recording.routes
+    carrier = delivery.FolderCarrier(folder, cut=2)  # layers a piece; with pipeline stages: cut=parallel
+    references = carrier.put_all(samples)
+    print(f"worker {os.getpid()}: the routes of {len(samples)} samples are in the folder", flush=True)
+    to_trainer.put(pickle.dumps((tokens, sampled, references)))  # the batch
+
+
+def trainer(from_worker):
+    """Fetches the routes of its batch, lays them out, and replays them."""
+    tokens, sampled, references = pickle.loads(from_worker.get(timeout=PATIENCE))
+    samples = delivery.fetch(references)
+    fingerprints = [npu_replay.fingerprint(one) for one in tokens]  # routes of other tokens are refused
+    layout = TokenLayout.padded(LENGTHS, max(LENGTHS), order="batch", fingerprints=fingerprints)
+    routes = layout.gather(samples)
+    batch = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(one) for one in tokens], batch_first=True)
+    expected = torch.nn.utils.rnn.pad_sequence(sampled, batch_first=True)
+
+    model = build(torch.float32)
+    counted = mask[:, 1:].bool()
+    for name, block in {
+        "without replay": nullcontext(),
+        "with R3": npu_replay.replay(model, [routes]),
+    }.items():
+        with npu_replay.observe(model) as seen, block:  # observe reads the routers' outputs
+            found = log_probs(model, batch, mask)
+            found[counted].mean().backward()  # your policy gradient
+        mismatch = npu_replay.compare([routes], seen.shown).router_mismatch
+        apart = npu_replay.compare(expected[counted], found.detach()[counted])
+        print(
+            f"trainer {os.getpid()}, {name}: mismatch {mismatch:.2%}, "
+            f"KL {apart.kl:.1e}, largest log-prob difference {apart.max_difference:.2f}"
+        )
+    assert mismatch == 0, "the trainer used other experts than the rollout"
+    delivery.free(references)  # by one process, when all ranks are done
+    print(f"trainer {os.getpid()}: replayed what the worker put; the folder is free again")
+
+
+def main():
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = sys.argv[1] if len(sys.argv) > 1 else temporary
+        context = multiprocessing.get_context("spawn")
+        batches = context.Queue()
+        work = [(rollout_worker, (folder, batches)), (trainer, (batches,))]
+        processes = [context.Process(target=target, args=given, daemon=True) for target, given in work]
+        for one in processes:
+            one.start()
+        for one in processes:
+            one.join(PATIENCE)
+        assert [one.exitcode for one in processes] == [0, 0], "a process failed: see above"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""What a user copies: each file in examples/ runs by its own command, and prints what it promises."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import npu_replay
+from shown_examples import FILES, ROOT, command, docstring, plain, prints_what_it_promises, promised
+
+MOST_LINES = 119
+API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+
+
+def example(name: str) -> Path:
+    return ROOT / "examples" / f"{name}.py"
+
+
+@pytest.mark.megatron
+def test_r2_in_a_megatron_loop() -> None:
+    prints_what_it_promises(example("megatron_r2"))
+
+
+@pytest.mark.megatron
+@pytest.mark.first_release
+def test_megatrons_own_api_on_the_oldest_release() -> None:
+    """From 0.16 on it prints that the class is Megatron's own."""
+    prints_what_it_promises(example("megatron_api_on_0_12"))
+
+
+@pytest.mark.distributed
+def test_r3_under_fsdp2() -> None:
+    prints_what_it_promises(example("fsdp2_r3"))
+
+
+@pytest.mark.distributed
+def test_routes_through_a_shared_folder() -> None:
+    prints_what_it_promises(example("shared_folder"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_file_is_short_and_says_how_to_run_it_and_what_it_prints(file: Path) -> None:
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+    assert f"examples/{file.name}" in command(file)
+    assert any(re.search(r"mismatch (with replay )?0\b", line) for line in promised(file))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_file_uses_public_names_alone(file: Path) -> None:
+    """Those of npu_replay.__all__, and of its packages what the API page lists."""
+    text = file.read_text(encoding="utf-8")
+    names = set(re.findall(r"\bnpu_replay\.(\w+)", text))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "npu_replay":
+            module = importlib.import_module(str(node.module))
+            for alias in node.names:
+                found = getattr(module, alias.name)
+                listed = f"::: {getattr(found, '__module__', '')}.{alias.name}\n" in API
+                names |= set() if listed else {alias.name}
+    assert names
+    assert names <= set(npu_replay.__all__)
+
+
+def test_the_readme_has_a_row_for_each_with_its_command() -> None:
+    text = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"(?m)^\| \[([\w.]+)\]\(\w+\.py\) \|.*?\| `([^`]+)` \|", text))
+    assert set(rows) == {file.name for file in FILES}
+    for file in FILES:
+        assert re.search(
+            rf"(?m)^    (?:PYTHONPATH=\S+ )?{re.escape(rows[file.name])}(?: |$)", docstring(file)
+        )
+    scripts = {file.name for file in (ROOT / "examples" / "verl").glob("*_*.sh")}
+    assert set(re.findall(r"(?m)^\| \[([\w.]+\.sh)\]\(verl/\1\) \|", text)) == scripts
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").rglob("*.sh")), ids=lambda file: file.stem)
+def test_a_script_is_bash_and_says_where_it_ran(script: Path) -> None:
+    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    head = script.read_text(encoding="utf-8").split("source")[0]
+    assert script.stem == "common" or re.search(r"verl 0\.[789](?s:.)*# Not run on", head)
+
+
+def test_numbers_differ_from_run_to_run_and_zeros_do_not() -> None:
+    said = plain("    update 2: mismatch 0, KL 1.9e-05, 0.00%, 0.12.1, R3 of 2.50%\n")
+    assert said == ["update #: mismatch 0, KL #, 0%, #, R3 of #%"]
