@@ -24,6 +24,7 @@ from npu_replay.compat.patching.install import undo_everything
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.sglang import launch as sglang
 from npu_replay.compat.vllm import launch as vllm
+from npu_replay.compat.vllm import releases as vllm_releases
 from npu_replay.compat.vllm_ascend import plugin
 from npu_replay.compat.vllm_ascend import releases as vllm_ascend
 from npu_replay.errors import ReplayError
@@ -174,6 +175,7 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
         )
     if mode == "R3" and sent:
         yield from _engine_without_routes(config)
+        yield from _late_rows(config)
     bypass = setting(_whole(config), "algorithm", "rollout_correction", "bypass_mode")
     if mode == "R2" and (bypass or setting(config, "actor", "policy_loss", "loss_mode") == "bypass_mode"):
         yield _refused(  # T20
@@ -246,6 +248,28 @@ def _engine_without_routes(config: Any) -> Iterator[ReplayError]:
             expected=problem.expected,
             got=f"{problem.got} ({product.where})",
             cause=f"{problem.cause}. R2 needs no routes of the engine",
+        )
+
+
+def _late_rows(config: Any) -> Iterator[ReplayError]:
+    """A release of vLLM or vllm-ascend whose rows are right without asynchronous scheduling alone. vLLM
+    switches it on by itself; verl hands on a key that is True, and drops one that is False."""
+    found = {product.name: product.version for product in probe.products() if product.found}
+    engine, version = "vllm", found.get("vllm", "")
+    late = version and vllm_releases.needs_sync(version)
+    if found.get("vllm-ascend"):
+        engine, version = "vllm-ascend", vllm_ascend.of_release(found["vllm-ascend"], version)
+        late = vllm_ascend.needs_sync(version)
+    given = functools.partial(setting, config, "rollout", "engine_kwargs", "vllm")
+    off = given("no_async_scheduling") or given("no-async-scheduling")
+    if setting(config, "rollout", "name") == "vllm" and late and not off:
+        yield _refused(
+            f"{engine} {version} hands out other rows than the request's under asynchronous scheduling, "
+            "which is on by itself",
+            expected=f"+{_ROOT}.rollout.engine_kwargs.vllm.no_async_scheduling=True",
+            got=f"async_scheduling={given('async_scheduling')}",
+            cause="rows are read from a buffer that the next step fills again. verl drops "
+            "async_scheduling=False. From vLLM 0.22.0 and vllm-ascend 0.23.0 on this isn't needed",
         )
 
 

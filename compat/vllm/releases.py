@@ -36,6 +36,7 @@ NEEDED: tuple[tuple[Releases, dict[str, bool]], ...] = (
     (Releases(since=BY_BLOCK), {"enable_prefix_caching": True}),
 )
 """The arguments that make releases return routes."""
+
 V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 """What the environment says where Model Runner V2 is needed."""
 
@@ -322,3 +323,8 @@ LIMITS = (
       for since, until in _DRAFTS),
 )
 # fmt: on
+
+
+def needs_sync(version: str) -> bool:
+    """Are rows right with async_scheduling=False alone?"""
+    return any(run.holds(version) and "async_scheduling" in some for run, some in NEEDED)

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # R3, FSDP2, NPU: images CANN 9.0.0 (verl 0.8.0) and 9.1.0 (verl 0.9), transformers 5. verl's
 # example is for NVIDIA GPUs.
+# no_async_scheduling: for the vllm-ascend 0.18 of CANN 9.0.0; take it out with 0.23 and later.
 # Not run on an NPU: composed with each release's config, and the rest on CPUs (docs/dev/tried.md).
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 run grpo_trainer/run_qwen3_30b_a3b_fsdp.sh fsdp2_r3 trainer.device=npu \
     actor_rollout_ref.actor.use_torch_compile=False \
+    +actor_rollout_ref.rollout.engine_kwargs.vllm.no_async_scheduling=True \
     "+ray_kwargs.ray_init.runtime_env.env_vars.NPU_REPLAY_VLLM_ASCEND='1'" "$@"

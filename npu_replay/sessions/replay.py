@@ -395,10 +395,10 @@ class Replay(AnyReplay):
                 where=micro_batch(number),
                 expected="the tokens of the record, or of the layout's fingerprints, in their places",
                 got=f"those of the routes of {micro_batch(others[0])}" if others else "others",
-                cause="micro-batches in another order than their routes (a shuffle, dynamic batches), "
-                "padding on another side, to another length or with other ids, or fingerprints of more "
-                "tokens than the model is fed. record(inputs=False), or a layout without fingerprints, "
-                "checks none",
+                cause="an evaluation or a reference pass inside the block, which belongs outside; "
+                "micro-batches in another order than their routes (a shuffle, dynamic batches); padding on "
+                "another side, to another length or with other ids; or fingerprints of more tokens than the "
+                "model is fed. record(inputs=False), or a layout without fingerprints, checks none",
             )
 
     def _end(self, chunk: int, output: object) -> tuple[Forward, bool] | None:

@@ -257,6 +257,7 @@ def test_r3_with_trtllm_is_refused_where_verl_never_asks_it_for_routes(workers: 
 
 
 NPU = ("torch_npu", "2.7.1")
+NO_ASYNC = "no_async_scheduling"
 
 
 @pytest.mark.parametrize(
@@ -290,7 +291,34 @@ def test_r3_with_a_release_of_the_engine_that_gives_no_routes_is_refused(
     engines.extend(probe.Product(name, True, version, "/somewhere") for name, version in found)
     words = f"{name} {version.replace('+', '.')} gives no routes"
     engine = "sglang" if name == "sglang" else "vllm"
-    workers.check(None if gives else words, key="R3", flag=True, engine=engine)
+    given = {"key": "R3", "flag": True, "engine": engine, f"{ROLLOUT}.engine_kwargs.vllm.{NO_ASYNC}": True}
+    workers.check(None if gives else words, **given)
+
+
+@pytest.mark.parametrize(
+    ("found", "late"),
+    [
+        ([("vllm", "0.18.0")], True),
+        ([("vllm", "0.20.2")], True),
+        ([("vllm", "0.22.0")], False),
+        ([("vllm-ascend", "0.18.0"), ("vllm", "0.18.0")], True),
+        ([("vllm-ascend", "0.22.1rc1"), ("vllm", "0.22.1")], True),
+        ([("vllm-ascend", "0.23.0"), ("vllm", "0.23.0")], False),
+        ([], False),
+    ],
+)
+def test_rows_of_another_step_are_refused_with_the_key_that_verl_hands_on(
+    workers: Workers, engines: list[probe.Product], found: list[tuple[str, str]], late: bool
+) -> None:
+    engines.extend(probe.Product(name, True, version, "/somewhere") for name, version in found)
+    r3 = {"key": "R3", "flag": True}
+    kwargs = f"{ROLLOUT}.engine_kwargs.vllm"
+    words = rf"asynchronous scheduling.*Expected \+{kwargs}\.{NO_ASYNC}=True, got async_scheduling="
+    workers.check(words if late else None, **r3)
+    workers.check(words if late else None, **r3, **{f"{kwargs}.async_scheduling": False})  # verl drops it
+    workers.check(None, **r3, **{f"{kwargs}.{NO_ASYNC}": True})
+    workers.check(None, **r3, **{f"{kwargs}.no-async-scheduling": True})
+    workers.check(None, key="R2")
 
 
 @pytest.mark.parametrize(("version", "gives"), [("0.23.0", False), ("0.29.0rc1", True)])
