@@ -19,7 +19,7 @@ from npu_replay import screen
 Cell: TypeAlias = "str | tuple[str, str]"
 """Text, or text and its style."""
 _GAP = "  "
-_LEAST = 12
+_LEAST = 10
 """A column of words isn't made narrower than this."""
 
 
@@ -40,7 +40,7 @@ class Table:
     Attributes:
         titles: one a column.
         rows: a cell a column each.
-        numbers: the columns that are set to the right, and whose cells are never folded.
+        numbers: the columns that are set to the right, and in which no word is folded.
 
     >>> print(Table(("What", "Tokens"), [("record", "4,096"), (("replay", "bold"), "64")], range(1, 2)))
     What    Tokens
@@ -83,7 +83,7 @@ class Table:
         texts = list(zip(*rows, strict=True))
         widths = [max(len(line) for text in column for line in text.split("\n")) for column in texts]
         least = [
-            max((len(word) for word in [*column[0].split(), *column[1:]]), default=0)
+            max((len(word) for text in column for word in text.split()), default=0)
             if number in self.numbers
             else min(wide, _LEAST)
             for number, (column, wide) in enumerate(zip(texts, widths, strict=True))
