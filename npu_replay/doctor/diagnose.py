@@ -172,7 +172,7 @@ def _tried(capability: Capability, trials: dict[str, Outcome]) -> Capability:
     if trial is None:
         return capability
     if not trial.problem:
-        why = f"tried: recorded, replayed, recomputed in {trial.seconds:.2f} s"
+        why = f"tried: recorded, replayed, recomputed, {trial.seconds:.2f} s"
         return replace(capability, state="works", why=why, remedy="")
     remedy = "this is a fault of npu_replay or of this torch: please report it, with npu-replay doctor --json"
     if trial.device in _ACCELERATORS:
