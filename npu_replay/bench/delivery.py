@@ -78,7 +78,7 @@ def main(
         rollout_nodes=rollout_nodes,
     )
     with screen.quiet("bench"):
-        screen.err().write(f"Measuring takes about {0.9 * (pairs + 2) + 5:.0f} s on two CPU cores\n")
+        screen.err().write(f"Measuring takes about {0.9 * (pairs + 2) + 5:.0f} s on two idle CPU cores\n")
         with screen.progress(3) as tell:
             found = measured(pairs, tell)
         result = {"planned": summary(planned), "rows": [asdict(row) for row in found]}

@@ -48,7 +48,7 @@ def main(
         where = pick(device)
         wanted = [part for part in cases.parts(where, pairs, quick=quick) if not only or part.subject in only]
         seconds = sum(part.seconds for part in wanted)
-        screen.err().write(f"Measuring takes about {_rounded(seconds)} on two CPU cores\n")
+        screen.err().write(f"Measuring takes about {_rounded(seconds)} on two idle CPU cores\n")
         begun = time.perf_counter()
         with screen.progress(len(wanted)) as tell:
             about, found = _measured(where, wanted, tell)

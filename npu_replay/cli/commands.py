@@ -227,7 +227,7 @@ def bench(
         ),
     ] = "",
     quick: Annotated[
-        bool, typer.Option("--quick", help="Smaller sizes, few rounds: some 20 s.", rich_help_panel=_WHAT)
+        bool, typer.Option("--quick", help="Smaller sizes, few rounds: about 30 s.", rich_help_panel=_WHAT)
     ] = False,
     pairs: Annotated[
         int | None,
@@ -270,7 +270,7 @@ def bench(
     force: ForceOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Measure what record and replay cost (about 3 minutes; --quick some 20 s); or plan how routes travel."""
+    """Measure what record and replay cost (about 2 min; --quick about 30 s); or plan how routes travel."""
     if delivery and only:
         raise typer.BadParameter("--delivery has no rows to choose from", param_hint="--only")
     pairs = pairs or (5 if quick else 50)
