@@ -170,7 +170,7 @@ def test_a_rank_that_hangs_ends_the_job_with_a_report(broken: tuple[int, Path, s
     results = tried(found)
     assert results.pop("replay") == {"FAIL"}
     assert results == {feature: {"PASS"} for feature in FEATURES[: FEATURES.index("replay")]}
-    assert "the features after it were not tried" in output
+    assert "the features after it were not tried" in " ".join(output.split())
 
 
 @pytest.mark.first_release
