@@ -82,19 +82,17 @@ class Table:
         """The widest column that can be folded gives way, blank by blank."""
         texts = list(zip(*rows, strict=True))
         widths = [max(len(line) for text in column for line in text.split("\n")) for column in texts]
-        least = [
-            max((len(word) for text in column for word in text.split()), default=0)
-            if number in self.numbers
-            else min(wide, _LEAST)
-            for number, (column, wide) in enumerate(zip(texts, widths, strict=True))
-        ]
-        while sum(widths) + len(_GAP) * (len(widths) - 1) > columns:
-            room, widest = max(
-                (one - low, number) for number, (one, low) in enumerate(zip(widths, least, strict=True))
-            )
-            if room <= 0:
-                break
-            widths[widest] -= 1
+        least = [min(wide, _LEAST) for wide in widths]
+        for whole in (True, False):  # first the titles of numbers, then what stands beside a number
+            for column in self.numbers:
+                title, *cells = texts[column]
+                words = [*title.split(), *(cells if whole else " ".join(cells).split())]
+                least[column] = max(map(len, words), default=0)
+            while sum(widths) + len(_GAP) * (len(widths) - 1) > columns:
+                room = [one - low for one, low in zip(widths, least, strict=True)]
+                if max(room) <= 0:
+                    break
+                widths[room.index(max(room))] -= 1
         return widths
 
 
