@@ -121,7 +121,7 @@ def parts(kind: str, count: int, *, quick: bool) -> list[Part]:
     splits = {8: "--tp 2 --pp 2 --ep 4", 4: "--tp 2 --pp 2 --ep 2", 2: "--tp 2 --ep 2", 1: ""}
     split = next(sizes for ranks, sizes in splits.items() if count % ranks == 0)
     torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {count}" if count > 1 else ""
-    smoke = f"{torchrun} -m npu_replay smoke {split} --recompute --device {kind} --json {{out}} --force"
+    smoke = f"{torchrun} -m npu_replay smoke {split} --recompute --device {kind} --out {{out}} --force"
     how = "quick" if quick else "full"
     return [
         *(tests[:1] if quick else tests),

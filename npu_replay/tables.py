@@ -1,19 +1,36 @@
-"""How all commands print: one table and one console; the same as plain text where rich isn't installed."""
+"""How all commands print: tables and lines, folded to the terminal's width, and in a pipe to 80 columns.
+
+rich, where it is installed, gives them colours; the text is the same with it and without.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-import sys
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from itertools import zip_longest
+from typing import Any, TypeAlias
 
-if TYPE_CHECKING:
-    from rich.console import Console, JustifyMethod, RenderableType
-    from rich.table import Table as RichTable
+from npu_replay import screen
 
 Cell: TypeAlias = "str | tuple[str, str]"
 """Text, or text and its style."""
+_GAP = "  "
+_LEAST = 10
+"""A column of words isn't made narrower than this."""
+
+
+def width() -> int:
+    """Columns that there are: COLUMNS, else the terminal's, else 80."""
+    asked = os.environ.get("COLUMNS", "")
+    if asked.isdecimal() and int(asked):
+        return int(asked)
+    with contextlib.suppress(OSError):  # no terminal
+        return os.get_terminal_size(screen.out().fileno()).columns or 80
+    return 80
 
 
 @dataclass(frozen=True)
@@ -22,10 +39,8 @@ class Table:
 
     Attributes:
         titles: one a column.
-        rows: a cell a column each; an empty row is a gap.
-        numbers: the columns that are set to the right.
-        ruled: is there a line below the titles?
-        space: blanks between columns.
+        rows: a cell a column each.
+        numbers: the columns that are set to the right, and in which no word is folded.
 
     >>> print(Table(("What", "Tokens"), [("record", "4,096"), (("replay", "bold"), "64")], range(1, 2)))
     What    Tokens
@@ -36,75 +51,117 @@ class Table:
     titles: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     numbers: range = range(0)
-    ruled: bool = False
-    space: int = 2
-
-    def __rich__(self) -> RichTable:
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table as RichTable
-
-        box = SIMPLE_HEAD if self.ruled else None
-        padding = (0, self.space - self.ruled, 0, 0)  # a box has a blank of its own
-        table = RichTable(box=box, pad_edge=False, padding=padding, header_style="bold")
-        for column, title in enumerate(self.titles):
-            justify: JustifyMethod = "right" if column in self.numbers else "left"
-            table.add_column(title, justify=justify, overflow="fold")
-        for row in self.rows:
-            if row:
-                table.add_row(*map(_styled, row))
-            else:
-                table.add_section()
-        return table
 
     def __str__(self) -> str:
-        rows = [self.titles, *([_plain(cell) for cell in row] for row in self.rows if row)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        set_to = [str.rjust if column in self.numbers else str.ljust for column in range(len(widths))]
-        cells = (
-            [put(cell, width) for put, cell, width in zip(set_to, row, widths, strict=True)] for row in rows
-        )
-        return "\n".join((" " * self.space).join(row).rstrip() for row in cells)
+        return "".join(text for text, _ in self.segments(80))
+
+    def segments(self, columns: int) -> Iterator[tuple[str, str]]:
+        """Pieces of text and their styles, in lines of so many columns, the last without its end."""
+        rows = [[(title, "bold") for title in self.titles], *(map(_styled, row) for row in self.rows)]
+        rows = [list(row) for row in rows]
+        widths = self._widths([[text for text, _ in row] for row in rows], columns)
+        for number, row in enumerate(rows):
+            folded = [_folded(text, wide) for (text, _), wide in zip(row, widths, strict=True)]
+            if not number:  # titles stand on the line above the cells
+                most = max(map(len, folded))
+                folded = [[""] * (most - len(lines)) + lines for lines in folded]
+            for line, cells in enumerate(zip_longest(*folded, fillvalue="")):
+                yield "\n" if number or line else "", ""
+                yield from self._line(cells, widths, [style for _, style in row])
+
+    def _line(self, cells: Sequence[str], widths: list[int], styles: list[str]) -> Iterator[tuple[str, str]]:
+        last = max((column for column, cell in enumerate(cells) if cell), default=-1)
+        for column, cell in enumerate(cells[: last + 1]):
+            blanks = " " * (widths[column] - len(cell))
+            before, after = (blanks, "") if column in self.numbers else ("", blanks)
+            yield (_GAP if column else "") + before, ""
+            yield cell, styles[column]
+            yield after if column < last else "", ""
+
+    def _widths(self, rows: list[list[str]], columns: int) -> list[int]:
+        """The widest column that can be folded gives way, blank by blank."""
+        texts = list(zip(*rows, strict=True))
+        widths = [max(len(line) for text in column for line in text.split("\n")) for column in texts]
+        least = [min(wide, _LEAST) for wide in widths]
+        for whole in (True, False):  # first the titles of numbers, then what stands beside a number
+            for column in self.numbers:
+                title, *cells = texts[column]
+                words = [*title.split(), *(cells if whole else " ".join(cells).split())]
+                least[column] = max(map(len, words), default=0)
+            while sum(widths) + len(_GAP) * (len(widths) - 1) > columns:
+                room = [one - low for one, low in zip(widths, least, strict=True)]
+                if max(room) <= 0:
+                    break
+                widths[room.index(max(room))] -= 1
+        return widths
 
 
 Part: TypeAlias = "Table | Cell | list[Cell]"
 """A table, or a line of one cell or several."""
 
 
-def show(parts: Iterable[Part], *, soft_wrap: bool = False) -> None:
-    """Print to the terminal, where rich isn't installed as plain text; with `soft_wrap` it is left to the
-    terminal to break long lines."""
+def show(parts: Iterable[Part]) -> None:
+    """Print to the user's screen; each part begins a line of its own."""
+    segments = list(_all(parts))
+    stream = screen.out()
     try:
-        console = terminal()
+        from rich.console import Console
+        from rich.text import Text
     except ImportError:
-        sys.stdout.write(f"{as_text(parts)}\n")
+        stream.write("".join(text for text, _ in segments))
     else:
-        console.print(*map(_styled, parts), sep="\n", soft_wrap=soft_wrap)
+        console = Console(file=stream, highlight=False)
+        with console.capture() as shown:  # written by rich, a closed pipe would end in its exit code
+            console.print(Text.assemble(*segments[:-1]), soft_wrap=True)
+        stream.write(shown.get())
+    stream.flush()
+
+
+def print_json(found: Any) -> None:
+    """One JSON document on stdout, from what json can write or from its text."""
+    screen.out().write(f"{found if isinstance(found, str) else to_json(found)}\n")
+    screen.out().flush()
+
+
+def to_json(found: Any) -> str:
+    """As commands print and write it."""
+    return json.dumps(found, indent=1)
 
 
 def as_text(parts: Iterable[Part]) -> str:
-    """The same, without rich."""
-    return "\n".join(map(_plain, parts))
+    """The same, without colours."""
+    return "".join(text for text, _ in _all(parts))[:-1]
 
 
-def terminal(*, stderr: bool = False) -> Console:
-    """The console that commands print to, as wide as the terminal."""
-    from rich.console import Console
-
-    # Nobody's terminal: a log, where 80 columns would break paths in two.
-    wide = not (sys.stderr if stderr else sys.stdout).isatty() and "COLUMNS" not in os.environ
-    return Console(stderr=stderr, width=110 if wide else None, highlight=False)
+def _all(parts: Iterable[Part]) -> Iterator[tuple[str, str]]:
+    columns = width()
+    for part in parts:
+        yield from part.segments(columns) if isinstance(part, Table) else _wrapped(part, columns)
+        yield "\n", ""
 
 
-def _styled(part: Part) -> RenderableType:
-    """As Text: a path may hold brackets, which are markup in a plain string."""
-    from rich.text import Text
+def _wrapped(part: Cell | list[Cell], columns: int) -> Iterator[tuple[str, str]]:
+    """A line of words, in which blanks become line ends; each cell keeps its length, and so its style."""
+    cells = [_styled(cell) for cell in (part if isinstance(part, list) else [part])]
+    text, start = wrapped("".join(cell for cell, _ in cells), columns), 0
+    for cell, style in cells:
+        yield text[start : start + len(cell)], style
+        start += len(cell)
 
-    if isinstance(part, Table):
-        return part
-    return Text.assemble(*part) if isinstance(part, list) else Text.assemble(part)
+
+def wrapped(text: str, columns: int, indent: str = "") -> str:
+    """Folded between words; a longer word, such as a path, stays whole."""
+    fold = textwrap.TextWrapper(
+        columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, expand_tabs=False
+    )
+    return "\n".join(fold.fill(line) for line in text.split("\n"))
 
 
-def _plain(part: Part) -> str:
-    if isinstance(part, list):
-        return "".join(map(_plain, part))
-    return part[0] if isinstance(part, tuple) else str(part)
+def _folded(text: str, columns: int) -> list[str]:
+    """In a cell a long word is folded too: the columns after it stay in their place."""
+    lines = [textwrap.wrap(line, columns, break_on_hyphens=False) or [""] for line in text.split("\n")]
+    return [line for some in lines for line in some]
+
+
+def _styled(cell: Cell) -> tuple[str, str]:
+    return (cell, "") if isinstance(cell, str) else cell

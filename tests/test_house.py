@@ -18,8 +18,9 @@ COMPAT = Path(npu_replay.compat.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs" / "dev" / "architecture.md"
 
 FLOORS = (
-    ("errors", "lazy", "torch_loading", "beside", "json_text", "tables"),
-    ("routes",),
+    ("errors", "lazy", "torch_loading", "beside", "json_text", "screen"),
+    ("routes", "tables"),
+    ("options",),
     ("routers",),
     ("rollout",),
     ("sessions",),

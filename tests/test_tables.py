@@ -1,4 +1,4 @@
-"""The table and the console of all commands."""
+"""The table and the lines of all commands."""
 
 from __future__ import annotations
 
@@ -6,53 +6,84 @@ import io
 import sys
 
 import pytest
-from rich.console import Console
 
-from npu_replay import tables
-from npu_replay.tables import Table, as_text, show, terminal
+from npu_replay.tables import Part, Table, as_text, show
 
-TABLE = Table(
-    ("What", "x base"), [("a", "1.00"), (), ("[bold]", ("10.00", "red"))], numbers=range(1, 2), ruled=True
-)
+NUMBERS = [("record", "1.00", "2,000"), ("[bold]", ("10.00", "red"), "1,234,567")]
+TABLE = Table(("What", "x base", "a title of\nmany words"), NUMBERS, numbers=range(1, 3))
+PARTS: list[Part] = [[("A: ", "bold"), "/tmp/[red]"], TABLE, "", ("the same", "green"), "[red]is no style"]
 
 
-@pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    file = io.StringIO()
-    monkeypatch.setattr(tables, "terminal", lambda: Console(width=40, file=file))
-    return file
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
-def lines(text: str) -> list[str]:
-    return [line.strip() for line in text.splitlines() if line.strip(" ─")]
+@pytest.fixture(autouse=True)
+def coloured(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
 
 
-def test_rich_and_plain_text_say_the_same(shown: io.StringIO) -> None:
-    parts = [[("A: ", "bold"), "/tmp/[red]"], TABLE, "", ("the same", "green"), "[red]is no style"]
+def shown(parts: list[Part], monkeypatch: pytest.MonkeyPatch, stream: io.StringIO) -> str:
+    monkeypatch.setattr(sys, "stdout", stream)
     show(parts)
-    assert lines(shown.getvalue()) == lines(as_text(parts))
-    assert lines(as_text(parts)) == [
-        *("A: /tmp/[red]", "What    x base", "a         1.00", "[bold]   10.00"),
-        *("the same", "[red]is no style"),
+    return stream.getvalue()
+
+
+def test_a_terminal_has_colours_and_a_pipe_the_same_text_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = shown(PARTS, monkeypatch, Terminal())
+    assert "\x1b[31m10.00\x1b[0m" in text
+    assert "\x1b[1mA: \x1b[0m/tmp/[red]\n" in text
+    assert shown(PARTS, monkeypatch, io.StringIO()) == as_text(PARTS) + "\n"
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    for stream in (io.StringIO(), Terminal()):
+        assert shown(PARTS, monkeypatch, stream) == as_text(PARTS) + "\n"
+    assert as_text(PARTS).splitlines() == [
+        "A: /tmp/[red]",
+        "                a title of",
+        "What    x base  many words",
+        "record    1.00       2,000",
+        "[bold]   10.00   1,234,567",
+        *("", "the same", "[red]is no style"),
     ]
 
 
-def test_a_long_word_is_folded_before_a_number(shown: io.StringIO) -> None:
-    show([Table(("Where", "Count"), [("/a/long/path" * 5, "1,234,567")], numbers=range(1, 2))])
-    text = shown.getvalue()
-    assert "1,234,567" in text
-    assert "".join(line.split()[0] for line in lines(text)[1:]) == "/a/long/path" * 5
+def test_no_color_takes_the_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[31m" not in shown(PARTS, monkeypatch, Terminal())
 
 
-def test_an_empty_row_is_a_gap(shown: io.StringIO) -> None:
-    show([TABLE])
-    rows = [line.strip() for line in shown.getvalue().splitlines()]
-    assert rows[rows.index("[bold]   10.00") - 1] == ""
+def test_words_fold_at_the_width_and_a_number_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "one two three four five six seven eight nine ten eleven"
+    table = Table(("Why", "Count", "Where"), [(words, "1,234,567", "/a/long/path" * 5)], numbers=range(1, 2))
+    for columns in ("80", "60", "44"):
+        monkeypatch.setenv("COLUMNS", columns)
+        lines = as_text([table]).splitlines()
+        assert max(map(len, lines)) <= int(columns)
+        assert "1,234,567" in lines[1]
+        assert "…" not in as_text([table])
+        column = lines[1].index("/a/long")
+        assert "".join(line[column:].strip() for line in lines[1:]) == "/a/long/path" * 5
+        assert " ".join(" ".join(line[:column].split()) for line in lines[1:]).replace(
+            " 1,234,567", ""
+        ).split() == (words.split())
 
 
-def test_a_log_is_wider_than_an_unknown_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
+def test_a_line_folds_between_words_and_a_path_stays_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    parts: list[Part] = [[("refused: ", "bold"), "rows of layer 3 in /a/very/long/path/to/a-file.npy"]]
+    assert as_text(parts).splitlines() == [
+        *("refused: rows of", "layer 3 in", "/a/very/long/path/to/a-file.npy"),
+    ]
+    assert shown(parts, monkeypatch, Terminal()).startswith("\x1b[1mrefused: \x1b[0mrows of\n")
+
+
+def test_a_pipe_has_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS")
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    assert terminal().width == 110
-    monkeypatch.setenv("COLUMNS", "90")
-    assert terminal().width == 90
+    assert max(map(len, as_text(["word " * 40]).splitlines())) == 79

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from npu_replay.tables import Table, terminal
+from npu_replay import tables
 
 COLOURS = {"none": "#b3452c", "R2": "#3b6ea5", "R3": "#2f8a5b", "TIS": "#d9822b", "TIS+R3": "#7b3fa0"}
 PANELS = {
@@ -96,7 +96,7 @@ def show(result: dict[str, Any]) -> None:
                 f"{sum(mean(every, name) for name in parts(every)):.1f}",
             )
         )
-    terminal().print(Table(titles.split("|"), rows, numbers=range(1, 12), ruled=True))
+    tables.show([tables.Table(titles.split("|"), rows, numbers=range(1, 12))])
 
 
 def summary(rows: Sequence[Row]) -> str:

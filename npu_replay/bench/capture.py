@@ -45,6 +45,6 @@ def sizes() -> str:
     """What a step adds, in words."""
     layer = TOKENS * TOPK * 4
     return (
-        f"capture: {TOKENS} tokens, {LAYERS} layers, top-{TOPK}: a layer, a copy of {layer:,} bytes; "
+        f"{TOKENS} tokens, {LAYERS} layers, top-{TOPK}: a layer, a copy of {layer:,} bytes; "
         f"a step, a fill and, over tensor-parallel ranks, an all_reduce of {LAYERS * layer:,} bytes"
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
@@ -14,8 +16,8 @@ from torch import nn
 
 import npu_replay
 from npu_replay import RoutedExperts
-from npu_replay.bench import capture, decode, gather, layout
-from npu_replay.bench.timing import Case, Way
+from npu_replay.bench import capture, decode, gather, imports, layout
+from npu_replay.bench.timing import Case, Row, Way, rows
 from npu_replay.demo import megatron_model
 from npu_replay.routes import inputs
 from npu_replay.sessions import router_calls, seam
@@ -28,20 +30,62 @@ STEP: dict[str, Any] = {"num_layers": 2, "hidden_size": 128, "num_moe_experts": 
 LENGTH = 512
 
 
-def cases(device: torch.device, pairs: int) -> Iterator[Case]:
-    """All cases that are timed in this process, router forward first; each is built when it is asked for."""
-    megatron_model.start(device)
-    few = max(3, pairs // 10)
-    for tokens in TOKENS:
-        yield _router(tokens, device, pairs)
-    yield _others(device, pairs)
-    yield Case("gather", gather.tokens(), gather.ways(), pairs)
-    yield Case("decode", decode.TOKENS, decode.ways(), max(5, pairs // 5))
-    yield Case("capture", capture.TOKENS, capture.ways(device), pairs, device=device)
-    for tokens in TOKENS:
-        yield _step(tokens, device, few)
-    yield _inputs(TOKENS[-1], device, few)
-    yield _layout(layout.TOKENS, device, few)
+@dataclass(frozen=True)
+class Part:
+    """Something to measure, made when it is its turn.
+
+    Attributes:
+        what: as in `Row`.
+        title: what is said when it begins.
+        seconds: about how long it takes on two cores of a CPU.
+    """
+
+    what: str
+    title: str
+    seconds: float
+    measure: Callable[[], Iterable[Row]]
+
+    @property
+    def subject(self) -> str:
+        return self.what.replace(" ", "-")
+
+
+def parts(device: torch.device, pairs: int, *, quick: bool) -> Iterator[Part]:
+    """All that is measured, router forward first; `quick` leaves out the large sizes."""
+    few, sizes = max(3, pairs // 10), TOKENS[:2] if quick else TOKENS
+    long = min(layout.TOKENS, 4096) if quick else layout.TOKENS
+
+    def part(
+        what: str, tokens: int, start: float, round_: float, rounds: int, build: Callable[[], Case]
+    ) -> Part:
+        title = f"{what}, {tokens:,} tokens" if tokens > 1 else what
+        return Part(what, title, start + round_ * (rounds + 2), lambda: _measured(build()))
+
+    for tokens in sizes:
+        build = functools.partial(_router, tokens, device, pairs)
+        yield part("router", tokens, 2, 0.08 + tokens * 6e-5, pairs, build)
+    yield part("other top-k", 1, 0, 0.005, pairs, lambda: _others(device, pairs))
+    yield part("gather", 0, 8, 0.01, pairs, lambda: Case("gather", gather.tokens(), gather.ways(), pairs))
+    some = max(5, pairs // 5)
+    yield part(
+        "decode", decode.TOKENS, 2, 0.15, some, lambda: Case("decode", decode.TOKENS, decode.ways(), some)
+    )
+    yield part(
+        *("capture", capture.TOKENS, 0, 0.18, pairs),
+        lambda: Case("capture", capture.TOKENS, capture.ways(device), pairs, device=device),
+    )
+    for tokens in sizes:
+        build = functools.partial(_step, tokens, device, few)
+        yield part("step", tokens, 0.3, 0.1 + tokens * 5.5e-4, few, build)
+    for what, tokens, make in (("inputs", sizes[-1], _inputs), ("layout", long, _layout)):
+        yield part(what, tokens, 0.2, tokens * 5e-5, few, functools.partial(make, tokens, device, few))
+    tries = max(3, pairs // 5)
+    seconds = 1.5 * (tries + 1)
+    yield Part("import", "import", seconds, lambda: rows("import", 0, imports.times(tries)))
+
+
+def _measured(case: Case) -> Iterable[Row]:
+    return rows(case.what, case.tokens, case.measure())
 
 
 class Routers(nn.Module):

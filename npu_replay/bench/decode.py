@@ -46,7 +46,7 @@ def sizes(microseconds: dict[str, float]) -> str:
     speeds = [f"{way} {ids / spent / 1e3:.2f}" for way, spent in microseconds.items() if spent]
     peaks = [f"{way.name} {_peak(way) / ids:.2f} x" for way in ways()[1:3]]
     return (
-        f"decode: {TOKENS:,} tokens, {MODEL.num_layers} layers, top-{MODEL.topk} of {MODEL.num_experts}; "
+        f"{TOKENS:,} tokens, {MODEL.num_layers} layers, top-{MODEL.topk} of {MODEL.num_experts}; "
         f"10^9 ids a second: {', '.join(speeds)}\n"
         f"memory beside the answer, of one byte an id: {', '.join(peaks)}"
     )

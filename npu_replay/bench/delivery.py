@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from npu_replay import DecoderLayers, ParallelLayout, RoutedExperts, RoutedModel, TokenLayout, delivery
+from npu_replay import (
+    DecoderLayers,
+    ParallelLayout,
+    RoutedExperts,
+    RoutedModel,
+    TokenLayout,
+    delivery,
+    screen,
+)
 from npu_replay.bench.timing import Case, Row, Way, rows
 from npu_replay.compat import ray
 from npu_replay.delivery.plan import Load, Plan, plan
 from npu_replay.delivery.references import seal
 from npu_replay.devices import one_thread
-from npu_replay.routes.atomic_file import check_place, write_whole
-from npu_replay.tables import Cell, Table, terminal
+from npu_replay.options import check_out
+from npu_replay.routes.atomic_file import write_whole
+from npu_replay.tables import Cell, Part, Table, print_json, show, to_json
 
 SAMPLES, TOKENS = 16, 8192
 LAYERS, TOPK, EXPERTS = 48, 8, 128
@@ -49,6 +57,7 @@ def main(
     pairs: int,
     out: Path | None,
     force: bool,
+    as_json: bool = False,
 ) -> tuple[Plan, list[Row]]:
     """Plan, measure, print both, and write them to `out` as JSON if one is given.
 
@@ -57,8 +66,7 @@ def main(
         stages: first_stage and last_stage of DecoderLayers.
         samples, length: of a step; each has so many tokens.
     """
-    if out is not None:
-        check_place(out, overwrite=force)
+    check_out(out, force=force)
     moe = [int(layer in model.layers) for layer in range(model.num_layers)]
     decoder = DecoderLayers(model.num_layers, moe_layer_freq=moe, **stages)
     planned = plan(
@@ -69,22 +77,31 @@ def main(
         ranks_a_node=ranks_a_node,
         rollout_nodes=rollout_nodes,
     )
-    console = terminal()
-    console.print(
-        f"Planned: {planned.ranks:,} ranks on {planned.nodes:,} nodes, {planned.tokens:,} tokens a step, "
-        f"{_gigabytes(planned.unique)} GB of ids",
-        table(planned),
-        sep="\n",
-        soft_wrap=True,
-    )
-    found = measured(pairs)
-    said = f"Measured here: {SAMPLES} samples of {TOKENS:,} tokens, {LAYERS} layers, one thread"
-    console.print(said, measured_table(found), *verdicts(found), sep="\n", soft_wrap=True)
-    if out is not None:
+    with screen.quiet("bench"):
+        screen.err().write(f"Measuring takes about {0.9 * (pairs + 2) + 5:.0f} s on two idle CPU cores\n")
+        with screen.progress(3) as tell:
+            found = measured(pairs, tell)
         result = {"planned": summary(planned), "rows": [asdict(row) for row in found]}
-        write_whole(out, json.dumps(result, indent=1).encode(), overwrite=force)
-        console.print(f"Wrote {out}", soft_wrap=True)
+        if as_json:
+            print_json(result)
+        else:
+            show(_shown(planned, found))
+    if out is not None:
+        write_whole(out, to_json(result).encode(), overwrite=force)
+        screen.err().write(f"Wrote {out}\n")
     return planned, found
+
+
+def _shown(planned: Plan, found: list[Row]) -> Iterator[Part]:
+    yield (
+        f"Planned: {planned.ranks:,} ranks on {planned.nodes:,} nodes, {planned.tokens:,} tokens a step, "
+        f"{_gigabytes(planned.unique)} GB of ids"
+    )
+    yield table(planned)
+    yield ""
+    yield f"Measured here: {SAMPLES} samples of {TOKENS:,} tokens, {LAYERS} layers, one thread"
+    yield measured_table(found)
+    yield from verdicts(found)
 
 
 def summary(planned: Plan) -> dict[str, Any]:
@@ -118,7 +135,7 @@ def table(planned: Plan) -> Table:
         (name, *(f"{way[name]:,}" if name.startswith("reads") else _gigabytes(way[name]) for way in ways))
         for name in ways[0]
     ]
-    return Table(("GB a step", *(load.way for load in planned.loads)), lines, range(1, 4), ruled=True)
+    return Table(("GB a step", *(load.way for load in planned.loads)), lines, range(1, 4))
 
 
 def _gigabytes(count: int) -> str:
@@ -132,7 +149,7 @@ def measured_table(found: list[Row]) -> Table:
          f"{row.ratio_low:.2f}-{row.ratio_high:.2f}")
         for row in found
     ]  # fmt: skip
-    return Table(("", "way", "ms", "x copy", "quartiles"), lines, range(2, 5), ruled=True)
+    return Table(("", "way", "ms", "x copy", "quartiles"), lines, range(2, 5))
 
 
 def verdicts(found: list[Row]) -> list[Cell]:
@@ -146,11 +163,12 @@ def verdicts(found: list[Row]) -> list[Cell]:
     ]
 
 
-def measured(rounds: int) -> list[Row]:
-    """Every part, over so many rounds."""
+def measured(rounds: int, tell: Callable[[str], None]) -> list[Row]:
+    """Every part, over so many rounds; `tell` is called with each."""
     with one_thread(), tempfile.TemporaryDirectory() as folder, _carriers(folder) as carriers:
         found: list[Row] = []
         for what, ways in (("put", puts(carriers)), ("fetch", fetches(carriers)), ("gather", gathers())):
+            tell(what)
             case = Case(what, SAMPLES * TOKENS, ways, rounds)
             found += rows(what, case.tokens, case.measure())
     return found

@@ -45,7 +45,7 @@ def sizes() -> str:
     sent = len(whole.to_bytes())
     stage = len(layout.gather(samples, layers=STAGE).to_bytes())
     return (
-        f"gather: {len(samples)} sequences, {len(whole):,} tokens, {LAYERS} layers, top-{TOPK} of {EXPERTS}; "
+        f"{len(samples)} sequences, {len(whole):,} tokens, {LAYERS} layers, top-{TOPK} of {EXPERTS}; "
         f"take is numpy's\n"
         f"bytes: {held:,} held ({held / len(whole):.1f} a token), {sent:,} sent in one piece, "
         f"{stage:,} to a rank with {len(STAGE)} of the layers"

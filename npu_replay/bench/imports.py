@@ -40,7 +40,7 @@ def least(over: dict[str, float]) -> str:
     """The fastest of the processes in words, from microseconds beyond torch at the end of each step.
 
     >>> least({"then npu_replay": 2300.0})
-    'import, least of all processes, in ms beyond torch: then npu_replay 2.3'
+    'least of all processes, in ms beyond torch: then npu_replay 2.3'
     """
     parts = (f"{name} {1e-3 * beyond:,.1f}" for name, beyond in over.items())
-    return f"import, least of all processes, in ms beyond torch: {', '.join(parts)}"
+    return f"least of all processes, in ms beyond torch: {', '.join(parts)}"

@@ -1,53 +1,75 @@
 """npu-replay bench: what record, replay and layouts cost, as ratios within one run.
 
-The table shows the median of the rounds' ratios to the first way, and the quartiles beside it.
+A table shows the median of the rounds' ratios to the first way, and the quartiles beside it.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from npu_replay import screen
 from npu_replay.bench import capture, cases, decode, gather, imports
-from npu_replay.bench.timing import Row, rows
+from npu_replay.bench.timing import Row
 from npu_replay.compat import probe
+from npu_replay.demo import megatron_model
 from npu_replay.devices import megatron_on, name_of, one_thread, pick
-from npu_replay.routes.atomic_file import check_place, write_whole
-from npu_replay.tables import Table, terminal
+from npu_replay.options import check_out
+from npu_replay.routes.atomic_file import write_whole
+from npu_replay.tables import Part, Table, print_json, show, to_json
 
 
-def main(*, device: str, pairs: int, out: Path | None, force: bool) -> list[Row]:
-    """Measure, print the table, and write it to `out` as JSON if one is given."""
+def main(
+    *,
+    device: str,
+    pairs: int,
+    out: Path | None,
+    force: bool,
+    only: Sequence[str] = (),
+    quick: bool = False,
+    as_json: bool = False,
+) -> list[Row]:
+    """Measure and print a table a subject, or JSON; and write JSON to `out` if it is given.
+
+    Args:
+        pairs: rounds of the quick cases.
+        only: subjects; without any all of them.
+        quick: leave out the large sizes.
+    """
     probe.require(probe.MEGATRON, "npu-replay bench")
-    if out is not None:
-        check_place(out, overwrite=force)
-    from rich.progress import Progress
-
-    console = terminal()
-    with Progress(console=console, transient=True) as bar:
-        task = bar.add_task("measuring", total=None)
-        about, found = measured(pick(device), pairs, lambda title: bar.update(task, description=title))
-    console.print(_heading(about), soft_wrap=True)
-    console.print(_table(found))
-    console.print(
-        gather.sizes(),
-        capture.sizes(),
-        decode.sizes({row.way: row.microseconds for row in found if row.what == "decode"}),
-        imports.least({row.way: row.over_least for row in found if row.what == "import" and row.over}),
-        sep="\n",
-        soft_wrap=True,
-    )
-    if out is not None:
+    check_out(out, force=force)
+    with screen.quiet("bench"):
+        where = pick(device)
+        wanted = [part for part in cases.parts(where, pairs, quick=quick) if not only or part.subject in only]
+        seconds = sum(part.seconds for part in wanted)
+        screen.err().write(f"Measuring takes about {_rounded(seconds)} on two idle CPU cores\n")
+        begun = time.perf_counter()
+        with screen.progress(len(wanted)) as tell:
+            about, found = _measured(where, wanted, tell)
+        screen.err().write(f"Measured in {time.perf_counter() - begun:.0f} s\n")
         result = {"about": about, "rows": [asdict(row) for row in found]}
-        write_whole(out, json.dumps(result, indent=1).encode(), overwrite=force)
-        console.print(f"Wrote {out}", soft_wrap=True)
+        if as_json:
+            print_json(result)
+        else:
+            show(_shown(about, found))
+    if out is not None:
+        write_whole(out, to_json(result).encode(), overwrite=force)
+        screen.err().write(f"Wrote {out}\n")
     return found
+
+
+def _rounded(seconds: float) -> str:
+    """
+    >>> _rounded(43), _rounded(191)
+    ('40 s', '3 min')
+    """
+    return f"{max(1, round(seconds / 60))} min" if seconds > 90 else f"{max(5, round(seconds, -1)):.0f} s"
 
 
 def measured(
@@ -60,13 +82,18 @@ def measured(
         pairs: rounds of the quick cases.
         tell: called with what is measured next.
     """
+    return _measured(device, list(cases.parts(device, pairs, quick=False)), tell)
+
+
+def _measured(
+    device: torch.device, wanted: Sequence[cases.Part], tell: Callable[[str], None]
+) -> tuple[dict[str, Any], list[Row]]:
     found: list[Row] = []
     with one_thread(), megatron_on(device):
-        for case in cases.cases(device, pairs):
-            tell(f"{case.what}, {case.tokens:,} tokens")
-            found += rows(case.what, case.tokens, case.measure())
-        tell("import")
-        found += rows("import", 0, imports.times(max(3, pairs // 5)))
+        megatron_model.start(device)
+        for part in wanted:
+            tell(part.title)
+            found += part.measure()
         import megatron.core
 
         about = {
@@ -80,31 +107,51 @@ def measured(
     return about, found
 
 
-def _heading(about: dict[str, Any]) -> str:
-    router, step = about["router"], about["step"]
-    return (
+def _shown(about: dict[str, Any], found: list[Row]) -> Iterator[Part]:
+    yield (
         f"{about['device']}, {about['threads']} threads, torch {about['torch']}, "
-        f"Megatron-core {about['megatron-core']}\n"
-        f"router: hidden {router['hidden_size']}, top-{router['moe_router_topk']} of "
-        f"{router['num_moe_experts']}; forward with grad, inside an open block\n"
-        f"step: {step['num_layers']} layers, hidden {step['hidden_size']}, top-{step['moe_router_topk']} of "
-        f"{step['num_moe_experts']}; forward, backward, block opened and closed"
+        f"Megatron-core {about['megatron-core']}"
     )
+    for what, group in itertools.groupby(found, key=lambda row: row.what):
+        mine = list(group)
+        yield from ("", (what, "bold"))
+        yield from _words(what, about, mine)
+        yield _table(mine)
 
 
-def _table(found: list[Row]) -> Table:
+def _words(what: str, about: dict[str, Any], mine: list[Row]) -> Iterator[str]:
+    """What was measured, and what else is known of it."""
+    router, step = about["router"], about["step"]
+    words: dict[str, Callable[[], str]] = {
+        "router": lambda: (
+            f"hidden {router['hidden_size']}, top-{router['moe_router_topk']} of "
+            f"{router['num_moe_experts']}; forward with grad, inside an open block"
+        ),
+        "other top-k": lambda: "one of torch's that is no routing",
+        "gather": gather.sizes,
+        "decode": lambda: decode.sizes({row.way: row.microseconds for row in mine}),
+        "capture": capture.sizes,
+        "step": lambda: (
+            f"{step['num_layers']} layers, hidden {step['hidden_size']}, top-{step['moe_router_topk']} of "
+            f"{step['num_moe_experts']}; forward, backward, block opened and closed"
+        ),
+        "inputs": lambda: "the tokens of a micro-batch, held against the routes, by its forward",
+        "layout": lambda: "the rows of a micro-batch, read off its preprocessing, by its forward",
+        "import": lambda: imports.least({row.way: row.over_least for row in mine if row.over}),
+    }
+    yield words[what]()
+
+
+def _table(mine: list[Row]) -> Table:
+    sizes = {row.tokens for row in mine}
     lines: list[tuple[str, ...]] = []
-    for (what, tokens), group in itertools.groupby(found, key=lambda row: (row.what, row.tokens)):
-        first, *others = group
-        lines.append(
-            (what, f"{tokens:,}" if tokens else "", first.way, _figure(first.microseconds), *[""] * 3)
-        )
-        for row in others:
-            against = f"{row.ratio:.2f}", f"{row.ratio_low:.2f}-{row.ratio_high:.2f}"
-            lines.append(("", "", row.way, _figure(row.microseconds), _figure(row.over, "+"), *against))
-        lines.append(())
-    titles = ("", "tokens", "way", "µs a call", "over base", "x base", "quartiles")
-    return Table(titles, lines[:-1], numbers=range(3, 7), ruled=True)
+    for tokens, group in itertools.groupby(mine, key=lambda row: row.tokens):
+        for number, row in enumerate(group):
+            size = (f"{tokens:,}" if not number else "",) if len(sizes) > 1 else ()
+            over = (_figure(row.over, "+"), f"{row.ratio:.2f}", f"{row.ratio_low:.2f}-{row.ratio_high:.2f}")
+            lines.append((*size, row.way, _figure(row.microseconds), *(over if number else [""] * 3)))
+    titles = (*(["tokens"] if len(sizes) > 1 else []), "way", "µs a call", "over base", "x base", "quartiles")
+    return Table(titles, lines, numbers=range(len(titles) - 4, len(titles)))
 
 
 def _figure(microseconds: float, sign: str = "") -> str:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 
+from npu_replay.cli.exits import FAULT, INTERRUPTED, exit_code, leave_pipe
+from npu_replay.errors import ReplayError
 from npu_replay.lazy import lazy
+from npu_replay.options import message
 
 ALONE = {
     "doctor": "npu_replay.doctor.diagnose:run_command_line",
@@ -18,18 +21,38 @@ _MISSING = (
 
 
 def main() -> None:
-    """Run the command that sys.argv asks for; exits 2 where it needs typer or rich and one is missing."""
+    """Run the command that sys.argv asks for."""
+    try:
+        try:
+            _run()
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+    except BrokenPipeError:
+        leave_pipe()
+
+
+def _run() -> None:
     try:
         import rich  # noqa: F401 - typer has worked without it
         import typer  # noqa: F401
     except ImportError as error:
         command = next(iter(sys.argv[1:]), "")
         if command in ALONE:
-            lazy(ALONE[command])(sys.argv[2:])
+            _alone(command)
         extra = "demo" if command == "demo" else "cli"
         asked = f"npu-replay {command}".rstrip()
         print(_MISSING.format(command=asked, error=error, extra=extra), file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(FAULT) from None
     from npu_replay.cli.commands import app
 
     app()
+
+
+def _alone(command: str) -> None:
+    try:
+        lazy(ALONE[command])(sys.argv[2:])
+    except ReplayError as error:
+        print(f"Error: {message(error)}", file=sys.stderr)
+        raise SystemExit(exit_code(error)) from None

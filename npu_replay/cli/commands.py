@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect as signatures
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,18 +11,18 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from npu_replay.doctor import ABOUT as DOCTOR
+from npu_replay import bench as benches
+from npu_replay import doctor as doctors
+from npu_replay import options
+from npu_replay.cli.exits import FAULT, exit_code, leave_pipe
 from npu_replay.errors import ReplayError
-from npu_replay.smoke.options import ABOUT as SMOKE
-from npu_replay.smoke.options import Device
-from npu_replay.tables import show, terminal
+from npu_replay.lazy import lazy
+from npu_replay.options import Device, Option, check_out, ending, message
+from npu_replay.smoke import options as smokes
+from npu_replay.tables import print_json, show
 
 _DEBUG = "npu_replay.debug"
-_PASSED_ON: dict[str, Any] = {
-    "add_help_option": False,
-    "context_settings": {"ignore_unknown_options": True, "allow_extra_args": True},
-}
-"""For the commands that read their options by themselves: they work without typer too."""
+_CODES = "Exit codes: 0 all is well, 1 a fault was found, 2 the command line is wrong, 130 Ctrl-C."
 
 
 class DemoEngine(str, Enum):
@@ -28,29 +30,47 @@ class DemoEngine(str, Enum):
     vllm = "vllm"
 
 
-class _Commands(typer.core.TyperGroup):
+class _Shown:
+    """In --help, no type beside a flag."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for one in found:
+            if getattr(one, "is_flag", False):
+                one.metavar = ""
+        return found
+
+
+class _Command(_Shown, typer.core.TyperCommand):
+    pass
+
+
+class _Commands(_Shown, typer.core.TyperGroup):
     """Shows what a user can mend as one message; --debug shows where it came from."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:
+            leave_pipe()
         except (ReplayError, ModuleNotFoundError) as error:
             if ctx.meta.get(_DEBUG):
                 raise
             # Anything else is a fault of npu_replay's, and keeps its traceback.
             _show(error)
-            raise typer.Exit(1) from None
+            raise typer.Exit(exit_code(error)) from None
 
 
 def _show(error: Exception) -> None:
+    from rich.console import Console
     from rich.text import Text
 
     if isinstance(error, ReplayError):
-        message, hint = str(error).removeprefix("[npu_replay] "), "--debug shows where it came from"
+        said, hint = message(error), "--debug shows where it came from"
     else:
-        message, hint = str(error), "npu-replay doctor says what is missing, and how to get it"
-    console = terminal(stderr=True)
-    console.print(Text.assemble(("Error: ", "bold red"), message), soft_wrap=True)
+        said, hint = str(error), "npu-replay doctor says what is missing, and how to get it"
+    console = Console(stderr=True, highlight=False)
+    console.print(Text.assemble(("Error: ", "bold red"), said), soft_wrap=True)
     console.print(Text(hint, "dim"), soft_wrap=True)
 
 
@@ -58,8 +78,8 @@ app = typer.Typer(
     name="npu-replay",
     cls=_Commands,
     help="Routing replay for mixture-of-experts reinforcement learning.",
+    epilog=ending("docs/cli.md", "npu-replay doctor", "npu-replay demo") + f"\n\n{_CODES}",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -78,17 +98,65 @@ def _print_version(value: bool) -> None:
         raise typer.Exit
 
 
-DeviceOption = Annotated[
-    Device, typer.Option(help="Where to run; auto takes an accelerator if there is one.")
-]
-ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite what an earlier run wrote.")]
+def _typed(option: Option, **more: Any) -> Any:
+    """typer's kind of an option."""
+    shown = None if issubclass(option.type, Enum) else option.metavar
+    return typer.Option(
+        option.flag, help=option.words, metavar=shown, rich_help_panel=option.group or None, **more
+    )
+
+
+def _out(words: str, metavar: str = "FILE", **more: Any) -> Any:
+    return _typed(options.report(words, metavar)[1], **more)
+
+
+_NUMBERS = "JSON file for the numbers."
+_JSON, _, _FORCE = options.report("")
+_WHAT, _JOB = "What to measure", "With --delivery: the job whose routes travel"
+DeviceOption = Annotated[Device, _typed(options.DEVICE)]
+JsonOption = Annotated[bool, _typed(_JSON)]
+ForceOption = Annotated[bool, _typed(_FORCE)]
 DebugOption = Annotated[
     bool, typer.Option("--debug", callback=_set_debug, help="Show the traceback of an error.")
 ]
-SizeOption = Annotated[int, typer.Option(min=1, help="Ranks of this axis (vp: virtual stages of a rank).")]
 VersionOption = Annotated[
     bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
 ]
+ConfigOption = Annotated[
+    Path | None, typer.Option(metavar="PATH", help="The model's config.json, or its folder.")
+]
+
+
+def _job(words: str) -> Any:
+    return typer.Option(min=1, metavar="N", help=words, rich_help_panel=_JOB)
+
+
+SizeOption = Annotated[int, _job("Ranks of this axis.")]
+
+
+def _add(name: str, about: str, spec: Sequence[Option], end: str, run: str) -> None:
+    """A command that also works without typer: its options are written for both."""
+
+    def command(**given: Any) -> None:
+        del given["debug"]
+        lazy(run)(**{key: one.value if isinstance(one, Enum) else one for key, one in given.items()})
+
+    types: dict[str, Any] = {
+        one.name: Annotated[one.type if one.default is not None else one.type | None, _typed(one)]
+        for one in spec
+    }
+    types["debug"] = DebugOption
+    defaults = {one.name: one.default for one in spec} | {"debug": False}
+    command.__annotations__ = types
+    command.__signature__ = signatures.Signature(  # type: ignore[attr-defined]
+        [
+            signatures.Parameter(
+                key, signatures.Parameter.KEYWORD_ONLY, default=defaults[key], annotation=types[key]
+            )
+            for key in types
+        ]
+    )
+    app.command(name, cls=_Command, help=about, epilog=end)(command)
 
 
 @app.callback()
@@ -96,64 +164,128 @@ def everything(debug: DebugOption = False, version: VersionOption = False) -> No
     """Take the options that stand before a command."""
 
 
-@app.command()
+@app.command(
+    cls=_Command,
+    epilog=ending("docs/cli.md", "npu-replay demo", "npu-replay demo --steps 2 --out /tmp/demo --force"),
+)
 def demo(
     device: DeviceOption = Device.auto,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps, with and without replay.")] = 8,
-    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the figures and numbers.")] = Path(
-        "npu_replay_demo"
-    ),
-    seed: Annotated[int, typer.Option(help="Seed of the weights and of the sampling.")] = 0,
+    steps: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Training steps, with and without replay.")
+    ] = 8,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the weights and of the sampling.")] = 0,
     engine: Annotated[DemoEngine, typer.Option(help="What rolls out.")] = DemoEngine.transformers,
+    as_json: JsonOption = False,
+    out: Annotated[
+        Path, _out("Folder for demo.json, demo.png and demo.log.", "FOLDER", file_okay=False)
+    ] = Path("npu_replay_demo"),
     force: ForceOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Train a small MoE model with and without replay, and show the difference."""
+    """Train a small MoE model with and without replay, and show the difference (about 15 s on a CPU)."""
     from npu_replay.demo.run import main
 
-    main(device=device.value, steps=steps, out=out, seed=seed, force=force, engine=engine.value)
+    main(
+        device=device.value,
+        steps=steps,
+        out=out,
+        seed=seed,
+        force=force,
+        engine=engine.value,
+        as_json=as_json,
+    )
 
 
-@app.command(help=DOCTOR, **_PASSED_ON)
-def doctor(ctx: typer.Context, debug: DebugOption = False) -> None:
-    from npu_replay.doctor.diagnose import run_command_line
-
-    run_command_line(ctx.args)
+_add("doctor", doctors.ABOUT, doctors.OPTIONS, doctors.END, "npu_replay.doctor.diagnose:run")
 
 
-@app.command()
+def _subjects(value: str) -> str:
+    unknown = [name for name in value.split(",") if value and name not in benches.SUBJECTS]
+    if unknown:
+        raise typer.BadParameter(f"{', '.join(unknown)}: there are {', '.join(benches.SUBJECTS)}")
+    return value
+
+
+@app.command(
+    cls=_Command,
+    epilog=ending(
+        "docs/dev/performance.md",
+        "npu-replay bench --quick",
+        "npu-replay bench --only router,step --out bench.json",
+    ),
+)
 def bench(
-    device: DeviceOption = Device.auto,
-    pairs: Annotated[int, typer.Option(min=1, help="Interleaved pairs of runs to take the median of.")] = 50,
-    out: Annotated[Path | None, typer.Option(dir_okay=False, help="JSON file for the numbers.")] = None,
-    force: ForceOption = False,
-    delivery: Annotated[
-        bool, typer.Option("--delivery", help="What routes cost on their way to the ranks, for this job:")
+    only: Annotated[
+        str,
+        typer.Option(
+            metavar="ROW[,ROW]",
+            help=f"These alone, of {', '.join(benches.SUBJECTS)}.",
+            callback=_subjects,
+            autocompletion=lambda: list(benches.SUBJECTS),
+            rich_help_panel=_WHAT,
+            show_default=False,
+        ),
+    ] = "",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Smaller sizes, few rounds: about 30 s.", rich_help_panel=_WHAT)
     ] = False,
-    config: Annotated[Path | None, typer.Option(help="The model's config.json, or its folder.")] = None,
-    layers: Annotated[int, typer.Option(min=1, help="Without a config: MoE layers.")] = 48,
-    topk: Annotated[int, typer.Option(min=1, help="Without a config: experts a token.")] = 8,
-    experts: Annotated[int, typer.Option(min=1, help="Without a config: experts of a layer.")] = 128,
-    samples: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 512,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 8192,
+    pairs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Rounds to take the median of; 50, or 5 with --quick.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    device: DeviceOption = Device.auto,
+    delivery: Annotated[
+        bool,
+        typer.Option(
+            "--delivery", help="Instead, what routes cost on their way to the ranks.", rich_help_panel=_WHAT
+        ),
+    ] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="The model's config.json, or its folder.", rich_help_panel=_JOB),
+    ] = None,
+    layers: Annotated[int, _job("Without a config: MoE layers.")] = 48,
+    topk: Annotated[int, _job("Without a config: experts a token.")] = 8,
+    experts: Annotated[int, _job("Without a config: experts of a layer.")] = 128,
+    samples: Annotated[int, _job("Samples of a step.")] = 512,
+    length: Annotated[int, _job("Tokens of each.")] = 8192,
     tp: SizeOption = 1,
     cp: SizeOption = 1,
     pp: SizeOption = 1,
-    vp: SizeOption = 1,
+    vp: Annotated[int, _job("Virtual stages of a pipeline rank.")] = 1,
     dp: SizeOption = 1,
-    first_stage: Annotated[int | None, typer.Option(help="Layers of the first pipeline rank.")] = None,
-    last_stage: Annotated[int | None, typer.Option(help="Layers of the last.")] = None,
-    ranks_a_node: Annotated[int, typer.Option(min=1, help="Ranks that share a node.")] = 8,
+    first_stage: Annotated[int | None, _job("Layers of the first pipeline rank.")] = None,
+    last_stage: Annotated[int | None, _job("Layers of the last.")] = None,
+    ranks_a_node: Annotated[int, _job("Ranks that share a node.")] = 8,
     rollout_nodes: Annotated[
-        int | None, typer.Option(min=1, help="Nodes of the rollout, if they are others than the training's.")
+        int | None, _job("Nodes of the rollout, if they are others than the training's.")
     ] = None,
+    as_json: JsonOption = False,
+    out: Annotated[Path | None, _out(_NUMBERS, dir_okay=False)] = None,
+    force: ForceOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Measure what record and replay cost a router's forward; or plan and measure how routes travel."""
+    """Measure what record and replay cost (about 2 min; --quick about 30 s); or plan how routes travel."""
+    if delivery and only:
+        raise typer.BadParameter("--delivery has no rows to choose from", param_hint="--only")
+    pairs = pairs or (5 if quick else 50)
     if not delivery:
         from npu_replay.bench.run import main
 
-        main(device=device.value, pairs=pairs, out=out, force=force)
+        main(
+            device=device.value,
+            pairs=pairs,
+            only=tuple(only.split(",")) if only else (),
+            quick=quick,
+            as_json=as_json,
+            out=out,
+            force=force,
+        )
         return
     from npu_replay.bench import delivery as on_the_way
     from npu_replay.rollout.model_config import RoutedModel
@@ -171,6 +303,7 @@ def bench(
         ranks_a_node=ranks_a_node,
         rollout_nodes=rollout_nodes,
         pairs=pairs,
+        as_json=as_json,
         out=out,
         force=force,
     )
@@ -184,7 +317,14 @@ class RolloutEngine(str, Enum):
     sglang = "sglang"
 
 
-@app.command()
+@app.command(
+    cls=_Command,
+    epilog=ending(
+        "docs/inspect.md",
+        "npu-replay inspect answer.json --config config.json --out picture.png",
+        "npu-replay inspect routes --json",
+    ),
+)
 def inspect(
     path: Annotated[
         Path,
@@ -192,7 +332,7 @@ def inspect(
             metavar="FILE", help="A file of routes, a folder of them, an .npy array, or an engine's answer."
         ),
     ],
-    config: Annotated[Path | None, typer.Option(help="The model's config.json, or its folder.")] = None,
+    config: ConfigOption = None,
     engine: Annotated[
         RolloutEngine, typer.Option(help="Which engine made it; auto finds out, for an answer.")
     ] = RolloutEngine.auto,
@@ -200,26 +340,30 @@ def inspect(
         str, typer.Option(metavar="V", help="The engine's release, such as 0.23.0: for likelier causes.")
     ] = "",
     prompt_ids: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="JSON of the prompt's token ids, or a list of such.")
+        Path | None,
+        typer.Option(
+            dir_okay=False, metavar="FILE", help="JSON of the prompt's token ids, or a list of such."
+        ),
     ] = None,
     output_ids: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="The same of the sampled ids.")
+        Path | None, typer.Option(dir_okay=False, metavar="FILE", help="The same of the sampled ids.")
     ] = None,
-    start: Annotated[int, typer.Option(min=0, help="Which token the first row is of.")] = 0,
+    start: Annotated[int, typer.Option(min=0, metavar="N", help="Which token the first row is of.")] = 0,
     sample: Annotated[
         str | None, typer.Option(metavar="KEY", help="One sample of a folder, one completion of an answer.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(dir_okay=False, help="PNG file for the picture.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program.")] = False,
+    as_json: JsonOption = False,
+    out: Annotated[
+        Path | None, _out("PNG file for the picture, or .json for the findings.", dir_okay=False)
+    ] = None,
     force: ForceOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Say what a file or an engine's answer holds, and whether its routes are right (else exits 1)."""
     from npu_replay.inspection.inspection import inspect as look
-    from npu_replay.routes.atomic_file import check_place, write_whole
+    from npu_replay.routes.atomic_file import write_whole
 
-    if out is not None:
-        check_place(out, overwrite=force)
+    check_out(out, force=force)
     found = look(
         path,
         config=config,
@@ -231,7 +375,7 @@ def inspect(
         sample=sample,
     )
     if as_json:
-        typer.echo(found.to_json())
+        print_json(found.to_json())
     else:
         from npu_replay.inspection.show import parts
 
@@ -239,34 +383,37 @@ def inspect(
     if out is not None:
         from npu_replay.inspection import plots
 
-        write_whole(out, plots.routes(found), overwrite=force)
-    raise typer.Exit(0 if found.good else 1)
+        whole = found.to_json().encode() if out.suffix == ".json" else plots.routes(found)
+        write_whole(out, whole, overwrite=force)
+    raise typer.Exit(0 if found.good else FAULT)
 
 
-@app.command()
+@app.command(
+    cls=_Command,
+    epilog=ending(
+        "docs/inspect.md", "npu-replay compare rollout trainer", "npu-replay compare a.routes b.routes --json"
+    ),
+)
 def compare(
     a: Annotated[Path, typer.Argument(metavar="A", help="A file of routes, or a folder of them.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="The same kind of thing, to hold against it.")],
-    json: Annotated[
-        Path | None, typer.Option(dir_okay=False, metavar="FILE", help="JSON file for the numbers.")
-    ] = None,
+    as_json: JsonOption = False,
+    out: Annotated[Path | None, _out(_NUMBERS, dir_okay=False)] = None,
     force: ForceOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Say how far two sets of routes of the same tokens are apart (exits 0 if they differ, too)."""
     from npu_replay.inspection.compare import compare_paths, parts
-    from npu_replay.routes.atomic_file import check_place, write_whole
+    from npu_replay.routes.atomic_file import write_whole
 
-    if json is not None:
-        check_place(json, overwrite=force)
+    check_out(out, force=force)
     found = compare_paths(a, b)
-    show(parts(found), soft_wrap=True)
-    if json is not None:
-        write_whole(json, found.to_json().encode(), overwrite=force)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        show(parts(found))
+    if out is not None:
+        write_whole(out, found.to_json().encode(), overwrite=force)
 
 
-@app.command(help=SMOKE, **_PASSED_ON)
-def smoke(ctx: typer.Context, debug: DebugOption = False) -> None:
-    from npu_replay.smoke.run import run_command_line
-
-    run_command_line(ctx.args)
+_add("smoke", smokes.ABOUT, smokes.OPTIONS, smokes.END, "npu_replay.smoke.run:run")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Callable
 from dataclasses import asdict
@@ -12,21 +11,29 @@ from typing import Any
 import torch
 
 import npu_replay
+from npu_replay import screen
 from npu_replay.compat import probe
-from npu_replay.demo import megatron_model, vllm_engine
+from npu_replay.demo import megatron_model, tables, vllm_engine
 from npu_replay.demo.rollout import qwen3_moe, roll_out
 from npu_replay.demo.trainer import Trainer
 from npu_replay.demo.weights import like
 from npu_replay.devices import megatron_on, one_thread, pick
-from npu_replay.errors import ReplayError
-from npu_replay.routes.atomic_file import check_place, write_whole
-from npu_replay.tables import terminal
+from npu_replay.options import WrongOption, check_out
+from npu_replay.routes.atomic_file import write_whole
+from npu_replay.tables import print_json, show, to_json
 
-JSON, PNG = "demo.json", "demo.png"
+JSON, PNG, LOG = "demo.json", "demo.png", "demo.log"
 
 
 def main(
-    *, device: str, steps: int, out: Path, seed: int, force: bool, engine: str = "transformers"
+    *,
+    device: str,
+    steps: int,
+    out: Path,
+    seed: int,
+    force: bool,
+    engine: str = "transformers",
+    as_json: bool = False,
 ) -> dict[str, Any]:
     """Run the demo, print its tables and write demo.json and demo.png into `out`.
 
@@ -42,29 +49,30 @@ def main(
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ReplayError(
+        raise WrongOption(
             f"the folder can't be made ({error})", where=str(out), cause="another --out is meant"
         ) from error
     for name in (JSON, PNG):
-        check_place(out / name, overwrite=force)
-    from npu_replay.demo import tables
-    from npu_replay.inspection import plots
+        check_out(out / name, force=force)
+    with screen.quiet("demo", out / LOG):
+        from npu_replay.inspection import plots
 
-    console = terminal()
-    with one_thread(), megatron_on(where := pick(device)), tables.progress(console, steps) as advance:
-        result = run(where, steps, seed, engine, advance)
-    for table in tables.tables(result):
-        console.print(table)
-    write_whole(out / JSON, json.dumps(result, indent=1).encode(), overwrite=force)
-    write_whole(out / PNG, plots.demo(result), overwrite=force)
-    console.print(f"Wrote {out / JSON} and {out / PNG}", soft_wrap=True)
+        with one_thread(), megatron_on(where := pick(device)), screen.progress(5) as tell:
+            result = run(where, steps, seed, engine, tell)
+        if as_json:
+            print_json(result)
+        else:
+            show(tables.parts(result))
+        write_whole(out / JSON, to_json(result).encode(), overwrite=force)
+        write_whole(out / PNG, plots.demo(result), overwrite=force)
+    screen.err().write(f"Wrote {out / JSON} and {out / PNG}\n")
     return result
 
 
 def run(
-    device: torch.device, steps: int, seed: int, engine: str, advance: Callable[..., None]
+    device: torch.device, steps: int, seed: int, engine: str, advance: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The job itself; `advance` is told of each part that begins, and called at each step."""
+    """The job itself; `advance` is told of each part that begins."""
     import megatron.core
     import transformers
 
@@ -101,7 +109,7 @@ def run(
     ):
         advance(f"{steps} optimizer steps, {title}")
         model.load_state_dict(start, strict=False)
-        updates[name] = trainer.update(old, routes, steps, advance)
+        updates[name] = trainer.update(old, routes, steps)
     return {
         "settings": {"seed": seed, "steps": steps, "device": str(device), "tokens": len(sampled)},
         "versions": {

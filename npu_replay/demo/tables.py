@@ -1,37 +1,15 @@
-"""The demo's two tables and its progress, for people."""
+"""The demo's two tables, for people."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console, Group
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.text import Text
-
 from npu_replay.inspection.plots import NAMES
-from npu_replay.tables import Table
+from npu_replay.tables import Part, Table
 
 
-@contextlib.contextmanager
-def progress(console: Console, steps: int) -> Iterator[Callable[..., None]]:
-    """A progress display for a block; call it with a title at each part, without at a step."""
-    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("starting", total=2 + 3 * (steps + 1))
-
-        def advance(title: str | None = None) -> None:
-            if title is not None:
-                bar.update(task, description=title)
-                if not console.is_terminal:
-                    console.print(f"  {title}")
-            bar.advance(task)
-
-        yield advance
-
-
-def tables(result: dict[str, Any]) -> list[Group]:
+def parts(result: dict[str, Any]) -> Iterator[Part]:
     """Rollout against trainer, and the update."""
     about, settings = result["versions"], result["settings"]
     steps = settings["steps"]
@@ -55,27 +33,28 @@ def tables(result: dict[str, Any]) -> list[Group]:
         )
         for name, row in result["updates"].items()
     ]
-    return [
-        _titled(
-            f"Rollout: {about['rollout']}, bfloat16. "
-            f"Trainer: Megatron-core {about['megatron-core']}, float32.\n"
-            f"Their difference over {settings['tokens']} sampled tokens:",
-            "trainer | router mismatch | tokens with one | KL, nats | largest log-prob\ndifference, nats",
-            against,
-        ),
-        _titled(
-            f"The policy over {steps} optimizer steps on one batch.\n"
-            "Ratio and KL are against the trainer's log-probs before step 1:",
-            f"update | token-layers flipped\nfrom step 1 to {steps} | ratio at\nstep 1 | "
-            f"ratio at step {steps},\nmin to max | KL, nats",
-            updates,
-        ),
-    ]
-
-
-def _titled(heading: str, titles: str, rows: Sequence[Sequence[str]]) -> Group:
-    table = Table(titles.split(" | "), rows, numbers=range(1, 5), ruled=True, space=3)
-    return Group(Text(heading, "bold"), table)
+    numbers = range(1, 5)
+    heading = (
+        f"Rollout: {about['rollout']}, bfloat16. Trainer: Megatron-core {about['megatron-core']}, float32.\n"
+        f"Their difference over {settings['tokens']} sampled tokens:"
+    )
+    yield heading, "bold"
+    titles = (
+        "trainer",
+        "router mismatch",
+        "tokens with one",
+        "KL, nats",
+        "largest log-prob\ndifference, nats",
+    )
+    yield Table(titles, against, numbers)
+    yield ""
+    heading = (
+        f"The policy over {steps} optimizer steps on one batch.\n"
+        "Ratio and KL are against the trainer's log-probs before step 1:"
+    )
+    yield heading, "bold"
+    flipped, last = f"token-layers flipped\nfrom step 1 to {steps}", f"ratio at step {steps},\nmin to max"
+    yield Table(("update", flipped, "ratio at\nstep 1", last, "KL, nats"), updates, numbers)
 
 
 def _span(low: float, high: float) -> str:

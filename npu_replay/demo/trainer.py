@@ -83,14 +83,11 @@ class Trainer:
             log_probs = torch.cat(list(map(self._log_probs, self.batches)))
         return log_probs.cpu(), recording.routes
 
-    def update(
-        self, old: torch.Tensor, routes: Routes, steps: int, advance: Callable[[], object]
-    ) -> dict[str, Any]:
+    def update(self, old: torch.Tensor, routes: Routes, steps: int) -> dict[str, Any]:
         """Take clipped policy-gradient steps on the batch; what happened to routes and ratio at each.
 
         Args:
             old: the log-probs before the first step, float32 [sampled].
-            advance: called after each step.
         """
         optimizer = torch.optim.Adam(self.model.parameters(), lr=LEARNING_RATE)
         history: dict[str, list[float]] = {
@@ -106,7 +103,6 @@ class Trainer:
             for kept, figure in zip(history.values(), now, strict=True):
                 kept.append(figure)
             optimizer.step()
-            advance()
         return history | {"token_layers": flips.token_layers}
 
     def _watched(

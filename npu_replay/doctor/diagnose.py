@@ -8,7 +8,6 @@ its own: what is missing or renamed inside a module shows only when it is import
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
@@ -22,16 +21,18 @@ from typing import TypeVar
 
 import torch
 
+from npu_replay import options
 from npu_replay.compat import torch_npu
 from npu_replay.compat.mindspeed import features as mindspeed
 from npu_replay.compat.patching import import_hook, switches
 from npu_replay.compat.probe import Capability, Product
 from npu_replay.devices import ACCELERATORS
-from npu_replay.doctor import ABOUT, self_test
+from npu_replay.doctor import ABOUT, END, OPTIONS, self_test
 from npu_replay.doctor.report import Report, report
 from npu_replay.doctor.self_test import Outcome
 from npu_replay.errors import ReplayError
-from npu_replay.tables import Cell, Part, Table, show
+from npu_replay.routes.atomic_file import write_whole
+from npu_replay.tables import Cell, Part, Table, print_json, show
 
 _Answer = TypeVar("_Answer")
 
@@ -171,7 +172,7 @@ def _tried(capability: Capability, trials: dict[str, Outcome]) -> Capability:
     if trial is None:
         return capability
     if not trial.problem:
-        why = f"tried: recorded, replayed, recomputed in {trial.seconds:.2f} s"
+        why = f"tried: recorded, replayed, recomputed, {trial.seconds:.2f} s"
         return replace(capability, state="works", why=why, remedy="")
     remedy = "this is a fault of npu_replay or of this torch: please report it, with npu-replay doctor --json"
     if trial.device in _ACCELERATORS:
@@ -268,15 +269,19 @@ _STYLES = {"native": "green", "works": "green", "shimmed": "yellow", "missing": 
 
 def run_command_line(arguments: Sequence[str]) -> None:
     """The command; exits 0 if replay works here, else 1."""
-    parser = argparse.ArgumentParser(prog="npu-replay doctor", description=ABOUT)
-    parser.add_argument("--json", action="store_true", help="Print JSON for a program.")
-    parser.add_argument("--imports", action="store_true", help="Also import transformers (some seconds).")
-    options = parser.parse_args(arguments)
-    diagnosis = diagnose(imports=options.imports)
-    if options.json:
-        sys.stdout.write(f"{diagnosis.to_json()}\n")
+    run(**options.read("doctor", OPTIONS, arguments, ABOUT, END))
+
+
+def run(*, imports: bool, json: bool, out: Path | None, force: bool) -> None:
+    """The same, with the options read."""
+    options.check_out(out, force=force)
+    diagnosis = diagnose(imports=imports)
+    if json:
+        print_json(diagnosis.to_json())
     else:
         show(parts(diagnosis))
+    if out is not None:
+        write_whole(out, diagnosis.to_json().encode(), overwrite=force)
     raise SystemExit(0 if diagnosis.works else 1)
 
 

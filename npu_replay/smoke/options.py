@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
+
+from npu_replay import options
+from npu_replay.options import Option
 
 ABOUT = "Try routing replay on this stack, device and split (exits 1 if something fails)."
 SIZES = {
@@ -19,20 +19,6 @@ SIZES = {
     "vp": "Virtual stages of each pipeline rank.",
     "etp": "Tensor parallel ranks within experts.",
 }
-_SWITCHES = {
-    "--recompute": "Try full activation recompute too.",
-    "--sequence-parallel": "On by itself with --tp 2 or more: Megatron trains no MoE layers without.",
-    "--force": "Overwrite what an earlier run wrote.",
-}
-
-
-class Device(str, Enum):
-    """Where to run."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-    npu = "npu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +88,8 @@ class Options(Split):
     recompute: bool = False
     sequence_parallel: bool = False
     device: str = "auto"
-    json: Path | None = None
+    json: bool = False
+    out: Path | None = None
     force: bool = False
     patience: float = 60.0
 
@@ -127,9 +114,29 @@ class Options(Split):
                 f"{'is' if processes == 1 else 'are'} {processes}: torchrun --nproc-per-node {self.multiple} "
                 "(a multiple of tp * cp * pp and of etp * ep * pp; count those of all nodes)"
             )
-        if self.json is not None and os.path.exists(self.json) and not self.force:
-            return f"{self.json} is there already and is not overwritten; --force does"
+        try:
+            options.check_out(self.out, force=self.force)
+        except options.WrongOption as error:
+            return options.message(error)
         return ""
+
+
+_SPLIT = "The job's split"
+OPTIONS = (
+    *(Option(name, 1, words, group=_SPLIT) for name, words in SIZES.items()),
+    Option(
+        "sequence_parallel", False, "On by itself with --tp 2 or more, as Megatron wants it.", group=_SPLIT
+    ),
+    options.DEVICE,
+    Option("recompute", False, "Try full activation recompute too."),
+    Option("patience", 60.0, "Seconds that a rank waits for another before it says so.", metavar="SECONDS"),
+    *options.report("JSON file for the results, to attach to a report."),
+)
+END = options.ending(
+    "docs/smoke.md",
+    "python -m npu_replay smoke --recompute",
+    "torchrun --nproc-per-node 4 -m npu_replay smoke --tp 2 --pp 2 --out smoke.json",
+)
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -138,16 +145,4 @@ def parse(arguments: Sequence[str]) -> Options:
     >>> parse(["--tp", "2", "--recompute"]).tp
     2
     """
-    parser = argparse.ArgumentParser(prog="npu-replay smoke", description=ABOUT)
-    for name, words in SIZES.items():
-        parser.add_argument(f"--{name}", type=int, default=1, help=words)
-    for flag, words in _SWITCHES.items():
-        parser.add_argument(flag, action="store_true", help=words)
-    devices = [device.value for device in Device]
-    where = "Where to run; auto takes an accelerator if there is one."
-    parser.add_argument("--device", choices=devices, default="auto", help=where)
-    report = "JSON file for the results, to attach to a report."
-    parser.add_argument("--json", type=Path, metavar="FILE", help=report)
-    waits = "Seconds that a rank waits for another before it says so."
-    parser.add_argument("--patience", type=float, default=Options.patience, help=waits)
-    return Options(**vars(parser.parse_args(arguments)))
+    return Options(**options.read("smoke", OPTIONS, arguments, ABOUT, END))

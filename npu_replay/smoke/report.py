@@ -20,6 +20,7 @@ from npu_replay.compat import probe
 from npu_replay.devices import name_of
 from npu_replay.smoke.model import TOPK
 from npu_replay.smoke.options import SIZES, Options
+from npu_replay.tables import width, wrapped
 
 SCHEMA = 1
 KIND = "npu_replay smoke"
@@ -115,7 +116,7 @@ class Report:
             where += f", CANN {about['cann']}"
         processes = f"{self.processes} process{'es' if self.processes > 1 else ''}"
         what = ", ".join(filter(None, (processes, sizes)))
-        return f"npu-replay smoke: {what}, on {where}\n{', '.join(names)}"
+        return wrapped(f"npu-replay smoke: {what}, on {where}\n{', '.join(names)}", width())
 
     def lines(self, feature: str) -> str:
         """The line of a feature; for a failure one for each way of routing that fails."""
@@ -126,8 +127,8 @@ class Report:
         tried = [one for one in mine if one.result == PASS]
         if not tried:
             return _line(SKIP, feature, mine[0].why)
-        cases = f"{', '.join(one.case for one in tried)}: " if tried[0].case else ""
         skipped = [f"{one.case} not tried: {one.why}" for one in mine if one.result == SKIP]
+        cases = f"{', '.join(one.case for one in tried)}: " if skipped else ""
         return _line(PASS, feature, "; ".join([cases + tried[0].why, *skipped]))
 
     def verdict(self) -> str:
@@ -143,7 +144,7 @@ class Report:
 
 
 def _line(result: str, feature: str, why: str) -> str:
-    return f"{result}  {feature:<{_WIDTH}} {why}"
+    return wrapped(f"{result}  {feature:<{_WIDTH}} {why}", width(), " " * (_WIDTH + 7))
 
 
 def _told(one: Result) -> str:

@@ -1,6 +1,6 @@
 """npu-replay smoke: does routing replay work on this stack, over these processes and on this device?
 
-    torchrun --nproc-per-node 4 -m npu_replay smoke --tp 2 --pp 2 --ep 2 --recompute --json smoke.json
+    torchrun --nproc-per-node 4 -m npu_replay smoke --tp 2 --pp 2 --ep 2 --recompute --out smoke.json
 
 Needs torch, numpy and a Megatron-core that can be imported, no more.
 """
@@ -10,15 +10,14 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 import npu_replay
+from npu_replay import screen
 from npu_replay.devices import megatron_on, one_thread
 from npu_replay.errors import ReplayError
 from npu_replay.routes.atomic_file import write_whole
@@ -27,6 +26,7 @@ from npu_replay.smoke.job import Job, Verdict, Watch, Wrong, caught, first_to_fa
 from npu_replay.smoke.model import ROUTINGS, Routing
 from npu_replay.smoke.options import Options, parse
 from npu_replay.smoke.report import FAIL, PASS, SKIP, Report, Result
+from npu_replay.tables import print_json
 
 USAGE = 2
 """Exit code for sizes that don't fit, the same as for a command line that can't be read."""
@@ -34,15 +34,14 @@ USAGE = 2
 
 def main(options: Options) -> int:
     """Run all features, print a line for each on rank 0, and write the JSON; return the exit code."""
-    _, world = place()
+    rank, world = place()
     if problem := options.problem(world):
-        say(f"npu-replay smoke: {problem}", to=sys.stderr)
+        say(f"npu-replay smoke: {problem}", to=screen.err())
         return USAGE
-    smoke = Smoke(options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron's, of every rank
+    with screen.quiet(f"smoke-rank{rank}", told=rank == 0):
+        smoke = Smoke(options)
         smoke.run()
-    return smoke.end()
+        return smoke.end()
 
 
 def run_command_line(arguments: Sequence[str]) -> None:
@@ -50,12 +49,16 @@ def run_command_line(arguments: Sequence[str]) -> None:
     raise SystemExit(main(parse(arguments)))
 
 
-def say(text: str, to: Any = None) -> None:
+def run(**given: Any) -> None:
+    """The same, with the options read."""
+    raise SystemExit(main(Options(**given)))
+
+
+def say(text: str, to: TextIO) -> None:
     """Rank 0 speaks."""
     if place()[0] == 0:
-        stream = to or sys.stdout
-        stream.write(text + "\n")
-        stream.flush()
+        to.write(text + "\n")
+        to.flush()
 
 
 class Smoke:
@@ -79,12 +82,12 @@ class Smoke:
         try:
             self._job = Job(self._options)
         except Exception as error:  # noqa: BLE001  whatever fails here is the finding
-            say(self.report.heading() + "\n")
+            self._say(self.report.heading() + "\n")
             verdict = caught(error)
             self._note([Result("start", "", FAIL, verdict.problem, trace=verdict.trace)])
             return
         self.report.device = self._job.device
-        say(self.report.heading() + "\n")
+        self._say(self.report.heading() + "\n")
         self._watch = Watch(self._job, self._conclude)
         topk = torch.topk, torch.Tensor.topk
         with one_thread(), megatron_on(self._job.device):
@@ -97,16 +100,22 @@ class Smoke:
     def end(self) -> int:
         """Write the JSON, say the verdict, and return the exit code."""
         code = 0 if self.report.passed else 1
-        say(f"\n{self.report.verdict()}")
-        path = self._options.json
-        if path is not None and place()[0] == 0:
+        self._say(f"\n{self.report.verdict()}")
+        if place()[0]:
+            return code
+        if self._options.json:
+            print_json(self.report.to_json())
+        if (path := self._options.out) is not None:
             try:
                 write_whole(path, self.report.to_json().encode(), overwrite=self._options.force)
-                say(f"Wrote {path}")
+                self._say(f"Wrote {path}")
             except ReplayError as error:
-                say(str(error), to=sys.stderr)
+                say(str(error), to=screen.err())
                 code = 1
         return code
+
+    def _say(self, text: str) -> None:
+        say(text, to=screen.err() if self._options.json else screen.out())
 
     def _start(self) -> Examination:
         self._job.initialise()
@@ -177,7 +186,7 @@ class Smoke:
 
     def _note(self, results: list[Result]) -> None:
         self.report.results += results
-        say(self.report.lines(results[0].feature))
+        self._say(self.report.lines(results[0].feature))
 
     def _conclude(self, feature: str, reason: str) -> None:
         """On the thread of the watch: the main thread is in a collective that nobody will complete."""

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import npu_replay
-from npu_replay.bench import cases
+from npu_replay.bench import SUBJECTS, cases
 from npu_replay.bench import decode as bench_decode
 from npu_replay.bench import gather as bench_gather
 from npu_replay.bench import layout as bench_layout
 from npu_replay.bench import run as bench
+from npu_replay.cli import commands
 from npu_replay.sessions import router_calls, seam
 
 pytestmark = [pytest.mark.megatron, pytest.mark.first_release, pytest.mark.usefixtures("megatron")]
@@ -80,6 +81,14 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
     assert seam.guard._holders == 0
     bench_gather.rollout.cache_clear()
     bench_decode.sample.cache_clear()
+
+
+@pytest.mark.parametrize(("pairs", "quick"), [(50, False), (5, True)])
+def test_the_help_says_the_duration_that_the_bench_says(pairs: int, quick: bool) -> None:
+    parts = list(cases.parts(torch.device("cpu"), pairs, quick=quick))
+    assert list(dict.fromkeys(part.subject for part in parts)) == list(SUBJECTS)
+    said = str(commands.bench.__doc__).split(";")[quick]
+    assert f"about {bench._rounded(sum(part.seconds for part in parts))}" in said
 
 
 def test_a_layout_is_read_once_for_batches_of_the_same_lengths(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,5 +63,5 @@ def test_the_demo_can_be_run_again(clone: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         assert f'"steps": {steps}' in (clone / "out" / "demo" / "demo.json").read_text()
     given = script(clone, "demo.sh", "--steps", "1", "--out", str(clone / "out" / "demo"))
-    assert given.returncode == 1
+    assert given.returncode == 2
     assert "not overwritten" in given.stderr

@@ -219,7 +219,7 @@ def main(folder: Path, options: Options) -> int:
 
 def hang(job: Job, folder: Path, options: Options) -> None:
     """A rank that never comes back: the job has to end all the same, with its report."""
-    asked = replace(options, recompute=False, json=folder / "one_rank_hangs.json")
+    asked = replace(options, recompute=False, out=folder / "one_rank_hangs.json")
     job.store = dist.PrefixStore("hang", job.store)
 
     def hanging(trial: Any) -> Any:

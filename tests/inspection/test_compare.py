@@ -69,9 +69,9 @@ def table(result: Result) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows if len(row) == 4 and (row[0].isdigit() or row[0] == "all")}
 
 
-def refused(result: Result) -> str:
+def refused(result: Result, code: int = 1) -> str:
     """The one line of an error."""
-    assert result.exit_code == 1
+    assert result.exit_code == code
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.stdout == ""
     line, _hint = result.stderr.splitlines()
@@ -204,16 +204,17 @@ def test_folders_with_nothing_in_common_or_one_key_for_other_tokens_are_refused(
 
 def test_json_says_the_same_and_is_not_overwritten_unasked(put: Put, run: Run, tmp_path: Path) -> None:
     a, b, out = put(routes()), put(others()), tmp_path / "out.json"
-    assert run(a, b, "--json", out).exit_code == 0
+    assert run(a, b, "--out", out).exit_code == 0
     said = json.loads(out.read_text())
+    assert json.loads(run(a, b, "--json").stdout) == said
     assert (said["a"], said["b"], said["samples"], said["tokens"]) == (str(a), str(b), 1, TOKENS)
     assert (said["token_share"], said["expert_share"]) == (15 / 300, 20 / 1200)
     assert [(layer["layer"], layer["differing"]) for layer in said["layers"]] == [(1, 0), (2, 10), (5, 5)]
     counts = {"token_layers": 100, "differing": 10, "experts": 400, "differing_experts": 10}
     assert said["layers"][1] == {"layer": 2, "token_share": 0.1, "expert_share": 0.025} | counts
-    assert "--force" in refused(run(a, a, "--json", out))
+    assert "--force" in refused(run(a, a, "--out", out), code=2)
     assert json.loads(out.read_text()) == said
-    assert run(a, a, "--json", out, "--force").exit_code == 0
+    assert run(a, a, "--out", out, "--force").exit_code == 0
     assert json.loads(out.read_text())["differing"] == 0
 
 

@@ -670,7 +670,7 @@ def test_the_picture_shows_what_is_wrong(desk: Desk) -> None:
 def test_a_picture_is_not_overwritten_unasked(desk: Desk, run: Callable[..., Result]) -> None:
     out, path = desk.put(b"mine", "picture.png"), desk.put(desk.rows)
     result = run(path, "--out", out)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "--force" in result.stderr
     assert result.stdout == ""  # before the work, not after it
     assert out.read_bytes() == b"mine"

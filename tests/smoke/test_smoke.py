@@ -60,7 +60,10 @@ def test_the_model_fits_its_split(sizes: dict[str, int]) -> None:
         (["--vp", "2"], "--vp needs a pipeline"),
         (["--sequence-parallel"], "--sequence-parallel needs --tp 2 or more"),
         (["--patience", "0"], "--patience is a number of seconds above 0"),
-        (["--json", __file__], "is there already and is not overwritten; --force does"),
+        (
+            ["--out", __file__],
+            "is not overwritten. Usual cause: an earlier run; pass overwrite=True (--force on the",
+        ),
     ],
 )
 def test_what_cant_be_run_exits_2_and_rank_0_says_why(
@@ -79,7 +82,7 @@ def test_every_option_reaches_the_run_with_typer_too(monkeypatch: pytest.MonkeyP
     seen: list[Options] = []
     monkeypatch.setattr(smoke, "main", lambda options: seen.append(options) or 0)
     arguments = [item for name in ("tp", "pp", "ep", "cp", "vp", "etp") for item in (f"--{name}", "3")]
-    arguments += ["--recompute", "--sequence-parallel", "--device", "npu", "--json", "x", "--force"]
+    arguments += ["--recompute", "--sequence-parallel", "--device", "npu", "--json", "--out", "x", "--force"]
     arguments += ["--patience", "7"]
     for given in ([], arguments):
         result = CliRunner().invoke(app, ["smoke", "--debug", *given])
@@ -95,7 +98,7 @@ def test_help_and_errors_are_the_command_lines_own(arguments: list[str]) -> None
     result = CliRunner().invoke(app, ["smoke", *arguments])
     asked = arguments[0] in ("--help", "-h")
     assert result.exit_code == (0 if asked else 2)
-    assert "usage: npu-replay smoke" in (result.stdout if asked else result.stderr)
+    assert "Usage: npu-replay smoke" in (result.stdout if asked else result.stderr)
 
 
 def test_it_runs_where_typer_and_rich_are_missing() -> None:
@@ -122,7 +125,7 @@ def test_a_start_that_fails_is_a_result_too(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     file = tmp_path / "smoke.json"
-    assert smoke.main(Options(device="cpu", json=file)) == 1
+    assert smoke.main(Options(device="cpu", out=file)) == 1
     assert "FAIL  start         ZeroDivisionError: division by zero" in capsys.readouterr().out
     found = json.loads(file.read_text())
     assert [(one["feature"], one["result"]) for one in found["results"]] == [("start", FAIL)]

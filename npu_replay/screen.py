@@ -1,0 +1,117 @@
+"""Where commands print, while what torch, Megatron-core and transformers print goes to a log.
+
+They warn by `warnings`, by loggers that keep the stderr of their import, by print, and from C++. All of that
+ends in the file descriptors 1 and 2, so these are what is turned aside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+_kept: dict[str, TextIO] = {}
+"""Of stdout and stderr, while they are turned aside, what the user sees."""
+
+
+def out() -> TextIO:
+    """stdout, as the user sees it."""
+    return _kept.get("stdout", sys.stdout)
+
+
+def err() -> TextIO:
+    """stderr, as the user sees it."""
+    return _kept.get("stderr", sys.stderr)
+
+
+@contextlib.contextmanager
+def quiet(name: str, log: Path | None = None, *, told: bool = True) -> Iterator[None]:
+    """A block in which only `out` and `err` reach the user.
+
+    Args:
+        name: of the command.
+        log: takes the rest; without it a new file in the temporary folder does, which is taken away if it
+            stays empty.
+        told: name the log on stderr. First, since a crash in C++ leaves no time for it.
+    """
+    with contextlib.ExitStack() as stack:
+        if log is None:
+            descriptor, place = tempfile.mkstemp(prefix=f"npu-replay-{name}-", suffix=".log")
+            file = stack.enter_context(open(descriptor, "a", buffering=1, encoding="utf-8"))
+            stack.callback(_drop_if_empty, Path(place))
+        else:
+            file, place = stack.enter_context(log.open("w", buffering=1, encoding="utf-8")), str(log)
+        if told:
+            err().write(f"Warnings of torch, Megatron and others go to {place}\n")
+        for stream, descriptor in (("stdout", 1), ("stderr", 2)):
+            stack.enter_context(_turned(stream, descriptor, file))
+        yield
+
+
+@contextlib.contextmanager
+def _turned(name: str, descriptor: int, log: TextIO) -> Iterator[None]:
+    stream: TextIO = getattr(sys, name)
+    stream.flush()
+    before = os.dup(descriptor)
+    real = _descriptor(stream) == descriptor  # not so in a test, which has a stream of its own
+    kept = os.fdopen(os.dup(before), "w", encoding=stream.encoding, errors=stream.errors) if real else stream
+    os.dup2(log.fileno(), descriptor)
+    _kept[name] = kept
+    setattr(sys, name, log)
+    try:
+        yield
+    finally:
+        setattr(sys, name, stream)
+        del _kept[name]
+        stream.flush()  # what others wrote to it meanwhile
+        os.dup2(before, descriptor)
+        os.close(before)
+        if real:
+            kept.close()
+
+
+def _descriptor(stream: TextIO) -> int:
+    try:
+        return stream.fileno()
+    except OSError:
+        return -1
+
+
+def _drop_if_empty(file: Path) -> None:
+    if not file.stat().st_size:
+        file.unlink()
+
+
+@contextlib.contextmanager
+def progress(count: int) -> Iterator[Callable[[str], None]]:
+    """Call it with the title of each of `count` parts as it begins. On stderr: a bar in a terminal, which
+    goes at the end, else a line each."""
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console, done = Console(file=err(), highlight=False), 0
+    columns: list[Any] = [SpinnerColumn(), MofNCompleteColumn(), TextColumn("{task.description}")]
+    bar = Progress(
+        *columns,
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        redirect_stdout=False,  # a table in a pipe is none of its lines
+    )
+    with bar:
+        task = bar.add_task("", total=count)
+
+        def tell(title: str) -> None:
+            nonlocal done
+            done += 1
+            bar.update(task, completed=done, description=title)
+            if not console.is_terminal:
+                err().write(f"{done}/{count} {title}\n")
+                err().flush()
+
+        yield tell

@@ -1,0 +1,391 @@
+"""What the commands print, run as people run them: into a pipe, a terminal, a log, and a reader that goes."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from npu_replay import RoutedExperts
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = ("demo", "doctor", "bench", "inspect", "compare", "smoke")
+ON_MEGATRON = {
+    "demo": ("--steps", "1", "--out", "demo"),
+    "bench": ("--only", "other-top-k,gather", "--pairs", "1"),
+    "smoke": ("--recompute", "--device", "cpu"),
+}
+"""The smallest case of each, of those that take a while and import others' code."""
+AT_ONCE = {"doctor": (), "inspect": ("a.routes",), "compare": ("a.routes", "b.routes")}
+WITHOUT_TYPER = """
+import sys
+sys.modules["typer"] = sys.modules["rich"] = None
+from npu_replay.cli import main
+main()
+"""
+NOISE = """
+import logging, os, warnings
+from npu_replay import devices
+pick = devices.pick
+
+def noisy(name):
+    print("noise of print")
+    os.write(1, b"noise of C on stdout\\n")
+    os.write(2, b"noise of C on stderr\\n")
+    warnings.warn("noise of warnings")
+    logging.getLogger("torch").warning("noise of a logger")
+    return pick(name)
+
+devices.pick = noisy
+from npu_replay.cli import main
+main()
+"""
+NOISES = ("of print", "of C on stdout", "of C on stderr", "of warnings", "of a logger")
+megatron = (pytest.mark.megatron, pytest.mark.first_release, pytest.mark.slow)
+every = pytest.mark.parametrize(
+    "command", [*AT_ONCE, *(pytest.param(one, marks=megatron) for one in ON_MEGATRON)]
+)
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Path:
+    generator = torch.Generator().manual_seed(0)
+    for name in ("a", "b"):
+        ids = torch.rand(40, 3, 16, generator=generator).topk(4).indices
+        RoutedExperts(ids=ids, layers=range(3), num_experts=16).save(tmp_path / f"{name}.routes")
+    return tmp_path
+
+
+def environment(**more: str) -> dict[str, str]:
+    gone = ("COLUMNS", "FORCE_COLOR", "NO_COLOR", "RANK", "WORLD_SIZE", "TTY_COMPATIBLE")
+    path = [os.path.abspath(one) for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+    known = {name: value for name, value in os.environ.items() if name not in gone}
+    return known | {"TERM": "xterm", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)} | more
+
+
+def run(desk: Path, *arguments: str, code: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    how = ["-c", code] if code else ["-m", "npu_replay"]
+    return subprocess.run(
+        [sys.executable, *how, *arguments],
+        cwd=desk,
+        env=environment(**variables),
+        text=True,
+        capture_output=True,
+        check=False,
+        timeout=250,
+    )
+
+
+def smallest(command: str) -> tuple[str, ...]:
+    return (command, *(AT_ONCE | ON_MEGATRON)[command])
+
+
+def in_a_terminal(desk: Path, columns: int, *arguments: str, **variables: str) -> str:
+    """What a terminal of so many columns is sent."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    job = subprocess.Popen(
+        [sys.executable, "-m", "npu_replay", *arguments],
+        cwd=desk,
+        env=environment(**variables),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    sent = b""
+    try:
+        while piece := os.read(ours, 65536):
+            sent += piece
+    except OSError:  # the other side is closed
+        pass
+    job.wait(timeout=250)
+    os.close(ours)
+    return sent.decode().replace("\r\n", "\n")
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def lines_of(text: str) -> list[str]:
+    """Without those of one long word, such as a path, which stays whole."""
+    return [line for line in text.splitlines() if len(line.split()) > 1]
+
+
+# --help
+
+
+@pytest.fixture(scope="module")
+def helps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    here = tmp_path_factory.mktemp("help")
+    found = {command: run(here, *command.split(), "--help") for command in ("", *COMMANDS)}
+    assert {one.returncode for one in found.values()} == {0}
+    return {command: one.stdout for command, one in found.items()}
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_a_help_fits_and_ends_with_what_to_copy_and_its_page(helps: dict[str, str], command: str) -> None:
+    text = helps[command]
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\x1b" not in text
+    assert "<bool>" not in text
+    words = " ".join(text.split())
+    examples = words.split("Examples: ")[1].split(" More: ")[0]
+    shown = re.findall(r"(?:npu-replay|npu_replay) (\w+)(.*?)(?= npu-replay| torchrun| python|$)", examples)
+    assert len(shown) == 2
+    for name, rest in shown:
+        flags = re.findall(r"--[\w-]+", rest)
+        assert name == command or not command
+        assert [flag for flag in flags if f"{flag} " not in helps[name].split("Examples:")[0]] == []
+    page = words.split(" More: ")[1].split()[0]
+    assert (ROOT / page).is_file()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_the_same_words_for_its_report(helps: dict[str, str], command: str) -> None:
+    report = helps[command].split("─ The report ─")[1]
+    assert "Print one JSON document, and nothing else, on stdout." in report
+    assert re.findall(r"--[\w-]+", report.split("╰")[0]) == ["--json", "--out", "--force"]
+    assert "--debug" in helps[command]
+
+
+@pytest.mark.parametrize("command", ["doctor", "smoke"])
+def test_without_typer_a_help_has_the_same_options_words_and_end(
+    helps: dict[str, str], command: str, tmp_path: Path
+) -> None:
+    found = run(tmp_path, command, "--help", code=WITHOUT_TYPER)
+    assert found.returncode == 0
+    assert "\x1b" not in found.stdout
+    assert max(map(len, lines_of(found.stdout))) <= 80
+    flags = set(re.findall(r"--[a-z][\w-]+", helps[command]))
+    assert set(re.findall(r"--[a-z][\w-]+", found.stdout)) == flags - {"--debug"}
+    for end in re.findall(r"(?m)^ (npu-replay .*|torchrun .*|More: .*)", helps[command]):
+        assert end.strip() in found.stdout
+
+
+def test_the_shell_completes_commands_options_and_rows(tmp_path: Path) -> None:
+    def completed(words: str) -> list[str]:
+        asked = {"_NPU_REPLAY_COMPLETE": "complete_bash", "COMP_WORDS": words}
+        code = "import sys; sys.argv[0] = 'npu-replay'; from npu_replay.cli import main; main()"
+        count = str(len(words.split()) - 1)
+        return run(tmp_path, code=code, COMP_CWORD=count, **asked).stdout.split()
+
+    assert completed("npu-replay be") == ["bench"]
+    assert completed("npu-replay smoke --rec") == ["--recompute"]
+    assert completed("npu-replay bench --only ro") == ["router"]
+
+
+# --json, --out
+
+
+@every
+def test_json_is_one_document_and_alone_on_stdout(desk: Path, command: str) -> None:
+    noisy = command in ON_MEGATRON
+    done = run(desk, *smallest(command), "--json", code=NOISE if noisy else "")
+    assert done.returncode == 0, done.stderr
+    assert isinstance(json.loads(done.stdout), dict)
+    if noisy:
+        log = Path(re.findall(r"others go to (.+)", done.stderr)[0])
+        told = (desk / log).read_text()
+        assert [one for one in NOISES if f"noise {one}" not in told] == []
+        assert "noise" not in done.stderr
+        if command != "demo":
+            assert f"npu-replay-{command}" in log.name
+            log.unlink()
+
+
+@pytest.mark.parametrize("command", AT_ONCE)
+def test_out_is_the_same_document_in_a_file(desk: Path, command: str) -> None:
+    done = run(desk, *smallest(command), "--json", "--out", "found.json")
+    assert done.returncode == 0
+    assert json.loads((desk / "found.json").read_text()) == json.loads(done.stdout)
+    again = run(desk, *smallest(command), "--out", "found.json")
+    assert (again.returncode, again.stdout) == (2, "")
+    assert "--force" in again.stderr
+    assert run(desk, *smallest(command), "--out", "found.json", "--force").returncode == 0
+
+
+# Width, colours, progress
+
+
+@pytest.mark.parametrize(
+    ("command", "columns"),
+    [
+        *((command, "") for command in AT_ONCE),
+        *(
+            pytest.param(command, columns, marks=megatron)
+            for command, columns in [
+                ("demo", ""),
+                ("demo", "60"),
+                ("bench", ""),
+                ("bench", "60"),
+                ("smoke", ""),
+            ]
+        ),
+    ],
+)
+def test_in_a_pipe_all_fits_without_colours_and_nothing_is_cut(
+    desk: Path, command: str, columns: str
+) -> None:
+    done = run(desk, *smallest(command), **({"COLUMNS": columns} if columns else {}))
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+    assert "…" not in done.stdout
+    assert "\r" not in done.stdout + done.stderr
+    assert [line for line in lines_of(done.stdout) if len(line) > int(columns or 80)] == []
+    assert not any(line != line.rstrip() for line in done.stdout.splitlines())
+    assert "Warning" not in done.stdout + done.stderr.replace("Warnings of torch", "")
+    if command == "bench":
+        assert done.stderr.splitlines()[1].startswith("Measuring takes about")
+        assert re.findall(r"(?m)^(\d/2 .*)", done.stderr) == ["1/2 other top-k", "2/2 gather"]
+    if command == "demo":
+        assert len(re.findall(r"(?m)^\d/5 ", done.stderr)) == 5
+    if command != "doctor":
+        return
+    alone = run(desk, command, code=WITHOUT_TYPER, **({"COLUMNS": columns} if columns else {}))
+    assert [line for line in lines_of(alone.stdout) if len(line) > int(columns or 80)] == []
+
+
+@pytest.mark.parametrize("command", AT_ONCE)
+def test_a_narrow_terminal_has_colours_and_no_line_too_long(desk: Path, command: str) -> None:
+    sent = in_a_terminal(desk, 60, *smallest(command))
+    assert "\x1b[1m" in sent
+    assert [line for line in lines_of(plain(sent)) if len(line) > 60] == []
+    assert "…" not in sent
+    grey = in_a_terminal(desk, 60, *smallest(command), NO_COLOR="1")
+    assert not re.search(r"\x1b\[[\d;]*3\dm", grey)
+    untimed = [re.sub(r"\d+\.\d+ s", "", plain(one)) for one in (sent, grey)]
+    assert untimed[0] == untimed[1]
+
+
+# How a command ends
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("inspect", "a.routes"), 0),
+        (("compare", "a.routes", "b.routes"), 0),
+        (("inspect", "nothing"), 1),
+        (("compare", "a.routes", "nothing"), 1),
+        (("inspect",), 2),
+        (("inspect", "a.routes", "--out", "nothing/x.png"), 2),
+        (("demo", "--out", "a.routes/x"), 2),
+        (("smoke", "--tp", "2"), 2),
+        (("smoke", "--nothing"), 2),
+        (("bench", "--only", "nothing"), 2),
+        (("nothing",), 2),
+    ],
+    ids=lambda one: " ".join(one) if isinstance(one, tuple) else str(one),
+)
+def test_exit_codes_mean_the_same_everywhere(desk: Path, arguments: tuple[str, ...], code: int) -> None:
+    if arguments[0] == "demo":
+        pytest.importorskip("megatron.core", reason="without it the demo says that, and not that")
+    done = run(desk, *arguments)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_codes_are_those_of_the_page() -> None:
+    from npu_replay.cli import exits
+
+    told = re.findall(r"(?m)^\| (\d+) \| ", (ROOT / "docs" / "cli.md").read_text())
+    codes = [exits.FAULT, exits.WRONG, exits.INTERRUPTED, exits.CLOSED_PIPE]
+    assert list(map(int, told)) == [0, *codes]
+
+
+SLEEPS = """
+import sys, time
+if "{missing}":
+    sys.modules["typer"] = sys.modules["rich"] = None
+from npu_replay.doctor import diagnose
+
+def waits(imports):
+    sys.stderr.write("waiting\\n")
+    time.sleep(60)
+
+diagnose.diagnose = waits
+from npu_replay.cli import main
+main()
+"""
+
+
+def interrupted(desk: Path, how: Sequence[str], word: str) -> tuple[int, str]:
+    """Exit code and what was complained of, after Ctrl-C as soon as `word` is on stderr."""
+    job = subprocess.Popen(
+        [sys.executable, *how],
+        cwd=desk,
+        env=environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert job.stderr
+    said = ""
+    for line in job.stderr:
+        said += line
+        if word in line:
+            break
+    job.send_signal(signal.SIGINT)
+    said += job.communicate(timeout=60)[1]
+    return job.returncode, said
+
+
+@pytest.mark.parametrize("missing", ["", "typer"])
+def test_ctrl_c_ends_without_a_traceback(desk: Path, missing: str) -> None:
+    code, said = interrupted(desk, ["-c", SLEEPS.replace("{missing}", missing), "doctor"], "waiting")
+    assert code == 130
+    assert "Traceback" not in said
+
+
+@pytest.mark.megatron
+@pytest.mark.first_release
+def test_ctrl_c_in_the_middle_of_a_bench_too(desk: Path) -> None:
+    code, said = interrupted(desk, ["-m", "npu_replay", "bench", "--only", "layout"], "1/1 layout")
+    assert code == 130
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "ends"),
+    [
+        (("inspect", "a.routes"), "", 141),
+        (("compare", "a.routes", "b.routes", "--json"), "", 141),
+        (("doctor",), WITHOUT_TYPER, 141),
+        (("bench", "--help"), "", 1),  # rich prints it, and ends so
+    ],
+    ids=["inspect", "compare", "doctor without typer", "help"],
+)
+def test_a_reader_that_goes_leaves_no_traceback(
+    desk: Path, arguments: tuple[str, ...], code: str, ends: int
+) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    how = ["-c", code] if code else ["-m", "npu_replay"]
+    with os.fdopen(theirs, "wb") as pipe:
+        done: subprocess.CompletedProcess[Any] = subprocess.run(
+            [sys.executable, *how, *arguments],
+            cwd=desk,
+            env=environment(),
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=100,
+        )
+    assert done.stderr == ""
+    assert done.returncode == ends
