@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import tracemalloc
 import warnings
 from dataclasses import replace
@@ -1122,4 +1123,5 @@ def test_decoding_takes_little_more_than_twice_the_ids() -> None:
     from_vllm(answer, model)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 2.1 * bench_decode.sample().rows.nbytes
+    most = 2.1 if sys.version_info >= (3, 11) else 2.4  # 3.10's base64 keeps a copy more of the text
+    assert peak < most * bench_decode.sample().rows.nbytes
