@@ -136,7 +136,7 @@ def _recompute(facts: TorchFacts) -> Capability:
             "recompute",
             "missing",
             f"autograd doesn't tell whose recompute a call is: {facts.recompute_problem}",
-            "use a torch that is tested, 2.7 to 2.13; until then recompute is refused",
+            "use a torch that is tested, 2.7 to 2.15; until then recompute is refused",
         )
     return Capability("recompute", "works", "each takes the routes of its own forward")
 

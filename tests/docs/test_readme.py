@@ -24,10 +24,10 @@ def text_of(page: str) -> str:
 def test_the_versions_are_those_of_the_package_and_of_doctor() -> None:
     project = tomllib.loads(text_of("pyproject.toml"))["project"]
     assert "torch>=2.7" in project["dependencies"]
-    assert "| torch 2.7 to 2.13, Python 3.11 and 3.12; 3.10 installs |" in VERSIONS
+    assert "| torch 2.7 to 2.15, Python 3.10 to 3.13 |" in VERSIONS
     assert project["requires-python"] == ">=3.10"
     facts = report.TorchFacts("2.3.0", "it doesn't tell", "", 0)
-    assert "2.7 to 2.13" in report._recompute(facts).remedy
+    assert "2.7 to 2.15" in report._recompute(facts).remedy
     assert "torch from 2.7 on" in text_of("docs/dev/dependencies.md")
     assert "version_info < (3, 11)" in text_of("ci/environment.sh")
 
