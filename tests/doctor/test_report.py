@@ -29,7 +29,14 @@ def model() -> Iterator[ToyModel]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_else_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+def installed_again() -> Iterator[None]:
+    """As the tests after these expect it."""
+    yield
+    npu_replay.install()
+
+
+@pytest.fixture(autouse=True)
+def nothing_else_is_patched(installed_again: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test before may have imported Megatron, and its shims are on."""
     monkeypatch.setattr(patching, "_groups", [])
 
