@@ -223,11 +223,14 @@ def _listed(column: Any) -> list[Any] | None:
 
 
 def are_keys(routes: torch.Tensor) -> bool:
-    """Is it keys that a batch has in the place of routes, [batch, tokens, 1, 5]?"""
+    """Is it keys that a batch has in the place of routes, [batch, tokens, 1, 5]?
+
+    Of samples without routes all are zeros: keys, where routes have been fetched.
+    """
     if routes.dim() != 4 or tuple(routes.shape[-2:]) != (1, _WORDS):
         return False
     flat = routes.values() if routes.is_nested else routes
-    return bool((flat[..., 0, 0] == _MARK).any())
+    return bool((flat[..., 0, 0] == _MARK).any()) or (bool(arrived.layers) and not bool(flat.any()))
 
 
 def routes_of(rows: torch.Tensor, keep: torch.Tensor | None, model: RoutedModel) -> RoutedExperts:

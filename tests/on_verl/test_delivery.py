@@ -111,6 +111,19 @@ def test_a_sample_without_routes_takes_none_from_the_others() -> None:
     assert [bool(good[number].recorded.any()) for number in range(3)] == [True, False, True]
 
 
+def test_a_micro_batch_of_a_sample_that_was_never_put_has_none() -> None:
+    """verl's padding has zeros in the place of keys."""
+    data, model = batch_of(*(Turn(SAMPLED[: 3 + n], change=deep) for n in range(2)))
+    delivery.arrived.receive(list(data.non_tensor_batch[delivery.COLUMN]), LAYERS)
+    data.batch["routed_experts"][1] = 0
+    for number in range(2):
+        keys, mask = (data.batch[name][number : number + 1] for name in ("routed_experts", "attention_mask"))
+        good, bad = MicroBatch(keys, mask.bool(), model).routes(zeros_are_none=True)
+        assert not bad
+        assert bool(good[0].recorded.any()) == (number == 0)
+        assert good[0].layers == LAYERS
+
+
 def test_routes_that_the_door_refuses_are_a_bad_sample(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
