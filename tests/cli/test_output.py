@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import os
 import pty
@@ -333,6 +334,8 @@ def interrupted(desk: Path, how: Sequence[str], word: str) -> tuple[int, str]:
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        # A job in the background of a script ignores Ctrl-C, and so would what it starts.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     assert job.stderr
     said = ""
