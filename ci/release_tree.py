@@ -21,6 +21,7 @@ _URLS = """
 [project.urls]
 Homepage = "{address}"
 Documentation = "{address}/blob/v{version}/docs/index.md"
+Troubleshooting = "{address}/blob/v{version}/docs/troubleshooting.md"
 Changelog = "{address}/blob/v{version}/CHANGELOG.md"
 Issues = "{address}/issues"
 """

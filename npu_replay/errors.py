@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable
+from importlib import metadata
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -36,6 +38,8 @@ class ReplayError(RuntimeError):
         if cause:
             message += f". Usual cause: {cause}"
         super().__init__(f"[npu_replay] {message}")
+        if hasattr(self, "add_note"):  # Python 3.11; a traceback shows it, and the message stays one sentence
+            self.add_note(f"Symptoms and cures: {_page()}")
 
     @classmethod
     def unless(
@@ -65,6 +69,17 @@ class ReplayError(RuntimeError):
     def line(self) -> str:
         """Where and what, for those who see the whole message elsewhere."""
         return f"{self.where}: {self.problem}" if self.where else self.problem
+
+
+@functools.cache
+def _page() -> str:
+    """Where each symptom has its cure: the address that a release names, or the page in the source."""
+    try:
+        named = metadata.metadata("npu_replay").get_all("Project-URL") or []
+    except Exception:  # noqa: BLE001  a folder on the path, or its metadata is damaged
+        named = []
+    addresses = (one.partition(", ")[2] for one in named if one.startswith("Troubleshooting,"))
+    return next(addresses, "docs/troubleshooting.md")
 
 
 class InvalidRoutes(ReplayError):

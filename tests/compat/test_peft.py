@@ -129,7 +129,7 @@ def test_a_reference_pass_by_the_same_module_leaves_no_trace(way: str, inner: bo
     with switched(whole):
         free = chosen(whole, call)
     with npu_replay.follow(followed) as following:
-        policys = chosen(whole, call)
+        recorded = chosen(whole, call)
         with switched(whole):
             reference = chosen(whole, call)
             with pytest.raises(MicroBatchError, match=r"another variant of the model \(adapters\)"):
@@ -138,8 +138,8 @@ def test_a_reference_pass_by_the_same_module_leaves_no_trace(way: str, inner: bo
         updates = chosen(whole, call, grad=True)
     if way != "an adapter that came later":  # which is another one each time
         assert torch.equal(reference, free)
-    assert not torch.equal(reference, policys)  # a record of it would be seen
-    assert torch.equal(updates, policys)
+    assert not torch.equal(reference, recorded)  # a record of it would be seen
+    assert torch.equal(updates, recorded)
 
 
 @pytest.mark.parametrize("inner", [False, True], ids=["outer", "inner"])

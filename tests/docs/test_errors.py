@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Iterator
+from email.message import Message
 from pathlib import Path
 
 import pytest
 import torch
 
 import npu_replay
-from npu_replay import ReplayError, routers
+from npu_replay import ReplayError, errors, routers
 from npu_replay.compat.megatron_backports import router_replay
 from toys import HIDDEN, ToyModel, ToyRouters
 
-TEXT = (Path(__file__).parents[2] / "docs" / "errors.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
 CLASSES = {
     name
     for line in TEXT.splitlines()
@@ -51,3 +54,24 @@ def test_the_example_is_what_a_user_reads() -> None:
         model(torch.randn(7, HIDDEN))
     (example,) = re.findall(r"```text\n(.*?)```", TEXT, re.DOTALL)
     assert " ".join(example.split()) == str(raised.value)
+
+
+@pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="Python 3.10 knows no notes")
+def test_a_traceback_ends_with_the_page_of_cures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def last_lines(error: Exception) -> list[str]:
+        return "".join(traceback.format_exception_only(error)).splitlines()[1:]
+
+    def page() -> str:
+        errors._page.cache_clear()
+        return errors._page()
+
+    monkeypatch.setattr(errors.metadata, "metadata", lambda name: {}[name])
+    assert (ROOT / page()).is_file()
+    assert last_lines(ReplayError("no routes").at("layer 3")) == [f"Symptoms and cures: {page()}"]
+
+    released = Message()
+    released["Project-URL"] = "Changelog, https://forge.example/CHANGELOG.md"
+    released["Project-URL"] = "Troubleshooting, https://forge.example/docs/troubleshooting.md"
+    monkeypatch.setattr(errors.metadata, "metadata", lambda name: released)
+    assert page() == "https://forge.example/docs/troubleshooting.md"
+    errors._page.cache_clear()
