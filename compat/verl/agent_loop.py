@@ -41,7 +41,7 @@ from npu_replay.compat.patching import import_hook, switches
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl import delivery
 from npu_replay.compat.verl.arrivals import Arrivals
-from npu_replay.compat.verl.config import setting
+from npu_replay.compat.verl.settings import setting
 from npu_replay.errors import ReplayError
 from npu_replay.rollout.turns import Rows
 from npu_replay.routes.checks import Array, is_ids

@@ -11,10 +11,10 @@ What is asked here is what the config and verl's own source have, not which rele
 
 from __future__ import annotations
 
-import functools
+import difflib
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,9 @@ from npu_replay.compat import probe
 from npu_replay.compat.patching import import_hook, switches
 from npu_replay.compat.patching.install import undo_everything
 from npu_replay.compat.patching.patches import Patches
-from npu_replay.compat.sglang import launch as sglang
-from npu_replay.compat.vllm import launch as vllm
-from npu_replay.compat.vllm import releases as vllm_releases
-from npu_replay.compat.vllm_ascend import plugin
-from npu_replay.compat.vllm_ascend import releases as vllm_ascend
+from npu_replay.compat.verl.rollout_engines import engine_without_routes, late_rows
+from npu_replay.compat.verl.settings import FLAG, ROOT, names, refused, setting, whole
 from npu_replay.errors import ReplayError
-from npu_replay.rollout.release_rules import release
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +33,9 @@ ENGINE_WORKERS = "verl.workers.engine_workers"
 LEGACY_WORKERS = ("verl.workers.megatron_workers", "verl.workers.fsdp_workers")
 
 OFF = "disabled"
-_ROOT = "actor_rollout_ref"
 _MODE = "router_replay"
-_FLAG = "enable_rollout_routing_replay"
+_KEYS = ("mode", "record_file", "replay_file")
+"""Those of verl's EngineRouterReplayConfig."""
 _ENGINES = ("megatron", "mindspeed", "veomni", "fsdp", "fsdp_config", "torchtitan", "automodel")
 _OWN_REPLAY = ("megatron", "veomni")
 """The strategies whose mode verl's engine workers read. What VeOmni's does is its own."""
@@ -100,9 +96,25 @@ def check_actor(config: Any, *, legacy: bool | None = None) -> None:
 def _problems(config: Any, legacy: bool | None) -> Iterator[ReplayError]:
     key = _key_that_is_read(config, legacy)
     mode = OFF if key is None else _mode_at(config, key)
+    yield from _misspelt_keys(config)
     yield from _misplaced_modes(config, key, mode)
     if mode != OFF and key is not None:
         yield from _unfit_settings(config, key, mode)
+
+
+def _misspelt_keys(config: Any) -> Iterator[ReplayError]:
+    """A key that nearly says router_replay, or one of its own: a line that begins with + adds any name."""
+    for section in [(), *((engine,) for engine in _ENGINES)]:
+        for path, known in ((section, (_MODE,)), ((*section, _MODE), _KEYS)):
+            for name in names(setting(config, "actor", *path)):
+                if name not in known and (meant := difflib.get_close_matches(name, known, 1, 0.75)):
+                    where = ".".join((ROOT, "actor", *path))
+                    yield refused(
+                        f"{where}.{name} is set, and nothing reads it",
+                        expected=f"{where}.{meant[0]}",
+                        got=name,
+                        cause="a slip of the pen; a line that begins with + adds any name to the config",
+                    )
 
 
 def _misplaced_modes(config: Any, key: tuple[str, ...] | None, mode: str) -> Iterator[ReplayError]:
@@ -115,7 +127,7 @@ def _misplaced_modes(config: Any, key: tuple[str, ...] | None, mode: str) -> Ite
         if key is None:
             yield _unread(f"{_dotted(other)}={asked}", strategy, f"+{_dotted(_FSDP_KEY)}={asked}")
         else:
-            yield _refused(
+            yield refused(
                 f"{_dotted(other)}={asked} is set, and these workers don't read it",
                 expected=f"{_dotted(key)}={asked}",
                 got=f"{_dotted(key)}={mode}",
@@ -130,13 +142,13 @@ def _unread(given: str, strategy: object, line: str) -> ReplayError:
         f"{given} is set, and nothing reads it: these workers know no replay for actor.strategy={strategy}"
     )
     if strategy in FSDP:
-        return _refused(
+        return refused(
             problem,
             expected=f"engine workers: {_NO_LEGACY} (verl 0.7.1 on), and {line}",
             got=f"strategy {strategy} with workers that drop routes",
             cause="0.7's default are its legacy workers",
         )
-    return _refused(
+    return refused(
         problem,
         expected="strategy megatron, fsdp or fsdp2, in a release and with workers that replay",
         got=f"strategy {strategy}",
@@ -148,37 +160,37 @@ def _unread(given: str, strategy: object, line: str) -> ReplayError:
 
 def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[ReplayError]:
     """What this mode can't go with."""
-    where, flag = _dotted(key), f"{_ROOT}.rollout.{_FLAG}"
+    where, flag = _dotted(key), f"{ROOT}.rollout.{FLAG}"
     if mode not in ("R2", "R3"):
-        yield _refused(
+        yield refused(
             f"there is no mode {mode}",
             expected="disabled, R2 or R3",
             got=f"{where}={mode}",
             cause="a slip; verl itself checks no key that its own yaml hasn't",
         )
         return
-    sent = bool(setting(config, "rollout", _FLAG))
+    sent = bool(setting(config, "rollout", FLAG))
     from_files = bool(setting(config, "actor", *key, "replay_file"))
     if mode == "R3" and not sent and not from_files:
-        yield _refused(
+        yield refused(
             f"{where}=R3 needs the rollout's routes, and the rollout isn't asked for them",
             expected=f"{flag}=True",
             got=f"{flag}=False",
             cause=f"one of the two lines is missing. Set {flag}=True, or {where}=R2",
         )
     if mode == "R2" and sent:
-        yield _refused(
+        yield refused(
             f"{where}=R2 records its own routes, and the rollout sends others",
             expected=f"{flag}=False",
             got=f"{flag}=True",
             cause=f"R3 is meant: set {where}=R3. Or R2 is: set {flag}=False",
         )
     if mode == "R3" and sent:
-        yield from _engine_without_routes(config)
-        yield from _late_rows(config)
-    bypass = setting(_whole(config), "algorithm", "rollout_correction", "bypass_mode")
+        yield from engine_without_routes(config)
+        yield from late_rows(config)
+    bypass = setting(whole(config), "algorithm", "rollout_correction", "bypass_mode")
     if mode == "R2" and (bypass or setting(config, "actor", "policy_loss", "loss_mode") == "bypass_mode"):
-        yield _refused(  # T20
+        yield refused(  # T20
             f"{where}=R2 records while old log-probs are computed, and bypass mode leaves that pass out",
             expected="algorithm.rollout_correction.bypass_mode=False",
             got="True",
@@ -187,14 +199,14 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
     legacy, here = key == (_MODE,), where.removesuffix(".mode")
     given = {name: setting(config, "actor", *key, name) for name in ("record_file", "replay_file")}
     if legacy and any(given.values()):
-        yield _refused(
+        yield refused(
             "these workers don't write or read routes",
             expected=f"no {here}.record_file and {here}.replay_file, or engine workers",
             got=given,
             cause="0.7's legacy workers; trainer.use_legacy_worker_impl=disable takes the others",
         )
     elif given["replay_file"] and mode != "R3":
-        yield _refused(
+        yield refused(
             f"{where}={mode} records anew, and {here}.replay_file asks for a replay",
             expected=f"{where}=R3",
             got=mode,
@@ -205,8 +217,8 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
     # Legacy workers ask the engine's config, the others overwrite that with the model's.
     unpad = (*(("actor", "megatron") if legacy else ("model",)), "use_remove_padding")
     if setting(config, *unpad) is False:
-        name = ".".join((_ROOT, *unpad))
-        yield _refused(
+        name = ".".join((ROOT, *unpad))
+        yield refused(
             f"{where}={mode} needs packed sequences",
             expected=f"{name}=True",
             got="False",
@@ -215,7 +227,7 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
         )
     stages = setting(config, "actor", "megatron", "virtual_pipeline_model_parallel_size")
     if setting(config, "actor", "megatron", "dynamic_context_parallel") and stages not in (None, 1):
-        yield _refused(
+        yield refused(
             f"{where}={mode} knows no dynamic context parallelism over virtual pipeline stages",
             expected="one of actor.megatron.dynamic_context_parallel and "
             "actor.megatron.virtual_pipeline_model_parallel_size at most",
@@ -223,93 +235,6 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
             cause="each micro-batch has a split of its own there, and verl merges stages by one. "
             "Take one of them out",
         )
-
-
-def _engine_without_routes(config: Any) -> Iterator[ReplayError]:
-    """A rollout engine, or a release of it, that has no routes to give."""
-    name = str(setting(config, "rollout", "name"))
-    asked = _rollouts()
-    if asked.get(name, True) is False:  # one that isn't verl's own is let through
-        yield _refused(
-            f"{_ROOT}.rollout.name={name} gives no routes: this verl never asks {name} for them",
-            expected="a rollout that verl asks for routes: " + " or ".join(sorted(filter(asked.get, asked))),
-            got=name,
-            cause="R3 with an engine that can't. Use R2, or another rollout engine",
-        )
-        return
-    found = {product.name: product for product in probe.products() if product.found}
-    for product in found.values():
-        serves = product.name == name or (name == "vllm" and product.name == "vllm-ascend")
-        problem = _release_without_routes(config, product, found) if serves and product.version else None
-        if problem is None:
-            continue
-        yield _refused(
-            f"{product.name} {product.version} gives no routes that verl can use",
-            expected=problem.expected,
-            got=f"{problem.got} ({product.where})",
-            cause=f"{problem.cause}. R2 needs no routes of the engine",
-        )
-
-
-def _late_rows(config: Any) -> Iterator[ReplayError]:
-    """A release of vLLM or vllm-ascend whose rows are right without asynchronous scheduling alone. vLLM
-    switches it on by itself; verl hands on a key that is True, and drops one that is False."""
-    found = {product.name: product.version for product in probe.products() if product.found}
-    engine, version = "vllm", found.get("vllm", "")
-    late = version and vllm_releases.needs_sync(version)
-    if found.get("vllm-ascend"):
-        engine, version = "vllm-ascend", vllm_ascend.of_release(found["vllm-ascend"], version)
-        late = vllm_ascend.needs_sync(version)
-    given = functools.partial(setting, config, "rollout", "engine_kwargs", "vllm")
-    off = given("no_async_scheduling") or given("no-async-scheduling")
-    if setting(config, "rollout", "name") == "vllm" and late and not off:
-        yield _refused(
-            f"{engine} {version} hands out other rows than the request's under asynchronous scheduling, "
-            "which is on by itself",
-            expected=f"+{_ROOT}.rollout.engine_kwargs.vllm.no_async_scheduling=True",
-            got=f"async_scheduling={given('async_scheduling')}",
-            cause="rows are read from a buffer that the next step fills again. verl drops "
-            "async_scheduling=False. From vLLM 0.22.0 and vllm-ascend 0.23.0 on this isn't needed",
-        )
-
-
-def _release_without_routes(
-    config: Any, product: probe.Product, found: Mapping[str, probe.Product]
-) -> ReplayError | None:
-    if product.name == "vllm-ascend":
-        beside = found["vllm"].version if "vllm" in found else ""
-        known = vllm_ascend.of_release(product.version, beside)
-        return plugin.left_out() or vllm_ascend.refusal(known, _rollout_setting(config))
-    if product.name == "sglang":
-        return sglang.refusal(product.version, "npu" if "torch_npu" in found else "cuda")
-    ascend = found["vllm-ascend"].version if "vllm-ascend" in found else ""
-    ascend = vllm_ascend.of_release(ascend, product.version)
-    if release(product.version)[:2] == (0, 21):
-        return ReplayError(
-            "no routes",
-            expected="vllm 0.14, 0.16 to 0.20, or 0.22 and later",
-            got=f"vllm {product.version}",
-            cause="0.21 splits what verl takes for one array",  # from_vllm reads it, so it is no fault there
-        )
-    return vllm.refusal(product.version, ascend)
-
-
-def _rollout_setting(config: Any) -> vllm_ascend.Setting:
-    """What decides whether vllm-ascend's routes are right, as far as verl's config says it."""
-    rollout = functools.partial(setting, config, "rollout")
-    return vllm_ascend.Setting(
-        model=setting(config, "model", "path"),
-        quantization=rollout("quantization"),
-        data_parallel_size=rollout("data_parallel_size") or 1,
-        tensor_parallel_size=rollout("tensor_model_parallel_size") or 1,
-        enable_expert_parallel=(rollout("expert_parallel_size") or 1) > 1,
-        capture=plugin.wanted(),
-        additional_config=rollout("engine_kwargs", "vllm", "additional_config"),
-    )
-
-
-def _refused(problem: str, *, expected: object, got: object, cause: str) -> ReplayError:
-    return ReplayError(problem, where="verl's config", expected=expected, got=got, cause=cause)
 
 
 # ---- reading a config
@@ -331,7 +256,7 @@ def _key_that_is_read(config: Any, legacy: bool | None) -> tuple[str, ...] | Non
 
 def _legacy(config: Any) -> bool:
     """Are the workers 0.7's legacy ones? They are the default there, and later releases lack the switch."""
-    switch = setting(_whole(config), "trainer", "use_legacy_worker_impl")
+    switch = setting(whole(config), "trainer", "use_legacy_worker_impl")
     if switch is not None:
         return bool(switch != "disable")
     if setting(config, "actor", "strategy") != "megatron":
@@ -343,39 +268,11 @@ def _mode_at(config: Any, key: tuple[str, ...]) -> str:
     return str(setting(config, "actor", *key, "mode") or OFF)
 
 
-def _whole(config: Any) -> Any:
-    """The job's config that this one hangs in; itself, if it hangs in none."""
-    root = getattr(config, "_get_root", None)
-    return config if root is None else root()
-
-
-def setting(config: Any, *path: str) -> Any:
-    """What lies there in a DictConfig, dict or dataclass; None where the way ends before."""
-    for name in path:
-        if config is None or isinstance(config, str):
-            return None
-        get = getattr(config, "get", None)
-        config = getattr(config, name, None) if get is None else get(name, None)
-    return config
-
-
 def _dotted(key: tuple[str, ...]) -> str:
-    return ".".join((_ROOT, "actor", *key, "mode"))
+    return ".".join((ROOT, "actor", *key, "mode"))
 
 
 # ---- asking verl and the engines
-
-
-def _rollouts() -> dict[str, bool]:
-    """Each of verl's rollout engines, and whether its server asks it for routes."""
-    where = next((product.where for product in probe.products() if product.name == "verl"), "")
-    folders = Path(where, "workers", "rollout").glob("*_rollout") if where else ()
-    return {"hf": False, "naive": False} | {
-        folder.name.removesuffix("_rollout"): any(
-            _FLAG in file.read_text(encoding="utf-8", errors="replace") for file in folder.rglob("*.py")
-        )
-        for folder in folders
-    }
 
 
 def _engines_carry_flag() -> bool:
@@ -393,7 +290,7 @@ def _guard_validation(module: Any) -> None:
 
     def validate_config(original: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
         if list(_patches):
-            check_actor(setting(config, _ROOT))
+            check_actor(setting(config, ROOT))
         return original(config, *args, **kwargs)
 
     _patches.wrap(module, "validate_config", validate_config, _WHY)

@@ -229,6 +229,21 @@ def test_what_an_fsdp_job_would_be_wrong_with_is_refused(given: dict[str, Any], 
 
 
 @needs_engines
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        (FSDP.replace("router_replay", "router_replya"), "fsdp_config.router_replay"),
+        (FSDP.replace("router_replay", "routing_replay"), "fsdp_config.router_replay"),
+        (FSDP.replace("mode", "moed"), "fsdp_config.router_replay.mode"),
+        ("actor_rollout_ref.actor.router_reply.mode", "actor.router_replay"),
+    ],
+)
+def test_a_slip_in_a_key_is_an_error_and_not_silence(line: str, meant: str) -> None:
+    with pytest.raises(ReplayError, match=rf"nothing reads it. Expected actor_rollout_ref.*{meant}, got"):
+        verl_config.check_actor(fsdp_actor({line: "R2"}))
+
+
+@needs_engines
 @pytest.mark.parametrize("key", [OLD, FSDP])
 def test_fsdp_turbo_is_refused_by_name(key: str) -> None:
     with pytest.raises(ReplayError, match=r"actor.strategy=fsdp_turbo.*fsdp_turbo cuts its batches"):

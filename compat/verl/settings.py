@@ -1,0 +1,40 @@
+"""Reading a verl job's config, which comes as a DictConfig, a dict or a dataclass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from npu_replay.errors import ReplayError
+
+ROOT = "actor_rollout_ref"
+FLAG = "enable_rollout_routing_replay"
+"""Of the rollout: is the engine asked for routes?"""
+
+
+def setting(config: Any, *path: str) -> Any:
+    """What lies there in a DictConfig, dict or dataclass; None where the way ends before."""
+    for name in path:
+        if config is None or isinstance(config, str):
+            return None
+        get = getattr(config, "get", None)
+        config = getattr(config, name, None) if get is None else get(name, None)
+    return config
+
+
+def names(section: Any) -> list[str]:
+    """The keys of what lies in a config: a DictConfig, dict or dataclass."""
+    if section is None or isinstance(section, str):
+        return []
+    found = section if isinstance(section, Mapping) else getattr(section, "__dict__", ())
+    return [str(name) for name in found]
+
+
+def whole(config: Any) -> Any:
+    """The job's config that this one hangs in; itself, if it hangs in none."""
+    root = getattr(config, "_get_root", None)
+    return config if root is None else root()
+
+
+def refused(problem: str, *, expected: object, got: object, cause: str) -> ReplayError:
+    return ReplayError(problem, where="verl's config", expected=expected, got=got, cause=cause)
