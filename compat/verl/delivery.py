@@ -22,7 +22,8 @@ import torch
 
 from npu_replay import delivery
 from npu_replay.compat.ray import RayCarrier
-from npu_replay.compat.verl.config import setting
+from npu_replay.compat.verl.recorded import SWITCH, by_reference, recorded
+from npu_replay.compat.verl.settings import setting
 from npu_replay.delivery.fetching import PATIENCE, fetch_each
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
 from npu_replay.rollout.batch_rows import from_batch
@@ -33,11 +34,11 @@ from npu_replay.routes.routed_experts import RoutedExperts
 
 logger = logging.getLogger(__name__)
 
-SWITCH = "NPU_REPLAY_DELIVERY"
 COLUMN = "npu_replay_routes"
 """The column of references."""
-_MARK = -21931
-"""The first of a token's five numbers: no id, and no padding."""
+_MARK = 32767
+"""The first of a token's five numbers: no id, no padding, and too large for a byte, which verl 0.7 and 0.8
+make of a batch's numbers where all of them fit."""
 _WORDS = 5
 _FIELDS = "extra_fields"
 _QUEUED = "verl.trainer.ppo.v1.agent_loop_tq"
@@ -71,9 +72,9 @@ class Putter:
         Raises:
             ReplayError: neither "ray" nor a folder, an unknown model, or a metric that reads ids in batches.
         """
-        value = os.environ.get(SWITCH, "").strip()
-        if value in ("", "0"):
+        if not by_reference():
             return None
+        value = os.environ[SWITCH].strip()
         if value != "ray" and not os.path.isabs(value):
             raise ReplayError(
                 "nothing is known that carries routes by this name",
@@ -122,7 +123,7 @@ class Putter:
         Raises:
             ReplayError: the carrier can't take them.
         """
-        reference, words = None, [_MARK, 0, 0, 0, 0]
+        reference, key = None, 0
         try:
             routes = from_batch(torch.from_numpy(rows), self._model, zeros_are_none=self._model.topk > 1)
         except (InvalidRoutes, MicroBatchError) as error:
@@ -131,10 +132,10 @@ class Putter:
                 logger.warning(said, count, error)
         else:
             reference = self._carrier.put(routes.sequence(0, len(routes), fingerprint(tokens)), step=step)
-            words = [_MARK, *np.array([reference.key], np.uint64).view(np.int16).tolist()]
+            key = reference.key
             if self._keeps:
                 self._keep(reference, step)
-        return np.tile(np.array(words, np.int16), (len(rows), 1, 1)), reference
+        return rows_of(key, len(rows)).numpy(), reference
 
     def _keep(self, reference: delivery.Reference, step: int) -> None:
         self._kept.setdefault(step, []).append(reference)
@@ -196,13 +197,13 @@ class Arrived:
                 cause="the log of the agent loops' worker has the error",
             )
         raise InvalidRoutes(
-            "the reference of this sample's routes didn't come with its batch",
+            "the routes behind this sample's key aren't here",
             where=f"key {key:016x}",
-            expected=f"the column {COLUMN} beside routed_experts",
+            expected=f"R3: the column {COLUMN} beside routed_experts; R2: a record by this job's ranks, of "
+            "this step or the one before",
             got=f"{len(self._held)} other samples",
-            cause="a trainer that picks single columns of its batches; without "
-            + SWITCH
-            + " they carry the ids",
+            cause="a trainer that picks single columns of its batches; workers that were started anew since. "
+            f"Without {SWITCH} batches carry the ids",
         )
 
 
@@ -220,6 +221,24 @@ def references_in(data: Any) -> list[Any] | None:
 
 def _listed(column: Any) -> list[Any] | None:
     return None if column is None else list(column.tolist() if hasattr(column, "tolist") else column)
+
+
+def rows_of(key: int, tokens: int) -> torch.Tensor:
+    """What a batch has of a sample in the place of routes, int16 [tokens, 1, 5]."""
+    words = [_MARK, *np.array([key], np.uint64).view(np.int16).tolist()]
+    return torch.tensor(words, dtype=torch.int16).repeat(tokens, 1, 1)
+
+
+def keys_in(routes: Any) -> list[int]:
+    """The keys that a batch has in the place of routes, [batch, tokens, 1, 5]; none where it has routes."""
+    if routes is None or not are_keys(routes):
+        return []
+    firsts = [rows[rows[:, 0, 0] == _MARK][:1, 0] for rows in routes.detach().to("cpu", torch.int16).unbind()]
+    return [_key(words[0]) for words in firsts if len(words)]
+
+
+def _key(words: torch.Tensor) -> int:
+    return int(words[1:].numpy().view(np.uint64)[0])
 
 
 def are_keys(routes: torch.Tensor) -> bool:
@@ -257,7 +276,9 @@ def routes_of(rows: torch.Tensor, keep: torch.Tensor | None, model: RoutedModel)
         "others",
         "a batch that was put together token by token",
     )
-    found = arrived.of(int(keys[0, 1:].clone().view(torch.int64)))
+    key = _key(keys[0])
+    found = recorded.of(key)
+    found = arrived.of(key) if found is None else found
     here = torch.arange(len(words))
     here[~marked | (here >= len(found))] = -1
     if keep is not None:

@@ -23,8 +23,10 @@ from torch import nn
 from npu_replay.compat.patching.patches import when_undone
 from npu_replay.compat.verl import delivery
 from npu_replay.compat.verl.actions import problem_of, switch
-from npu_replay.compat.verl.files import Files
+from npu_replay.compat.verl.files import ROUTES, Files
 from npu_replay.compat.verl.metrics import COUNTED, add_metrics, announce, compares, figures, summary
+from npu_replay.compat.verl.recorded import SWITCH, Keeper, by_reference, recorded
+from npu_replay.compat.verl.settings import setting
 from npu_replay.errors import ReplayError, share
 from npu_replay.parallel.bad_samples import CEILING, above_ceiling
 from npu_replay.parallel.rank_failures import agreed, all_here
@@ -104,6 +106,8 @@ def wrapped(original: Callable[..., Any], asked: Asked) -> Any:
             job.unread = problem_of("read or write files of routes", files.give, data)
         if flagged and job.r3:
             job.unread = job.unread or problem_of("fetch routes", job.receive, data)
+        elif flagged and by_reference() and not setting(self.engine_config, "dynamic_context_parallel"):
+            job.stays(data, self.get_data_parallel_rank(), self.get_data_parallel_group())
         with switch.running(job):
             output = original(self, *args, **kwargs)
             if files is not None and self.is_mp_src_rank_with_outputs():
@@ -178,6 +182,11 @@ class Pass:
     stack: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     unread: ReplayError | None = None
+    keeper: Keeper | None = None
+    """Keeps what this pass records in this rank; batches carry keys then."""
+    _replicas: Any = None
+    _lacking: list[int] | None = None
+    """Samples that are recorded elsewhere; None where nothing stays in ranks."""
     _counted: Counter[str] = field(default_factory=Counter)
     _ceiling: int = 0
     """The share of bad samples that is let through, in millionths; the same on all ranks once begun."""
@@ -214,24 +223,42 @@ class Pass:
         references = delivery.references_in(data)
         if references is None:
             return
-        ReplayError.unless(
-            self.engine.files is None or self.engine.files.record is None,
-            "routes that are fetched can't be written to files",
-            f"no {delivery.SWITCH}, or no router_replay.record_file",
-            "both",
-            "a rank fetches its own layers alone",
-        )
+        self._no_files()
         started = time.perf_counter()
         layers = sorted(router.label for chunk in find(self.chunks) for router in chunk)
         delivery.arrived.receive(references, layers)
         spent = int((time.perf_counter() - started) * 1e6)
         self.count(microseconds=spent, bytes=delivery.arrived.nbytes)
 
+    def _no_files(self) -> None:
+        ReplayError.unless(
+            self.engine.files is None or self.engine.files.record is None,
+            "routes that aren't in batches can't be written to files",
+            f"no {SWITCH}, or no router_replay.record_file",
+            "both",
+            "a rank has its own layers alone",
+        )
+
+    def stays(self, data: Any, replica: int, replicas: Any) -> None:
+        """R2's routes stay in the ranks that record them: keep them here, or find what isn't here.
+
+        Args:
+            data: the engine's batch.
+            replica: the data-parallel rank, and `replicas`, the group of these.
+        """
+        self.unread = self.unread or problem_of("keep routes here", self._no_files)
+        self._replicas, self._lacking = replicas, []
+        if not self.trains:
+            self.keeper = Keeper(replica)
+            return
+        self._lacking = recorded.lacking(delivery.keys_in(data.get(ROUTES, None)))
+        self.count(bytes=recorded.nbytes)
+
     def begin(self, error: ReplayError | None) -> None:
         """Before the schedule, in which a rank that isn't there would be waited for.
 
         Raises:
-            ReplayError: any rank can't record or replay, or they were told different ceilings.
+            ReplayError: any rank can't record or replay, or they were told different things.
         """
         if not self.engine.met:
             all_here()
@@ -241,19 +268,37 @@ class Pass:
             self._ceiling = round(_share(_CEILING, CEILING, "samples") * 1e6)
         except ReplayError as unknown:
             error = error or unknown
-        # Each rank reads its own environment. By these sums all see alike whether they have read the same.
-        sums = agreed(error, {"ranks": 1, "ceilings": self._ceiling, "squares": self._ceiling**2})
-        if sums["ranks"] * sums["squares"] != sums["ceilings"] ** 2:  # by Cauchy-Schwarz: not all are equal
-            mean = sums["ceilings"] / sums["ranks"] / 1e6
-            _raise_on_every_rank(
-                ReplayError(
-                    f"{_CEILING} differs between the ranks",
-                    where="all ranks",
-                    expected="one number on all ranks: they leave together, or go on together",
-                    got=f"{self._ceiling / 1e6:g} on this one, {mean:g} in the mean of all",
-                    cause="it was set on some nodes only; set it in the runtime_env of the job",
-                )
+        stay, lacking = self._lacking is not None, len(self._lacking or ())
+        told = {"ranks": 1, "ceilings": self._ceiling, "squares": self._ceiling**2}
+        sums = agreed(error, told | {"stay": stay, "lacking": lacking})
+        if (unlike := self._unlike(sums)) is not None:
+            _raise_on_every_rank(unlike)
+        if sums["lacking"]:
+            agreed(problem_of("exchange routes", recorded.fetch, self._lacking, self._replicas), {})
+            self._lacking = []
+
+    def _unlike(self, sums: dict[str, int]) -> ReplayError | None:
+        """A setting that isn't the same on all ranks: each reads its own environment, and by these sums all
+        see alike whether they have read the same."""
+        ranks, cause = sums["ranks"], "it was set on some nodes only; set it in the runtime_env of the job"
+        mine, mean = self._ceiling / 1e6, sums["ceilings"] / ranks / 1e6
+        if ranks * sums["squares"] != sums["ceilings"] ** 2:  # by Cauchy-Schwarz: not all are equal
+            return ReplayError(
+                f"{_CEILING} differs between the ranks",
+                where="all ranks",
+                expected="one number on all ranks: they leave together, or go on together",
+                got=f"{mine:g} on this one, {mean:g} in the mean of all",
+                cause=cause,
             )
+        if sums["stay"] not in (0, ranks):
+            return ReplayError(
+                f"{SWITCH} is set on some ranks alone",
+                where="all ranks",
+                expected="on all ranks or on none: what one keeps another one looks for",
+                got=f"on {sums['stay']} of {ranks}",
+                cause=cause,
+            )
+        return None
 
     def settle(self, session: StepReplay | StepRecording | None, error: ReplayError | None) -> None:
         """Agree with the other ranks, say once that it is on, and keep the figures.

@@ -25,8 +25,9 @@ from npu_replay.compat.patching import import_hook, known_names, switches
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl import engine, functions, tensors
 from npu_replay.compat.verl.actions import RECORD, REPLAY, problem_of, switch, without_adapter
-from npu_replay.compat.verl.config import FSDP, OFF, setting
+from npu_replay.compat.verl.config import FSDP, OFF
 from npu_replay.compat.verl.files import ROUTES, TOKENS
+from npu_replay.compat.verl.settings import setting
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.token_layout import TokenLayout
 from npu_replay.rollout.model_config import RoutedModel
@@ -163,7 +164,7 @@ def _taken(self: Any, micro_batch: Any) -> torch.Tensor:
     group = self.ulysses_parallel_group
     groups = [] if group is None else [group]
     found = functions.collected(record, chunk, batch, lambda: layout_of(self, micro_batch), groups)
-    return batch.filled(found, narrow_dtype(model.num_experts))
+    return functions.handed_on(batch, chunk, found, narrow_dtype(model.num_experts))
 
 
 # The rows of a micro-batch

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -101,14 +101,28 @@ def merge_router_topk_indices(
     context parallel group has to call it. An error waits for the end of the schedule; rows are blank then.
     """
     batch = tensors.MicroBatch(input_ids, attention_mask, tf_config, local_cp_size)
-    dtype, as_bytes = tensors.wire_dtype(tf_config)
     record, chunk = switch.recording(model, tf_config, vp_rank)
     labels = [router.label for router in record._routers[chunk]]
     whole = []
     if labels:
         whole = collected(record, chunk, batch, batch.layout, _row_groups(local_cp_size))
-    merged = batch.filled(whole, dtype)
+    dtype, as_bytes = tensors.wire_dtype(tf_config, keys=keeps())
+    merged = handed_on(batch, chunk, whole, dtype)
     mini_layer_topk_idx_list.append(tensors.viewed(merged, torch.uint8) if as_bytes else merged)
+
+
+def keeps() -> bool:
+    """Does what this pass records stay in this rank?"""
+    return switch.job is not None and switch.job.keeper is not None
+
+
+def handed_on(
+    batch: tensors.MicroBatch, chunk: int, whole: Sequence[RoutedExperts], dtype: torch.dtype
+) -> torch.Tensor:
+    """What a batch gets of the routes that a chunk recorded: themselves, or keys where they stay here."""
+    if switch.job is None or switch.job.keeper is None:
+        return batch.filled(whole, dtype)
+    return batch.keyed(switch.job.keeper.keep(chunk, len(batch.lengths), whole))
 
 
 def collected(
@@ -170,7 +184,7 @@ def reorder_and_merge_vpp_layers(
     of_chunk: list[list[torch.Tensor]] = [[] for _ in range(vpp_size)]
     for (_, chunk), one in zip(table, micro_batch_tensor_list, strict=True):
         of_chunk[chunk].extend(one.unbind())
-    samples = [torch.cat(parts, dim=1) for parts in zip(*of_chunk, strict=True)]
+    samples = [parts[0] if keeps() else torch.cat(parts, dim=1) for parts in zip(*of_chunk, strict=True)]
     return tensors.batched(samples, jagged=micro_batch_tensor_list[0].is_nested)
 
 
@@ -187,8 +201,8 @@ def pp_gather(local_layers_router_map: torch.Tensor, tf_config: Any) -> torch.Te
 
     Every rank of the pipeline has to call it, one without MoE layers too. An error on one is raised on all.
     """
-    dtype, as_bytes = tensors.wire_dtype(tf_config)
-    if int(tf_config.pipeline_model_parallel_size) > 1:
+    dtype, as_bytes = tensors.wire_dtype(tf_config, keys=keeps())
+    if int(tf_config.pipeline_model_parallel_size) > 1 and not keeps():
         whole = _of_all_stages(local_layers_router_map, tf_config)
     else:
         whole = local_layers_router_map.detach().cpu()

@@ -175,12 +175,21 @@ class MicroBatch:
     def filled(self, found: Sequence[RoutedExperts], dtype: torch.dtype) -> torch.Tensor:
         """Sequences in the form of this batch: jagged, or padded with zeros. Where none are given there are
         no layers, and the top-k alone is known: what a stage of dense layers has to say."""
-        each = [one.ids.to(dtype) for one in found] or [
-            torch.empty(size, 0, self.model["topk"], dtype=dtype) for size in self.lengths
-        ]
+        return self._shaped(
+            [one.ids.to(dtype) for one in found]
+            or [torch.empty(size, 0, self.model["topk"], dtype=dtype) for size in self.lengths]
+        )
+
+    def keyed(self, keys: Sequence[int]) -> torch.Tensor:
+        """The keys of sequences in the form of this batch, in the place of their ids, int16."""
+        return self._shaped(
+            [delivery.rows_of(key, size) for key, size in zip(keys, self.lengths, strict=True)]
+        )
+
+    def _shaped(self, each: Sequence[torch.Tensor]) -> torch.Tensor:
         if self.tokens.is_nested:
             return batched(each, jagged=True)
-        out = torch.zeros(*self.kept.shape, *each[0].shape[1:], dtype=dtype)
+        out = torch.zeros(*self.kept.shape, *each[0].shape[1:], dtype=each[0].dtype)
         for row, ids in enumerate(each):
             out[row, self.kept[row]] = ids
         return out
@@ -237,13 +246,13 @@ def viewed(ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return batched([one.contiguous().view(dtype) for one in ids.unbind()], jagged=True)
 
 
-def wire_dtype(config: Any) -> tuple[torch.dtype, bool]:
-    """What routes travel as through verl's own code, and whether as bytes.
+def wire_dtype(config: Any, *, keys: bool = False) -> tuple[torch.dtype, bool]:
+    """What routes travel as through verl's own code, or keys in their place, and whether as bytes.
 
     As in verl: int16 from 0.9 on. 0.7 and 0.8 narrow to uint8 on the way, whatever the number of experts; ids
     above 255 go through as bytes.
     """
     if hasattr(utils(), "merge_nested_router_maps"):
         return torch.int16, False
-    narrow = narrow_dtype(int(config.num_moe_experts))
+    narrow = torch.int16 if keys else narrow_dtype(int(config.num_moe_experts))
     return narrow, narrow != torch.uint8

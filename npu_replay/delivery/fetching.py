@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import torch
-
 from npu_replay.delivery.references import Reference
 from npu_replay.errors import InvalidRoutes, one_of
+from npu_replay.parallel.merge import side_by_side
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.routes import arguments
 from npu_replay.routes.routed_experts import RoutedExperts
@@ -124,12 +123,4 @@ def _joined(
     parts = [part.only([layer for layer in part.layers if layer in set(labels)]) for part in parts]
     if not parts:  # a rank of dense layers
         return RoutedExperts.unrecorded(one.tokens, layers=(), topk=one.topk, num_experts=one.num_experts)
-    if len(parts) == 1:
-        return parts[0]
-    first = parts[0]
-    ids = torch.cat([part.ids for part in parts], dim=1)
-    order = sorted(labels)
-    together = [layer for part in parts for layer in part.layers]
-    if together != order:
-        ids = ids[:, [together.index(layer) for layer in order]]
-    return first._derived(ids, first.recorded, layers=tuple(order), fingerprint=first.fingerprint)
+    return side_by_side(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -144,3 +145,16 @@ class Union:
             vouched=all(part.vouched for part in self._parts),
         )
         return Block(self._held, routes)
+
+
+def side_by_side(parts: Sequence[RoutedExperts]) -> RoutedExperts:
+    """The same tokens' routes in all layers of the parts, which share none."""
+    if len(parts) == 1:
+        return parts[0]
+    first = parts[0]
+    ids = torch.cat([part.ids for part in parts], dim=1)
+    together = [layer for part in parts for layer in part.layers]
+    order = sorted(together)
+    if together != order:
+        ids = ids[:, [together.index(layer) for layer in order]]
+    return first._derived(ids, first.recorded, layers=tuple(order), fingerprint=first.fingerprint)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import npu_replay
 from distributed.parallel_model import EXPERTS
 from npu_replay import RoutedExperts
+from npu_replay.compat.verl import delivery, recorded
 from npu_replay.compat.verl.actions import switch
 from npu_replay.errors import ReplayError
 from on_verl import engine_job as job
@@ -138,6 +139,15 @@ def same_shown(ours: Any, theirs: Any) -> None:
         assert torch.equal(sets(a.ids), sets(b.ids))
 
 
+def same_tokens(ours: Any, theirs: Any, tiny: Tiny) -> None:
+    """The same experts in each row that has a token."""
+    for a, b, numbers in zip(ours.shown, theirs.shown, groups(tiny), strict=True):
+        if not a.layers:  # a stage of dense layers
+            continue
+        here = torch.tensor([token is not None for token in job.rows(numbers, tiny.split)])
+        assert torch.equal(sets(a.ids[here]), sets(b.ids[here]))
+
+
 def nothing_is_on() -> None:
     assert not switch.action
     assert switch.job is None
@@ -183,7 +193,7 @@ def recorded_batch(actor: Any) -> tuple[Any, list[torch.Tensor]]:
 # R2 and R3
 
 
-def _r2(kind: Any, settings: dict[str, Any]) -> None:
+def _r2(kind: Any, settings: dict[str, Any], *, stays: bool = False) -> None:
     tiny = begin(mode="R2", **settings)
     actor = kind(tiny)
     plain, columns = plain_of(actor), moe_layers(tiny)
@@ -194,15 +204,18 @@ def _r2(kind: Any, settings: dict[str, Any]) -> None:
         others.batch["old_log_probs"], none = plain.log_probs(others)
     assert none is None
     assert torch.equal(others.batch["old_log_probs"], data.batch["old_log_probs"])
+    shape = (1, 5) if stays else (len(columns), 2)
     assert [tuple(one.shape) for one in routes] == [
-        (sum(LENGTHS[number]), len(columns), 2) for number in job.mine(tiny.split)
+        (sum(LENGTHS[number]), *shape) for number in job.mine(tiny.split)
     ]
     with job.other_routers(actor.chunks, plain.chunks), told() as lines:
         with npu_replay.observe(actor.chunks) as second:
             metrics = actor.update(data)
         with npu_replay.replay(plain.chunks, own.routes):
             plain.update(others)
-    if tiny.most:
+    if stays:
+        same_tokens(first, second, tiny)
+    elif tiny.most:
         same_shown(first, second)
     else:
         for seen in (first, second):
@@ -278,8 +291,73 @@ def _r3_by_reference(settings: dict[str, Any]) -> None:
         _r3(Actor, settings, by_reference)
 
 
+def _r2_by_reference(settings: dict[str, Any]) -> None:
+    """Batches have keys, and ids stay in the ranks that recorded them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(delivery.SWITCH, "ray")
+        _r2(Actor, settings, stays=True)
+
+
+@case("R2 by reference: samples that another replica trains on")
+def _moved() -> None:
+    """Their routes move there, once; a key that nobody knows is an error on every rank."""
+    tiny = begin(mode="R2")
+    actor = Actor(tiny)
+    with pytest.MonkeyPatch.context() as patch, job.other_routers(actor.chunks):
+        patch.setenv(delivery.SWITCH, "ray")
+        with npu_replay.observe(actor.chunks) as seen:
+            data, _ = recorded_batch(actor)
+        wanted = elsewhere(seen.shown)
+        moves, exchange = list[int](), recorded.exchange
+
+        def counted(held: Any, lacking: Any, group: Any) -> Any:
+            moves.append(len(lacking))
+            return exchange(held, lacking, group)
+
+        patch.setattr(recorded, "exchange", counted)
+        for _ in range(2):
+            with npu_replay.observe(actor.chunks) as second, job.other_routers(actor.chunks):
+                metrics = actor.update(elsewhere(data))
+            for a, b in zip(wanted, second.shown, strict=True):
+                assert torch.equal(sets(a.ids), sets(b.ids))
+            assert set(metrics["npu_replay/bad_samples"]) == {0.0}
+        assert moves == [len(data)]
+        recorded.recorded._held.clear()
+        with pytest.raises(ReplayError, match=r"routes that can't be used|so does this one"):
+            actor.update(data)
+        patch.setattr(recorded, "_STEPS", 1)
+        recorded_batch(actor)
+        held = len(recorded.recorded._held)
+        recorded_batch(actor)
+        assert len(recorded.recorded._held) == 2 * held, "nothing was trained on yet"
+        actor.update(recorded_batch(actor)[0])
+        recorded_batch(actor)
+        assert len(recorded.recorded._held) == held
+    nothing_is_on()
+
+
+@case("R2 by reference, on one rank alone")
+def _stays_on_one() -> None:
+    tiny = begin(mode="R2", split=Split(pp=2))
+    actor = Actor(tiny)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(delivery.SWITCH, "ray" if dist.get_rank() else "")
+        with pytest.raises(ReplayError, match=r"is set on some ranks alone|so does this one"):
+            recorded_batch(actor)
+    nothing_is_on()
+
+
+def elsewhere(mine: Any) -> Any:
+    """What the other of two ranks has."""
+    both: list[Any] = [None, None]
+    dist.all_gather_object(both, mine)
+    return both[1 - dist.get_rank()]
+
+
 for _name in ("dp2", "pp2, two virtual stages and a dense chunk", "pp2 and a stage of dense layers", "cp2"):
     CASES[f"R3 by reference: {_name}"] = partial(_r3_by_reference, BASE[_name])
+for _name in ("dp2", "pp2, two virtual stages and a dense chunk", "pp2 and a stage of dense layers", "cp2"):
+    CASES[f"R2 by reference: {_name}"] = partial(_r2_by_reference, BASE[_name])
 for _kind, _of in ((Actor, ""), (LegacyActor, "0.7's actor, ")):
     for _name, _settings in BASE.items():
         CASES[f"{_of}R2: {_name}"] = partial(_r2, _kind, _settings)

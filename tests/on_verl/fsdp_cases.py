@@ -19,6 +19,7 @@ import transformers
 import npu_replay
 import sharded_qwen
 from distributed.parallel_model import EXPERTS
+from npu_replay.compat.verl import delivery
 from npu_replay.errors import ReplayError
 from on_verl import engine_job
 from on_verl import fsdp_job as job
@@ -117,10 +118,14 @@ def same_weights(actor: Actor, weights: dict[str, torch.Tensor]) -> None:
 # R2 and R3
 
 
-def _r2(tiny: Tiny) -> None:
+def _r2(tiny: Tiny, *, stays: bool = False) -> None:
     actor = Actor(tiny)
     with witnessed(actor.model) as first:
         data, routes = recorded(actor)
+    if stays:
+        assert {tuple(one.shape[1:]) for one in routes} == {(1, 5)}
+        keys = delivery.keys_in(data.batch["routed_experts"])
+        routes = [here.ids for key in keys if (here := delivery.recorded.of(key)) is not None]
     assert [tuple(one.shape) for one in routes] == [
         (sum(LENGTHS[number]), len(LABELS), 2) for number in engine_job.mine(tiny.split)
     ]
@@ -167,6 +172,15 @@ for _way, _settings in WAYS.items():
             CASES[_name] = lambda run=_run, given={**_settings, "mode": _mode, "recompute": _recompute}: run(
                 tiny_of(**given)
             )
+
+
+@case("R2 by reference")
+def _stays() -> None:
+    """Ids stay in the rank that recorded them; the witness saw them in both passes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(delivery.SWITCH, "ray")
+        for settings in (WAYS["dynamic"], {"sp": 2}, {"packed": False}):
+            _r2(tiny_of(recompute=True, **settings), stays=True)
 
 
 @case("R3 by reference")

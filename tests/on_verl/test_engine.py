@@ -18,7 +18,7 @@ DENSE = "pp2 and a stage of dense layers"  # T43
 BY_RELEASE = (
     *("R2: dp2", f"R2: {VPP}", f"R3: {VPP}", "R3: tp2 with sequence parallel", "R2: cp2"),
     "R2: dynamic micro-batches",
-    f"R3 by reference: {VPP}",
+    *(f"R3 by reference: {VPP}", f"R2 by reference: {VPP}"),
     "reference and critic",  # T26
     "without its adapter",
     "offloaded in between",
@@ -32,6 +32,8 @@ BY_RELEASE = (
 ALIKE = (
     *("R3: dp2", "R2: pp2", "R3: pp2", f"R2: {DENSE}", f"R3: {DENSE}", "R2: tp2 with sequence parallel"),
     *("R3: cp2", "R2: full recompute", "R3: full recompute", "R2: ep2", "R3: ep2"),
+    *("R2 by reference: dp2", f"R2 by reference: {DENSE}", "R2 by reference: cp2"),
+    *("R2 by reference: samples that another replica trains on", "R2 by reference, on one rank alone"),
     *("R3 by reference: dp2", f"R3 by reference: {DENSE}", "R3 by reference: cp2"),
     "two mini-batches and two epochs",
     "a second engine",

@@ -18,6 +18,7 @@ BY_RELEASE = (
     *("R2: packed, recompute", "R3: padded", "R2: dynamic, recompute"),
     *("R3: sp2", "R2: sp2, dynamic, recompute"),
     "mini-batches and epochs",
+    "R2 by reference",
     "R3 by reference",
 )
 """Where verl's own code differs from release to release."""
