@@ -46,6 +46,8 @@ _QUEUED = "verl.trainer.ppo.v1.agent_loop_tq"
 _STEPS = 3
 """Of the job, for which a worker keeps what it has put: trainers may be so many steps behind."""
 _refused = itertools.count(1)
+Routes = RoutedExperts | InvalidRoutes
+"""Of a sample; or why there are none."""
 
 
 # The rollout's side
@@ -157,14 +159,14 @@ class Arrived:
     """Routes that this process has fetched, of this rank's layers: for all passes of a step."""
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[int, RoutedExperts | InvalidRoutes]] = {}
+        self._held: dict[int, tuple[int, Routes]] = {}
+        self.carried: dict[int, Routes] = {}
+        """Those of the pass that runs, whose batch had the ids itself."""
         self.layers: tuple[int, ...] = ()
 
     def receive(self, references: Sequence[delivery.Reference | None], layers: Sequence[int]) -> None:
         """Have the routes of these samples here; what is of an older step than all of them goes."""
-        if tuple(layers) != self.layers:
-            self._held.clear()
-            self.layers = tuple(layers)
+        self.has(layers)
         given = [one for one in references if one is not None]
         oldest = min((one.step for one in given), default=0)
         self._held = {key: (step, one) for key, (step, one) in self._held.items() if step >= oldest}
@@ -172,11 +174,17 @@ class Arrived:
         for one, routes in zip(wanted, fetch_each(wanted, self.layers, PATIENCE), strict=True):
             self._held[one.key] = one.step, routes
 
+    def has(self, layers: Sequence[int]) -> None:
+        """These are this rank's layers; what is of others goes."""
+        if tuple(layers) != self.layers:
+            self._held.clear()
+            self.layers = tuple(layers)
+
     @property
     def nbytes(self) -> int:
         """Of the ids that are held."""
-        routes = [one for _, one in self._held.values() if isinstance(one, RoutedExperts)]
-        return sum(one.ids.nbytes for one in routes)
+        each = [*self.carried.values(), *(one for _, one in self._held.values())]
+        return sum(one.ids.nbytes for one in each if isinstance(one, RoutedExperts))
 
     def of(self, key: int) -> RoutedExperts:
         """The routes behind a key.
@@ -184,7 +192,7 @@ class Arrived:
         Raises:
             InvalidRoutes: they were refused at the door, can't be read, or their reference didn't come along.
         """
-        _, found = self._held.get(key, (0, None))
+        found = self.carried[key] if key in self.carried else self._held.get(key, (0, None))[1]
         if isinstance(found, RoutedExperts):
             return found
         if found is not None:

@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch import nn
 
 from npu_replay.compat.patching.patches import when_undone
-from npu_replay.compat.verl import delivery
+from npu_replay.compat.verl import carried, delivery
 from npu_replay.compat.verl.actions import problem_of, switch
 from npu_replay.compat.verl.files import ROUTES, Files
 from npu_replay.compat.verl.metrics import COUNTED, add_metrics, announce, compares, figures, summary
 from npu_replay.compat.verl.recorded import SWITCH, Keeper, by_reference, recorded
 from npu_replay.compat.verl.settings import setting
-from npu_replay.errors import ReplayError, share
+from npu_replay.errors import InvalidRoutes, ReplayError, share
 from npu_replay.parallel.bad_samples import CEILING, above_ceiling
 from npu_replay.parallel.rank_failures import agreed, all_here
 from npu_replay.routers import find
@@ -105,11 +105,12 @@ def wrapped(original: Callable[..., Any], asked: Asked) -> Any:
         if files is not None:
             job.unread = problem_of("read or write files of routes", files.give, data)
         if flagged and job.r3:
-            job.unread = job.unread or problem_of("fetch routes", job.receive, data)
+            job.unread = job.unread or problem_of("take routes in", job.receive, data, asked.model(self))
         elif flagged and by_reference() and not setting(self.engine_config, "dynamic_context_parallel"):
             job.stays(data, self.get_data_parallel_rank(), self.get_data_parallel_group())
         with switch.running(job):
-            output = original(self, *args, **kwargs)
+            with carried.in_place_of(data, ROUTES, job.carried):
+                output = original(self, *args, **kwargs)
             if files is not None and self.is_mp_src_rank_with_outputs():
                 unwritten = problem_of(
                     "write files of routes", files.keep, data, output, asked.model(self), settings.mode
@@ -184,6 +185,9 @@ class Pass:
     unread: ReplayError | None = None
     keeper: Keeper | None = None
     """Keeps what this pass records in this rank; batches carry keys then."""
+    carried: carried.Found = field(default_factory=dict)
+    """What the batch brought of this rank's layers."""
+    _stages: Any = None
     _replicas: Any = None
     _lacking: list[int] | None = None
     """Samples that are recorded elsewhere; None where nothing stays in ranks."""
@@ -214,19 +218,26 @@ class Pass:
         """Add to the figures of this pass."""
         self._counted.update(figures)
 
-    def receive(self, data: Any) -> None:
-        """Fetch the routes that this rank's layers need, where a batch has references to them.
+    def receive(self, data: Any, config: Any) -> None:
+        """Have the routes of this rank's layers here: fetched, or out of the engine's batch.
+
+        Args:
+            data: the batch.
+            config: the model's TransformerConfig or RoutedModel.
 
         Raises:
             ReplayError: none can be had at all.
         """
-        references = delivery.references_in(data)
-        if references is None:
-            return
-        self._no_files()
         started = time.perf_counter()
         layers = sorted(router.label for chunk in find(self.chunks) for router in chunk)
-        delivery.arrived.receive(references, layers)
+        references, routes = delivery.references_in(data), data.get(ROUTES, None)
+        if references is not None:
+            self._no_files()
+            delivery.arrived.receive(references, layers)
+        elif routes is not None and routes.is_nested and not delivery.are_keys(routes):
+            delivery.arrived.has(layers)
+            self.carried = carried.checked(routes, config, layers)
+            self._stages = carried.stages_of(config)
         spent = int((time.perf_counter() - started) * 1e6)
         self.count(microseconds=spent, bytes=delivery.arrived.nbytes)
 
@@ -269,13 +280,16 @@ class Pass:
         except ReplayError as unknown:
             error = error or unknown
         stay, lacking = self._lacking is not None, len(self._lacking or ())
+        bad = sum(isinstance(one, InvalidRoutes) for one in self.carried.values())
         told = {"ranks": 1, "ceilings": self._ceiling, "squares": self._ceiling**2}
-        sums = agreed(error, told | {"stay": stay, "lacking": lacking})
+        sums = agreed(error, told | {"stay": stay, "lacking": lacking, "bad": bad})
         if (unlike := self._unlike(sums)) is not None:
             _raise_on_every_rank(unlike)
         if sums["lacking"]:
             agreed(problem_of("exchange routes", recorded.fetch, self._lacking, self._replicas), {})
             self._lacking = []
+        if sums["bad"] and self._stages is not None:
+            agreed(problem_of("tell which samples are bad", carried.tell, self.carried, self._stages), {})
 
     def _unlike(self, sums: dict[str, int]) -> ReplayError | None:
         """A setting that isn't the same on all ranks: each reads its own environment, and by these sums all

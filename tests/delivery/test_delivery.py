@@ -221,3 +221,10 @@ def test_a_seal_finds_each_change(tokens: int) -> None:
     row = int(generator.integers(0, tokens))
     sample.recorded[row] = ~sample.recorded[row]
     assert seal(sample) != kept
+
+
+def test_a_stage_of_dense_layers_is_sent_nothing_and_lays_out_nothing() -> None:
+    references = delivery.ProcessCarrier(cut=2).put_all([routes(1, 5), routes(2, 7)])
+    nothing = delivery.fetch(references, layers=())
+    here = TokenLayout.packed([5, 7]).gather(nothing, layers=())
+    assert (len(here), here.layers) == (12, ())

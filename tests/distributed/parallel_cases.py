@@ -22,7 +22,7 @@ from torch import nn
 import npu_replay
 from distributed import parallel_flex
 from distributed import parallel_model as pm
-from npu_replay import RoutedExperts, TokenLayout
+from npu_replay import RoutedExperts, TokenLayout, delivery
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -282,7 +282,8 @@ def run(folder: Path, wanted: Sequence[str], references: Path) -> None:
             if layout not in started:
                 started = {layout: case.split.start()}
             with parallel_flex.lent() if case.flex else nullcontext() as dispatched:
-                job, found = _run(case, started[layout], recompute, checks, references)
+                away = folder / f"routes-{name}"
+                job, found = _run(case, started[layout], recompute, checks, references, away)
                 if dispatched is not None:
                     _check_zeros(job, found["saturated"], dispatched, checks)
         except BaseException:
@@ -291,7 +292,7 @@ def run(folder: Path, wanted: Sequence[str], references: Path) -> None:
 
 
 def _run(
-    case: Case, split: pm.Split, recompute: str, checks: Checks, references: Path
+    case: Case, split: pm.Split, recompute: str, checks: Checks, references: Path, away: Path
 ) -> tuple[Job, dict[str, Any]]:
     found = torch.load(references / reference_name(case.moe))
     chunks = pm.build(split, case.moe, **case.config, **RECOMPUTE[recompute])
@@ -304,7 +305,7 @@ def _run(
     with checks.holds("layout"):
         _check_layout(job)
     recorded = _record(job, plain, found["recorded"], checks)
-    _replay(job, found["foreign"], checks)
+    _replay(job, found["foreign"], checks, away)
     pm.load(chunks, split, pm.other_routers(found["weights"]))
     again = job.replayed(_everyones(recorded, job), job.plan(other=True))
     with checks.holds("round trip"):
@@ -360,17 +361,34 @@ def _record(job: Job, plain: Outcome, wanted: Sequence[torch.Tensor], checks: Ch
     return recorded or []
 
 
-def _replay(job: Job, wanted: Outcome, checks: Checks) -> None:
+def _replay(job: Job, wanted: Outcome, checks: Checks, away: Path) -> None:
     layers = [layer for layer, is_moe in enumerate(job.case.moe) if is_moe]
     foreign, batches = foreign_routes(layers), job.plan()
+    fetched = _by_reference(foreign, job, away)
+    with checks.holds("by reference"):
+        for batch in batches:
+            ours, theirs = job.routes(fetched, batch), job.routes(foreign, batch)
+            assert ours == theirs or not job.parallel.moe_layers, "a rank of dense layers is sent nothing"
+            assert (ours.layers, ours.ids.shape) == (theirs.layers, theirs.ids.shape)
     with pm.Witness(job.chunks) as witness:
-        outcome = job.replayed(foreign, batches)
+        outcome = job.replayed(fetched, batches)
     with checks.holds("replay: gradients"):
         _same(outcome, wanted)
     with checks.holds("replay: ids"):
         for layer, maps in witness.maps.items():
             for batch, shown in zip(batches, maps, strict=True):
                 _check_shown(shown, batch, layer, foreign)
+
+
+def _by_reference(sequences: Sequence[RoutedExperts], job: Job, away: Path) -> list[RoutedExperts]:
+    """What this rank fetches of sequences that the first rank puts into a folder: in its own layers."""
+    told: list[Any] = [None]
+    if dist.get_rank() == 0:
+        told = [delivery.FolderCarrier(away, cut=job.parallel).put_all(sequences)]
+    dist.broadcast_object_list(told)
+    found = [one for one in delivery.fetch(told[0], job.parallel) if one is not None]
+    assert {one.layers for one in found} == {job.parallel.moe_layers}
+    return found
 
 
 def _check_shown(

@@ -588,7 +588,8 @@ def _spoiled(kind: str, routes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return found
     if kind == "number of layers":
         return [torch.cat([one, one[:, :1]], dim=1) for one in found]
-    found[0][1, 1] = torch.tensor([EXPERTS + 3, 1] if kind == "out of range" else [5, 5])
+    # In a layer of its own: a stage looks at no others.
+    found[0][1, -1] = torch.tensor([EXPERTS + 3, 1] if kind == "out of range" else [5, 5])
     return found
 
 
@@ -600,7 +601,9 @@ def _bad_first() -> None:
         actor, routes = Actor(tiny), job.rollout_routes(tiny)
         weights = _weights(actor)
         for problem in ("out of range", "expert twice", "number of layers"):
-            leave(partial(actor.update, r3_batch(tiny, _spoiled(problem, routes))), problem)
+            told_all = split.pp > 1 and problem != "number of layers"  # by the stage that found it
+            first = 0 if told_all else 1
+            leave(partial(actor.update, r3_batch(tiny, _spoiled(problem, routes))), problem, first=first)
             assert actor.gradients == [], "no step was made"
             _same_weights(weights, _weights(actor))
         with npu_replay.observe(actor.chunks) as seen:
@@ -651,6 +654,22 @@ def _bad_later() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NPU_REPLAY_BAD_SAMPLES", "0.25")
         updated(2)
+
+
+@case("a sample that is bad in one stage's layers")
+def _bad_in_one_stage() -> None:
+    """It takes the routers' own choice in all of them."""
+    tiny = begin(mode="R3", split=Split(pp=2))
+    actor, routes = Actor(tiny), job.rollout_routes(tiny)
+    actor.update(r3_batch(tiny, routes))
+    spoiled = [one.to(torch.int16) for one in routes]
+    spoiled[0][1, 0] = torch.tensor([EXPERTS + 3, 1])
+    with npu_replay.observe(actor.chunks) as seen:
+        metrics = actor.update(r3_batch(tiny, spoiled))
+    assert set(metrics["npu_replay/bad_samples"]) == {1.0}
+    check_rows(seen.shown, [torch.zeros_like(routes[0]), *routes[1:]], tiny)
+    with pytest.raises(AssertionError):
+        check_rows(seen.shown, routes, tiny)
 
 
 @case("a setting of one rank's own")

@@ -39,6 +39,7 @@ ALIKE = (
     "a second engine",
     "switched off",
     "a setting of one rank's own",
+    "a sample that is bad in one stage's layers",
     "routes far from the routers' own choice",
     "one rank fails in a way that nobody has thought of",
     "bad samples after the first step",

@@ -1,0 +1,98 @@
+"""R3's routes that a batch carries: checked before a pass, once for all chunks, in this rank's layers alone.
+
+Meanwhile the batch has keys in their place (`delivery`), by which micro-batches find what was checked. A
+sample that is bad in one pipeline stage's layers takes the routers' own choice in all of them: stages tell
+each other.
+
+Probes nothing; used by `engine` where NPU_REPLAY_DELIVERY doesn't keep routes out of batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from npu_replay.compat.verl import delivery, tensors
+from npu_replay.errors import InvalidRoutes, MicroBatchError, as_text
+from npu_replay.parallel.parallel_layout import ParallelLayout
+from npu_replay.parallel.rank_failures import PATIENCE, Circle, Outcome
+from npu_replay.rollout.batch_rows import from_batch
+
+Found = dict[int, delivery.Routes]
+
+
+def checked(routes: torch.Tensor, config: Any, layers: Sequence[int]) -> Found:
+    """By key, from 1 on, the routes of each sample of a jagged batch, or why it has none.
+
+    Args:
+        routes: jagged [tokens, columns, topk], of all decoder layers or of the MoE layers.
+        config: the model's TransformerConfig or RoutedModel.
+        layers: this rank's.
+
+    Raises:
+        MicroBatchError: another shape than verl's, or columns that are neither.
+    """
+    MicroBatchError.unless(
+        routes.dim() == 4,
+        "the routes have another shape than verl's",
+        "[batch, tokens, layers, topk]",
+        f"{routes.dim()} dimensions",
+        "a rollout engine or an agent loop that hands on flat routes",
+    )
+    model = tensors.MicroBatch(routes, None, config).routed
+    found: Found = {}
+    for key, rows in enumerate(routes.detach().cpu().unbind(), start=1):
+        try:
+            found[key] = from_batch(rows, model, layers=layers, zeros_are_none=True)
+        except InvalidRoutes as error:  # noqa: PERF203  a few of thousands
+            found[key] = error
+    return found
+
+
+def stages_of(config: Any) -> Any:
+    """The group of this rank's pipeline; None for a model that isn't cut into stages."""
+    if int(getattr(config, "pipeline_model_parallel_size", 1)) == 1:
+        return None
+    return ParallelLayout.from_megatron(config).groups[1]
+
+
+def tell(found: Found, stages: Any) -> None:
+    """What is bad on any rank of a pipeline is bad on all. Every rank of it has to call this.
+
+    Raises:
+        ReplayError: ranks are gone.
+    """
+    circle = Circle(stages, PATIENCE, "not all stages told which samples are bad", "a rank that failed")
+    outcome = Outcome()
+    mine = {key: _said(one) for key, one in found.items() if isinstance(one, InvalidRoutes)}
+    for stage, theirs in enumerate(outcome.agree(circle, mine)):
+        for key in theirs.keys() - mine.keys():
+            found[key] = InvalidRoutes(**theirs[key]).at(f"pipeline rank {stage}")
+    if outcome.error is not None:
+        raise outcome.error
+
+
+def _said(error: InvalidRoutes) -> dict[str, Any]:
+    """An error for others: in text alone."""
+    found = {"expected": error.expected, "got": error.got}
+    told = {name: None if one is None else as_text(one) for name, one in found.items()}
+    return {"problem": error.problem, "where": error.where, "cause": error.cause, **told}
+
+
+@contextmanager
+def in_place_of(data: Any, name: str, found: Found) -> Iterator[None]:
+    """Keys in the place of a batch's routes."""
+    if not found:
+        yield
+        return
+    given = data[name]
+    rows = [delivery.rows_of(key, len(one)) for key, one in enumerate(given.unbind(), start=1)]
+    data[name] = tensors.batched(rows, jagged=True).to(given.device)
+    delivery.arrived.carried = found
+    try:
+        yield
+    finally:
+        data[name], delivery.arrived.carried = given, {}
