@@ -8,12 +8,14 @@ from __future__ import annotations
 import copy
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import npu_replay
 from npu_replay import InvalidRoutes, ReplayError, fingerprint
 from npu_replay.compat.verl import arrivals, delivery
 from npu_replay.compat.verl.tensors import MicroBatch
@@ -91,6 +93,40 @@ def test_references_go_where_their_samples_go() -> None:
     data.meta_info = {}
     check(data, model)
     check(DataProto.from_tensordict(data.to_tensordict()), model)
+
+
+@pytest.mark.parametrize("value", ["", "folder"])
+def test_the_reference_is_sent_no_routes(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither ids nor what stands for them; whoever else gets the batch has them."""
+    module = pytest.importorskip("verl.trainer.ppo.ray_trainer")
+    trainer = module.RayPPOTrainer
+    monkeypatch.setattr(module, "left_right_2_no_padding", lambda batch: batch)  # older ones want flash-attn
+    if not hasattr(trainer, "_compute_ref_log_prob"):
+        pytest.skip("0.7.0's trainer sends it in line")
+    monkeypatch.setenv(delivery.SWITCH, value and str(tmp_path))
+    npu_replay.install()
+    data, _ = batch_of()
+    sent: list[set[str]] = []
+
+    class Sent(Exception):
+        pass
+
+    def take(batch: Any) -> None:
+        sent.append(set(batch.keys()))
+        raise Sent
+
+    made = trainer.__new__(trainer)
+    made.ref_in_actor, made.use_legacy_worker_impl = False, "disable"
+    made.ref_policy_wg = SimpleNamespace(compute_ref_log_prob=take)
+    with pytest.raises(Sent):
+        made._compute_ref_log_prob(data)
+    npu_replay.uninstall()
+    with pytest.raises(Sent):
+        made._compute_ref_log_prob(data)
+    routes = {"routed_experts", delivery.COLUMN} if value else {"routed_experts"}
+    assert sent[1] - sent[0] == routes
+    assert "input_ids" in sent[0]
+    assert "routed_experts" in data.batch.keys()  # noqa: SIM118
 
 
 def test_a_batch_on_its_way_to_the_workers_is_small() -> None:
