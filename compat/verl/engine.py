@@ -229,7 +229,7 @@ class Pass:
             ReplayError: none can be had at all.
         """
         started = time.perf_counter()
-        layers = sorted(router.label for chunk in find(self.chunks) for router in chunk)
+        layers = self._layers()
         references, routes = delivery.references_in(data), data.get(ROUTES, None)
         if references is not None:
             self._no_files()
@@ -240,6 +240,10 @@ class Pass:
             self._stages = carried.stages_of(config)
         spent = int((time.perf_counter() - started) * 1e6)
         self.count(microseconds=spent, bytes=delivery.arrived.nbytes)
+
+    def _layers(self) -> list[int]:
+        """The decoder layers that this rank's routers are in."""
+        return sorted(router.label for chunk in find(self.chunks) for router in chunk)
 
     def _no_files(self) -> None:
         ReplayError.unless(
@@ -259,6 +263,7 @@ class Pass:
         """
         self.unread = self.unread or problem_of("keep routes here", self._no_files)
         self._replicas, self._lacking = replicas, []
+        delivery.arrived.has(self._layers())
         if not self.trains:
             self.keeper = Keeper(replica)
             return

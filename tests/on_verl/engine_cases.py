@@ -336,6 +336,25 @@ def _moved() -> None:
     nothing_is_on()
 
 
+@case("R2 by reference: a sample of padding")
+def _padding() -> None:
+    """It has zeros in the place of keys, and takes the routers' own choice; alone in a micro-batch, too."""
+    tiny = begin(mode="R2", micro=1)
+    actor = Actor(tiny)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(delivery.SWITCH, "ray")
+        data, keys = recorded_batch(actor)
+        update = job.update_batch(data)
+        keys[0] = torch.zeros_like(keys[0])
+        update["routed_experts"] = torch.nested.as_nested_tensor(keys, layout=torch.jagged)
+        metrics = actor.output(actor.worker.update_actor(update))["metrics"]
+    padding = [sum(LENGTHS[first]) for first in (0, len(LENGTHS) // 2)]  # of both ranks
+    share = sum(padding) / sum(map(sum, LENGTHS))
+    assert metrics["npu_replay/rows_without_route"][0] == pytest.approx(share)
+    assert set(metrics["npu_replay/bad_samples"]) == {0.0}
+    nothing_is_on()
+
+
 @case("R2 by reference, on one rank alone")
 def _stays_on_one() -> None:
     tiny = begin(mode="R2", split=Split(pp=2))

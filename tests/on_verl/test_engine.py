@@ -33,6 +33,7 @@ ALIKE = (
     *("R3: dp2", "R2: pp2", "R3: pp2", f"R2: {DENSE}", f"R3: {DENSE}", "R2: tp2 with sequence parallel"),
     *("R3: cp2", "R2: full recompute", "R3: full recompute", "R2: ep2", "R3: ep2"),
     *("R2 by reference: dp2", f"R2 by reference: {DENSE}", "R2 by reference: cp2"),
+    "R2 by reference: a sample of padding",
     *("R2 by reference: samples that another replica trains on", "R2 by reference, on one rank alone"),
     *("R3 by reference: dp2", f"R3 by reference: {DENSE}", "R3 by reference: cp2"),
     "two mini-batches and two epochs",
