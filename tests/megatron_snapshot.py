@@ -59,7 +59,14 @@ def objects() -> Objects:
                 found[f"{name}.{key}"] = value
                 if inspect.isclass(value) and value.__module__ == name:
                     found |= {f"{name}.{key}.{inner}": own for inner, own in _own(value).items()}
-    return {path: value for path, value in found.items() if callable(value) or isinstance(value, _KINDS)}
+    return {path: value for path, value in found.items() if _is_code(value)}
+
+
+def _is_code(value: Any) -> bool:
+    """Without the submodules that came later: an import makes each an attribute of its package."""
+    if isinstance(value, ModuleType) and value.__name__.startswith("megatron."):
+        return value.__name__ in {*_seen(), *SERVED}
+    return callable(value) or isinstance(value, _KINDS)
 
 
 def _own(cls: type) -> Objects:
