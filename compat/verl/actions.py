@@ -199,7 +199,7 @@ class Switch:
         self._last.clear()
         if self.job is not None:
             what = "record" if record else "replay"
-            self.job.begin(problem_of(what, self._open_for, self.job, record))
+            self.job.begin(problem_of(what, self._open_for, self.job, record), records=record)
             return
         models = live_models.models()
         if not models:

@@ -9,14 +9,15 @@ Probes nothing; used by `engine` where NPU_REPLAY_DELIVERY doesn't keep routes o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
 from npu_replay.compat.verl import delivery, tensors
-from npu_replay.errors import InvalidRoutes, MicroBatchError, as_text
+from npu_replay.errors import InvalidRoutes, as_text
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.rank_failures import PATIENCE, Circle, Outcome
 from npu_replay.rollout.batch_rows import from_batch
@@ -35,20 +36,17 @@ def checked(routes: torch.Tensor, config: Any, layers: Sequence[int]) -> Found:
     Raises:
         MicroBatchError: another shape than verl's, or columns that are neither.
     """
-    MicroBatchError.unless(
-        routes.dim() == 4,
-        "the routes have another shape than verl's",
-        "[batch, tokens, layers, topk]",
-        f"{routes.dim()} dimensions",
-        "a rollout engine or an agent loop that hands on flat routes",
-    )
-    model = tensors.MicroBatch(routes, None, config).routed
+    batch = tensors.MicroBatch(routes, None, config)
+    take = functools.partial(from_batch, model=batch.routed, layers=layers, zeros_are_none=True)
     found: Found = {}
-    for key, rows in enumerate(routes.detach().cpu().unbind(), start=1):
+    for key, rows in enumerate(batch.samples(), start=1):
         try:
-            found[key] = from_batch(rows, model, layers=layers, zeros_are_none=True)
+            found[key] = take(rows)
         except InvalidRoutes as error:  # noqa: PERF203  a few of thousands
-            found[key] = error
+            # verl's mask leaves the last row out, whatever it holds: its token is never fed to the engine.
+            with suppress(InvalidRoutes):
+                found[key] = take(rows, keep=torch.arange(len(rows)) < len(rows) - 1)
+            found.setdefault(key, error.with_traceback(None))
     return found
 
 

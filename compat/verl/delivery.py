@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch
 
 from npu_replay import delivery
 from npu_replay.compat.ray import RayCarrier
-from npu_replay.compat.verl.recorded import SWITCH, by_reference, recorded
+from npu_replay.compat.verl.recorded import SWITCH, carrier, recorded
 from npu_replay.compat.verl.settings import setting
 from npu_replay.delivery.fetching import PATIENCE, fetch_each
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
@@ -74,16 +73,9 @@ class Putter:
         Raises:
             ReplayError: neither "ray" nor a folder, an unknown model, or a metric that reads ids in batches.
         """
-        if not by_reference():
+        value = carrier()
+        if not value:
             return None
-        value = os.environ[SWITCH].strip()
-        if value != "ray" and not os.path.isabs(value):
-            raise ReplayError(
-                "nothing is known that carries routes by this name",
-                where=SWITCH,
-                expected="ray, or the absolute path of a folder that all nodes see",
-                got=value,
-            )
         if model is None:
             raise ReplayError(
                 "routes can't be put away: nothing says which layers of the model route",
@@ -102,8 +94,8 @@ class Putter:
             )
         cut = _layers_a_stage(config, model)
         queued = any(kind.__module__ == _QUEUED for kind in type(worker).__mro__)
-        carrier = RayCarrier(cut=cut) if value == "ray" else delivery.FolderCarrier(value, cut=cut)
-        return cls(carrier, model, keeps=queued or value != "ray")
+        put = RayCarrier(cut=cut) if value == "ray" else delivery.FolderCarrier(value, cut=cut)
+        return cls(put, model, keeps=queued or value != "ray")
 
     def put_away(self, output: Any, step: int | None) -> None:
         """The routes of an agent loop's output, which has keys and a reference then; none without a step."""
@@ -183,16 +175,15 @@ class Arrived:
     @property
     def nbytes(self) -> int:
         """Of the ids that are held."""
-        each = [*self.carried.values(), *(one for _, one in self._held.values())]
-        return sum(one.ids.nbytes for one in each if isinstance(one, RoutedExperts))
+        return sum(one.ids.nbytes for _, one in self._held.values() if isinstance(one, RoutedExperts))
 
     def of(self, key: int) -> RoutedExperts:
-        """The routes behind a key.
+        """The routes behind a key, wherever they came from.
 
         Raises:
             InvalidRoutes: they were refused at the door, can't be read, or their reference didn't come along.
         """
-        found = self.carried[key] if key in self.carried else self._held.get(key, (0, None))[1]
+        found = self.carried.get(key) or recorded.of(key) or self._held.get(key, (0, None))[1]
         if isinstance(found, RoutedExperts):
             return found
         if found is not None:
@@ -209,7 +200,7 @@ class Arrived:
             where=f"key {key:016x}",
             expected=f"R3: the column {COLUMN} beside routed_experts; R2: a record by this job's ranks, of "
             "this step or the one before",
-            got=f"{len(self._held)} other samples",
+            got=f"{len(recorded) + len(self._held)} other samples",
             cause="a trainer that picks single columns of its batches; workers that were started anew since. "
             f"Without {SWITCH} batches carry the ids",
         )
@@ -284,9 +275,7 @@ def routes_of(rows: torch.Tensor, keep: torch.Tensor | None, model: RoutedModel)
         "others",
         "a batch that was put together token by token",
     )
-    key = _key(keys[0])
-    found = recorded.of(key)
-    found = arrived.of(key) if found is None else found
+    found = arrived.of(_key(keys[0]))
     here = torch.arange(len(words))
     here[~marked | (here >= len(found))] = -1
     if keep is not None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
+import secrets
 import sys
 import time
 from collections import Counter
@@ -25,13 +27,15 @@ from npu_replay.compat.verl import carried, delivery
 from npu_replay.compat.verl.actions import problem_of, switch
 from npu_replay.compat.verl.files import ROUTES, Files
 from npu_replay.compat.verl.metrics import COUNTED, add_metrics, announce, compares, figures, summary
-from npu_replay.compat.verl.recorded import SWITCH, Keeper, by_reference, recorded
+from npu_replay.compat.verl.recorded import SWITCH, Keeper, carrier, recorded
 from npu_replay.compat.verl.settings import setting
 from npu_replay.errors import InvalidRoutes, ReplayError, share
 from npu_replay.parallel.bad_samples import CEILING, above_ceiling
 from npu_replay.parallel.rank_failures import agreed, all_here
 from npu_replay.routers import find
 from npu_replay.sessions.stepwise import StepRecording, StepReplay
+
+logger = logging.getLogger(__name__)
 
 _CEILING = "NPU_REPLAY_BAD_SAMPLES"
 _FAR = "NPU_REPLAY_MAX_LIVE_MISMATCH"
@@ -105,9 +109,10 @@ def wrapped(original: Callable[..., Any], asked: Asked) -> Any:
         if files is not None:
             job.unread = problem_of("read or write files of routes", files.give, data)
         if flagged and job.r3:
-            job.unread = job.unread or problem_of("take routes in", job.receive, data, asked.model(self))
-        elif flagged and by_reference() and not setting(self.engine_config, "dynamic_context_parallel"):
-            job.stays(data, self.get_data_parallel_rank(), self.get_data_parallel_group())
+            take_in = lambda: job.receive(data, asked.model(self))  # noqa: E731  what it asks for may fail too
+            job.unread = job.unread or problem_of("take routes in", take_in)
+        elif flagged:
+            job.unread = job.unread or problem_of("keep routes here", job.stays, self, data)
         with switch.running(job):
             with carried.in_place_of(data, ROUTES, job.carried):
                 output = original(self, *args, **kwargs)
@@ -139,6 +144,8 @@ def refuse_engines() -> None:
     """
     for engine, kept in list(_engines.items()):
         setattr(engine, kept.entry, _refuse)
+    recorded.clear()
+    delivery.arrived.has(())
 
 
 when_undone(refuse_engines)
@@ -188,9 +195,12 @@ class Pass:
     carried: carried.Found = field(default_factory=dict)
     """What the batch brought of this rank's layers."""
     _stages: Any = None
+    _stays: bool = False
+    """Do R2's routes stay in the ranks that record them? Then:"""
+    _replica: int = 0
     _replicas: Any = None
-    _lacking: list[int] | None = None
-    """Samples that are recorded elsewhere; None where nothing stays in ranks."""
+    _wanted: list[int] = field(default_factory=list)
+    """The keys in the batch."""
     _counted: Counter[str] = field(default_factory=Counter)
     _ceiling: int = 0
     """The share of bad samples that is let through, in millionths; the same on all ranks once begun."""
@@ -254,24 +264,35 @@ class Pass:
             "a rank has its own layers alone",
         )
 
-    def stays(self, data: Any, replica: int, replicas: Any) -> None:
-        """R2's routes stay in the ranks that record them: keep them here, or find what isn't here.
+    def stays(self, engine: Any, data: Any) -> None:
+        """R2's routes stay in the ranks that record them, where NPU_REPLAY_DELIVERY says so.
 
         Args:
-            data: the engine's batch.
-            replica: the data-parallel rank, and `replicas`, the group of these.
+            engine: verl's, and `data`, its batch.
+
+        Raises:
+            ReplayError: files are asked for too, or the variable has a value that nobody knows.
         """
-        self.unread = self.unread or problem_of("keep routes here", self._no_files)
-        self._replicas, self._lacking = replicas, []
-        delivery.arrived.has(self._layers())
-        if not self.trains:
-            self.keeper = Keeper(replica)
+        if not carrier():
             return
-        self._lacking = recorded.lacking(delivery.keys_in(data.get(ROUTES, None)))
+        if setting(engine.engine_config, "dynamic_context_parallel"):
+            if not self.engine.met:
+                logger.warning("[npu_replay] under dynamic_context_parallel %s has no effect in R2", SWITCH)
+            return
+        self._no_files()
+        layers = self._layers()
+        delivery.arrived.has(layers)
+        self._replica, self._replicas = engine.get_data_parallel_rank(), engine.get_data_parallel_group()
+        self._wanted = delivery.keys_in(data.get(ROUTES, None)) if layers else []
+        self._stays = True
         self.count(bytes=recorded.nbytes)
 
-    def begin(self, error: ReplayError | None) -> None:
+    def begin(self, error: ReplayError | None, *, records: bool) -> None:
         """Before the schedule, in which a rank that isn't there would be waited for.
+
+        Args:
+            error: why this rank can't.
+            records: is it a record, or a replay?
 
         Raises:
             ReplayError: any rank can't record or replay, or they were told different things.
@@ -284,15 +305,19 @@ class Pass:
             self._ceiling = round(_share(_CEILING, CEILING, "samples") * 1e6)
         except ReplayError as unknown:
             error = error or unknown
-        stay, lacking = self._lacking is not None, len(self._lacking or ())
+        lacking = [] if records else recorded.lacking(self._wanted)
         bad = sum(isinstance(one, InvalidRoutes) for one in self.carried.values())
-        told = {"ranks": 1, "ceilings": self._ceiling, "squares": self._ceiling**2}
-        sums = agreed(error, told | {"stay": stay, "lacking": lacking, "bad": bad})
+        told = {"ranks": 1, "ceilings": self._ceiling, "squares": self._ceiling**2, "bad": bad}
+        told |= {"stay": self._stays, "lacking": len(lacking), "salt": secrets.randbits(40)}
+        sums = agreed(error, told)
         if (unlike := self._unlike(sums)) is not None:
             _raise_on_every_rank(unlike)
+        if self._stays and records:
+            self.keeper = Keeper(sums["salt"], self._replica)
+        if self.trains:
+            recorded.trained()
         if sums["lacking"]:
-            agreed(problem_of("exchange routes", recorded.fetch, self._lacking, self._replicas), {})
-            self._lacking = []
+            agreed(problem_of("exchange routes", recorded.fetch, lacking, self._replicas), {})
         if sums["bad"] and self._stages is not None:
             agreed(problem_of("tell which samples are bad", carried.tell, self.carried, self._stages), {})
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from npu_replay.compat.megatron.parallel_state import decoder_layers
 from npu_replay.compat.verl import tensors
 from npu_replay.compat.verl.actions import BACKWARD, RECORD, REPLAY, problem_of, switch
+from npu_replay.compat.verl.recorded import Keeper
 from npu_replay.compat.verl.router_replay import RouterReplay
 from npu_replay.errors import MicroBatchError, ReplayError
 from npu_replay.parallel.collect import collect
@@ -113,16 +114,20 @@ def merge_router_topk_indices(
 
 def keeps() -> bool:
     """Does what this pass records stay in this rank?"""
-    return switch.job is not None and switch.job.keeper is not None
+    return _keeper() is not None
+
+
+def _keeper() -> Keeper | None:
+    return None if switch.job is None else switch.job.keeper
 
 
 def handed_on(
     batch: tensors.MicroBatch, chunk: int, whole: Sequence[RoutedExperts], dtype: torch.dtype
 ) -> torch.Tensor:
     """What a batch gets of the routes that a chunk recorded: themselves, or keys where they stay here."""
-    if switch.job is None or switch.job.keeper is None:
+    if (keeper := _keeper()) is None:
         return batch.filled(whole, dtype)
-    return batch.keyed(switch.job.keeper.keep(chunk, len(batch.lengths), whole))
+    return batch.keyed(keeper.keep(chunk, len(batch.lengths), whole))
 
 
 def collected(

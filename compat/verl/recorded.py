@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 
+from npu_replay.errors import ReplayError
 from npu_replay.parallel.exchange import exchange
 from npu_replay.parallel.merge import side_by_side
 from npu_replay.routes.routed_experts import RoutedExperts
@@ -23,11 +24,29 @@ from npu_replay.routes.routed_experts import RoutedExperts
 SWITCH = "NPU_REPLAY_DELIVERY"
 _STEPS = 2
 """For so many steps routes are kept: a trainer may record a step's before it trains on the last one's."""
+_PASSES = 8
+"""So many passes are taken for a step where none of them was trained on, as while a critic alone is trained;
+a trainer of verl records a step in one."""
 
 
-def by_reference() -> bool:
-    """Are ids to stay out of verl's batches?"""
-    return os.environ.get(SWITCH, "").strip() not in ("", "0")
+def carrier() -> str:
+    """What carries routes, so that verl's batches needn't: "ray", or a folder. Empty where batches do.
+
+    Raises:
+        ReplayError: neither.
+    """
+    value = os.environ.get(SWITCH, "").strip()
+    if value in ("", "0"):
+        return ""
+    ReplayError.unless(
+        value == "ray" or os.path.isabs(value),
+        "nothing is known that carries routes by this name",
+        "ray, or the absolute path of a folder that all nodes see",
+        value,
+        "a slip; 0, or no value, for routes in batches",
+        where=SWITCH,
+    )
+    return value
 
 
 class Recorded:
@@ -38,14 +57,24 @@ class Recorded:
         self._step = self._passes = 0
         self._trained = False
 
-    def new_pass(self) -> int:
-        """The number of a pass that records; what is older than the step before goes."""
-        if self._trained:
-            self._step, self._trained = self._step + 1, False
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._held.clear()
+
+    def new_pass(self) -> None:
+        """A pass records; what is older than the step before goes."""
+        if self._trained or self._passes == _PASSES:
+            self._step, self._passes, self._trained = self._step + 1, 0, False
             oldest = self._step - _STEPS + 1
             self._held = {key: one for key, one in self._held.items() if one[0] >= oldest}
         self._passes += 1
-        return self._passes
+
+    def trained(self) -> None:
+        """A pass trains: the next one that records begins a step."""
+        self._trained = True
 
     def keep(self, key: int, routes: RoutedExperts) -> None:
         """Keep a sample's routes, beside those of other chunks of this rank."""
@@ -54,8 +83,7 @@ class Recorded:
         self._held[key] = self._step, routes
 
     def lacking(self, keys: Iterable[int]) -> list[int]:
-        """Which of the samples that are to be trained on aren't here."""
-        self._trained = True
+        """Which of the samples that are to be replayed aren't here."""
         return sorted(set(keys) - self._held.keys())
 
     def fetch(self, lacking: Sequence[int], group: Any) -> None:
@@ -85,11 +113,14 @@ class Keeper:
     """Keeps what one pass records, and gives each sample its key.
 
     Args:
-        replica: the data-parallel rank; a pass has the same number on all ranks of one.
+        salt: a random number of the pass, the same on all ranks: no other pass has its keys, one of workers
+            that are started anew neither.
+        replica: the data-parallel rank.
     """
 
-    def __init__(self, replica: int) -> None:
-        self._pass, self._replica = recorded.new_pass(), replica
+    def __init__(self, salt: int, replica: int) -> None:
+        recorded.new_pass()
+        self._place = f"{salt} {replica}"
         self._seen: Counter[int] = Counter()
 
     def keep(self, chunk: int, samples: int, routes: Sequence[RoutedExperts]) -> list[int]:
@@ -98,7 +129,7 @@ class Keeper:
         Args:
             routes: of each sample, in the chunk's layers; none where these are dense.
         """
-        place = f"{self._pass} {self._replica} {self._seen[chunk]}"
+        place = f"{self._place} {self._seen[chunk]}"
         self._seen[chunk] += 1
         keys = [_key(f"{place} {number}") for number in range(samples)]
         for key, one in zip(keys, routes, strict=False):

@@ -1,7 +1,8 @@
 """The reference model's log-probs need no routes: verl's trainer sends it a batch without them.
 
-A dispatch carries all that a batch has to every rank, and routes are most of it. The trainers over
-TransferQueue (0.9's `trainer.ppo.v1`) send keys alone, and their workers fetch every field.
+A dispatch carries all that a batch has to every rank, and routes are most of it. Where the reference is the
+actor without its adapter (LoRA), the actor is asked for its log-probs, and 0.7's wants routes with that. The
+trainers over TransferQueue (0.9's `trainer.ppo.v1`) send keys alone, and their workers fetch every field.
 
 Waits for verl's trainer. Probes: the method that it wraps. Offers: `install`. Undone by
 `npu_replay.uninstall()`.
@@ -35,6 +36,6 @@ def _wrap(module: Any) -> None:
 
 def _without_routes(original: Any, self: Any, batch: Any) -> Any:
     names, columns = (set(part.keys()) for part in (batch.batch, batch.non_tensor_batch))
-    if ROUTES not in names:
+    if ROUTES not in names or getattr(self, "ref_in_actor", False):
         return original(self, batch)
     return original(self, batch.select(names - {ROUTES}, columns - {COLUMN}))

@@ -125,6 +125,24 @@ class MicroBatch:
         known = inspect.signature(pack).parameters
         return pack, {name: value for name, value in wanted.items() if name in known}
 
+    def samples(self) -> list[torch.Tensor]:
+        """Each sequence's tokens, which are routes: [tokens, layers, topk], on the CPU.
+
+        Raises:
+            MicroBatchError: they aren't.
+        """
+        MicroBatchError.unless(
+            self.tokens.dim() == 4,
+            "the routes have another shape than verl's",
+            "[batch, tokens, layers, topk]",
+            f"{self.tokens.dim()} dimensions",
+            "a rollout engine or an agent loop that hands on flat routes",
+        )
+        each = list(self.tokens.detach().cpu().unbind())
+        if self.tokens.is_nested:
+            return each
+        return [one[kept] for one, kept in zip(each, self.kept, strict=True)]
+
     def routes(
         self, *, mask: torch.Tensor | None = None, zeros_are_none: bool
     ) -> tuple[dict[int, RoutedExperts], dict[int, ReplayError]]:
@@ -138,16 +156,7 @@ class MicroBatch:
         Raises:
             MicroBatchError: layers that are neither, or another number of masks than sequences.
         """
-        if self.tokens.dim() != 4:
-            raise MicroBatchError(
-                "the routes have another shape than verl's",
-                expected="[batch, tokens, layers, topk]",
-                got=f"{self.tokens.dim()} dimensions",
-                cause="a rollout engine or an agent loop that hands on flat routes",
-            )
-        each = list(self.tokens.detach().cpu().unbind())
-        if not self.tokens.is_nested:
-            each = [one[kept] for one, kept in zip(each, self.kept, strict=True)]
+        each = self.samples()
         masks = [None] * len(each) if mask is None else list(mask.unbind())
         if len(masks) != len(each):
             raise MicroBatchError(
@@ -166,7 +175,7 @@ class MicroBatch:
                 else:
                     good[number] = from_batch(ids, routed, keep=keep, zeros_are_none=zeros_are_none)
             except InvalidRoutes as error:
-                bad[number] = error.at(f"sample {number} of the micro-batch")
+                bad[number] = error.with_traceback(None).at(f"sample {number} of the micro-batch")
 
         for number, (ids, keep) in enumerate(zip(each, masks, strict=True)):
             take(number, ids, keep)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import pickle
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from npu_replay.parallel.rank_failures import PATIENCE, Circle, Outcome
 from npu_replay.routes.routed_experts import RoutedExperts
+
+
+class _Move(NamedTuple):
+    key: int
+    source: int
+    target: int
 
 
 def exchange(
@@ -31,20 +38,47 @@ def exchange(
     circle = Circle(group, patience, "not all ranks came to exchange routes", cause)
     outcome = Outcome()
     asked = outcome.agree(circle, sorted(set(lacking)))
-    wanted = {key for keys in asked for key in keys} & held.keys()
-    sent = outcome.attempt(lambda: {key: pickle.dumps(held[key]) for key in wanted}) or {}
-    offered = outcome.agree(circle, {key: len(data) for key, data in sent.items()})
+    offered = outcome.agree(circle, held.keys() & {key for keys in asked for key in keys})
+    moves = [move for move in _moves(asked, offered) if circle.me in (move.source, move.target)]
+    sent = {move.key for move in moves if move.source == circle.me}
+    data = outcome.attempt(lambda: {key: _bytes(pickle.dumps(held[key])) for key in sent}) or {}
+    sizes = ChainMap(*outcome.agree(circle, {key: len(one) for key, one in data.items()}))
+    # All memory is had before the first message: a rank that fails between two would be waited for.
+    room = outcome.attempt(lambda: _room({move.key: sizes[move.key] for move in moves}, circle.device))
+    outcome.agree(circle)
     if outcome.error is not None:
         raise outcome.error
-    came: dict[int, RoutedExperts] = {}
-    for target, keys in enumerate(asked):  # in the same order on all ranks, so each finds its partner
-        for key in keys:
-            source = next((rank for rank, sizes in enumerate(offered) if key in sizes), None)
-            if source == circle.me:
-                data = torch.frombuffer(bytearray(sent[key]), dtype=torch.uint8).to(circle.device)
-                circle.run(lambda: dist.isend(data, circle.ranks[target], group))  # noqa: B023  run at once
-            elif source is not None and target == circle.me:
-                data = torch.empty(offered[source][key], dtype=torch.uint8, device=circle.device)
-                circle.run(lambda: dist.irecv(data, circle.ranks[source], group))  # noqa: B023
-                came[key] = pickle.loads(data.cpu().numpy().data)
-    return came
+    rows, scratch = room or ({}, torch.empty(0))
+    for move in moves:  # in the same order on all ranks, so each finds its partner
+        here = scratch[: sizes[move.key]]
+        if move.source == circle.me:
+            here.copy_(data[move.key])
+            _pass_on(circle, dist.isend, here, move.target)
+        else:
+            _pass_on(circle, dist.irecv, here, move.source)
+            rows[move.key].copy_(here)
+    return {move.key: pickle.loads(rows[move.key].numpy().data) for move in moves if move.target == circle.me}
+
+
+def _moves(asked: Sequence[Sequence[int]], offered: Sequence[set[int]]) -> list[_Move]:
+    """Who sends what to whom: the first that has it."""
+    holder = {key: rank for rank in reversed(range(len(offered))) for key in offered[rank]}
+    return [
+        _Move(key, holder[key], target) for target, keys in enumerate(asked) for key in keys if key in holder
+    ]
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _room(sizes: Mapping[int, int], device: torch.device) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
+    """Memory of the host for each, and for one of them where the back end wants it."""
+    rows = {key: torch.empty(size, dtype=torch.uint8) for key, size in sizes.items()}
+    return rows, torch.empty(max(sizes.values(), default=0), dtype=torch.uint8, device=device)
+
+
+def _pass_on(circle: Circle, move: Any, data: torch.Tensor, peer: int) -> None:
+    """One message. As a batch of one: NCCL makes a communicator for each pair of ranks otherwise."""
+    one = dist.P2POp(move, data, circle.ranks[peer], circle.group)
+    circle.run(lambda: dist.batch_isend_irecv([one])[0])

@@ -23,9 +23,10 @@ import torch.distributed as dist
 import npu_replay
 from distributed.parallel_model import EXPERTS
 from npu_replay import RoutedExperts
-from npu_replay.compat.verl import delivery, recorded
+from npu_replay.compat.verl import delivery, engine, recorded
 from npu_replay.compat.verl.actions import switch
 from npu_replay.errors import ReplayError
+from npu_replay.parallel import exchange
 from on_verl import engine_job as job
 from on_verl.engine_job import LENGTHS, Actor, LegacyActor, Split, Tiny, prepare
 
@@ -295,7 +296,11 @@ def _r2_by_reference(settings: dict[str, Any]) -> None:
     """Batches have keys, and ids stay in the ranks that recorded them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(delivery.SWITCH, "ray")
+        patch.setattr(recorded, "exchange", None)  # nothing is elsewhere, for a stage of dense layers neither
         _r2(Actor, settings, stays=True)
+        engine.refuse_engines()  # as uninstall() does
+        assert recorded.recorded.nbytes == 0
+        engine.restore_engines()
 
 
 @case("R2 by reference: samples that another replica trains on")
@@ -308,11 +313,11 @@ def _moved() -> None:
         with npu_replay.observe(actor.chunks) as seen:
             data, _ = recorded_batch(actor)
         wanted = elsewhere(seen.shown)
-        moves, exchange = list[int](), recorded.exchange
+        moves, real = list[int](), recorded.exchange
 
         def counted(held: Any, lacking: Any, group: Any) -> Any:
             moves.append(len(lacking))
-            return exchange(held, lacking, group)
+            return real(held, lacking, group)
 
         patch.setattr(recorded, "exchange", counted)
         for _ in range(2):
@@ -322,17 +327,87 @@ def _moved() -> None:
                 assert torch.equal(sets(a.ids), sets(b.ids))
             assert set(metrics["npu_replay/bad_samples"]) == {0.0}
         assert moves == [len(data)]
-        recorded.recorded._held.clear()
+        recorded.recorded.clear()
         with pytest.raises(ReplayError, match=r"routes that can't be used|so does this one"):
             actor.update(data)
         patch.setattr(recorded, "_STEPS", 1)
         recorded_batch(actor)
-        held = len(recorded.recorded._held)
+        held = len(recorded.recorded)
         recorded_batch(actor)
-        assert len(recorded.recorded._held) == 2 * held, "nothing was trained on yet"
+        assert len(recorded.recorded) == 2 * held, "nothing was trained on yet"
         actor.update(recorded_batch(actor)[0])
         recorded_batch(actor)
-        assert len(recorded.recorded._held) == held
+        assert len(recorded.recorded) == held
+        patch.setattr(recorded, "_PASSES", 3)
+        for _ in range(7):  # only a critic is trained
+            recorded_batch(actor)
+        assert len(recorded.recorded) <= 3 * held
+        patch.setattr(recorded, "recorded", recorded.Recorded())  # workers that were started anew
+        patch.setattr(engine, "recorded", recorded.recorded)
+        patch.setattr(delivery, "recorded", recorded.recorded)
+        recorded_batch(actor)
+        with pytest.raises(ReplayError, match=r"routes that can't be used|so does this one"):
+            actor.update(data)
+    nothing_is_on()
+
+
+@case("R2 by reference: a batch that has routes already")
+def _again() -> None:
+    """Its log-probs are computed once more by a replay, on another replica too; nothing is recorded."""
+    tiny = begin(mode="R2")
+    actor = Actor(tiny)
+    with pytest.MonkeyPatch.context() as patch, job.other_routers(actor.chunks):
+        patch.setenv(delivery.SWITCH, "ray")
+        with npu_replay.observe(actor.chunks) as seen:
+            data = elsewhere(recorded_batch(actor)[0])
+        batch = job.log_prob_batch(data)
+        batch["routed_experts"] = job.update_batch(data)["routed_experts"]
+        held = len(recorded.recorded)
+        with npu_replay.observe(actor.chunks) as second, job.other_routers(actor.chunks):
+            actor.output(actor.worker.compute_log_prob(batch))
+        for a, b in zip(elsewhere(seen.shown), second.shown, strict=True):
+            assert torch.equal(sets(a.ids), sets(b.ids))
+        assert len(recorded.recorded) == held + len(data)
+    nothing_is_on()
+
+
+@case("R2 by reference: one rank fails")
+def _stays_and_fails() -> None:
+    """All hear of it at once: what it can't look for, or has no memory to take."""
+    tiny = begin(mode="R2")
+    actor = Actor(tiny)
+
+    def broken(*given: Any) -> Any:
+        raise MemoryError("no memory of the host")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(delivery.SWITCH, "ray")
+        data, _ = recorded_batch(actor)
+        there = elsewhere(data)
+        for module, name in ((delivery, "keys_in"), (exchange, "_room")):
+            with pytest.MonkeyPatch.context() as breaking:
+                if dist.get_rank() == 1:
+                    breaking.setattr(module, name, broken)
+                with pytest.raises(ReplayError, match=r"no memory of the host|so does this one"):
+                    actor.update(there)
+            nothing_is_on()
+        actor.update(there)
+        patch.setenv(delivery.SWITCH, "raay")
+        with pytest.raises(ReplayError, match="nothing is known that carries routes by this name"):
+            recorded_batch(actor)
+    nothing_is_on()
+
+
+@case("a last row that verl leaves out")
+def _last_row() -> None:
+    """Whatever it holds, the sample's other rows are replayed."""
+    tiny = begin(mode="R3")
+    actor, routes = Actor(tiny), job.rollout_routes(tiny)
+    actor.update(r3_batch(tiny, routes))
+    for one in routes:
+        one[-1, 0] = EXPERTS + 3
+    metrics = actor.update(r3_batch(tiny, routes))
+    assert set(metrics["npu_replay/bad_samples"]) == {0.0}
     nothing_is_on()
 
 

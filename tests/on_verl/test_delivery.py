@@ -95,9 +95,12 @@ def test_references_go_where_their_samples_go() -> None:
     check(DataProto.from_tensordict(data.to_tensordict()), model)
 
 
-@pytest.mark.parametrize("value", ["", "folder"])
-def test_the_reference_is_sent_no_routes(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither ids nor what stands for them; whoever else gets the batch has them."""
+@pytest.mark.parametrize(("value", "lora"), [("", False), ("folder", False), ("", True)])
+def test_the_reference_is_sent_no_routes(
+    value: str, lora: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither ids nor what stands for them; whoever else gets the batch has them, an actor that stands in for
+    the reference too."""
     module = pytest.importorskip("verl.trainer.ppo.ray_trainer")
     trainer = module.RayPPOTrainer
     monkeypatch.setattr(module, "left_right_2_no_padding", lambda batch: batch)  # older ones want flash-attn
@@ -116,15 +119,16 @@ def test_the_reference_is_sent_no_routes(value: str, tmp_path: Path, monkeypatch
         raise Sent
 
     made = trainer.__new__(trainer)
-    made.ref_in_actor, made.use_legacy_worker_impl = False, "disable"
+    made.ref_in_actor, made.use_legacy_worker_impl = lora, "disable"
     made.ref_policy_wg = SimpleNamespace(compute_ref_log_prob=take)
+    made.actor_rollout_wg = SimpleNamespace(compute_log_prob=take)
     with pytest.raises(Sent):
         made._compute_ref_log_prob(data)
     npu_replay.uninstall()
     with pytest.raises(Sent):
         made._compute_ref_log_prob(data)
     routes = {"routed_experts", delivery.COLUMN} if value else {"routed_experts"}
-    assert sent[1] - sent[0] == routes
+    assert sent[1] - sent[0] == (set() if lora else routes)
     assert "input_ids" in sent[0]
     assert "routed_experts" in data.batch.keys()  # noqa: SIM118
 
