@@ -93,7 +93,7 @@ def pick(
     here = [(samples[run.sample], run) for run in runs if run.sample in samples]
     used = {id(one): one for one, _ in here}
     columns = {of: one._columns(labels) for of, one in {one.layers: one for one in used.values()}.items()}
-    ids = torch.zeros(rows, len(labels), like.topk, dtype=like.ids.dtype)
+    ids = torch.empty(rows, len(labels), like.topk, dtype=like.ids.dtype)
     recorded = torch.zeros(rows, dtype=torch.bool)
     out, flags = _records(ids, slice(None)), recorded.numpy()
     for one, run in here:
@@ -102,6 +102,8 @@ def pick(
         run = run.first(len(one))
         out[run.rows] = _records(one.ids, columns[one.layers])[run.tokens]
         flags[run.rows] = one.recorded.numpy()[run.tokens]
+    if not flags.all():
+        ids.numpy()[~flags] = 0
     return like._derived(
         ids,
         recorded,
