@@ -44,8 +44,8 @@ def find(
     usual = counted.most_common(1)[0][0] if counted else None
     marks = (None,) * len(lengths) if fingerprints is None else fingerprints
     found: dict[int, ReplayError] = {}
-    for number, (routes, size, mark, kind) in enumerate(zip(batch, lengths, marks, kinds, strict=True)):
-        if (wrong := _find_bad(routes, size, mark, layers, kind, usual)) is not None:
+    for number, (routes, size, mark, of) in enumerate(zip(batch, lengths, marks, kinds, strict=True)):
+        if (wrong := _find_bad(routes, size, mark, layers, of, usual)) is not None:
             found[number] = wrong.error(MicroBatchError, f"sequence {number}")
     return found
 

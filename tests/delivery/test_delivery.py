@@ -20,6 +20,7 @@ import torch
 
 import npu_replay
 from npu_replay import InvalidRoutes, ParallelLayout, ReplayError, RoutedExperts, TokenLayout, delivery
+from npu_replay.delivery import references
 from npu_replay.delivery.references import seal
 
 EXPERTS, TOPK = 16, 3
@@ -221,6 +222,55 @@ def test_a_seal_finds_each_change(tokens: int) -> None:
     row = int(generator.integers(0, tokens))
     sample.recorded[row] = ~sample.recorded[row]
     assert seal(sample) != kept
+
+
+def swapped(sample: RoutedExperts, where: str) -> RoutedExperts:
+    """The same words in other places."""
+    ids, recorded = sample.ids.clone(), sample.recorded.clone()
+    if where == "tokens":
+        ids[[70, 71]] = ids[[71, 70]]
+    elif where == "layers":
+        ids[:, [3, 7]] = ids[:, [7, 3]]
+    elif where == "blocks":
+        flat = ids.view(-1)
+        flat[: 1 << 13], flat[1 << 13 : 1 << 14] = flat[1 << 13 : 1 << 14].clone(), flat[: 1 << 13].clone()
+    elif where == "the tail":
+        ids[[-1, -2]] = ids[[-2, -1]]
+    elif where == "marks":
+        recorded[[1, 2, 3, 4]] = recorded[[2, 1, 4, 3]]
+    return sample._derived(ids, recorded, fingerprint=sample.fingerprint)
+
+
+@pytest.mark.parametrize("where", ["tokens", "layers", "blocks", "the tail", "marks"])
+def test_a_seal_finds_what_changed_places(where: str) -> None:
+    """A top-8 route of uint8 is one word, and a layer of all tokens keeps its sum."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.rand(2001, 12, 128, generator=generator).topk(8).indices
+    marks = torch.ones(2001, dtype=torch.bool)
+    marks[[1, 4]] = False
+    sample = RoutedExperts(ids=ids, layers=LAYERS, num_experts=128, recorded=marks)
+    other = swapped(sample, where)
+    assert seal(swapped(sample, "nothing")) == seal(sample) != seal(other)
+
+
+def test_a_seal_finds_swaps_of_what_differs_in_high_bits_alone() -> None:
+    ids = torch.zeros(1500, 1, 8, dtype=torch.uint8) + torch.arange(8, dtype=torch.uint8)
+    ids[::2, 0, 7] = 135  # beside 7: the highest bit of a word
+    sample = RoutedExperts(ids=ids, layers=[0], num_experts=256)
+    seals = {seal(sample)}
+    for row in range(1, 1500):
+        other = ids.clone()
+        other[[0, row]] = other[[row, 0]]
+        seals.add(seal(sample._derived(other, sample.recorded)))
+    assert len(seals) == 751
+
+
+def test_a_piece_is_sealed_once_by_whoever_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, counted = delivery.ProcessCarrier(cut=6).put(routes(0)), []
+    reference.seals = tuple(seal(routes(0).only(block)) for block in reference.blocks)
+    monkeypatch.setattr(references, "seal", lambda piece: counted.append(piece) or seal(piece))
+    assert delivery.fetch([reference]) == [routes(0)]
+    assert len(counted) == 2
 
 
 def test_a_stage_of_dense_layers_is_sent_nothing_and_lays_out_nothing() -> None:
