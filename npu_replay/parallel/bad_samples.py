@@ -20,8 +20,12 @@ _log = logging.getLogger(__name__)
 
 def asked(layers: Sequence[int] | None) -> tuple[int, ...] | None:
     """The decoder layers that somebody asks for."""
-    given = () if layers is None else listed(layers, "the layers")
-    return None if layers is None else tuple(whole_number(layer, "a layer") for layer in given)
+    if layers is None:
+        return None
+    given = listed(layers, "the layers")
+    if {*map(type, given)} <= {int}:
+        return tuple(given)
+    return tuple(whole_number(layer, "a layer") for layer in given)
 
 
 def find(
@@ -40,8 +44,10 @@ def find(
     MicroBatchError.unless(len(batch) == len(lengths), problem, len(lengths), len(batch), cause)
     layers = asked(layers)
     kinds = [_kind(one, layers) if isinstance(one, RoutedExperts) else None for one in batch]
-    counted = Counter(kind for kind in kinds if kind is not None)
-    usual = counted.most_common(1)[0][0] if counted else None
+    usual = kinds[0] if kinds else None
+    if kinds.count(usual) < len(kinds):  # counting hashes each, and nearly always they are alike
+        counted = Counter(kind for kind in kinds if kind is not None)
+        usual = counted.most_common(1)[0][0]
     marks = (None,) * len(lengths) if fingerprints is None else fingerprints
     found: dict[int, ReplayError] = {}
     for number, (routes, size, mark, of) in enumerate(zip(batch, lengths, marks, kinds, strict=True)):

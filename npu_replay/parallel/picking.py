@@ -90,18 +90,29 @@ def pick(
         InvalidRoutes: samples of different models, or one of this rank's without one of the layers.
     """
     labels, like = arguments.labels(layers), next(iter(samples.values()))
-    here = [(samples[run.sample], run) for run in runs if run.sample in samples]
-    used = {id(one): one for one, _ in here}
+    here = [run for run in runs if run.sample in samples]
+    used = {run.sample: samples[run.sample] for run in here}
+    topk, experts = like.topk, like.num_experts
+    for number, one in used.items():
+        if one.topk != topk or one.num_experts != experts:
+            raise _of_other_models(number, one, like)
     columns = {of: one._columns(labels) for of, one in {one.layers: one for one in used.values()}.items()}
-    ids = torch.empty(rows, len(labels), like.topk, dtype=like.ids.dtype)
+    width = len(labels) * topk
+    given = {
+        number: (one.ids.numpy()[:, columns[one.layers]].reshape(len(one), width), one.recorded.numpy())
+        for number, one in used.items()
+    }
+    ids = torch.empty(rows, len(labels), topk, dtype=like.ids.dtype)
     recorded = torch.zeros(rows, dtype=torch.bool)
-    out, flags = _records(ids, slice(None)), recorded.numpy()
-    for one, run in here:
-        if (one.topk, one.num_experts) != (like.topk, like.num_experts):
-            raise _of_other_models(run.sample, one, like)
-        run = run.first(len(one))
-        out[run.rows] = _records(one.ids, columns[one.layers])[run.tokens]
-        flags[run.rows] = one.recorded.numpy()[run.tokens]
+    out, flags = ids.numpy().reshape(rows, width), recorded.numpy()
+    for run in here:
+        flat, marks = given[run.sample]
+        run = run.first(len(flat))
+        flags[run.rows] = marks[run.tokens]
+        if isinstance(run.rows, slice) and isinstance(run.tokens, slice):
+            out[run.rows] = flat[run.tokens]
+        else:
+            _records(out)[run.rows] = _records(flat)[run.tokens]
     if not flags.all():
         ids.numpy()[~flags] = 0
     return like._derived(
@@ -113,10 +124,8 @@ def pick(
     )
 
 
-def _records(ids: torch.Tensor, columns: slice | list[int]) -> Array:
-    """[tokens]: these columns of each row as one piece, which numpy moves as a whole."""
-    each = ids.numpy()[:, columns]
-    flat = each.reshape(len(each), each.shape[1] * each.shape[2])
+def _records(flat: Array) -> Array:
+    """[tokens]: each row as one piece, which numpy moves as a whole where it looks rows up."""
     return flat.view(f"V{flat.shape[1] * flat.itemsize}")[:, 0] if flat.shape[1] else flat
 
 

@@ -55,6 +55,17 @@ def test_each_row_has_its_tokens_route(lengths: list[int], seed: int, kind: str)
             assert found.layer_ids(layer)[row].tolist() == expected
 
 
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3, -1], [3, 0, 2, 1]])
+def test_rows_that_are_marked_afterwards_have_no_ids(rows: list[int]) -> None:
+    """Who takes a row's route away by the mark alone leaves its ids; zeros are what a native row has."""
+    whole = RoutedExperts(ids=torch.arange(3).expand(4, LAYERS, 3) + 1, layers=range(LAYERS), num_experts=9)
+    marked = whole._derived(whole.ids, torch.tensor([True, False, True, False]))
+    found = pick(plan(torch.tensor(rows), [4]), len(rows), {0: marked}, (1, 2))
+    assert found.recorded.tolist() == [row in (0, 2) for row in rows]
+    assert found.ids[found.recorded].eq(torch.arange(3) + 1).all()
+    assert not found.ids[~found.recorded].any()
+
+
 def test_a_rank_without_rows_and_a_layout_without_tokens() -> None:
     for rows in ([], [-1, -1]):
         found = pick(plan(torch.tensor(rows, dtype=torch.int64), [4]), len(rows), {0: routes(4, 0)}, (0, 1))
