@@ -21,6 +21,7 @@ import torch
 
 from npu_replay import delivery
 from npu_replay.compat.ray import RayCarrier
+from npu_replay.compat.verl.actor_pipeline import cut_of
 from npu_replay.compat.verl.recorded import SWITCH, carrier, recorded
 from npu_replay.compat.verl.settings import setting
 from npu_replay.delivery.fetching import PATIENCE, fetch_each
@@ -92,7 +93,7 @@ class Putter:
                 expected=f"0, or no {SWITCH}",
                 got=interval,
             )
-        cut = _layers_a_stage(config, model)
+        cut = cut_of(config, model)
         queued = any(kind.__module__ == _QUEUED for kind in type(worker).__mro__)
         put = RayCarrier(cut=cut) if value == "ray" else delivery.FolderCarrier(value, cut=cut)
         return cls(put, model, keeps=queued or value != "ray")
@@ -135,13 +136,6 @@ class Putter:
         self._kept.setdefault(step, []).append(reference)
         for old in [one for one in self._kept if one <= step - _STEPS]:
             delivery.free(self._kept.pop(old))
-
-
-def _layers_a_stage(config: Any, model: RoutedModel) -> int:
-    """How many MoE layers a stage of the actor's pipeline has, where they are cut evenly."""
-    megatron = ("actor_rollout_ref", "actor", "megatron")
-    cuts = [setting(config, *megatron, f"{name}pipeline_model_parallel_size") for name in ("", "virtual_")]
-    return -(-len(model.layers) // max(1, int(cuts[0] or 1) * int(cuts[1] or 1)))
 
 
 # An engine's side

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 import npu_replay
-from npu_replay import InvalidRoutes, ReplayError, fingerprint
+from npu_replay import InvalidRoutes, ReplayError, RoutedExperts, RoutedModel, fingerprint
 from npu_replay.compat.verl import arrivals, delivery
+from npu_replay.compat.verl.actor_pipeline import cut_of
 from npu_replay.compat.verl.tensors import MicroBatch
 from on_verl import test_rollout as loops
 from on_verl.test_rollout import SAMPLED, Engine, Turn, deep, guarded, installed, make_worker
@@ -73,6 +75,65 @@ def test_a_rollout_puts_its_routes_away(folder: Path) -> None:
     assert len(list(folder.glob("*.safetensors"))) == COUNT
     check(data, model)
     check(data, model, layers=(2, 3))
+
+
+def stages(*sizes: int) -> list[list[int]]:
+    """The layers of stages of so many."""
+    ends = np.cumsum(sizes).tolist()
+    return [list(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+
+
+LAYOUT = [["embedding", *["decoder"] * 2], ["decoder"] * 3, ["decoder"] * 3, ["decoder"] * 4, ["loss"]]
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+PIPELINES: dict[str, tuple[int, int, int, dict[str, Any], list[list[int]]]] = {
+    "the issue's job": (94, 0, 8, {FIRST: 11, LAST: 11}, stages(11, 12, 12, 12, 12, 12, 12, 11)),
+    "one stage": (6, 1, 1, {}, [[1, 2, 3, 4, 5]]),
+    "dense layers at first": (9, 3, 3, {}, [[], [3, 4, 5], [6, 7, 8]]),
+    "a short last stage": (11, 1, 3, {LAST: 3}, [[1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]),
+    "embedding and loss count": (
+        *(10, 0, 3, {f"account_for_{one}_in_pipeline_split": True for one in ("embedding", "loss")}),
+        stages(3, 4, 3),
+    ),
+    "virtual stages": (8, 0, 2, {"virtual": 2}, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+    "virtual stages of a short first": (
+        *(14, 0, 2, {"virtual": 2, FIRST: 6}),
+        [[0, 1, 2, 7, 8, 9], [3, 4, 5, 6, 10, 11, 12, 13]],
+    ),
+    "a layout": (12, 1, 5, {"pipeline_model_parallel_layout": LAYOUT}, [[1], *stages(2, 3, 3, 4)[1:], []]),
+    "a layout of virtual stages": (
+        *(6, 0, 2, {"pipeline_model_parallel_layout": "Et|tt|tt|tL"}),
+        [[0, 3, 4], [1, 2, 5]],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_each_stage_of_the_actors_pipeline_reads_one_piece_of_its_own(name: str) -> None:
+    count, dense, pp, override, wanted = PIPELINES[name]
+    if "layout" in name:
+        pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
+    virtual = override.get("virtual")
+    megatron = {"pipeline_model_parallel_size": pp, "virtual_pipeline_model_parallel_size": virtual}
+    megatron["override_transformer_config"] = {k: v for k, v in override.items() if k != "virtual"}
+    layers = tuple(range(dense, count))
+    model = RoutedModel(layers=layers, num_layers=count, num_experts=8, topk=2)
+    config = OmegaConf.create({"actor_rollout_ref": {"actor": {"megatron": megatron}}})
+    ids = torch.rand(3, len(layers), 8).topk(2).indices
+    routes = RoutedExperts(ids=ids, layers=layers, num_experts=8)
+    blocks = npu_replay.delivery.ProcessCarrier(cut=cut_of(config, model)).put(routes).blocks
+    assert list(map(list, blocks)) == [stage for stage in wanted if stage]
+
+
+@pytest.mark.parametrize(
+    "override", [{FIRST: 7}, {"pipeline_model_parallel_layout": "Et|tL"}, {"num_layers": 9}]
+)
+def test_a_pipeline_that_is_not_known_is_cut_evenly(
+    override: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = RoutedModel(layers=tuple(range(8)), num_layers=8, num_experts=8, topk=2)
+    megatron = {"pipeline_model_parallel_size": 4, "override_transformer_config": override}
+    assert cut_of({"actor_rollout_ref": {"actor": {"megatron": megatron}}}, model) == 2
+    assert caplog.text.count("the split of the actor's pipeline isn't known") == 1
 
 
 def test_references_go_where_their_samples_go() -> None:
