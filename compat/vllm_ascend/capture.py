@@ -60,6 +60,7 @@ class Capture:
         self.entry: Entry | None = None
         self._group = group
         self._merged = True
+        self._heard = False
         self._given_up = False
         self._problem: ReplayError | None = None
 
@@ -79,7 +80,7 @@ class Capture:
 
     def begin(self, scheduled: int) -> None:
         """A step starts that runs so many tokens of this rank."""
-        self.scheduled, self._merged = scheduled, False
+        self.scheduled, self._merged, self._heard = scheduled, False, False
         self.check.begin()
         self.clear()
 
@@ -99,6 +100,9 @@ class Capture:
             layout: whose tokens they are.
         """
         most, _, top_k = self.buffer.shape
+        self._heard = True
+        if not self._merged:  # before what may fail on this rank alone: all look at the same steps
+            self.check.way(layout.comm)
         try:
             first, tokens, row = place(layout, ids.shape[0])
         except ReplayError as error:
@@ -108,8 +112,6 @@ class Capture:
         others = self._group is not None and layout.whole and layout.tp_rank > 0
         if tokens > 0 and not others:
             self.buffer[row : row + tokens, layer].copy_(ids[first : first + tokens, :top_k])
-        if not self._merged:
-            self.check.way(layout.comm)
         logits = self.entry.logits if self.entry is not None else None
         if choice is not None and logits is not None and not self._merged:
             self.check.expect(layer, logits, choice, layout.begin)
@@ -146,3 +148,5 @@ class Capture:
             self._given_up = True
             logger.error("%s. %s=0: the routes are zeros from here on", error, switches.STRICT)
             rows.zero_()
+        if self.scheduled and not self._heard:  # no Python ran: the copies of a captured graph did
+            self.check.way("graph")

@@ -160,13 +160,16 @@ class SelfCheck:
         self._expected.clear()
         self._twice.clear()
         if self._again:
-            self._again, self._left, self._steps = False, self._each, self._steps + self._each
+            more = self._each - self._left
+            self._again, self._left, self._steps = False, self._each, self._steps + more
 
     def way(self, comm: str) -> None:
-        """A layer's tokens come to their experts in this way. If it is new, the next steps are looked at."""
+        """Tokens come to their experts in this way, or a graph runs. If that is new, and there are too few
+        steps left to see it, the next ones are looked at."""
         if comm not in self._ways:
             self._ways.add(comm)
-            self._to_compare, self._again = COMPARED, not self._left
+            self._to_compare = COMPARED
+            self._again |= self._left < min(COMPARED, self._each)
 
     def expect(self, layer: int, logits: torch.Tensor, choice: Choice, row: int) -> None:
         """Remember what a layer has to choose.

@@ -200,6 +200,37 @@ def test_a_way_that_comes_up_later_is_looked_at_anew(monkeypatch: pytest.MonkeyP
         run(capture, 91, broken=one_row_off)
 
 
+def test_a_way_that_comes_up_in_the_last_of_them_is_looked_at_long_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    capture = new_capture()
+    for step in range(STEPS - 1):
+        run(capture, step)
+    monkeypatch.setitem(globals(), "plain", lambda tokens: Layout(comm="mc2", tokens=tokens, entered=tokens))
+    run(capture, 90)
+    for step in range(STEPS - 1):
+        run(capture, step)
+        assert capture.check.ground < 0
+    with pytest.raises(ReplayError, match=f"in step {2 * STEPS}, 20 rows of layer 2 were written by no"):
+        run(capture, 91, broken=forgotten)
+
+
+def test_ranks_look_at_the_same_steps_where_one_of_them_cannot_place_rows() -> None:
+    """Each looked-at step has sums over all ranks: one rank alone would wait for ever."""
+    captures = [new_capture(), new_capture()]
+    for capture in captures:
+        for step in range(STEPS):
+            run(capture, step)
+    for capture, known in zip(captures, (20, 13), strict=True):
+        capture.begin(20)
+        for layer, logits in logits_of(90, 20).items():
+            layout = Layout(comm="allgather", tokens=known, entered=known)
+            capture.take(layer, logits.topk(TOP_K).indices, None, layout)
+        capture.finish()
+        capture.begin(20)
+    assert [capture.check.ground for capture in captures] == [-1, -1]
+
+
 def test_without_strict_the_routes_are_zeros(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -313,6 +344,24 @@ def captured(capture: Capture, tokens: int) -> tuple[Graph, dict[int, torch.Tens
         for layer, static in ids.items():
             capture.take(layer, static, None, plain(tokens))
     return graph, ids
+
+
+def test_replays_are_checked_where_the_first_steps_all_ran_eagerly() -> None:
+    """No layer tells Python anything in a replay: that nothing was told is what tells of it."""
+    capture = new_capture()
+    graph, ids = captured(capture, 16)
+    for step in range(STEPS):
+        run(capture, step)
+    del graph.copies[1]
+    capture.begin(16)
+    graph.replay()
+    capture.finish()  # the first replay is taken as it is
+    capture.begin(16)
+    for static in ids.values():
+        static.copy_(torch.arange(TOP_K).expand(16, -1))
+    graph.replay()
+    with pytest.raises(ReplayError, match=f"in step {STEPS + 1}, 16 rows of layer 2 were written by no rank"):
+        capture.finish()
 
 
 @pytest.mark.parametrize("hole", [False, True], ids=["whole", "with a hole"])
