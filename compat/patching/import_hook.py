@@ -31,13 +31,15 @@ Preparation = Callable[[], object]
 _preparing: dict[str, dict[str, Preparation]] = {}
 _waiting: dict[str, dict[str, Shim]] = {}
 _failures: dict[str, str] = {}
+_ending: set[str] = set()
 
 
-def when_imported(module: str, name: str, shim: Shim) -> None:
+def when_imported(module: str, name: str, shim: Shim, *, ends: bool = False) -> None:
     """Call `shim(module)` when `module` is imported, or now if it is. `name` says in messages what it does.
 
     With NPU_REPLAY_DISABLE=1 nothing is done. A shim that raises is logged as an ERROR; the import goes on,
-    and the first block that the shim was meant for is refused (`refuse_failures`).
+    and the first block that the shim was meant for is refused (`refuse_failures`). `ends=True` has the import
+    fail, for a process in which nobody opens a block.
 
     >>> from npu_replay.compat.patching.import_hook import when_imported
     >>> when_imported("json", "an example", lambda module: print("told of", module.__name__))
@@ -46,6 +48,8 @@ def when_imported(module: str, name: str, shim: Shim) -> None:
     if disabled():
         return
     _waiting.setdefault(module, {})[name] = shim
+    if ends:
+        _ending.add(name)
     if _is_imported(module):
         _run(module)
     else:
@@ -91,9 +95,12 @@ def refuse_failures() -> None:
         _prepare(module)
     for module in filter(_is_imported, list(_waiting)):
         _run(module)
-    if not _failures or not strict():
-        return
-    raise ReplayError(
+    if _failures and strict():
+        raise _failed()
+
+
+def _failed() -> ReplayError:
+    return ReplayError(
         f"{'; '.join(f'{name} failed: {error}' for name, error in _failures.items())}",
         where="at import",
         expected="a release that npu_replay knows how to change",
@@ -105,7 +112,7 @@ def refuse_failures() -> None:
 
 def forget() -> None:
     """Wait for no import any more, and forget what failed."""
-    for waiting in (_preparing, _waiting, _failures):
+    for waiting in (_preparing, _waiting, _failures, _ending):
         waiting.clear()
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
@@ -125,6 +132,9 @@ def _prepare(module: str) -> None:
 def _run(module: str) -> None:
     for name, shim in _waiting.pop(module, {}).items():
         attempt(module, name, functools.partial(shim, sys.modules[module]))
+        if name in _ending and name in _failures and strict():
+            _waiting[module] = {name: shim}  # nor is it imported if somebody tries again
+            raise _failed()
 
 
 def _look_out() -> None:

@@ -27,6 +27,7 @@ def product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(import_hook, "_waiting", {})
     monkeypatch.setattr(import_hook, "_preparing", {})
     monkeypatch.setattr(import_hook, "_failures", {})
+    monkeypatch.setattr(import_hook, "_ending", set())
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     package = tmp_path / NAME
     package.mkdir()
@@ -128,6 +129,18 @@ def test_a_shim_that_fails_is_one_error_and_the_import_goes_on(caplog: pytest.Lo
     ]
     with pytest.raises(ReplayError, match=r"its shim failed: AttributeError: no such class.*STRICT=0"):
         import_hook.refuse_failures()
+
+
+def test_a_shim_that_fails_may_end_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(module: ModuleType) -> None:
+        raise AttributeError("no such class")
+
+    import_hook.when_imported(NAME, "its shim", broken, ends=True)
+    for _ in range(2):
+        with pytest.raises(ReplayError, match="its shim failed: AttributeError: no such class"):
+            importlib.import_module(NAME)
+    monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
+    assert importlib.import_module(NAME).value == 1
 
 
 def test_strict_0_goes_on_without_the_shim(monkeypatch: pytest.MonkeyPatch) -> None:
