@@ -72,7 +72,7 @@ def _release_without_routes(
     if product.name == "vllm-ascend":
         beside = found["vllm"].version if "vllm" in found else ""
         known = vllm_ascend.of_release(product.version, beside)
-        return plugin.left_out() or vllm_ascend.refusal(known, _rollout_setting(config))
+        return plugin.left_out() or vllm_ascend.refusal(known, _rollout_setting(config), beside)
     if product.name == "sglang":
         return sglang.refusal(product.version, "npu" if "torch_npu" in found else "cuda")
     ascend = found["vllm-ascend"].version if "vllm-ascend" in found else ""

@@ -45,7 +45,7 @@ def engine_arguments(
             there too.
         model: a RoutedModel, or a Hugging Face config: its path or its folder's, its contents, an object.
         quantization: how the rollout's weights are quantized, if they are.
-        vllm_ascend: vllm-ascend's release, if it runs on that.
+        vllm_ascend: vllm-ascend's release, if it runs on that; a build between releases goes by vLLM's.
         soc: the processor's generation, if it runs on that.
         capture: is npu_replay's plug-in to capture on vllm-ascend? It mends what its releases lose.
 
@@ -60,6 +60,9 @@ def engine_arguments(
     known = model if model is not None else given.get("model")
     plan = {**given, "model": known if is_there(known) else None}
     launch.refuse_untold("vLLM", version, "version", "0.23.0")
+    built = vllm_ascend or ""
+    if isinstance(vllm_ascend, str):
+        vllm_ascend = ascend.of_release(vllm_ascend, version)
     if vllm_ascend:
         launch.refuse_untold("vllm-ascend", vllm_ascend, "vllm_ascend", "0.23.0")
     device = device_of(version, vllm_ascend or "")
@@ -68,10 +71,12 @@ def engine_arguments(
     launch.refuse(refusal(version, vllm_ascend or ""))
     if plan["model"] is not None:
         _refuse_without_experts(version, plan["model"])
-    launch.refuse(launch.clash("vLLM", version, "", plan, CLASHES))
+    clashes = [row for row in CLASHES if not (capture and row.mended)]
+    launch.refuse(launch.clash("vLLM", version, "", plan, clashes))
     needed = {name: value for run, some in NEEDED if run.holds(version) for name, value in some.items()}
     environment = dict(V2) if release(version) >= release(BY_BLOCK) else {}
-    said = launch.limits("vLLM", version, device, plan, LIMITS, NEWEST)
+    rows = [row for row in LIMITS if not (capture and row.mended)]
+    said = launch.limits("vLLM", version, device, plan, rows, NEWEST)
     if vllm_ascend:
         setting = ascend.Setting(
             model=plan["model"],
@@ -88,15 +93,15 @@ def engine_arguments(
             compilation_config=given.get("compilation_config"),
         )
         _refuse_pair(version, vllm_ascend)
-        ascend.check(vllm_ascend, setting)
+        ascend.check(vllm_ascend, setting, version)
         environment |= V2 if ascend.needs_v2(vllm_ascend, setting) else {}
-        environment |= {ascend.SWITCH: "1"} if capture else {}
+        environment |= ascend.environment() if capture else {}
         if ascend.needs_sync(vllm_ascend):
             needed["async_scheduling"] = False
         made_for = release(vllm_ascend)[:2]
         if release(version)[:2] != made_for:
             said += (f"vllm-ascend {vllm_ascend} is made for vLLM {'.'.join(map(str, made_for))}",)
-        said += ascend.limits(vllm_ascend, setting)
+        said += ascend.limits(vllm_ascend, setting, built)
     added = {name: value for name, value in needed.items() if given.get(name) is None}
     return EngineArguments({**given, **added}, said, environment)
 

@@ -234,7 +234,7 @@ CLASHES = (
     Clash(("data_parallel_size",), several, until="0.16.0",
           instead="1, or vLLM 0.16.0 or later (best 0.22.0 and later)",
           why="the shared memory that rows go through has one name for all data-parallel ranks"),
-    Clash(("data_parallel_size",), _with_experts_spread, since="0.16.0", until="0.20.0",
+    Clash(("data_parallel_size",), _with_experts_spread, since="0.16.0", until="0.20.0", mended=True,
           instead="1, enable_expert_parallel=False, or vLLM 0.20.0 or later",
           why="an assertion fails in the first step where each rank routes its own tokens (modular kernels)"),
     Clash(("nnodes",), several, until="0.21.0", instead="1, or vLLM 0.22.0 or later",
@@ -255,7 +255,7 @@ CLASHES = (
           instead="False, or vLLM 0.22.0 or later", why="tokens that come from the cache have rows of zeros"),
     Clash(("enable_prefix_caching",), off, since=BY_BLOCK, instead="True, or vLLM 0.22.0 to 0.30.0",
           why="rows are kept by KV block from 0.31.0 on, and vLLM refuses to start without"),
-    *(Clash(("speculative_config",), _by_mtp, since=since, until=until,
+    *(Clash(("speculative_config",), _by_mtp, since=since, until=until, mended=True,
             instead="another method, or vLLM 0.26.0 or later",
             why="the draft's MoE layer calls itself layer 0 and overwrites the model's (vllm#48622)")
       for since, until in _DRAFTS),
@@ -303,7 +303,7 @@ LIMITS = (
           "--tokens-only) from 0.30.0 on"),
     Limit(since=BY_BLOCK, words="Model Runner V2 needs Triton: without it, as on most CPUs, vLLM refuses to "
           "start («Model Runner V2 requires Triton»), so take an earlier release there"),
-    Limit(until=SCHEDULER,
+    Limit(until=SCHEDULER, mended=True,
           words="sequence parallelism of MoE layers ends in an AssertionError before 0.22.0, or is refused"),
     Limit(since=SCHEDULER, until=BY_BLOCK, words="the scheduler keeps rows of every KV cache slot in host "
           "memory: slots times layers times top-k bytes"),
@@ -318,7 +318,7 @@ LIMITS = (
     Limit(when=_by_dflash, since="0.26.0", until="0.28.0", words="a DFlash draft that mixes sliding-window "
           "and full attention needs Model Runner V2, which captures nothing before 0.28.0: vLLM refuses it "
           "when it starts"),
-    *(Limit(when=_by_a_model, since=since, until=until,
+    *(Limit(when=_by_a_model, since=since, until=until, mended=True,
             words="a draft model that has MoE layers of its own overwrites layer 0 before 0.26.0")
       for since, until in _DRAFTS),
 )

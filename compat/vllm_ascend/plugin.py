@@ -34,8 +34,8 @@ from npu_replay.rollout.release_rules import release
 logger = logging.getLogger(__name__)
 
 CAPABILITY = "capture on vllm-ascend"
-GROUP, NAME = "vllm.general_plugins", "npu_replay"
-"""Where vLLM looks for plug-ins, and this one's name: VLLM_PLUGINS has to hold it, where it is set."""
+GROUP, NAME = "vllm.general_plugins", releases.PLUGIN
+"""Where vLLM looks for plug-ins, and this one's name."""
 
 _RUNNERS = ("vllm_ascend.worker.model_runner_v1", "vllm_ascend.worker.v2.model_runner")
 _CAPTURER = "vllm.model_executor.layers.fused_moe.routed_experts_capturer"
@@ -133,16 +133,8 @@ def _tell_workers_of_ray() -> None:
 
 def _unknown(version: str, vllm: str) -> ReplayError | None:
     """Why these releases aren't touched."""
-    known = releases.of_release(version, vllm)
-    if release(known)[:2] != release(vllm)[:2]:
-        return ReplayError(
-            f"npu_replay captures nothing on vllm-ascend {version} beside vLLM {vllm}",
-            where="vllm-ascend",
-            expected="the vLLM that it is made for",
-            got=vllm,
-            cause="one of them was installed without the other; what changed between them isn't known",
-        )
-    return None if releases.captures(known) else releases.not_captured(version)
+    known = releases.captures(releases.of_release(version, vllm))
+    return releases.no_pair(version, vllm) or (None if known else releases.not_captured(version))
 
 
 def _refuse(problem: ReplayError | None) -> bool:

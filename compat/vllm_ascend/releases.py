@@ -16,6 +16,7 @@ release of the same number it is installed from 0.25.1rc1 on. All of it was read
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -38,6 +39,8 @@ from npu_replay.rollout.release_rules import (
 CAPABILITY = "routes of vllm-ascend"
 SWITCH = "NPU_REPLAY_VLLM_ASCEND"
 """The environment variable with which npu_replay captures itself."""
+PLUGIN = "npu_replay"
+"""The plug-in's name: VLLM_PLUGINS has to hold it, where it is set."""
 BY_ROUTER = "0.27.0"
 """The first release whose layers choose by vLLM's routers, which tell vLLM's capturer."""
 NEWEST = "0.30.0rc2"
@@ -81,8 +84,10 @@ class Setting:
         return vars(self) | {"quantization": quantized, "hybrid": model_config.is_hybrid(self.model)}
 
 
-def check(version: str, setting: Setting = Setting()) -> None:
+def check(version: str, setting: Setting = Setting(), vllm: str = "") -> None:
     """Refuse a release that will give zeros, or nothing, with this model and these settings.
+
+    `vllm` is the release beside it, where known.
 
     >>> from npu_replay.compat.vllm_ascend import Setting, check
     >>> check("0.29.0rc1", Setting(data_parallel_size=2))
@@ -90,13 +95,14 @@ def check(version: str, setting: Setting = Setting()) -> None:
     Raises:
         ReplayError: what is missing, and what to do instead.
     """
-    launch.refuse(refusal(version, setting))
+    launch.refuse(refusal(version, setting, vllm))
 
 
-def refusal(version: str, setting: Setting) -> ReplayError | None:
+def refusal(version: str, setting: Setting, vllm: str = "") -> ReplayError | None:
     """What `check` raises; None where routes are right, as far as the source tells."""
     if setting.capture:
-        return capture_refusal(version, setting.plan())
+        alone = no_pair(version, vllm) if vllm else None
+        return alone or capture_refusal(version, setting.plan())
     never = launch.refusal("vllm-ascend", version, "", FAULTS)
     return never or launch.clash("vllm-ascend", version, "", setting.plan(), CLASHES)
 
@@ -115,6 +121,28 @@ def of_release(version: str, vllm: str) -> str:
 def captures(version: str) -> bool:
     """Does npu_replay know how this release chooses experts and hands them out?"""
     return any(run.holds(version) for run in _CAPTURED) and release(version) != (0, 0, 0)
+
+
+def no_pair(version: str, vllm: str) -> ReplayError | None:
+    """Why npu_replay captures nothing on these two together; None where one is made for the other."""
+    if release(of_release(version, vllm))[:2] == release(vllm)[:2]:
+        return None
+    return ReplayError(
+        f"npu_replay captures nothing on vllm-ascend {version} beside vLLM {vllm}",
+        where="vllm-ascend",
+        expected="the vLLM that it is made for",
+        got=vllm,
+        cause="one of them was installed without the other; what changed between them isn't known",
+    )
+
+
+def environment() -> dict[str, str]:
+    """What the engine's processes need for npu_replay to capture. A filter of this process is handed on to
+    them: npu_replay has to pass it."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is None or PLUGIN in allowed.split(","):
+        return {SWITCH: "1"}
+    return {SWITCH: "1", "VLLM_PLUGINS": ",".join(filter(None, (allowed, PLUGIN)))}
 
 
 def capture_refusal(version: str, plan: Plan) -> ReplayError | None:
@@ -141,12 +169,16 @@ def not_captured(version: str) -> ReplayError:
     )
 
 
-def limits(version: str, setting: Setting = Setting()) -> tuple[str, ...]:
-    """What holds of that release, one sentence each, where `check` can't know whether it matters."""
+def limits(version: str, setting: Setting = Setting(), built: str = "") -> tuple[str, ...]:
+    """What holds of that release, one sentence each, where `check` can't know whether it matters.
+
+    `built` is the version of a build between releases whose rules are those of `version`.
+    """
+    built = built or version
     table = (*_V2, _IN_PLUGINS) if setting.capture else LIMITS
     found = launch.limits("vllm-ascend", version, "", setting.plan(), table, NEWEST)
-    if _is_of_main(version):
-        found = (f"vllm-ascend {version} is no release: {_OF_MAIN}", *found)
+    if _is_of_main(built) and release(version) >= release("0.26.0"):
+        found = (f"vllm-ascend {built} is no release: {_OF_MAIN}", *found)
     return found
 
 
@@ -234,6 +266,17 @@ def _fills_up_there(plan: Plan, arguments: tuple[str, ...]) -> bool:
 
 def _may_fill_up(plan: Plan, arguments: tuple[str, ...]) -> bool:
     return plan["soc"] is None and _fills_up(plan, arguments)
+
+
+def _spreads_both(plan: Plan, _: Any = ()) -> bool:
+    """Do layers of experts share tokens out in parts, where flash comm is on? From 0.27 on only so."""
+    ranks = ("data_parallel_size", "tensor_parallel_size")
+    return bool(plan["enable_expert_parallel"]) and all(plan[name] > 1 for name in ranks)
+
+
+def _shares_parts(plan: Plan, _: Any) -> bool:
+    config = launch.as_mapping(plan["additional_config"])
+    return _spreads_both(plan) and any(config.get(name) for name in ("enable_flashcomm1", "enable_dsa_cp"))
 
 
 def _asks(*keys: str) -> Callable[[Plan, tuple[str, ...]], bool]:
@@ -324,9 +367,9 @@ CLASHES = (
           instead="tensor_parallel_size above 1, or expert parallelism off" + _OR_OURS,
           why="tokens are filled up to the longest rank's before they are routed, which the capture knows "
           "with tensor parallelism alone"),
-    Clash(("additional_config",), _asks("enable_flashcomm1"), since="0.28.0",
+    Clash(("additional_config", *_SPLIT), _shares_parts, since=BY_ROUTER,
           problem="hands out wrong rows with flash comm, or ends in an AssertionError",
-          instead="enable_flashcomm1 off" + _OR_OURS,
+          instead="enable_flashcomm1 and enable_dsa_cp off" + _OR_OURS,
           why="its layout patch takes a rank's part of the tokens for others (vllm-ascend#9728)"),
 )
 
@@ -341,7 +384,7 @@ CAPTURE_CLASHES = (
           why="it is for benchmarks, and replaces the chosen experts after the choice"),
     Clash(("compilation_config", "tensor_parallel_size", "enforce_eager"), _splits_by_pass, until="0.27.0",
           problem="doesn't know where rows belong when a compiler's pass splits them",
-          instead="sequence parallelism by additional_config={'enable_flashcomm1': True}",
+          instead="sequence parallelism by VLLM_ASCEND_ENABLE_FLASHCOMM1=1",
           why="that pass leaves rows in that fill up, in places that nothing tells"),
     Clash(("enable_dbo",), on, problem="captures nothing with two half batches at once",
           instead="enable_dbo off", why="both would write the same rows"),
@@ -376,6 +419,8 @@ LIMITS = (
           words="vllm-ascend {version} ends in an AssertionError with expert parallelism over data-parallel "
           "ranks alone, once they have different numbers of tokens, on A3, A5, and A2 from 16 ranks on (say "
           "soc= to have it checked)"),
+    Limit(since=BY_ROUTER, when=_spreads_both,
+          words="vllm-ascend {version} hands out wrong rows where VLLM_ASCEND_ENABLE_FLASHCOMM1=1 is set"),
     Limit(until="0.28.0", when=_may_split_tokens, words=_MAY_LOSE % "zeros"),
     Limit(since="0.28.0", when=_may_split_tokens, words=_MAY_LOSE % "an earlier step's"),
 )

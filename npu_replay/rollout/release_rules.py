@@ -135,10 +135,12 @@ class Planned(Releases):
     Attributes:
         arguments: what is looked at in the plan, and named in an error.
         when: is it so? It is called with the plan and `arguments`.
+        mended: not where npu_replay captures in the engine's place.
     """
 
     arguments: tuple[str, ...] = ()
     when: Callable[[Plan, tuple[str, ...]], bool] = _always
+    mended: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,6 +86,12 @@ def test_workers_of_ray_are_told(
         plugin.register()
     told = os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"]
     assert told.split(",") == ["MINE", "NPU_REPLAY_VLLM_ASCEND", "NPU_REPLAY_STRICT"]
+    npu_replay.uninstall()
+    assert os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] == "MINE, "
+    monkeypatch.delenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY")
+    plugin.register()
+    npu_replay.uninstall()
+    assert "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY" not in os.environ
 
 
 def test_without_strict_a_capture_that_cannot_be_attached_leaves_the_engine_as_released(
@@ -118,6 +124,17 @@ def test_a_runner_that_knows_no_routes_is_refused(
     assert not import_hook._failures
     with pytest.raises(ReplayError, match="this model runner knows no routes"):
         runners.NPUModelRunner(config())
+
+
+def test_a_runner_that_cannot_be_guarded_ends_the_start(
+    installed: dict[str, str], runners: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody opens a block in a worker, where such a failure would be said: it would run as released."""
+    monkeypatch.delattr(runners, "NPUModelRunner")
+    with pytest.raises(ReplayError, match="capture of routed experts failed: AttributeError"):
+        plugin.register()
+    monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
+    plugin.register()
 
 
 def test_uninstall_takes_everything_back(installed: dict[str, str], runners: ModuleType) -> None:
@@ -232,7 +249,8 @@ def test_a_hybrid_model_is_refused_where_vllm_keeps_too_few_slots(
         runners.NPUModelRunner(made)
 
 
-def test_engine_arguments_lift_what_the_plug_in_mends() -> None:
+def test_engine_arguments_lift_what_the_plug_in_mends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     planned = {"tensor_parallel_size": 4, "data_parallel_size": 2, "enable_expert_parallel": True}
     with pytest.raises(ReplayError, match="captures no quantized experts"):
         engine_arguments("0.23.0", vllm_ascend="0.23.0", quantization="ascend", planned=planned, soc="A3")
@@ -244,6 +262,71 @@ def test_engine_arguments_lift_what_the_plug_in_mends() -> None:
     assert (
         engine_arguments("0.18.0", vllm_ascend="0.18.0", capture=True).arguments["async_scheduling"] is False
     )
+
+
+MTP = {"speculative_config": {"method": "mtp"}}
+DRAFT = {"speculative_config": {"model": "a draft"}}
+
+
+@pytest.mark.parametrize(
+    ("version", "planned", "says"),
+    [
+        ("0.18.0", {"-dp": 2, "-ep": True}, "data_parallel_size"),
+        ("0.18.0", MTP, "speculative_config"),
+        ("0.23.0", MTP, "speculative_config"),
+    ],
+    ids=str,
+)
+def test_engine_arguments_lift_what_the_plug_in_mends_of_vllms_own(
+    version: str, planned: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ReplayError, match=says):
+        engine_arguments(version, vllm_ascend=version, planned=planned)
+    assert engine_arguments(version, vllm_ascend=version, planned=planned, capture=True)
+
+
+@pytest.mark.parametrize(
+    ("planned", "words"), [({}, "sequence parallelism of MoE layers"), (DRAFT, "overwrites layer 0")], ids=str
+)
+def test_limits_that_the_plug_in_mends_are_not_said(planned: dict[str, object], words: str) -> None:
+    said = [
+        engine_arguments("0.18.0", vllm_ascend="0.18.0", planned=planned, capture=capture).limits
+        for capture in (False, True)
+    ]
+    assert [any(words in limit for limit in limits) for limits in said] == [True, False]
+
+
+@pytest.mark.parametrize("build", ["0.17.1.dev9+g5487946", "0.1.dev1+g5487946"])
+@pytest.mark.parametrize("version", ["0.18.0", "0.23.0"])
+def test_a_build_that_images_carry_goes_by_its_vllm(version: str, build: str) -> None:
+    made = engine_arguments(version, vllm_ascend=build, capture=True)
+    released = engine_arguments(version, vllm_ascend=version, capture=True)
+    assert (made.arguments, made.environment) == (released.arguments, released.environment)
+    assert not any("is no release" in limit for limit in made.limits)
+
+
+def test_a_build_of_main_still_may_give_physical_ids() -> None:
+    made = engine_arguments("0.27.1", vllm_ascend="0.27.1.dev12+g0f3a", capture=True)
+    assert any("0.27.1.dev12+g0f3a is no release" in limit for limit in made.limits)
+
+
+def test_engine_arguments_refuse_two_releases_that_are_no_pair() -> None:
+    with pytest.raises(ReplayError, match=r"vllm-ascend 0\.23\.0 beside vLLM 0\.24\.0"):
+        engine_arguments("0.24.0", vllm_ascend="0.23.0", capture=True)
+
+
+@pytest.mark.parametrize(
+    ("filter_", "given"),
+    [("", "npu_replay"), ("ascend,mine", "ascend,mine,npu_replay"), ("npu_replay,mine", None), (None, None)],
+)
+def test_engine_arguments_let_the_plug_in_pass_a_filter(
+    monkeypatch: pytest.MonkeyPatch, filter_: str | None, given: str | None
+) -> None:
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if filter_ is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", filter_)
+    made = engine_arguments("0.23.0", vllm_ascend="0.23.0", capture=True)
+    assert made.environment.get("VLLM_PLUGINS") == given
 
 
 @pytest.mark.parametrize(
@@ -274,7 +357,8 @@ def test_doctor_says_what_keeps_it_from_capturing(
     installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ascend, vllm = Product("vllm-ascend", True, "0.23.0", "here"), Product("vllm", True, "0.23.0", "here")
-    assert plugin.capability(ascend, vllm).state == "works"
+    found = plugin.capability(ascend, vllm)
+    assert (found.state, "vllm-ascend 0.23.0 beside vLLM 0.23.0" in found.why) == ("works", True)
     monkeypatch.setenv("VLLM_PLUGINS", "ascend, other")
     assert plugin.capability(ascend, vllm).why == "VLLM_PLUGINS=ascend, other leaves npu_replay out"
     assert plugin.left_out() is not None
@@ -287,5 +371,8 @@ def test_doctor_says_what_keeps_it_from_capturing(
     monkeypatch.setenv("NPU_REPLAY_VLLM_ASCEND", "0")
     assert "it is off" in plugin.capability(ascend, vllm).why
     assert plugin.left_out() is None
+    monkeypatch.setenv("NPU_REPLAY_DISABLE", "1")
+    found = plugin.capability(ascend, vllm)
+    assert ("NPU_REPLAY_DISABLE=1" in found.why, found.remedy) == (True, "")
     unknown = Product("vllm-ascend", True, "0.31.0", "here")
     assert plugin.capability(unknown, vllm).state == "missing"

@@ -237,12 +237,19 @@ def test_tokens_that_are_filled_up_over_data_parallel_ranks_alone_end_the_engine
     check(release, Setting(**spread, soc="A3", capture=True))
 
 
-def test_flash_comm_hands_out_wrong_rows_from_0_28_on() -> None:
-    flash = {"additional_config": {"enable_flashcomm1": True}, "tensor_parallel_size": 2}
+@pytest.mark.parametrize("version", ALL)
+@pytest.mark.parametrize("switch", ["enable_flashcomm1", "enable_dsa_cp"])
+def test_flash_comm_hands_out_wrong_rows_where_tokens_are_shared_out(version: str, switch: str) -> None:
+    """From 0.27 on it is vLLM's `use_sequence_parallel_moe`, which asks for all three, and off by itself."""
+    spread = {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}
+    flash = {"additional_config": {switch: True}}
     with pytest.raises(ReplayError, match="wrong rows with flash comm"):
-        check("0.30.0rc2", Setting(**flash))
-    check("0.30.0rc2", Setting(**flash, capture=True))
-    check("0.27.1rc1", Setting(**flash))
+        check(version, Setting(**flash, **spread))
+    check(version, Setting(**flash, **spread, capture=True))
+    check(version, Setting(**flash, **spread | {"data_parallel_size": 1, "soc": "310P"}))
+    check(version, Setting(**flash, **spread | {"enable_expert_parallel": False}))
+    check(version, Setting(**spread))
+    assert any("VLLM_ASCEND_ENABLE_FLASHCOMM1=1" in one for one in limits(version, Setting(**spread)))
 
 
 @pytest.mark.parametrize(
