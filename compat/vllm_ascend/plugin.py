@@ -19,7 +19,7 @@ import torch
 
 from npu_replay.compat import probe
 from npu_replay.compat.patching import import_hook, switches
-from npu_replay.compat.patching.patches import Patches
+from npu_replay.compat.patching.patches import Change, Patches
 from npu_replay.compat.probe import Capability, Product, unusable
 from npu_replay.compat.vllm_ascend import releases
 from npu_replay.compat.vllm_ascend.capture import Capture
@@ -48,6 +48,7 @@ _PARALLEL = (
 )
 
 _patches = Patches("routed experts of vllm-ascend")
+_attached = Patches("routed experts of vllm-ascend, in a worker")
 
 
 def wanted() -> bool:
@@ -89,6 +90,8 @@ def capability(product: Product, vllm: Product) -> Capability:
     problem = _unknown(product.version, vllm.version)
     if problem is not None:
         return Capability(CAPABILITY, "broken" if wanted() else "missing", problem.problem, problem.cause)
+    if switches.disabled():
+        return Capability(CAPABILITY, "missing", "NPU_REPLAY_DISABLE=1: npu_replay changes nothing")
     if not wanted():
         remedy = f"{releases.SWITCH}=1 in the engine's environment"
         return Capability(CAPABILITY, "missing", "it is off; this release is known", remedy)
@@ -97,7 +100,10 @@ def capability(product: Product, vllm: Product) -> Capability:
         return Capability(
             CAPABILITY, "broken", why, f"pip install npu-replay beside vLLM; {NAME} in VLLM_PLUGINS"
         )
-    return Capability(CAPABILITY, "works", "every quantization and layout, checked in the first steps")
+    pair = f"vllm-ascend {product.version} beside vLLM {vllm.version}"
+    return Capability(
+        CAPABILITY, "works", f"{pair}: every quantization and layout, checked in the first steps"
+    )
 
 
 def register() -> None:
@@ -120,15 +126,27 @@ def register() -> None:
         return
     _tell_workers_of_ray()
     for module in _RUNNERS:
-        import_hook.when_imported(module, "capture of routed experts", _guard)
+        import_hook.when_imported(module, "capture of routed experts", _guard, ends=True)
 
 
 def _tell_workers_of_ray() -> None:
     """vLLM's Ray executor gives its workers the variables that it knows: without ours, each would run as
     released, and nobody would say so."""
     named = [name.strip() for name in os.environ.get(_TO_RAY, "").split(",")]
-    names = dict.fromkeys([*filter(None, named), releases.SWITCH, switches.STRICT])
-    os.environ[_TO_RAY] = ",".join(names)
+    before = os.environ.get(_TO_RAY)
+    told = ",".join(dict.fromkeys([*filter(None, named), releases.SWITCH, switches.STRICT]))
+    if told == before:
+        return
+
+    def take_back() -> bool:
+        if os.environ.get(_TO_RAY) != told:
+            return False
+        os.environ.pop(_TO_RAY)
+        os.environ.update({} if before is None else {_TO_RAY: before})
+        return True
+
+    os.environ[_TO_RAY] = told
+    _patches.add(Change(_TO_RAY, "workers of Ray have the switch", take_back))
 
 
 def _unknown(version: str, vllm: str) -> ReplayError | None:
@@ -182,6 +200,7 @@ def _capturing(original: Callable[..., Any], runner: Any) -> None:
         attach(runner)
     except ReplayError as error:
         if _refuse(error):
+            _attached.undo()
             _patches.undo()
 
 
@@ -209,17 +228,21 @@ def attach(runner: Any) -> Capture:
     Args:
         runner: its model runner, with weights and KV cache, without graphs.
 
+    Again for the same one: vLLM 0.22 makes a KV cache to measure graphs with, before its own.
+
     Raises:
         ReplayError: not every layer that routes is there, or somebody else captures already.
     """
     from vllm.distributed import get_tp_group
     from vllm_ascend.ops.fused_moe.moe_comm_method import MoECommMethod
 
+    if _attached.has(runner, "execute_model"):
+        _attached.undo()
     ReplayError.unless(
-        not _patches.has(MoECommMethod, "prepare"),
+        not _attached.has(MoECommMethod, "prepare"),
         "an engine of this process is captured already",
         "one engine a process",
-        "another model runner, or a second KV cache of the same one",
+        "another model runner",
         "two LLMs in one process: start each in its own (VLLM_ENABLE_V1_MULTIPROCESSING=1)",
         where="vllm-ascend",
     )
@@ -239,8 +262,8 @@ def attach(runner: Any) -> Capture:
     capture = Capture(buffer, check, group)
     rank = Rank(tp.rank_in_group, tp.world_size, parallel.data_parallel_rank, parallel.data_parallel_size)
     selects = release(_version()) < release(releases.BY_ROUTER)
-    Seam(capture, found, rank).install(_patches, capturer, selects=selects)
-    ReadOut(runner, capturer, capture).install(_patches)
+    Seam(capture, found, rank).install(_attached, capturer, selects=selects)
+    ReadOut(runner, capturer, capture).install(_attached)
     return capture
 
 

@@ -205,7 +205,7 @@ class SelfCheck:
             return
         raise ReplayError(
             f"the slots of step {self._steps - self._left + 1} aren't those of its tokens",
-            where=f"routes of {self._where}",
+            where=f"routes of {self._where}, all layers",
             expected=f"{len(expected)} slots, at {expected[:8]} of their blocks",
             got=f"{len(told)} slots, at {found[:8]}",
             cause="another KV cache group's slots, or rows that don't go with them. " + _REPORT,
