@@ -188,13 +188,18 @@ def selectors() -> Iterator[tuple[Callable[..., Any], list[ModuleType]]]:
     Raises:
         ReplayError: somebody else has replaced it.
     """
-    for home in _SELECTORS:
-        function = getattr(sys.modules.get(home), _NAME, None)
+    holders: dict[int, list[ModuleType]] = {}
+    for name, module in list(sys.modules.items()):  # anything may stand there
+        function = getattr(module, "__dict__", {}).get(_NAME)
         if function is None:
             continue
-        refuse_foreign(function, (home.rpartition(".")[2],), f"{home}.{_NAME}")
-        modules = list(sys.modules.values())  # anything may stand there
-        yield function, [one for one in modules if getattr(one, "__dict__", {}).get(_NAME) is function]
+        if name.startswith("vllm_ascend."):
+            refuse_foreign(function, ("experts_selector",), f"{name}.{_NAME}")
+        holders.setdefault(id(function), []).append(module)
+    for home in _SELECTORS:
+        function = getattr(sys.modules.get(home), _NAME, None)
+        if function is not None:
+            yield function, holders[id(function)]
 
 
 def refuse_foreign(function: Any, files: tuple[str, ...], where: str) -> None:

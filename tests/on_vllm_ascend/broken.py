@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
-from npu_replay.compat.vllm_ascend import capture
+from npu_replay.compat.vllm_ascend import capture, plugin
 from npu_replay.compat.vllm_ascend.capture import Capture
 from npu_replay.compat.vllm_ascend.placing import Layout, Place, place
 from npu_replay.compat.vllm_ascend.seams import Seam
+from npu_replay.compat.vllm_ascend.self_check import SelfCheck
 from on_vllm_ascend import read_out
 
 
@@ -62,6 +64,12 @@ def summed_instead() -> None:
 
 def rows_of_earlier_steps() -> None:
     Capture.clear = lambda self: None
+
+
+def rows_of_earlier_steps_after_the_check() -> None:
+    """Not found: it is what the clear of each step is for."""
+    rows_of_earlier_steps()
+    plugin.SelfCheck = functools.partial(SelfCheck, steps=0)
 
 
 def slots_off_by_one() -> None:

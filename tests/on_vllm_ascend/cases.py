@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 LAYERS, EXPERTS, TOP_K, HIDDEN = 4, 16, 4, 64
+FEWEST = 8
+"""So many tokens have to come into a layer at once, or they aren't held against logits."""
 GROUPS, TOP_GROUPS = 4, 2
 """Of the routing with groups."""
 BLOCK = 16
@@ -33,6 +35,8 @@ class Case:
     draft: bool = False
     """A draft model whose layer calls itself layer 0 runs after each step."""
     overlap_gate: bool = False
+    kv_cache_twice: bool = False
+    """It is made to measure graphs with, and then anew, as 0.22.1rc1 does."""
     device: str = "A3"
     """A2, A3, A5 or _310P, which has layers of its own."""
     broken: str = ""
@@ -53,7 +57,10 @@ class Case:
         parts = [self.scheme or "unquantized", self.comm, f"tp{self.tp}", f"dp{self.dp}"]
         parts += [
             name
-            for name in ("sequence_parallel", "eplb", "mix_placement", "draft", "overlap_gate")
+            for name in (
+                *("sequence_parallel", "eplb", "mix_placement", "draft", "overlap_gate"),
+                "kv_cache_twice",
+            )
             if getattr(self, name)
         ]
         if self.routing != plain.routing:
@@ -64,9 +71,18 @@ class Case:
             parts.append(f"{self.padding}_padded")
         if self.broken:
             parts.append(f"broken_{self.broken}")
+        if len(self.steps) == 1 and max(self.steps[0]) > plain.steps[0][0]:
+            parts.append(f"{max(self.steps[0])}_tokens")
         if len(self.steps) > 1:
             parts.append(f"{len(self.steps)}_steps")
         return "-".join(parts)
+
+    @property
+    def compared(self) -> int:
+        """The layers that are held against logits, over all data-parallel ranks."""
+        parts = self.tp if self.sequence_parallel else 1
+        longest = [max(of_rank) + self.padding for of_rank in zip(*self.steps, strict=True)]
+        return (LAYERS - self.dense) * sum(-(-tokens // parts) >= FEWEST for tokens in longest)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

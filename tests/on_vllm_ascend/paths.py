@@ -69,6 +69,8 @@ def paths() -> list[Path]:
         Path(Case(overlap_gate=True), {OLD: 39, MID: 39}),
         Path(replace(quantized, overlap_gate=True), {OLD: 0, MID: 0}),
         Path(Case(overlap_gate=True, tp=2), {OLD: 39, MID: 39}, quick=False),
+        Path(replace(quantized, overlap_gate=True, tp=2), {OLD: 0, MID: 0}, quick=False),
+        Path(Case(comm="MC2", tp=2, kv_cache_twice=True), {MID: 21, NEW: 21}),
         Path(Case(device="_310P"), {OLD: 0, MID: 0, NEW: 39}, quick=False),
         Path(replace(quantized, device="_310P"), {OLD: 0, MID: 0, NEW: 39}, quick=False),
         # Each rank has a part of the tokens, and the others' are lost.
@@ -81,9 +83,23 @@ def paths() -> list[Path]:
         Path(Case(comm="MC2", tp=2, draft=True), {OLD: 21, MID: 21, NEW: 28}, quick=False),
         Path(Case(tp=2, eplb=True), every(39)),
         Path(Case(comm="MC2", tp=2, eplb=True), every(21)),
+        Path(replace(quantized, comm="MC2", tp=2, eplb=True), {OLD: 0, MID: 0, NEW: 21}),
         Path(replace(quantized, tp=2, mix_placement=True), {OLD: 0, MID: 0, NEW: 39}),
         Path(Case(tp=2, sequence_parallel=True), {OLD: 39, MID: 39}),
         *(Path(Case(comm=comm, tp=2, sequence_parallel=True), {OLD: 21, MID: 21}) for comm in SPLITTING),
+        # Enough tokens for a rank's part to be held against logits.
+        Path(Case(tp=2, sequence_parallel=True, steps=((17,),)), {OLD: 51, MID: 51}),
+        Path(Case(comm="MC2", tp=2, sequence_parallel=True, steps=((17,),)), {OLD: 27, MID: 27}),
+        Path(
+            replace(quantized, comm="MC2", tp=2, sequence_parallel=True, steps=((17,),)),
+            {OLD: 0, MID: 0},
+            quick=False,
+        ),
+        Path(
+            Case(comm="MC2", tp=2, dp=2, sequence_parallel=True, steps=((19, 17),)),
+            {OLD: ASSERTS, MID: ASSERTS, NEW: 99},
+            quick=False,
+        ),
         # Data parallel ranks with 13 and 9 tokens.
         Path(unequal, {OLD: ASSERTS, MID: ASSERTS, NEW: 66}),
         *(Path(replace(unequal, comm=comm), every(ASSERTS)) for comm in ("MC2", "FUSED_MC2")),

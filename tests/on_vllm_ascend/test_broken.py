@@ -21,7 +21,7 @@ BROKEN = {
     "one_column_for_all": "have one expert twice",
     "nothing_put_together": "weren't put together",
     "summed_instead": "in step 1",
-    "rows_of_earlier_steps": "rank",
+    "rows_of_earlier_steps": "written by more than one rank",
     "slots_off_by_one": "slots of step 1",
     "a_layer_that_never_ends": "were chosen twice",
 }
@@ -43,6 +43,20 @@ def test_the_self_check_finds_it(path: Path, told: Callable[[bool, str], Told]) 
     found = told(True, path.case.device)[path.case.name]
     assert "right" not in found or found["right"] == 0, found
     assert any(str(path.as_released[release()]) in error for error in found["errors"]), found
+
+
+STALE = Case(comm="MC2", tp=2, steps=((13,), (5,)), broken="rows_of_earlier_steps_after_the_check")
+
+
+@pytest.mark.parametrize("path", [Path(STALE, {release(): 0})], ids=[STALE.name])
+def test_without_the_clear_rows_are_mixed_with_an_earlier_step_s(
+    path: Path, told: Callable[[bool, str], Told]
+) -> None:
+    """Nobody looks any more once the first steps are checked: the clear alone keeps them apart."""
+    found = told(True, path.case.device)[path.case.name]
+    assert "errors" not in found, found
+    assert found["earlier"] + found["other"] > 0, found
+    assert found["zeros"] == 0, found
 
 
 ORDER = Case(tp=2, steps=((3,),) * 18, broken="the_second_ranks_order_is_another")

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import json
 import os
+import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,6 +47,7 @@ class Worker:
         self.start(ports[0])
         self.runner = make_runner(self.config, self.model)
         self.road: Any = None
+        self.capture: Any = None
 
     def start(self, port: int) -> None:
         """As NPUWorker does it, with gloo for hccl."""
@@ -74,9 +76,11 @@ class Worker:
 
     def run(self) -> dict[str, int]:
         """How many rows came back right, and how the others look."""
-        self.runner.init_routed_experts_capturer()
+        before = held()
+        for _ in range(1 + self.case.kv_cache_twice):
+            self.make_capturer()
         self.road = read_out.road(self.runner)
-        found = dict.fromkeys(("right", "of", "zeros", "earlier", "other"), 0)
+        found = dict.fromkeys(("right", "of", "zeros", "earlier", "other", "decoded"), 0)
         expected: list[Any] = []
         for step, tokens in enumerate(self.case.steps):
             own = tokens[self.dp_rank]
@@ -86,8 +90,56 @@ class Worker:
             expected.append(self.truth(step, own))
             if self.tp_rank == 0:
                 count(found, rows[:, self.case.dense :], expected)
+                if self.capture is not None and not self.case.broken:
+                    found["decoded"] += self.decoded(rows, expected[-1])
         self.road.close()
+        if self.capture is not None:
+            found["compared"] = len(self.capture.check._compared)
+            self.take_back(before)
+        found |= {"columns": max(kernels.columns), "moved": sum(kernels.moved)}
         return found if self.tp_rank == 0 else {}
+
+    def make_capturer(self) -> None:
+        """As `initialize_kv_cache` does. With the plug-in, what captures is kept."""
+        plugin = sys.modules.get("npu_replay.compat.vllm_ascend.plugin")
+        if plugin is None:
+            self.runner.init_routed_experts_capturer()
+            return
+        attach = plugin.attach
+
+        def kept(runner: Any) -> Any:
+            self.capture = attach(runner)
+            return self.capture
+
+        plugin.attach = kept
+        try:
+            self.runner.init_routed_experts_capturer()
+        finally:
+            plugin.attach = attach
+
+    def take_back(self, before: dict[str, Any]) -> None:
+        import npu_replay
+
+        assert held().items() - before.items()
+        npu_replay.uninstall()
+        assert held() == before
+        assert "execute_model" not in vars(self.runner)
+        capturer = getattr(self.runner, "routed_experts_capturer", None) or self.road.capturer
+        assert not [name for name, value in vars(capturer).items() if callable(value)]
+
+    def decoded(self, rows: Any, expected: Any) -> int:
+        """How many rows are right once `from_vllm` has read them, of a request of these tokens alone."""
+        from vllm.outputs import CompletionOutput, RequestOutput
+
+        from npu_replay import from_vllm
+
+        completion = CompletionOutput(0, "", [1], None, None, finish_reason="length")
+        completion.routed_experts = rows
+        prompt = list(range(1, len(rows) + 1))
+        output = RequestOutput("one", None, prompt, None, [completion], True)
+        (routes,) = from_vllm(output, self.config.model_config.hf_text_config)
+        ids = np.sort(routes.ids.numpy()[: len(rows)], axis=-1)
+        return int((ids == expected).all(-1).sum())
 
     def execute(self, step: int, tokens: tuple[int, ...]) -> None:
         """What of `execute_model` has to do with routes."""
@@ -131,6 +183,19 @@ class Worker:
             return rows
         missing += -(len(rows) + missing) % self.case.tp
         return torch.nn.functional.pad(rows, (0, 0, 0, missing)).chunk(self.case.tp)[self.tp_rank]
+
+
+def held() -> dict[str, Any]:
+    """What the plug-in replaces for a whole worker, as it is."""
+    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer
+    from vllm_ascend.ops.fused_moe.moe_comm_method import MoECommMethod
+
+    modules = {name: getattr(module, "__dict__", {}) for name, module in list(sys.modules.items())}
+    return {
+        **{name: own["select_experts"] for name, own in modules.items() if "select_experts" in own},
+        "prepare": MoECommMethod.prepare,
+        "capture": RoutedExpertsCapturer.capture,
+    }
 
 
 def count(found: dict[str, int], rows: Any, expected: list[Any]) -> None:
