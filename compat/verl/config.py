@@ -23,7 +23,7 @@ from npu_replay.compat.patching import import_hook, switches
 from npu_replay.compat.patching.install import undo_everything
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl.rollout_engines import engine_without_routes, late_rows
-from npu_replay.compat.verl.settings import FLAG, ROOT, names, refused, setting, whole
+from npu_replay.compat.verl.settings import FLAG, ROOT, names, refused, setting, whole, without_keys
 from npu_replay.errors import ReplayError
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,10 @@ _MODE = "router_replay"
 _KEYS = ("mode", "record_file", "replay_file")
 """Those of verl's EngineRouterReplayConfig."""
 _ENGINES = ("megatron", "mindspeed", "veomni", "fsdp", "fsdp_config", "torchtitan", "automodel")
+_PLACES = tuple(
+    (role, *section) for role in ("actor", "ref") for section in ((_MODE,), *((one, _MODE) for one in _ENGINES))
+)
+"""Where a line of some release, strategy or recipe puts a mode."""
 _OWN_REPLAY = ("megatron", "veomni")
 """The strategies whose mode verl's engine workers read. What VeOmni's does is its own."""
 FSDP = ("fsdp", "fsdp2")
@@ -96,10 +100,19 @@ def check_actor(config: Any, *, legacy: bool | None = None) -> None:
 def _problems(config: Any, legacy: bool | None) -> Iterator[ReplayError]:
     key = _key_that_is_read(config, legacy)
     mode = OFF if key is None else _mode_at(config, key)
+    yield from _bare_modes(config)
     yield from _misspelt_keys(config)
     yield from _misplaced_modes(config, key, mode)
     if mode != OFF and key is not None:
         yield from _unfit_settings(config, key, mode)
+
+
+def _bare_modes(config: Any) -> Iterator[ReplayError]:
+    """A line without .mode."""
+    for place in _PLACES:
+        problem = without_keys(setting(config, *place), ".".join((ROOT, *place)))
+        if problem is not None:
+            yield problem
 
 
 def _misspelt_keys(config: Any) -> Iterator[ReplayError]:
@@ -120,18 +133,19 @@ def _misspelt_keys(config: Any) -> Iterator[ReplayError]:
 def _misplaced_modes(config: Any, key: tuple[str, ...] | None, mode: str) -> Iterator[ReplayError]:
     """A mode that nobody reads: replay would be off, or another than was asked for, in silence."""
     strategy = setting(config, "actor", "strategy")
-    for other in [(_MODE,), *((engine, _MODE) for engine in _ENGINES)]:
-        asked = _mode_at(config, other)
-        if other == key or asked in (OFF, mode):
+    for role, *section in _PLACES:
+        other = tuple(section)
+        asked = _mode_at(config, other, role)
+        if (role, other) == ("actor", key) or asked in (OFF, mode):
             continue
         if key is None:
-            yield _unread(f"{_dotted(other)}={asked}", strategy, f"+{_dotted(_FSDP_KEY)}={asked}")
+            yield _unread(f"{_dotted(other, role)}={asked}", strategy, f"+{_dotted(_FSDP_KEY)}={asked}")
         else:
             yield refused(
-                f"{_dotted(other)}={asked} is set, and these workers don't read it",
+                f"{_dotted(other, role)}={asked} is set, and these workers don't read it",
                 expected=f"{_dotted(key)}={asked}",
                 got=f"{_dotted(key)}={mode}",
-                cause="a line of another verl release or strategy, or of its documentation. Set "
+                cause="a line of another verl release or strategy, or for the reference, which never replays. Set "
                 f"{'+' * (key == _FSDP_KEY)}{_dotted(key)}={asked}",
             )
 
@@ -264,12 +278,12 @@ def _legacy(config: Any) -> bool:
     return setting(config, "actor", "megatron", _MODE) is None and setting(config, "actor", _MODE) is not None
 
 
-def _mode_at(config: Any, key: tuple[str, ...]) -> str:
-    return str(setting(config, "actor", *key, "mode") or OFF)
+def _mode_at(config: Any, key: tuple[str, ...], role: str = "actor") -> str:
+    return str(setting(config, role, *key, "mode") or OFF)
 
 
-def _dotted(key: tuple[str, ...]) -> str:
-    return ".".join((ROOT, "actor", *key, "mode"))
+def _dotted(key: tuple[str, ...], role: str = "actor") -> str:
+    return ".".join((ROOT, role, *key, "mode"))
 
 
 # ---- asking verl and the engines

@@ -27,7 +27,7 @@ from npu_replay.compat.verl import engine, functions, tensors
 from npu_replay.compat.verl.actions import RECORD, REPLAY, problem_of, switch, without_adapter
 from npu_replay.compat.verl.config import FSDP, OFF
 from npu_replay.compat.verl.files import ROUTES, TOKENS
-from npu_replay.compat.verl.settings import setting
+from npu_replay.compat.verl.settings import ROOT, setting, without_keys
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.token_layout import TokenLayout
 from npu_replay.rollout.model_config import RoutedModel
@@ -80,6 +80,9 @@ def settings_of(engine: Any) -> SimpleNamespace:
     """Its router_replay settings. The user's line makes a plain dict of them: verl's yaml has no such key."""
     names = ("mode", "record_file", "replay_file")
     config = engine.engine_config
+    bare = without_keys(setting(config, "router_replay"), f"{ROOT}.actor.fsdp_config.router_replay")
+    if bare is not None:
+        raise bare
     found = {name: setting(config, "router_replay", name) for name in names}
     known = setting(config, "strategy") in FSDP  # FSDP-Turbo cuts its batches otherwise
     return SimpleNamespace(**found | {"mode": (known and found["mode"]) or OFF})

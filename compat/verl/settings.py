@@ -22,6 +22,23 @@ def setting(config: Any, *path: str) -> Any:
     return config
 
 
+def without_keys(given: Any, key: str) -> ReplayError | None:
+    """What is wrong with a router_replay that is a word and no section: `router_replay=R2` reads as no mode.
+
+    Args:
+        given: what lies there.
+        key: where, with dots.
+    """
+    if given is None or isinstance(given, Mapping) or hasattr(given, "mode"):
+        return None
+    return refused(
+        f"{key} is a value and no section, so it sets no mode",
+        expected=f"{key}.mode=R2 (or R3)",
+        got=f"{key}={given}",
+        cause="the line lacks .mode",
+    )
+
+
 def names(section: Any) -> list[str]:
     """The keys of what lies in a config: a DictConfig, dict or dataclass."""
     if section is None or isinstance(section, str):

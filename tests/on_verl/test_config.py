@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import verl
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
 
 from npu_replay.compat import probe
 from npu_replay.compat.patching import import_hook, patches, served_modules
@@ -215,6 +215,8 @@ def test_an_fsdp_job_has_its_mode_beside_its_engines_settings(strategy: str, mod
         ({NEW: "R2"}, rf"these workers don't read it. Expected {FSDP}=R2"),
         ({FSDP: "R3"}, f"Expected {FLAG}=True"),
         ({FSDP: "r2"}, "there is no mode r2"),
+        ({FSDP.replace("actor.", "ref."): "R2"}, rf"\.ref\.fsdp_config.*Expected {FSDP}=R2"),
+        ({FSDP: "R2", FSDP.replace("actor.", "ref."): "R2"}, None),
         ({FSDP: "R2", "algorithm.rollout_correction.bypass_mode": True}, "leaves that pass out"),
         ({FSDP: "R2", FSDP.replace("mode", "replay_file"): "/routes"}, "records anew"),
         ({FSDP: "R3", FSDP.replace("mode", "replay_file"): "/routes"}, None),
@@ -241,6 +243,18 @@ def test_what_an_fsdp_job_would_be_wrong_with_is_refused(given: dict[str, Any], 
 def test_a_slip_in_a_key_is_an_error_and_not_silence(line: str, meant: str) -> None:
     with pytest.raises(ReplayError, match=rf"nothing reads it. Expected actor_rollout_ref.*{meant}, got"):
         verl_config.check_actor(fsdp_actor({line: "R2"}))
+
+
+@needs_engines
+@pytest.mark.parametrize("strategy", ["fsdp2", "megatron"])
+@pytest.mark.parametrize("section", ["fsdp_config.", "", "megatron.", "veomni."])
+def test_a_mode_without_its_key_is_an_error_and_not_silence(section: str, strategy: str) -> None:
+    key = f"actor_rollout_ref.actor.{section}router_replay"
+    actor = fsdp_actor({}, strategy=strategy)
+    with open_dict(actor):
+        OmegaConf.update(actor, f"actor.{section}router_replay", "R2", force_add=True)
+    with pytest.raises(ReplayError, match=rf"no section.*Expected {key}.mode=R2 .*got {key}=R2"):
+        verl_config.check_actor(actor)
 
 
 @needs_engines

@@ -160,3 +160,14 @@ def test_what_a_pass_checks_depends_on_the_updates_before_it(
 ) -> None:
     job = verl_engine.Pass([], "R3", verl_engine._Engine(updates=updates), trains)
     assert (job.compares(), job.tolerant, job.most_live_mismatch()) == (compares, tolerant, limit)
+
+
+def test_an_fsdp_engine_whose_mode_lacks_its_key_is_refused() -> None:
+    pytest.importorskip("transformers")
+    from npu_replay.compat.verl import fsdp
+
+    config = {"strategy": "fsdp2", "router_replay": {"mode": "R2"}}
+    assert fsdp.settings_of(SimpleNamespace(engine_config=config)).mode == "R2"
+    config["router_replay"] = "R2"
+    with pytest.raises(ReplayError, match=r"Expected \S+router_replay.mode=R2"):
+        fsdp.settings_of(SimpleNamespace(engine_config=config))
