@@ -38,7 +38,9 @@ _KEYS = ("mode", "record_file", "replay_file")
 """Those of verl's EngineRouterReplayConfig."""
 _ENGINES = ("megatron", "mindspeed", "veomni", "fsdp", "fsdp_config", "torchtitan", "automodel")
 _PLACES = tuple(
-    (role, *section) for role in ("actor", "ref") for section in ((_MODE,), *((one, _MODE) for one in _ENGINES))
+    (role, *section)
+    for role in ("actor", "ref")
+    for section in ((_MODE,), *((one, _MODE) for one in _ENGINES))
 )
 """Where a line of some release, strategy or recipe puts a mode."""
 _OWN_REPLAY = ("megatron", "veomni")
@@ -145,8 +147,8 @@ def _misplaced_modes(config: Any, key: tuple[str, ...] | None, mode: str) -> Ite
                 f"{_dotted(other, role)}={asked} is set, and these workers don't read it",
                 expected=f"{_dotted(key)}={asked}",
                 got=f"{_dotted(key)}={mode}",
-                cause="a line of another verl release or strategy, or for the reference, which never replays. Set "
-                f"{'+' * (key == _FSDP_KEY)}{_dotted(key)}={asked}",
+                cause="a line of another verl release or strategy, or of the reference, which never replays. "
+                f"Set {'+' * (key == _FSDP_KEY)}{_dotted(key)}={asked}",
             )
 
 
