@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ import torch
 
 from npu_replay.compat.patching import import_hook, known_names
 from npu_replay.compat.patching.patches import Change, Patches
-from npu_replay.errors import InvalidRoutes, MicroBatchError
+from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
 from npu_replay.sessions.carried_routes import KEYWORDS
 from npu_replay.sessions.fed_sequences import Places
 from npu_replay.sessions.follow import follow
@@ -32,6 +33,8 @@ TRAINER, CALLBACKS = "swift.rlhf_trainers.grpo_trainer", "swift.callbacks.mappin
 _COLLATE, _ROUTES = "collate_to_grpo_micro_batch", KEYWORDS[0]
 _WHAT = "routing replay of ms-swift's Hugging Face trainer"
 _patches = Patches(_WHAT)
+_chosen: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+"""The mode of each callback whose training hasn't ended."""
 
 
 def install() -> None:
@@ -72,14 +75,25 @@ def _callback(mode: Literal["R2", "R3"], args: Any, trainer: Any) -> Any:
         def on_train_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
             figures = self.following.metrics()
             self.following.close()
+            _chosen.pop(self, None)
             logger.info("[npu_replay] %s has ended: %s", mode, figures)
 
-    return Replay(args, trainer)
+    callback = Replay(args, trainer)
+    _chosen[callback] = mode
+    return callback
 
 
 def _collated(original: Callable[..., Any], samples: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     inputs, batch = original(samples, *args, **kwargs)
-    if _ROUTES in inputs:  # where a sample has none, nobody's are there
+    if _ROUTES in inputs and _chosen:  # where a sample has none, nobody's are there
+        if "R2" in _chosen.values():
+            raise ReplayError(
+                "npu_replay_R2 replays its own record, and the rollout sends other routes",
+                where="ms-swift's callbacks",
+                expected="vllm_engine_kwargs without enable_return_routed_experts",
+                got="samples with routed_experts",
+                cause="R3 is meant: --callbacks npu_replay_R3",
+            )
         inputs[_ROUTES] = laid_out([sample.routed_experts for sample in samples], inputs)
     return inputs, batch
 

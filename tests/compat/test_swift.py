@@ -1,0 +1,138 @@
+"""The shim for ms-swift on a stand-in of the names that it changes. On ms-swift itself: tests/on_swift."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import npu_replay
+from npu_replay.compat import swift as shim
+from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
+
+pytest.importorskip("transformers")
+
+from sessions.test_carried_routes import rollout
+from sessions.test_follow import Fed, Seen, assert_replayed, learn, model, packed, padded, record, texts
+
+STAND_IN = {
+    "__init__": "",
+    "callbacks/__init__": """
+class TrainerCallback:
+    def __init__(self, args, trainer):
+        self.args, self.trainer = args, trainer
+""",
+    "callbacks/mapping": "callbacks_map = {'its_own': object}",
+    "rlhf_trainers/__init__": "",
+    "rlhf_trainers/grpo_trainer": """
+def collate_to_grpo_micro_batch(samples, template):
+    inputs = dict(template)
+    if all(sample.routed_experts is not None for sample in samples):
+        inputs["routed_experts"] = "cut to the width of the completions"
+    return inputs, samples
+""",
+}
+Sample = SimpleNamespace
+
+
+@pytest.fixture(autouse=True)
+def swift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Its trainer's module and its callbacks, as a job imports them."""
+    for name, text in STAND_IN.items():
+        path = tmp_path / "swift" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    npu_replay.install()
+    from swift.callbacks import mapping  # type: ignore[import-not-found]
+    from swift.rlhf_trainers import grpo_trainer  # type: ignore[import-not-found]
+
+    yield SimpleNamespace(trainer=grpo_trainer, callbacks=mapping.callbacks_map)
+    npu_replay.uninstall()
+    shim._chosen.clear()
+    for name in [name for name in sys.modules if name.split(".")[0] == "swift"]:
+        del sys.modules[name]
+    npu_replay.install()
+
+
+def samples(fed: Fed, wanted: list[list[torch.Tensor]], last: bool = True) -> list[Any]:
+    """As the engine answers: [tokens, layers, topk], with the last token's row or without."""
+    each = [torch.stack(layers, dim=1).to(torch.int16) for layers in wanted]
+    return [Sample(routed_experts=(one if last else one[:-1]).numpy()) for one in each]
+
+
+def callback(swift: Any, mode: str) -> Any:
+    return swift.callbacks[f"npu_replay_{mode}"]("arguments", "the trainer")
+
+
+def test_the_callbacks_are_there_and_an_uninstall_takes_them_and_the_collate_back(swift: Any) -> None:
+    assert set(swift.callbacks) == {"its_own", "npu_replay_R2", "npu_replay_R3"}
+    assert callback(swift, "R3").trainer == "the trainer"
+    ours = swift.trainer.collate_to_grpo_micro_batch
+    npu_replay.uninstall()
+    assert set(swift.callbacks) == {"its_own"}
+    assert swift.trainer.collate_to_grpo_micro_batch is ours.__wrapped__
+
+
+LAYOUTS = {
+    "padded": lambda: padded(texts(), right=2),
+    "padded on the left": lambda: padded(texts(), left=3),
+    "packed": lambda: packed(texts(), end=3),
+}
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_r3_takes_a_samples_routes_in_each_pass_of_the_policy(swift: Any, layout: str, last: bool) -> None:
+    followed, fed = model(), LAYOUTS[layout]()
+    wanted, seen = rollout(fed), Seen(followed)
+    replay = callback(swift, "R3")
+    replay.on_train_begin(None, None, None, model=followed)
+    call, _ = swift.trainer.collate_to_grpo_micro_batch(samples(fed, wanted, last), fed[0])
+    rows = call["routed_experts"].flatten(0, 1)
+    others = torch.ones(len(rows), dtype=torch.bool).index_fill(0, torch.cat(fed[1]), False)
+    assert not rows[others].any()
+    with_routes = [place if last else place[:-1] for place in fed[1]]
+    for run in (record, learn):
+        run(followed, (call, fed[1]))
+        cut = [[layer[: len(place)] for layer in one] for one, place in zip(wanted, with_routes, strict=True)]
+        assert_replayed(seen, (fed[0], with_routes), cut)
+        seen.calls.clear()
+    replay.on_train_end(None, None, None)
+    assert replay.following.metrics()["carried"] == 2
+
+
+def test_r2_refuses_a_rollouts_routes_by_name(swift: Any) -> None:
+    """It would replay them, and say that it replays its own."""
+    followed, fed = model(), padded(texts())
+    replay = callback(swift, "R2")
+    replay.on_train_begin(None, None, None, model=followed)
+    with pytest.raises(ReplayError, match=r"npu_replay_R2 replays its own.*--callbacks npu_replay_R3"):
+        swift.trainer.collate_to_grpo_micro_batch(samples(fed, rollout(fed)), fed[0])
+    without = [Sample(routed_experts=None)] * 5
+    call, _ = swift.trainer.collate_to_grpo_micro_batch(without, fed[0])
+    record(followed, (call, fed[1]))
+    learn(followed, (call, fed[1]))
+    replay.on_train_end(None, None, None)
+    assert replay.following.metrics()["replayed"] == 5
+
+
+def test_a_job_without_a_callback_is_left_as_it_is(swift: Any) -> None:
+    fed = padded(texts())
+    bad = [Sample(routed_experts=one.routed_experts[2:]) for one in samples(fed, rollout(fed))]
+    call, _ = swift.trainer.collate_to_grpo_micro_batch(bad, fed[0])
+    assert call["routed_experts"] == "cut to the width of the completions"
+
+
+def test_a_sample_with_other_rows_than_tokens_is_refused() -> None:
+    fed = padded(texts())
+    routes = [one.routed_experts for one in samples(fed, rollout(fed))]
+    with pytest.raises(InvalidRoutes, match=r"sample 2.*Expected 7 rows, or one less"):
+        shim.laid_out([*routes[:2], routes[2][:5], *routes[3:]], fed[0])
+    with pytest.raises(MicroBatchError, match="fewer sequences than samples"):
+        shim.laid_out([*routes, routes[0]], fed[0])
