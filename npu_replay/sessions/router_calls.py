@@ -158,8 +158,9 @@ class RouterCalls:
             got="a second call",
             cause=f"{CALLED_INSIDE}; Megatron's overlap_moe_expert_parallel_comm does so too"
             if bypassed
-            else "a model that runs its layers several times in one forward, one sequence after another; or "
-            "a graph of before this block that MindSpeed's moe_fb_overlap runs again in it",
+            else "a model that runs its layers several times in one forward, one sequence after another; two "
+            "layers that share one router; or a graph of before this block that MindSpeed's moe_fb_overlap "
+            "runs again in it",
         )
 
 

@@ -323,6 +323,13 @@ def test_a_router_called_twice_in_one_forward_is_an_error() -> None:
         model(tokens())
 
 
+def test_layers_that_share_one_router_are_an_error_that_says_so() -> None:
+    model = ToyModel()
+    model.layers[1].router = model.layers[0].router
+    with pytest.raises(MicroBatchError, match="layers that share one router"), npu_replay.record(model):
+        model(tokens())
+
+
 def test_chunks_that_ran_different_numbers_of_forwards_are_an_error() -> None:
     one, two = ToyModel(ToyRouter(layer=0)), ToyModel(ToyRouter(layer=1))
     with pytest.raises(MicroBatchError, match=r"different numbers.*\[2, 1\]"), npu_replay.record([one, two]):
