@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from npu_replay.errors import MicroBatchError
+from npu_replay.errors import MicroBatchError, shown
 from npu_replay.rollout.batch_rows import from_batch
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routes.routed_experts import RoutedExperts
@@ -43,7 +43,7 @@ def carried_routes(given: Any, call: Mapping[str, Any], model: RoutedModel) -> R
             aren't the model's.
     """
     places = Places.of(call)
-    rows = torch.as_tensor(given).detach()
+    rows = _tensor(given).detach()
     fits = rows.dim() == 4 and (*rows.shape[:2], rows.shape[3]) == (*places.shape, model.topk)
     _refuse_unless(
         fits and not rows.is_floating_point(),
@@ -59,6 +59,18 @@ def carried_routes(given: Any, call: Mapping[str, Any], model: RoutedModel) -> R
         there = there | places.real.reshape(-1)
     _check_places(there, places)
     return from_batch(rows, model, keep=torch.from_numpy(there), zeros_are_none=model.topk > 1)
+
+
+def _tensor(given: Any) -> torch.Tensor:
+    try:
+        return torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise MicroBatchError(
+            "the call's routes are no tensor",
+            expected="integers, [batch, sequence, layers, topk]",
+            got=shown(given),
+            cause="an engine's answer as text, or a list of samples of several lengths: pad them as the ids",
+        ) from error
 
 
 def _check_places(there: np.ndarray[Any, np.dtype[np.bool_]], places: Places) -> None:

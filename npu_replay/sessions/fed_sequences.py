@@ -110,10 +110,14 @@ class Places:
             sorted(call),
         )
         real = _real(call.get("attention_mask"), tuple(fed[0].shape[:2]))
+        positions = _positions(call)
+        bounds = call.get("cu_seq_lens_q", call.get("cu_seqlens")) if positions is None else None
+        if bounds is not None:
+            real = _real_up_to(_array(bounds)[-1], real)
         begins = real & ~np.pad(real, ((0, 0), (1, 0)))[:, :-1]
-        if (positions := call.get("position_ids")) is not None:
+        if positions is not None:
             begins = _by_positions(positions, real, begins)
-        elif (bounds := call.get("cu_seq_lens_q", call.get("cu_seqlens"))) is not None:
+        elif bounds is not None:
             begins = _by_bounds(_array(bounds), begins)
         first = begins.reshape(-1).nonzero()[0]
         stops = np.append((begins | ~real).reshape(-1).nonzero()[0], real.size)
@@ -129,7 +133,7 @@ def fed_sequences(call: Mapping[str, Any]) -> FedSequences:
             sequence.
     """
     ids = next((call[name] for name in _IDS if name in call), None)
-    other = [name for name in call if name == "inputs_embeds" or name.startswith(_OTHER_INPUTS)]
+    other = _other_inputs(call)
     _refuse_unless(
         isinstance(ids, torch.Tensor) and not ids.is_nested and ids.dim() == 2 and not other,
         "routes are found by token ids, and this call isn't told by them",
@@ -142,8 +146,15 @@ def fed_sequences(call: Mapping[str, Any]) -> FedSequences:
     return FedSequences(places.real.size, spans, [fingerprint(flat[a:b]) for a, b in spans])
 
 
+def _other_inputs(call: Mapping[str, Any]) -> list[str]:
+    return [name for name in call if name == "inputs_embeds" or name.startswith(_OTHER_INPUTS)]
+
+
 def _array(tensor: Any) -> Array:
-    return np.asarray(tensor.detach().cpu() if isinstance(tensor, torch.Tensor) else tensor)
+    if not isinstance(tensor, torch.Tensor):
+        return np.asarray(tensor)
+    host = tensor.detach().cpu()
+    return np.asarray(host.float() if host.is_floating_point() else host)  # numpy has no bfloat16
 
 
 def _real(mask: Any, shape: tuple[int, ...]) -> Array:
@@ -171,10 +182,17 @@ def _real(mask: Any, shape: tuple[int, ...]) -> Array:
     return real
 
 
+def _positions(call: Mapping[str, Any]) -> Any:
+    """Those that tell of sequences: of images (time, height, width) they don't, unless text's come first."""
+    positions = call.get("position_ids")
+    kinds = len(positions) if isinstance(positions, torch.Tensor) and positions.dim() == 3 else 1
+    return None if kinds == 3 and _other_inputs(call) else positions
+
+
 def _by_positions(positions: Any, real: Array, begins: Array) -> Array:
     """Where sequences begin: at each position 0."""
     numbers = _array(positions)
-    numbers = numbers[0] if numbers.ndim == 3 else numbers  # several kinds of positions: text's come first
+    numbers = numbers[0] if numbers.ndim == 3 else numbers  # several kinds of positions
     numbers = np.broadcast_to(numbers, real.shape) if numbers.ndim <= 2 else numbers
     before = np.pad(numbers, ((0, 0), (1, 0)))[:, :-1]
     starts: Array = real & (numbers == 0)
@@ -186,6 +204,18 @@ def _by_positions(positions: Any, real: Array, begins: Array) -> Array:
         "sequence or context parallelism, which gives each rank a part; or positions that count padding",
     )
     return starts
+
+
+def _real_up_to(end: int, real: Array) -> Array:
+    """Without what lies behind the last sequence: the padded end of a packed stream."""
+    _refuse_unless(
+        end <= real.size,
+        "these cumulative lengths go beyond the call's tokens",
+        f"at most {real.size}, the tokens of this call",
+        int(end),
+        "sequence or context parallelism, which gives each rank a part of the tokens and all lengths",
+    )
+    return real & (np.arange(real.size) < end).reshape(real.shape)
 
 
 def _by_bounds(bounds: Array, begins: Array) -> Array:

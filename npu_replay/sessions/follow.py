@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -34,6 +35,8 @@ from npu_replay.sessions.recompute import Key
 from npu_replay.sessions.record import micro_batch_routes
 from npu_replay.sessions.replay import AnyReplay, DeviceRoutes
 from npu_replay.sessions.session import Session
+
+logger = logging.getLogger(__name__)
 
 _EVAL = "in eval mode"
 _OTHER_ROWS = (
@@ -74,9 +77,10 @@ def follow(
             routes, else it is an error. "R2": calls without grad record what no rollout gave.
         max_bytes: routes held at a time, in memory of the host (some 400 bytes a token for 48 layers of
             top-8); above it the oldest are dropped, which is said.
-        eval_mode: calls in eval mode are recorded, too: for a loop that takes old log-probs so (OpenRLHF).
-            An evaluation then belongs into `paused()`.
-        live_mismatch, max_live_mismatch: see `replay`.
+        eval_mode: calls in eval mode are recorded or replayed, too: for a loop that takes old log-probs so
+            (OpenRLHF). An evaluation then belongs into `paused()`. Without it such a call takes no routes,
+            also in "R3"; one WARNING says so where it had some.
+        live_mismatch, max_live_mismatch: see `replay`; the latter asks the first call that has routes.
 
     Raises:
         ReplayError: on entering, if a router can't be replayed, or an adapter be asked; in a call, if it has
@@ -114,7 +118,7 @@ class Following(AnyReplay):
         self._sequences: Counter[str] = Counter()
         self._store = RoutesByTokens(max_bytes)
         self._records, self._eval_mode = records, eval_mode
-        self._paused = self._on = False
+        self._paused = self._on = self._warned = self._has_rollouts = False
         self._fed: FedSequences | None = None
         self._new: list[int] = []
         """Of the call that runs now: which of its sequences are recorded."""
@@ -160,6 +164,7 @@ class Following(AnyReplay):
             raise found.error(InvalidRoutes, "put")
         self._check_layers(self._done(), routes, self._all_routers())
         self._store.put(mark, routes, rollout=True)
+        self._has_rollouts = True
 
     def metrics(self) -> dict[str, float]:
         """Calls (micro_batches), routers, seconds; sequences recorded and replayed so far, calls that
@@ -224,6 +229,23 @@ class Following(AnyReplay):
             )
         else:
             self.left_alone[why] += 1
+            if why == _EVAL and not self._warned:
+                self._warn_of_routes(call, carried)
+
+    def _warn_of_routes(self, call: dict[str, Any], carried: Any) -> None:
+        """An evaluation may have a rollout's routes, as old log-probs have: nothing tells the two apart."""
+        self._warned = carried is not None or (self._has_rollouts and self._is_rollout(call))
+        if self._warned:
+            logger.warning(
+                "[npu_replay] a call in eval mode has a rollout's routes and isn't replayed: it is taken for "
+                "an evaluation. If it takes old log-probs, they don't go with the update, which is replayed: "
+                "follow(model, eval_mode=True), and evaluations into paused()"
+            )
+
+    def _is_rollout(self, call: dict[str, Any]) -> bool:
+        with contextlib.suppress(MicroBatchError):
+            return any(self._store.get(mark)[1] for mark in fed_sequences(call).marks)
+        return False  # not told by its tokens
 
     def _chunk_ends(self, chunk: int, args: tuple[Any, ...], output: object) -> None:
         if backward.in_backward():

@@ -290,7 +290,7 @@ class AnyReplay(Session):
         ended = super()._end(chunk, output)
         if ended is not None and ended[1] and (given := self._given.get((chunk, ended[0].number))):
             given.on.clear()  # what a recompute needs is kept by itself
-        self._mismatch.check(chunk, ended is not None and ended[1])
+        self._mismatch.check(chunk, ended[0].number if ended is not None and ended[1] else None)
         return ended
 
     def _why_other_rows(self, forward: Forward) -> str:

@@ -129,6 +129,23 @@ def test_a_call_with_images_may_carry_its_routes() -> None:
     assert_replayed(seen, fed, wanted)
 
 
+def test_positions_of_images_say_nothing_of_sequences() -> None:
+    """Time, height and width don't count up in an image."""
+    followed, fed = model(), padded(texts(), left=2)
+    embeds = followed.get_input_embeddings()(fed[0]["input_ids"]).detach()
+    positions = torch.arange(13)[None, None].expand(3, 5, -1).clone()
+    positions[:, :, 5:9] = 5
+    call = {"inputs_embeds": embeds, "attention_mask": fed[0]["attention_mask"], "position_ids": positions}
+    call["routed_experts"] = carried(fed, wanted := rollout(fed))
+    # A text model takes no such positions: they go by the way of a wrapper.
+    forward = followed.forward
+    followed.forward = lambda *args, position_ids, **kwargs: forward(*args, **kwargs)
+    seen = Seen(followed)
+    with npu_replay.follow(followed, mode="R3"):
+        learn(followed, (call, fed[1]))
+    assert_replayed(seen, fed, wanted)
+
+
 def test_calls_that_are_left_alone_go_on_without_the_keyword() -> None:
     """An evaluation with a rollout's routes; and with carried routes, a rollout that was put is not asked."""
     followed, fed = model(), padded(texts())
@@ -188,6 +205,7 @@ BAD: dict[str, tuple[Callable[[Fed], dict[str, Any]], str]] = {
     "an expert twice": (bad(twice), "twice"),
     "one layer constant": (bad(constant), "same"),
     "both keywords": (bad(lambda routes: routes, "rollout_expert_indices"), "carries its routes twice"),
+    "words": (bad(lambda routes: ["x"]), "no tensor"),
     "floats": (bad(lambda routes: routes.float()), "integer"),
 }
 

@@ -61,7 +61,8 @@ def padded(sequences: Sequence[torch.Tensor], left: int = 0, right: int = 0, pos
 
 
 def packed(sequences: Sequence[torch.Tensor], end: int = 0, bounds: bool = False) -> Fed:
-    """[1, tokens]; told by position_ids, or by cumulative lengths; with padding at position 0 at its end."""
+    """[1, tokens]; told by position_ids, or by cumulative lengths; with padding at its end, at position 0 or
+    behind the last length."""
     lengths = [len(one) for one in sequences]
     positions = torch.cat([*(torch.arange(length) for length in lengths), torch.zeros(end, dtype=torch.long)])
     starts = torch.tensor([0, *lengths]).cumsum(0)
@@ -77,6 +78,7 @@ LAYOUTS: dict[str, Callable[[Sequence[torch.Tensor]], Fed]] = {
     "packed": packed,
     "packed, padded end": lambda texts: packed(texts, end=5),
     "cu_seqlens": lambda texts: packed(texts, bounds=True),
+    "cu_seqlens, padded end": lambda texts: packed(texts, end=4, bounds=True),
     "one by one": lambda texts: ({"input_ids": texts[0][None]}, [torch.arange(len(texts[0]))]),
 }
 
@@ -287,6 +289,10 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         },
         "part of a sequence",
     ),
+    "all lengths (Ulysses)": (
+        lambda: {"input_ids": texts()[4][None, :5], "cu_seq_lens_q": torch.tensor([0, 11])},
+        "go beyond the call's tokens",
+    ),
     "a cache": (lambda: {"input_ids": texts()[4][None], "use_cache": True}, "with a cache"),
     "one flat row": (lambda: {"input_ids": texts()[4]}, "isn't told by them"),
 }
@@ -366,6 +372,59 @@ def test_old_log_probs_in_eval_mode_are_followed_where_that_is_said() -> None:
         followed.train()
         with pytest.raises(MicroBatchError, match=r"eval mode: follow\(model, eval_mode=True\)"):
             learn(followed, fed)
+
+
+def test_a_rollouts_routes_in_eval_mode_are_never_left_alone_in_silence(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Old log-probs of R3 in eval mode would choose by themselves, and the update wouldn't."""
+    followed, fed = model().eval(), padded(texts())
+    _, ids = rollout(texts()[4])
+    for eval_mode in (False, True):
+        seen = Seen(followed)
+        caplog.clear()
+        with npu_replay.follow(followed, mode="R3", eval_mode=eval_mode) as following:
+            for tokens in texts():
+                following.put(rollout(tokens)[0], tokens)
+            with following.paused():
+                record(followed, fed)
+            seen.calls.clear()
+            for _ in range(2):
+                got = record(followed, fed, seen)
+            assert all(torch.equal(got[4][n][:-1], ids[:, n]) == eval_mode for n in range(LAYERS))
+        warned = [one for one in caplog.messages if "follow(model, eval_mode=True)" in one]
+        assert len(warned) == (not eval_mode)
+
+
+def test_an_evaluation_of_other_texts_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    followed = model()
+    with npu_replay.follow(followed) as following, caplog.at_level("WARNING"):
+        following.put(rollout(texts()[4])[0], texts()[4])
+        followed.eval()
+        record(followed, padded(texts(seed=1)))
+        record(followed, ({"inputs_embeds": torch.randn(1, 11, 64)}, []))
+    assert not caplog.messages
+
+
+def test_far_routes_are_found_in_the_first_update_where_the_first_calls_record() -> None:
+    followed, fed = model(), padded(texts())
+    with npu_replay.follow(followed, max_live_mismatch=0.1):
+        record(followed, fed)
+        learn(followed, fed)  # its own record
+    with npu_replay.follow(followed, max_live_mismatch=0.1):
+        record(followed, fed)
+        record(followed, fed)
+        move(followed)
+        with pytest.raises(MicroBatchError, match=r"(?s)micro-batch 2.*max_live_mismatch"):
+            learn(followed, fed)
+
+
+def test_a_mask_may_be_of_any_dtype() -> None:
+    followed, fed = model(), padded(texts(), left=1)
+    with npu_replay.follow(followed) as following:
+        record(followed, (fed[0] | {"attention_mask": fed[0]["attention_mask"].bfloat16()}, []))
+        learn(followed, fed)
+        assert following.metrics()["replayed"] == 5
 
 
 def test_an_update_while_paused_is_an_error() -> None:
