@@ -28,11 +28,11 @@ MOE = (1, 0, 1, 1)
 LABELS = [layer for layer, sparse in enumerate(MOE) if sparse]
 
 
-def save_model(folder: str, *, dense: bool = False) -> str:
+def save_model(folder: str, *, dense: bool = False, **changes: Any) -> str:
     """A checkpoint with a tokenizer, the same on all ranks; where it is."""
     if dist.get_rank() == 0:
         without = [layer for layer, sparse in enumerate(MOE) if dense or not sparse]
-        tiny_qwen.make(VOCAB, len(MOE), seed=3, mlp_only_layers=without).save_pretrained(folder)
+        tiny_qwen.make(VOCAB, len(MOE), seed=3, mlp_only_layers=without, **changes).save_pretrained(folder)
         tiny_qwen.tokenizer(map(str, range(VOCAB)), pad_token="0").save_pretrained(folder)
     dist.barrier()
     return folder

@@ -118,7 +118,8 @@ def same_weights(actor: Actor, weights: dict[str, torch.Tensor]) -> None:
 # R2 and R3
 
 
-def _r2(tiny: Tiny, *, stays: bool = False) -> None:
+def _r2(tiny: Tiny, *, stays: bool = False) -> list[torch.Tensor]:
+    """What was recorded, too."""
     actor = Actor(tiny)
     with witnessed(actor.model) as first:
         data, routes = recorded(actor)
@@ -143,6 +144,7 @@ def _r2(tiny: Tiny, *, stays: bool = False) -> None:
     assert metrics["npu_replay/live_mismatch"][0] > 0.5
     assert metrics["npu_replay/seconds"][0] > 0
     nothing_is_on()
+    return routes
 
 
 def _r3(tiny: Tiny, prepared: Callable[[Any], Any] | None = None) -> None:
@@ -188,6 +190,16 @@ def _by_reference() -> None:
     tiny = tiny_of(mode="R3", recompute=True, **WAYS["dynamic"])
     with engine_job.delivered(tiny) as by_reference:
         _r3(tiny, by_reference)
+
+
+@case("more experts than a byte holds")
+def _wide() -> None:
+    """Ids come back as int16."""
+    folder = save_model(shared_folder(), num_experts=300)
+    for settings in (WAYS["dynamic"], {"sp": 2}):
+        routes = _r2(tiny_of(folder=folder, recompute=True, **settings))
+        assert {one.dtype for one in routes} == {torch.int16}
+        assert max(int(one.max()) for one in routes) > 255
 
 
 @case("verl's block for an NPU")
@@ -330,6 +342,24 @@ def _by_hand(folder: str, routes: Sequence[torch.Tensor] | None) -> dict[str, to
             logs = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
             (-(_weight(tokens[:-1]) @ logs) / 100).backward()
     return job.whole_gradients(model)
+
+
+@case("a checkpoint in between")
+def _checkpoint() -> None:
+    """verl's own, after the record: the engine that recorded replays from it, and so does a new one."""
+    actor, folder = Actor(tiny_of(recompute=True)), shared_folder()
+    data, routes = recorded(actor)
+    with other_routers(actor.model):
+        actor.engine.save_checkpoint(folder)
+        weights = {name: whole(one) for name, one in actor.model.named_parameters()}
+    for one in (actor, Actor(actor.tiny)):
+        one.engine.load_checkpoint(folder, del_local_after_load=False)
+        same_weights(one, weights)
+        with witnessed(one.model) as calls:
+            metrics = one.update(data)
+        check_calls(calls, actor.tiny, routes, times=2)
+        assert metrics["npu_replay/live_mismatch"][0] > 0.5, "the routers of the checkpoint choose otherwise"
+        nothing_is_on()
 
 
 @case("routes in files")

@@ -31,6 +31,8 @@ ALIKE = (
     "routes are missing",
     "a record changes nothing",
     "gradients of one process",
+    "more experts than a byte holds",
+    "a checkpoint in between",
     "routes in files",
     "a sample without routes",
     "bad samples after the first step",
