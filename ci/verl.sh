@@ -42,9 +42,13 @@ run_with 0.15.3 0.8.0 tests/on_verl/test_functions.py "$@"
 patches_with 0.9.1 "$@"
 export PYTHONPATH=$datasets:$work/transformers/4.57.6${PYTHONPATH:+:$PYTHONPATH}
 for release in 0.7.1 0.9.1; do patches_with $release "$@"; done
-for release in 0.8.0 ${NPU_REPLAY_VERL_ALL:+0.7.1}; do
-    run_with 0.12.1 "$release" --dist loadfile -m "not newest" tests/on_verl/test_fsdp.py "$@"
-done
+fsdp=(--dist loadfile -m "not newest" tests/on_verl/test_fsdp.py)
+run_with 0.12.1 0.8.0 "${fsdp[@]}" "$@"
+# Of 0.7.1, whose engine is nearly 0.8's, a case of one process and one of two.
+if [[ -z ${NPU_REPLAY_VERL_ALL:-} ]]; then
+    fsdp+=(-k "alone and packed or two_processes and dynamic and not sp2 and not R3")
+fi
+run_with 0.12.1 0.7.1 "${fsdp[@]}" "$@"
 # Two nodes and sixteen ranks of a real Ray, which the packages for verl bring along.
 if [[ $# == 0 ]]; then
     unset PYTHONPATH

@@ -1,4 +1,4 @@
-"""FSDP2 on an accelerator, over a mesh of this process alone: weights gathered and let go layer by layer."""
+"""FSDP2 and FSDP1 on an accelerator, for this process alone: weights gathered and let go layer by layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import npu_replay
 import tiny_qwen
@@ -28,14 +34,22 @@ def process_group(device: torch.device) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def build(device: torch.device, precision: str, *, recompute: bool) -> nn.Module:
+def build(device: torch.device, kind: str, precision: str, *, recompute: bool) -> nn.Module:
     model = tiny_qwen.make(64, layers=2).train()
     model.set_experts_implementation("eager")
     model.to(device)
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    mesh = init_device_mesh(device.type, (1,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if precision == "bf16" else None)
+    dtype = torch.bfloat16 if precision == "bf16" else None
+    if kind == "fsdp1":
+        return FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({type(model.model.layers[0])}),
+            mixed_precision=MixedPrecision(param_dtype=dtype),
+            device_id=device,
+            use_orig_params=True,
+        )
+    mesh, policy = init_device_mesh(device.type, (1,)), MixedPrecisionPolicy(param_dtype=dtype)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -48,17 +62,19 @@ def train(model: nn.Module, device: torch.device) -> list[torch.Tensor]:
     batches = [torch.randint(3, 60, (2, 6), generator=generator).to(device) for _ in range(2)]
     losses = [model(input_ids=batch, labels=batch, use_cache=False).loss for batch in batches]
     torch.stack(losses).sum().backward()
-    gradients = [weight.grad.to_local().clone() for weight in model.parameters()]
+    gradients = [getattr(one.grad, "_local_tensor", one.grad).clone() for one in model.parameters()]
     assert all(one.device.type == device.type for one in gradients)
     return [*(loss.detach() for loss in losses), *gradients]
 
 
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1"])
 def test_a_sharded_model_is_recorded_and_replayed(
-    precision: str, recompute: bool, device: torch.device
+    kind: str, precision: str, recompute: bool, device: torch.device
 ) -> None:
-    model = build(device, precision, recompute=recompute)
+    model = build(device, kind, precision, recompute=recompute)
     untouched = train(model, device)
     with npu_replay.record(model) as recording:
         recorded = train(model, device)

@@ -1,4 +1,4 @@
-"""FSDP2 with two processes: record changes nothing, and replay repeats the record.
+"""FSDP2 and FSDP1 with two processes: record changes nothing, and replay repeats the record.
 
 `work` is one of the processes.
 """
@@ -24,6 +24,8 @@ CASES = [
         ("fp32", "bf16"), ("layers", "layers and routers"), ("kept", "recomputed"), ("sum", "each")
     )
 ]
+OF_FSDP1 = [f"{weights}-{recompute}" for weights in ("views", "flat") for recompute in ("kept", "recomputed")]
+"""The model's weights as views of what is sharded (use_orig_params), or that itself."""
 CHECKS = (
     "record changes nothing",
     "replay repeats the record",
@@ -43,6 +45,12 @@ def results() -> list[dict[str, str]]:
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("case", CASES)
 def test_fsdp2_is_recorded_and_replayed_s1_s2(results: list[dict[str, str]], case: str, check: str) -> None:
+    assert [found.get(f"{case}: {check}") for found in results] == ["True"] * PROCESSES
+
+
+@pytest.mark.parametrize("check", CHECKS[:3])
+@pytest.mark.parametrize("case", OF_FSDP1)
+def test_fsdp1_is_recorded_and_replayed(results: list[dict[str, str]], case: str, check: str) -> None:
     assert [found.get(f"{case}: {check}") for found in results] == ["True"] * PROCESSES
 
 
@@ -70,6 +78,8 @@ def work(task: dict[str, Any]) -> dict[str, str]:
     kept: dict[str, list[torch.Tensor]] = {}
     for case in CASES:
         _try_fsdp(case, rank, tell, kept)
+    for case in OF_FSDP1:
+        _try_fsdp1(case, rank, tell)
     _try_dtensor(tell)
     dist.destroy_process_group()
     return found
@@ -149,6 +159,59 @@ def _try_fsdp(
         digests[rank] = recording.routes[0].ids.long().flatten().cumsum(0).sum()
         dist.all_reduce(digests)
         tell("ranks differ", digests.unique().numel() == PROCESSES)
+
+
+def _try_fsdp1(case: str, rank: int, tell: Callable[[str, object], None]) -> None:
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    import npu_replay
+
+    weights, recompute = case.split("-")
+    model = tiny_qwen.make(64, layers=2).train()
+    if recompute == "recomputed":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    wrapped = FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({type(model.model.layers[0])}),
+        device_id=torch.device("cpu"),
+        use_orig_params=weights == "views",
+    )
+    generator = torch.Generator().manual_seed(10 + rank)
+    batches = [torch.randint(3, 60, (2, 6), generator=generator) for _ in range(2)]
+
+    def train() -> list[torch.Tensor]:
+        wrapped.zero_grad()
+        losses = [wrapped(input_ids=batch, labels=batch, use_cache=False).loss for batch in batches]
+        torch.stack(losses).sum().backward()
+        gradients = [one.grad.clone() for one in wrapped.parameters() if one.grad is not None]
+        return [*(loss.detach() for loss in losses), *gradients]
+
+    def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+        return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+    untouched = train()
+    with npu_replay.record(wrapped) as recording:
+        recorded = train()
+    with npu_replay.replay(wrapped, recording.routes):
+        replayed = train()
+    tell(f"{case}: {CHECKS[0]}", same(untouched, recorded))
+    tell(f"{case}: {CHECKS[1]}", same(recorded, replayed))
+    ids = [torch.rand(12, 2, 8, generator=generator).topk(2).indices for _ in batches]
+    foreign = [npu_replay.RoutedExperts(ids=one, layers=range(2), num_experts=8) for one in ids]
+    shown: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _, __, output: shown.append(output[2]))
+    with npu_replay.replay(wrapped, foreign):
+        changed = train()
+    wanted = [one[:, layer] for one in ids for layer in range(2)]
+    if recompute == "recomputed":  # of the last micro-batch first, and of its last layer
+        wanted += wanted[::-1]
+    followed = len(shown) == len(wanted) and all(
+        torch.equal(a.sort().values, b.sort().values) for a, b in zip(shown, wanted, strict=True)
+    )
+    tell(f"{case}: {CHECKS[2]}", followed and not same(recorded, changed))
 
 
 def _try_dtensor(tell: Callable[[str, object], None]) -> None:
