@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
 # Runs the demo with Megatron 0.12.1; NPU_REPLAY_MEGATRON=0.16.1 picks the other release.
 # Arguments go to `npu-replay demo`; without --out it writes to out/demo, over what it wrote there before.
+# With --engine vllm it runs in an environment of its own with vLLM for CPUs (3.5 GB, made once).
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 
 release=${NPU_REPLAY_MEGATRON:-0.12.1}
+case " $* " in
+    *" --engine vllm "* | *" --engine=vllm "*) live_environment ;;
+esac
 [[ -d $work/megatron/$release ]] || fail "NPU_REPLAY_MEGATRON is $release; there are" $tested
 case " $* " in
     *" --out "* | *" --out="* | *" --help "*) ;;
@@ -12,6 +16,7 @@ case " $* " in
 esac
 
 demo_started=$SECONDS
+setup_seconds=$((demo_started - setup_started))
 status=0
 with_megatron "$release" npu-replay demo "$@" || status=$?
 
