@@ -2,7 +2,7 @@
 # Runs examples/grpo with a live vLLM for CPUs, in an environment of its own (3.5 GB, made once): GRPO on Megatron-core
 # 0.12.1 with replay and without, then under FSDP2 with vLLM over HTTP. Small, in five minutes on two cores.
 #
-#   ci/grpo.sh                  two arms of Megatron and two of FSDP2, a few steps each; checks what they show
+#   ci/grpo.sh                  three arms of Megatron and one of FSDP2, a few steps each; checks what they show
 #   ci/grpo.sh ARGUMENT ...     what examples/grpo/run.py makes of these; --help says what there is
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -16,6 +16,7 @@ if [[ $# != 0 ]]; then
     exit
 fi
 
+rm -rf out/grpo/megatron out/grpo/fsdp # what ran there would be gone on with: no step taken, old rows checked
 grpo_started=$SECONDS
 status=0
 try "GRPO on Megatron-core $release, vLLM in its process" \

@@ -72,7 +72,7 @@ def draw(source: Path, target: Path) -> None:
 def show(result: dict[str, Any]) -> None:
     """The table beside them: over all steps and seeds, rewards and accuracies over the last steps."""
     titles = (
-        "arm|reward,\nlast 10|accuracy,\nlast|k3 KL,\nnats|tau2,\nshare|router\nmismatch|in the\nupdate|"
+        "arm|reward,\nlast 10|accuracy,\nlast|k3 KL,\nnats|tau2|router\nmismatch|in the\nupdate|"
         "largest\nratio|clipped|gradient\nnorm|entropy,\nlast|seconds\na step"
     )
     rows = []
@@ -86,11 +86,11 @@ def show(result: dict[str, Any]) -> None:
                 spread([mean(rows[-10:], "reward") for rows in runs]),
                 spread([[row["accuracy"] for row in rows if "accuracy" in row][-1] for rows in runs]),
                 f"{mean(every, 'rollout_train_k3_kl'):.1e}",
-                f"{mean(every, 'extreme_frac_tau2'):.4f}",
-                f"{mean(every, 'router_mismatch'):.2%}",
-                f"{mean(every, 'update_mismatch'):.2%}",
+                share(every, "extreme_frac_tau2", 3),
+                share(every, "router_mismatch"),
+                share(every, "update_mismatch"),
                 f"{max(row['ratio_max'] for row in every):.1f}",
-                f"{mean(every, 'clip_fraction'):.2%}",
+                share(every, "clip_fraction"),
                 f"{mean(every, 'gradient_norm'):.2f}",
                 f"{mean(last, 'entropy'):.2f}",
                 f"{sum(mean(every, name) for name in parts(every)):.1f}",
@@ -147,6 +147,11 @@ def parts(rows: Sequence[Row]) -> list[str]:
 
 def mean(rows: Sequence[Row], name: str) -> float:
     return statistics.fmean(row[name] for row in rows)
+
+
+def share(rows: Sequence[Row], name: str, digits: int = 2) -> str:
+    """In percent; «0» where it is 0 in every row, and not where it is too little for the digits."""
+    return f"{mean(rows, name):.{digits}%}" if any(row[name] for row in rows) else "0"
 
 
 def spread(values: Sequence[float]) -> str:

@@ -30,7 +30,10 @@ def row(
     apart = together(torch.cat(old.log_probs) - torch.cat([batch.rollout for batch in batches]))
     ratios = together(torch.cat([update.log_ratio for update in updates])).exp()
     first = together(updates[0].log_ratio)
-    return {
+    shown = [update.shown for update in updates]
+    router_mismatch, token_mismatch = mismatch([batch.routes for batch in batches], old.shown)
+    update_mismatch, _ = mismatch([batch.routes for batch in batches], shown)
+    found = {
         "step": step,
         "reward": float(together(rewards).mean()),
         "rollout_train_k3_kl": float((apart.exp() - 1 - apart).mean()),
@@ -42,15 +45,20 @@ def row(
         "gradient_norm": sum(update.gradient_norm for update in updates) / len(updates),
         "entropy": float(together(torch.cat(old.entropy)).mean()),
         "tokens": len(apart),
-        "router_mismatch": mismatch(batches, old.shown),
-        "update_mismatch": mismatch(batches, [update.shown for update in updates]),
+        "router_mismatch": router_mismatch,
+        "token_mismatch": token_mismatch,
+        "update_mismatch": update_mismatch,
     }
+    if replayed := [routes for routes in old.routes if routes is not None]:
+        found["replay_mismatch"], _ = mismatch(replayed, shown)  # R2: with its own record
+    return found
 
 
-def mismatch(batches: Sequence[Batch], shown: Sequence[RoutedExperts]) -> float:
-    """The share of token-layers at which this trainer's routers showed other experts than the engine used."""
-    found = [npu_replay.compare(batch.routes, one) for batch, one in zip(batches, shown, strict=True)]
-    counts = together([[sum(one.differing for one in found), sum(one.token_layers for one in found)]]).sum(
-        dim=0
-    )
-    return float(counts[0] / counts[1])
+def mismatch(routes: Sequence[RoutedExperts], shown: Sequence[RoutedExperts]) -> tuple[float, float]:
+    """The shares of token-layers, and of tokens, at which this trainer's routers showed other experts."""
+    counts = []
+    for one in (npu_replay.compare(*pair) for pair in zip(routes, shown, strict=True)):
+        tokens = one.token_layers // len(one.layer_mismatch)
+        counts.append([one.differing, one.token_layers, round(one.token_mismatch * tokens), tokens])
+    differing, token_layers, with_one, tokens = together(counts).sum(dim=0).tolist()
+    return differing / token_layers, with_one / tokens

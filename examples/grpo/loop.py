@@ -59,9 +59,7 @@ class Grpo:
         self.policy, self.road, self.arm, self.settings = policy, road, arm, settings
         self.seed, self.folder = seed, folder
         weights = policy.model.parameters()
-        self.optimizer = torch.optim.AdamW(
-            weights, settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
-        )
+        self.optimizer = torch.optim.AdamW(weights, settings.learning_rate, (0.9, 0.95), weight_decay=0.0)
         self.warm_up = torch.optim.lr_scheduler.LinearLR(
             self.optimizer, 0.1, total_iters=4 * settings.mini_batches
         )
@@ -107,7 +105,7 @@ class Grpo:
         if self.arm.replay == "R2":
             block = npu_replay.record(model)
         if self.arm.replay == "R3":
-            block = npu_replay.replay(model, given)
+            block = npu_replay.replay(model, given, max_live_mismatch=self.settings.ceiling)
         with torch.no_grad(), npu_replay.observe(model) as observation, block as recording:
             log_probs, entropy = zip(*map(self._log_probs, batches), strict=True)
         replayed: Any = {"R2": lambda: recording.routes, "R3": lambda: given}
@@ -117,7 +115,9 @@ class Grpo:
     def _update(self, batch: Batch, old: torch.Tensor, routes: RoutedExperts | None) -> Update:
         """One optimizer step on one mini-batch."""
         model, clip = self.policy.model, self.settings.clip
-        block = contextlib.nullcontext() if routes is None else npu_replay.replay(model, [routes])
+        block: AbstractContextManager[Any] = contextlib.nullcontext()
+        if routes is not None:
+            block = npu_replay.replay(model, [routes], max_live_mismatch=self.settings.ceiling)
         with npu_replay.observe(model) as observation, block:
             now, _ = self._log_probs(batch)
             ratio = (now - old).exp()

@@ -1,7 +1,7 @@
 """GRPO with a live vLLM, with replay and without: teaches a small Qwen3-MoE, runs the arms, draws the curves.
 
-    bash ci/grpo.sh                                        # two arms, a few steps
-    bash ci/grpo.sh --arms none R2 R3 TIS TIS+R3 --seeds 0 1 2 --steps 60 --out out/grpo
+    bash ci/grpo.sh                                        # three arms and FSDP2, a few steps
+    bash ci/grpo.sh --arms none R2 R3 TIS TIS+R3 --seeds 0 1 2 --steps 40 --out out/grpo
 
 Everything lies in --out afterwards: grpo.json, which `curves.py` draws again, grpo.png, and of each run a
 file with a line a step.
@@ -54,7 +54,8 @@ def main() -> None:
         "road": given.road,
         "engine": ENGINE,
     }
-    started = time.monotonic()
+    # What ran is what is there now: the tree may have moved on when the last step is done.
+    started, ran = time.monotonic(), versions()
     prepare(given, about)
 
     wanted = [(arm, seed) for seed in given.seeds for arm in given.arms]
@@ -62,7 +63,7 @@ def main() -> None:
         runs = list(pool.map(lambda one: run(*one, given), wanted))
     result = {
         "settings": about,
-        "versions": versions(),
+        "versions": ran,
         "command": " ".join(["python", "examples/grpo/run.py", *sys.argv[1:]]),
         "seconds": round(time.monotonic() - started),
         "runs": runs,
@@ -137,12 +138,10 @@ def versions() -> dict[str, str]:
         from megatron.core import __version__ as megatron
     except ImportError:
         megatron = "none"
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True
-    ).stdout.strip()
+    commit = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     return {
         "npu_replay": npu_replay.__version__,
-        "commit": commit,
+        "commit": subprocess.run(commit, cwd=HERE, capture_output=True, text=True).stdout.strip(),
         "vllm": vllm.__version__,
         "torch": torch.__version__,
         "megatron-core": megatron,

@@ -38,6 +38,8 @@ class Settings:
         truncation: the most that truncated importance sampling weighs a token with.
         longest: digits of a prompt, at most.
         evaluate_every: steps; the last is evaluated too, on `evaluated` prompts.
+        ceiling: the share of token-layers in which the trainer's routers may disagree with the routes that
+            are replayed. Rows of the same weights differ in 0.18 of them at most, with 3 bits of mantissa.
         rollout_bits: of the mantissa of the engine's weights: 7 is bfloat16, less is coarser.
     """
 
@@ -51,4 +53,5 @@ class Settings:
     longest: int = 10
     evaluate_every: int = 5
     evaluated: int = 256
+    ceiling: float = 0.3
     rollout_bits: int = 7
