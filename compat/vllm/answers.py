@@ -6,7 +6,9 @@
     /inference/v1/generate   choices[i].token_ids always; the prompt's from 0.30 on, with return_token_ids
 
 0.21.0 keeps the prompt's rows apart, once for all completions, as `prompt_routed_experts`. Answers over HTTP
-count their tokens in `usage`, over all choices. Nothing is decoded here. Nothing of vLLM is imported.
+count their tokens in `usage`, over all choices. Of a stream, the last output in-process (DELTA) and the last
+piece of /inference/v1/generate have all rows, and the last token ids alone; other streams have none. Nothing
+is decoded here. Nothing of vLLM is imported.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ def read(output: Any, version: str | None = None, vllm_ascend: str | None = None
             vLLM's; for an output of this process it is what is installed.
 
     Raises:
-        InvalidRoutes: it is something else, an error message, or a piece of a stream.
+        InvalidRoutes: it is something else, an error message, or a piece of a chat's stream.
     """
     output = server_answers.opened(output, "vLLM", _ANSWER, not_found=_NOT_FOUND)
     http = isinstance(output, Mapping)
@@ -144,10 +146,10 @@ def _choices(answer: Mapping[str, Any]) -> list[tuple[int, Any]]:
         raise _wrong("the answer has no choices", _ANSWER, keys, "another endpoint")
     if any("delta" in choice for choice in choices):
         raise _wrong(
-            "this is a piece of a stream, and streams carry no routes",
+            "this is a piece of a stream of a chat, which carries no routes",
             "stream=False",
             f"object {answer.get('object')!r}",
-            "vLLM puts routes into whole answers alone",
+            "vLLM puts routes into whole answers, and into the last piece of /inference/v1/generate's stream",
         )
     said = [_count(choice, "index") for choice in choices]
     numbers = [number for number in said if number is not None]

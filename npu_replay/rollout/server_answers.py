@@ -2,7 +2,7 @@
 
 OpenAI's      {"error": {"message": "...", "code": 404}}, or {"object": "error", "message": "..."}
 FastAPI's     {"detail": "Not Found"}, or a list of what is wrong with which field
-a stream's    «data: {...}» lines, which carry no routes
+a stream's    «data: {...}» lines; whoever has the piece with the routes gives that alone
 """
 
 from __future__ import annotations

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 from live.engine import in_process
 from live.families import VOCABULARY
 from live.held import assert_right
 from npu_replay import RoutedModel, from_vllm, observe, replay
+from npu_replay.errors import InvalidRoutes
 
 RNG = np.random.default_rng
 
@@ -83,6 +85,24 @@ def test_T31_a_prompt_that_is_cut_into_chunks(live: Any) -> None:
         steps += not found
     assert steps == (2 if has_cache(live) else 0)  # of 128 tokens each, before that which ends the prompt
     assert_all_right(live, found[-1:])
+
+
+def test_the_last_output_of_a_stream_has_the_routes(live: Any) -> None:
+    """With all the ids, of which it has the last alone."""
+    engine, ids = live.engine.llm_engine, prompt(9, 40)
+    asked = SamplingParams(max_tokens=6, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    engine.add_request("pieces", {"prompt_token_ids": ids}, asked)
+    pieces: list[Any] = []
+    while engine.has_unfinished_requests():
+        pieces += engine.step()
+    sampled = [token for piece in pieces for token in piece.outputs[0].token_ids]
+    assert len(pieces) == len(sampled) == 6
+    with pytest.raises(InvalidRoutes, match="the request isn't finished"):
+        from_vllm(pieces[0], live.folder)
+    with pytest.raises(InvalidRoutes, match="rows for more tokens"):
+        from_vllm(pieces[-1], live.folder)
+    (routes,) = from_vllm(pieces[-1], live.folder, output_token_ids=sampled)
+    assert_right(live.model, [*ids, *sampled], routes)
 
 
 def test_T29_requests_that_were_preempted(live: Any) -> None:

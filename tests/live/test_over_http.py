@@ -17,7 +17,7 @@ import numpy as np
 import openai
 import pytest
 
-from engine_server import post
+from engine_server import events, post
 from live.engine import Live, Server
 from live.families import FAMILIES, VOCABULARY
 from live.held import assert_right
@@ -89,6 +89,30 @@ def test_a_stream_is_refused_in_words(served: Live) -> None:
     piece = json.loads(stream.decode().splitlines()[0].removeprefix("data: "))
     with pytest.raises(InvalidRoutes, match=r"the completion has no routes"):
         from_vllm(piece, served.folder, prompt_token_ids=prompt(3, 20))
+
+
+def test_the_last_piece_of_a_stream_of_tokens_has_the_routes(served: Live) -> None:
+    """With all the ids, which are in the pieces. Where pieces waited, vLLM 0.30 loses the routes."""
+    ids, said = prompt(3, 20), {"max_tokens": 12, "ignore_eos": True}
+    for _ in range(8):
+        stream = served.engine.ask("/inference/v1/generate", token_ids=ids, sampling_params=said, stream=True)
+        with pytest.raises(InvalidRoutes, match=r"isn't JSON.*a stream"):
+            from_vllm(stream, served.folder)
+        *before, last = pieces = [one for one in events(stream) if one["choices"]]
+        sampled = [token for one in pieces for token in one["choices"][0]["token_ids"]]
+        given: dict[str, Any] = {"prompt_token_ids": ids, "output_token_ids": sampled}
+        for piece in before[:1]:
+            with pytest.raises(InvalidRoutes, match=r"the completion has no routes"):
+                from_vllm(piece, served.folder, prompt_token_ids=ids)
+        if last["choices"][0]["routed_experts"] is not None:
+            break
+        with pytest.raises(InvalidRoutes, match=r"the completion has no routes"):
+            from_vllm(last, served.folder, **given)
+    assert (len(before) > 0, len(sampled)) == (True, 12)
+    with pytest.raises(InvalidRoutes, match="rows for more tokens"):
+        from_vllm(last, served.folder, prompt_token_ids=ids)
+    (routes,) = from_vllm(last, served.folder, **given)
+    assert_right(served.model, [*ids, *sampled], routes)
 
 
 def test_many_requests_at_once_keep_their_own_rows(served: Live) -> None:
