@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
+from npu_replay.compat import probe
 from npu_replay.compat.verl import config as verl_config
+from npu_replay.errors import ReplayError
 from verl_configs import CONFIGS, HAS_LEGACY, engine_workers_replay, job
 
 DOCS = Path(__file__).parents[2] / "docs"
-BLOCK = re.compile(r"```bash\n((?:\+?actor_rollout_ref\.[^\n]+\n)+)```")
+BLOCK = re.compile(r"```bash\n((?:\"?\+?(?:actor_rollout_ref|ray_kwargs)\.[^\n]+\n)+)```")
 LINES = [
     (page.parent.name, page.stem, found.group(1))
     for page in [*DOCS.glob("verl-*.md"), *DOCS.glob("zh/verl-*.md")]
     for found in BLOCK.finditer(page.read_text(encoding="utf-8"))
 ]
-
-
+IMAGES = [
+    found
+    for page in ("verl-ascend", "zh/verl-ascend")
+    for found in re.findall(
+        r"vllm-ascend (0\.\d+)[^\n]*\n\n" + BLOCK.pattern, (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    )
+]
+"""Of each block of R3: the vllm-ascend that the line above it names."""
 REPLAY = "actor_rollout_ref.actor.megatron.router_replay"
 YAML = [
     (page, block)
@@ -35,12 +44,13 @@ YAML = [
 
 def test_the_pages_have_such_blocks() -> None:
     assert [page for _, page, _ in LINES].count("verl-cuda") == 5
-    assert [page for _, page, _ in LINES].count("verl-ascend") in (3, 6)
+    assert [page for _, page, _ in LINES].count("verl-ascend") == 10, "five in each language"
+    assert [ascend for ascend, _ in IMAGES] == ["0.18", "0.23", "0.18"] * 2
 
 
-@pytest.mark.parametrize(("folder", "page", "block"), LINES)
-def test_lines_that_a_page_gives_switch_replay_on(folder: str, page: str, block: str) -> None:
-    lines = block.replace("\\\n", " ").split()
+def config_of(block: str) -> tuple[DictConfig, bool]:
+    """The job's whole config with these lines, and whether its workers are 0.7's legacy ones."""
+    lines = shlex.split(block)
     fsdp = any("fsdp_config" in line for line in lines)
     legacy = any(line.startswith("actor_rollout_ref.actor.router_replay") for line in lines)
     if legacy and not HAS_LEGACY:
@@ -55,11 +65,32 @@ def test_lines_that_a_page_gives_switch_replay_on(folder: str, page: str, block:
     with initialize_config_dir(config_dir=str(CONFIGS), version_base=None):
         trainer = "ppo_trainer" if fsdp else "ppo_megatron_trainer"
         config = compose(config_name=trainer, overrides=["actor_rollout_ref.rollout.name=vllm", *lines])
-    actor = config.actor_rollout_ref
     OmegaConf.set_readonly(config, False)
+    return config, legacy
+
+
+@pytest.mark.parametrize(("folder", "page", "block"), LINES)
+def test_lines_that_a_page_gives_switch_replay_on(folder: str, page: str, block: str) -> None:
+    config, legacy = config_of(block)
+    actor = config.actor_rollout_ref
     verl_config.check_actor(actor, legacy=legacy)
     assert f"mode={verl_config.mode_of(actor, legacy=legacy)}" in block
     assert actor.model.external_lib == "npu_replay"
+
+
+@pytest.mark.parametrize(("ascend", "block"), IMAGES)
+def test_lines_of_an_image_suit_its_vllm_ascend(
+    ascend: str, block: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [product for product in probe.products() if product.name == "verl"]
+    found += [probe.Product(name, True, f"{ascend}.0", "/there") for name in ("vllm", "vllm-ascend")]
+    monkeypatch.setattr(probe, "products", lambda: tuple(found))
+    config, legacy = config_of(block)
+    verl_config.check_actor(config.actor_rollout_ref, legacy=legacy)
+    without = block.replace("no_async_scheduling=True", "no_async_scheduling=False")
+    if without != block:
+        with pytest.raises(ReplayError, match="no_async_scheduling"):
+            verl_config.check_actor(config_of(without)[0].actor_rollout_ref, legacy=legacy)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +100,8 @@ def test_variables_that_a_page_puts_into_rays_environment_are_text(page: Path) -
     """Ray refuses a number, and ends the job with a TypeError."""
     from ray._private.runtime_env.validation import parse_and_validate_env_vars
 
-    lines = re.findall(r"`\"?(\+ray_kwargs\.[^`\"]+)\"?`", page.read_text(encoding="utf-8"))
+    found = re.findall(r"[`\n]\"?(\+ray_kwargs\.[^`\"\s\\]+)", page.read_text(encoding="utf-8"))
+    lines = sorted({*found})
     assert lines
     GlobalHydra.instance().clear()
     with initialize_config_dir(config_dir=str(CONFIGS), version_base=None):
