@@ -39,7 +39,7 @@ class ReplayError(RuntimeError):
             message += f". Usual cause: {cause}"
         super().__init__(f"[npu_replay] {message}")
         if hasattr(self, "add_note"):  # Python 3.11; a traceback shows it, and the message stays one sentence
-            self.add_note(f"Symptoms and cures: {_page()}")
+            self.add_note(cures())
 
     @classmethod
     def unless(
@@ -72,14 +72,14 @@ class ReplayError(RuntimeError):
 
 
 @functools.cache
-def _page() -> str:
-    """Where each symptom has its cure: the address that a release names, or the page in the source."""
+def cures() -> str:
+    """Names the page of cures: by the address that a release has, or as it lies in the source."""
     try:
         named = metadata.metadata("npu_replay").get_all("Project-URL") or []
     except Exception:  # noqa: BLE001  a folder on the path, or its metadata is damaged
         named = []
     addresses = (one.partition(", ")[2] for one in named if one.startswith("Troubleshooting,"))
-    return next(addresses, "docs/troubleshooting.md")
+    return f"Symptoms and cures: {next(addresses, 'docs/troubleshooting.md')}"
 
 
 class InvalidRoutes(ReplayError):

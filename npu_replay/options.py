@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from npu_replay import screen
 from npu_replay.errors import ReplayError
-from npu_replay.routes.atomic_file import check_place
+from npu_replay.routes.atomic_file import check_place, write_whole
+from npu_replay.tables import print_json
 
 REPORT = "The report"
 
@@ -85,6 +87,13 @@ def check_out(out: Path | None, *, force: bool) -> None:
         raise WrongOption(message(error)) from error
 
 
+def write_out(out: Path | None, contents: bytes, *, force: bool) -> None:
+    """Write what --out asks for, if it does, and say so on stderr."""
+    if out is not None:
+        write_whole(out, contents, overwrite=force)
+        screen.err().write(f"Wrote {out}\n")
+
+
 def message(error: ReplayError) -> str:
     """Without the prefix that it has in a log."""
     return str(error).removeprefix("[npu_replay] ")
@@ -100,7 +109,7 @@ def read(
 ) -> dict[str, Any]:
     """Read a command line without typer; exits 2 if it can't be read."""
     plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"npu-replay {command}",
         description=about,
         epilog=end.replace("\n\n", "\n"),
@@ -124,4 +133,14 @@ def read(
                 metavar=option.metavar,
                 help=option.words,
             )
+    parser.as_json = "--json" in given
     return vars(parser.parse_args(given))
+
+
+class _Parser(argparse.ArgumentParser):
+    as_json = False
+
+    def error(self, message: str) -> NoReturn:
+        if self.as_json:
+            print_json({"error": message})
+        super().error(message)

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, TypeAlias
+from typing import Any, TextIO, TypeAlias
 
 from npu_replay import screen
 
@@ -100,10 +100,10 @@ Part: TypeAlias = "Table | Cell | list[Cell]"
 """A table, or a line of one cell or several."""
 
 
-def show(parts: Iterable[Part]) -> None:
-    """Print to the user's screen; each part begins a line of its own."""
+def show(parts: Iterable[Part], to: TextIO | None = None) -> None:
+    """Print to the user's stdout, or to another stream; each part begins a line of its own."""
     segments = list(_all(parts))
-    stream = screen.out()
+    stream = to or screen.out()
     try:
         from rich.console import Console
         from rich.text import Text
@@ -115,6 +115,13 @@ def show(parts: Iterable[Part]) -> None:
             console.print(Text.assemble(*segments[:-1]), soft_wrap=True)
         stream.write(shown.get())
     stream.flush()
+
+
+def show_error(said: str, *hints: str, as_json: bool) -> None:
+    """Say on stderr what a command ended in; under --json stdout has it as its one document."""
+    show([[("Error: ", "bold red"), said], *((hint, "dim") for hint in hints)], to=screen.err())
+    if as_json:
+        print_json({"error": said})
 
 
 def print_json(found: Any) -> None:

@@ -31,8 +31,7 @@ from npu_replay.compat import ray
 from npu_replay.delivery.plan import Load, Plan, plan
 from npu_replay.delivery.references import seal
 from npu_replay.devices import one_thread
-from npu_replay.options import check_out
-from npu_replay.routes.atomic_file import write_whole
+from npu_replay.options import check_out, write_out
 from npu_replay.tables import Cell, Part, Table, print_json, show, to_json
 
 SAMPLES, TOKENS = 16, 8192
@@ -86,15 +85,14 @@ def main(
             print_json(result)
         else:
             show(_shown(planned, found))
-    if out is not None:
-        write_whole(out, to_json(result).encode(), overwrite=force)
-        screen.err().write(f"Wrote {out}\n")
+    write_out(out, to_json(result).encode(), force=force)
     return planned, found
 
 
 def _shown(planned: Plan, found: list[Row]) -> Iterator[Part]:
     yield (
-        f"Planned: {planned.ranks:,} ranks on {planned.nodes:,} nodes, {planned.tokens:,} tokens a step, "
+        f"Planned: {_counted(planned.ranks, 'rank')} on {_counted(planned.nodes, 'node')}, "
+        f"{planned.tokens:,} tokens a step, "
         f"{_gigabytes(planned.unique)} GB of ids"
     )
     yield table(planned)
@@ -102,6 +100,14 @@ def _shown(planned: Plan, found: list[Row]) -> Iterator[Part]:
     yield f"Measured here: {SAMPLES} samples of {TOKENS:,} tokens, {LAYERS} layers, one thread"
     yield measured_table(found)
     yield from verdicts(found)
+
+
+def _counted(number: int, what: str) -> str:
+    """
+    >>> _counted(1, "rank"), _counted(1024, "rank")
+    ('1 rank', '1,024 ranks')
+    """
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def summary(planned: Plan) -> dict[str, Any]:

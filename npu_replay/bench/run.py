@@ -20,8 +20,7 @@ from npu_replay.bench.timing import Row
 from npu_replay.compat import probe
 from npu_replay.demo import megatron_model
 from npu_replay.devices import megatron_on, name_of, one_thread, pick
-from npu_replay.options import check_out
-from npu_replay.routes.atomic_file import write_whole
+from npu_replay.options import check_out, write_out
 from npu_replay.tables import Part, Table, print_json, show, to_json
 
 
@@ -58,9 +57,7 @@ def main(
             print_json(result)
         else:
             show(_shown(about, found))
-    if out is not None:
-        write_whole(out, to_json(result).encode(), overwrite=force)
-        screen.err().write(f"Wrote {out}\n")
+    write_out(out, to_json(result).encode(), force=force)
     return found
 
 

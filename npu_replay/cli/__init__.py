@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from npu_replay.cli.exits import FAULT, INTERRUPTED, exit_code, leave_pipe
+from npu_replay.cli.exits import FAULT, INTERRUPTED, exit_code, failed, leave_pipe
 from npu_replay.errors import ReplayError
 from npu_replay.lazy import lazy
-from npu_replay.options import message
+from npu_replay.tables import show_error
 
 ALONE = {
     "doctor": "npu_replay.doctor.diagnose:run_command_line",
@@ -43,7 +43,8 @@ def _run() -> None:
             _alone(command)
         extra = "demo" if command == "demo" else "cli"
         asked = f"npu-replay {command}".rstrip()
-        print(_MISSING.format(command=asked, error=error, extra=extra), file=sys.stderr)
+        said = _MISSING.format(command=asked, error=error, extra=extra)
+        show_error(said, as_json="--json" in sys.argv)
         raise SystemExit(FAULT) from None
     from npu_replay.cli.commands import app
 
@@ -54,5 +55,5 @@ def _alone(command: str) -> None:
     try:
         lazy(ALONE[command])(sys.argv[2:])
     except ReplayError as error:
-        print(f"Error: {message(error)}", file=sys.stderr)
+        failed(error, as_json="--json" in sys.argv)
         raise SystemExit(exit_code(error)) from None

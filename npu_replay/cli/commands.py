@@ -14,14 +14,14 @@ import typer.core
 from npu_replay import bench as benches
 from npu_replay import doctor as doctors
 from npu_replay import options
-from npu_replay.cli.exits import FAULT, exit_code, leave_pipe
+from npu_replay.cli.exits import FAULT, exit_code, failed, leave_pipe
 from npu_replay.errors import ReplayError
 from npu_replay.lazy import lazy
-from npu_replay.options import Device, Option, check_out, ending, message
+from npu_replay.options import Device, Option, check_out, ending, write_out
 from npu_replay.smoke import options as smokes
 from npu_replay.tables import print_json, show
 
-_DEBUG = "npu_replay.debug"
+_DEBUG, _JSON = "npu_replay.debug", "npu_replay.json"
 _CODES = "Exit codes: 0 all is well, 1 a fault was found, 2 the command line is wrong, 130 Ctrl-C."
 
 
@@ -48,6 +48,10 @@ class _Command(_Shown, typer.core.TyperCommand):
 class _Commands(_Shown, typer.core.TyperGroup):
     """Shows what a user can mend as one message; --debug shows where it came from."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_JSON] = "--json" in args
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -56,22 +60,13 @@ class _Commands(_Shown, typer.core.TyperGroup):
         except (ReplayError, ModuleNotFoundError) as error:
             if ctx.meta.get(_DEBUG):
                 raise
-            # Anything else is a fault of npu_replay's, and keeps its traceback.
-            _show(error)
+            failed(error, "--debug shows where it came from", as_json=ctx.meta[_JSON])
             raise typer.Exit(exit_code(error)) from None
-
-
-def _show(error: Exception) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    if isinstance(error, ReplayError):
-        said, hint = message(error), "--debug shows where it came from"
-    else:
-        said, hint = str(error), "npu-replay doctor says what is missing, and how to get it"
-    console = Console(stderr=True, highlight=False)
-    console.print(Text.assemble(("Error: ", "bold red"), said), soft_wrap=True)
-    console.print(Text(hint, "dim"), soft_wrap=True)
+        except Exception as error:
+            # What typer says of a wrong option. The rest is a fault of npu_replay's, and keeps its traceback.
+            if ctx.meta[_JSON] and hasattr(error, "format_message"):
+                print_json({"error": error.format_message()})
+            raise
 
 
 app = typer.Typer(
@@ -111,10 +106,10 @@ def _out(words: str, metavar: str = "FILE", **more: Any) -> Any:
 
 
 _NUMBERS = "JSON file for the numbers."
-_JSON, _, _FORCE = options.report("")
+_AS_JSON, _, _FORCE = options.report("")
 _WHAT, _JOB = "What to measure", "With --delivery: the job whose routes travel"
 DeviceOption = Annotated[Device, _typed(options.DEVICE)]
-JsonOption = Annotated[bool, _typed(_JSON)]
+JsonOption = Annotated[bool, _typed(_AS_JSON)]
 ForceOption = Annotated[bool, _typed(_FORCE)]
 DebugOption = Annotated[
     bool, typer.Option("--debug", callback=_set_debug, help="Show the traceback of an error.")
@@ -361,7 +356,6 @@ def inspect(
 ) -> None:
     """Say what a file or an engine's answer holds, and whether its routes are right (else exits 1)."""
     from npu_replay.inspection.inspection import inspect as look
-    from npu_replay.routes.atomic_file import write_whole
 
     check_out(out, force=force)
     found = look(
@@ -384,7 +378,7 @@ def inspect(
         from npu_replay.inspection import plots
 
         whole = found.to_json().encode() if out.suffix == ".json" else plots.routes(found)
-        write_whole(out, whole, overwrite=force)
+        write_out(out, whole, force=force)
     raise typer.Exit(0 if found.good else FAULT)
 
 
@@ -404,7 +398,6 @@ def compare(
 ) -> None:
     """Say how far two sets of routes of the same tokens are apart (exits 0 if they differ, too)."""
     from npu_replay.inspection.compare import compare_paths, parts
-    from npu_replay.routes.atomic_file import write_whole
 
     check_out(out, force=force)
     found = compare_paths(a, b)
@@ -412,8 +405,7 @@ def compare(
         print_json(found.to_json())
     else:
         show(parts(found))
-    if out is not None:
-        write_whole(out, found.to_json().encode(), overwrite=force)
+    write_out(out, found.to_json().encode(), force=force)
 
 
 _add("smoke", smokes.ABOUT, smokes.OPTIONS, smokes.END, "npu_replay.smoke.run:run")

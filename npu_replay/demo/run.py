@@ -18,8 +18,7 @@ from npu_replay.demo.rollout import qwen3_moe, roll_out
 from npu_replay.demo.trainer import Trainer
 from npu_replay.demo.weights import like
 from npu_replay.devices import megatron_on, one_thread, pick
-from npu_replay.options import WrongOption, check_out
-from npu_replay.routes.atomic_file import write_whole
+from npu_replay.options import WrongOption, check_out, write_out
 from npu_replay.tables import print_json, show, to_json
 
 JSON, PNG, LOG = "demo.json", "demo.png", "demo.log"
@@ -63,9 +62,8 @@ def main(
             print_json(result)
         else:
             show(tables.parts(result))
-        write_whole(out / JSON, to_json(result).encode(), overwrite=force)
-        write_whole(out / PNG, plots.demo(result), overwrite=force)
-    screen.err().write(f"Wrote {out / JSON} and {out / PNG}\n")
+        write_out(out / JSON, to_json(result).encode(), force=force)
+        write_out(out / PNG, plots.demo(result), force=force)
     return result
 
 

@@ -31,7 +31,6 @@ from npu_replay.doctor import ABOUT, END, OPTIONS, self_test
 from npu_replay.doctor.report import Report, report
 from npu_replay.doctor.self_test import Outcome
 from npu_replay.errors import ReplayError
-from npu_replay.routes.atomic_file import write_whole
 from npu_replay.tables import Cell, Part, Table, print_json, show
 
 _Answer = TypeVar("_Answer")
@@ -280,8 +279,7 @@ def run(*, imports: bool, json: bool, out: Path | None, force: bool) -> None:
         print_json(diagnosis.to_json())
     else:
         show(parts(diagnosis))
-    if out is not None:
-        write_whole(out, diagnosis.to_json().encode(), overwrite=force)
+    options.write_out(out, diagnosis.to_json().encode(), force=force)
     raise SystemExit(0 if diagnosis.works else 1)
 
 

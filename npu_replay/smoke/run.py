@@ -20,13 +20,13 @@ import npu_replay
 from npu_replay import screen
 from npu_replay.devices import megatron_on, one_thread
 from npu_replay.errors import ReplayError
-from npu_replay.routes.atomic_file import write_whole
+from npu_replay.options import message, write_out
 from npu_replay.smoke.checks import FEATURES, Examination, Trial, left_behind
 from npu_replay.smoke.job import Job, Verdict, Watch, Wrong, caught, first_to_fail, place
 from npu_replay.smoke.model import ROUTINGS, Routing
 from npu_replay.smoke.options import Options, parse
 from npu_replay.smoke.report import FAIL, PASS, SKIP, Report, Result
-from npu_replay.tables import print_json
+from npu_replay.tables import print_json, show_error
 
 USAGE = 2
 """Exit code for sizes that don't fit, the same as for a command line that can't be read."""
@@ -36,7 +36,8 @@ def main(options: Options) -> int:
     """Run all features, print a line for each on rank 0, and write the JSON; return the exit code."""
     rank, world = place()
     if problem := options.problem(world):
-        say(f"npu-replay smoke: {problem}", to=screen.err())
+        if rank == 0:
+            show_error(problem, as_json=options.json)
         return USAGE
     with screen.quiet(f"smoke-rank{rank}", told=rank == 0):
         smoke = Smoke(options)
@@ -105,13 +106,11 @@ class Smoke:
             return code
         if self._options.json:
             print_json(self.report.to_json())
-        if (path := self._options.out) is not None:
-            try:
-                write_whole(path, self.report.to_json().encode(), overwrite=self._options.force)
-                self._say(f"Wrote {path}")
-            except ReplayError as error:
-                say(str(error), to=screen.err())
-                code = 1
+        try:
+            write_out(self._options.out, self.report.to_json().encode(), force=self._options.force)
+        except ReplayError as error:
+            show_error(message(error), as_json=False)
+            return 1
         return code
 
     def _say(self, text: str) -> None:

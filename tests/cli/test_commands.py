@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -123,6 +124,80 @@ def test_a_replay_error_is_one_message_without_a_traceback(
     assert "--debug" in result.stderr
 
 
+def test_an_error_is_folded_and_names_the_page_of_cures(
+    invoke: Callable[..., Result], fails: Callable[[Exception], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails(npu_replay.ReplayError("routes and rows differ", expected="a " * 50, got=2, cause="a test"))
+    monkeypatch.setenv("COLUMNS", "60")
+    said = invoke("bench").stderr
+    assert max(map(len, said.splitlines())) <= 60
+    assert "docs/troubleshooting.md" in said.split("Symptoms and cures: ")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ("bench --json", 1, "layer 3: wrong"),
+        ("compare nothing x --json", 1, "nothing"),
+        ("demo --json --out file/out", 2, "can't be made"),
+        ("doctor --json --out nothing/out.json", 2, "can't be written"),
+        ("smoke --json --tp 2", 2, "multiple of 2 processes"),
+        ("inspect --json", 2, "Missing argument"),
+        ("bench --json --only nothing", 2, "nothing: there are"),
+        ("doctor --json --nothing", 2, "No such option"),
+        ("nothing --json", 2, "No such command"),
+    ],
+)
+def test_under_json_a_failure_is_one_document(
+    invoke: Callable[..., Result],
+    fails: Callable[[Exception], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: str,
+    code: int,
+    words: str,
+) -> None:
+    fails(npu_replay.ReplayError("wrong", where="layer 3"))
+    if arguments.startswith("demo"):
+        monkeypatch.delitem(sys.modules, "npu_replay.demo.run")
+        monkeypatch.setattr(npu_replay.compat.probe, "require", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    result = invoke(*arguments.split())
+    assert result.exit_code == code
+    found = json.loads(result.stdout)
+    assert list(found) == ["error"]
+    assert words in found["error"]
+    assert words in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ("doctor --json --nothing", 2, "unrecognized arguments"),
+        ("doctor --json --out nothing/x.json", 2, "can't be written"),
+        ("smoke --json --tp 2", 2, "multiple of 2 processes"),
+        ("inspect x --json", 1, "typer and rich"),
+    ],
+)
+def test_so_it_is_without_typer(tmp_path: Path, arguments: str, code: int, words: str) -> None:
+    program = f"""
+import sys
+sys.modules["typer"] = None
+sys.argv = ["npu-replay", *{arguments.split()}]
+from npu_replay.cli import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], text=True, capture_output=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == code
+    found = json.loads(done.stdout)
+    assert list(found) == ["error"]
+    assert words in found["error"]
+    assert words in " ".join(done.stderr.split())
+
+
 @pytest.mark.parametrize(
     ("error", "arguments"),
     [
@@ -153,7 +228,7 @@ def test_a_missing_package_leads_to_doctor(
     ("arguments", "extra"),
     [("inspect x", "cli"), ("compare x y", "cli"), ("bench", "cli"), ("demo", "demo"), ("", "cli")],
 )
-def test_without_typer_or_rich_one_line_says_how_to_get_them(
+def test_without_typer_or_rich_one_message_says_how_to_get_them(
     missing: str, arguments: str, extra: str
 ) -> None:
     code = f"""
@@ -165,10 +240,11 @@ runpy.run_module("npu_replay", run_name="__main__")
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=False)
     assert done.returncode == 1
     assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"npu-replay {arguments.split()[0]} needs" if arguments else "npu-replay needs")
-    assert f"pip install 'npu-replay[{extra}]'" in line
-    assert "npu-replay doctor and npu-replay smoke" in line
+    said = " ".join(done.stderr.split())
+    asked = f"npu-replay {arguments.split()[0]}" if arguments else "npu-replay"
+    assert said.startswith(f"Error: {asked} needs")
+    assert f"pip install 'npu-replay[{extra}]'" in said
+    assert "npu-replay doctor and npu-replay smoke" in said
 
 
 @pytest.mark.parametrize(

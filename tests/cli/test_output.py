@@ -213,6 +213,7 @@ def test_json_is_one_document_and_alone_on_stdout(desk: Path, command: str) -> N
 def test_out_is_the_same_document_in_a_file(desk: Path, command: str) -> None:
     done = run(desk, *smallest(command), "--json", "--out", "found.json")
     assert done.returncode == 0
+    assert done.stderr.splitlines()[-1] == "Wrote found.json"
     assert json.loads((desk / "found.json").read_text()) == json.loads(done.stdout)
     again = run(desk, *smallest(command), "--out", "found.json")
     assert (again.returncode, again.stdout) == (2, "")

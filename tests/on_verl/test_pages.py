@@ -48,9 +48,14 @@ def test_the_pages_have_such_blocks() -> None:
     assert [ascend for ascend, _ in IMAGES] == ["0.18", "0.23", "0.18"] * 2
 
 
+def typed(block: str) -> list[str]:
+    """Its words, as a shell has them."""
+    return shlex.split(block.replace("\\\n", ""))
+
+
 def config_of(block: str) -> tuple[DictConfig, bool]:
     """The job's whole config with these lines, and whether its workers are 0.7's legacy ones."""
-    lines = shlex.split(block)
+    lines = typed(block)
     fsdp = any("fsdp_config" in line for line in lines)
     legacy = any(line.startswith("actor_rollout_ref.actor.router_replay") for line in lines)
     if legacy and not HAS_LEGACY:

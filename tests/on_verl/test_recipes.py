@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from npu_replay.compat.verl import config as verl_config
-from on_verl.test_pages import LINES
+from on_verl.test_pages import LINES, typed
 from verl_configs import CONFIGS, FSDP, HAS_LEGACY, composed
 
 FOLDER = Path(__file__).parents[2] / "examples" / "verl"
@@ -111,5 +110,5 @@ def test_a_file_has_keys_of_verls_and_the_lines_of_the_pages(file: Path) -> None
     unknown = {key for key in given if OmegaConf.select(base, key, default=missing) is missing}
     assert unknown <= OURS
     actor = {f"{key}={value}" for key, value in given.items() if key.startswith("actor_rollout_ref")}
-    pages = [{line.lstrip("+") for line in shlex.split(block)} for _, _, block in LINES]
+    pages = [{line.lstrip("+") for line in typed(block)} for _, _, block in LINES]
     assert any(actor <= page for page in pages), "docs/verl-ascend.md or docs/verl-cuda.md"
