@@ -205,9 +205,10 @@ def said_release(answer: Mapping[str, Any]) -> str:
 
 
 def _weights(spans: Any) -> str | None:
-    """The engine's own weight version, where it names one for all tokens."""
+    """The engine's own weight version, where it names one for all tokens; 0.32's «default» says nothing."""
     named = [_said(span, "version") for span in spans] if isinstance(spans, (list, tuple)) else []
-    return _text(named[0]) if named and all(one == named[0] for one in named) else None
+    alike = bool(named) and all(one == named[0] for one in named)
+    return _text(named[0]) if alike and named[0] != "default" else None
 
 
 def _wrong(problem: str, expected: object, got: object, cause: str = "") -> InvalidRoutes:

@@ -303,6 +303,8 @@ LIMITS = (
           "--tokens-only) from 0.30.0 on"),
     Limit(since=BY_BLOCK, words="Model Runner V2 needs Triton: without it, as on most CPUs, vLLM refuses to "
           "start («Model Runner V2 requires Triton»), so take an earlier release there"),
+    Limit(since=BY_BLOCK, device="cpu", words="on a CPU without AMX vLLM turns the prefix cache off for "
+          "latent attention (DeepSeek), and then refuses it: «AuxOutput Connector requires prefix caching»"),
     Limit(until=SCHEDULER, mended=True,
           words="sequence parallelism of MoE layers ends in an AssertionError before 0.22.0, or is refused"),
     Limit(since=SCHEDULER, until=BY_BLOCK, words="the scheduler keeps rows of every KV cache slot in host "

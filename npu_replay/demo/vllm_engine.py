@@ -14,6 +14,7 @@ from npu_replay import RoutedModel, from_vllm
 from npu_replay.compat.vllm import engine_arguments
 from npu_replay.demo.rollout import PROMPT, Sample, lengths, random_prompts
 from npu_replay.errors import ReplayError
+from npu_replay.rollout.release_rules import release
 
 PLANNED: dict[str, Any] = {
     "dtype": "bfloat16",
@@ -34,9 +35,9 @@ class NewWeights:
         import vllm
 
         self.model_runner.reload_weights(weights_path=folder)
-        if not vllm.__version__.startswith("0.30."):
+        if release(vllm.__version__) < (0, 30, 0):
             return
-        # vLLM 0.30 packs its CPU kernels' experts when they are loaded first, and then never again
+        # vLLM 0.30 and 0.32 pack their CPU kernels' experts when they are loaded first, and then never again
         # (unquantized_fused_moe_method.py, `is_weight_update`): the kernel would read the new ones wrongly.
         for layer in self.model_runner.model.modules():
             kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)

