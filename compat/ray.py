@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from npu_replay.delivery.carriers import Carrier
+from npu_replay.delivery.carriers import DEFAULT_CUT, Carrier
 from npu_replay.delivery.references import Read
 from npu_replay.errors import ReplayError
 from npu_replay.routes.routed_experts import RoutedExperts
@@ -27,6 +27,9 @@ class RayCarrier(Carrier):
     Raises:
         ReplayError: Ray isn't installed, or not started in this process.
     """
+
+    def __init__(self, *, cut: Any = DEFAULT_CUT) -> None:
+        super().__init__(cut=cut)  # a budget is Ray's own business: object_store_memory, and then it spills
 
     def _store(self, pieces: Sequence[RoutedExperts]) -> Sequence[Any]:
         ray = _ray("put routes into")

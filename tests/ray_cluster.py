@@ -145,12 +145,6 @@ class Machine:
         return held
 
 
-def own_memory() -> int:
-    """Bytes of this process that it shares with nobody."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
-
-
 def _shared_memory(pid: int) -> int:
     """Bytes of the shared files of a process that have pages."""
     files = {os.stat(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if "/plasma" in os.readlink(fd)}

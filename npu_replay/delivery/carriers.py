@@ -5,24 +5,19 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from npu_replay.delivery.references import Read, Reference, seal
 from npu_replay.errors import InvalidRoutes, ReplayError, listed, whole_number
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.routes.routed_experts import RoutedExperts
-from npu_replay.routes.store import RouteStore, RouteWriter
 
 DEFAULT_CUT = 8
 """Layers a piece, where the pipeline's split isn't known."""
-_ONE_SHARD = 2**62
-"""Bytes: each `put_all` is a shard of its own."""
 
 
 class Carrier(ABC):
@@ -31,13 +26,15 @@ class Carrier(ABC):
     Args:
         cut: the job's ParallelLayout, with its decoder: a piece for each pipeline rank, with the layers of
             all its virtual stages; or the layers of each piece; or how many layers a piece has.
+        budget: bytes of what this carrier put and nobody freed, above which `put` refuses more.
     """
 
     sealed = True
-    """Is a piece sealed, since the carrier has no digest of its own?"""
+    """Does a reference seal its pieces, since others may come to where they lie?"""
 
-    def __init__(self, *, cut: Any = DEFAULT_CUT) -> None:
+    def __init__(self, *, cut: Any = DEFAULT_CUT, budget: int | None = None) -> None:
         self._cut = _pieces(cut)
+        self._budget = None if budget is None else whole_number(budget, "budget", least=1)
 
     def put(self, routes: RoutedExperts, *, step: int = 0) -> Reference:
         """Put one sample's routes away; what it returns is read by `fetch`, in any process of the job.
@@ -47,7 +44,7 @@ class Carrier(ABC):
             step: of the job, which the reference will tell.
 
         Raises:
-            ReplayError: no routes, or layers that the cut has no piece for.
+            ReplayError: no routes, layers that the cut has no piece for, or more than the budget.
         """
         return self.put_all([routes], step=step)[0]
 
@@ -59,6 +56,7 @@ class Carrier(ABC):
                 isinstance(one, RoutedExperts), "these are no routes", "RoutedExperts", type(one).__name__
             )
         pieces = [[one.only(block) for block in self._blocks(one.layers)] for one in given]
+        self._check_budget(sum(one.ids.nbytes for one in given))
         handles = self._store([piece for each in pieces for piece in each])
         found, at = [], iter(handles)
         for one, each in zip(given, pieces, strict=True):
@@ -74,6 +72,19 @@ class Carrier(ABC):
                 )
             )
         return found
+
+    def _check_budget(self, more: int) -> None:
+        if self._budget is not None and (held := self._unfreed()) + more > self._budget:
+            raise ReplayError(
+                "these routes are more than may be held at once",
+                expected=f"budget={self._budget} bytes at most",
+                got=f"{more} bytes beside {held} that were put and not freed",
+                cause="references of steps that are over and that nobody dropped or freed; or a small budget",
+            )
+
+    def _unfreed(self) -> int:
+        """Bytes that this carrier put and nobody freed, where it is asked for a budget."""
+        raise NotImplementedError
 
     def _blocks(self, layers: tuple[int, ...]) -> list[tuple[int, ...]]:
         """The pieces of a sample with these layers."""
@@ -116,7 +127,16 @@ def _pieces(cut: Any) -> int | list[tuple[int, ...]]:
         # Two pieces would be joined by each rank, in memory of its own.
         return [layers for rank in range(cut.pp) if (layers := replace(cut, pp_rank=rank).moe_layers)]
     if isinstance(cut, (list, tuple)):
-        return [tuple(whole_number(layer, "a layer") for layer in listed(block, "a piece")) for block in cut]
+        blocks = [tuple(whole_number(layer, "a layer") for layer in listed(one, "a piece")) for one in cut]
+        every = [layer for block in blocks for layer in block]
+        ReplayError.unless(
+            len({*every}) == len(every) and all(list(block) == sorted(block) for block in blocks),
+            "these pieces overlap, or have layers out of order",
+            "each layer in one piece, ascending",
+            blocks,
+            "both ends of a stage counted in",
+        )
+        return blocks
     return whole_number(cut, "layers a piece", least=1)
 
 
@@ -125,8 +145,17 @@ class ProcessCarrier(Carrier):
 
     sealed = False
 
+    def __init__(self, *, cut: Any = DEFAULT_CUT, budget: int | None = None) -> None:
+        super().__init__(cut=cut, budget=budget)
+        self._put: WeakSet[_Held] = WeakSet()
+
     def _store(self, pieces: Sequence[RoutedExperts]) -> Sequence[Any]:
-        return [_Held(piece) for piece in pieces]
+        held = [_Held(piece) for piece in pieces]
+        self._put.update(held)
+        return held
+
+    def _unfreed(self) -> int:
+        return sum(one.piece.ids.nbytes for one in self._put)
 
     @staticmethod
     def reader() -> Read:
@@ -172,62 +201,3 @@ def _found(process: str, pid: int, number: int) -> _Held | _Gone:
 def read_held(handles: Sequence[Any], patience: float) -> list[RoutedExperts | Exception]:
     """The pieces that this process holds."""
     return [one.piece if isinstance(one, _Held) else LookupError(one.why) for one in handles]
-
-
-class FolderCarrier(Carrier):
-    """A folder on a disk that all nodes see: a shard for each `put_all`. Needs npu-replay[files].
-
-    Nobody counts readers there: `free` removes shards, of all their samples.
-
-    Args:
-        folder: made if it isn't there.
-        name: of this writer; one is made up if none is given.
-        cut: see Carrier.
-    """
-
-    sealed = False  # a shard has a digest of each piece
-
-    def __init__(
-        self, folder: str | os.PathLike[str], *, name: str | None = None, cut: Any = DEFAULT_CUT
-    ) -> None:
-        super().__init__(cut=cut)
-        made_up = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        self._writer: RouteWriter = RouteStore.writer(folder, name=name or made_up, shard_bytes=_ONE_SHARD)
-
-    def _store(self, pieces: Sequence[RoutedExperts]) -> Sequence[Any]:
-        keys = [f"{secrets.token_hex(8)}" for _ in pieces]
-        for key, piece in zip(keys, pieces, strict=True):
-            self._writer.add(piece, key)
-        shard = self._writer.flush()
-        return [(str(self._writer.folder), shard, key) for key in keys]
-
-    @staticmethod
-    def reader() -> Read:
-        return read_folder
-
-    @staticmethod
-    def releaser() -> Any:
-        return remove_shards
-
-
-def read_folder(handles: Sequence[Any], patience: float) -> list[RoutedExperts | Exception]:
-    """The pieces of shards; each shard's index is read once."""
-    stores: dict[tuple[str, str], RouteStore | Exception] = {}
-
-    def piece(folder: str, shard: str, key: str) -> RoutedExperts | Exception:
-        try:
-            if (folder, shard) not in stores:
-                stores[folder, shard] = RouteStore(folder, shard=shard)
-            store = stores[folder, shard]
-            return store if isinstance(store, Exception) else store[key]
-        except (ReplayError, OSError, KeyError) as error:
-            return error
-
-    return [piece(*handle) for handle in handles]
-
-
-def remove_shards(handles: Sequence[Any]) -> None:
-    """Remove the shards that these lie in, each index first."""
-    for folder, shard in {(folder, shard) for folder, shard, _ in handles}:
-        for file in (Path(folder, f"{shard}.index.json"), Path(folder, f"{shard}.safetensors")):
-            file.unlink(missing_ok=True)

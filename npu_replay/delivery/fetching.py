@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -96,8 +97,9 @@ def _read(
             if asked is None or not set(asked).isdisjoint(block):
                 orders.setdefault(one.read, []).append((key, number, one.handles[number]))
     found: dict[int, dict[int, object]] = {key: {} for key in samples}
+    until = time.monotonic() + patience
     for read, order in orders.items():
-        answers = read([handle for _, _, handle in order], patience)
+        answers = read([handle for _, _, handle in order], max(until - time.monotonic(), 0.0))
         for (key, number, _), answer in zip(order, answers, strict=True):
             found[key][number] = answer
     return found

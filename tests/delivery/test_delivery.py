@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,9 +22,19 @@ import pytest
 import torch
 
 import npu_replay
-from npu_replay import InvalidRoutes, ParallelLayout, ReplayError, RoutedExperts, TokenLayout, delivery
-from npu_replay.delivery import references
+from memory import own_memory
+from npu_replay import (
+    InvalidRoutes,
+    ParallelLayout,
+    ReplayError,
+    RoutedExperts,
+    RouteFileError,
+    TokenLayout,
+    delivery,
+)
+from npu_replay.delivery import carriers, folder, references
 from npu_replay.delivery.references import seal
+from npu_replay.routes import checks
 
 EXPERTS, TOPK = 16, 3
 LAYERS = tuple(range(1, 13))  # layer 0 is dense
@@ -141,12 +154,103 @@ def test_a_folder_is_freed_by_whoever_says_so(tmp_path: Path) -> None:
     carrier = delivery.FolderCarrier(tmp_path, name="rank-0")
     first, second = carrier.put_all([routes(0)]), carrier.put_all([routes(1)])
     delivery.free(first)
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 1
     assert delivery.fetch(second) == [routes(1)]
-    with pytest.raises(InvalidRoutes, match="no routes in this folder"):
-        delivery.fetch(first)
+    with pytest.raises(InvalidRoutes, match=r"can't be read.*No such file.*were freed"):
+        delivery.fetch(first, patience=0.1)
     delivery.free(first)  # twice is as good as once
-    assert delivery.fetch([*first, *second], on_bad_route="native") == [None, routes(1)]
+    assert delivery.fetch([*first, *second], on_bad_route="native", patience=0.1) == [None, routes(1)]
+
+
+def test_what_is_held_and_not_freed_has_a_budget(make: Make) -> None:
+    carrier = make(budget=5000)
+    first = carrier.put(routes(0))
+    with pytest.raises(ReplayError, match=r"more than may be held.*budget=5000 .*not freed.*nobody dropped"):
+        carrier.put_all([routes(1), routes(2), routes(3)])
+    assert delivery.fetch([first]) == [routes(0)]
+    delivery.free([first])
+    del first
+    gc.collect()
+    again = carrier.put_all([routes(1), routes(2), routes(3)])
+    assert delivery.fetch(again) == [routes(1), routes(2), routes(3)]
+
+
+def test_a_shard_that_is_seen_late_is_waited_for(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    [reference] = delivery.FolderCarrier(tmp_path).put_all([routes(0)])
+    [shard] = tmp_path.iterdir()
+    hidden = shard.rename(tmp_path / "hidden")
+    threading.Timer(0.3, hidden.rename, [shard]).start()
+    assert delivery.fetch([reference]) == [routes(0)]
+
+
+def test_a_disk_that_hangs_is_left_after_the_patience(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("safetensors")
+    references, moved = delivery.FolderCarrier(tmp_path).put_all([routes(0)]), threading.Event()
+    monkeypatch.setattr(folder, "TensorFile", lambda path: moved.wait())
+    begun = time.monotonic()
+    with pytest.raises(InvalidRoutes, match=r"the disk didn't answer within 0\.2 s"):
+        delivery.fetch(references, patience=0.2)
+    assert time.monotonic() - begun < 5
+    moved.set()
+
+
+def test_one_call_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all its carriers together."""
+    left: list[float] = []
+    samples = [delivery.ProcessCarrier().put(routes(seed)) for seed in range(3)]
+
+    def reader(read: Any) -> Any:
+        return lambda handles, patience: (left.append(patience), time.sleep(0.1), read(handles, patience))[2]
+
+    for one in samples:
+        one.read = reader(one.read)
+    delivery.fetch(samples, patience=0.15)
+    assert left[0] > left[1] > left[2] == 0.0
+
+
+def test_a_disk_that_was_full_leaves_nothing_for_the_next_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("safetensors")
+    carrier, full = delivery.FolderCarrier(tmp_path), OSError(28, "No space left on device")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(full))
+        with pytest.raises(RouteFileError, match="No space left"):
+            carrier.put(routes(0))
+    assert not list(tmp_path.iterdir())
+    reference = carrier.put(routes(1))
+    [shard] = tmp_path.iterdir()
+    assert shard.stat().st_size < 1.5 * sum(one.nbytes for one in (routes(1).ids, routes(1).recorded)) + 1000
+    assert delivery.fetch([reference]) == [routes(1)]
+
+
+def test_ids_that_were_checked_are_not_checked_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = routes(0)
+    references = make().put_all([sample])
+    for name in ("find_outside", "find_twice", "find_constant"):
+        monkeypatch.setattr(checks, name, lambda *given: pytest.fail("checked again"))
+    assert delivery.fetch(references) == [sample]
+
+
+def test_a_thousand_steps_leave_nothing(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither memory nor files; a fetch in each."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # most of the time
+    carrier, sizes = make(cut=6), []
+    sample = routes(0, 300)
+    for step in range(1000):
+        references = [carrier.put(sample, step=step)]
+        assert delivery.fetch(references, layers=(1, 2)) != [None]
+        delivery.free(references)
+        del references
+        if step % 100 == 99:
+            gc.collect()
+            sizes.append(own_memory())
+            assert len(carriers._held) == len(carrier._put) == 0  # type: ignore[attr-defined]
+    assert max(sizes[3:]) - sizes[2] < 2 * 2**20, sizes
+    assert not list((tmp_path / "routes").glob("*"))
 
 
 def bad_references(tmp_path: Path) -> Iterator[tuple[str, Callable[[], Any], str]]:
@@ -175,8 +279,8 @@ def bad_references(tmp_path: Path) -> Iterator[tuple[str, Callable[[], Any], str
     yield "other tokens", lambda: changed(fingerprint=5), "the routes of another sample"
     yield "another length", lambda: changed(tokens=41), "the routes of another sample"
     yield "another seal", lambda: changed(seals=(5, 5)), "changed on the way"
-    yield "a half-written folder", cut_short, "the shard can't be read"
-    yield "a changed byte", flipped, "can't be read"
+    yield "a half-written folder", cut_short, "can't be read.*bytes long, and its header says"
+    yield "a changed byte", flipped, "changed on the way"
 
 
 @pytest.mark.parametrize("number", range(7))
@@ -204,6 +308,9 @@ def test_a_cut_that_does_not_fit() -> None:
         delivery.ProcessCarrier(cut=ParallelLayout(pp=2))
     with pytest.raises(ReplayError, match="layers a piece"):
         delivery.ProcessCarrier(cut=0)
+    for blocks in ([range(1, 8), range(6, 13)], [(1, 3, 2)], [(1, 1)]):
+        with pytest.raises(ReplayError, match="overlap, or have layers out of order"):
+            delivery.ProcessCarrier(cut=blocks)
     with pytest.raises(InvalidRoutes, match="these are no routes"):
         delivery.ProcessCarrier().put(torch.zeros(2, 2, 2))  # type: ignore[arg-type]
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from memory import own_memory
 from npu_replay import ReplayError, delivery
 from npu_replay.compat.ray import RayCarrier
 from npu_replay.delivery.plan import plan
@@ -152,7 +153,7 @@ def test_a_thousand_steps_leave_nothing(machine: Any, putters: list[Any]) -> Non
         got = ray.get(ranks[number // 2 % 2].fetch.remote(references))
         assert [one[0] for one in got] == [8000 + number]
         if number % 100 == 99:
-            sizes.append(ray_cluster.own_memory())
+            sizes.append(own_memory())
             stores.append(machine.resident())
     del references, got
     assert max(sizes[4:]) - sizes[3] < 4 * 2**20, sizes
