@@ -23,6 +23,8 @@ from npu_replay.parallel.rank_failures import PATIENCE, Circle, Outcome
 from npu_replay.rollout.batch_rows import from_batch
 
 Found = dict[int, delivery.Routes]
+_WORDS = 16
+_MORE = {"problem": "these routes can't be used, as others before them"}
 
 
 def checked(routes: torch.Tensor, config: Any, layers: Sequence[int]) -> Found:
@@ -57,18 +59,25 @@ def stages_of(config: Any) -> Any:
     return ParallelLayout.from_megatron(config).groups[1]
 
 
-def tell(found: Found, stages: Any) -> None:
-    """What is bad on any rank of a pipeline is bad on all. Every rank of it has to call this.
+def tell(found: Found, ranks: Any, called: str = "pipeline rank") -> None:
+    """What is bad on any of these ranks is bad on all. Every one of them has to call it.
+
+    Args:
+        found: by key.
+        ranks: a process group.
+        called: one of them, in errors.
 
     Raises:
         ReplayError: ranks are gone.
     """
-    circle = Circle(stages, PATIENCE, "not all stages told which samples are bad", "a rank that failed")
+    circle = Circle(ranks, PATIENCE, "not all ranks told which samples are bad", "a rank that failed")
     outcome = Outcome()
-    mine = {key: _said(one) for key, one in found.items() if isinstance(one, InvalidRoutes)}
-    for stage, theirs in enumerate(outcome.agree(circle, mine)):
-        for key in theirs.keys() - mine.keys():
-            found[key] = InvalidRoutes(**theirs[key]).at(f"pipeline rank {stage}")
+    bad = {key: one for key, one in found.items() if isinstance(one, InvalidRoutes)}
+    # The words of some are enough where a whole node is lost.
+    mine = {key: _said(one) if number < _WORDS else _MORE for number, (key, one) in enumerate(bad.items())}
+    for rank, theirs in enumerate(outcome.agree(circle, mine)):
+        for key in theirs.keys() - bad.keys():
+            bad[key] = found[key] = InvalidRoutes(**theirs[key]).at(f"{called} {rank}")
     if outcome.error is not None:
         raise outcome.error
 

@@ -29,7 +29,7 @@ from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
 from npu_replay.rollout.batch_rows import from_batch
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routes.checks import Array
-from npu_replay.routes.fingerprint import fingerprint
+from npu_replay.routes.fingerprint import find_other_tokens, fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,8 @@ _QUEUED = "verl.trainer.ppo.v1.agent_loop_tq"
 """verl's workers that hand samples to a queue (TransferQueue)."""
 _STEPS = 3
 """Of the job, for which a worker keeps what it has put: trainers may be so many steps behind."""
+_SAMPLES = 4096
+"""The same of a job that says no steps: so many samples of a worker."""
 _refused = itertools.count(1)
 Routes = RoutedExperts | InvalidRoutes
 """Of a sample; or why there are none."""
@@ -102,6 +104,8 @@ class Putter:
         """The routes of an agent loop's output, which has keys and a reference then; none without a step."""
         rows, output.routed_experts = output.routed_experts, None
         if rows is not None and step is not None:
+            if step < 0:  # a trainer that counts none: the weights' version
+                step = int(output.extra_fields.get("max_global_steps") or -1)
             tokens = np.asarray([*output.prompt_ids, *output.response_ids], np.int64)
             output.routed_experts, output.extra_fields[COLUMN] = self.put(rows, tokens, step)
 
@@ -133,7 +137,11 @@ class Putter:
         return rows_of(key, len(rows)).numpy(), reference
 
     def _keep(self, reference: delivery.Reference, step: int) -> None:
-        self._kept.setdefault(step, []).append(reference)
+        kept = self._kept.setdefault(step, [])
+        kept.append(reference)
+        if step < 0:
+            delivery.free(kept[:-_SAMPLES])
+            del kept[:-_SAMPLES]
         for old in [one for one in self._kept if one <= step - _STEPS]:
             delivery.free(self._kept.pop(old))
 
@@ -146,19 +154,47 @@ class Arrived:
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[int, Routes]] = {}
+        self._batches = 0
         self.carried: dict[int, Routes] = {}
         """Those of the pass that runs, whose batch had the ids itself."""
         self.layers: tuple[int, ...] = ()
 
-    def receive(self, references: Sequence[delivery.Reference | None], layers: Sequence[int]) -> None:
-        """Have the routes of these samples here; what is of an older step than all of them goes."""
+    def receive(
+        self,
+        references: Sequence[delivery.Reference | None],
+        layers: Sequence[int],
+        tokens: Mapping[int, torch.Tensor] | None = None,
+    ) -> dict[int, InvalidRoutes]:
+        """Have the routes of these samples here; what is of an older step than all of them goes.
+
+        Args:
+            references: of a batch's samples.
+            layers: this rank's.
+            tokens: by key, the token ids of those samples that have keys; others aren't read then.
+
+        Returns:
+            By key, why samples have none.
+        """
         self.has(layers)
-        given = [one for one in references if one is not None]
-        oldest = min((one.step for one in given), default=0)
-        self._held = {key: (step, one) for key, (step, one) in self._held.items() if step >= oldest}
+        known = {one.key: one for one in references if one is not None}
+        given = [one for key, one in known.items() if tokens is None or key in tokens]
         wanted = [one for one in given if one.key not in self._held]
+        # Without a step, each batch of other samples alone is taken for one.
+        self._batches += len(wanted) == len(given) > 0
+        steps = {one.key: self._batches if one.step < 0 else one.step for one in given}
+        oldest = min((one.step if one.step >= 0 else self._batches - _STEPS + 1 for one in given), default=0)
+        held = {key: (steps.get(key, step), one) for key, (step, one) in self._held.items()}
+        self._held = {key: one for key, one in held.items() if one[0] >= oldest}
         for one, routes in zip(wanted, fetch_each(wanted, self.layers, PATIENCE), strict=True):
-            self._held[one.key] = one.step, routes
+            other = None if tokens is None else _other_tokens(one, tokens[one.key])
+            self._held[one.key] = steps[one.key], other or routes
+        found = {key: self._held[key][1] for key in steps}
+        return {key: one for key, one in found.items() if isinstance(one, InvalidRoutes)}
+
+    def refuse(self, bad: Mapping[int, Routes]) -> None:
+        """Samples that another rank can't read aren't replayed here either."""
+        for key in bad.keys() & self._held.keys():
+            self._held[key] = self._held[key][0], bad[key]
 
     def has(self, layers: Sequence[int]) -> None:
         """These are this rank's layers; what is of others goes."""
@@ -203,6 +239,13 @@ class Arrived:
 arrived = Arrived()
 
 
+def _other_tokens(reference: delivery.Reference, tokens: torch.Tensor) -> InvalidRoutes | None:
+    """Why these routes aren't those of a sample with these token ids."""
+    mark = fingerprint(tokens)
+    found = find_other_tokens(reference.tokens, reference.fingerprint, len(tokens), mark)
+    return None if found is None else found.error(InvalidRoutes, repr(reference))
+
+
 def references_in(data: Any) -> list[Any] | None:
     """The column of references of an engine's batch; None where it has none."""
     column = _listed(data.get(COLUMN, None))
@@ -222,12 +265,13 @@ def rows_of(key: int, tokens: int) -> torch.Tensor:
     return torch.tensor(words, dtype=torch.int16).repeat(tokens, 1, 1)
 
 
-def keys_in(routes: Any) -> list[int]:
-    """The keys that a batch has in the place of routes, [batch, tokens, 1, 5]; none where it has routes."""
+def keys_in(routes: Any) -> list[int | None]:
+    """The key of each sample that a batch has in the place of routes, [batch, tokens, 1, 5], or None for
+    padding; none where it has routes."""
     if routes is None or not are_keys(routes):
         return []
     firsts = [rows[rows[:, 0, 0] == _MARK][:1, 0] for rows in routes.detach().to("cpu", torch.int16).unbind()]
-    return [_key(words[0]) for words in firsts if len(words)]
+    return [_key(words[0]) if len(words) else None for words in firsts]
 
 
 def _key(words: torch.Tensor) -> int:
@@ -270,10 +314,6 @@ def routes_of(rows: torch.Tensor, keep: torch.Tensor | None, model: RoutedModel)
         "a batch that was put together token by token",
     )
     found = arrived.of(_key(keys[0]))
-    here = torch.arange(len(words))
-    here[~marked | (here >= len(found))] = -1
-    if keep is not None:
-        here[~keep.detach().cpu().bool()] = -1
     InvalidRoutes.unless(
         len(found) in (len(words), len(words) - 1),
         "the routes have another number of tokens than the sample",
@@ -281,4 +321,7 @@ def routes_of(rows: torch.Tensor, keep: torch.Tensor | None, model: RoutedModel)
         len(found),
         "a response that was cut after the rollout",
     )
-    return found.take(here)
+    here = marked if keep is None else marked & keep.detach().cpu().bool()
+    return found._derived(
+        found.ids, found.recorded & here[: len(found)]
+    )  # rows are copied once, in their places

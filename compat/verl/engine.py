@@ -25,7 +25,7 @@ from torch import nn
 from npu_replay.compat.patching.patches import when_undone
 from npu_replay.compat.verl import carried, delivery
 from npu_replay.compat.verl.actions import problem_of, switch
-from npu_replay.compat.verl.files import ROUTES, Files
+from npu_replay.compat.verl.files import ROUTES, TOKENS, Files
 from npu_replay.compat.verl.metrics import COUNTED, add_metrics, announce, compares, figures, summary
 from npu_replay.compat.verl.recorded import SWITCH, Keeper, carrier, recorded
 from npu_replay.compat.verl.settings import setting
@@ -52,6 +52,8 @@ class _Engine:
     announced: bool = False
     met: bool = False
     """Have its ranks met before a first pass?"""
+    microseconds: int = 0
+    """Spent in passes without a backward, whose figures verl has no place for, since the last one with."""
 
 
 _engines: WeakKeyDictionary[Any, _Engine] = WeakKeyDictionary()
@@ -195,6 +197,10 @@ class Pass:
     carried: carried.Found = field(default_factory=dict)
     """What the batch brought of this rank's layers."""
     _stages: Any = None
+    _lost: dict[int, delivery.Routes] = field(default_factory=dict)
+    """By key, why samples of references have none on this rank, then on any."""
+    _answered: set[int] = field(default_factory=set)
+    """The keys of those that verl hasn't rejected."""
     _stays: bool = False
     """Do R2's routes stay in the ranks that record them? Then:"""
     _replica: int = 0
@@ -243,13 +249,21 @@ class Pass:
         references, routes = delivery.references_in(data), data.get(ROUTES, None)
         if references is not None:
             self._no_files()
-            delivery.arrived.receive(references, layers)
+            self._fetch(references, data, layers)
         elif routes is not None and routes.is_nested and not delivery.are_keys(routes):
             delivery.arrived.has(layers)
             self.carried = carried.checked(routes, config, layers)
             self._stages = carried.stages_of(config)
         spent = int((time.perf_counter() - started) * 1e6)
         self.count(microseconds=spent, bytes=delivery.arrived.nbytes)
+
+    def _fetch(self, references: list[Any], data: Any, layers: list[int]) -> None:
+        keys, tokens = delivery.keys_in(data.get(ROUTES, None)), data[TOKENS].unbind()
+        of_key = {key: ids for key, ids in zip(keys, tokens, strict=False) if key}
+        self._lost.update(delivery.arrived.receive(references, layers, of_key))
+        masks = data.get("response_mask", None)
+        answered = [True] * len(keys) if masks is None else [bool(one.any()) for one in masks.unbind()]
+        self._answered = {key for key, one in zip(keys, answered, strict=False) if key and one}
 
     def _layers(self) -> list[int]:
         """The decoder layers that this rank's routers are in."""
@@ -283,7 +297,7 @@ class Pass:
         layers = self._layers()
         delivery.arrived.has(layers)
         self._replica, self._replicas = engine.get_data_parallel_rank(), engine.get_data_parallel_group()
-        self._wanted = delivery.keys_in(data.get(ROUTES, None)) if layers else []
+        self._wanted = [one for one in delivery.keys_in(data.get(ROUTES, None)) if one] if layers else []
         self._stays = True
         self.count(bytes=recorded.nbytes)
 
@@ -308,6 +322,7 @@ class Pass:
         lacking = [] if records else recorded.lacking(self._wanted)
         bad = sum(isinstance(one, InvalidRoutes) for one in self.carried.values())
         told = {"ranks": 1, "ceilings": self._ceiling, "squares": self._ceiling**2, "bad": bad}
+        told["lost"] = len(self._lost)
         told |= {"stay": self._stays, "lacking": len(lacking), "salt": secrets.randbits(40)}
         sums = agreed(error, told)
         if (unlike := self._unlike(sums)) is not None:
@@ -320,6 +335,16 @@ class Pass:
             agreed(problem_of("exchange routes", recorded.fetch, lacking, self._replicas), {})
         if sums["bad"] and self._stages is not None:
             agreed(problem_of("tell which samples are bad", carried.tell, self.carried, self._stages), {})
+        if sums["lost"]:
+            agreed(problem_of("tell which samples are lost", self._tell_lost), {})
+            due: list[Any] = [one for key, one in self._lost.items() if key in self._answered]
+            agreed(due[0] if due and not self.tolerant else None, {})
+
+    def _tell_lost(self) -> None:
+        """What one rank can't read no rank replays: those of a replica may be on several nodes."""
+        if dist.is_initialized():
+            carried.tell(self._lost, dist.group.WORLD, "rank")
+        delivery.arrived.refuse(self._lost)
 
     def _unlike(self, sums: dict[str, int]) -> ReplayError | None:
         """A setting that isn't the same on all ranks: each reads its own environment, and by these sums all
@@ -354,6 +379,11 @@ class Pass:
             return
         if session is not None:
             self.count(**session.counts())
+        if self.trains:
+            self.count(microseconds=self.engine.microseconds)
+            self.engine.microseconds = 0
+        else:
+            self.engine.microseconds += self._counted["microseconds"]
         sums = agreed(error, {name: self._counted[name] for name in COUNTED} | {"ranks": 1})
         bad, samples = sums["bad_samples"], sums["samples"]
         problem = above_ceiling(bad, samples, self._ceiling / 1e6, setting=_CEILING, where="all ranks")

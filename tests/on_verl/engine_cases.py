@@ -25,7 +25,7 @@ from distributed.parallel_model import EXPERTS
 from npu_replay import RoutedExperts
 from npu_replay.compat.verl import delivery, engine, recorded
 from npu_replay.compat.verl.actions import switch
-from npu_replay.errors import ReplayError
+from npu_replay.errors import InvalidRoutes, ReplayError
 from npu_replay.parallel import exchange
 from on_verl import engine_job as job
 from on_verl.engine_job import LENGTHS, Actor, LegacyActor, Split, Tiny, prepare
@@ -290,6 +290,70 @@ def _r3_by_reference(settings: dict[str, Any]) -> None:
     tiny = begin(mode="R3", **settings)
     with job.delivered(tiny) as by_reference:
         _r3(Actor, settings, by_reference)
+
+
+@contextlib.contextmanager
+def lost_on_rank_1() -> Iterator[None]:
+    """The first sample that it fetches can't be read there; the other rank has all of its own."""
+    fetch, gone = (
+        delivery.fetch_each,
+        InvalidRoutes("the routes can't be read", expected="a piece", got="none"),
+    )
+
+    def without_first(references: Any, *how: Any) -> Any:
+        return [gone, *fetch(references, *how)[1:]] if references else []
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(delivery, "fetch_each", without_first)
+        yield
+
+
+@case("R3 by reference: a sample that one rank can't read")
+def _lost() -> None:
+    """At first an error on all ranks before the forward; then a bad sample on all, and counted, whichever
+    stage or part of the sequence lost it."""
+    for split in (Split(pp=2), Split(cp=2)):
+        tiny = begin(mode="R3", split=split)
+        actor, routes, ran = Actor(tiny), job.rollout_routes(tiny), list[Any]()
+        actor.chunks[0].register_forward_pre_hook(lambda chunk, given, ran=ran: ran.append(chunk))
+        with job.delivered(tiny) as by_reference:
+            with lost_on_rank_1():
+                update = partial(actor.update, by_reference(r3_batch(tiny, routes)))
+                leave(update, "the routes can't be read", first=0)
+            assert not ran
+            actor.update(by_reference(r3_batch(tiny, routes)))
+            with lost_on_rank_1(), npu_replay.observe(actor.chunks) as seen:
+                metrics = actor.update(by_reference(r3_batch(tiny, routes)))
+            check_native(seen.shown, routes, tiny, metrics)
+            other = by_reference(r3_batch(tiny, routes))
+            tokens = other.batch["input_ids"]
+            tokens[0] = (tokens[0] % (job.VOCAB - 1) + 1) * other.batch["attention_mask"][0]
+            with npu_replay.observe(actor.chunks) as seen:
+                metrics = actor.update(other)
+            check_native(seen.shown, routes, tiny, metrics)
+
+
+def check_native(shown: Any, routes: Any, tiny: Tiny, metrics: dict[str, Any]) -> None:
+    """The first sample took the routers' own choice on this rank, and is counted."""
+    assert set(metrics["npu_replay/bad_samples"]) == {1.0}
+    check_rows(shown, [torch.zeros_like(routes[0]), *routes[1:]], tiny)
+    with pytest.raises(AssertionError):
+        check_rows(shown, routes, tiny)
+
+
+@case("R3 by reference: the time of a fetch")
+def _slow() -> None:
+    """It falls into the old log-probs, and is told with the update that follows, once."""
+    tiny = begin(mode="R3")
+    actor, routes = Actor(tiny), job.rollout_routes(tiny)
+    with job.delivered(tiny) as by_reference, pytest.MonkeyPatch.context() as patch:
+        data, fetch = by_reference(r3_batch(tiny, routes)), delivery.fetch_each
+        slow = lambda given, *how: time.sleep(1.5 * bool(given)) or fetch(given, *how)  # noqa: E731
+        patch.setattr(delivery, "fetch_each", slow)
+        actor.log_probs(data)
+        assert actor.update(data)["npu_replay/seconds"][0] > 1.5
+        assert actor.update(data)["npu_replay/seconds"][0] < 1.5
 
 
 def _r2_by_reference(settings: dict[str, Any]) -> None:

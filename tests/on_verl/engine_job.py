@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ from distributed.parallel_model import EXPERTS, TOPK, Split, share
 from npu_replay import RoutedModel
 from npu_replay.compat.megatron import parallel_state as megatron_layout
 from npu_replay.compat.verl import delivery
-from npu_replay.delivery import FolderCarrier
+from npu_replay.delivery import FolderCarrier, references
 from npu_replay.demo import megatron_model
 
 RELEASE: str = verl.__version__
@@ -549,37 +550,45 @@ def batch(
     return DataProto.from_single_dict(tensors, meta_info={"temperature": 1.0})
 
 
+_puts = itertools.count(1)
+
+
 @contextmanager
 def delivered(tiny: Any) -> Iterator[Callable[[DataProto], DataProto]]:
-    """Makes of a batch what verl's trainer has where a rollout put its routes away; each is read once."""
+    """Makes of a batch what verl's trainer has where a rollout put its routes away; each is read once.
+
+    Ranks with the same samples have the same references, as if one worker had put them.
+    """
     layers = [layer for layer, moe in enumerate(tiny.moe) if moe]
     model = RoutedModel(layers=tuple(layers), num_layers=len(tiny.moe), num_experts=EXPERTS, topk=TOPK)
     asked: list[int] = []
     read = delivery.fetch_each
 
-    def counted(references: Any, *how: Any) -> Any:
-        asked.append(len(references))
-        return read(references, *how)
+    def counted(given: Any, *how: Any) -> Any:
+        asked.append(len(given))
+        return read(given, *how)
 
     def by_reference(data: DataProto) -> DataProto:
         whole, kept = data.batch.pop("routed_experts"), data.batch["attention_mask"].bool()
-        keys, references = torch.zeros(*whole.shape[:2], 1, 5, dtype=torch.int16), []
+        words, put = torch.zeros(*whole.shape[:2], 1, 5, dtype=torch.int16), []
         for number, mask in enumerate(kept):
             rows, tokens = whole[number][mask].numpy(), data.batch["input_ids"][number][mask].numpy()
             found, reference = putter.put(rows, tokens, 0)
-            keys[number, mask] = torch.from_numpy(found)
-            references.append(reference)
-        data.batch["routed_experts"] = keys
-        data.non_tensor_batch[delivery.COLUMN] = np.array([*references, None], dtype=object)[:-1]
+            words[number, mask] = torch.from_numpy(found)
+            put.append(reference)
+        data.batch["routed_experts"] = words
+        data.non_tensor_batch[delivery.COLUMN] = np.array([*put, None], dtype=object)[:-1]
         return data
 
     with TemporaryDirectory() as folder:
         putter = delivery.Putter(FolderCarrier(folder, cut=2), model, keeps=False)
-        delivery.fetch_each = counted
+        delivery.fetch_each, random = counted, references.secrets
+        first = mine(tiny.split)[0]
+        references.secrets = SimpleNamespace(randbits=lambda bits: next(_puts) * len(LENGTHS) + first)
         try:
             yield by_reference
         finally:
-            delivery.fetch_each = read
+            delivery.fetch_each, references.secrets = read, random
         assert sum(asked) == len(list(Path(folder).glob("*.safetensors"))) > 0
 
 

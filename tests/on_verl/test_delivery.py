@@ -276,6 +276,67 @@ def test_routes_are_read_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model.layers == LAYERS
 
 
+def test_routes_of_other_tokens_are_refused() -> None:
+    data, _ = batch_of()
+    references = list(data.non_tensor_batch[delivery.COLUMN])
+    mask = data.batch["attention_mask"].bool()
+    rows = zip(references, data.batch["input_ids"], mask, strict=True)
+    tokens = {one.key: ids[kept] for one, ids, kept in rows}
+    del tokens[references[2].key]  # padding, which has no key
+    tokens[references[1].key] = tokens[references[1].key] + 1
+    bad = delivery.arrived.receive(references, LAYERS, tokens)
+    assert list(bad) == [references[1].key]
+    with pytest.raises(InvalidRoutes, match="belong to other tokens"):
+        delivery.arrived.of(references[1].key)
+    with pytest.raises(InvalidRoutes, match="aren't here"):
+        delivery.arrived.of(references[2].key)
+
+
+def test_routes_lie_once_in_memory_however_many_passes_take_them() -> None:
+    data, model = batch_of()
+    check(data, model)
+    mask = data.batch["attention_mask"].bool()
+    batch = MicroBatch(data.batch["routed_experts"], mask, model)
+    keep = torch.nested.as_nested_tensor(
+        [torch.arange(int(size)) < 3 for size in mask.sum(dim=1)], layout=torch.jagged
+    )
+    held = [delivery.arrived.of(one.key) for one in data.non_tensor_batch[delivery.COLUMN]]
+    for number, routes in batch.routes(mask=keep, zeros_are_none=True)[0].items():
+        assert routes.ids.data_ptr() == held[number].ids.data_ptr()
+        assert routes.recorded.tolist() == [True] * 3 + [False] * (len(routes) - 3)
+
+
+def test_without_steps_of_the_job_nothing_grows_without_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "_SAMPLES", 5)
+    made = worker(*(Turn(SAMPLED[: 3 + n], change=deep) for n in range(COUNT)))
+    putter, tokens, batches = delivery.Putter.of(made, model_of(made)), np.arange(8), list[Any]()
+    assert putter is not None
+    routes = np.concatenate([deep(tokens[:-1]), deep(tokens[:1]) * 0])
+    for number in range(8):
+        batches.append([putter.put(routes, tokens + number, -1)[1]])
+        for part in (batches[-1], batches[-1], [], batches[max(0, number - 1)]):
+            delivery.arrived.receive(part, LAYERS)
+        assert len(delivery.arrived._held) == min(number + 1, 4)
+    assert len(list(folder.glob("*.safetensors"))) == 5
+
+
+def test_the_weights_version_stands_for_a_step_where_the_trainer_says_none(folder: Path) -> None:
+    made = worker(Turn(SAMPLED[:4], change=deep))
+    putter = delivery.Putter.of(made, model_of(made))
+    assert putter is not None
+    for version, told, step in ((7, -1, 7), (7, 2, 2), (None, -1, -1)):
+        output = SimpleNamespace(
+            prompt_ids=[1],
+            response_ids=[2, 3],
+            routed_experts=deep(np.empty(3)),
+            extra_fields={"max_global_steps": version},
+        )
+        putter.put_away(output, told)
+        assert output.extra_fields[delivery.COLUMN].step == step
+
+
 def test_a_folder_keeps_what_may_still_be_trained_on(folder: Path) -> None:
     made = worker(*(Turn(SAMPLED[: 3 + n], change=deep) for n in range(COUNT)))
     putter = delivery.Putter.of(made, model_of(made))

@@ -36,6 +36,7 @@ ALIKE = (
     *("R2 by reference: a sample of padding", "R2 by reference: a batch that has routes already"),
     *("R2 by reference: one rank fails", "a last row that verl leaves out"),
     *("R2 by reference: samples that another replica trains on", "R2 by reference, on one rank alone"),
+    *("R3 by reference: a sample that one rank can't read", "R3 by reference: the time of a fetch"),
     *("R3 by reference: dp2", f"R3 by reference: {DENSE}", "R3 by reference: cp2"),
     "two mini-batches and two epochs",
     "a second engine",
