@@ -18,6 +18,8 @@ from npu_replay.routes.routed_experts import narrow_array_dtype
 
 DISPATCHES = 3
 """Calls of verl's that carry the batch to the ranks: old log-probs, reference, update."""
+KEYS = 10
+"""Bytes a token of verl's batches under NPU_REPLAY_DELIVERY, in two dispatches: the reference has none."""
 _INT16 = 2
 
 
@@ -80,6 +82,7 @@ class Plan:
         today: as verl does by itself: int16, padded, all layers, to every rank, in each dispatch.
         whole: one object a sample with all its layers, fetched once.
         once: a piece of each sample for each pipeline rank, fetched once.
+        keys: what verl's batches carry beside it under NPU_REPLAY_DELIVERY; a loop of one's own has none.
     """
 
     ranks: int
@@ -89,6 +92,7 @@ class Plan:
     today: Load
     whole: Load
     once: Load
+    keys: Load
 
     @property
     def loads(self) -> tuple[Load, ...]:
@@ -143,21 +147,23 @@ def plan(
     homes = grid.nodes if rollout_nodes is None else whole_number(rollout_nodes, "rollout_nodes", least=1)
     every = np.ones((parallel.pp, 1), np.int64)
 
-    batch = samples * longest * parallel._known_decoder().count * topk * _INT16
-    chunks = every * batch
-    arrives = grid.shares(batch)
-    today = Load(
-        way="verl by itself",
-        reads=DISPATCHES * np.ones_like(chunks),
-        read=DISPATCHES * chunks,
-        own=chunks,
-        node_read=DISPATCHES * arrives,
-        node_held=arrives + grid.own(chunks),
-        senders=1,
-        put_held=2 * int(batch.sum()),  # the driver's batch, and the objects that it makes of it
-        collected=int(batch.sum()),
-        apart=apart,
-    )
+    def dispatched(way: str, a_token: int, calls: int) -> Load:
+        """Padded batches that the driver sends to every rank."""
+        batch = samples * longest * a_token
+        chunks = every * batch
+        arrives = grid.shares(batch)
+        return Load(
+            way=way,
+            reads=calls * np.ones_like(chunks),
+            read=calls * chunks,
+            own=chunks,
+            node_read=calls * arrives,
+            node_held=arrives + grid.own(chunks),
+            senders=1,
+            put_held=2 * int(batch.sum()),  # the driver's batch, and the objects that it makes of it
+            collected=int(batch.sum()),
+            apart=apart,
+        )
 
     def shared(way: str, reads: Array, read: Array, arrives: Array, held: Array) -> Load:
         """Objects of the store's, of which each node has one copy and no rank one of its own."""
@@ -173,9 +179,10 @@ def plan(
         nodes=grid.nodes,
         tokens=int(sizes.sum()),
         unique=int(sizes.sum() * moe.sum()) * topk * size,
-        today=today,
+        today=dispatched("verl by itself", parallel._known_decoder().count * topk * _INT16, DISPATCHES),
         whole=shared("whole objects", every * samples, every * objects, grid.shares(objects), objects),
         once=shared("each id once", counts, pieces, grid.cells(pieces), pieces),
+        keys=dispatched("keys", KEYS, DISPATCHES - 1),
     )
 
 
