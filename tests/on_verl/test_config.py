@@ -350,15 +350,47 @@ def test_rows_of_another_step_are_refused_with_the_key_that_verl_hands_on(
     workers.check(None, key="R2")
 
 
-@pytest.mark.parametrize(("version", "gives"), [("0.23.0", False), ("0.29.0rc1", True)])
+CAPTURES = {"NPU_REPLAY_VLLM_ASCEND": "1"}
+
+
+@pytest.mark.parametrize(
+    ("version", "environment", "says"),
+    [
+        ("0.23.0", {}, "got quantization='ascend'"),
+        ("0.29.0rc1", {}, ""),
+        ("0.23.0", CAPTURES, ""),
+        ("0.23.0", CAPTURES | {"VLLM_PLUGINS": "ascend"}, "VLLM_PLUGINS=ascend leaves npu_replay out"),
+        ("0.23.0", CAPTURES | {"NPU_REPLAY_DISABLE": "1"}, "got quantization='ascend'"),
+    ],
+)
 def test_a_quantized_rollout_on_ascend_is_refused_where_it_gives_zeros(
-    workers: Workers, engines: list[probe.Product], version: str, gives: bool
+    workers: Workers,
+    engines: list[probe.Product],
+    monkeypatch: pytest.MonkeyPatch,
+    version: str,
+    environment: dict[str, str],
+    says: str,
 ) -> None:
     """vllm-ascend before 0.27 captures unquantized experts alone, and says nothing of the others."""
     engines.append(probe.Product("vllm-ascend", True, version, "/somewhere"))
-    words = rf"vllm-ascend {version} gives no routes.*got quantization='ascend'"
+    engines.append(probe.Product("vllm", True, version.removesuffix("rc1"), "/somewhere"))
+    for name in (*CAPTURES, "VLLM_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     given = {"key": "R3", "flag": True, f"{ROLLOUT}.quantization": "ascend"}
-    workers.check(None if gives else words, **given)
+    workers.check(rf"vllm-ascend {version} gives no routes.*{says}" if says else None, **given)
+
+
+def test_a_capture_on_two_releases_that_are_no_pair_is_refused(
+    workers: Workers, engines: list[probe.Product], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NPU_REPLAY_VLLM_ASCEND", "1")
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    for name, version in (("vllm-ascend", "0.23.0"), ("vllm", "0.24.0")):
+        engines.append(probe.Product(name, True, version, "/somewhere"))
+    words = r"vllm-ascend 0\.23\.0 gives no routes.*Expected the vLLM that it is made for, got 0\.24\.0"
+    workers.check(words, key="R3", flag=True)
 
 
 def test_strict_0_logs_every_problem_once_and_undoes_all_changes(
