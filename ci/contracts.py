@@ -2,6 +2,7 @@
 
     python ci/contracts.py                      # the releases that CI checks
     python ci/contracts.py vllm==0.34.0         # a new release is held to what the newest had to keep
+    python ci/contracts.py vllm-ascend==0.23.0 --source FOLDER    # a branch's source, held to that release's
     python ci/contracts.py --all                # every release that pip finds, from the first that is known
     python ci/contracts.py --all megatron-core  # ... of one product
     python ci/contracts.py --all --write        # ... and rewrite the tables in docs/dev/contracts.md
@@ -12,6 +13,7 @@ What is leaned on stands in ci/contracts.toml. A contract that is broken is one 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
 import zipfile
@@ -217,16 +219,20 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("release", nargs="*", help="such as vllm==0.34.0, or vllm; none: all that CI checks")
     parser.add_argument("--all", action="store_true", help="every release that pip finds")
+    parser.add_argument("--source", type=Path, help="its source lies there: a clone, or what was unpacked")
     parser.add_argument("--write", action="store_true", help="with --all: rewrite docs/dev/contracts.md")
     options = parser.parse_args(arguments)
     if options.write and (not options.all or any("==" in name for name in options.release)):
         parser.error("--write needs --all: the tables show every release")
+    if options.source and not (len(options.release) == 1 and "==" in options.release[0]):
+        parser.error("--source is held to the contracts of one release: PACKAGE==VERSION")
     known = products((HERE / "contracts.toml").read_text(encoding="utf-8"))
     outcomes: dict[str, dict[Version, dict[str, str]]] = {package: {} for package in known}
     wrong = 0
     with Index() as index:
         for product, version in _asked(options.release, options.all, known, index):
-            with index.open(product.package, version) as root:
+            source = contextlib.nullcontext(options.source)
+            with source if options.source else index.open(product.package, version) as root:
                 outcome, lines = product.check(version, Release(root))
             outcomes[product.package][version] = outcome
             wrong += len(lines)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -283,6 +285,20 @@ def test_candidates_and_nightly_builds_can_be_left_out(contracts: ModuleType) ->
 def test_a_product_that_is_not_known(contracts: ModuleType) -> None:
     with pytest.raises(SystemExit, match="motor==1: give PACKAGE or PACKAGE==VERSION, of engine"):
         list(contracts._asked(["motor==1"], False, contracts.products(CONTRACTS), None))
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ("vllm-ascend==0.23.0", "vllm_ascend/ops/fused_moe/experts_selector.py: no such file"),
+        ("vllm", "one release"),
+    ],
+)
+def test_a_folder_is_held_to_one_releases_contracts(tmp_path: Path, asked: str, says: str) -> None:
+    command = [sys.executable, str(CI / "contracts.py"), asked, "--source", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode
+    assert says in done.stdout + done.stderr
 
 
 def test_the_page_in_docs_is_of_these_contracts(contracts: ModuleType) -> None:
