@@ -100,6 +100,45 @@ def test_a_part_that_fails_or_hangs_takes_no_other_along(device: ModuleType, tmp
     assert found[4].found == {"a": 1}
 
 
+@pytest.mark.parametrize(
+    ("ascend", "mode", "line", "result"),
+    [
+        (
+            "0.23.0",
+            "eager",
+            "[npu_replay] routes of 48 layers are captured on vllm-ascend 0.23.0. Checked",
+            "PASS",
+        ),
+        ("0.23.0", "eager", "", "FAIL"),
+        ("0.23.0", "off", "", "PASS"),
+        ("", "eager", "", "PASS"),
+    ],
+)
+def test_a_rollout_on_ascend_that_nobody_captured_is_no_pass(
+    device: ModuleType, tmp_path: Path, ascend: str, mode: str, line: str, result: str
+) -> None:
+    wrote = json.dumps({"vllm_ascend": ascend, "mode": mode})
+    code = f"print('(Worker pid=1) ' + {line!r}); open(r'{{out}}', 'w').write({wrote!r})"
+    part = device.Part("rollout m eager", (), 60, ("-c", code))
+    found = device.Bench(dict(os.environ), tmp_path, tmp_path).run(part)
+    assert found.result == result
+    assert found.found.get("captured", line) == line
+
+
+@no_accelerator
+def test_a_report_of_rollouts_is_one_that_can_be_sent(tmp_path: Path) -> None:
+    model, out = tmp_path / "a-model", tmp_path / "device.json"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    done = script("--device", "cpu", "--rollout", str(model), "--out", str(out))
+    found = json.loads(out.read_text())
+    assert load("verified").problems(found) == []
+    assert [part["part"] for part in found["parts"]] == [
+        f"rollout a-model {one}" for one in ("eager", "graph", "off")
+    ]
+    assert done.returncode, "without vLLM nothing was tried"
+
+
 def test_tests_that_were_all_skipped_are_no_pass(device: ModuleType, tmp_path: Path) -> None:
     file = tmp_path / "test_none.py"
     file.write_text("import pytest\n\n@pytest.mark.skip(reason='no such thing')\ndef test_it(): ...\n")
