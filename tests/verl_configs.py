@@ -36,8 +36,9 @@ def composed(name: str = "ppo_megatron_trainer") -> DictConfig:
 def job(lines: dict[str, Any] | None = None, *, trainer: str = "ppo_megatron_trainer") -> DictConfig:
     """The same with a rollout engine, packed sequences and `lines`."""
     config = composed(trainer).copy()
+    unpadded = {name: on for name, on in UNPADDED.items() if "megatron" in trainer or "megatron" not in name}
     with open_dict(config):
-        for name, value in {"actor_rollout_ref.rollout.name": "vllm", **UNPADDED, **(lines or {})}.items():
+        for name, value in {"actor_rollout_ref.rollout.name": "vllm", **unpadded, **(lines or {})}.items():
             OmegaConf.update(config, name, value, force_add=True)
     return config
 

@@ -1,6 +1,7 @@
 """verl's own FSDP engine and workers: FSDP2 over gloo, one process and two. fsdp_cases.py says what runs.
 
-Not run, for want of what they take: FSDP1 (an accelerator), activation offload (pinned memory), flash-attn,
+Not run, for want of what they take: FSDP1 (torch syncs a model's states between devices alone, and verl asks
+for it; FSDP1 by itself: tests/distributed/test_fsdp2.py), activation offload (pinned memory), flash-attn,
 whose sequence-parallel attention the ids don't depend on.
 """
 

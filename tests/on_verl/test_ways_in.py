@@ -16,7 +16,7 @@ import pytest
 import verl
 
 import jobs
-from verl_configs import HAS_LEGACY, NEW, OLD, engine_workers_replay
+from verl_configs import FSDP, HAS_LEGACY, NEW, OLD, engine_workers_replay
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -63,12 +63,23 @@ WAYS = {
     "plug-in": Way("job", {"env": {"VERL_USE_EXTERNAL_PLUGINS": "auto"}}, True, True),
     "external_lib, legacy": Way("job", {"external_lib": "legacy", "lines": {**R3, OLD: "R3"}}, False, True),
     "external_lib, engine": Way("job", {"external_lib": "engine", "lines": {**R3, NEW: "R3"}}, False, True),
+    "external_lib, fsdp2": Way(
+        "job",
+        {
+            "external_lib": "engine",
+            "trainer": "ppo_trainer",
+            "lines": {**R3, FSDP: "R3", "actor_rollout_ref.actor.strategy": "fsdp2"},
+        },
+        False,
+        True,
+    ),
     "modules by the job, off by the raylet": Way("off", {}, True, False),
 }
 HERE_ARE = {
     "plug-in": "verl.plugins" in (Path(verl.__path__[0]) / "__init__.py").read_text(encoding="utf-8"),
     "external_lib, legacy": HAS_LEGACY,
     "external_lib, engine": engine_workers_replay(),
+    "external_lib, fsdp2": engine_workers_replay(),
 }
 """Ways that not every release has. The others are Ray's and verl's import, the same in all."""
 

@@ -7,6 +7,7 @@ and `jobs`, a list of
     env             variables of these workers alone
     external_lib    run verl's own init_model with actor_rollout_ref.model.external_lib=npu_replay
     lines           lines of that job's config
+    trainer         whose config that is, by its name; if not said Megatron's
     uninstall       then undo npu_replay's changes in every worker
 """
 
@@ -62,7 +63,8 @@ def run(task: dict[str, Any], pool: Any, model: str) -> tuple[list[Any], list[An
         from verl_configs import job
 
         lines = {"actor_rollout_ref.model.path": model, **task["lines"]}
-        task["config"] = job(lines).actor_rollout_ref
+        name = task.get("trainer", "ppo_megatron_trainer")
+        task["config"] = job(lines, trainer=name).actor_rollout_ref
     workers, after = group.execute_all_sync("found", task), []
     if task.get("uninstall"):
         import npu_replay
