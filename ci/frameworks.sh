@@ -25,7 +25,7 @@ if [[ $framework == roll || $framework == slime ]]; then
         fetch_megatron "$megatron"
         megatron=$work/megatron/$megatron
     fi
-    export OMP_NUM_THREADS=1 PYTHONPATH=$folder:$(cd "$megatron" && pwd)${PYTHONPATH:+:$PYTHONPATH}
+    export OMP_NUM_THREADS=1 NPU_REPLAY_NEEDED=1 PYTHONPATH=$folder:$(cd "$megatron" && pwd)${PYTHONPATH:+:$PYTHONPATH}
     python -m pytest -rs "tests/on_$framework"
     if [[ $framework == roll ]]; then
         fetch transformers 4.57.6 # whose block ROLL changes

@@ -65,3 +65,39 @@ def test_the_demo_can_be_run_again(clone: Path) -> None:
     given = script(clone, "demo.sh", "--steps", "1", "--out", str(clone / "out" / "demo"))
     assert given.returncode == 2
     assert "not overwritten" in given.stderr
+
+
+@pytest.mark.parametrize(("needed", "code", "told"), [("", 5, "1 skipped"), ("1", 2, "1 error")])
+def test_a_product_that_is_missing_fails_in_the_script_that_is_there_for_it(
+    needed: str, code: int, told: str
+) -> None:
+    """ROLL stands for all: no registry has it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/on_roll"],
+        cwd=REPOSITORY,
+        env=os.environ | {"NPU_REPLAY_NEEDED": needed, "PYTHONPATH": ""},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert told in done.stdout
+    assert "not importable: roll.distributed" in done.stdout
+    assert "NPU_REPLAY_NEEDED=1" in (REPOSITORY / "ci" / "live.sh").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "live"),
+    [(["--engine", "vllm"], True), (["--engine=vllm"], True), (["--steps", "1"], False)],
+)
+def test_the_demo_with_vllm_has_the_environment_with_vllm(
+    clone: Path, arguments: list[str], live: bool
+) -> None:
+    with (clone / "ci" / "environment.sh").open("a") as out:
+        out.write(
+            'live_environment() { echo "the live environment"; }\nwith_megatron() { echo "$2" "${@:3}"; }\n'
+        )
+    done = script(clone, "demo.sh", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ("the live environment" in done.stdout) == live
+    assert f"npu-replay demo {' '.join(arguments)} --out" in done.stdout

@@ -20,17 +20,10 @@ import pytest
 import torch
 
 import jobs
-import needed
 from tiny_qwen import TOPK
 from verl_live import job, tiny
 
-ABSENT = needed.missing("vllm", "ray", "mbridge", "transfer_queue", "verl.trainer")
-pytestmark = [
-    pytest.mark.verl,
-    pytest.mark.slow,
-    pytest.mark.timeout(560),
-    pytest.mark.skipif(bool(ABSENT), reason=f"not importable: {', '.join(ABSENT)} (ci/live.sh has all)"),
-]
+pytestmark = [pytest.mark.verl, pytest.mark.slow, pytest.mark.timeout(560)]
 
 Tensors = dict[str, torch.Tensor]
 
