@@ -1,7 +1,8 @@
-"""The GRPO example: an engine that is killed ends the run in words, and the same command goes on."""
+"""The GRPO example, live: what a step shows; an engine that is killed, and the same command goes on."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -15,16 +16,29 @@ ROOT = Path(__file__).parents[2]
 LIMIT = 400
 
 
-def start(out: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "examples/grpo/run.py", "--trainer", "fsdp", "--arms", "R3", "--steps", "3"]
-    command += ["--teach", "5", "--road", "wire", "--out", str(out)]
+def start(out: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "examples/grpo/run.py", "--teach", "5", "--out", str(out), *arguments]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.megatron
+@pytest.mark.timeout(2 * LIMIT)
+def test_a_step_on_megatron_shows_what_it_has_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "ci"))
+    run = start(tmp_path, "--steps", "1", "--arms", "R2", "TIS+R3")
+    told, _ = run.communicate(timeout=LIMIT)
+    assert run.returncode == 0, told
+    result = json.loads((tmp_path / "grpo.json").read_text())
+    assert importlib.import_module("check_grpo").check(result) == []
+    for one in result["runs"]:
+        assert [row["replay_mismatch"] for row in one["rows"]] == [0]
 
 
 @pytest.mark.timeout(3 * LIMIT)
 def test_an_engine_killed_in_the_middle_ends_the_run_and_the_same_command_goes_on(tmp_path: Path) -> None:
     out, rows = tmp_path / "grpo", tmp_path / "grpo" / "R3-0.jsonl"
-    cut = start(out)
+    asked = ["--trainer", "fsdp", "--arms", "R3", "--steps", "3", "--road", "answer"]
+    cut = start(out, *asked)
     ends = time.monotonic() + LIMIT
     while not (rows.exists() and rows.read_text()) and time.monotonic() < ends and cut.poll() is None:
         time.sleep(0.1)
@@ -44,7 +58,7 @@ def test_an_engine_killed_in_the_middle_ends_the_run_and_the_same_command_goes_o
     taken = [json.loads(line)["step"] for line in rows.read_text().splitlines()]
     assert 0 < len(taken) < 3
 
-    again = start(out)
+    again = start(out, *asked)
     told, _ = again.communicate(timeout=LIMIT)
     assert again.returncode == 0, told
     found = json.loads((out / "grpo.json").read_text())["runs"][0]["rows"]
