@@ -42,6 +42,7 @@ def main(folder: Path, picture: Path = PICTURE) -> int:
     rows = routed(model, tokens)
     damage(rows)
     (folder / "answer.json").write_text(json.dumps(answer(tokens.tolist(), rows)))
+    picture = picture.absolute()
     command = "inspect answer.json --config config.json --engine-version 0.23.0 --force --out"
     return subprocess.run(
         [sys.executable, "-m", "npu_replay", *command.split(), str(picture)], cwd=folder, check=False

@@ -130,12 +130,13 @@ def routes(found: Inspection) -> bytes:
         fontsize=10,
         color=_COLOURS["none" if wrong else "r3"],
     )
-    return _png(figure)
+    return _png(figure, said)
 
 
-def _png(figure: Figure) -> bytes:
+def _png(figure: Figure, about: str = "") -> bytes:
+    """The picture, with what it is about in its own description."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
+    figure.savefig(buffer, format="png", metadata={"Description": about} if about else {})
     return buffer.getvalue()
 
 
