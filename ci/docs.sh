@@ -13,6 +13,6 @@ export NO_MKDOCS_2_WARNING=1
 if [[ ${1:-} == serve ]]; then
     exec python -m mkdocs serve
 fi
-python -m doctest ci/docstring_examples.py
+python -m doctest ci/docstring_examples.py ci/site_pages.py
 python -m mkdocs build --strict
 echo "docs: out/site/index.html"

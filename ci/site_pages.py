@@ -25,6 +25,18 @@ SHOWN = {
     for name in [file.relative_to(ROOT).as_posix()]
 }
 """Examples: each is a page of the site with the file in it, reached by links alone."""
+MODULES = {"delivery", "routers", "compat"}
+"""Of what api.md names: they have no page of their own there, their names have."""
+MEMBERS = {
+    "Recording": "routes, metrics",
+    "Replay": "metrics",
+    "Pinning": "metrics",
+    "Observation": "shown",
+    "Following": "open, close, paused, put, metrics",
+    "delivery.Carrier": "put, put_all",
+}
+"""Which of a class are shown, where not all are."""
+_NAME = re.compile(r"\| `([\w.]*\w)` \|")
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _source: list[tempfile.TemporaryDirectory[str]] = []
 """The package as a wheel has it, with compat inside, for as long as MkDocs runs."""
@@ -65,9 +77,35 @@ def shown(name: str) -> str:
 
 
 def on_page_markdown(markdown: str, *, page: Any, files: Any, **_: Any) -> str:
-    """Links as the site has them."""
+    """Links as the site has them, and the reference itself."""
     known = {file.src_uri for file in files}
+    if page.file.src_uri == "api.md":
+        markdown = with_reference(markdown)
     return relinked(markdown, page.file.src_uri, known)
+
+
+def with_reference(markdown: str) -> str:
+    """After each table the lines by which mkdocstrings shows its names; a plain file has no use for them.
+
+    >>> print(with_reference("| `Replay` | It. |"))
+    | `Replay` | It. |
+    <BLANKLINE>
+    ::: npu_replay.Replay
+        options: {members: [metrics]}
+    <BLANKLINE>
+    """
+    lines: list[str] = []
+    names: list[str] = []
+    for line in [*markdown.splitlines(), ""]:
+        if found := _NAME.match(line):
+            names.append(found[1])
+        elif names:
+            for name in names:
+                members = f"\n    options: {{members: [{MEMBERS[name]}]}}" if name in MEMBERS else ""
+                lines += ["", f"::: npu_replay.{name}{members}"] if name not in MODULES else []
+            names.clear()
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def relinked(markdown: str, page: str, known: set[str]) -> str:

@@ -30,6 +30,10 @@ def fetch(
         samples = delivery.fetch(batch["routes"], parallel)
         rows = layout.gather(samples, layers=parallel.moe_layers)
 
+    >>> carrier = npu_replay.delivery.ProcessCarrier()
+    >>> npu_replay.delivery.fetch([carrier.put(routes)], layers=[7])
+    [RoutedExperts(3 tokens, 1 layers, top-2 of 4, 1 rows without a route)]
+
     Each piece is read once, however often its sample stands there, and held against its seal. Ids were
     checked by whoever put them. Call it once a step: what it returns is for all its passes, chunks, epochs.
 

@@ -193,6 +193,13 @@ class Rollout:
             keep: "first" keeps the rows that tokens were sampled from, of the weights of that time; "latest"
                 takes all that this turn has.
 
+        >>> model = npu_replay.RoutedModel(layers=(3, 7), num_layers=8, num_experts=4, topk=2)
+        >>> rollout = npu_replay.Rollout(model)
+        >>> rollout.extend(npu_replay.Turn(prompt=[11, 12], sampled=[13], routes=routes.take([0, 1])))
+        >>> rollout.extend(npu_replay.Turn(prompt=[11, 12, 13, 21], sampled=[], aborted=True))
+        >>> rollout
+        Rollout(2 turns, 4 tokens, 2 rows with a route)
+
         Raises:
             ReplayError: other tokens than those so far, routes of another sequence or model, or no routes.
         """

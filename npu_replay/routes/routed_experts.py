@@ -223,6 +223,9 @@ class RoutedExperts:
                 mask, [tokens].
 
         The result is another sequence, so it carries no fingerprint.
+
+        >>> routes.take([1, -1])
+        RoutedExperts(2 tokens, 2 layers, top-2 of 4, 1 rows without a route)
         """
         expected = f"integers below {len(self)}, [n], or a bool mask, [{len(self)}]"
         index = arguments.plain_tensor(rows, "take() was asked for what are no rows", expected)
@@ -300,6 +303,9 @@ class RoutedExperts:
     def only(self, layers: Sequence[int]) -> RoutedExperts:
         """Return the routes of these decoder layers, ascending.
 
+        >>> routes.layers, routes.only([7]).layers
+        ((3, 7), (7,))
+
         Raises:
             InvalidRoutes: one of them isn't here.
         """
@@ -368,6 +374,8 @@ class RoutedExperts:
     def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> None:
         """Write a safetensors file, whole or not at all. Needs `pip install npu-replay[files]`.
 
+        >>> routes.save("step7.routes")
+
         Raises:
             RouteFileError: the file is there and `overwrite` isn't set, or it can't be written.
         """
@@ -376,6 +384,10 @@ class RoutedExperts:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RoutedExperts:
         """Read what `save` wrote, and check it as data from outside.
+
+        >>> routes.save("step8.routes")
+        >>> npu_replay.RoutedExperts.load("step8.routes") == routes
+        True
 
         Raises:
             RouteFileError: the file is foreign, cut short or changed.

@@ -59,6 +59,13 @@ def follow(
         with npu_replay.follow(trainer.model):
             trainer.train()
 
+    >>> with npu_replay.follow(model) as following:
+    ...     with torch.no_grad():
+    ...         output = model(batch)
+    ...     model(batch).logits.mean().backward()
+    >>> following.metrics()["recorded"], following.metrics()["replayed"]
+    (2, 2)
+
     For loops that offer no place for `record` and `replay`. Each call tells its sequences by input_ids
     [batch, sequence] with attention_mask or position_ids (padded on any side, or packed), and each sequence
     is looked up by the fingerprint of its tokens. So samples may be shuffled, packed and cut into

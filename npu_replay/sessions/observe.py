@@ -27,9 +27,19 @@ from npu_replay.sessions.taken import Taken
 def observe(model: Model) -> Observation:
     """Read the experts that the routers' outputs show.
 
-    with npu_replay.observe(model) as observation:
-        model(...)
-    observation.shown  # one RoutedExperts a micro-batch
+    It changes nothing, and may be open around or inside a replay: then it shows what the replay did.
+
+    >>> with torch.no_grad(), npu_replay.observe(model) as observation:
+    ...     output = model(batch)
+    >>> observation.shown
+    [RoutedExperts(24 tokens, 2 layers, top-2 of 8, 0 rows without a route)]
+
+    Args:
+        model: the module that the training loop calls, or the list of virtual-pipeline chunks.
+
+    Raises:
+        ReplayError: on entering, if a router is in another `observe`; in the block, if a forward leaves one
+            out; on leaving, if nothing ran; and of `shown` before the block has ended.
     """
     return Observation(model)
 

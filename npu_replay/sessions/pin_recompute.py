@@ -17,6 +17,19 @@ def pin_recompute(model: Model) -> Pinning:
             train()
 
     Useful without RL: near ties flip in a recompute, and then gradients belong to no forward.
+
+    >>> with npu_replay.pin_recompute(model) as session:
+    ...     model(batch).logits.mean().backward()
+    >>> session.metrics()["micro_batches"], session.metrics()["routers"]
+    (1, 2)
+
+    Args:
+        model: the module that the training loop calls, or the list of virtual-pipeline chunks.
+
+    Raises:
+        RouterError: on entering, if a router can't be replayed or is in another block.
+        RecomputeError: in backward, if a recompute isn't of a forward of this block; on leaving, if one is
+            still to come.
     """
     return Pinning(model)
 

@@ -29,6 +29,11 @@ def record(model: Model, *, inputs: bool = True) -> Recording:
 
     Outputs and gradients stay bit-equal to an untouched run. A recompute takes the recorded ids.
 
+    >>> with torch.no_grad(), npu_replay.record(model) as recording:
+    ...     output = model(batch)
+    >>> recording.routes
+    [RoutedExperts(24 tokens, 2 layers, top-2 of 8, 0 rows without a route)]
+
     Args:
         model: the module that the training loop calls, or the list of virtual-pipeline chunks.
         inputs: keep with the routes which token ids the model was called with, so that a replay of another

@@ -34,6 +34,14 @@ def replay(
             forward_backward_func(...)
         session.metrics()
 
+    >>> with torch.no_grad(), npu_replay.record(model) as recording:
+    ...     output = model(batch)
+    >>> with npu_replay.replay(model, recording.routes, live_mismatch=True) as session:
+    ...     model(batch).logits.mean().backward()
+    >>> found = session.metrics()
+    >>> found["rows"], found["rows_without_route"], found["live_mismatch"]
+    (24, 0, 0.0)
+
     Args:
         model: the module that the training loop calls, or the list of virtual-pipeline chunks.
         routes: one RoutedExperts a micro-batch, in forward order; rows as the routers have them (Megatron:
@@ -46,7 +54,12 @@ def replay(
             "replayed"; the same on every Megatron-core. Left out: NPU_REPLAY_AUX_LOSS, else "live".
 
     Raises:
-        ReplayError: see docs/errors.md for what rises where.
+        RouterError: on entering, if a router or its layer doesn't fit the routes, or is in another block.
+        MicroBatchError: in the block and on leaving, if forwards and routes don't pair up, or the model is
+            called with other tokens than those that the routes belong to.
+        NoEffect: at the end of a forward, if a router didn't use them.
+        RecomputeError: in backward, or on leaving, if a recompute can't have its own forward's.
+        ReplayError: all of them; docs/errors.md says what rises where.
     """
     return Replay(
         model, routes, live_mismatch=live_mismatch, max_live_mismatch=max_live_mismatch, aux_loss=aux_loss

@@ -62,8 +62,8 @@ def test_a_traceback_ends_with_the_page_of_cures(monkeypatch: pytest.MonkeyPatch
         return "".join(traceback.format_exception_only(error)).splitlines()[1:]
 
     def page() -> str:
-        errors._page.cache_clear()
-        return errors._page()
+        errors.cures.cache_clear()
+        return errors.cures().removeprefix("Symptoms and cures: ")
 
     monkeypatch.setattr(errors.metadata, "metadata", lambda name: {}[name])
     assert (ROOT / page()).is_file()
@@ -74,4 +74,4 @@ def test_a_traceback_ends_with_the_page_of_cures(monkeypatch: pytest.MonkeyPatch
     released["Project-URL"] = "Troubleshooting, https://forge.example/docs/troubleshooting.md"
     monkeypatch.setattr(errors.metadata, "metadata", lambda name: released)
     assert page() == "https://forge.example/docs/troubleshooting.md"
-    errors._page.cache_clear()
+    errors.cures.cache_clear()
