@@ -19,7 +19,7 @@ from npu_replay.delivery.plan import plan
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "delivery.md").read_text(encoding="utf-8")
-PLAN, RAY, FOLDER = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+RAY, FOLDER, PLAN = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 ROUTES = """
 import torch, npu_replay
 def routes_of(seed):
