@@ -46,7 +46,7 @@ def main(picture: Path) -> None:
     """Draw all roads, two a line."""
     ranks = [len(_ranks(*road[1:])) for road in ROADS]
     heights = [max(pair) + 1.1 for pair in zip(ranks[::2], ranks[1::2], strict=True)]
-    figure = plt.figure(figsize=(11, 0.3 * sum(heights) + 0.5), layout="constrained")
+    figure = plt.figure(figsize=(8.6, 0.3 * sum(heights) + 0.5), layout="constrained")
     grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
     for number, road in enumerate(ROADS):
         line, column = divmod(number, 2)

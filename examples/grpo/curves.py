@@ -36,8 +36,8 @@ def draw(source: Path, target: Path) -> None:
     from matplotlib.figure import Figure
 
     result = json.loads(source.read_text())
-    figure = Figure(figsize=(13, 6.4), layout="constrained", dpi=110)
-    for axes, (name, title) in zip(figure.subplots(2, 3).flat, PANELS.items(), strict=True):
+    figure = Figure(figsize=(8.6, 9), layout="constrained", dpi=110)
+    for axes, (name, title) in zip(figure.subplots(3, 2).flat, PANELS.items(), strict=True):
         for arm in arms(result):
             steps, low, middle, high = band(of(result, arm), name)
             axes.plot(
@@ -48,19 +48,19 @@ def draw(source: Path, target: Path) -> None:
                 label=arm if arm != "none" else "no replay",
             )
             axes.fill_between(steps, low, high, color=COLOURS[arm], alpha=0.15, linewidth=0)
-        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_title(title, loc="left", fontsize=12)
         axes.set_xlabel("step")
         axes.spines[["top", "right"]].set_visible(False)
         if name in LOGARITHMIC:
             axes.set_yscale("log")
-    figure.axes[0].legend(frameon=False, loc="lower right", fontsize=8)
+    figure.axes[0].legend(frameon=False, loc="lower right", fontsize=11)
     about, versions = result["settings"], result["versions"]
     trainer = "Megatron-core " + versions["megatron-core"] if about["trainer"] == "megatron" else "FSDP2"
     bits = about["rollout_bits"]
     rollout = "bfloat16" if bits == 7 else f"{bits} bits of mantissa"
     seeds = len({run["seed"] for run in result["runs"]})
     figure.suptitle(
-        f"GRPO: vLLM {versions['vllm']} in {rollout}, {trainer} in float32, {about['layers']} layers, "
+        f"GRPO: vLLM {versions['vllm']} in {rollout}, {trainer} in float32,\n{about['layers']} layers, "
         f"{about['experts']} experts, {about['mini_batches']} steps a rollout; {seeds} seeds",
         x=0.01,
         ha="left",

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import tomllib
 
+from npu_replay import tables
 from npu_replay.compat.vllm import releases
+from npu_replay.demo import tables as demo_tables
 from npu_replay.doctor import report
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +79,14 @@ def test_the_figures_of_grpo_are_those_of_the_run(page: str) -> None:
         assert said[2].replace(" ", "") == tau2
         assert said[3] == ratio
         assert said[4].replace(" ", "") == reward
+
+
+@pytest.mark.parametrize("page", BOTH)
+def test_the_output_of_the_demo_is_that_of_its_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    printed = tables.as_text(demo_tables.parts(json.loads(text_of("docs/dev/demo.json"))))
+    (shown,) = re.findall(r"(?s)```text\n(Rollout: .+?)```", text_of(page))
+    assert printed.startswith(shown)
 
 
 def test_what_is_said_of_vllm_is_what_the_decoder_says() -> None:
