@@ -30,10 +30,6 @@ def replay(
 ) -> Replay:
     """Make the routers of `model` choose the experts in `routes`.
 
-        with npu_replay.replay(model, recording.routes) as session:
-            forward_backward_func(...)
-        session.metrics()
-
     >>> with torch.no_grad(), npu_replay.record(model) as recording:
     ...     output = model(batch)
     >>> with npu_replay.replay(model, recording.routes, live_mismatch=True) as session:
