@@ -96,9 +96,10 @@ def _read(
 ) -> dict[int, dict[int, object]]:
     """By sample, the pieces with layers that are asked for, by their number; one call for each carrier."""
     orders: dict[Any, list[tuple[int, int, Any]]] = {}
+    layers = None if asked is None else {*asked}
     for key, one in samples.items():
         for number, block in enumerate(one.blocks):
-            if asked is None or not set(asked).isdisjoint(block):
+            if layers is None or not layers.isdisjoint(block):
                 orders.setdefault(one.read, []).append((key, number, one.handles[number]))
     found: dict[int, dict[int, object]] = {key: {} for key in samples}
     until = time.monotonic() + patience
@@ -117,6 +118,8 @@ def _joined(
         parts = [one.check(number, piece) for number, piece in pieces.items()]
     except InvalidRoutes as error:
         return error.with_traceback(None)  # its frames would hold the references of the whole step
+    if len(parts) == 1 and parts[0].layers == asked:  # as a stage's own piece is
+        return parts[0]
     labels = one.layers if asked is None else asked
     if lacking := set(labels) - {layer for part in parts for layer in part.layers}:
         return InvalidRoutes(

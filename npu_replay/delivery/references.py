@@ -15,7 +15,7 @@ from npu_replay.routes.routed_experts import RoutedExperts
 Read: TypeAlias = "Callable[[Sequence[Any], float], list[RoutedExperts | Exception]]"
 """Reads what lies behind handles, within so many seconds; in the place of what can't be had is why."""
 _BLOCK = 1 << 13
-_AT_ONCE = 1 << 19
+_AT_ONCE = 1 << 20
 """Bytes that stay in the processor's cache until both sums have read them."""
 
 
@@ -69,34 +69,34 @@ class Reference:
         Raises:
             InvalidRoutes: it couldn't be read, or is something else.
         """
+        where = "{!r}, piece {}".format  # most pieces are right, and need no words
         if not isinstance(piece, RoutedExperts):
             raise InvalidRoutes(
                 "the routes of this sample can't be read",
-                where=f"{self!r}, piece {number}",
+                where=where(self, number),
                 expected="routes that were put and not yet freed",
                 got=f"{type(piece).__name__}: {piece}"[:300],
                 cause="a step that is over, whose routes were freed; a worker or a node that died with them",
             )
         got = (len(piece), piece.fingerprint, piece.num_experts, piece.topk, piece.layers)
         wanted = (self.tokens, self.fingerprint, self.num_experts, self.topk, self.blocks[number])
-        InvalidRoutes.unless(
-            got == wanted,
-            "these are the routes of another sample",
-            f"(tokens, fingerprint, experts, top-k, layers) {wanted}",
-            got,
-            "a folder or an object that somebody else wrote to",
-            f"{self!r}, piece {number}",
-        )
+        if got != wanted:
+            raise InvalidRoutes(
+                "these are the routes of another sample",
+                where=where(self, number),
+                expected=f"(tokens, fingerprint, experts, top-k, layers) {wanted}",
+                got=got,
+                cause="a folder or an object that somebody else wrote to",
+            )
         sealed = self.seals[number]
-        found = None if sealed is None else seal(piece)
-        InvalidRoutes.unless(
-            found == sealed,
-            "these routes were changed on the way",
-            f"the seal {sealed}",
-            found,
-            "memory or a file that somebody else wrote to",
-            f"{self!r}, piece {number}",
-        )
+        if sealed is not None and (found := seal(piece)) != sealed:
+            raise InvalidRoutes(
+                "these routes were changed on the way",
+                where=where(self, number),
+                expected=f"the seal {sealed}",
+                got=found,
+                cause="memory or a file that somebody else wrote to",
+            )
         return piece
 
 
@@ -112,6 +112,6 @@ def seal(routes: RoutedExperts) -> int:
     places = np.zeros(_BLOCK // 8, np.uint64)
     for first in range(0, whole, _AT_ONCE):
         words = data[first : min(first + _AT_ONCE, whole)].view(np.uint64).reshape(-1, len(places))
-        places += words.sum(axis=0)
-        found = zlib.crc32(words.sum(axis=1).data, found)
+        found = zlib.crc32(np.add.reduce(words, axis=1).data, found)
+        places += np.add.reduce(words, axis=0)
     return zlib.crc32(places.data) << 32 | found

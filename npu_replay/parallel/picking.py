@@ -102,9 +102,8 @@ def pick(
         number: (one.ids.numpy()[:, columns[one.layers]].reshape(len(one), width), one.recorded.numpy())
         for number, one in used.items()
     }
-    ids = torch.empty(rows, len(labels), topk, dtype=like.ids.dtype)
-    recorded = torch.zeros(rows, dtype=torch.bool)
-    out, flags = ids.numpy().reshape(rows, width), recorded.numpy()
+    # numpy asks for huge pages, and torch for small ones, whose faults take longer than the copy.
+    out, flags = np.empty((rows, width), like.ids.numpy().dtype), np.zeros(rows, np.bool_)
     for run in here:
         flat, marks = given[run.sample]
         run = run.first(len(flat))
@@ -114,10 +113,10 @@ def pick(
         else:
             _records(out)[run.rows] = _records(flat)[run.tokens]
     if not flags.all():
-        ids.numpy()[~flags] = 0
+        out[~flags] = 0
     return like._derived(
-        ids,
-        recorded,
+        torch.from_numpy(out).view(rows, len(labels), topk),
+        torch.from_numpy(flags),
         layers=labels,
         weight_version=arguments.common(one.weight_version for one in used.values()),
         vouched=all(one.vouched for one in used.values()),

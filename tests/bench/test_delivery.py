@@ -1,0 +1,42 @@
+"""bench --delivery runs, prints both tables, and says of each target whether it was met. No test looks at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from npu_replay.bench import delivery as bench
+from npu_replay.cli.commands import app
+
+
+def test_the_job_is_planned_and_its_parts_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("safetensors")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(bench, "TOKENS", 64)
+    out = tmp_path / "bench.json"
+    bench.samples.cache_clear()
+    try:
+        ran = CliRunner().invoke(
+            app, ["bench", "--delivery", "--pairs", "1", "--layers", "4", "--pp", "2", "--out", str(out)]
+        )
+    finally:
+        bench.samples.cache_clear()
+    assert ran.exit_code == 0, ran.output
+    found = json.loads(out.read_text())
+    ways = {
+        what: [row["way"] for row in found["rows"] if row["what"] == what and row["way"] != "Ray"]
+        for what in ("put", "fetch", "gather")
+    }
+    assert ways == {
+        "put": ["copy", "seal", "process", "folder"],
+        "fetch": ["copy", "process", "folder", "as Ray's", bench.RANK, bench.SHARE],
+        "gather": ["take", bench.ONE, bench.TAKEN, bench.EVERY],
+    }
+    assert found["planned"]["nodes"] == 1
+    assert "Planned: 2 ranks on 1 nodes" in ran.output
+    assert ran.output.count(": met") + ran.output.count(": not met") == 5
