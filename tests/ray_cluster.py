@@ -20,8 +20,8 @@ import torch
 from ray._private.state import available_resources_per_node
 from ray.cluster_utils import Cluster
 
-from npu_replay import DecoderLayers, ParallelLayout, RoutedExperts, delivery
-from npu_replay.compat.ray import RayCarrier
+from npu_replay import DecoderLayers, ParallelLayout, RoutedExperts, TokenLayout, delivery
+from npu_replay.compat.ray import RayCarrier, read_objects
 from npu_replay.errors import InvalidRoutes
 
 STORE = 300 * 2**20
@@ -76,6 +76,22 @@ class Rank:
         self.kept = []
 
 
+@ray.remote(num_cpus=0)
+def laid_out(references: Any, parallel: ParallelLayout, layout: TokenLayout) -> RoutedExperts:
+    """A rank's rows of what it fetches."""
+    return layout.gather(delivery.fetch(references, parallel), layers=parallel.moe_layers)
+
+
+def read_in_halves(handles: Any, patience: float) -> Any:
+    """A carrier's `read` that tells when it has read one half, and goes on when somebody says so."""
+    half, said = len(handles) // 2, Path(os.environ["RAY_TMPDIR"])
+    found = read_objects(handles[:half], patience)
+    (said / f"half-{os.getpid()}").touch()
+    while not (said / "go-on").exists():
+        time.sleep(0.02)
+    return found + read_objects(handles[half:], patience)
+
+
 class Machine:
     """Both nodes, "a" and "b"; a node has 8 of the 16 ranks, as Megatron-core numbers them: tp-dp-pp."""
 
@@ -111,15 +127,22 @@ class Machine:
 
     def fetched(self, by_share: list[Any], patience: float = 60.0) -> list[Any]:
         """What each rank fetched of its share."""
-        asked = [
+        return ray.get(self.asked(by_share, patience), timeout=90)  # type: ignore[no-any-return]
+
+    def asked(self, by_share: list[Any], patience: float) -> list[Any]:
+        """The same, under way."""
+        return [
             rank.fetch.remote(by_share[dp], patience)
             for rank, (_, dp) in zip(self.ranks, self.places, strict=True)
         ]
-        return ray.get(asked, timeout=90)  # type: ignore[no-any-return]
 
     def drop(self) -> None:
         """The step is over on all ranks."""
         ray.get([rank.drop.remote() for rank in self.ranks])
+
+    def replace(self, number: int) -> None:
+        """Start a rank anew in the place of one that died."""
+        self.ranks[number] = self.on("ab"[number // 8], Rank, self.places[number][0])
 
     def resident(self) -> dict[str, int]:
         """The most that each node's object store had in memory so far, copies from other nodes too."""

@@ -1,4 +1,4 @@
-"""bench --delivery runs, prints both tables, and says of each target whether it was met. No test looks at a time."""
+"""bench --delivery runs, prints both tables, and says of each target whether it was met."""
 
 from __future__ import annotations
 

@@ -9,6 +9,9 @@ import copy
 import gc
 import os
 import pickle
+import shutil
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -132,6 +135,29 @@ def test_the_process_frees_with_the_last_reference() -> None:
     gc.collect()
     with pytest.raises(InvalidRoutes, match=r"sample 0, Reference.*freed"):
         delivery.fetch([pickle.loads(data)])
+
+
+def test_references_of_another_job_are_refused_in_words(tmp_path: Path) -> None:
+    """Of its process, and of its folder, which was cleaned up."""
+    pytest.importorskip("safetensors")
+    file, away = tmp_path / "references", tmp_path / "away"
+    script = """if True:
+        import pickle, sys, torch
+        from npu_replay import RoutedExperts, delivery
+        routes = RoutedExperts(ids=torch.arange(3).expand(5, 2, 3), layers=[0, 1], num_experts=4)
+        found = [one.put(routes) for one in (delivery.ProcessCarrier(), delivery.FolderCarrier(sys.argv[2]))]
+        open(sys.argv[1], "wb").write(pickle.dumps(found))
+    """
+    subprocess.run([sys.executable, "-c", script, str(file), str(away)], check=True, timeout=90)
+    of_a_process, of_a_folder = pickle.loads(file.read_bytes())
+    assert len(delivery.fetch([of_a_folder])) == 1
+    shutil.rmtree(away)
+    for reference, said in (
+        (of_a_process, r"put in process \d+, read in \d+"),
+        (of_a_folder, "No such file"),
+    ):
+        with pytest.raises(InvalidRoutes, match=f"sample 0, .*can't be read.*{said}"):
+            delivery.fetch([reference], patience=0.1)
 
 
 def test_a_step_that_failed_is_freed_without_the_collector() -> None:
