@@ -90,13 +90,13 @@ def _said(error: InvalidRoutes) -> dict[str, Any]:
 
 
 @contextmanager
-def in_place_of(data: Any, name: str, found: Found) -> Iterator[None]:
-    """Keys in the place of a batch's routes."""
-    if not found:
+def in_place_of(data: Any, name: str, keys: Sequence[int | None], found: Found) -> Iterator[None]:
+    """Keys, if there are some, in the place of a batch's routes or marks; `found` has what is behind them."""
+    if not keys:
         yield
         return
     given = data[name]
-    rows = [delivery.rows_of(key, len(one)) for key, one in enumerate(given.unbind(), start=1)]
+    rows = [delivery.rows_of(key, len(one)) for key, one in zip(keys, given.unbind(), strict=True)]
     data[name] = tensors.batched(rows, jagged=True).to(given.device)
     delivery.arrived.carried = found
     try:

@@ -1,8 +1,9 @@
-"""Each id once, on verl's road: a batch has a key a token in the place of routes, and a reference a sample.
+"""Each id once, on verl's road: a batch has a mark a token in the place of routes, and a reference a sample.
 
 A worker of agent loops puts a sample's routes away (`npu_replay.delivery`), the ranks of an engine fetch
-their layers before a pass, and verl moves only what stands for them: five int16 a token, which go wherever a
+their layers before a pass, and verl moves only what stands for them: one int16 a token, which goes wherever a
 row of routes goes (padded, cut, packed, reordered), and a column of references, which goes with the samples.
+While an engine runs a pass it has a key of five int16 in the place of each mark; R2's batches bring keys.
 
 Switched on by NPU_REPLAY_DELIVERY (ray, or a folder that all nodes see) in the environment of the workers of
 agent loops. Probes nothing. Offers: `Putter` to the rollout, `arrived` to an engine's pass, `routes_of` to
@@ -39,6 +40,10 @@ COLUMN = "npu_replay_routes"
 _MARK = 32767
 """The first of a token's five numbers: no id, no padding, and too large for a byte, which verl 0.7 and 0.8
 make of a batch's numbers where all of them fit."""
+_REFUSED = _MARK - 1
+"""The same of a sample whose routes the door refused."""
+_STAYED = 1
+"""The key of a sample whose reference didn't come along."""
 _WORDS = 5
 _FIELDS = "extra_fields"
 _QUEUED = "verl.trainer.ppo.v1.agent_loop_tq"
@@ -110,7 +115,7 @@ class Putter:
             output.routed_experts, output.extra_fields[COLUMN] = self.put(rows, tokens, step)
 
     def put(self, rows: Array, tokens: Array, step: int) -> tuple[Array, delivery.Reference | None]:
-        """Put the rows of one sample away; what its batch has: int16 [tokens, 1, 5], and the reference.
+        """Put the rows of one sample away; what its batch has: int16 [tokens, 1, 1], and the reference.
 
         Routes that can't be right are not put: the trainer counts the sample as a bad one.
 
@@ -122,7 +127,7 @@ class Putter:
         Raises:
             ReplayError: the carrier can't take them.
         """
-        reference, key = None, 0
+        reference = None
         try:
             routes = from_batch(torch.from_numpy(rows), self._model, zeros_are_none=self._model.topk > 1)
         except (InvalidRoutes, MicroBatchError) as error:
@@ -131,10 +136,10 @@ class Putter:
                 logger.warning(said, count, error)
         else:
             reference = self._carrier.put(routes.sequence(0, len(routes), fingerprint(tokens)), step=step)
-            key = reference.key
             if self._keeps:
                 self._keep(reference, step)
-        return rows_of(key, len(rows)).numpy(), reference
+        mark = _REFUSED if reference is None else _MARK
+        return np.full((len(rows), 1, 1), mark, np.int16), reference
 
     def _keep(self, reference: delivery.Reference, step: int) -> None:
         kept = self._kept.setdefault(step, [])
@@ -259,8 +264,10 @@ def _listed(column: Any) -> list[Any] | None:
     return None if column is None else list(column.tolist() if hasattr(column, "tolist") else column)
 
 
-def rows_of(key: int, tokens: int) -> torch.Tensor:
-    """What a batch has of a sample in the place of routes, int16 [tokens, 1, 5]."""
+def rows_of(key: int | None, tokens: int) -> torch.Tensor:
+    """What a batch has of a sample in the place of routes, int16 [tokens, 1, 5]; zeros without a key."""
+    if key is None:
+        return torch.zeros(tokens, 1, _WORDS, dtype=torch.int16)
     words = [_MARK, *np.array([key], np.uint64).view(np.int16).tolist()]
     return torch.tensor(words, dtype=torch.int16).repeat(tokens, 1, 1)
 
@@ -270,23 +277,34 @@ def keys_in(routes: Any) -> list[int | None]:
     padding; none where it has routes."""
     if routes is None or not are_keys(routes):
         return []
-    firsts = [rows[rows[:, 0, 0] == _MARK][:1, 0] for rows in routes.detach().to("cpu", torch.int16).unbind()]
+    each = routes.detach().to("cpu", torch.int16).unbind()
+    firsts = [rows[rows[:, 0, 0] >= _REFUSED][:1, 0] for rows in each]
     return [_key(words[0]) if len(words) else None for words in firsts]
 
 
+def keys_of(routes: Any, references: Sequence[delivery.Reference | None]) -> list[int | None]:
+    """The same where it has marks, [batch, tokens, 1, 1], beside these references."""
+    return [
+        one.key if key == _STAYED and one is not None else key
+        for key, one in zip(keys_in(routes), references, strict=False)
+    ]
+
+
 def _key(words: torch.Tensor) -> int:
+    if len(words) == 1:
+        return _STAYED if int(words[0]) == _MARK else 0
     return int(words[1:].numpy().view(np.uint64)[0])
 
 
 def are_keys(routes: torch.Tensor) -> bool:
-    """Is it keys that a batch has in the place of routes, [batch, tokens, 1, 5]?
+    """Is it keys that a batch has in the place of routes, [batch, tokens, 1, 5], or marks?
 
     Of samples without routes all are zeros: keys, where routes have been fetched.
     """
-    if routes.dim() != 4 or tuple(routes.shape[-2:]) != (1, _WORDS):
+    if routes.dim() != 4 or tuple(routes.shape[-2:]) not in ((1, 1), (1, _WORDS)):
         return False
     flat = routes.values() if routes.is_nested else routes
-    return bool((flat[..., 0, 0] == _MARK).any()) or (bool(arrived.layers) and not bool(flat.any()))
+    return bool((flat[..., 0, 0] >= _REFUSED).any()) or (bool(arrived.layers) and not bool(flat.any()))
 
 
 def routes_of(rows: torch.Tensor, keep: torch.Tensor | None, model: RoutedModel) -> RoutedExperts:
@@ -300,7 +318,7 @@ def routes_of(rows: torch.Tensor, keep: torch.Tensor | None, model: RoutedModel)
         InvalidRoutes: there are none for it.
     """
     words = rows[:, 0].to("cpu", torch.int16)
-    marked = words[:, 0] == _MARK
+    marked = words[:, 0] >= _REFUSED
     if not bool(marked.any()):  # a rollout without routes
         return RoutedExperts.unrecorded(
             len(words), layers=arrived.layers, topk=model.topk, num_experts=model.num_experts

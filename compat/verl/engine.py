@@ -116,7 +116,7 @@ def wrapped(original: Callable[..., Any], asked: Asked) -> Any:
         elif flagged:
             job.unread = job.unread or problem_of("keep routes here", job.stays, self, data)
         with switch.running(job):
-            with carried.in_place_of(data, ROUTES, job.carried):
+            with carried.in_place_of(data, ROUTES, job.keys, job.carried):
                 output = original(self, *args, **kwargs)
             if files is not None and self.is_mp_src_rank_with_outputs():
                 unwritten = problem_of(
@@ -194,6 +194,8 @@ class Pass:
     unread: ReplayError | None = None
     keeper: Keeper | None = None
     """Keeps what this pass records in this rank; batches carry keys then."""
+    keys: list[int | None] = field(default_factory=list)
+    """Those of the batch's samples, which it has in the place of routes while it runs."""
     carried: carried.Found = field(default_factory=dict)
     """What the batch brought of this rank's layers."""
     _stages: Any = None
@@ -253,13 +255,15 @@ class Pass:
         elif routes is not None and routes.is_nested and not delivery.are_keys(routes):
             delivery.arrived.has(layers)
             self.carried = carried.checked(routes, config, layers)
+            self.keys = list(self.carried)
             self._stages = carried.stages_of(config)
         spent = int((time.perf_counter() - started) * 1e6)
         self.count(microseconds=spent, bytes=delivery.arrived.nbytes)
 
     def _fetch(self, references: list[Any], data: Any, layers: list[int]) -> None:
-        keys, tokens = delivery.keys_in(data.get(ROUTES, None)), data[TOKENS].unbind()
+        keys, tokens = delivery.keys_of(data.get(ROUTES, None), references), data[TOKENS].unbind()
         of_key = {key: ids for key, ids in zip(keys, tokens, strict=False) if key}
+        self.keys = keys
         self._lost.update(delivery.arrived.receive(references, layers, of_key))
         masks = data.get("response_mask", None)
         answered = [True] * len(keys) if masks is None else [bool(one.any()) for one in masks.unbind()]

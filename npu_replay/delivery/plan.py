@@ -18,7 +18,7 @@ from npu_replay.routes.routed_experts import narrow_array_dtype
 
 DISPATCHES = 3
 """Calls of verl's that carry the batch to the ranks: old log-probs, reference, update."""
-KEYS = 10
+MARKS = 2
 """Bytes a token of verl's batches under NPU_REPLAY_DELIVERY, in two dispatches: the reference has none."""
 _INT16 = 2
 
@@ -82,7 +82,7 @@ class Plan:
         today: as verl does by itself: int16, padded, all layers, to every rank, in each dispatch.
         whole: one object a sample with all its layers, fetched once.
         once: a piece of each sample for each pipeline rank, fetched once.
-        keys: what verl's batches carry beside it under NPU_REPLAY_DELIVERY; a loop of one's own has none.
+        marks: what verl's batches carry beside it under NPU_REPLAY_DELIVERY; a loop of one's own has none.
     """
 
     ranks: int
@@ -92,7 +92,7 @@ class Plan:
     today: Load
     whole: Load
     once: Load
-    keys: Load
+    marks: Load
 
     @property
     def loads(self) -> tuple[Load, ...]:
@@ -182,7 +182,7 @@ def plan(
         today=dispatched("verl by itself", parallel._known_decoder().count * topk * _INT16, DISPATCHES),
         whole=shared("whole objects", every * samples, every * objects, grid.shares(objects), objects),
         once=shared("each id once", counts, pieces, grid.cells(pieces), pieces),
-        keys=dispatched("keys", KEYS, DISPATCHES - 1),
+        marks=dispatched("marks", MARKS, DISPATCHES - 1),
     )
 
 

@@ -30,9 +30,9 @@ def test_the_figures_of_a_large_job() -> None:
     assert found.once.sent == found.unique + 8 * flags
     assert found.once.node_held.max() == 12 * found.unique // 94 // 4 + flags // 4
     assert found.once.reads.max() == 8192 // 4
-    # verl's keys: ten bytes a token, a quarter of them to each node, twice.
-    assert found.keys.collected == 10 * flags
-    assert found.keys.sent == 2 * 32 * 10 * flags // 4
+    # The marks in verl's batches: two bytes a token, a quarter of them to each node, twice.
+    assert found.marks.collected == 2 * flags
+    assert found.marks.sent == 2 * 32 * 2 * flags // 4
 
 
 SMALL = [

@@ -50,6 +50,14 @@ def test_the_table_is_what_the_planner_says(capsys: pytest.CaptureFixture[str]) 
         ]
 
 
+def test_what_verls_batches_carry_is_what_the_planner_says() -> None:
+    known: dict[str, Any] = {}
+    exec(compile(PLAN, "delivery.md", "exec"), known)
+    marks = known["planned"].marks
+    driver, sent, held = (one / 1e9 for one in (marks.collected, marks.sent, marks.node_held.max()))
+    assert f"{driver:.2f} GB in the driver, {sent:.1f} GB between nodes, {held:.2f} GB on a node" in TEXT
+
+
 def test_the_measured_plan_is_that_of_the_run() -> None:
     layout = npu_replay.ParallelLayout(tp=2, pp=4, dp=2, decoder=npu_replay.DecoderLayers(48))
     planned = plan(layout, [8192] * 16, topk=8, num_experts=128)

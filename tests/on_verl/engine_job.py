@@ -570,13 +570,13 @@ def delivered(tiny: Any) -> Iterator[Callable[[DataProto], DataProto]]:
 
     def by_reference(data: DataProto) -> DataProto:
         whole, kept = data.batch.pop("routed_experts"), data.batch["attention_mask"].bool()
-        words, put = torch.zeros(*whole.shape[:2], 1, 5, dtype=torch.int16), []
+        marks, put = torch.zeros(*whole.shape[:2], 1, 1, dtype=torch.int16), []
         for number, mask in enumerate(kept):
             rows, tokens = whole[number][mask].numpy(), data.batch["input_ids"][number][mask].numpy()
             found, reference = putter.put(rows, tokens, 0)
-            words[number, mask] = torch.from_numpy(found)
+            marks[number, mask] = torch.from_numpy(found)
             put.append(reference)
-        data.batch["routed_experts"] = words
+        data.batch["routed_experts"] = marks
         data.non_tensor_batch[delivery.COLUMN] = np.array([*put, None], dtype=object)[:-1]
         return data
 

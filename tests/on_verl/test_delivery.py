@@ -6,6 +6,7 @@ On the real classes of the verl that is on the path. What an engine's pass makes
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +19,10 @@ from omegaconf import OmegaConf
 
 import npu_replay
 from npu_replay import InvalidRoutes, ReplayError, RoutedExperts, RoutedModel, fingerprint
-from npu_replay.compat.verl import arrivals, delivery
+from npu_replay.compat.verl import arrivals, carried, delivery
 from npu_replay.compat.verl.actor_pipeline import cut_of
 from npu_replay.compat.verl.tensors import MicroBatch
+from npu_replay.delivery.plan import MARKS
 from on_verl import test_rollout as loops
 from on_verl.test_rollout import SAMPLED, Engine, Turn, deep, guarded, installed, make_worker
 
@@ -51,12 +53,19 @@ def batch_of(*turns: Turn) -> tuple[Any, Any]:
     return loops.postprocessed(made, len(turns) or COUNT), model_of(made)
 
 
+def keyed(data: Any) -> torch.Tensor:
+    """What an engine's batch has while a pass runs: a key in the place of each mark."""
+    marks, references = data.batch["routed_experts"], data.non_tensor_batch[delivery.COLUMN]
+    keys = [delivery.rows_of(key, marks.shape[1]) for key in delivery.keys_of(marks, references)]
+    return torch.stack(keys) * (marks != 0)
+
+
 def check(data: Any, model: Any, layers: tuple[int, ...] = LAYERS) -> None:
     """Each row of a batch gets the routes of its own tokens."""
     references = data.non_tensor_batch[delivery.COLUMN]
     delivery.arrived.receive(list(references), layers)
     mask = data.batch["attention_mask"].bool()
-    good, bad = MicroBatch(data.batch["routed_experts"], mask, model).routes(zeros_are_none=True)
+    good, bad = MicroBatch(keyed(data), mask, model).routes(zeros_are_none=True)
     assert not bad
     assert len(good) == len(data)
     for number, routes in good.items():
@@ -71,7 +80,7 @@ def check(data: Any, model: Any, layers: tuple[int, ...] = LAYERS) -> None:
 def test_a_rollout_puts_its_routes_away(folder: Path) -> None:
     data, model = batch_of()
     assert data.batch["routed_experts"].dtype == torch.int16
-    assert tuple(data.batch["routed_experts"].shape[2:]) == (1, 5)
+    assert tuple(data.batch["routed_experts"].shape[2:]) == (1, 1)
     assert len(list(folder.glob("*.safetensors"))) == COUNT
     check(data, model)
     check(data, model, layers=(2, 3))
@@ -156,6 +165,53 @@ def test_references_go_where_their_samples_go() -> None:
     check(DataProto.from_tensordict(data.to_tensordict()), model)
 
 
+def check_jagged(data: Any, model: Any) -> int:
+    """Each row of a worker's batch gets the routes of its own tokens; how many samples it has."""
+    references, tokens = delivery.references_in(data), data["input_ids"].unbind()
+    assert references is not None
+    keys = delivery.keys_of(data["routed_experts"], references)
+    assert not delivery.arrived.receive(references, LAYERS, dict(zip(keys, tokens, strict=True)))
+    with carried.in_place_of(data, "routed_experts", keys, {}):
+        good, bad = MicroBatch(data["routed_experts"], None, model).routes(zeros_are_none=True)
+    assert not bad
+    for number, (ids, reference) in enumerate(zip(tokens, references, strict=True)):
+        assert reference.fingerprint == fingerprint(ids)
+        expected = deep(np.empty(len(ids) - 1))[:, list(LAYERS)]
+        np.testing.assert_array_equal(good[number].ids[:-1].numpy(), expected)
+    return len(tokens)
+
+
+def test_references_go_where_their_samples_go_in_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Balanced over the ranks by the trainer, and every way in which a worker moves a batch."""
+    from verl.utils import seqlen_balancing
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.padding import left_right_2_no_padding
+
+    plain = importlib.import_module("verl.utils.npu_flash_attn_utils")  # others want flash-attn
+    packing = [getattr(plain, name) for name in ("index_first_axis", "pad_input", "rearrange", "unpad_input")]
+    functions = importlib.import_module("verl.utils.attention_utils")
+    monkeypatch.setattr(functions, "_get_attention_functions", lambda: packing)
+
+    data, model = batch_of()
+    sizes = data.batch["attention_mask"].sum(dim=1).tolist()
+    parts = seqlen_balancing.get_seqlen_balanced_partitions(sizes, k_partitions=2, equal_size=True)
+    data.reorder(torch.tensor([number for part in parts for number in part]))
+    data.meta_info = {}
+    moved = left_right_2_no_padding(data.to_tensordict())
+    assert check_jagged(moved, model) == COUNT
+    moved = tu.index_select_tensor_dict(moved, torch.tensor([5, 0, 7, 2, 1, 6, 3, 4]))
+    moved = tu.union_tensor_dict(moved, tu.get_tensordict({"advantages": torch.zeros(COUNT, 2)}))
+    moved = tu.concat_tensordict(tu.chunk_tensordict(moved, 4)[::-1])
+    moved, pad = tu.pad_to_divisor(moved, 5)
+    assert check_jagged(moved, model) == COUNT + pad
+    moved = pickle.loads(pickle.dumps(tu.unpad(moved, pad)))
+    for part in tu.make_iterator(moved, 4, epochs=2, seed=1, dataloader_kwargs={"shuffle": True}):
+        assert check_jagged(part, model) == 4
+        micro, _ = seqlen_balancing.rearrange_micro_batches(part, max_token_len=2 * max(sizes))
+        assert len(micro) > 1
+        assert sum(check_jagged(one, model) for one in micro) == 4
+
+
 @pytest.mark.parametrize(("value", "lora"), [("", False), ("folder", False), ("", True)])
 def test_the_reference_is_sent_no_routes(
     value: str, lora: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -196,8 +252,8 @@ def test_the_reference_is_sent_no_routes(
 
 def test_a_batch_on_its_way_to_the_workers_is_small() -> None:
     data, _ = batch_of()
-    keys = data.batch["routed_experts"]
-    assert keys.element_size() * keys[0, 0].numel() == 10  # bytes a token
+    marks = data.batch["routed_experts"]
+    assert marks.element_size() * marks[0, 0].numel() == MARKS  # bytes a token
     assert len(pickle.dumps(data.non_tensor_batch[delivery.COLUMN])) < 700 * COUNT
 
 
@@ -207,7 +263,7 @@ def test_a_sample_without_routes_takes_none_from_the_others() -> None:
     data, model = batch_of(*turns)
     delivery.arrived.receive(list(data.non_tensor_batch[delivery.COLUMN]), LAYERS)
     mask = data.batch["attention_mask"].bool()
-    good, bad = MicroBatch(data.batch["routed_experts"], mask, model).routes(zeros_are_none=True)
+    good, bad = MicroBatch(keyed(data), mask, model).routes(zeros_are_none=True)
     assert not bad
     assert [bool(good[number].recorded.any()) for number in range(3)] == [True, False, True]
 
@@ -218,7 +274,7 @@ def test_a_micro_batch_of_a_sample_that_was_never_put_has_none() -> None:
     delivery.arrived.receive(list(data.non_tensor_batch[delivery.COLUMN]), LAYERS)
     data.batch["routed_experts"][1] = 0
     for number in range(2):
-        keys, mask = (data.batch[name][number : number + 1] for name in ("routed_experts", "attention_mask"))
+        keys, mask = (each[number : number + 1] for each in (keyed(data), data.batch["attention_mask"]))
         good, bad = MicroBatch(keys, mask.bool(), model).routes(zeros_are_none=True)
         assert not bad
         assert bool(good[0].recorded.any()) == (number == 0)
@@ -234,7 +290,7 @@ def test_routes_that_the_door_refuses_are_a_bad_sample(
     assert data.non_tensor_batch[delivery.COLUMN].tolist() == [None]
     assert "go without their routes: [npu_replay] bad" in caplog.text
     mask = data.batch["attention_mask"].bool()
-    good, bad = MicroBatch(data.batch["routed_experts"], mask, model).routes(zeros_are_none=True)
+    good, bad = MicroBatch(keyed(data), mask, model).routes(zeros_are_none=True)
     assert not good
     assert "refused when the rollout handed them over" in str(bad[0])
 
@@ -253,7 +309,7 @@ def test_a_folder_that_was_emptied_is_a_bad_sample_that_says_why(folder: Path) -
     with pytest.raises(AssertionError):
         check(data, model)
     mask = data.batch["attention_mask"].bool()
-    _, bad = MicroBatch(data.batch["routed_experts"], mask, model).routes(zeros_are_none=True)
+    _, bad = MicroBatch(keyed(data), mask, model).routes(zeros_are_none=True)
     assert "can't be read" in str(bad[0])
 
 
@@ -296,7 +352,7 @@ def test_routes_lie_once_in_memory_however_many_passes_take_them() -> None:
     data, model = batch_of()
     check(data, model)
     mask = data.batch["attention_mask"].bool()
-    batch = MicroBatch(data.batch["routed_experts"], mask, model)
+    batch = MicroBatch(keyed(data), mask, model)
     keep = torch.nested.as_nested_tensor(
         [torch.arange(int(size)) < 3 for size in mask.sum(dim=1)], layout=torch.jagged
     )
