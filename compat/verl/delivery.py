@@ -109,8 +109,8 @@ class Putter:
         """The routes of an agent loop's output, which has keys and a reference then; none without a step."""
         rows, output.routed_experts = output.routed_experts, None
         if rows is not None and step is not None:
-            if step < 0:  # a trainer that counts none: the weights' version
-                step = int(output.extra_fields.get("max_global_steps") or -1)
+            version = output.extra_fields.get("max_global_steps")
+            step = version if step < 0 and version is not None else step  # a trainer that counts none
             tokens = np.asarray([*output.prompt_ids, *output.response_ids], np.int64)
             output.routed_experts, output.extra_fields[COLUMN] = self.put(rows, tokens, step)
 
@@ -340,6 +340,5 @@ def routes_of(rows: torch.Tensor, keep: torch.Tensor | None, model: RoutedModel)
         "a response that was cut after the rollout",
     )
     here = marked if keep is None else marked & keep.detach().cpu().bool()
-    return found._derived(
-        found.ids, found.recorded & here[: len(found)]
-    )  # rows are copied once, in their places
+    # Ids aren't copied: whoever lays a micro-batch out copies the rows that it has.
+    return found._derived(found.ids, found.recorded & here[: len(found)])

@@ -382,7 +382,7 @@ def test_the_weights_version_stands_for_a_step_where_the_trainer_says_none(folde
     made = worker(Turn(SAMPLED[:4], change=deep))
     putter = delivery.Putter.of(made, model_of(made))
     assert putter is not None
-    for version, told, step in ((7, -1, 7), (7, 2, 2), (None, -1, -1)):
+    for version, told, step in ((7, -1, 7), (0, -1, 0), (7, 2, 2), (None, -1, -1)):
         output = SimpleNamespace(
             prompt_ids=[1],
             response_ids=[2, 3],
