@@ -21,7 +21,7 @@ from npu_replay.compat import probe
 from npu_replay.compat.patching import import_hook, switches
 from npu_replay.compat.patching.patches import Change, Patches
 from npu_replay.compat.probe import Capability, Product, unusable
-from npu_replay.compat.vllm_ascend import releases
+from npu_replay.compat.vllm_ascend import releases, workers
 from npu_replay.compat.vllm_ascend.capture import Capture
 from npu_replay.compat.vllm_ascend.read_out import ReadOut
 from npu_replay.compat.vllm_ascend.seams import Rank, Seam, layers, refuse_foreign
@@ -38,6 +38,7 @@ GROUP, NAME = "vllm.general_plugins", releases.PLUGIN
 """Where vLLM looks for plug-ins, and this one's name."""
 
 _RUNNERS = ("vllm_ascend.worker.model_runner_v1", "vllm_ascend.worker.v2.model_runner")
+_EXECUTOR = "vllm.v1.executor.abstract"
 _CAPTURER = "vllm.model_executor.layers.fused_moe.routed_experts_capturer"
 _FLAG = "enable_return_routed_experts"
 _INIT = "init_routed_experts_capturer"
@@ -127,6 +128,7 @@ def register() -> None:
     _tell_workers_of_ray()
     for module in _RUNNERS:
         import_hook.when_imported(module, "capture of routed experts", _guard, ends=True)
+    import_hook.when_imported(_EXECUTOR, "the question whether all workers capture", _ask, ends=True)
 
 
 def _tell_workers_of_ray() -> None:
@@ -170,6 +172,24 @@ def _guard(module: ModuleType) -> None:
     _patches.wrap(runner, "__init__", _made, "refuses what can't be captured, before weights are loaded")
     if hasattr(runner, _INIT):
         _patches.wrap(runner, _INIT, _capturing, "the weights are there, no graph is")
+
+
+def _ask(module: ModuleType) -> None:
+    """Have an engine ask its workers."""
+    why = "asks whether every worker captures"
+    _patches.wrap(module.Executor, "initialize_from_config", _asked, why)
+
+
+def _asked(original: Callable[..., Any], executor: Any, *args: Any, **kwargs: Any) -> Any:
+    made = original(executor, *args, **kwargs)
+    if getattr(executor.vllm_config.model_config, _FLAG, False):
+        _refuse(workers.without(executor, captures))
+    return made
+
+
+def captures(worker: object) -> bool:
+    """Does npu_replay capture in this process? Called in vLLM's workers, with the worker."""
+    return any(_attached)
 
 
 def _made(original: Callable[..., Any], runner: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:

@@ -121,8 +121,11 @@ class Worker:
         import npu_replay
 
         assert held().items() - before.items()
+        plugin = sys.modules["npu_replay.compat.vllm_ascend.plugin"]
+        assert plugin.captures(self)
         npu_replay.uninstall()
         assert held() == before
+        assert not plugin.captures(self)
         assert "execute_model" not in vars(self.runner)
         capturer = getattr(self.runner, "routed_experts_capturer", None) or self.road.capturer
         assert not [name for name, value in vars(capturer).items() if callable(value)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import pickle
 import sys
 import types
 from types import ModuleType, SimpleNamespace
@@ -135,6 +136,67 @@ def test_a_runner_that_cannot_be_guarded_ends_the_start(
         plugin.register()
     monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
     plugin.register()
+
+
+class Executor:
+    """As much of vLLM's as 0.18 to 0.30 have; `answers` are its workers', or what asking them raises."""
+
+    def __init__(self, answers: object, asks: bool = True) -> None:
+        self.vllm_config, self.answers, self.asked = config(asks=asks), answers, 0
+
+    def initialize_from_config(self, kv_cache_configs: list[object]) -> str:
+        return f"{len(kv_cache_configs)} caches"
+
+    def collective_rpc(self, method: object) -> object:
+        self.asked += 1
+        assert pickle.loads(pickle.dumps(method)) is plugin.captures, "other nodes find it by its name"
+        if isinstance(self.answers, Exception):
+            raise self.answers
+        return self.answers
+
+
+@pytest.fixture
+def executors(monkeypatch: pytest.MonkeyPatch) -> type[Executor]:
+    module = types.ModuleType("vllm.v1.executor.abstract")
+    module.Executor = type("Executor", (Executor,), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module.Executor  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("answers", "says"),
+    [
+        ([True, False, True, False], "got none on worker 1, 3 of 4"),
+        (ModuleNotFoundError("No module named 'npu_replay'"), "got ModuleNotFoundError: No module named"),
+    ],
+)
+def test_an_engine_with_a_worker_that_does_not_capture_ends(
+    installed: dict[str, str],
+    runners: ModuleType,
+    executors: type[Executor],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    answers: object,
+    says: str,
+) -> None:
+    """As on a node where npu_replay isn't installed: its rows would be zeros."""
+    plugin.register()
+    with pytest.raises(ReplayError, match=f"not every worker of this engine captures.*{says}"):
+        executors(answers).initialize_from_config([1])
+    monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
+    assert executors(answers).initialize_from_config([1]) == "1 caches"
+    assert says in caplog.text
+
+
+def test_workers_are_asked_once_where_routes_are_wanted(
+    installed: dict[str, str], runners: ModuleType, executors: type[Executor]
+) -> None:
+    plugin.register()
+    made = [executors([True, True]), executors([False], asks=False)]
+    assert [one.initialize_from_config([]) for one in made] == ["0 caches"] * 2
+    assert [one.asked for one in made] == [1, 0]
+    npu_replay.uninstall()
+    assert "initialize_from_config" not in vars(executors)
 
 
 def test_uninstall_takes_everything_back(installed: dict[str, str], runners: ModuleType) -> None:
