@@ -22,6 +22,7 @@ _WORDS = {
     "mix_placement": "mixed placement",
     "eplb": "EPLB",
     "310P": "310P",
+    "kv_cache_twice": "KV cache made twice",
 }
 
 Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
