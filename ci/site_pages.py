@@ -14,13 +14,17 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 OUTSIDE = {
     name: f"project/{name.lower()}"
-    for name in ("README.md", "README.zh.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")
+    for name in (
+        *("README.md", "README.zh.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"),
+        "examples/README.md",
+    )
 }
 """Pages of the clone that docs/ links to, and where they lie in the site."""
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml"}
 SHOWN = {
     name: f"project/{name}.md"
-    for file in (*ROOT.glob("examples/*.*"), *ROOT.glob("examples/verl/**/*.*"))
+    for pattern in ("*.*", "grpo/*.*", "verl/**/*.*")
+    for file in ROOT.glob(f"examples/{pattern}")
     if file.suffix in LANGUAGES
     for name in [file.relative_to(ROOT).as_posix()]
 }
