@@ -13,6 +13,8 @@ PAIRS += [(ROOT / "docs" / page.name, page) for page in sorted((ROOT / "docs" / 
 BOTH = pytest.mark.parametrize(("english", "chinese"), PAIRS, ids=[chinese.stem for _, chinese in PAIRS])
 FENCE = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)+(?:\.?rc\d+)?(?!\w)|\d+(?:\.\d+)?(?:e-\d+| %)")
+WHOLE = re.compile(r"(?<![\w.])\d{2,}(?!\w|\.\d| 万)")
+"""Small numbers may be words; 500 万 are 5 million."""
 
 
 def read(page: Path) -> str:
@@ -58,6 +60,14 @@ def test_words_around_them_name_the_same_code_and_versions(english: Path, chines
     for what in (r"`[^`\n]+`", NUMBER.pattern, r"(?m)^#+(?= )"):
         there, here = (sorted(re.findall(what, text)) for text in said)
         assert here == there
+
+
+@BOTH
+def test_words_around_them_have_the_same_whole_numbers(english: Path, chinese: Path) -> None:
+    there, here = (
+        re.sub(r"`[^`\n]+`|\]\([^)]*\)", "", FENCE.sub("", read(page))) for page in (english, chinese)
+    )
+    assert sorted(WHOLE.findall(here)) == sorted(WHOLE.findall(there))
 
 
 def test_the_pages_that_were_promised_are_there() -> None:
