@@ -16,24 +16,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from npu_replay import json_text
 from npu_replay.delivery.carriers import DEFAULT_CUT, Carrier
 from npu_replay.delivery.references import Read
 from npu_replay.errors import ReplayError, RouteFileError, shown
 from npu_replay.routes.atomic_file import as_path, write_whole
+from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.routes.serialization import (
     UNREADABLE,
     TensorFile,
     check_header,
     header,
-    safetensors_bytes,
     verified,
 )
 
+_DTYPES = {"uint8": "U8", "int16": "I16", "bool": "BOOL"}
+
 
 class FolderCarrier(Carrier):
-    """A folder on a disk that all nodes see: a shard for each `put_all`. Needs npu-replay[files].
+    """A folder on a disk that all nodes see: a shard for each `put_all`.
 
     Nobody counts readers there: `free` removes shards, of all their samples.
 
@@ -52,7 +56,7 @@ class FolderCarrier(Carrier):
         budget: int | None = None,
     ) -> None:
         super().__init__(cut=cut, budget=budget)
-        self._folder, self._bytes_of = as_path(folder), safetensors_bytes()
+        self._folder = as_path(folder)
         self._name = f"{socket.gethostname()}-{os.getpid()}" if name is None else name
         fine = name is None or (Path(str(name)).name == name and name.isprintable())
         RouteFileError.unless(fine, "bad name of a writer", "a file name without folders", shown(name))
@@ -64,13 +68,12 @@ class FolderCarrier(Carrier):
 
     def _store(self, pieces: Sequence[RoutedExperts]) -> Sequence[Any]:
         shard = self._folder / f"{self._name}-{secrets.token_hex(8)}.safetensors"
-        tensors, about = {}, {}
+        arrays, about = {}, {}
         for number, piece in enumerate(pieces):
-            tensors[f"{number}.ids"] = piece.ids.contiguous().numpy()
-            tensors[f"{number}.recorded"] = piece.recorded.contiguous().numpy()
+            arrays[f"{number}.ids"], arrays[f"{number}.recorded"] = piece.ids.numpy(), piece.recorded.numpy()
             about[str(number)] = json.dumps(header(piece))
         if pieces:
-            write_whole(shard, self._bytes_of(tensors, about), overwrite=False)
+            write_whole(shard, _file_of(arrays, about), overwrite=False)
         if self._budget is not None:
             self._put.append(shard)
         return [(str(shard), number) for number in range(len(pieces))]
@@ -86,6 +89,23 @@ class FolderCarrier(Carrier):
     @staticmethod
     def releaser() -> Any:
         return remove_shards
+
+
+def _file_of(arrays: dict[str, Array], about: dict[str, str]) -> memoryview:
+    """A safetensors file. The package's own way to it is by two more copies of all arrays."""
+    said: dict[str, Any] = {"__metadata__": about}
+    end = 0
+    for name, one in arrays.items():
+        place = [end, end := end + one.nbytes]
+        said[name] = {"dtype": _DTYPES[one.dtype.name], "shape": one.shape, "data_offsets": place}
+    text = json.dumps(said).encode()
+    head = len(text).to_bytes(8, "little") + text
+    file = np.empty(len(head) + end, np.uint8)
+    file[: len(head)] = np.frombuffer(head, np.uint8)
+    for name, one in arrays.items():
+        first, end = said[name]["data_offsets"]
+        file[len(head) :][first:end].view(one.dtype).reshape(one.shape)[...] = one
+    return file.data
 
 
 def read_folder(handles: Sequence[Any], patience: float) -> list[RoutedExperts | Exception]:

@@ -42,7 +42,7 @@ def plain_file(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def write_whole(path: Path, data: bytes, *, overwrite: bool) -> None:
+def write_whole(path: Path, data: bytes | memoryview, *, overwrite: bool) -> None:
     """Write a file so that nobody ever sees half of it; of writers that don't overwrite only one succeeds.
 
     >>> write_whole(as_path("a.json"), b"{}", overwrite=False)
@@ -64,7 +64,7 @@ def check_place(path: Path, *, overwrite: bool) -> None:
 
 
 @contextmanager
-def written(path: Path, data: bytes, *, overwrite: bool) -> Iterator[None]:
+def written(path: Path, data: bytes | memoryview, *, overwrite: bool) -> Iterator[None]:
     """`write_whole`, and what belongs to the file is done in the block: until it ends, or this process does,
     nobody takes the file for left behind (`remove_left`)."""
     scratch, file = _scratch(path, overwrite=overwrite)

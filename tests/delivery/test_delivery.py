@@ -201,6 +201,17 @@ def test_what_is_held_and_not_freed_has_a_budget(make: Make) -> None:
     assert delivery.fetch(again) == [routes(1), routes(2), routes(3)]
 
 
+def test_a_shard_is_a_safetensors_file(tmp_path: Path) -> None:
+    load_file = pytest.importorskip("safetensors.numpy").load_file
+    sample = RoutedExperts(ids=torch.arange(3).expand(5, 2, 3), layers=[0, 1], num_experts=300)
+    delivery.FolderCarrier(tmp_path, cut=1).put(sample)  # the second piece lies at an odd byte
+    [shard] = tmp_path.iterdir()
+    found = load_file(shard)
+    for number in (0, 1):
+        assert found[f"{number}.ids"].tolist() == sample.only([number]).ids.tolist()
+    assert found["1.recorded"].tolist() == sample.recorded.tolist()
+
+
 def test_a_shard_that_is_seen_late_is_waited_for(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     [reference] = delivery.FolderCarrier(tmp_path).put_all([routes(0)])
