@@ -33,6 +33,8 @@ from npu_replay.routes.serialization import (
     verified,
 )
 
+_SEEN = 5.0
+"""Seconds within which a node sees what another has written."""
 _DTYPES = {"uint8": "U8", "int16": "I16", "bool": "BOOL"}
 
 
@@ -110,7 +112,7 @@ def _file_of(arrays: dict[str, Array], about: dict[str, str]) -> memoryview:
 
 def read_folder(handles: Sequence[Any], patience: float) -> list[RoutedExperts | Exception]:
     """The pieces of shards. One that isn't there is waited for: what another node wrote may be seen late."""
-    until, found = time.monotonic() + patience, list[RoutedExperts | Exception]()
+    until, found = time.monotonic() + min(patience, _SEEN), list[RoutedExperts | Exception]()
 
     def read() -> None:
         files: dict[str, TensorFile] = {}
