@@ -50,7 +50,7 @@ def register(impl: Any) -> None:
             self._note(
                 kind="log-probs" if forward_only else "update",
                 tokens=[one.clone() for one in data["input_ids"].unbind()],
-                routes=[_ids(one) for one in data["routed_experts"].unbind()],
+                routes=_routes_in(data),
                 shown=[(one.ids, one.layers) for one in seen.shown],
             )
             return output
@@ -67,17 +67,19 @@ def register(impl: Any) -> None:
     EngineRegistry.register(model_type="language_model", backend="megatron", device="cpu")(OnCPU)
 
 
-def _ids(rows: torch.Tensor) -> torch.Tensor:
-    """Routes in a batch, [tokens, layers, topk]; where it carries a key, what was fetched for it."""
-    if rows.shape[1:] == (tiny.LAYERS, tiny_qwen.TOPK):
-        return rows.clone()
+def _routes_in(data: Any) -> list[torch.Tensor]:
+    """Routes of each sample of a batch, [tokens, layers, topk]; where it has references, what was fetched."""
+    rows, references = data["routed_experts"], delivery.references_in(data)
+    if references is None:
+        return [one.clone() for one in rows.unbind()]
     model = npu_replay.RoutedModel(
         layers=tuple(range(tiny.LAYERS)),
         num_layers=tiny.LAYERS,
         num_experts=tiny_qwen.EXPERTS,
         topk=tiny_qwen.TOPK,
     )
-    return delivery.routes_of(rows, None, model).ids
+    keys = zip(delivery.keys_of(rows, references), rows.unbind(), strict=True)
+    return [delivery.routes_of(delivery.rows_of(key, len(one)), None, model).ids for key, one in keys]
 
 
 def _lend_optimizer() -> None:
