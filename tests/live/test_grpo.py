@@ -17,7 +17,8 @@ LIMIT = 400
 
 
 def start(out: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "examples/grpo/run.py", "--teach", "5", "--out", str(out), *arguments]
+    small = ["--teach", "5", "--layers", "2", "--out", str(out)]
+    command = [sys.executable, "examples/grpo/run.py", *small, *arguments]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
