@@ -75,7 +75,7 @@ def test_what_cant_be_run_exits_2_and_rank_0_says_why(
         assert smoke.main(parse(arguments)) == 2
         out, complaint = capsys.readouterr()
         assert out == ""
-        assert (said in complaint) if rank == "0" else complaint == ""
+        assert said in " ".join(complaint.split()) if rank == "0" else complaint == ""
 
 
 def test_every_option_reaches_the_run_with_typer_too(monkeypatch: pytest.MonkeyPatch) -> None:
