@@ -38,5 +38,5 @@ def test_the_job_is_planned_and_its_parts_are_measured(
         "gather": ["take", bench.ONE, bench.TAKEN, bench.EVERY],
     }
     assert found["planned"]["nodes"] == 1
-    assert "Planned: 2 ranks on 1 nodes" in ran.output
+    assert "Planned: 2 ranks on 1 node," in ran.output
     assert ran.output.count(": met") + ran.output.count(": not met") == 5

@@ -112,7 +112,9 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         task.save(task.model(2, 32), tmp_path / str(seed))
         return tmp_path / str(seed)
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    alone = not dist.is_initialized()  # a demo that ran in this process before leaves its group
+    if alone:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     engine = Engine(saved(0))
     http = ThreadingHTTPServer(("127.0.0.1", 0), handler(engine))
     threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
@@ -127,7 +129,8 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield SimpleNamespace(grpo=grpo, engine=engine, taught=tmp_path / "0", other=saved(1))
     http.shutdown()
     http.server_close()
-    dist.destroy_process_group()
+    if alone:
+        dist.destroy_process_group()
     for name in NAMES:
         sys.modules.pop(name, None)
 

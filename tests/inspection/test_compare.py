@@ -70,12 +70,11 @@ def table(result: Result) -> dict[str, list[str]]:
 
 
 def refused(result: Result, code: int = 1) -> str:
-    """The one line of an error."""
+    """The words of an error, unfolded."""
     assert result.exit_code == code
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.stdout == ""
-    line, _hint = result.stderr.splitlines()
-    return line
+    return " ".join(result.stderr.split())
 
 
 # Files
