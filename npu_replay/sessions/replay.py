@@ -265,7 +265,7 @@ class AnyReplay(Session):
                 "the routes have another number of tokens than the router",
                 where=micro_batch(forward.number, router.label),
                 expected=f"{rows} rows",
-                got=given.rows,
+                got=f"{given.rows} in the routes",
                 cause=self._why_other_rows(forward),
             )
         if device not in given.on:
