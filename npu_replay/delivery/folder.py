@@ -21,8 +21,8 @@ import numpy as np
 from npu_replay import json_text
 from npu_replay.delivery.carriers import DEFAULT_CUT, Carrier
 from npu_replay.delivery.references import Read
-from npu_replay.errors import ReplayError, RouteFileError, shown
-from npu_replay.routes.atomic_file import as_path, write_whole
+from npu_replay.errors import ReplayError, RouteFileError
+from npu_replay.routes.atomic_file import as_path, check_writer, write_whole
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.routes.serialization import (
@@ -60,8 +60,7 @@ class FolderCarrier(Carrier):
         super().__init__(cut=cut, budget=budget)
         self._folder = as_path(folder)
         self._name = f"{socket.gethostname()}-{os.getpid()}" if name is None else name
-        fine = name is None or (Path(str(name)).name == name and name.isprintable())
-        RouteFileError.unless(fine, "bad name of a writer", "a file name without folders", shown(name))
+        check_writer(self._name)
         self._put: list[Path] = []
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,16 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 
+def check_writer(name: object) -> None:
+    """Can the files of somebody who writes into a shared folder begin with this name?
+
+    Raises:
+        RouteFileError: it is no text, empty, or has folders in it.
+    """
+    fine = isinstance(name, str) and name.isprintable() and bool(name) and Path(name).name == name
+    RouteFileError.unless(fine, "bad name of a writer", "a file name without folders", shown(name))
+
+
 def as_path(path: Any) -> Path:
     """The path that a caller gave; a RouteFileError for what is none."""
     try:

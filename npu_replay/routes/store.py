@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from npu_replay import json_text
 from npu_replay.errors import RouteFileError, shown, whole_number
-from npu_replay.routes.atomic_file import as_path, plain_file, remove_left, write_whole, written
+from npu_replay.routes.atomic_file import as_path, check_writer, plain_file, remove_left, write_whole, written
 from npu_replay.routes.checks import Array
 from npu_replay.routes.fingerprint import as_token_ids, find_other_tokens, fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts
@@ -166,9 +166,7 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
 
     def __init__(self, folder: Path, name: Any, shard_bytes: int) -> None:
         self._bytes_of = safetensors_bytes()
-        fine = isinstance(name, str) and name.isprintable() and bool(name) and Path(name).name == name
-        expected = "a file name without folders"
-        RouteFileError.unless(fine, "bad name of a writer", expected, shown(name))
+        check_writer(name)
         self.folder, self.name, self.shard_bytes = folder, name, shard_bytes
         self._keys: set[str] = set()
         self._waiting: dict[str, RoutedExperts] = {}

@@ -422,3 +422,9 @@ def test_a_stage_of_dense_layers_is_sent_nothing_and_lays_out_nothing() -> None:
     nothing = delivery.fetch(references, layers=())
     here = TokenLayout.packed([5, 7]).gather(nothing, layers=())
     assert (len(here), here.layers) == (12, ())
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a\nb", 5])
+def test_a_folders_writer_has_a_name_that_files_can_begin_with(tmp_path: Path, name: Any) -> None:
+    with pytest.raises(ReplayError, match="bad name of a writer"):
+        delivery.FolderCarrier(tmp_path, name=name)
