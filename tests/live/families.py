@@ -6,12 +6,14 @@ Nothing of npu_replay is used here: this is the truth that an engine's rows are 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 VOCABULARY, LONGEST = 512, 1024
 MARGIN = 5e-4
@@ -97,12 +99,41 @@ class Truth:
     tie: np.ndarray[Any, Any]
 
 
-def truth(model: Any, tokens: Sequence[int]) -> Truth:
-    """From the router logits of one forward over the whole sequence."""
-    with torch.inference_mode():
-        out = model(torch.tensor([list(tokens)]), use_cache=False, output_router_logits=True)
+class _Took(TorchFunctionMode):
+    """Routers that took these experts for the rows from `start` on, whatever they would choose.
+
+    So what the layers behind them choose is judged where an engine took the other side of a tie, too.
+    """
+
+    def __init__(self, config: Any, taken: np.ndarray[Any, Any], start: int) -> None:
+        super().__init__()
+        self._experts = getattr(config, "num_local_experts", None) or config.num_experts
+        self._rows = slice(start, start + len(taken))
+        self._layers = iter(torch.as_tensor(taken.astype(np.int64)).unbind(1))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk) or args[0].shape[-1] != self._experts:
+            return found
+        indices = found.indices
+        indices[self._rows] = next(self._layers)
+        return torch.return_types.topk((args[0].gather(1, indices), indices))
+
+
+def truth(
+    model: Any, tokens: Sequence[int], taken: np.ndarray[Any, Any] | None = None, start: int = 0
+) -> Truth:
+    """From the router logits of one forward over the whole sequence.
+
+    Args:
+        taken: [rows, MoE layers, topk], the experts that the rows from `start` on went to. By default those
+            that the model chooses.
+    """
     config = model.config
     topk = config.num_experts_per_tok
+    took = nullcontext() if taken is None else _Took(config, taken, start)
+    with torch.inference_mode(), took:
+        out = model.model(torch.tensor([list(tokens)]), use_cache=False, output_router_logits=True)
     chosen, ties = [], []
     biases = [value for name, value in model.named_buffers() if name.endswith("e_score_correction_bias")]
     for number, logits in enumerate(out.router_logits):

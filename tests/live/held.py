@@ -18,28 +18,27 @@ MOST_TIES = 0.005
 
 
 def assert_right(model: Any, tokens: Any, routes: RoutedExperts, start: int = 0, last: int = 1) -> int:
-    """Hold all rows from `start` on, but the `last`, against what `model` chooses; those have to be without a
-    route.
+    """Hold all rows from `start` on, but the `last`, against what `model` chooses behind the same experts.
 
-    A token-layer may differ in a tie, and behind one that fell otherwise: a later layer of that token or of a
-    later one computes with what the other expert made. Such are a few.
+    Those that are left out have to be without a route. A token-layer may differ in a tie. What an engine took
+    before `start` isn't known: a tie there may have fallen otherwise, and then the rest can't be judged.
 
     Returns:
-        How many ties fell otherwise, of those that are behind no other.
+        How many ties fell otherwise.
     """
     tokens = np.asarray(tokens).tolist()
     assert len(routes) == len(tokens)
     assert routes.fingerprint == fingerprint(tokens)
     assert routes.recorded.tolist() == [start <= row < len(tokens) - last for row in range(len(tokens))]
-    true, rows = truth(model, tokens), slice(start, len(tokens) - last)
-    differ = (np.sort(routes.ids.numpy()[rows], axis=2) != true.ids[rows]).any(axis=2)
-    fell = differ & true.tie[rows]
-    behind = np.zeros_like(differ)
-    behind[:, 1:] = np.logical_or.accumulate(np.logical_or.accumulate(fell, axis=0), axis=1)[:, :-1]
-    wrong = np.argwhere(differ & ~fell & ~behind)
+    rows = slice(start, len(tokens) - last)
+    ids = routes.ids.numpy()[rows]
+    true = truth(model, tokens, ids, start)
+    differ = (np.sort(ids, axis=2) != true.ids[rows]).any(axis=2)
+    wrong = np.argwhere(differ & ~true.tie[rows])
+    if len(wrong) and true.tie[:start].any():
+        return 1
     assert not len(wrong), f"{len(wrong)} of {differ.size} token-layers are wrong, first {wrong[0].tolist()}"
-    ties = int((fell & ~behind).sum())
-    assert differ.sum() <= CEILING * max(differ.size, 1000)  # of a short text, a tie's wake may be a part
+    ties = int(differ.sum())
     assert ties <= 1 + MOST_TIES * differ.size
     return ties
 
