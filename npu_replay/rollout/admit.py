@@ -173,7 +173,7 @@ class _Arrival:
         """The rows that were never written. With a top-k of 1 they can't be told from expert 0, but where all
         of many layers say so."""
         topk = self.model.topk
-        if topk == 1 and not self._tells_tokens_apart:
+        if topk == 1 and not checks.tells_apart(len(self.model.layers), self.model.num_experts, topk):
             return np.empty(0, np.int64)
         blank = checks.blank_rows(rows)
         different = f"{topk} different experts a token"
@@ -188,14 +188,12 @@ class _Arrival:
 
     def stale_rows(self, rows: Array, recorded: Array) -> Array:
         """The rows that are another token's: they were read from a buffer too late."""
-        tokens = self.tokens[self.start :]
-        if not self._tells_tokens_apart:
-            return np.empty(0, np.int64)
+        tokens, experts = self.tokens[self.start :], self.model.num_experts
         if recorded.all():
-            stale = checks.repeated_rows(rows, tokens)
+            stale = checks.stale_rows(rows, tokens, experts)
         else:
             at = np.flatnonzero(recorded)
-            stale = at[checks.repeated_rows(rows[at], tokens[at])]
+            stale = at[checks.stale_rows(rows[at], tokens[at], experts)]
         if not len(stale):
             return stale
         error = self.source.error(
@@ -208,9 +206,3 @@ class _Arrival:
             raise error
         _log.warning("%s. They are left without a route", error)
         return stale
-
-    @property
-    def _tells_tokens_apart(self) -> bool:
-        """Is there so much choice in all layers together that two tokens never choose alike by chance?"""
-        choice = checks.choice(self.model.num_experts, self.model.topk)
-        return len(self.model.layers) * choice >= checks.SURE_BITS

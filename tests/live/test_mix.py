@@ -56,7 +56,7 @@ class Mix:
             seen |= {output.request_id: output for output in self.engine.step()}
             if self.rng.random() < 0.03:
                 self._abort(asked, seen)
-        for name in asked.keys() & seen.keys():
+        for name in [name for name in asked if name in seen]:  # in order: a run can be repeated
             self._ended(seen[name], *asked[name])
 
     def _abort(self, asked: dict[str, Any], seen: dict[str, Any]) -> None:

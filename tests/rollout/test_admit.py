@@ -273,6 +273,18 @@ def test_a_tiny_model_whose_rows_meet_by_chance_comes_through(seed: int) -> None
     assert taken(rows, model=model, tokens=words(401)).recorded[:-1].all()
 
 
+@pytest.mark.parametrize("start", [0, 9])
+def test_a_few_tokens_of_a_model_with_2_of_8_may_choose_alike_in_all_layers(start: int) -> None:
+    """The first two of a sequence did, in all of a live Mixtral's 24 layers, and transformers agrees."""
+    model = RoutedModel(layers=tuple(range(24)), num_layers=24, num_experts=8, topk=2)
+    rows, tokens = chosen(TOKENS - 1, 24, model), np.concatenate([np.arange(2000, 2000 + start), words()])
+    rows[[1, 40, 71]] = rows[[0, 39, 12]]
+    assert taken(rows, model=model, tokens=tokens, start=start).recorded[start:-1].all()
+    rows[90] = rows[89]
+    with pytest.raises(InvalidRoutes, match=f"4 rows are another token's.*the first is row {start + 1}"):
+        taken(rows, model=model, tokens=tokens, start=start)
+
+
 def test_a_model_that_uses_every_expert_chooses_alike_always() -> None:
     model = RoutedModel(layers=(0, 1), num_layers=2, num_experts=2, topk=2)
     rows = np.broadcast_to(np.array([0, 1], np.uint8), (TOKENS - 1, 2, 2))
