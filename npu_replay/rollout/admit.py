@@ -194,6 +194,7 @@ class _Arrival:
         else:
             at = np.flatnonzero(recorded)
             stale = at[checks.stale_rows(rows[at], tokens[at], experts)]
+        stale = stale[self.start + stale >= checks.FIRST_ROWS]
         if not len(stale):
             return stale
         error = self.source.error(

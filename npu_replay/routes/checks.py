@@ -29,11 +29,11 @@ CONSTANT_ROWS = 64
 SURE_BITS = 96
 """So much choice there must be before tokens that choose alike are called a fault: by chance they do once in
 2**96 times."""
-SURE_CHOICE = 12
-"""Bits: where a layer leaves less (2 of 8 are 4.8), tokens that attend to the same place may choose alike in
-all layers. Those of a live Mixtral did, rightly, in about 1 of 1,000 sequences."""
-COINCIDENCES = 3
-"""So many rows of a sequence may be alike by that, and no more."""
+STALE_BITS = 64
+"""The same for rows that are another token's, where all pairs of rows that might meet are counted in."""
+FIRST_ROWS = 4
+"""Those of a sequence's beginning attend to little but the first token, and may choose what it chose: with
+random weights, live Mixtrals and DeepSeeks did so in all layers, rightly, in 1 of 1,000 sequences."""
 
 _MOST_SHIFTS = 64  # a top-k above is sorted: each shift costs a pass, and a mask that is kept
 _BLOCK = 1 << 17  # ids; the fastest of 2**14 to 2**20, for ids of one byte and of two
@@ -238,12 +238,27 @@ def repeated_rows(ids: Array, tokens: Array) -> Array:
 
 
 def stale_rows(ids: Array, tokens: Array, num_experts: int) -> Array:
-    """The rows that `repeated_rows` finds, where tokens don't choose alike without a fault; see there."""
-    layers, topk = ids.shape[1:]
-    if not tells_apart(layers, num_experts, topk):
+    """The rows that `repeated_rows` finds, where so many among so many are no chance."""
+    if not tells_apart(ids.shape[1], num_experts, ids.shape[2]):
         return np.empty(0, np.int64)
     rows = repeated_rows(ids, tokens)
-    return rows if choice(num_experts, topk) >= SURE_CHOICE or len(rows) > COINCIDENCES else rows[:0]
+    if not len(rows):
+        return rows
+    each = _bits(ids, tokens, num_experts, rows) - 2 * math.log2(len(ids))  # any two rows may meet
+    return rows if len(rows) * each >= STALE_BITS else rows[:0]
+
+
+def _bits(ids: Array, tokens: Array, num_experts: int, but: Array) -> float:
+    """How much choice a token has in all layers, by how often those that follow each other choose alike.
+
+    Args:
+        but: rows that aren't looked at.
+    """
+    others = np.ones(len(ids), bool)
+    others[but] = False
+    rows = np.flatnonzero(others[1:] & others[:-1] & (tokens[1 : len(ids)] != tokens[: len(ids) - 1]))
+    alike = (ids[rows + 1] == ids[rows]).all(axis=2).sum(axis=0) / max(1, len(rows))
+    return float(-np.log2(np.maximum(alike, 2.0 ** -choice(num_experts, ids.shape[2]))).sum())
 
 
 def _blocks(ids: Array) -> Iterator[tuple[int, Array]]:
