@@ -27,27 +27,34 @@ _WORDS = 16
 _MORE = {"problem": "these routes can't be used, as others before them"}
 
 
-def checked(routes: torch.Tensor, config: Any, layers: Sequence[int]) -> Found:
+def checked(
+    routes: torch.Tensor, config: Any, layers: Sequence[int], tokens: torch.Tensor | None = None
+) -> Found:
     """By key, from 1 on, the routes of each sample of a jagged batch, or why it has none.
 
     Args:
         routes: jagged [tokens, columns, topk], of all decoder layers or of the MoE layers.
         config: the model's TransformerConfig or RoutedModel.
         layers: this rank's.
+        tokens: jagged, the ids of the same samples.
 
     Raises:
         MicroBatchError: another shape than verl's, or columns that are neither.
     """
     batch = tensors.MicroBatch(routes, None, config)
     take = functools.partial(from_batch, model=batch.routed, layers=layers, zeros_are_none=True)
+    each = batch.samples()
+    words = [None] * len(each) if tokens is None else [one.cpu().numpy() for one in tokens.unbind()]
     found: Found = {}
-    for key, rows in enumerate(batch.samples(), start=1):
+    for key, (rows, ids) in enumerate(zip(each, words, strict=True), start=1):
+        of_sample = ids if ids is not None and len(ids) == len(rows) else None
         try:
-            found[key] = take(rows)
-        except InvalidRoutes as error:  # noqa: PERF203  a few of thousands
+            found[key] = take(rows, tokens=of_sample)
+        except InvalidRoutes as error:
             # verl's mask leaves the last row out, whatever it holds: its token is never fed to the engine.
             with suppress(InvalidRoutes):
-                found[key] = take(rows, keep=torch.arange(len(rows)) < len(rows) - 1)
+                keep = torch.arange(len(rows)) < len(rows) - 1
+                found[key] = take(rows, tokens=of_sample, keep=keep)
             found.setdefault(key, error.with_traceback(None))
     return found
 

@@ -129,7 +129,8 @@ class Putter:
         """
         reference = None
         try:
-            routes = from_batch(torch.from_numpy(rows), self._model, zeros_are_none=self._model.topk > 1)
+            ids, whole = torch.from_numpy(rows), self._model.topk > 1
+            routes = from_batch(ids, self._model, zeros_are_none=whole, tokens=tokens)
         except (InvalidRoutes, MicroBatchError) as error:
             if (count := next(_refused)).bit_count() == 1:
                 said = "[npu_replay] rollout: %d samples so far go without their routes: %s"

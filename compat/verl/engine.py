@@ -254,7 +254,7 @@ class Pass:
             self._fetch(references, data, layers)
         elif routes is not None and routes.is_nested and not delivery.are_keys(routes):
             delivery.arrived.has(layers)
-            self.carried = carried.checked(routes, config, layers)
+            self.carried = carried.checked(routes, config, layers, data.get(TOKENS, None))
             self.keys = list(self.carried)
             self._stages = carried.stages_of(config)
         spent = int((time.perf_counter() - started) * 1e6)

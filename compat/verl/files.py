@@ -82,7 +82,7 @@ class Files:
             return
         batch = tensors.MicroBatch(routes, None, config)
         zeros_are_none = mode == "R3" or batch.model["topk"] > 1
-        good, problems = batch.routes(zeros_are_none=zeros_are_none)
+        good, problems = batch.routes(zeros_are_none=zeros_are_none, vouched=mode != "R3")
         for number, tokens in enumerate(_samples(data)):
             mark, one = fingerprint(tokens), good.get(number)
             if mark in self._written:

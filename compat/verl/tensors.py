@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,7 +145,7 @@ class MicroBatch:
         return [one[kept] for one, kept in zip(each, self.kept, strict=True)]
 
     def routes(
-        self, *, mask: torch.Tensor | None = None, zeros_are_none: bool
+        self, *, mask: torch.Tensor | None = None, zeros_are_none: bool, vouched: bool = False
     ) -> tuple[dict[int, RoutedExperts], dict[int, ReplayError]]:
         """The routes of each sequence, by its number, and why those of others can't be used. The tokens are
         routes: [batch, tokens, layers, topk] of all decoder layers, or of the MoE layers.
@@ -152,6 +153,7 @@ class MicroBatch:
         Args:
             mask: jagged or [batch, tokens], the rows to replay; all when not given.
             zeros_are_none: a row of zeros in all layers is a token that the engine gave no route.
+            vouched: this trainer's own routers chose.
 
         Raises:
             MicroBatchError: layers that are neither, or another number of masks than sequences.
@@ -167,13 +169,14 @@ class MicroBatch:
         routed = self.routed
 
         keys = delivery.are_keys(self.tokens)
+        read = partial(from_batch, zeros_are_none=zeros_are_none, vouched=vouched)
 
         def take(number: int, ids: torch.Tensor, keep: torch.Tensor | None) -> None:
             try:
                 if keys:
                     good[number] = delivery.routes_of(ids, keep, routed)
                 else:
-                    good[number] = from_batch(ids, routed, keep=keep, zeros_are_none=zeros_are_none)
+                    good[number] = read(ids, routed, keep=keep)
             except InvalidRoutes as error:
                 bad[number] = error.with_traceback(None).at(f"sample {number} of the micro-batch")
 

@@ -9,6 +9,7 @@ import torch
 from npu_replay.errors import MicroBatchError
 from npu_replay.rollout.admit import check_dense
 from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts
 
 
@@ -19,6 +20,8 @@ def from_batch(
     layers: Sequence[int] | None = None,
     keep: torch.Tensor | None = None,
     zeros_are_none: bool,
+    tokens: Array | None = None,
+    vouched: bool = False,
 ) -> RoutedExperts:
     """Rows of ids, checked and labelled.
 
@@ -27,6 +30,8 @@ def from_batch(
         layers: those that are wanted, and checked; all when not given.
         keep: bool [tokens], the rows that have a route; all when not given.
         zeros_are_none: a row of zeros in all layers is a token that the engine gave no route.
+        tokens: [tokens], their ids; without them each counts as another where a layer is the same throughout.
+        vouched: a trainer's own routers chose; then a layer may be the same for every token.
 
     Raises:
         MicroBatchError: columns that are neither.
@@ -58,4 +63,4 @@ def from_batch(
         labels = tuple(layer for layer in labels if layer in set(layers))
         ids = ids[:, [model.layers.index(layer) for layer in labels]]
     built = RoutedExperts(ids=ids, layers=labels, num_experts=model.num_experts, recorded=recorded)
-    return built.check_not_constant() if zeros_are_none else built
+    return built if vouched or not zeros_are_none else built.check_not_constant(tokens)

@@ -295,6 +295,27 @@ def test_routes_that_the_door_refuses_are_a_bad_sample(
     assert "refused when the rollout handed them over" in str(bad[0])
 
 
+def test_a_layer_that_the_tokens_explain_is_taken_from_a_batch_as_at_the_door() -> None:
+    """And any layer of R2's record: the trainer's own routers chose."""
+    model = delivery.RoutedModel(layers=tuple(range(32)), num_layers=32, num_experts=8, topk=2)
+    rows = torch.rand(96, 32, 8, generator=torch.Generator().manual_seed(0)).topk(2).indices
+    rows[:, 5] = torch.tensor([3, 6])
+    ids = torch.arange(96)
+
+    def nested(one: torch.Tensor) -> torch.Tensor:
+        return torch.nested.nested_tensor([one], layout=torch.jagged)
+
+    def found(tokens: torch.Tensor | None) -> Any:
+        return carried.checked(nested(rows), model, range(32), tokens)[1]
+
+    assert found(nested(ids % 12)).recorded.all()
+    assert isinstance(found(nested(ids)), InvalidRoutes)
+    assert isinstance(found(None), InvalidRoutes)
+    batch = MicroBatch(nested(rows), None, model)
+    assert list(batch.routes(zeros_are_none=True)[1]) == [0]
+    assert list(batch.routes(zeros_are_none=True, vouched=True)[0]) == [0]
+
+
 def test_a_reference_that_stayed_behind_is_named() -> None:
     data, model = batch_of(Turn(SAMPLED[:4], change=deep))
     mask = data.batch["attention_mask"].bool()

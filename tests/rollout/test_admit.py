@@ -296,6 +296,36 @@ def test_tokens_that_often_choose_alike_may_do_so_in_all_layers() -> None:
     assert taken(rows).recorded[:-1].all()
 
 
+def test_routers_with_favourites_may_send_all_tokens_to_one_expert() -> None:
+    """As a Llama 4 with random weights does. Beside routers without, such a layer was never captured."""
+    model = RoutedModel(layers=tuple(range(48)), num_layers=48, num_experts=16, topk=1)
+    rows, favourite = chosen(TOKENS - 1, 48, model), np.random.default_rng(1).integers(1, 16, (48, 1))
+    sound = rows.copy()
+    rows = np.where(np.random.default_rng(2).random((TOKENS - 1, 48, 1)) < 0.95, favourite, rows)
+    rows[:, [9, 30]] = favourite[[9, 30]]
+    assert taken(rows, model=model).recorded[:-1].all()
+    sound[:, 30] = 7
+    with pytest.raises(InvalidRoutes, match="layer 30: all 149 recorded rows are the same"):
+        taken(sound, model=model)
+
+
+@pytest.mark.parametrize(("layers", "experts", "topk"), [(32, 8, 2), (48, 16, 1), (16, 64, 8)])
+def test_digits_of_a_table_may_choose_alike_in_all_layers(layers: int, experts: int, topk: int) -> None:
+    """Three in ten tokens are digits, which choose as each other in nine layers of ten."""
+    model = RoutedModel(layers=tuple(range(layers)), num_layers=layers, num_experts=experts, topk=topk)
+    rng, tokens = np.random.default_rng(3), np.arange(1000, 2201)
+    digits = np.flatnonzero(rng.random(1200) < 0.3)
+    tokens[digits] = rng.integers(0, 10, len(digits))
+    rows = chosen(1200, layers, model)
+    alike = rng.random((len(digits), layers, 1)) < 0.9
+    rows[digits] = np.where(alike, rows[digits[0]], rows[digits])
+    assert taken(rows, model=model, tokens=tokens).recorded[:-1].all()
+    rows = chosen(1200, layers, model)
+    rows[700:703] = rows[100:103]
+    with pytest.raises(InvalidRoutes, match="3 rows are another token's"):
+        taken(rows, model=model, tokens=tokens)
+
+
 def test_a_model_that_uses_every_expert_chooses_alike_always() -> None:
     model = RoutedModel(layers=(0, 1), num_layers=2, num_experts=2, topk=2)
     rows = np.broadcast_to(np.array([0, 1], np.uint8), (TOKENS - 1, 2, 2))

@@ -1,0 +1,37 @@
+"""Rows out of a framework's batch: a layer that is the same for every token may be right."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from npu_replay import RoutedModel
+from npu_replay.errors import InvalidRoutes
+from npu_replay.rollout.batch_rows import from_batch
+
+MODEL = RoutedModel(layers=tuple(range(32)), num_layers=32, num_experts=8, topk=2)
+TOKENS = 96
+
+
+def rows_with_a_constant_layer() -> torch.Tensor:
+    rows = np.argsort(np.random.default_rng(0).random((TOKENS, 32, 8)), axis=2)[..., :2]
+    rows[:, 5] = [3, 6]
+    return torch.from_numpy(rows)
+
+
+def test_it_is_refused_where_nothing_is_known_of_the_tokens() -> None:
+    with pytest.raises(InvalidRoutes, match="layer 5: all 96 recorded rows are the same"):
+        from_batch(rows_with_a_constant_layer(), MODEL, zeros_are_none=True)
+
+
+def test_few_different_tokens_explain_it_as_they_do_at_the_door() -> None:
+    rows, tokens = rows_with_a_constant_layer(), np.arange(TOKENS)
+    assert from_batch(rows, MODEL, zeros_are_none=True, tokens=tokens % 12).recorded.all()
+    with pytest.raises(InvalidRoutes, match="layer 5"):
+        from_batch(rows, MODEL, zeros_are_none=True, tokens=tokens)
+
+
+def test_a_trainers_own_routers_may_choose_so() -> None:
+    """R2's record says what the model did: an engine's faults aren't looked for."""
+    assert from_batch(rows_with_a_constant_layer(), MODEL, zeros_are_none=True, vouched=True).recorded.all()
