@@ -157,7 +157,8 @@ def _tokens(one: Answer, prompt: Any, output: Any) -> Tokens:
     if theirs is None and taken_off < 0:
         raise _counted(f"the sampled token ids given here are {len(sampled)}", ran, source)
     if theirs is not None and not np.array_equal(sampled, theirs[: len(sampled)]):
-        if not len(theirs) or not np.array_equal(sampled[-len(theirs) :], theirs):
+        known = len(theirs) or not one.ended  # an aborted stream's last output has none
+        if not known or not np.array_equal(sampled[len(sampled) - len(theirs) :], theirs):
             problem = "the sampled token ids given here aren't those that the engine sampled"
             raise _others(problem, theirs, sampled, source, ", or fewer off their end")
         taken_off = 0  # a stream, whose last output has the last ids alone

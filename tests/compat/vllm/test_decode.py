@@ -415,6 +415,13 @@ def test_the_last_output_of_a_stream_of_pieces_gets_all_ids_from_the_caller() ->
     assert only(from_vllm(output, QWEN, output_token_ids=[one.output])) == expected(QWEN, one)
     with refused("more tokens than it ran"):
         from_vllm(output, QWEN)
+    output.outputs[0].token_ids = []
+    with refused("aren't those that the engine sampled"):
+        from_vllm(output, QWEN, output_token_ids=[one.output])
+    output.outputs[0].finish_reason = "abort"  # then the last piece has no ids, and the rows so far
+    assert only(from_vllm(output, QWEN, output_token_ids=[one.output])) == expected(QWEN, one)
+    with refused("more tokens than it ran"):
+        from_vllm(output, QWEN, output_token_ids=[one.output[:-1]])
 
 
 def test_retokenized_text_is_caught() -> None:
