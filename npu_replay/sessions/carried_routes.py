@@ -58,7 +58,11 @@ def carried_routes(given: Any, call: Mapping[str, Any], model: RoutedModel) -> R
     if model.topk == 1:  # expert 0 in all layers may be a route
         there = there | places.real.reshape(-1)
     _check_places(there, places)
-    return from_batch(rows, model, keep=torch.from_numpy(there), zeros_are_none=model.topk > 1)
+    ids, tokens = call.get("input_ids"), None
+    if isinstance(ids, torch.Tensor) and ids.numel() == len(rows):
+        tokens = ids.detach().cpu().reshape(-1).numpy()
+    keep = torch.from_numpy(there)
+    return from_batch(rows, model, keep=keep, zeros_are_none=model.topk > 1, tokens=tokens)
 
 
 def _tensor(given: Any) -> torch.Tensor:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import npu_replay
-from npu_replay import MicroBatchError, ReplayError
+from npu_replay import InvalidRoutes, MicroBatchError, ReplayError, RoutedModel
+from npu_replay.sessions.carried_routes import carried_routes
 
 pytest.importorskip("transformers")
 
@@ -246,3 +247,13 @@ def test_with_put_alone_every_pass_needs_its_rollout() -> None:
             record(followed, fed)
         learn(followed, (bad(lambda routes: routes)(fed), fed[1]))
         assert following.metrics()["recorded"] == 0
+
+
+def test_a_layer_that_the_calls_tokens_explain_is_no_fault() -> None:
+    model = RoutedModel(layers=tuple(range(32)), num_layers=32, num_experts=8, topk=2)
+    routes = torch.rand(2, 48, 32, 8, generator=torch.Generator().manual_seed(0)).topk(2).indices
+    routes[:, :, 5] = torch.tensor([3, 6])
+    ids = torch.arange(96).reshape(2, 48)
+    assert carried_routes(routes, {"input_ids": ids % 12}, model).recorded.all()
+    with pytest.raises(InvalidRoutes, match="layer 5: all 96 recorded rows are the same"):
+        carried_routes(routes, {"input_ids": ids}, model)
