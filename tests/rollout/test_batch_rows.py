@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from npu_replay import RoutedModel
+from npu_replay import RoutedExperts, RoutedModel
 from npu_replay.errors import InvalidRoutes
 from npu_replay.rollout.batch_rows import from_batch
 
@@ -34,4 +34,6 @@ def test_few_different_tokens_explain_it_as_they_do_at_the_door() -> None:
 
 def test_a_trainers_own_routers_may_choose_so() -> None:
     """R2's record says what the model did: an engine's faults aren't looked for."""
-    assert from_batch(rows_with_a_constant_layer(), MODEL, zeros_are_none=True, vouched=True).recorded.all()
+    routes = from_batch(rows_with_a_constant_layer(), MODEL, zeros_are_none=True, vouched=True)
+    assert routes.recorded.all()
+    assert len(RoutedExperts.from_bytes(routes.to_bytes())) == TOKENS, "a file of the record is read again"
