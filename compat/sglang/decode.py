@@ -198,10 +198,7 @@ def _sampled_by_them(
     first = max(0, tokens.prompt - 1)  # the row that the first output token was sampled from
     recorded[first : min(len(routes), max(0, first + newest))] = False
     ids = routes.ids.masked_fill(~recorded[:, None, None], 0)
-    about = routes.fingerprint, routes.weight_version
-    return RoutedExperts._adopt(
-        ids, routes.layers, routes.num_experts, recorded, *about, vouched=routes.vouched
-    )
+    return routes._derived(ids, recorded, fingerprint=routes.fingerprint)
 
 
 @functools.lru_cache(maxsize=8)  # once a process

@@ -225,7 +225,7 @@ class Switch:
                 job.chunks,
                 errors_wait=True,
                 live_mismatch=job.compares(),
-                max_live_mismatch=job.most_live_mismatch(),
+                min_overlap=job.min_overlap(),
             )
         )
         self._sessions.append(session.__enter__())

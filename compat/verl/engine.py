@@ -38,7 +38,6 @@ from npu_replay.sessions.stepwise import StepRecording, StepReplay
 logger = logging.getLogger(__name__)
 
 _CEILING = "NPU_REPLAY_BAD_SAMPLES"
-_FAR = "NPU_REPLAY_MAX_LIVE_MISMATCH"
 
 
 @dataclass
@@ -227,10 +226,9 @@ class Pass:
         """Is the live router's choice counted in this pass?"""
         return self.trains and compares(self.engine.updates)
 
-    def most_live_mismatch(self) -> float | None:
-        """How far the first update's first micro-batch may be from the live choice: routes that are laid out
-        wrong show there. None for any distance."""
-        return _share(_FAR, 0.3, "token-layers") if self.trains and not self.engine.updates else None
+    def min_overlap(self) -> float | None:
+        """See `replay`: what the user has set or the default, up to the first update; 0, no check, after it."""
+        return 0 if self.engine.updates else None
 
     def count(self, **figures: int) -> None:
         """Add to the figures of this pass."""

@@ -17,7 +17,8 @@ _EVERY = "NPU_REPLAY_METRICS_EVERY"
 
 COUNTED = (
     *("rows", "routed", "samples", "bad_samples"),
-    *("dropped", "chosen", "differing", "compared", "replayed", "routers", "microseconds", "bytes"),
+    *("dropped", "chosen", "differing", "compared", "shared", "given"),
+    *("replayed", "routers", "microseconds", "bytes"),
 )
 """What each rank counts of a pass."""
 
@@ -46,6 +47,8 @@ def figures(sums: dict[str, int]) -> dict[str, float]:
     }
     if sums["compared"]:
         found["live_mismatch"] = sums["differing"] / sums["compared"]
+    if sums["given"]:
+        found["overlap"] = sums["shared"] / sums["given"]
     if sums["chosen"]:
         found["capacity_dropped"] = sums["dropped"] / sums["chosen"]
     return {PREFIX + name: value for name, value in found.items()}

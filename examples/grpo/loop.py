@@ -105,7 +105,7 @@ class Grpo:
         if self.arm.replay == "R2":
             block = npu_replay.record(model)
         if self.arm.replay == "R3":
-            block = npu_replay.replay(model, given, max_live_mismatch=self.settings.ceiling)
+            block = npu_replay.replay(model, given)
         with torch.no_grad(), npu_replay.observe(model) as observation, block as recording:
             log_probs, entropy = zip(*map(self._log_probs, batches), strict=True)
         replayed: Any = {"R2": lambda: recording.routes, "R3": lambda: given}
@@ -117,7 +117,7 @@ class Grpo:
         model, clip = self.policy.model, self.settings.clip
         block: AbstractContextManager[Any] = contextlib.nullcontext()
         if routes is not None:
-            block = npu_replay.replay(model, [routes], max_live_mismatch=self.settings.ceiling)
+            block = npu_replay.replay(model, [routes])
         with npu_replay.observe(model) as observation, block:
             now, _ = self._log_probs(batch)
             ratio = (now - old).exp()

@@ -38,9 +38,6 @@ class Settings:
         truncation: the most that truncated importance sampling weighs a token with.
         longest: digits of a prompt, at most.
         evaluate_every: steps; the last is evaluated too, on `evaluated` prompts.
-        ceiling: the share of token-layers in which the trainer's routers may disagree with the routes that
-            are replayed. Of the same weights 0.22 do at most over the updates of a step (3 bits of mantissa,
-            eight steps a rollout); of another model's nearly all.
         rollout_bits: of the mantissa of the engine's weights: 7 is bfloat16, less is coarser.
     """
 
@@ -54,5 +51,4 @@ class Settings:
     longest: int = 10
     evaluate_every: int = 5
     evaluated: int = 256
-    ceiling: float = 0.4
     rollout_bits: int = 7

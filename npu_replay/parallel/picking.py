@@ -120,6 +120,7 @@ def pick(
         layers=labels,
         weight_version=arguments.common(one.weight_version for one in used.values()),
         vouched=all(one.vouched for one in used.values()),
+        from_engine=any(one.from_engine for one in used.values()),
     )
 
 

@@ -290,7 +290,8 @@ class TokenLayout:
         """
         if not good:
             return RoutedExperts.unrecorded(len(self.rows), layers=layers, topk=topk, num_experts=num_experts)
-        return picking.pick(self._runs, len(self.rows), good, layers)
+        picked = picking.pick(self._runs, len(self.rows), good, layers)
+        return picked._about(placed=(self.rows, self.lengths))
 
     @functools.cached_property
     def _runs(self) -> list[picking.Run]:

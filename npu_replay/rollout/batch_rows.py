@@ -63,5 +63,5 @@ def from_batch(
         labels = tuple(layer for layer in labels if layer in set(layers))
         ids = ids[:, [model.layers.index(layer) for layer in labels]]
     built = RoutedExperts(ids=ids, layers=labels, num_experts=model.num_experts, recorded=recorded)
-    built._about(vouched=vouched)
+    built._about(vouched=vouched, from_engine=not vouched)
     return built.check_not_constant(tokens) if zeros_are_none else built

@@ -104,6 +104,12 @@ class RoutedExperts:
     vouched: ClassVar[bool] = False
     """Is it known that a layer which is the same in all rows is right? Where the trainer's own router chose
     so, or `admit` saw the tokens. It goes wherever they go, through files and bytes too."""
+    from_engine: ClassVar[bool] = False
+    """Did a rollout engine choose? Then a replay holds the first rows against the routers' own choice. It
+    goes wherever they go, as `vouched` does."""
+    placed: ClassVar[tuple[torch.Tensor, tuple[int, ...]] | None] = None
+    """The packed token in each row, int64 [rows], -1 for padding, and the lengths of the sequences, where
+    a `TokenLayout` put the rows there. It goes into a pickle, as `inputs` does."""
 
     def __init__(
         self,
@@ -135,6 +141,7 @@ class RoutedExperts:
         fingerprint: int | None = None,
         weight_version: int | str | None = None,
         vouched: bool = False,
+        from_engine: bool = False,
     ) -> RoutedExperts:
         """Build one around an array that nobody else will write to, with every check and no copy."""
         wide, labels = arguments.ids(ids), arguments.labels(layers)
@@ -154,6 +161,7 @@ class RoutedExperts:
             fingerprint=arguments.fingerprint(fingerprint),
             weight_version=arguments.weight_version(weight_version),
             vouched=vouched,
+            from_engine=from_engine,
         )
 
     @classmethod
@@ -167,7 +175,8 @@ class RoutedExperts:
         tokens: Array,
         weight_version: int | str | None,
     ) -> RoutedExperts:
-        """Build one of these tokens' narrow ids, checked just now, with zeros in rows without a route."""
+        """Build one of these tokens' narrow ids, which an engine chose and which were checked just now, with
+        zeros in rows without a route."""
         return cls.__new__(cls)._about(
             ids=ids,
             layers=layers,
@@ -176,11 +185,12 @@ class RoutedExperts:
             fingerprint=fingerprint_of(tokens),
             weight_version=arguments.weight_version(weight_version),
             vouched=not len(checks.constant_layers(ids.numpy(), recorded.numpy(), num_experts, tokens)),
+            from_engine=True,
         )
 
     def _derived(self, ids: torch.Tensor, recorded: torch.Tensor, **changed: object) -> RoutedExperts:
         """Rows and columns of ours, which were checked when they came in."""
-        known = {name: getattr(self, name) for name in (*_FIELDS, "vouched")}
+        known = {name: getattr(self, name) for name in (*_FIELDS, "vouched", "from_engine")}
         known |= {"ids": ids, "recorded": recorded, "fingerprint": None}
         return RoutedExperts.__new__(RoutedExperts)._about(**known | changed)
 
@@ -288,6 +298,7 @@ class RoutedExperts:
             layers=labels,
             weight_version=arguments.common(part.weight_version for part in parts),
             vouched=all(part.vouched for part in parts),
+            from_engine=any(part.from_engine for part in parts),
         )
 
     @classmethod

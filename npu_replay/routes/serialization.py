@@ -4,8 +4,8 @@ Bytes describe themselves:
 
     8 bytes   magic and version, b"NPUROUT1"
     4 bytes   length of the header, little-endian
-    header    JSON: tokens, layers, topk, num_experts, dtype, fingerprint, weight_version, digest; vouched,
-              where it is true
+    header    JSON: tokens, layers, topk, num_experts, dtype, fingerprint, weight_version, digest; vouched and
+              from_engine, where they are true
     ids       [tokens, layers, topk], row-major, little-endian
     recorded  one bit a token, numpy.packbits
 
@@ -43,6 +43,7 @@ DTYPES: dict[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "int16": np.dtype("
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, MemoryError)
 """What reading a file of somebody else's may raise."""
 
+_MARKS = ("vouched", "from_engine")
 _TENSORS: dict[str, np.dtype[Any]] = {"U8": np.dtype("u1"), "I16": np.dtype("<i2"), "BOOL": np.dtype("bool")}
 _LONGEST_HEADER = 100_000_000  # that of the safetensors package
 
@@ -73,7 +74,7 @@ def header(routes: RoutedExperts) -> dict[str, Any]:
         "dtype": str(routes.ids.dtype).removeprefix("torch."),
         "fingerprint": routes.fingerprint,
         "weight_version": routes.weight_version,
-        **({"vouched": True} if routes.vouched else {}),
+        **{mark: True for mark in _MARKS if getattr(routes, mark)},
     }
 
 
@@ -185,7 +186,7 @@ def verified(
         "recorded": shared_tensor(recorded),
         "fingerprint": said["fingerprint"],
         "weight_version": said["weight_version"],
-        "vouched": said.get("vouched") is True,
+        **{mark: said.get(mark) is True for mark in _MARKS},
     }
 
 

@@ -29,11 +29,12 @@ from npu_replay.routes.fingerprint import find_other_tokens, fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions import backward, seam
 from npu_replay.sessions.carried_routes import KEYWORDS, carried_routes, take_off
+from npu_replay.sessions.device_routes import DeviceRoutes
 from npu_replay.sessions.fed_sequences import FedSequences, fed_sequences, named
 from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward
 from npu_replay.sessions.recompute import Key
 from npu_replay.sessions.record import micro_batch_routes
-from npu_replay.sessions.replay import AnyReplay, DeviceRoutes
+from npu_replay.sessions.replay import AnyReplay
 from npu_replay.sessions.session import Session
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ def follow(
     max_bytes: int = 4 * 2**30,
     eval_mode: bool = False,
     live_mismatch: bool = False,
-    max_live_mismatch: float | None = None,
+    min_overlap: float | None = None,
 ) -> Following:
     """Record what `model` chooses without grad, and replay it with grad, whoever calls it.
 
@@ -87,7 +88,7 @@ def follow(
         eval_mode: calls in eval mode are recorded or replayed, too: for a loop that takes old log-probs so
             (OpenRLHF). An evaluation then belongs into `paused()`. Without it such a call takes no routes,
             also in "R3"; one WARNING says so where it had some.
-        live_mismatch, max_live_mismatch: see `replay`; the latter asks the first call that has routes.
+        live_mismatch, min_overlap: see `replay`; the latter asks the first calls that have routes.
 
     Raises:
         ReplayError: on entering, if a router can't be replayed, or an adapter be asked; in a call, if it has
@@ -101,7 +102,7 @@ def follow(
         max_bytes=max_bytes,
         eval_mode=eval_mode,
         live_mismatch=live_mismatch,
-        max_live_mismatch=max_live_mismatch,
+        min_overlap=min_overlap,
     )
 
 
@@ -176,7 +177,7 @@ class Following(AnyReplay):
     def metrics(self) -> dict[str, float]:
         """Calls (micro_batches), routers, seconds; sequences recorded and replayed so far, calls that
         carried their routes; sequences held now, dropped for max_bytes, replaced by others of the same
-        tokens; calls left alone; live_mismatch if asked for."""
+        tokens; calls left alone; live_mismatch if asked for; overlap as in `replay`."""
         store = self._store
         return super().metrics() | {
             "recorded": self._sequences["recorded"],

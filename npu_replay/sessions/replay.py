@@ -14,8 +14,10 @@ from npu_replay.routers import Model, Router
 from npu_replay.routes.inputs import copied
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions import seam
+from npu_replay.sessions.device_routes import DeviceRoutes, to_device
 from npu_replay.sessions.live_mismatch import LiveMismatch
 from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, Marks
+from npu_replay.sessions.overlap import OverlapCheck
 from npu_replay.sessions.router_calls import RouterCalls
 from npu_replay.sessions.session import Session
 
@@ -25,7 +27,7 @@ def replay(
     routes: Sequence[RoutedExperts],
     *,
     live_mismatch: bool = False,
-    max_live_mismatch: float | None = None,
+    min_overlap: float | None = None,
     aux_loss: AuxLoss | None = None,
 ) -> Replay:
     """Make the routers of `model` choose the experts in `routes`.
@@ -42,9 +44,11 @@ def replay(
         routes: one RoutedExperts a micro-batch, in forward order; rows as the routers have them (Megatron:
             sequence-major; Hugging Face: batch-major). See TokenLayout for getting them there.
         live_mismatch: also count where the router would have chosen otherwise (costs its top-k).
-        max_live_mismatch: the share of token-layers, 0 to 1, up to which the first micro-batch's routes may
-            differ from the router's own choice. Above it they are another batch's, or lie in other rows than
-            the tokens: an error at the end of that micro-batch. Costs a top-k there alone.
+        min_overlap: the share of the given experts, 0 to 1, that the routers have to choose by themselves,
+            too, in every layer and in every 64 consecutive tokens of the first micro-batch. Below it the routes
+            are another sample's or lie in other rows: an error at the end of that micro-batch. Costs a top-k
+            there alone. 0 checks nothing. Left out: NPU_REPLAY_MIN_OVERLAP, else halfway between chance
+            (topk / num_experts) and 1, for routes of a rollout engine alone.
         aux_loss: which experts the routers' aux losses count: "live", what the router would choose now, or
             "replayed"; the same on every Megatron-core. Left out: NPU_REPLAY_AUX_LOSS, else "live".
 
@@ -56,9 +60,7 @@ def replay(
         RecomputeError: in backward, or on leaving, if a recompute can't have its own forward's.
         ReplayError: all of them; docs/errors.md says what rises where.
     """
-    return Replay(
-        model, routes, live_mismatch=live_mismatch, max_live_mismatch=max_live_mismatch, aux_loss=aux_loss
-    )
+    return Replay(model, routes, live_mismatch=live_mismatch, min_overlap=min_overlap, aux_loss=aux_loss)
 
 
 AuxLoss: TypeAlias = Literal["live", "replayed"]
@@ -81,65 +83,12 @@ def counted_by_aux_losses(asked: str | None = None) -> AuxLoss:
     return "live" if found == "live" else "replayed"
 
 
-_OnDevice: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, dict[int, torch.Tensor]]"
-_FEW = 2**18
-"""Ids of a micro-batch that are held as int64 on the device: 2 MB."""
-
-
-class DeviceRoutes:
-    """Routes of one micro-batch for one chunk, and their copies on the devices of a model.
-
-    Args:
-        routes: rows as the routers have them.
-        routers: those of the chunk.
-
-    Attributes:
-        rows: how many there are.
-        missing: int64, those without a route; None if every row has one.
-        on: by device, the narrow ids [rows, layers, topk], `missing` there, and the ids [rows, topk] that
-            each layer is given: narrow too, or int64 where they are few, as a cast each would cost more.
-        columns: of the narrow ids, by layer.
-    """
-
-    def __init__(self, routes: RoutedExperts, routers: Sequence[Router]) -> None:
-        labels = tuple(router.label for router in routers)
-        self.routes = routes
-        self.rows = len(routes)
-        self.columns = {label: column for column, label in enumerate(labels)}
-        self._of_all = routes._columns(labels)
-        missing = (~routes.recorded).nonzero()[:, 0]
-        self.missing: torch.Tensor | None = missing if len(missing) else None
-        self.on: dict[torch.device, _OnDevice] = {}
-
-    def send(self, device: torch.device) -> None:
-        """Have them on a device; without waiting for them, and once."""
-        if device in self.on or not self.columns:
-            return
-        ids = to_device(self.routes.ids[:, self._of_all], device)
-        given = ids.transpose(0, 1)
-        if ids.numel() <= _FEW and not torch.is_inference_mode_enabled():
-            given = given.to(torch.int64, memory_format=torch.contiguous_format)
-        missing = None if self.missing is None else to_device(self.missing, device)
-        self.on[device] = ids, missing, dict(zip(self.columns, given.unbind(), strict=True))
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on the device that the host doesn't wait for, which only pinned memory allows."""
-    if device.type == "cpu":
-        return tensor
-    try:
-        pinned = tensor.contiguous().pin_memory()
-    except (RuntimeError, NotImplementedError):  # a device without such memory, or no more of it
-        return tensor.to(device)
-    return pinned.to(device, non_blocking=True)
-
-
 class AnyReplay(Session):
     """What all replays share: answering a router's top-k with routes of its chunk's micro-batch.
 
     Args:
         model: see Session.
-        live_mismatch, max_live_mismatch, aux_loss: see replay.
+        live_mismatch, min_overlap, aux_loss: see replay.
     """
 
     name = "replay"
@@ -150,12 +99,13 @@ class AnyReplay(Session):
         model: Model,
         *,
         live_mismatch: bool = False,
-        max_live_mismatch: float | None = None,
+        min_overlap: float | None = None,
         aux_loss: AuxLoss | None = None,
     ) -> None:
         super().__init__(model)
         self._aux_loss = counted_by_aux_losses(aux_loss)
-        self._mismatch = LiveMismatch(live_mismatch, max_live_mismatch)
+        self._mismatch = LiveMismatch(live_mismatch)
+        self._overlap = OverlapCheck(min_overlap)
         self._given: dict[tuple[int, int], DeviceRoutes] = {}
         """Of each chunk and micro-batch."""
         self._chunk_of: dict[int, int] = {}
@@ -180,17 +130,22 @@ class AnyReplay(Session):
                 given.send(device)
 
     def metrics(self) -> dict[str, float]:
-        """Micro-batches, routers, seconds; live_mismatch where it was asked for."""
+        """Micro-batches, routers, seconds; live_mismatch where it was asked for; overlap where routes were
+        held against the routers' own choice."""
         figures = super().metrics()
         counted = self.counts()
         if counted["compared"]:
             figures["live_mismatch"] = counted["differing"] / counted["compared"]
+        if counted["given"]:
+            figures["overlap"] = counted["shared"] / counted["given"]
         return figures
 
     def counts(self) -> dict[str, int]:
-        """Also token-layers compared with the live router, and how many of them differed."""
-        found = self._mismatch
-        return super().counts() | {"differing": int(found.differing), "compared": found.compared}
+        """Also token-layers compared with the live router, and how many of them differed; experts that were
+        judged, and how many of them the routers chose too."""
+        found, overlap = self._mismatch, self._overlap
+        compared = {"differing": int(found.differing), "compared": found.compared}
+        return super().counts() | compared | {"shared": overlap.shared, "given": overlap.given}
 
     def _check_model(self) -> None:
         super()._check_model()
@@ -278,8 +233,10 @@ class AnyReplay(Session):
         chosen: torch.Tensor = given[label].long()
         if self._compares:
             self._compare(call)
-        if self._mismatch.asks(forward):
-            self._mismatch.add(forward, chosen, call.own(), missing)
+        if self._mismatch.on:
+            self._mismatch.add(chosen, call.own(), missing)
+        if self._overlap.asks(forward, routes.routes):
+            self._overlap.add(label, call.owner.router.num_experts, chosen, call.own(), missing)
         if missing is not None:  # never in place: layers may share their storage
             chosen = chosen.index_copy(0, missing, call.own(missing))
         if (key := (label, forward.number)) in self._pending:
@@ -296,9 +253,11 @@ class AnyReplay(Session):
 
     def _end(self, chunk: int, output: object) -> tuple[Forward, bool] | None:
         ended = super()._end(chunk, output)
-        if ended is not None and ended[1] and (given := self._given.get((chunk, ended[0].number))):
+        number = ended[0].number if ended is not None and ended[1] else None
+        given = None if number is None else self._given.get((chunk, number))
+        if given is not None:
             given.on.clear()  # what a recompute needs is kept by itself
-        self._mismatch.check(chunk, ended[0].number if ended is not None and ended[1] else None)
+        self._overlap.check(chunk, number, None if given is None else given.routes)
         return ended
 
     def _why_other_rows(self, forward: Forward) -> str:

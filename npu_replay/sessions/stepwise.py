@@ -13,9 +13,10 @@ import torch
 from npu_replay.errors import MicroBatchError, micro_batch
 from npu_replay.routers import Model, Router
 from npu_replay.routes.routed_experts import RoutedExperts
+from npu_replay.sessions.device_routes import DeviceRoutes
 from npu_replay.sessions.micro_batches import Forward
 from npu_replay.sessions.record import Recording, micro_batch_routes
-from npu_replay.sessions.replay import AnyReplay, DeviceRoutes
+from npu_replay.sessions.replay import AnyReplay
 
 
 class StepReplay(AnyReplay):

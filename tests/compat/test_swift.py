@@ -40,6 +40,9 @@ def collate_to_grpo_micro_batch(samples, template):
 Sample = SimpleNamespace
 
 
+pytestmark = pytest.mark.usefixtures("unjudged")
+
+
 @pytest.fixture(autouse=True)
 def swift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Its trainer's module and its callbacks, as a job imports them."""

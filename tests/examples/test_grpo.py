@@ -214,7 +214,7 @@ def test_an_engine_with_other_weights_under_the_right_number_ends_the_run(job: A
 
 
 def test_rows_of_weights_that_are_a_step_older_are_near_enough_to_pass(job: Any) -> None:
-    """docs/grpo.md says so: neither the number nor the ceiling sees an engine that took nothing."""
+    """docs/grpo.md says so: neither the number nor the overlap shows an engine that took nothing."""
     job.engine.deaf = True
     assert len(list(job.grpo("R3").steps())) == STEPS
 

@@ -59,12 +59,13 @@ class Trainer:
         """Replay the routes in an update; where they are wrong, an error before the optimizer steps."""
         ids = torch.as_tensor(np.asarray(tokens))[None]
         self._optimizer.zero_grad()
-        with npu_replay.replay(self.model, [routes], max_live_mismatch=CEILING):
+        with npu_replay.replay(self.model, [routes]):
             self.model(ids, labels=ids, use_cache=False).loss.backward()
         self._optimizer.step()
         self.steps += 1
 
-    def look(self, tokens: Any, routes: RoutedExperts) -> None:
-        """The same without an update."""
-        with torch.no_grad(), npu_replay.replay(self.model, [routes], max_live_mismatch=CEILING):
+    def look(self, tokens: Any, routes: RoutedExperts) -> float:
+        """The same without an update; return live_mismatch, the share of token-layers that differ."""
+        with torch.no_grad(), npu_replay.replay(self.model, [routes], live_mismatch=True) as session:
             self.model(torch.as_tensor(np.asarray(tokens))[None], use_cache=False)
+        return session.metrics()["live_mismatch"]

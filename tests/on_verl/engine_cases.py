@@ -854,12 +854,12 @@ def _far() -> None:
     tiny = begin(mode="R3")
     actor = Actor(tiny)
     update = partial(actor.update, r3_batch(tiny, job.rollout_routes(tiny)))
-    name = "NPU_REPLAY_MAX_LIVE_MISMATCH"
+    name = "NPU_REPLAY_MIN_OVERLAP"
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(name)
         leave(update, "far from what the routers would choose for these tokens", first=0)
         patch.setenv(name, "much")
-        leave(update, f"{name} is a share of the token-layers", first=0)
+        leave(update, f"{name} is a share of the experts", first=0)
     assert not actor.gradients
     update()
     with pytest.MonkeyPatch.context() as patch:

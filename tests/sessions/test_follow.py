@@ -408,14 +408,14 @@ def test_an_evaluation_of_other_texts_says_nothing(caplog: pytest.LogCaptureFixt
 
 def test_far_routes_are_found_in_the_first_update_where_the_first_calls_record() -> None:
     followed, fed = model(), padded(texts())
-    with npu_replay.follow(followed, max_live_mismatch=0.1):
+    with npu_replay.follow(followed, min_overlap=0.95):
         record(followed, fed)
         learn(followed, fed)  # its own record
-    with npu_replay.follow(followed, max_live_mismatch=0.1):
+    with npu_replay.follow(followed, min_overlap=0.95):
         record(followed, fed)
         record(followed, fed)
         move(followed)
-        with pytest.raises(MicroBatchError, match=r"(?s)micro-batch 2.*max_live_mismatch"):
+        with pytest.raises(MicroBatchError, match=r"(?s)micro-batch 2.*min_overlap"):
             learn(followed, fed)
 
 

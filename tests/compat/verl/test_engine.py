@@ -147,19 +147,19 @@ def test_a_setting_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.parametrize(
-    ("updates", "trains", "compares", "tolerant", "limit"),
+    ("updates", "trains", "compares", "tolerant", "least"),
     [
-        (0, True, True, False, 0.3),
+        (0, True, True, False, None),
         (0, False, False, False, None),
-        (1, True, False, True, None),
-        (10, True, True, True, None),
+        (1, True, False, True, 0),
+        (10, True, True, True, 0),
     ],
 )
 def test_what_a_pass_checks_depends_on_the_updates_before_it(
-    updates: int, trains: bool, compares: bool, tolerant: bool, limit: float | None
+    updates: int, trains: bool, compares: bool, tolerant: bool, least: float | None
 ) -> None:
     job = verl_engine.Pass([], "R3", verl_engine._Engine(updates=updates), trains)
-    assert (job.compares(), job.tolerant, job.most_live_mismatch()) == (compares, tolerant, limit)
+    assert (job.compares(), job.tolerant, job.min_overlap()) == (compares, tolerant, least)
 
 
 def test_an_fsdp_engine_whose_mode_lacks_its_key_is_refused() -> None:

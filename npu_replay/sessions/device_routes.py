@@ -1,0 +1,63 @@
+"""The routes of one micro-batch, and their copies on the devices of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+
+from npu_replay.routers import Router
+from npu_replay.routes.routed_experts import RoutedExperts
+
+_OnDevice: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, dict[int, torch.Tensor]]"
+_FEW = 2**18
+"""Ids of a micro-batch that are held as int64 on the device: 2 MB."""
+
+
+class DeviceRoutes:
+    """Routes of one micro-batch for one chunk, and their copies on the devices of a model.
+
+    Args:
+        routes: rows as the routers have them.
+        routers: those of the chunk.
+
+    Attributes:
+        rows: how many there are.
+        missing: int64, those without a route; None if every row has one.
+        on: by device, the narrow ids [rows, layers, topk], `missing` there, and the ids [rows, topk] that
+            each layer is given: narrow too, or int64 where they are few, as a cast each would cost more.
+        columns: of the narrow ids, by layer.
+    """
+
+    def __init__(self, routes: RoutedExperts, routers: Sequence[Router]) -> None:
+        labels = tuple(router.label for router in routers)
+        self.routes = routes
+        self.rows = len(routes)
+        self.columns = {label: column for column, label in enumerate(labels)}
+        self._of_all = routes._columns(labels)
+        missing = (~routes.recorded).nonzero()[:, 0]
+        self.missing: torch.Tensor | None = missing if len(missing) else None
+        self.on: dict[torch.device, _OnDevice] = {}
+
+    def send(self, device: torch.device) -> None:
+        """Have them on a device; without waiting for them, and once."""
+        if device in self.on or not self.columns:
+            return
+        ids = to_device(self.routes.ids[:, self._of_all], device)
+        given = ids.transpose(0, 1)
+        if ids.numel() <= _FEW and not torch.is_inference_mode_enabled():
+            given = given.to(torch.int64, memory_format=torch.contiguous_format)
+        missing = None if self.missing is None else to_device(self.missing, device)
+        self.on[device] = ids, missing, dict(zip(self.columns, given.unbind(), strict=True))
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the device that the host doesn't wait for, which only pinned memory allows."""
+    if device.type == "cpu":
+        return tensor
+    try:
+        pinned = tensor.contiguous().pin_memory()
+    except (RuntimeError, NotImplementedError):  # a device without such memory, or no more of it
+        return tensor.to(device)
+    return pinned.to(device, non_blocking=True)

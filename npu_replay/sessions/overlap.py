@@ -1,0 +1,271 @@
+"""Overlap: the share of the experts given to a router that the router also chooses itself.
+
+Rows of the right token overlap by 0.8 to 1, since rounding moves few experts. Rows of another token, layer or sample
+overlap by chance. What chance is depends on how evenly the experts are used, so it is measured: the overlap
+of each token's rows with the choices of all other tokens (docs/dev/overlap.md).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from npu_replay.errors import MicroBatchError, micro_batch, share
+from npu_replay.routes.checks import Array
+from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
+from npu_replay.sessions.micro_batches import Forward
+
+VARIABLE = "NPU_REPLAY_MIN_OVERLAP"
+RUN = 64
+"""So many rows are judged at least. So many consecutive tokens are judged by themselves, too."""
+
+_LEAST, _MOST = 0.15, 0.3
+"""Between these is the part of the way from chance to 1 that is expected: right rows of 4 bits had 0.19 and more,
+wrong ones less than 0.1, but where noise is small a wrong layer may have 0.2."""
+_SHIFTS = 64
+_LAYERS = 8  # that are looked at for a shift
+
+
+class OverlapCheck:
+    """Refuses routes of a rollout engine that are far from what the routers would choose for their tokens.
+
+    Each chunk's first forwards are judged, until 64 rows with a route have been seen.
+
+    Args:
+        least: the overlap below which routes are refused, 0 to 1, whoever made them; 0 refuses none. None:
+            NPU_REPLAY_MIN_OVERLAP, else 0.15 to 0.3 of the way from chance to 1, for routes of an engine alone.
+
+    Attributes:
+        given: the experts that were judged.
+        shared: those of them that the routers chose too.
+    """
+
+    def __init__(self, least: float | None) -> None:
+        told = os.environ.get(VARIABLE, "").strip() or None
+        self._judges_all = least is not None
+        name, value = ("min_overlap", least) if self._judges_all else (VARIABLE, told)
+        self._least = None if value is None else share(value, name, "experts that were given")
+        self.shared = self.given = 0
+        self._judged: set[int] = set()
+        self._calls: dict[int, _Call] = {}
+        """By layer, of the forward that runs."""
+        self._before: dict[int, _Seen] = {}
+        """By chunk, what its forwards have shown that had fewer than 64 rows."""
+
+    def asks(self, forward: Forward, routes: RoutedExperts) -> bool:
+        """Return whether the routers' own choice is wanted in this forward. It costs a top-k."""
+        if forward.chunk in self._judged or self._least == 0:
+            return False
+        return self._judges_all or routes.from_engine
+
+    def add(
+        self, label: int, num_experts: int, given: torch.Tensor, own: torch.Tensor, missing: torch.Tensor | None
+    ) -> None:
+        """Take down what a router was given and what it would choose, int64 [rows, topk] each."""
+        counts = torch.ones_like(given)
+        if missing is not None:
+            counts[missing] = 0
+        loads = torch.zeros(2, num_experts, dtype=torch.int64, device=given.device)
+        loads.scatter_add_(1, torch.stack([given, own]).flatten(1), counts.flatten().expand(2, -1))
+        hits = (given[:, :, None] == own[:, None, :]).flatten(1).sum(dim=1)
+        narrow = narrow_dtype(num_experts + 1)  # a count may be num_experts
+        self._calls[label] = _Call(hits.to(narrow), loads, own.to(narrow))
+
+    def check(self, chunk: int, number: int | None, routes: RoutedExperts | None) -> None:
+        """Judge a forward at its end, if `add` was called in it. Waits for the device.
+
+        Args:
+            number: of the micro-batch; None where the forward raised.
+            routes: those of the forward.
+
+        Raises:
+            MicroBatchError: naming the layers or the tokens, and the shift that would fit.
+        """
+        calls, self._calls = self._calls, {}
+        if number is None or routes is None or not calls:
+            return
+        rows = rows_by_token(routes)
+        seen = _Seen.of(calls, rows, self._before.pop(chunk, None))
+        if seen.hits.shape[1] < RUN:
+            self._before[chunk] = seen
+            return
+        self._judged.add(chunk)
+        self.shared += int(seen.hits.sum(dtype=np.int64))
+        self.given += seen.hits.size * routes.topk
+        where, got, least = self._low_layers(seen, sorted(calls), routes.topk)
+        at, run, floor = self._lowest_run(seen, routes.topk)
+        if not where and run < floor:
+            where, got, least = tokens_of(routes, rows, at), run, floor
+        chance = float(seen.chance(routes.topk).mean())
+        # Rows that are wrong here may be less so anywhere else: then only a place where they are right is named.
+        given = routes.only(sorted(calls)).ids.numpy()[rows]
+        moved = find_shift(calls, rows, given, at, (1 + chance) / 2 if where else chance)
+        if where or moved is not None:
+            raise _error(f"{micro_batch(number)}, chunk {chunk}", where, got, least, moved)
+
+    def _floor(self, chance: Array, way: float, deviation: Array, rows: int) -> Array:
+        """Return the least overlap of so many rows: two standard errors below what is expected."""
+        expected = chance + way * (1 - chance) if self._least is None else self._least
+        floor: Array = expected - 2 * deviation / np.sqrt(rows)
+        return floor
+
+    def _low_layers(self, seen: _Seen, labels: list[int], topk: int) -> tuple[str, float, float]:
+        """Return which layers are too low, in words, and overlap and floor of the lowest; no words for none."""
+        shares = seen.hits / topk
+        overlap = shares.mean(axis=1)
+        floor = self._floor(seen.chance(topk), seen.way(topk), shares.std(axis=1), shares.shape[1])
+        low = np.flatnonzero(overlap < floor)
+        if not len(low):
+            return "", 1.0, 0.0
+        named = ", ".join(str(labels[one]) for one in low[:8]) + (", ..." if len(low) > 8 else "")
+        worst = low[(overlap - floor)[low].argmin()]
+        where = f"all {len(low)} layers" if len(low) == len(labels) > 1 else f"layer {named}"
+        return where, float(overlap[worst]), float(floor[worst])
+
+    def _lowest_run(self, seen: _Seen, topk: int) -> tuple[int, float, float]:
+        """Return the first row of the lowest 64 consecutive ones, their overlap and its floor."""
+        each = seen.hits[:, seen.before :].sum(axis=0, dtype=np.int64) / (topk * len(seen.hits))
+        if len(each) < RUN:
+            return 0, 1.0, 0.0
+        sums = np.concatenate([[0.0], each.cumsum()])
+        at = int((sums[RUN:] - sums[:-RUN]).argmin())
+        here = each[at : at + RUN]
+        floor = self._floor(seen.chance(topk).mean(), seen.way(topk), here.std(), RUN)
+        return at, float(here.mean()), float(floor)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What one call of a router showed, on its device.
+
+    Attributes:
+        hits: [rows], how many of the experts that a row was given are its own choice, too.
+        loads: int64 [2, num_experts], how many rows were given an expert, and how many would choose it.
+        own: [rows, topk], its own choice.
+    """
+
+    hits: torch.Tensor
+    loads: torch.Tensor
+    own: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The calls of a chunk's routers, read.
+
+    Attributes:
+        hits: [layers, rows], in the order of tokens.
+        loads: [layers, 2, num_experts].
+        before: how many rows are of earlier forwards.
+    """
+
+    hits: Array
+    loads: Array
+    before: int
+
+    @classmethod
+    def of(cls, calls: dict[int, _Call], rows: Array, before: _Seen | None) -> _Seen:
+        labels = sorted(calls)
+        hits = np.stack([calls[label].hits.cpu().numpy() for label in labels])[:, rows]
+        loads = np.stack([calls[label].loads.cpu().numpy() for label in labels])
+        if before is None:
+            return cls(hits, loads, 0)
+        return cls(np.concatenate([before.hits, hits], axis=1), before.loads + loads, before.hits.shape[1])
+
+    def chance(self, topk: int) -> Array:
+        """Return the overlap of rows with the choices of other tokens, by layer."""
+        rows = self.hits.shape[1]
+        pairs = (self.loads[:, 0] * self.loads[:, 1]).sum(axis=1) - self.hits.sum(axis=1, dtype=np.int64)
+        chance: Array = pairs / (topk * rows * (rows - 1))
+        return chance
+
+    def way(self, topk: int) -> float:
+        """Return how far from chance to 1 a layer or a run is expected to be, 0.15 to 0.3.
+
+        It is a third of what the median layer has: a coarse rollout lowers all layers, a fault some.
+        """
+        chance = self.chance(topk)
+        ways = (self.hits.mean(axis=1) / topk - chance) / np.maximum(1 - chance, 1e-9)
+        return float(np.clip(np.median(ways) / 3, _LEAST, _MOST))
+
+
+def rows_by_token(routes: RoutedExperts) -> Array:
+    """Return the rows that have a route, int64, those of consecutive tokens one after the other."""
+    if routes.placed is None:
+        return np.flatnonzero(routes.recorded.numpy())
+    order = np.argsort(routes.placed[0].numpy(), kind="stable")
+    return order[routes.recorded.numpy()[order]]
+
+
+def tokens_of(routes: RoutedExperts, rows: Array, at: int) -> str:
+    """Return which tokens the 64 rows from `at` on are of, in words."""
+    first, last = int(rows[at]), int(rows[at + RUN - 1])
+    if routes.placed is None:
+        return f"rows {first} to {last}"
+    tokens, starts = routes.placed[0], np.cumsum([0, *routes.placed[1]])
+    first, last = int(tokens[first]), int(tokens[last])
+    sequence = int(np.searchsorted(starts, first, side="right")) - 1
+    return f"sequence {sequence}, tokens {first - starts[sequence]} to {last - starts[sequence]}"
+
+
+class Shift(NamedTuple):
+    """Rows that fit `rows` later than they lie: their overlap there, and here."""
+
+    rows: int
+    there: float
+    here: float
+
+
+def find_shift(calls: dict[int, _Call], rows: Array, given: Array, at: int, least: float) -> Shift | None:
+    """Return by how much the routes have moved, or None for those that fit here as well as elsewhere.
+
+    Neighbours choose alike, so rows that are moved by one may overlap well. They fit elsewhere if the overlap
+    there is larger by four standard errors, and above `least`. Looked at are 256 rows from `at` on, in eight
+    layers.
+    """
+    some = slice(None, None, max(1, len(calls) // _LAYERS))
+    looked = np.arange(at, min(at + 4 * RUN, len(rows)))
+    own = np.stack([calls[label].own.cpu().numpy()[rows[looked]] for label in sorted(calls)[some]], axis=1)
+    given = given[:, some]
+
+    def overlaps(shift: int, kept: Array) -> Array:
+        moved = given[(looked + shift)[kept]]
+        each: Array = (moved[..., :, None] == own[kept][..., None, :]).sum(axis=(1, 2, 3)) / moved[0].size
+        return each
+
+    best = None
+    for shift in range(-_SHIFTS, _SHIFTS + 1):
+        kept = (looked + shift >= 0) & (looked + shift < len(rows))
+        if kept.sum() < 0.75 * len(looked):
+            continue
+        there, here = overlaps(shift, kept), overlaps(0, kept)
+        gain = (there - here).mean() - 4 * (there - here).std() / math.sqrt(len(here))
+        if gain > 0 and there.mean() > least:
+            least = float(there.mean())
+            best = Shift(-shift, least, float(here.mean()))
+    return best
+
+
+def _error(place: str, where: str, got: float, least: float, moved: Shift | None) -> MicroBatchError:
+    expected = f"an overlap of {least:.2f} or more with the routers' own choice"
+    cause = (
+        "routes of another sample, another micro-batch or other weights; rows in another order (TokenLayout's "
+        "order=, side=); layers in another order; or an engine that returned rows of an earlier request. "
+        f"min_overlap= or {VARIABLE} sets what is expected, and 0 switches this check off"
+    )
+    if moved is not None:
+        where, got = where or "all layers", moved.here
+        expected = f"rows in their places: moved by {moved.rows:+} they overlap by {moved.there:.2f}"
+        cause = f"a row too many or too few before these, from padding or from another prompt; {cause}"
+    return MicroBatchError(
+        "the routes are far from what the routers would choose for these tokens",
+        where=f"{place}, {where}",
+        expected=expected,
+        got=f"{got:.2f}",
+        cause=cause,
+    )

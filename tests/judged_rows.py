@@ -1,0 +1,104 @@
+"""Rows that a trainer has to take or to refuse, made of a model's own; shared by the tests of overlap."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import npu_replay
+from npu_replay import MicroBatchError, RoutedExperts
+from npu_replay.routes.routed_experts import narrow_dtype
+
+RUN = 64
+
+
+def rounded(model: Any, bits: int, group: int = 16) -> Any:
+    """A copy whose matrices, but for embeddings and routers, have so many bits a weight, as W8A16 and W4A16 have:
+    a scale and a zero point for each group of a row."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() < 2 or any(word in name for word in ("embed", "gate.weight", "router", "lm_head")):
+                continue
+            parts = weight.reshape(*weight.shape[:-1], -1, group if weight.shape[-1] % group == 0 else weight.shape[-1])
+            least, most = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
+            step = ((most - least) / (2**bits - 1)).clamp_min(1e-12)
+            weight.copy_((((parts - least) / step).round() * step + least).reshape(weight.shape))
+    return model
+
+
+def _copied(ids: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    ids[:, -1] = ids[:, -2]
+    return ids
+
+
+def _swapped(ids: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    ids[:, [1, 2]] = ids[:, [2, 1]]
+    return ids
+
+
+def _halves(ids: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    ids[len(ids) // 2 :] = other[len(ids) // 2 :]
+    return ids
+
+
+def _stale_tail(ids: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    ids[-RUN:] = other[-RUN:]
+    return ids
+
+
+WRONG: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "shifted by 1": lambda ids, _: ids.roll(1, 0),
+    "shifted by -3": lambda ids, _: ids.roll(-3, 0),
+    "another sample": lambda _, other: other,
+    "two halves of two samples": _halves,
+    "a stale tail of 64": _stale_tail,
+    "all layers rolled": lambda ids, _: ids.roll(1, 1),
+    "two layers swapped": _swapped,
+    "a layer copied": _copied,
+}
+"""Each makes wrong rows of right ones and those of another sample, [rows, layers, topk]."""
+
+
+def of_engine(ids: torch.Tensor, like: RoutedExperts) -> RoutedExperts:
+    """Routes as a decoder makes them: of these ids, in the layers of others."""
+    return like._derived(ids.to(narrow_dtype(like.num_experts)), like.recorded)._about(from_engine=True)
+
+
+def verdict(call: Callable[[], Any], model: Any, routes: RoutedExperts, **options: Any) -> float | str:
+    """The overlap of routes that a replay has taken, or why it refused them."""
+    try:
+        with torch.no_grad(), npu_replay.replay(model, [routes], **options) as session:
+            call()
+    except MicroBatchError as error:
+        return str(error)
+    return session.metrics()["overlap"]
+
+
+def check(call: Callable[[], Any], model: Any, right: dict[str, RoutedExperts], other: RoutedExperts) -> list[str]:
+    """Hold that right routes are taken and wrong ones refused; return a row of a table for each.
+
+    Args:
+        call: one forward.
+        right: what that call would choose, rounded in several ways; "float32" is `model`'s own.
+        other: the routes of another sample.
+    """
+    table = []
+    for name, routes in right.items():
+        found = verdict(call, model, of_engine(routes.ids, routes))
+        assert isinstance(found, float), f"right rows, {name}: {found}"
+        table.append(f"| {name} | {found:.3f} | taken |")
+    own = right["float32"]
+    for name, make in WRONG.items():
+        wrong = of_engine(make(own.ids.clone(), other.ids), own)
+        found = verdict(call, model, wrong)
+        assert "far from what the routers would choose" in str(found), f"rows {name}: overlap {found}"
+        if "shifted" in name:
+            assert f"moved by {-int(name.rpartition(' ')[2]):+}" in found or " layer" in found
+        lowest = re.search(r"got (\d\.\d+)", str(found))
+        table.append(f"| {name} | {lowest and lowest[1]} | refused |")
+    return table
