@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from npu_replay import json_text
-from npu_replay.errors import ReplayError, listed, shown, whole_number
-from npu_replay.routers import Router
+from npu_replay.errors import ReplayError, RouterError, listed, shown, whole_number
+from npu_replay.routers import Router, check_alike, refuse_unlike
 from npu_replay.routes.atomic_file import plain_file
 from npu_replay.routes.checks import MAX_EXPERTS, MAX_LAYERS
 
@@ -27,7 +28,14 @@ _TOPK = (
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
 
+_LOOPS = re.compile(
+    r"(^|[_.])(loops?|cycles|passes|ut_steps|recur(rence|sion)s?|layer_repeats?|"
+    r"(loop|recur(rent|rence|sion))_(num|count|depth|steps))$"
+)
+"""How often a forward runs some layers: Inkling-2, Dory, Ouro, LoopCoder, Huginn, HRM."""
+
 _KINDS: dict[str, tuple[str, ...]] = {
+    "block_configs": ("moe",),  # Nemotron Puzzle
     "mlp_layer_types": ("sparse", "moe", "hash_moe"),
     "layers_block_type": ("moe",),  # Nemotron-H
     "hybrid_override_pattern": ("E",),  # Nemotron-H's own config.json
@@ -139,6 +147,7 @@ class RoutedModel:
 
         Raises:
             ReplayError: nothing in it has a config.
+            RouterError: its routers differ, or it is a looped model.
         """
         configs = (getattr(inner, "config", None) for inner in module.modules())
         config: Any = next((one for one in configs if hasattr(one, "get_text_config")), None)
@@ -147,6 +156,8 @@ class RoutedModel:
             raise ReplayError(
                 "the number of decoder layers isn't known", expected="a model of transformers", got=got
             )
+        check_alike(routers)
+        _refuse_loops(_Keys.of(config))
         return cls(
             layers=tuple(router.label for router in routers),
             num_layers=int(config.get_text_config().num_hidden_layers),
@@ -174,20 +185,23 @@ class RoutedModel:
 
         Raises:
             ReplayError: a key is missing that no other stands for; names those that were looked for.
+            RouterError: layers differ in top-k or experts, or run several times in one forward.
         """
         found = _Keys.of(config)
-        blocks = found["layers_block_type"]  # a saved Nemotron-H has no other number
+        _refuse_loops(found)
+        blocks = found["block_configs"] or found["layers_block_type"]  # Nemotron-H saves no other number
         counted = isinstance(blocks, (list, tuple)) and found["num_hidden_layers"] is None
         num_layers = len(blocks) if counted else found.number(_LAYERS, "the number of decoder layers")
         _check_most(num_layers, MAX_LAYERS, "decoder layers", found.name)  # each is looked at below
         _refuse_zero_experts(found)
         sparse = _sparse_layers(found, num_layers)
         hashed = tuple(layer for layer in sparse if _is_hashed(found, layer))
+        topk, experts = _numbers(found, sparse)
         return cls(
             layers=tuple(layer for layer in sparse if layer not in hashed),
             num_layers=num_layers,
-            num_experts=found.number(_EXPERTS, "the number of routed experts"),
-            topk=found.number(_TOPK, "the experts a token"),
+            num_experts=experts,
+            topk=topk,
             hashed=hashed,
         )
 
@@ -256,12 +270,14 @@ class _Keys:
             return self.config.get(key)
         return getattr(self.config, key, None)
 
-    def number(self, keys: tuple[str, ...], what: str) -> int:
-        """The first of these keys that has a number above 0."""
-        for key in keys:
-            value = self[key]
-            if isinstance(value, (list, tuple)) and value and all(one == value[0] for one in value):
-                value = value[0]  # the same in each layer
+    def number(self, keys: tuple[str, ...], what: str, layer: int | None = None) -> int:
+        """The first of these keys that has a number above 0, by the layer where each has its own."""
+        blocks = [] if layer is None else self["block_configs"]
+        own = [_Keys(blocks[layer], self.name)] if blocks and isinstance(blocks, (list, tuple)) else []
+        for value in (config[key] for config in (*own, self) for key in keys):
+            if isinstance(value, (list, tuple)) and value:
+                at = 0 if all(one == value[0] for one in value) else layer
+                value = None if at is None or at >= len(value) else value[at]
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
         raise ReplayError(
@@ -296,6 +312,9 @@ class _Keys:
     def kinds(self, key: str, num_layers: int) -> list[str]:
         """Words or letters, one a layer and perhaps more; none if it isn't there."""
         value = self[key]
+        if key == "block_configs" and isinstance(value, (list, tuple)):
+            blocks = [_Keys(block, self.name) for block in value]
+            value = ["" if 0 in map(one.__getitem__, _EXPERTS) else one["block_type"] for one in blocks]
         if value is None:
             return []
         texts = isinstance(value, (list, tuple, str)) and all(isinstance(one, str) for one in value)
@@ -312,6 +331,34 @@ class _Keys:
             got=shown(self[key], 200),
             cause=f"a model family that npu_replay doesn't know yet: {_BY_HAND}",
         )
+
+
+def _refuse_loops(config: _Keys) -> None:
+    """Refuse a model that runs layers several times in one forward, by the key that says how often."""
+    names = config.config if isinstance(config.config, Mapping) else dir(config.config)
+    counts = {str(one): config[one] for one in names if _LOOPS.search(str(one)) or "loop" in str(one)}
+    for name, inner in [*counts.items()]:  # Inkling-2's own config.json has a loop_config
+        counts |= {f"{name}.{one}": inner[one] for one in inner} if isinstance(inner, Mapping) else {}
+    for name, count in counts.items():
+        if _LOOPS.search(name) and isinstance(count, (int, float)) and count > 1:
+            raise RouterError(
+                "a looped model runs some layers several times in one forward, and can't be replayed",
+                where=config.name,
+                expected="a model that runs each layer once",
+                got=f"{name}={count}",
+                cause="an engine keeps one row for a token and layer, which is one pass of several",
+            )
+
+
+def _numbers(config: _Keys, layers: Sequence[int | None]) -> tuple[int, int]:
+    """The top-k and the number of experts that all these layers have."""
+    where = config.name if config["block_configs"] is None else f"{config.name}, block_configs"
+    found = {}
+    for layer in layers or [None]:
+        experts = config.number(_EXPERTS, "the number of routed experts", layer)
+        found[f"{where}, layer {layer}"] = config.number(_TOPK, "the experts a token", layer), experts
+    refuse_unlike(found)
+    return next(iter(found.values()))
 
 
 def _refuse_zero_experts(config: _Keys) -> None:

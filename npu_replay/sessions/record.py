@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from npu_replay.errors import NoEffect, ReplayError, RouterError, micro_batch
-from npu_replay.routers import Model, Router
+from npu_replay.routers import Model, Router, check_alike
 from npu_replay.routes.inputs import Inputs, copied
 from npu_replay.routes.routed_experts import RoutedExperts, without_layers
 from npu_replay.sessions import seam
@@ -75,6 +75,10 @@ class Recording(Session):
             )
         return self._routes
 
+    def _check_model(self) -> None:
+        super()._check_model()
+        check_alike(self._all_routers())
+
     def _choose(self, call: seam.Call) -> torch.Tensor:
         ids, narrow = call.own(), call.owner.narrow
         key = call.owner.label, call.forward.number
@@ -140,19 +144,15 @@ def micro_batch_routes(ids: dict[Key, torch.Tensor], routers: list[Router], numb
     routers = sorted(routers, key=lambda router: router.label)
     first = routers[0]
     for router in routers:
-        for what, ours, other in (
-            ("rows", len(ids[router.label, number]), len(ids[first.label, number])),
-            ("top-k", router.topk, first.topk),
-            ("experts", router.num_experts, first.num_experts),
-        ):
-            if ours != other:
-                raise RouterError(
-                    f"the routers differ in {what}, which one RoutedExperts can't hold",
-                    where=micro_batch(number, router.label),
-                    expected=f"{other}, as in layer {first.label}",
-                    got=ours,
-                    cause="pass the parts of the model to record() one by one",
-                )
+        ours, other = len(ids[router.label, number]), len(ids[first.label, number])
+        if ours != other:
+            raise RouterError(
+                "the routers differ in rows, which one RoutedExperts can't hold",
+                where=micro_batch(number, router.label),
+                expected=f"{other}, as in layer {first.label}",
+                got=ours,
+                cause="pass the parts of the model to record() one by one",
+            )
     found = [ids[router.label, number] for router in routers]
     if len({one.device for one in found}) > 1:
         found = [one.cpu() for one in found]
