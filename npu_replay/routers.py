@@ -217,13 +217,9 @@ PART_BY_PART = (
 )
 
 
-def check_alike(found: Sequence[Router]) -> None:
-    """Refuse routers whose top-k or number of experts differ: one RoutedExperts can't hold their ids."""
-    refuse_unlike({f"layer {one.label} ({one.path})": (one.topk, one.num_experts) for one in found})
-
-
-def refuse_unlike(numbers: Mapping[str, tuple[int, int]]) -> None:
-    """Refuse layers whose (top-k, number of experts) differ, by what messages call each layer."""
+def check_alike(numbers: Mapping[str, tuple[int, int]]) -> None:
+    """Refuse layers whose (top-k, number of experts) differ, by the name of each: one RoutedExperts can't
+    hold their ids."""
     for layer, ours in numbers.items():
         first, wanted = next(iter(numbers.items()))
         if ours != wanted:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from npu_replay.compat.sglang.releases import CLASHES, EAGLE, FAULTS, HONOURS_START, LIMITS
 from npu_replay.errors import ReplayError
 from npu_replay.rollout import launch
 from npu_replay.rollout.launch import EngineArguments, number, unreadable
-from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.rollout.model_config import RoutedModel, is_there
 from npu_replay.rollout.release_rules import Plan, release
-
-Device: TypeAlias = Literal["cuda", "npu"]
 
 
 def engine_arguments(
-    version: str, *, planned: Mapping[str, Any] | None = None, device: Device = "cuda", model: Any = None
+    version: str, *, planned: Plan | None = None, device: Literal["cuda", "npu"] = "cuda", model: Any = None
 ) -> EngineArguments:
     """What makes this release of SGLang return routes, and what it can't do then.
 
@@ -46,9 +43,8 @@ def engine_arguments(
         raise ReplayError("unknown device", where="device", expected="cuda, npu", got=repr(device))
     device = "npu" if plan.get("device") == "npu" else device
     _refuse_release(version, device)
-    folder = str(plan.get("model_path"))
-    if model is not None or os.path.isfile(os.path.join(folder, "config.json")):
-        RoutedModel.of(folder if model is None else model)
+    if is_there(known := plan.get("model_path") if model is None else model):
+        RoutedModel.of(known)
     launch.refuse(launch.clash("SGLang", version, device, plan, CLASHES))
     turned_on = {**plan, **_one_draft_a_step(plan), "enable_return_routed_experts": True}
     said = launch.limits("SGLang", version, device, plan, LIMITS)

@@ -150,10 +150,8 @@ def _view_of_bytes(data: memoryview) -> View | None:
 
 def _of_file(path: Path, known: Known) -> Verdict:
     def read() -> RoutedExperts:
-        with contextlib.suppress(*UNREADABLE):
-            with plain_file(path) as file:
-                of_store = TensorFile(file).metadata.get("format") == STORE_FORMAT
-            if of_store:
+        with contextlib.suppress(*UNREADABLE), plain_file(path) as file:
+            if TensorFile(file).metadata.get("format") == STORE_FORMAT:
                 raise RouteFileError(
                     "this is one shard of a RouteStore",
                     where=str(path),
@@ -162,19 +160,15 @@ def _of_file(path: Path, known: Known) -> Verdict:
                 )
         return RoutedExperts.load(path)
 
-    def left() -> View | None:
-        return _view_of_tensors(path, lambda tensors: json_text.parse(tensors.metadata["routes"]))
-
-    return _judged(read, left, known, str(path))
+    return _judged(read, partial(_view_of_tensors, path), known, str(path))
 
 
-def _view_of_tensors(
-    path: Path, describe: Callable[[TensorFile], dict[str, Any]], prefix: str = ""
-) -> View | None:
+def _view_of_tensors(path: Path, described: dict[str, Any] | None = None, prefix: str = "") -> View | None:
     """The ids in a safetensors file, whatever else is wrong with it."""
     with plain_file(path) as file:
         tensors = TensorFile(file)
-        check_header(described := describe(tensors))
+        described = described or json_text.parse(tensors.metadata["routes"])
+        check_header(described)
         ids, recorded = tensors.arrays(file, f"{prefix}ids", f"{prefix}recorded")
     return _raw_view(ids, described, recorded)
 
@@ -218,7 +212,7 @@ def _store(path: Path, known: Known, sample: str | None) -> tuple[str, Iterable[
 def _of_store(store: RouteStore, key: str, known: Known) -> Verdict:
     def left() -> View | None:
         shard, described = store.described(key)
-        return _view_of_tensors(shard, lambda _: described, f"{key}.")
+        return _view_of_tensors(shard, described, f"{key}.")
 
     return _judged(partial(store.__getitem__, key), left, known, f"{store.folder}, {key}", key)
 

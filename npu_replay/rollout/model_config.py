@@ -13,7 +13,7 @@ from torch import nn
 
 from npu_replay import json_text
 from npu_replay.errors import ReplayError, RouterError, listed, shown, whole_number
-from npu_replay.routers import Router, check_alike, refuse_unlike
+from npu_replay.routers import Router, check_alike
 from npu_replay.routes.atomic_file import plain_file
 from npu_replay.routes.checks import MAX_EXPERTS, MAX_LAYERS
 
@@ -29,8 +29,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
 
 _LOOPS = re.compile(
-    r"(^|[_.])(loops?|cycles|passes|ut_steps|recur(rence|sion)s?|layer_repeats?|"
-    r"(loop|recur(rent|rence|sion))_(num|count|depth|steps))$"
+    r"(^|[_.])(loops?|cycles|passes|ut_steps|recur(rence|sion)s?|(loop|recur\w*)_(num|count|depth|steps))$"
 )
 """How often a forward runs some layers: Inkling-2, Dory, Ouro, LoopCoder, Huginn, HRM."""
 
@@ -146,8 +145,7 @@ class RoutedModel:
             module: the model, or a wrapper of it (PEFT's, DDP).
 
         Raises:
-            ReplayError: nothing in it has a config.
-            RouterError: its routers differ, or it is a looped model.
+            ReplayError: nothing in it has a config, its routers differ, or it is a looped model.
         """
         configs = (getattr(inner, "config", None) for inner in module.modules())
         config: Any = next((one for one in configs if hasattr(one, "get_text_config")), None)
@@ -156,7 +154,7 @@ class RoutedModel:
             raise ReplayError(
                 "the number of decoder layers isn't known", expected="a model of transformers", got=got
             )
-        check_alike(routers)
+        check_alike({f"layer {one.label}": (one.topk, one.num_experts) for one in routers})
         _refuse_loops(_Keys.of(config))
         return cls(
             layers=tuple(router.label for router in routers),
@@ -196,13 +194,11 @@ class RoutedModel:
         _refuse_zero_experts(found)
         sparse = _sparse_layers(found, num_layers)
         hashed = tuple(layer for layer in sparse if _is_hashed(found, layer))
-        topk, experts = _numbers(found, sparse)
         return cls(
             layers=tuple(layer for layer in sparse if layer not in hashed),
             num_layers=num_layers,
-            num_experts=experts,
-            topk=topk,
             hashed=hashed,
+            **_numbers(found, sparse),
         )
 
 
@@ -350,15 +346,15 @@ def _refuse_loops(config: _Keys) -> None:
             )
 
 
-def _numbers(config: _Keys, layers: Sequence[int | None]) -> tuple[int, int]:
+def _numbers(config: _Keys, layers: Sequence[int | None]) -> dict[str, int]:
     """The top-k and the number of experts that all these layers have."""
     where = config.name if config["block_configs"] is None else f"{config.name}, block_configs"
     found = {}
     for layer in layers or [None]:
         experts = config.number(_EXPERTS, "the number of routed experts", layer)
         found[f"{where}, layer {layer}"] = config.number(_TOPK, "the experts a token", layer), experts
-    refuse_unlike(found)
-    return next(iter(found.values()))
+    check_alike(found)
+    return dict(zip(("topk", "num_experts"), next(iter(found.values())), strict=True))
 
 
 def _refuse_zero_experts(config: _Keys) -> None:

@@ -283,12 +283,6 @@ def from_file(path: Path) -> dict[str, Any]:
     return verified(said, ids, recorded)
 
 
-def stamp(file: BinaryIO) -> tuple[int, ...]:
-    """Tell an open file from one that has taken its name."""
-    found = os.fstat(file.fileno())
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
 class TensorFile:
     """The header of an open safetensors file, and where its arrays are. Use it while `reading`.
 

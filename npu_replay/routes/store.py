@@ -32,7 +32,6 @@ from npu_replay.routes.serialization import (
     check_header,
     reading,
     safetensors_bytes,
-    stamp,
     verified,
 )
 
@@ -75,7 +74,7 @@ class RouteStore(Mapping[str, RoutedExperts]):
     def __init__(self, folder: str | os.PathLike[str], *, shard: str | None = None) -> None:
         self.folder = as_path(folder)
         self._samples: dict[str, _Entry] = {}
-        self._files: dict[tuple[Path, tuple[int, ...]], TensorFile] = {}
+        self._files: dict[tuple[Path, int, int, int], TensorFile] = {}
         indexes = sorted(self.folder.glob(f"{'*' if shard is None else glob.escape(shard)}{_INDEX}"))
         cause = "another folder, or a job that ended before its first shard was full: close the writer"
         problem, where = "there are no routes in this folder", str(self.folder)
@@ -154,7 +153,8 @@ class RouteStore(Mapping[str, RoutedExperts]):
 
     def _tensors(self, shard: Path, file: BinaryIO) -> TensorFile:
         """The header of an open shard, which is read once for each file that has had this name."""
-        key = shard, stamp(file)
+        now = os.fstat(file.fileno())
+        key = shard, now.st_ino, now.st_size, now.st_mtime_ns
         if key not in self._files:
             while len(self._files) >= _HEADERS:
                 del self._files[next(iter(self._files))]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from npu_replay.errors import ReplayError
-from npu_replay.routers import Model, Router, check_alike
+from npu_replay.routers import Model, Router
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype, without_layers
 from npu_replay.sessions import seam
 from npu_replay.sessions.backward import in_backward
@@ -72,9 +72,6 @@ class Observation(Block):
                 got="an open one, or one that raised",
             )
         return self._shown
-
-    def _check_model(self) -> None:
-        check_alike(self._all_routers())
 
     def _attach_router(self, router: Router, chunk: int, marks: Marks) -> None:
         if router.shows is None:

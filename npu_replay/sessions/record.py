@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from npu_replay.errors import NoEffect, ReplayError, RouterError, micro_batch
-from npu_replay.routers import Model, Router, check_alike
+from npu_replay.routers import Model, Router
 from npu_replay.routes.inputs import Inputs, copied
 from npu_replay.routes.routed_experts import RoutedExperts, without_layers
 from npu_replay.sessions import seam
@@ -75,10 +75,6 @@ class Recording(Session):
             )
         return self._routes
 
-    def _check_model(self) -> None:
-        super()._check_model()
-        check_alike(self._all_routers())
-
     def _choose(self, call: seam.Call) -> torch.Tensor:
         ids, narrow = call.own(), call.owner.narrow
         key = call.owner.label, call.forward.number
@@ -142,20 +138,13 @@ def micro_batch_routes(ids: dict[Key, torch.Tensor], routers: list[Router], numb
     if not routers:
         return without_layers()
     routers = sorted(routers, key=lambda router: router.label)
-    first = routers[0]
-    for router in routers:
-        ours, other = len(ids[router.label, number]), len(ids[first.label, number])
-        if ours != other:
-            raise RouterError(
-                "the routers differ in rows, which one RoutedExperts can't hold",
-                where=micro_batch(number, router.label),
-                expected=f"{other}, as in layer {first.label}",
-                got=ours,
-                cause="pass the parts of the model to record() one by one",
-            )
+    rows = {router.label: len(ids[router.label, number]) for router in routers}
+    problem, cause = "the routers differ in rows", "pass the parts of the model to record() one by one"
+    expected, where = "the same number in each layer", micro_batch(number)
+    RouterError.unless(len({*rows.values()}) == 1, problem, expected, rows, cause, where)
     found = [ids[router.label, number] for router in routers]
     if len({one.device for one in found}) > 1:
         found = [one.cpu() for one in found]
     stacked = torch.stack(found, dim=1)
     labels = [router.label for router in routers]
-    return RoutedExperts._adopt(stacked.cpu(), labels, first.num_experts, vouched=True)
+    return RoutedExperts._adopt(stacked.cpu(), labels, routers[0].num_experts, vouched=True)

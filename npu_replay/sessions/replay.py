@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from npu_replay.errors import MicroBatchError, ReplayError, RouterError, list_of, micro_batch
-from npu_replay.routers import Model, Router, check_alike
+from npu_replay.routers import Model, Router
 from npu_replay.routes.inputs import copied
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions import seam
@@ -194,7 +194,6 @@ class AnyReplay(Session):
 
     def _check_model(self) -> None:
         super()._check_model()
-        check_alike(self._all_routers())
         self._chunk_of = {
             router.label: chunk for chunk, routers in enumerate(self._routers) for router in routers
         }
