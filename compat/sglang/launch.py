@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from npu_replay.compat.sglang.releases import CLASHES, EAGLE, FAULTS, HONOURS_START, LIMITS

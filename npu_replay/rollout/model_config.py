@@ -192,13 +192,15 @@ class RoutedModel:
         num_layers = len(blocks) if counted else found.number(_LAYERS, "the number of decoder layers")
         _check_most(num_layers, MAX_LAYERS, "decoder layers", found.name)  # each is looked at below
         _refuse_zero_experts(found)
-        sparse = _sparse_layers(found, num_layers)
+        own = found.by_layer()
+        without = {layer for layer, one in own.items() if 0 in map(one.__getitem__, _EXPERTS)}
+        sparse = [layer for layer in _sparse_layers(found, num_layers) if layer not in without]
         hashed = tuple(layer for layer in sparse if _is_hashed(found, layer))
         return cls(
             layers=tuple(layer for layer in sparse if layer not in hashed),
             num_layers=num_layers,
             hashed=hashed,
-            **_numbers(found, sparse),
+            **_numbers({layer: own.get(layer, found) for layer in sparse or [0]}),
         )
 
 
@@ -213,6 +215,7 @@ class _Keys:
 
     config: Any
     name: str
+    beside: tuple[_Keys, ...] = ()
 
     @classmethod
     def of(cls, config: Any) -> _Keys:
@@ -264,13 +267,27 @@ class _Keys:
     def __getitem__(self, key: str) -> Any:
         if isinstance(self.config, Mapping):
             return self.config.get(key)
-        return getattr(self.config, key, None)
+        try:
+            return getattr(self.config, key, None)
+        except RuntimeError:  # transformers: each layer has its own, in per_layer_config
+            return None
+
+    def by_layer(self) -> dict[int, _Keys]:
+        """What the config says of single layers, in Nemotron Puzzle's way or in transformers'."""
+        key = "block_configs" if self["block_configs"] is not None else "per_layer_config"
+        value = None if self["is_heterogeneous"] is False else self[key]
+        try:
+            each = value.items() if isinstance(value, Mapping) else enumerate(value or ())
+            found = {int(layer): _Keys(one, f"{self.name}, {key}", (self,)) for layer, one in each}
+        except (TypeError, ValueError) as error:
+            raise self.unknown(key) from error
+        if any(one["skip"] for one in found.values()):  # parts of a layer, by names of the family's own
+            raise self.unknown(key)
+        return found
 
     def number(self, keys: tuple[str, ...], what: str, layer: int | None = None) -> int:
         """The first of these keys that has a number above 0, by the layer where each has its own."""
-        blocks = [] if layer is None else self["block_configs"]
-        own = [_Keys(blocks[layer], self.name)] if blocks and isinstance(blocks, (list, tuple)) else []
-        for value in (config[key] for config in (*own, self) for key in keys):
+        for value in (config[key] for config in (self, *self.beside) for key in keys):
             if isinstance(value, (list, tuple)) and value:
                 at = 0 if all(one == value[0] for one in value) else layer
                 value = None if at is None or at >= len(value) else value[at]
@@ -309,8 +326,7 @@ class _Keys:
         """Words or letters, one a layer and perhaps more; none if it isn't there."""
         value = self[key]
         if key == "block_configs" and isinstance(value, (list, tuple)):
-            blocks = [_Keys(block, self.name) for block in value]
-            value = ["" if 0 in map(one.__getitem__, _EXPERTS) else one["block_type"] for one in blocks]
+            value = [_Keys(block, self.name)["block_type"] for block in value]
         if value is None:
             return []
         texts = isinstance(value, (list, tuple, str)) and all(isinstance(one, str) for one in value)
@@ -346,15 +362,15 @@ def _refuse_loops(config: _Keys) -> None:
             )
 
 
-def _numbers(config: _Keys, layers: Sequence[int | None]) -> dict[str, int]:
+def _numbers(each: Mapping[int, _Keys]) -> dict[str, int]:
     """The top-k and the number of experts that all these layers have."""
-    where = config.name if config["block_configs"] is None else f"{config.name}, block_configs"
     found = {}
-    for layer in layers or [None]:
+    for layer, config in each.items():
         experts = config.number(_EXPERTS, "the number of routed experts", layer)
-        found[f"{where}, layer {layer}"] = config.number(_TOPK, "the experts a token", layer), experts
+        topk = config.number(_TOPK, "the experts a token", layer)
+        found[f"{config.name}, layer {layer}"] = topk, experts
     check_alike(found)
-    return dict(zip(("topk", "num_experts"), next(iter(found.values())), strict=True))
+    return {"topk": topk, "num_experts": experts}
 
 
 def _refuse_zero_experts(config: _Keys) -> None:
