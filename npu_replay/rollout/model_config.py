@@ -325,7 +325,7 @@ class _Keys:
     def kinds(self, key: str, num_layers: int) -> list[str]:
         """Words or letters, one a layer and perhaps more; none if it isn't there."""
         value = self[key]
-        if key == "block_configs" and isinstance(value, (list, tuple)):
+        if key == "block_configs" and isinstance(value, (list, tuple, str)):
             value = [_Keys(block, self.name)["block_type"] for block in value]
         if value is None:
             return []
