@@ -438,6 +438,7 @@ def test_blocks_of_another_form_are_refused_by_their_key(blocks: Any) -> None:
     [
         ({1: {"num_experts_per_tok": 3}}, "per_layer_config, layer 1: .*got top-3 of 8"),
         ({0: {"num_experts": 4}, 2: {"num_experts": 4}}, "layers differ in top-k or experts"),
+        ({3: {"num_local_experts": 4}}, "per_layer_config, layer 3: .*got top-2 of 4"),
         ({1: {"skip": ["mlp"]}}, "unknown way which layers have experts: per_layer_config"),
         ({1: {"num_experts": 0}}, ((0, 2, 3), 2)),
         ({1: {"head_dim": 16}}, ((0, 1, 2, 3), 2)),
