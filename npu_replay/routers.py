@@ -209,6 +209,29 @@ def variant(model: nn.Module) -> Callable[[], dict[str, object]]:
     return lambda: {name: value for ask in asked for name, value in ask().items()}
 
 
+PART_BY_PART = (
+    "a pruned model, whose layers have numbers of their own. It goes part by part (R2; rows of an engine "
+    "can't be read), a block for each router: `with contextlib.ExitStack() as stack: parts = [stack."
+    "enter_context(npu_replay.record(router.module)) for router in npu_replay.routers.find([model])[0]]; "
+    "model(batch)`, and npu_replay.replay(router.module, part.routes) likewise"
+)
+
+
+def check_alike(numbers: Mapping[str, tuple[int, int]]) -> None:
+    """Refuse layers whose (top-k, number of experts) differ, by the name of each: one RoutedExperts can't
+    hold their ids."""
+    for layer, ours in numbers.items():
+        first, wanted = next(iter(numbers.items()))
+        if ours != wanted:
+            raise RouterError(
+                "the layers differ in top-k or experts, which one RoutedExperts can't hold",
+                where=layer,
+                expected=f"top-{wanted[0]} of {wanted[1]} experts, as in {first}",
+                got=f"top-{ours[0]} of {ours[1]}",
+                cause=PART_BY_PART,
+            )
+
+
 def chunks_of(model: Model) -> list[nn.Module]:
     """The model chunks, from a module or a list of them."""
     single = isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList)

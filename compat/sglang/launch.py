@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from npu_replay.compat.sglang.releases import CLASHES, EAGLE, FAULTS, HONOURS_START, LIMITS
 from npu_replay.errors import ReplayError
 from npu_replay.rollout import launch
 from npu_replay.rollout.launch import EngineArguments, number, unreadable
+from npu_replay.rollout.model_config import RoutedModel, is_there
 from npu_replay.rollout.release_rules import Plan, release
 
 
 def engine_arguments(
-    version: str, *, planned: Mapping[str, Any] | None = None, device: Literal["cuda", "npu"] = "cuda"
+    version: str, *, planned: Plan | None = None, device: Literal["cuda", "npu"] = "cuda", model: Any = None
 ) -> EngineArguments:
     """What makes this release of SGLang return routes, and what it can't do then.
 
@@ -25,14 +25,15 @@ def engine_arguments(
         version: of the engine, «0.5.12.post1».
         planned: the other arguments of the server, as ServerArgs or the command line names them.
         device: what it runs on.
+        model: as `from_sglang` takes it; `model_path` of the plan, if that is a folder here.
 
     Returns:
         `planned`, under the names that ServerArgs has, with what turns the routes on, and with one draft a
         step where EAGLE would choose by itself. Each request must ask for them too: `request_arguments`.
 
     Raises:
-        ReplayError: a release without routes, a plan under which they would be wrong or missing, or another
-            device.
+        ReplayError: a release without routes, a plan under which they would be wrong or missing, another
+            device, or a model without routes that can be read.
     """
     names = {str(name).removeprefix("--").replace("-", "_") for name in planned or {}}
     kinds = dict.fromkeys((name for name in names if name.startswith(("enable_", "disable_"))), _flag)
@@ -41,6 +42,8 @@ def engine_arguments(
         raise ReplayError("unknown device", where="device", expected="cuda, npu", got=repr(device))
     device = "npu" if plan.get("device") == "npu" else device
     _refuse_release(version, device)
+    if is_there(known := plan.get("model_path") if model is None else model):
+        RoutedModel.of(known)
     launch.refuse(launch.clash("SGLang", version, device, plan, CLASHES))
     turned_on = {**plan, **_one_draft_a_step(plan), "enable_return_routed_experts": True}
     said = launch.limits("SGLang", version, device, plan, LIMITS)
@@ -81,6 +84,7 @@ def _refuse_release(version: str, device: str) -> None:
 
 
 _NAMES = {
+    "model": "model_path",
     **dict.fromkeys(("tp", "tensor_parallel_size"), "tp_size"),
     **dict.fromkeys(("pp", "pipeline_parallel_size"), "pp_size"),
     **dict.fromkeys(("dp", "data_parallel_size"), "dp_size"),

@@ -42,19 +42,21 @@ def checked(
         MicroBatchError: another shape than verl's, or columns that are neither.
     """
     batch = tensors.MicroBatch(routes, None, config)
-    take = functools.partial(from_batch, model=batch.routed, layers=layers, zeros_are_none=True)
+    # All layers are checked: a dead router is told from a lost layer by what the others hold.
+    take = functools.partial(from_batch, model=batch.routed, zeros_are_none=True)
+    own = [layer for layer in batch.routed.layers if layer in {*layers}]
     each = batch.samples()
     words = [None] * len(each) if tokens is None else [one.cpu().numpy() for one in tokens.unbind()]
     found: Found = {}
     for key, (rows, ids) in enumerate(zip(each, words, strict=True), start=1):
         of_sample = ids if ids is not None and len(ids) == len(rows) else None
         try:
-            found[key] = take(rows, tokens=of_sample)
+            found[key] = take(rows, tokens=of_sample).only(own)
         except InvalidRoutes as error:
             # verl's mask leaves the last row out, whatever it holds: its token is never fed to the engine.
             with suppress(InvalidRoutes):
                 keep = torch.arange(len(rows)) < len(rows) - 1
-                found[key] = take(rows, tokens=of_sample, keep=keep)
+                found[key] = take(rows, tokens=of_sample, keep=keep).only(own)
             found.setdefault(key, error.with_traceback(None))
     return found
 

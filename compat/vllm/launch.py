@@ -13,7 +13,7 @@ from typing import Any
 from npu_replay.compat.probe import Capability, Product, unusable
 from npu_replay.compat.vllm.releases import BY_BLOCK, CLASHES, FAULTS, LIMITS, NEEDED, NEWEST, SWITCH, V2
 from npu_replay.compat.vllm_ascend import releases as ascend
-from npu_replay.errors import ReplayError, whole_number
+from npu_replay.errors import ReplayError, RouterError, whole_number
 from npu_replay.rollout import launch
 from npu_replay.rollout.launch import EngineArguments, Kind, a_flag, unreadable
 from npu_replay.rollout.model_config import RoutedModel, is_there
@@ -139,6 +139,8 @@ def refusal(version: str, vllm_ascend: str = "") -> ReplayError | None:
 def _refuse_without_experts(version: str, model: Any) -> None:
     try:
         RoutedModel.of(model)
+    except RouterError:  # layers that differ, or run several times
+        raise
     except ReplayError as error:
         raise ReplayError(
             f"vLLM {version} gives no routes of this model",

@@ -22,7 +22,7 @@ from npu_replay import json_text
 from npu_replay.delivery.carriers import DEFAULT_CUT, Carrier
 from npu_replay.delivery.references import Read
 from npu_replay.errors import ReplayError, RouteFileError
-from npu_replay.routes.atomic_file import as_path, check_writer, write_whole
+from npu_replay.routes.atomic_file import as_path, check_writer, plain_file, write_whole
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.routes.serialization import (
@@ -130,11 +130,12 @@ def _piece(files: dict[str, TensorFile], path: str, number: int, until: float) -
     while not os.path.exists(path) and time.monotonic() < until:
         time.sleep(0.05)
     try:
-        if path not in files:
-            files[path] = TensorFile(Path(path))
-        said = json_text.parse(files[path].metadata[str(number)])
-        check_header(said, optional=("digest",))
-        ids, recorded = files[path].arrays(f"{number}.ids", f"{number}.recorded")
+        with plain_file(Path(path)) as file:
+            if path not in files:
+                files[path] = TensorFile(file)
+            said = json_text.parse(files[path].metadata[str(number)])
+            check_header(said, optional=("digest",))
+            ids, recorded = files[path].arrays(file, f"{number}.ids", f"{number}.recorded")
         known = verified(said, ids, recorded)
         return RoutedExperts.__new__(RoutedExperts)._about(**known | {"layers": tuple(known["layers"])})
     except (ReplayError, *UNREADABLE) as error:

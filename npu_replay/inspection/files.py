@@ -150,8 +150,8 @@ def _view_of_bytes(data: memoryview) -> View | None:
 
 def _of_file(path: Path, known: Known) -> Verdict:
     def read() -> RoutedExperts:
-        with contextlib.suppress(*UNREADABLE):
-            if TensorFile(path).metadata.get("format") == STORE_FORMAT:
+        with contextlib.suppress(*UNREADABLE), plain_file(path) as file:
+            if TensorFile(file).metadata.get("format") == STORE_FORMAT:
                 raise RouteFileError(
                     "this is one shard of a RouteStore",
                     where=str(path),
@@ -160,17 +160,16 @@ def _of_file(path: Path, known: Known) -> Verdict:
                 )
         return RoutedExperts.load(path)
 
-    def left() -> View | None:
-        file = TensorFile(path)
-        return _view_of_tensors(file, json_text.parse(file.metadata["routes"]))
-
-    return _judged(read, left, known, str(path))
+    return _judged(read, partial(_view_of_tensors, path), known, str(path))
 
 
-def _view_of_tensors(file: TensorFile, described: dict[str, Any], prefix: str = "") -> View | None:
+def _view_of_tensors(path: Path, described: dict[str, Any] | None = None, prefix: str = "") -> View | None:
     """The ids in a safetensors file, whatever else is wrong with it."""
-    check_header(described)
-    ids, recorded = file.arrays(f"{prefix}ids", f"{prefix}recorded")
+    with plain_file(path) as file:
+        tensors = TensorFile(file)
+        described = described or json_text.parse(tensors.metadata["routes"])
+        check_header(described)
+        ids, recorded = tensors.arrays(file, f"{prefix}ids", f"{prefix}recorded")
     return _raw_view(ids, described, recorded)
 
 
@@ -213,7 +212,7 @@ def _store(path: Path, known: Known, sample: str | None) -> tuple[str, Iterable[
 def _of_store(store: RouteStore, key: str, known: Known) -> Verdict:
     def left() -> View | None:
         shard, described = store.described(key)
-        return _view_of_tensors(TensorFile(shard), described, f"{key}.")
+        return _view_of_tensors(shard, described, f"{key}.")
 
     return _judged(partial(store.__getitem__, key), left, known, f"{store.folder}, {key}", key)
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from npu_replay.errors import MicroBatchError, micro_batch
+from npu_replay.routers import PART_BY_PART
 from npu_replay.routes.arguments import common
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
 
@@ -81,7 +82,7 @@ class Union:
     def __init__(self, number: int, parts: list[Part]) -> None:
         kinds = {f"top-{part.topk} of {part.num_experts} experts" for part in parts}
         problem, expected = "the ranks recorded routers of another shape", "one top-k and number of experts"
-        got, cause = " and ".join(sorted(kinds)), "different models or configs on the ranks"
+        got, cause = " and ".join(sorted(kinds)), f"different models on the ranks; or {PART_BY_PART}"
         MicroBatchError.unless(len(kinds) == 1, problem, expected, got, cause, micro_batch(number))
         self._number, self._parts = number, parts
         all_tokens = [np.frombuffer(zlib.decompress(part.tokens), np.uint8) for part in parts]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from npu_replay.errors import MicroBatchError
@@ -17,7 +15,6 @@ def from_batch(
     rows: torch.Tensor,
     model: RoutedModel,
     *,
-    layers: Sequence[int] | None = None,
     keep: torch.Tensor | None = None,
     zeros_are_none: bool,
     tokens: Array | None = None,
@@ -27,7 +24,6 @@ def from_batch(
 
     Args:
         rows: integers [tokens, columns, topk]; the columns are all decoder layers, or the MoE layers.
-        layers: those that are wanted, and checked; all when not given.
         keep: bool [tokens], the rows that have a route; all when not given.
         zeros_are_none: a row of zeros in all layers is a token that the engine gave no route.
         tokens: [tokens], their ids; without them each counts as another where a layer is the same throughout.
@@ -58,10 +54,6 @@ def from_batch(
     recorded = torch.ones(len(ids), dtype=torch.bool) if keep is None else keep.detach().cpu().bool()
     if zeros_are_none and ids.numel():
         recorded = recorded & (ids != 0).flatten(1).any(dim=1)
-    labels = model.layers
-    if layers is not None:
-        labels = tuple(layer for layer in labels if layer in set(layers))
-        ids = ids[:, [model.layers.index(layer) for layer in labels]]
-    built = RoutedExperts(ids=ids, layers=labels, num_experts=model.num_experts, recorded=recorded)
+    built = RoutedExperts(ids=ids, layers=model.layers, num_experts=model.num_experts, recorded=recorded)
     built._about(vouched=vouched, from_engine=not vouched)
     return built.check_not_constant(tokens) if zeros_are_none else built

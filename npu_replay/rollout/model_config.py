@@ -10,24 +10,18 @@ from typing import Any
 
 from torch import nn
 
-from npu_replay import json_text
 from npu_replay.errors import ReplayError, listed, shown, whole_number
-from npu_replay.routers import Router
-from npu_replay.routes.atomic_file import plain_file
+from npu_replay.rollout.config_keys import BY_HAND, EXPERTS, Keys, refuse_loops
+from npu_replay.routers import Router, check_alike
 from npu_replay.routes.checks import MAX_EXPERTS, MAX_LAYERS
 
-_EXPERTS = (
-    *("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts"),
-    *("n_experts", "num_moe_experts"),
-)
 _TOPK = (
     *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"),
     *("experts_per_token", "moe_router_topk", "num_selected_experts"),
 )
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-_TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
-
 _KINDS: dict[str, tuple[str, ...]] = {
+    "block_configs": ("moe",),  # Nemotron Puzzle
     "mlp_layer_types": ("sparse", "moe", "hash_moe"),
     "layers_block_type": ("moe",),  # Nemotron-H
     "hybrid_override_pattern": ("E",),  # Nemotron-H's own config.json
@@ -53,9 +47,7 @@ _RULES = (
     "mlp_only_layers",  # Qwen
     "enable_moe_block",  # Gemma 4
 )
-_DEEPEST = 16  # a model's config may hold its language model's
 _MODELSLIM = "quant_model_description.json"
-_BY_HAND = "give RoutedModel(layers=..., num_layers=..., num_experts=..., topk=...)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +130,7 @@ class RoutedModel:
             module: the model, or a wrapper of it (PEFT's, DDP).
 
         Raises:
-            ReplayError: nothing in it has a config.
+            ReplayError: nothing in it has a config, its routers differ, or it is a looped model.
         """
         configs = (getattr(inner, "config", None) for inner in module.modules())
         config: Any = next((one for one in configs if hasattr(one, "get_text_config")), None)
@@ -147,6 +139,8 @@ class RoutedModel:
             raise ReplayError(
                 "the number of decoder layers isn't known", expected="a model of transformers", got=got
             )
+        check_alike({f"layer {one.label}": (one.topk, one.num_experts) for one in routers})
+        refuse_loops(Keys.of(config))
         return cls(
             layers=tuple(router.label for router in routers),
             num_layers=int(config.get_text_config().num_hidden_layers),
@@ -174,21 +168,24 @@ class RoutedModel:
 
         Raises:
             ReplayError: a key is missing that no other stands for; names those that were looked for.
+            RouterError: layers differ in top-k or experts, or run several times in one forward.
         """
-        found = _Keys.of(config)
-        blocks = found["layers_block_type"]  # a saved Nemotron-H has no other number
+        found = Keys.of(config)
+        refuse_loops(found)
+        blocks = found["block_configs"] or found["layers_block_type"]  # Nemotron-H saves no other number
         counted = isinstance(blocks, (list, tuple)) and found["num_hidden_layers"] is None
         num_layers = len(blocks) if counted else found.number(_LAYERS, "the number of decoder layers")
         _check_most(num_layers, MAX_LAYERS, "decoder layers", found.name)  # each is looked at below
         _refuse_zero_experts(found)
-        sparse = _sparse_layers(found, num_layers)
+        own = found.by_layer()
+        without = {layer for layer, one in own.items() if 0 in map(one.__getitem__, EXPERTS)}
+        sparse = [layer for layer in _sparse_layers(found, num_layers) if layer not in without]
         hashed = tuple(layer for layer in sparse if _is_hashed(found, layer))
         return cls(
             layers=tuple(layer for layer in sparse if layer not in hashed),
             num_layers=num_layers,
-            num_experts=found.number(_EXPERTS, "the number of routed experts"),
-            topk=found.number(_TOPK, "the experts a token"),
             hashed=hashed,
+            **_numbers({layer: own.get(layer, found) for layer in sparse or [0]}),
         )
 
 
@@ -197,124 +194,18 @@ def _check_most(given: int, most: int, what: str, where: str) -> None:
         raise ReplayError(f"no model has so many {what}", where=where, expected=f"at most {most}", got=given)
 
 
-@dataclass(frozen=True)
-class _Keys:
-    """A config that is asked by key; what it hasn't, or has as None, is None."""
-
-    config: Any
-    name: str
-
-    @classmethod
-    def of(cls, config: Any) -> _Keys:
-        if isinstance(config, (str, os.PathLike)):
-            config = cls.of_file(Path(config))
-        for _ in range(_DEEPEST):
-            found = cls(config, type(config).__name__)
-            config = found._inner()
-            if config is None:
-                return found
-        raise ReplayError(
-            "this config holds configs without end",
-            where=found.name,
-            expected=f"that of the language model, at most {_DEEPEST} deep",
-            got="another one inside that",
-        )
-
-    def _inner(self) -> Any:
-        """The config inside this one that is to be read instead; None if there is none."""
-        inner = None if isinstance(self.config, Mapping) else getattr(self.config, "config", None)
-        if inner is not None and not hasattr(self.config, "num_hidden_layers"):
-            return inner
-        if any(self[expert] is not None for expert in _EXPERTS):
-            return None
-        return next((self[key] for key in _TEXT if self[key] is not None), None)
-
-    @staticmethod
-    def of_file(path: Path) -> dict[str, Any]:
-        file = path
-        try:
-            file = path / "config.json" if path.is_dir() else path
-            with plain_file(file) as opened:
-                config = json_text.parse(opened.read())
-        except (OSError, ValueError) as error:
-            raise ReplayError(
-                "the model's config can't be read",
-                where=str(file),
-                expected="a Hugging Face config.json, or the folder that it is in",
-                got=error,
-                cause="the name of a model on a hub, which isn't looked up: download it, and give its folder"
-                if isinstance(error, FileNotFoundError)
-                else "",
-            ) from error
-        if not isinstance(config, dict):
-            got = type(config).__name__
-            raise ReplayError("this isn't a model's config", where=str(file), expected="an object", got=got)
-        return config
-
-    def __getitem__(self, key: str) -> Any:
-        if isinstance(self.config, Mapping):
-            return self.config.get(key)
-        return getattr(self.config, key, None)
-
-    def number(self, keys: tuple[str, ...], what: str) -> int:
-        """The first of these keys that has a number above 0."""
-        for key in keys:
-            value = self[key]
-            if isinstance(value, (list, tuple)) and value and all(one == value[0] for one in value):
-                value = value[0]  # the same in each layer
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value
-        raise ReplayError(
-            f"the model's config doesn't say {what}",
-            where=self.name,
-            expected=f"one of {', '.join(keys)}, above 0",
-            got=", ".join(f"{key}={shown(self[key])}" for key in keys if self[key] is not None)
-            or "none of them",
-            cause=f"a model without experts, or a family with other keys: {_BY_HAND}",
-        )
-
-    def whole(self, key: str) -> int | None:
-        """A whole number, or None if it isn't there."""
-        value = self[key]
-        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
-            return value
-        raise self.unknown(key)
-
-    def numbers(self, key: str) -> set[int]:
-        """Whole numbers, in a list or in a text with commas; none if it isn't there."""
-        value = self[key]
-        if value is None:
-            return set()
-        try:
-            found = {int(one) for one in (value.split(",") if isinstance(value, str) else value)}
-        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise self.unknown(key) from error
-        if len(found) > MAX_LAYERS:
-            raise self.unknown(key)
-        return found
-
-    def kinds(self, key: str, num_layers: int) -> list[str]:
-        """Words or letters, one a layer and perhaps more; none if it isn't there."""
-        value = self[key]
-        if value is None:
-            return []
-        texts = isinstance(value, (list, tuple, str)) and all(isinstance(one, str) for one in value)
-        if not texts or not num_layers <= len(value) <= MAX_LAYERS:
-            raise self.unknown(key)
-        return list(value)
-
-    def unknown(self, key: str) -> ReplayError:
-        """A key that says which layers have experts, in a way that isn't known here."""
-        return ReplayError(
-            f"the model's config says in an unknown way which layers have experts: {key}",
-            where=self.name,
-            expected="what transformers writes",
-            got=shown(self[key], 200),
-            cause=f"a model family that npu_replay doesn't know yet: {_BY_HAND}",
-        )
+def _numbers(each: Mapping[int, Keys]) -> dict[str, int]:
+    """The top-k and the number of experts that all these layers have."""
+    found = {}
+    for layer, config in each.items():
+        experts = config.number(EXPERTS, "the number of routed experts", layer)
+        topk = config.number(_TOPK, "the experts a token", layer)
+        found[f"{config.name}, layer {layer}"] = topk, experts
+    check_alike(found)
+    return {"topk": topk, "num_experts": experts}
 
 
-def _refuse_zero_experts(config: _Keys) -> None:
+def _refuse_zero_experts(config: Keys) -> None:
     """LongCat: ids above those of the routed experts, and two layers counted as one."""
     if config.whole("zero_expert_num"):
         raise ReplayError(
@@ -322,11 +213,11 @@ def _refuse_zero_experts(config: _Keys) -> None:
             where=config.name,
             expected="routed experts only",
             got=f"zero_expert_num={shown(config['zero_expert_num'])}",
-            cause=f"a family that counts layers and experts in its own way: {_BY_HAND}",
+            cause=f"a family that counts layers and experts in its own way: {BY_HAND}",
         )
 
 
-def _sparse_layers(config: _Keys, num_layers: int) -> list[int]:
+def _sparse_layers(config: Keys, num_layers: int) -> list[int]:
     """The decoder layers with experts: a list of the config's says it, or else rules, of which all hold."""
     if config["is_moe"] is False or config["enable_moe_block"] is False:  # Doge, Gemma 4
         return []
@@ -347,7 +238,7 @@ def _sparse_layers(config: _Keys, num_layers: int) -> list[int]:
     return [layer for layer in range(num_layers) if _by_rules(config, layer)]
 
 
-def _refuse_two_widths(config: _Keys) -> None:
+def _refuse_two_widths(config: Keys) -> None:
     """Dense layers and sparse ones, and which is which is only in the family's class in transformers."""
     dense, sparse = config["intermediate_size"], config["moe_intermediate_size"]
     if None in (dense, sparse) or dense in (sparse if isinstance(sparse, (list, tuple)) else (sparse,)):
@@ -358,11 +249,11 @@ def _refuse_two_widths(config: _Keys) -> None:
         expected=f"one of {', '.join((*_KINDS, *_RULES))}",
         got=f"intermediate_size={shown(dense)}, moe_intermediate_size={shown(sparse)} and none of them",
         cause="a config.json that leaves it to the family's class: give transformers' config of the model "
-        f"(AutoConfig.from_pretrained), or {_BY_HAND}",
+        f"(AutoConfig.from_pretrained), or {BY_HAND}",
     )
 
 
-def _by_rules(config: _Keys, layer: int) -> bool:
+def _by_rules(config: Keys, layer: int) -> bool:
     """Has this decoder layer experts? A family writes some of these keys; with none of them, all have."""
     frequency = config["moe_layer_freq"]
     if isinstance(frequency, (list, tuple)):
@@ -383,7 +274,7 @@ def _by_rules(config: _Keys, layer: int) -> bool:
     )
 
 
-def _is_hashed(config: _Keys, layer: int) -> bool:
+def _is_hashed(config: Keys, layer: int) -> bool:
     """Does this layer look its experts up by token id? (DeepSeek-V4)"""
     kinds = config.kinds("mlp_layer_types", layer)
     return kinds[layer] == "hash_moe" if kinds else layer < (config.whole("num_hash_layers") or 0)
@@ -431,7 +322,7 @@ def _contents(model: Any) -> Mapping[str, Any]:
     """The config as a mapping, the text model's own keys over the rest; empty where there is none."""
     if isinstance(model, (str, os.PathLike)):
         try:
-            model = _Keys.of_file(Path(model))
+            model = Keys.of_file(Path(model))
         except ReplayError:
             return {}
     elif not isinstance(model, (Mapping, RoutedModel)):

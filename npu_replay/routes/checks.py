@@ -7,6 +7,7 @@ places; the caller adds whose array it is and the usual cause.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from npu_replay.errors import ReplayError
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
+_log = logging.getLogger(__name__)
 _Error = TypeVar("_Error", bound=ReplayError)
 
 MAX_EXPERTS = 32_767  # int16
@@ -137,18 +139,36 @@ def find_twice(ids: Array, recorded: Array, first_row: int = 0) -> Finding | Non
 
 
 def find_constant(
-    ids: Array, recorded: Array, num_experts: int, tokens: Array | None = None
+    ids: Array, recorded: Array, num_experts: int, tokens: Array | None = None, layers: tuple[int, ...] = ()
 ) -> Finding | None:
-    """A layer that `constant_layers` finds; see there."""
+    """Find a layer that an engine never captured, among those of `constant_layers`.
+
+    Its column holds zeros, or 0 to k - 1 in order, as a buffer does that nobody wrote into; or no layer
+    varies. Any other column, beside layers that vary, is a dead router's: a warning names it by `layers`.
+    """
     columns = constant_layers(ids, recorded, num_experts, tokens)
-    if not len(columns):
+    row = ids[recorded.argmax(), columns] if len(columns) else ids[:0, 0]
+    unwritten = (row == 0).all(axis=1) | (row == np.arange(ids.shape[2])).all(axis=1)
+    wrong = columns if len(columns) == ids.shape[1] else columns[unwritten]
+    if not len(wrong):
+        if len(columns) and layers:
+            _warn_of_dead_routers(tuple(layers[column] for column in columns))
         return None
-    column = int(columns[0])
+    column = int(wrong[0])
     return Finding(
-        f"all {int(recorded.sum())} recorded rows are the same ({len(columns)} such layers)",
+        f"all {int(recorded.sum())} recorded rows are the same ({len(wrong)} such layers)",
         "routes that depend on the token",
         f"{ids[recorded.argmax(), column].tolist()} in every row",
         column,
+    )
+
+
+@functools.cache  # once a process
+def _warn_of_dead_routers(layers: tuple[int, ...]) -> None:
+    _log.warning(
+        "[npu_replay] layer %s sends all tokens to the same experts, and other layers don't: its router has "
+        "collapsed or was never trained, or the engine repeats one row there. The rows are used as they are",
+        ", ".join(map(str, layers)),
     )
 
 

@@ -184,7 +184,7 @@ class RoutedExperts:
             recorded=recorded,
             fingerprint=fingerprint_of(tokens),
             weight_version=arguments.weight_version(weight_version),
-            vouched=not len(checks.constant_layers(ids.numpy(), recorded.numpy(), num_experts, tokens)),
+            vouched=not checks.find_constant(ids.numpy(), recorded.numpy(), num_experts, tokens, layers),
             from_engine=True,
         )
 
@@ -346,14 +346,16 @@ class RoutedExperts:
     def check_not_constant(self, tokens: Array | None = None) -> RoutedExperts:
         """Refuse a layer that is the same in all recorded rows, 64 or more, of different tokens; return self.
 
-        For routes from outside: it is how rollout engines fail in silence (all zeros, a stale buffer).
+        For routes from outside: it is how rollout engines fail in silence. Beside layers that vary, a layer
+        whose experts somebody chose is a dead router's, and let in with one WARNING.
 
         Args:
             tokens: [tokens], their ids; without them each counts as another, unless the routes are `vouched`.
         """
         if not self.vouched:
             ids, rows = self.ids.numpy(), self.recorded.numpy()
-            _refuse(checks.find_constant(ids, rows, self.num_experts, tokens), self.layers, _CONSTANT)
+            found = checks.find_constant(ids, rows, self.num_experts, tokens, self.layers)
+            _refuse(found, self.layers, _CONSTANT)
         return self
 
     def to_bytes(self) -> bytes:

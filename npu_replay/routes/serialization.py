@@ -266,38 +266,37 @@ def write_file(routes: RoutedExperts, path: Any, *, overwrite: bool) -> None:
 def from_file(path: Path) -> dict[str, Any]:
     """RoutedExperts' arguments; to be called while `reading`."""
     try:
-        file = TensorFile(path)
+        with plain_file(path) as file:  # opened once: whoever overwrites it puts another file there
+            tensors = TensorFile(file)
+            found = tensors.metadata.get("format")
+            RouteFileError.unless(
+                found == FORMAT,
+                "this safetensors file doesn't hold routes",
+                f"metadata format {FORMAT!r}",
+                found,
+                "a file of something else (a checkpoint?), or of another version of npu_replay",
+            )
+            said = json_text.parse(tensors.metadata["routes"])
+            check_header(said)
+            ids, recorded = tensors.arrays(file, "ids", "recorded")
     except FileNotFoundError as error:
         raise RouteFileError("there is no such file") from error
-    found = file.metadata.get("format")
-    RouteFileError.unless(
-        found == FORMAT,
-        "this safetensors file doesn't hold routes",
-        f"metadata format {FORMAT!r}",
-        found,
-        "a file of something else (a checkpoint?), or of another version of npu_replay",
-    )
-    said = json_text.parse(file.metadata["routes"])
-    check_header(said)
-    ids, recorded = file.arrays("ids", "recorded")
     return verified(said, ids, recorded)
 
 
 class TensorFile:
-    """A safetensors file; its header is read now, its arrays when they are asked for. Use it while `reading`.
+    """The header of an open safetensors file, and where its arrays are. Use it while `reading`.
 
     A memory map would show what the file holds at the moment: whoever writes to it changes ids that were held
     against their checksum before, and where it has shrunk the process dies of a signal.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with plain_file(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int(_exactly(file, 8).view("<u8")[0])
-            if length > min(size - 8, _LONGEST_HEADER):
-                raise ValueError("its header is cut short, or it isn't a safetensors file")
-            said = json_text.parse(_exactly(file, length).tobytes())
+    def __init__(self, file: BinaryIO) -> None:
+        size = os.fstat(file.fileno()).st_size
+        length = int(_exactly(file, 8).view("<u8")[0])
+        if length > min(size - 8, _LONGEST_HEADER):
+            raise ValueError("its header is cut short, or it isn't a safetensors file")
+        said = json_text.parse(_exactly(file, length).tobytes())
         self.metadata: dict[str, str] = said.pop("__metadata__", None) or {}
         if not all(isinstance(value, str) for value in self.metadata.values()):
             raise ValueError("its metadata aren't text")
@@ -310,19 +309,18 @@ class TensorFile:
         if self._start + end != size:
             raise ValueError(f"it is {size} bytes long, and its header says {self._start + end}")
 
-    def arrays(self, *names: str) -> Iterator[Array]:
-        """These arrays, each in memory of its own; to be called while `reading`."""
-        with plain_file(self.path) as file:
-            for name in names:
-                said = self._tensors[name]
-                if said["dtype"] not in _TENSORS:
-                    raise ValueError(f"{name} is of dtype {said['dtype']}")
-                first, end = said["data_offsets"]
-                file.seek(self._start + first)
-                found = _exactly(file, end - first)
-                if said["dtype"] == "BOOL" and found.size and int(found.max()) > 1:
-                    raise ValueError(f"{name} isn't a mask")
-                yield found.view(_TENSORS[said["dtype"]]).reshape(said["shape"])
+    def arrays(self, file: BinaryIO, *names: str) -> Iterator[Array]:
+        """Read these arrays of the file that the header is of, each into memory of its own."""
+        for name in names:
+            said = self._tensors[name]
+            if said["dtype"] not in _TENSORS:
+                raise ValueError(f"{name} is of dtype {said['dtype']}")
+            first, end = said["data_offsets"]
+            file.seek(self._start + first)
+            found = _exactly(file, end - first)
+            if said["dtype"] == "BOOL" and found.size and int(found.max()) > 1:
+                raise ValueError(f"{name} isn't a mask")
+            yield found.view(_TENSORS[said["dtype"]]).reshape(said["shape"])
 
 
 def _checked_tensor(said: dict[str, Any]) -> dict[str, Any]:

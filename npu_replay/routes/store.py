@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from npu_replay import json_text
 from npu_replay.errors import RouteFileError, shown, whole_number
@@ -74,7 +74,7 @@ class RouteStore(Mapping[str, RoutedExperts]):
     def __init__(self, folder: str | os.PathLike[str], *, shard: str | None = None) -> None:
         self.folder = as_path(folder)
         self._samples: dict[str, _Entry] = {}
-        self._files: dict[Path, TensorFile] = {}
+        self._files: dict[tuple[Path, int, int, int], TensorFile] = {}
         indexes = sorted(self.folder.glob(f"{'*' if shard is None else glob.escape(shard)}{_INDEX}"))
         cause = "another folder, or a job that ended before its first shard was full: close the writer"
         problem, where = "there are no routes in this folder", str(self.folder)
@@ -147,18 +147,21 @@ class RouteStore(Mapping[str, RoutedExperts]):
         shard, said = self.described(key)
         cause = "a file that was cut short, changed or taken away"
         with reading("the shard can't be read", cause, f"{shard}, {key}"):
-            ids, recorded = self._file(shard).arrays(f"{key}.ids", f"{key}.recorded")
+            with plain_file(shard) as file:
+                ids, recorded = self._tensors(shard, file).arrays(file, f"{key}.ids", f"{key}.recorded")
             return RoutedExperts._adopt(**verified(said, ids, recorded)).check_not_constant(tokens)
 
-    def _file(self, shard: Path) -> TensorFile:
-        """With its header, which is read once."""
-        if shard not in self._files:
+    def _tensors(self, shard: Path, file: BinaryIO) -> TensorFile:
+        """The header of an open shard, which is read once for each file that has had this name."""
+        now = os.fstat(file.fileno())
+        key = shard, now.st_ino, now.st_size, now.st_mtime_ns
+        if key not in self._files:
             while len(self._files) >= _HEADERS:
                 del self._files[next(iter(self._files))]
-            file = TensorFile(shard)
-            _check_format(file.metadata.get("format"))
-            self._files[shard] = file
-        return self._files[shard]
+            tensors = TensorFile(file)
+            _check_format(tensors.metadata.get("format"))
+            self._files[key] = tensors
+        return self._files[key]
 
 
 class RouteWriter(AbstractContextManager["RouteWriter"]):

@@ -14,7 +14,7 @@ from torch import nn
 
 from npu_replay import routers
 from npu_replay.errors import MicroBatchError, ReplayError, micro_batch
-from npu_replay.routers import Model, Router, chunks_of, find
+from npu_replay.routers import Model, Router, check_alike, chunks_of, find
 from npu_replay.sessions.backward import in_backward
 from npu_replay.sessions.hooks import Hook
 from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, Marks, Timeline
@@ -39,6 +39,8 @@ class Block:
     """Does its first error wait until it is left? A rank that raises in the middle of a schedule leaves the
     others in a collective until its timeout. So it goes on with the routers' own choices, and raises when the
     schedule is over: before an optimizer steps."""
+    puts_together = True
+    """Is what all routers choose put into one RoutedExperts?"""
     failed: ReplayError | None = None
     """The error that waits."""
 
@@ -79,6 +81,9 @@ class Block:
                 f"this {self.name} block was entered before", expected="a new one", got="a used one"
             )
         self._routers = find(self._chunks)
+        if self.puts_together:
+            found = self._all_routers()
+            check_alike({f"layer {one.label}, {one.path}": (one.topk, one.num_experts) for one in found})
         self._count = len(self._all_routers())
         self._check_model()
         self._state = "open"

@@ -20,7 +20,7 @@ from npu_replay.sessions.effect import not_called
 from npu_replay.sessions.hooks import Hook
 from npu_replay.sessions.micro_batches import Marks
 from npu_replay.sessions.recompute import Key
-from npu_replay.sessions.router_calls import hidden_states
+from npu_replay.sessions.router_calls import called_again, hidden_states
 from npu_replay.sessions.taken import Taken
 
 
@@ -38,8 +38,9 @@ def observe(model: Model) -> Observation:
         model: the module that the training loop calls, or the list of virtual-pipeline chunks.
 
     Raises:
-        ReplayError: on entering, if a router is in another `observe`; in the block, if a forward leaves one
-            out; on leaving, if nothing ran; and of `shown` before the block has ended.
+        ReplayError: on entering, if a router is in another `observe`, or has another top-k or number of
+            experts than the rest; in the block, if a forward leaves one out or calls it several times; on
+            leaving, if nothing ran; and of `shown` before the block has ended.
     """
     return Observation(model)
 
@@ -91,6 +92,10 @@ class Observation(Block):
             return  # the router raised; or a recompute
         if self._marks[chunk].take_announced(router.module) is not None:
             return  # a recompute too
+        forward = self._timeline.live(chunk)
+        if router.label in forward.called:
+            raise called_again(router, forward, self._timeline)
+        forward.called.add(router.label)
         with torch.no_grad():
             if router.shows is not None:
                 shown = router.shows(output)
@@ -102,7 +107,7 @@ class Observation(Block):
             order = shown.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
             ids = order[:, : router.topk].to(narrow_dtype(router.num_experts))
             whole = shown.sum(dim=1) == router.topk
-        self._seen[router.label, self._timeline.live(chunk).number] = ids.cpu(), whole.cpu()
+        self._seen[router.label, forward.number] = ids.cpu(), whole.cpu()
 
     def _finish(self) -> None:
         self._shown = [self._micro_batch(number) for number in range(self._done())]

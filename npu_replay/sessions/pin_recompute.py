@@ -38,6 +38,7 @@ class Pinning(Session):
     """Makes every recompute choose what its own forward chose; the forwards choose freely."""
 
     name = "pin_recompute"
+    puts_together = False
 
     def _choose(self, call: seam.Call) -> torch.Tensor:
         ids = call.own()

@@ -138,24 +138,13 @@ def micro_batch_routes(ids: dict[Key, torch.Tensor], routers: list[Router], numb
     if not routers:
         return without_layers()
     routers = sorted(routers, key=lambda router: router.label)
-    first = routers[0]
-    for router in routers:
-        for what, ours, other in (
-            ("rows", len(ids[router.label, number]), len(ids[first.label, number])),
-            ("top-k", router.topk, first.topk),
-            ("experts", router.num_experts, first.num_experts),
-        ):
-            if ours != other:
-                raise RouterError(
-                    f"the routers differ in {what}, which one RoutedExperts can't hold",
-                    where=micro_batch(number, router.label),
-                    expected=f"{other}, as in layer {first.label}",
-                    got=ours,
-                    cause="pass the parts of the model to record() one by one",
-                )
+    rows = {router.label: len(ids[router.label, number]) for router in routers}
+    problem, cause = "the routers differ in rows", "pass the parts of the model to record() one by one"
+    expected, where = "the same number in each layer", micro_batch(number)
+    RouterError.unless(len({*rows.values()}) == 1, problem, expected, rows, cause, where)
     found = [ids[router.label, number] for router in routers]
     if len({one.device for one in found}) > 1:
         found = [one.cpu() for one in found]
     stacked = torch.stack(found, dim=1)
     labels = [router.label for router in routers]
-    return RoutedExperts._adopt(stacked.cpu(), labels, first.num_experts, vouched=True)
+    return RoutedExperts._adopt(stacked.cpu(), labels, routers[0].num_experts, vouched=True)

@@ -20,7 +20,7 @@ from npu_replay.errors import MicroBatchError, RecomputeError, RouterError, micr
 from npu_replay.routers import Router
 from npu_replay.routes.routed_experts import narrow_dtype
 from npu_replay.sessions import backward, seam
-from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, Marks
+from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, Marks, Timeline
 
 if TYPE_CHECKING:
     from npu_replay.sessions.session import Session
@@ -110,7 +110,7 @@ class RouterCalls:
         """The forward that this call belongs to, and whether anything may run the call again."""
         forward, label = self._timeline.live(self._chunk), self.label
         if label in forward.called:
-            raise self._called_again(forward)
+            raise called_again(self.router, forward, self._timeline)
         forward.called.add(label)
         around = self._timeline.enclosing(forward)
         if (foreseen := self._marks.take_foreseen(self.router.module)) is not None:
@@ -149,19 +149,20 @@ class RouterCalls:
         elif call.strayed is not None:
             witness.strayed.add(call.strayed)
 
-    def _called_again(self, forward: Forward) -> MicroBatchError:
-        bypassed = forward is self._timeline.bypassed
-        return MicroBatchError(
-            "the router is called again before the forward of the model that was passed has ended",
-            where=micro_batch(forward.number, self.label),
-            expected="one call of each router in one __call__ of the model",
-            got="a second call",
-            cause=f"{CALLED_INSIDE}; Megatron's overlap_moe_expert_parallel_comm does so too"
-            if bypassed
-            else "a model that runs its layers several times in one forward, one sequence after another; two "
-            "layers that share one router; or a graph of before this block that MindSpeed's moe_fb_overlap "
-            "runs again in it",
-        )
+
+def called_again(router: Router, forward: Forward, timeline: Timeline) -> MicroBatchError:
+    """The error for a router that a forward calls several times: its passes have no columns of their own."""
+    return MicroBatchError(
+        "the router is called again before the forward of the model that was passed has ended",
+        where=micro_batch(forward.number, router.label),
+        expected="one call of each router in one __call__ of the model",
+        got="a second call",
+        cause=f"{CALLED_INSIDE}; Megatron's overlap_moe_expert_parallel_comm does so too"
+        if forward is timeline.bypassed
+        else "a looped model, which runs some layers several times in one forward (Inkling-2): it can't be "
+        "replayed; a model that runs one sequence after another; two layers that share one router; or a "
+        "graph of before this block that MindSpeed's moe_fb_overlap runs again in it",
+    )
 
 
 def _under_vmap(router: Router) -> RouterError:

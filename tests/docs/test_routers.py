@@ -19,10 +19,10 @@ TEXT = (Path(__file__).parents[2] / "docs" / "routers.md").read_text(encoding="u
 @pytest.fixture
 def example() -> Iterator[dict[str, Any]]:
     """What the page's example leaves behind."""
-    (block,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     names: dict[str, Any] = {}
     torch.manual_seed(0)
-    exec(compile(block, "docs/routers.md", "exec"), names)
+    for block in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL):
+        exec(compile(block, "docs/routers.md", "exec"), names)
     yield names
     routers.unregister("my model")
 
@@ -45,6 +45,14 @@ def test_its_replay_has_an_effect(example: dict[str, Any]) -> None:
         model(batch)
     assert npu_replay.compare([routes], free.shown).router_mismatch > 0
     assert npu_replay.compare([routes], seen.shown).router_mismatch == 0
+
+
+def test_layers_that_differ_are_recorded_and_replayed_part_by_part(example: dict[str, Any]) -> None:
+    recorded = [part.routes[0] for part in example["parts"]]
+    assert [(one.topk, one.num_experts) for one in recorded] == [(2, 8), (3, 8), (2, 4)]
+    assert all(weight.grad is not None for weight in example["pruned"].parameters())
+    with pytest.raises(npu_replay.RouterError, match="part by part"), npu_replay.record(example["pruned"]):
+        pass
 
 
 def test_what_the_page_names_is_there() -> None:

@@ -185,7 +185,7 @@ def shifted(rows: Array) -> None:
 
 
 def constant(rows: Array) -> None:
-    rows[:, 3] = rows[0, 3]
+    rows[:, 3] = np.arange(rows.shape[2])
 
 
 def stale(rows: Array) -> None:

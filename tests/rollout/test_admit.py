@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from npu_replay.inspection.inspection import inspect
 from npu_replay.rollout.admit import admit
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.release_rules import Fault, Source, Symptom
+from npu_replay.routes import checks
 from npu_replay.routes.checks import Array
 
 DTYPES = ["u1", "u2", "i2", "i4", "i8", "u8", ">i4", ">u2"]
@@ -297,14 +298,15 @@ def test_tokens_that_often_choose_alike_may_do_so_in_all_layers() -> None:
 
 
 def test_routers_with_favourites_may_send_all_tokens_to_one_expert() -> None:
-    """As a Llama 4 with random weights does. Beside routers without, such a layer was never captured."""
+    """As a Llama 4 with random weights does. Beside routers without, expert 0 alone was never captured."""
     model = RoutedModel(layers=tuple(range(48)), num_layers=48, num_experts=16, topk=1)
     rows, favourite = chosen(TOKENS - 1, 48, model), np.random.default_rng(1).integers(1, 16, (48, 1))
+    favourite[30] = 0
     sound = rows.copy()
     rows = np.where(np.random.default_rng(2).random((TOKENS - 1, 48, 1)) < 0.95, favourite, rows)
     rows[:, [9, 30]] = favourite[[9, 30]]
     assert taken(rows, model=model).recorded[:-1].all()
-    sound[:, 30] = 7
+    sound[:, 30] = 0
     with pytest.raises(InvalidRoutes, match="layer 30: all 149 recorded rows are the same"):
         taken(sound, model=model)
 
@@ -334,7 +336,7 @@ def test_a_model_that_uses_every_expert_chooses_alike_always() -> None:
 
 def test_fewer_rows_than_64_are_not_called_constant() -> None:
     rows = chosen(64, 4)
-    rows[:, 2] = rows[0, 2]
+    rows[:, 2] = np.arange(8)
     assert taken(rows[:63], tokens=words(64)).recorded[:-1].all()
     with pytest.raises(InvalidRoutes, match="all 64 recorded rows are the same"):
         taken(rows, tokens=words(65))
@@ -410,8 +412,11 @@ WRONG: dict[str, Wrong] = {
         r"layer 4: all 149 recorded rows are the same \(1 such layers\).*got \[0, 0, 0, 0, 0, 0, 0, 0\]",
         changed((slice(None), 4), 0)),
     "two layers of one row": Wrong(Symptom.CONSTANT_LAYER,
-        r"layer 2: .*\(2 such layers\).*got \[3, 4, 5, 6, 7, 8, 9, 10\]",
-        changed((slice(None), [2, 5]), np.arange(3, 11))),
+        r"layer 2: .*\(2 such layers\).*got \[0, 1, 2, 3, 4, 5, 6, 7\]",
+        changed((slice(None), [2, 5]), np.arange(8))),
+    "one row in all layers": Wrong(Symptom.CONSTANT_LAYER,
+        r"layer 1: .*\(4 such layers\).*got \[3, 4, 5, 6, 7, 8, 9, 10\]",
+        changed((slice(None), [1, 2, 4, 5]), np.arange(3, 11))),
     "an expert twice": Wrong(Symptom.DUPLICATES,
         "layer 5: 1 token-layers name an expert twice, the first in row 100",
         lambda rows: changed((100, 5, 7), rows[100, 5, 0])(rows)),
@@ -642,7 +647,7 @@ def test_one_wrong_id_anywhere_is_found_at_its_place(
 def rightly_constant() -> tuple[RoutedExperts, np.ndarray[Any, Any]]:
     """Two tokens in turn, a thousand times, which choose alike in a layer."""
     rows, tokens = chosen(2, 4), np.tile([5, 9], 500)
-    rows[1, 2] = rows[0, 2]
+    rows[:, 2] = np.arange(8)
     return taken(np.tile(rows, (500, 1, 1))[:-1], tokens=tokens), tokens
 
 
@@ -711,3 +716,91 @@ def test_so_few_experts_that_all_may_choose_alike_are_no_constant_layer_anywhere
     ids = np.broadcast_to(np.array([0, 1], np.uint8), (500, 2, 2))
     routes = RoutedExperts(ids=ids, layers=(0, 1), num_experts=2)
     assert RoutedExperts.from_bytes(routes.to_bytes()) == routes
+
+
+# A router that is dead beside live ones
+
+
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    """What was warned of dead routers in this test."""
+    checks._warn_of_dead_routers.cache_clear()
+    yield lambda: [record.getMessage() for record in caplog.records if "same experts" in record.getMessage()]
+    checks._warn_of_dead_routers.cache_clear()
+
+
+def dead(rows: Array, columns: Sequence[int], row: Any) -> Array:
+    rows = rows.copy()
+    rows[:, list(columns)] = row
+    return rows
+
+
+COLLAPSED = np.arange(3, 11)
+
+
+@pytest.mark.parametrize("missing", ["error", "native"])
+@pytest.mark.parametrize("columns", [[0], [2], [0, 1, 3]])
+def test_a_dead_router_beside_live_ones_is_let_in_with_one_warning_that_names_it(
+    warned: Callable[[], list[str]], columns: list[int], missing: Any
+) -> None:
+    rows = dead(chosen(TOKENS - 1, 4), columns, COLLAPSED)
+    for seed in range(3):
+        rows[:, 3 if columns == [2] else 2] = chosen(TOKENS - 1, 4, seed=seed)[:, 0]
+        routes = taken(rows, missing=missing)
+        assert routes.recorded[:-1].all()
+    (said,) = warned()
+    assert f"layer {', '.join(str(MODEL.layers[column]) for column in columns)} sends all tokens" in said
+    taken(dead(chosen(TOKENS - 1, 4), [3], COLLAPSED))
+    assert len(warned()) == 2, "of another set of layers"
+
+
+def test_what_was_let_in_with_a_dead_router_is_read_again_even_that_layer_alone(tmp_path: Path) -> None:
+    """A pipeline stage may hold no other."""
+    routes = taken(dead(chosen(TOKENS - 1, 4), [2], COLLAPSED))
+    for found in (routes, routes.only([4])):
+        assert RoutedExperts.from_bytes(found.to_bytes()) == found
+    routes.save(tmp_path / "routes")
+    assert inspect(tmp_path / "routes").good
+
+
+def test_routes_that_passed_no_door_are_let_in_with_their_dead_router_too(
+    warned: Callable[[], list[str]], tmp_path: Path
+) -> None:
+    ids = np.ascontiguousarray(dead(chosen(TOKENS, 4), [1], COLLAPSED))
+    routes = RoutedExperts(ids=ids, layers=MODEL.layers, num_experts=128)
+    routes.save(tmp_path / "routes")
+    assert RoutedExperts.load(tmp_path / "routes") == RoutedExperts.from_bytes(routes.to_bytes()) == routes
+    assert len(warned()) == 1
+    with pytest.raises(InvalidRoutes, match="layer 2: all 150 recorded rows are the same"):
+        routes.only([2]).check_not_constant()  # nothing beside it varies
+
+
+@pytest.mark.parametrize(
+    ("columns", "row"),
+    [([2], 0), ([2], np.arange(8)), ([0, 1, 2, 3], COLLAPSED), ([0, 1, 2, 3], np.arange(8))],
+    ids=["zeros", "0 to k - 1", "all layers of one row", "all layers unwritten"],
+)
+def test_what_nobody_wrote_stays_an_error(
+    warned: Callable[[], list[str]], columns: list[int], row: Any
+) -> None:
+    for missing in ("error", "native"):
+        with pytest.raises(InvalidRoutes, match=r"are the same|are zeros"):
+            taken(dead(chosen(TOKENS - 1, 4), columns, row), missing=missing)
+    assert not warned()
+
+
+def test_beside_a_dead_router_a_layer_that_nobody_wrote_is_the_error(warned: Callable[[], list[str]]) -> None:
+    rows = dead(dead(chosen(TOKENS - 1, 4), [0], COLLAPSED), [3], 0)
+    with pytest.raises(InvalidRoutes, match=r"layer 5: all 149 recorded rows are the same \(1 such layers\)"):
+        taken(rows)
+    assert not warned()
+
+
+def test_with_a_top_k_of_1_a_column_of_expert_0_is_no_dead_router(warned: Callable[[], list[str]]) -> None:
+    """A buffer that nobody wrote into looks so; a column of another expert somebody wrote."""
+    model = RoutedModel(layers=tuple(range(48)), num_layers=48, num_experts=16, topk=1)
+    rows = chosen(TOKENS - 1, 48, model)
+    assert taken(dead(rows, [7], 5), model=model).recorded[:-1].all()
+    assert len(warned()) == 1
+    with pytest.raises(InvalidRoutes, match="layer 7: all 149 recorded rows are the same"):
+        taken(dead(rows, [7], 0), model=model)

@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from npu_replay import ReplayError, routers
+from npu_replay import ReplayError, RouterError, routers
 from npu_replay.rollout.model_config import RoutedModel
 
 transformers.logging.set_verbosity_error()
@@ -333,3 +333,177 @@ def test_a_key_that_stands_twice_in_a_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ReplayError, match=r"'num_experts' stands twice"):
         RoutedModel.from_config(tmp_path)
+
+
+# Layers with numbers of their own, and layers that run several times
+
+
+def puzzle(*blocks: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """As Megatron-Bridge writes a Nemotron Puzzle: no top-k at the top, and no number of layers."""
+    return {
+        "n_routed_experts": 128,
+        "block_configs": list(blocks),
+        "layers_block_type": [one["block_type"] for one in blocks],
+    } | changes
+
+
+def moe(topk: int | None = None, **numbers: int) -> dict[str, Any]:
+    return {"block_type": "moe", **numbers} | ({} if topk is None else {"num_experts_per_tok": topk})
+
+
+MAMBA, ATTENTION = {"block_type": "mamba"}, {"block_type": "attention"}
+
+
+def forms(config: dict[str, Any], folder: Path) -> list[Any]:
+    """The contents, a file, and objects all the way down or at the top alone."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(config))
+    plain = types.SimpleNamespace(**config)
+    blocks = [types.SimpleNamespace(**one) for one in config.get("block_configs", ())]
+    return [config, file, plain, types.SimpleNamespace(**config | {"block_configs": blocks})]
+
+
+UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
+    "top-k": (
+        puzzle(MAMBA, moe(4), ATTENTION, moe(6)),
+        "layer 3: .*top-4 of 128 experts.*layer 1, got top-6",
+    ),
+    "experts": (puzzle(moe(4), MAMBA, moe(4, n_routed_experts=96)), "layer 2: .*got top-4 of 96"),
+    "one block's own top-k beside that of all": (
+        puzzle(moe(), MAMBA, moe(4), num_experts_per_tok=6, num_hidden_layers=3),
+        "layer 2: .*top-6 of 128",
+    ),
+    "no list of kinds beside": (puzzle(moe(4), moe(6), MAMBA, layers_block_type=None), "layer 1: "),
+}
+ALIKE: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
+    "all say one thing": (puzzle(MAMBA, moe(4), ATTENTION, moe(4)), ((1, 3), 4, 128, 4)),
+    "widths alone differ": (
+        puzzle(moe(4, moe_intermediate_size=512), moe(4, moe_intermediate_size=8)),
+        ((0, 1), 2, 128, 4),
+    ),
+    "the blocks count, not what stands beside": (
+        puzzle(moe(4), MAMBA, num_experts_per_tok=6),
+        ((0,), 2, 128, 4),
+    ),
+    "some say what all do": (puzzle(moe(), MAMBA, moe(6), num_experts_per_tok=6), ((0, 2), 3, 128, 6)),
+    "experts in the blocks alone": (
+        puzzle(moe(4, n_routed_experts=64), MAMBA, n_routed_experts=None),
+        ((0,), 2, 64, 4),
+    ),
+    "a block that has no experts left": (
+        puzzle(moe(4), moe(4, n_routed_experts=0), moe(4)),
+        ((0, 2), 3, 128, 4),
+    ),
+    "no list of kinds beside": (puzzle(MAMBA, moe(4), layers_block_type=None), ((1,), 2, 128, 4)),
+}
+
+
+@pytest.mark.parametrize("case", UNLIKE)
+def test_blocks_of_unlike_layers_are_refused_by_their_key_with_the_way_out(case: str, tmp_path: Path) -> None:
+    config, said = UNLIKE[case]
+    for form in forms(config, tmp_path):
+        with pytest.raises(RouterError, match=f"block_configs, {said}") as caught:
+            RoutedModel.from_config(form)
+        assert "part by part" in str(caught.value)
+        assert "npu_replay.record(router.module)" in str(caught.value)
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_blocks_that_agree_are_an_ordinary_model(case: str, tmp_path: Path) -> None:
+    config, (layers, num_layers, experts, topk) = ALIKE[case]
+    wanted = RoutedModel(layers=layers, num_layers=num_layers, num_experts=experts, topk=topk)
+    assert [RoutedModel.from_config(form) for form in forms(config, tmp_path)] == [wanted] * 4
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        3,
+        "moe",
+        {"a": 1},
+        [3, 4],
+        [None],
+        [{"attention": {}, "ffn": {"moe": {"num_local_experts": 8}}}],
+        [[moe(4)]],
+    ],
+    ids=repr,
+)
+def test_blocks_of_another_form_are_refused_by_their_key(blocks: Any) -> None:
+    with pytest.raises(ReplayError, match="block_configs"):
+        RoutedModel.from_config(QWEN3_30B | {"num_hidden_layers": 1, "block_configs": blocks})
+
+
+@pytest.mark.parametrize(
+    ("own", "wanted"),
+    [
+        ({1: {"num_experts_per_tok": 3}}, "per_layer_config, layer 1: .*got top-3 of 8"),
+        ({0: {"num_experts": 4}, 2: {"num_experts": 4}}, "layers differ in top-k or experts"),
+        ({3: {"num_local_experts": 4}}, "per_layer_config, layer 3: .*got top-2 of 4"),
+        ({1: {"skip": ["mlp"]}}, "unknown way which layers have experts: per_layer_config"),
+        ({1: {"num_experts": 0}}, ((0, 2, 3), 2)),
+        ({1: {"head_dim": 16}}, ((0, 1, 2, 3), 2)),
+        ({layer: {"num_experts_per_tok": 3} for layer in range(4)}, ((0, 1, 2, 3), 3)),
+        ({}, ((0, 1, 2, 3), 2)),
+    ],
+)
+def test_layers_own_configs_in_transformers_way_are_read(own: Any, wanted: Any, tmp_path: Path) -> None:
+    config = AutoConfig.for_model("qwen3_moe", **SIZES | {"num_experts": 8, "moe_intermediate_size": 16})
+    if not hasattr(config, "per_layer_config"):
+        pytest.skip("a transformers without per_layer_config")
+    config.per_layer_config = own
+    config.save_pretrained(tmp_path)
+    for form in (config, config.to_dict(), tmp_path):
+        if isinstance(wanted, str):
+            with pytest.raises(ReplayError, match=wanted):
+                RoutedModel.from_config(form)
+        else:
+            found = RoutedModel.from_config(form)
+            assert (found.layers, found.topk) == wanted
+
+
+def test_lists_of_numbers_that_differ_are_refused_by_the_layer() -> None:
+    config = {"num_hidden_layers": 3, "num_experts": 16, "moe_topk": [8, 8, 4]}
+    with pytest.raises(RouterError, match=r"layer 2: .*got top-4 of 16"):
+        RoutedModel.from_config(config)
+    dense_last = config | {"mlp_layer_types": ["sparse", "sparse", "dense"]}
+    assert RoutedModel.from_config(dense_last).topk == 8
+
+
+LOOPS: dict[str, dict[str, Any]] = {
+    "Inkling-2": {"loop_layer_index_start": 6, "loop_layer_index_end": 18, "loop_num_passes": 3},
+    "Inkling-2's own config.json": {"loop_config": {"core_start": 6, "core_end": 18, "num_passes": 3}},
+    "Dory": {"n_recurrent_layers": 16, "n_recurrent_loops": 2},
+    "Ouro": {"total_ut_steps": 4},
+    "LoopCoder": {"loop_num": 2, "loop_window_size": 64},
+    "Huginn": {"mean_recurrence": 32, "n_layers_in_recurrent_block": 4},
+    "HRM": {"H_cycles": 1, "L_cycles": 3},
+    "others": {"num_loops": 2},
+    "a depth": {"recurrent_depth": 8},
+    "recursions": {"num_recursions": 3},
+}
+
+
+@pytest.mark.parametrize("family", LOOPS)
+def test_a_looped_model_is_refused_by_the_key_that_says_how_often(family: str, tmp_path: Path) -> None:
+    looped = QWEN3_30B | LOOPS[family]
+    (tmp_path / "config.json").write_text(json.dumps(looped))
+    for form in (looped, tmp_path, types.SimpleNamespace(**looped), {"text_config": looped}):
+        with pytest.raises(RouterError, match=r"a looped model.*, got [A-Za-z_.]+=[0-9]+"):
+            RoutedModel.from_config(form)
+
+    def once(value: Any) -> Any:
+        return {key: once(one) for key, one in value.items()} if isinstance(value, dict) else 1
+
+    assert RoutedModel.from_config(QWEN3_30B | once(LOOPS[family])) == RoutedModel.from_config(QWEN3_30B)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"loop_layer_index_start": 6, "loop_gate_rank": 64, "loop_num_passes": 1},
+        {"num_kv_shared_layers": 15, "recurrent_block_type": "x", "n_recurrent_layers": 12},
+        {"loop_num_passes": None, "num_loops": True, "use_loop": True, "loop_config": None},
+    ],
+)
+def test_keys_that_count_no_passes_are_let_be(keys: dict[str, Any]) -> None:
+    assert RoutedModel.from_config(QWEN3_30B | keys) == RoutedModel.from_config(QWEN3_30B)

@@ -324,7 +324,7 @@ def test_a_constant_layer_of_64_recorded_rows_is_refused_from_outside_only_t32(
 ) -> None:
     """Rows that are not recorded neither count nor hide it."""
     given = ids(tokens)
-    given[:known, 1] = torch.tensor([1, 0])
+    given[:known, 1] = torch.tensor([0, 1])
     built = routes(
         ids=given, recorded=torch.arange(tokens) < known
     )  # a record of equal tokens looks like that
@@ -332,7 +332,7 @@ def test_a_constant_layer_of_64_recorded_rows_is_refused_from_outside_only_t32(
         assert RoutedExperts.from_bytes(built.to_bytes()) == built
         return
     with pytest.raises(
-        InvalidRoutes, match=r"layer 4: all 64 recorded rows are the same.*\[1, 0\] in every row"
+        InvalidRoutes, match=r"layer 4: all 64 recorded rows are the same.*\[0, 1\] in every row"
     ):
         RoutedExperts.from_bytes(built.to_bytes())
 

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from npu_replay import ReplayError, RoutedExperts, RouteStore
 from npu_replay.errors import InvalidRoutes, RouteFileError
+from npu_replay.routes import serialization
 from npu_replay.routes.serialization import FORMAT, MAGIC, digest, header
 
 
@@ -146,6 +147,24 @@ def test_tensors_that_numpy_has_not_are_refused(
     FORMS["file"].forge(tmp_path / "routes", said, routes().ids.to(ids), routes().recorded.to(recorded))
     with pytest.raises(RouteFileError, match=r"can't be read as routes.*(bfloat16|BF16)"):
         RoutedExperts.load(tmp_path / "routes")
+
+
+def test_a_file_that_is_replaced_between_its_header_and_its_ids_is_read_as_the_one_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each load beside `save(overwrite=True)` gives one of the two: it opens the path once."""
+    path = tmp_path / "routes"
+    one, other = routes(40), routes(30)
+    one.save(path)
+    whole = serialization.check_header
+
+    def meanwhile(said: Any, *more: Any) -> None:
+        whole(said, *more)
+        other.save(path, overwrite=True)
+
+    monkeypatch.setattr(serialization, "check_header", meanwhile)
+    assert RoutedExperts.load(path) == one
+    assert RoutedExperts.load(path) == other
 
 
 def test_a_mask_of_other_bytes_than_0_and_1_is_refused_though_its_digest_is_right(tmp_path: Path) -> None:

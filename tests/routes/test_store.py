@@ -235,14 +235,27 @@ def test_what_was_read_stays_when_the_shard_is_overwritten_and_a_shorter_one_is_
     found = store(tmp_path, (sample(1, tokens=5000), "k"))
     (shard,) = tmp_path.glob("*.safetensors")
     read = found["k"]
-    with shard.open("r+b") as file:
-        file.write(b"\xff" * shard.stat().st_size)
+    with shard.open("r+b") as file:  # the ids, not the header
+        file.seek(-3000, os.SEEK_END)
+        file.write(b"\xff" * 3000)
     assert read == sample(1, tokens=5000)
     with pytest.raises(RouteFileError, match=r"changed after they were written|isn't a mask"):
         found["k"]
     os.truncate(shard, 10_000)
-    with pytest.raises(RouteFileError, match="bytes early"):
+    with pytest.raises(RouteFileError, match=r"10000 bytes long, and its header says"):
         found["k"]
+
+
+def test_a_shard_that_another_writer_replaced_is_read_by_its_own_header(tmp_path: Path) -> None:
+    """A folder that was removed and written anew, with its samples elsewhere in the file."""
+    found = store(tmp_path, (sample(1), "a"), (sample(2), "k"))
+    assert found["k"] == sample(2)
+    other = tmp_path / "other"
+    store(other, (sample(3, tokens=700), "b"), (sample(2), "k"))
+    os.replace(other / "routes-00000.safetensors", tmp_path / "routes-00000.safetensors")
+    assert found["k"] == sample(2)
+    with pytest.raises(RouteFileError, match=r"a\.ids"):
+        found["a"]
 
 
 KILLED_WRITER = """

@@ -1135,3 +1135,19 @@ def test_a_model_that_says_too_little() -> None:
     asked = request("0.5.23")
     with pytest.raises(ReplayError, match="doesn't say"):
         from_sglang(asked.generate(), {"hidden_size": 8}, prompt_token_ids=asked.prompt)
+
+
+def test_a_model_that_cannot_be_replayed_is_refused_before_the_server_starts(tmp_path: Path) -> None:
+    """By the config that is given, or that lies in the planned folder."""
+    once = {"num_hidden_layers": 24, "n_routed_experts": 128, "num_experts_per_tok": 8, "loop_num_passes": 1}
+    looped = once | {"loop_num_passes": 3}
+    blocks = {"block_configs": [{"block_type": "moe", "num_experts_per_tok": topk} for topk in (4, 6)] * 12}
+    for config, said in ((looped, "a looped model"), (once | blocks, "block_configs, layer 1")):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        for name in ("model_path", "--model-path", "model"):
+            with pytest.raises(ReplayError, match=said):
+                engine_arguments("0.5.23", planned={name: str(tmp_path)})
+        with pytest.raises(ReplayError, match=said):
+            engine_arguments("0.5.23", model=config)
+    plan = engine_arguments("0.5.23", planned={"model_path": "somebody/on-a-hub"}, model=once)
+    assert plan.arguments["model_path"] == "somebody/on-a-hub"

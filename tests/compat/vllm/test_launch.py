@@ -330,6 +330,15 @@ def test_a_model_without_experts_is_refused(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", EVERY)
+def test_a_looped_model_and_one_of_unlike_layers_are_refused_by_their_keys(version: str) -> None:
+    with refused("a looped model", "loop_num_passes=3"):
+        engine_arguments(version, model=QWEN3 | {"loop_num_passes": 3})
+    blocks = [{"block_type": "moe", "num_experts_per_tok": topk} for topk in (4, 6)]
+    with refused("block_configs, layer 1", "part by part"):
+        engine_arguments(version, model=QWEN3 | {"num_hidden_layers": 2, "block_configs": blocks})
+
+
+@pytest.mark.parametrize("version", EVERY)
 def test_t23_hybrid_models_are_refused_before_0_21_0(version: str) -> None:
     if version not in SHARED_MEMORY:
         engine_arguments(version, model=QWEN3_NEXT)

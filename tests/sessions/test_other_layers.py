@@ -1,0 +1,183 @@
+"""Layers with numbers of their own, and layers that run several times: real ones of Qwen3-MoE."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import npu_replay
+import tiny_qwen
+from npu_replay import RouterError
+from npu_replay.errors import MicroBatchError
+from npu_replay.rollout.model_config import RoutedModel
+
+UNLIKE = {
+    "top-k": ([8, 8, 8], [2, 3, 2]),
+    "the last layer's top-k": ([8, 8, 8], [2, 2, 4]),
+    "experts": ([8, 4, 8], [2, 2, 2]),
+    "the first layer's experts": ([4, 8, 8], [2, 2, 2]),
+    "both": ([8, 16, 4], [2, 4, 1]),
+}
+PARTS = pytest.mark.parametrize(("experts", "topks"), UNLIKE.values(), ids=UNLIKE)
+
+
+def uneven(experts: Sequence[int], topks: Sequence[int], **changes: Any) -> Any:
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    model = tiny_qwen.make(64, len(experts), **changes)
+    for layer, number, topk in zip(model.model.layers, experts, topks, strict=True):
+        own = copy.deepcopy(model.config)
+        own.num_experts, own.num_experts_per_tok = number, topk
+        layer.mlp = Qwen3MoeSparseMoeBlock(own)
+        for weight in layer.mlp.parameters():
+            nn.init.normal_(weight, std=0.3)
+    return model.train()
+
+
+def batch(seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 64, (2, 10), generator=torch.Generator().manual_seed(seed))
+
+
+def shown_code(error: BaseException) -> str:
+    (code,) = re.findall(r"`(with contextlib[^`]*)`", str(error))
+    return str(code)
+
+
+def routes_of(model: Any) -> Any:
+    layers = range(model.config.num_hidden_layers)
+    return [npu_replay.RoutedExperts.unrecorded(20, layers=layers, topk=2, num_experts=8)]
+
+
+DOORS = {
+    "record": npu_replay.record,
+    "observe": npu_replay.observe,
+    "replay": lambda model: npu_replay.replay(model, routes_of(model)),
+    "follow": npu_replay.follow,
+}
+
+
+@PARTS
+@pytest.mark.parametrize("door", DOORS)
+def test_unlike_layers_are_refused_on_entering_with_the_way_that_works(
+    door: str, experts: list[int], topks: list[int]
+) -> None:
+    model = uneven(experts, topks)
+    with pytest.raises(RouterError, match="differ in top-k or experts") as caught, DOORS[door](model):
+        raise AssertionError("entered")
+    assert re.search(r"layer \d.*top-\d of \d+ experts, as in layer 0.*got top-\d of \d+", str(caught.value))
+    assert shown_code(caught.value)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@PARTS
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_shown_code_records_and_replays_a_model_of_unlike_layers(
+    experts: list[int], topks: list[int], checkpointing: bool
+) -> None:
+    """The replay takes the ids of a model that has changed since, in the forward and in recomputes."""
+    model = uneven(experts, topks)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(RouterError) as caught, npu_replay.record(model):
+        pass
+    names = {"contextlib": contextlib, "npu_replay": npu_replay, "model": model, "batch": batch()}
+    with torch.no_grad():
+        exec(shown_code(caught.value), names)
+    recorded = [part.routes[0] for part in names["parts"]]
+    assert [(one.topk, one.num_experts) for one in recorded] == list(zip(topks, experts, strict=True))
+    routers = npu_replay.routers.find([model])[0]
+    with torch.no_grad():
+        for router in routers:
+            nn.init.normal_(router.module.weight, std=0.3)
+    with contextlib.ExitStack() as stack:
+        for router, part in zip(routers, names["parts"], strict=True):
+            stack.enter_context(npu_replay.replay(router.module, part.routes))
+        witnesses = [stack.enter_context(npu_replay.observe(router.module)) for router in routers]
+        model(batch()).logits.sum().backward()
+    for seen, one in zip(witnesses, recorded, strict=True):
+        assert torch.equal(seen.shown[0].ids.long().sort().values, one.ids.long().sort().values)
+
+
+@PARTS
+def test_pin_recompute_serves_unlike_layers(experts: list[int], topks: list[int]) -> None:
+    model = uneven(experts, topks)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with npu_replay.pin_recompute(model) as session:
+        model(batch()).logits.sum().backward()
+    assert session.metrics()["routers"] == len(experts)
+
+
+def test_a_built_model_of_unlike_layers_or_loops_is_no_routed_model() -> None:
+    model = uneven([8, 4], [2, 2])
+    with pytest.raises(RouterError, match="part by part"):
+        RoutedModel.of_module(model, npu_replay.routers.find([model])[0])
+    looped = tiny_qwen.make(64, 2)
+    looped.config.num_loops = 3
+    with pytest.raises(RouterError, match=r"looped model.*num_loops=3"):
+        RoutedModel.of_module(looped, npu_replay.routers.find([looped])[0])
+
+
+# Looped layers
+
+
+class Looped(nn.Module):
+    """A Qwen3-MoE whose layers `first` to before `end` run several times in one forward."""
+
+    def __init__(self, passes: int, first: int = 1, end: int = 3) -> None:
+        super().__init__()
+        self.inner = tiny_qwen.make(64, 4)
+        self.passes, self.first, self.end = passes, first, end
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        model = self.inner.model
+        hidden = model.embed_tokens(ids)
+        at = torch.arange(ids.shape[1])[None]
+        layers = list(model.layers)
+        looped = layers[self.first : self.end] * self.passes
+        for layer in (*layers[: self.first], *looped, *layers[self.end :]):
+            found = layer(hidden, position_ids=at, position_embeddings=model.rotary_emb(hidden, at))
+            hidden = found[0] if isinstance(found, tuple) else found
+        logits: torch.Tensor = self.inner.lm_head(model.norm(hidden))
+        return logits
+
+
+@pytest.mark.parametrize(("passes", "first", "end"), [(2, 1, 3), (3, 0, 4), (4, 3, 4)])
+@pytest.mark.parametrize("block", ["record", "observe", "pin_recompute"])
+def test_a_looped_model_is_refused_by_that_word(block: str, passes: int, first: int, end: int) -> None:
+    model = Looped(passes, first, end)
+    said = f"layer {first}: the router is called again.*a looped model"
+    with pytest.raises(MicroBatchError, match=said), getattr(npu_replay, block)(model):
+        model(batch())
+    assert model(batch()).isfinite().all()
+
+
+def test_a_model_that_runs_its_layers_once_is_observed_as_ever() -> None:
+    """Also in forwards that raised and are tried again, and with a forward for each token."""
+    model = Looped(1)
+
+    def fails(*_: Any) -> None:
+        raise ValueError("once")
+
+    with npu_replay.observe(model) as seen, torch.no_grad():
+        handle = model.inner.model.layers[3].mlp.experts.register_forward_pre_hook(fails)
+        with pytest.raises(ValueError, match="once"):
+            model(batch())
+        handle.remove()
+        model(batch()), model(batch(1)), model(batch()[:, :1])
+    assert [one.layers for one in seen.shown] == [(0, 1, 2, 3)] * 3
+
+
+def test_observe_sees_no_loop_in_a_recompute() -> None:
+    model = tiny_qwen.make(64, 3).train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with npu_replay.observe(model) as seen:
+        for seed in (0, 1):
+            model(batch(seed)).logits.sum().backward()
+    assert len(seen.shown) == 2
