@@ -14,7 +14,7 @@ from file_order import in_order
 torch.set_num_threads(1)
 
 
-SLOW = ("slow", "distributed", "packaging")
+SLOW = ("slow", "distributed", "packaging", "long_file")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
