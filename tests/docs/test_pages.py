@@ -21,6 +21,7 @@ import npu_replay
 from answering_engine import Engine, served
 from npu_replay import ParallelLayout, Rollout, TokenLayout, cli, lazy
 from npu_replay.cli import commands
+from npu_replay.routers import find
 from npu_replay.routes.routed_experts import RoutedExperts
 
 ROOT = Path(__file__).parents[2]
@@ -115,6 +116,9 @@ def test_the_examples_of_a_page_run_one_after_the_other(page: Path, names: dict[
                 exec(compile(block, name_of(page), "exec"), names)
         if hasattr(names["self"], "following"):
             names["trainer"].train()
+        for model in filter(lambda one: isinstance(one, torch.nn.Module), names.values()):
+            for router in find([model])[0]:
+                assert router.topk < router.num_experts, "a token that takes every expert shows no replay"
     finally:
         if hasattr(names["self"], "following"):
             names["self"].following.close()
