@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Runs the tests with Megatron 0.12.1, then those that need Megatron with 0.16.1.
 #
-#   ci/test.sh                  the quick ones, in some minutes on two cores: no wheels, no smoke jobs, nothing
-#                               slow, and two of the ways to split a model
+#   ci/test.sh                  the quick ones, in 8 to 12 minutes on two cores the first time, downloads included: no
+#                               wheels, no smoke jobs, nothing slow, and two of the ways to split a model
 #   ci/test.sh --all            all of them with the first release, and with the next what needs Megatron
 #                               (neither has tests/matrix/, which ci/matrix.sh runs on every release)
 #   ci/test.sh ARGUMENT ...     what pytest makes of these: ci/test.sh tests/sessions/test_session.py -k recompute
+#
+# Its last line says passed or FAILED, how many tests on which release, and in how many seconds.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source ci/environment.sh
@@ -14,16 +16,20 @@ tests_started=$SECONDS
 export OMP_NUM_THREADS=1 # two workers share the cores
 parallel=tests/distributed/test_parallel.py smoke=tests/distributed/test_smoke.py
 later="megatron and not first_release" # what a later release runs
-status=0
+status=0 runs=0
+results=$(mktemp -d)
+trap 'rm -rf "$results"' EXIT
 
 # loadfile: the tests of a file share something costly, such as one wheel or one job, and run in one worker. They come
 # in the order of tests/conftest.py: xdist's own would have the files with few tests last, and these take the longest.
 run_pytest() {
     local release=$1 rc=0
+    runs=$((runs + 1))
     shift
     echo "== pytest with megatron-core $release"
     # ci/verl.sh runs those with verl, ci/engines.sh those with vLLM and SGLang, ci/live.sh those with a live vLLM.
     with_megatron "$release" python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -rs \
+        --junit-xml "$results/$release/$runs.xml" \
         --ignore tests/on_verl --ignore tests/on_engines --ignore tests/on_vllm_ascend --ignore tests/live \
         --ignore tests/verl_live --ignore tests/npu_patches "$@" || rc=$?
     # 5: nothing selected. An argument may pick tests of which none needs Megatron.
@@ -58,5 +64,5 @@ for release in $releases; do
     marks="$later and "
 done
 
-echo "setup $setup_seconds s (downloads included), tests $((SECONDS - tests_started)) s"
+python ci/last_line.py "$results" "$status" "$((SECONDS - tests_started))" "$setup_seconds"
 exit $status

@@ -86,11 +86,14 @@ def main():
     counted = mask[:, 1:].bool()
     expected = pad_sequence(sampled, batch_first=True)[counted]
 
-    for name, block in {"without replay": nullcontext(), "with R3": npu_replay.replay(model, [rows])}.items():
+    blocks = {"without replay": nullcontext, "with R3": lambda: npu_replay.replay(model, [rows])}
+    for name, block in blocks.items():
         optimizer.zero_grad()
-        with npu_replay.observe(model) as seen, block:  # observe reads the routers' outputs
+        with torch.no_grad(), block():  # the pass over the old log-probs takes the rollout's experts, too
+            old = log_probs(model, batch, mask)[counted]
+        with npu_replay.observe(model) as seen, block():  # observe reads the routers' outputs
             found = log_probs(model, batch, mask)[counted]
-            (found - found.detach()).exp().mean().neg().backward()  # recomputes each layer, inside the block
+            (found - old).exp().mean().neg().backward()  # recomputes each layer, inside the block
         routing = npu_replay.compare([rows], seen.shown)
         apart = npu_replay.compare(expected, found.detach())
         counts = torch.tensor([routing.differing, routing.token_layers])
@@ -102,6 +105,7 @@ def main():
             )
     optimizer.step()
     assert counts[0] == 0, "the update used other experts than the rollout"
+    assert torch.equal(found, old), "the ratio of the first update is 1"
     if rank == 0:
         print(
             f"R3 took place on {dist.get_world_size()} ranks: "

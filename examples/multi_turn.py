@@ -86,10 +86,8 @@ def main():
     expected = torch.tensor([value for one in expected for value in one])
     rows = sum(int(one.recorded.sum()) for one in samples)
     lengths = [len(one) for one in tokens]
-    print(
-        f"{len(rollouts)} dialogues of {TURNS} turns: {sum(lengths)} tokens, "
-        f"{len(expected)} of them sampled, {rows} with a route"
-    )
+    print(f"{len(rollouts)} dialogues of {TURNS} turns: {sum(lengths)} tokens, ", end="")
+    print(f"{len(expected)} of them sampled, {rows} with a route")
 
     batch = pad_sequence(tokens, batch_first=True)
     mask = pad_sequence([torch.ones_like(one) for one in tokens], batch_first=True)
@@ -98,19 +96,24 @@ def main():
     layout = TokenLayout.padded(lengths, batch.shape[1], order="batch", fingerprints=fingerprints)
     routes = layout.gather(samples)
     model = model.float().train()
-    for name, block in {
-        "without replay": nullcontext(),
-        "with R3": npu_replay.replay(model, [routes]),
-    }.items():
-        with npu_replay.observe(model) as seen, block:  # observe reads the routers' outputs
-            scores = model(input_ids=batch, attention_mask=mask).logits.log_softmax(-1)
-            found = scores[:, :-1].gather(2, batch[:, 1:, None])[..., 0][counted]
-            found.mean().neg().backward()  # your policy gradient, of sampled tokens alone
+
+    def log_probs():
+        scores = model(input_ids=batch, attention_mask=mask).logits.log_softmax(-1)
+        return scores[:, :-1].gather(2, batch[:, 1:, None])[..., 0][counted]
+
+    blocks = {"without replay": nullcontext, "with R3": lambda: npu_replay.replay(model, [routes])}
+    for name, block in blocks.items():
+        with torch.no_grad(), block():  # the pass over the old log-probs takes the engine's experts, too
+            old = log_probs()
+        with npu_replay.observe(model) as seen, block():  # observe reads the routers' outputs
+            found = log_probs()
+            (found - old).exp().mean().neg().backward()  # your policy gradient, of sampled tokens alone
         mismatch = npu_replay.compare([routes], seen.shown).router_mismatch
         apart = npu_replay.compare(expected, found.detach())
         largest = f"largest log-prob difference {apart.max_difference:.2f}"
         print(f"{name}: mismatch {mismatch:.2%}, KL {apart.kl:.1e}, {largest}")
     assert mismatch == 0, "the trainer used other experts than the engine"
+    assert torch.equal(found, old), "the ratio of the first update is 1"
     assert rows == sum(lengths) - len(lengths), "every token has a route but the last, which no one ran"
     print("R3 took place: the trainer used the experts of every turn")
 

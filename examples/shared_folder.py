@@ -81,20 +81,21 @@ def trainer(from_worker):
 
     model = build(torch.float32)
     counted = mask[:, 1:].bool()
-    for name, block in {
-        "without replay": nullcontext(),
-        "with R3": npu_replay.replay(model, [routes]),
-    }.items():
-        with npu_replay.observe(model) as seen, block:  # observe reads the routers' outputs
-            found = log_probs(model, batch, mask)
-            found[counted].mean().backward()  # your policy gradient
+    blocks = {"without replay": nullcontext, "with R3": lambda: npu_replay.replay(model, [routes])}
+    for name, block in blocks.items():
+        with torch.no_grad(), block():  # the pass over the old log-probs takes the rollout's experts, too
+            old = log_probs(model, batch, mask)[counted]
+        with npu_replay.observe(model) as seen, block():  # observe reads the routers' outputs
+            found = log_probs(model, batch, mask)[counted]
+            (found - old).exp().mean().neg().backward()  # your policy gradient
         mismatch = npu_replay.compare([routes], seen.shown).router_mismatch
-        apart = npu_replay.compare(expected[counted], found.detach()[counted])
+        apart = npu_replay.compare(expected[counted], found.detach())
         print(
             f"trainer {os.getpid()}, {name}: mismatch {mismatch:.2%}, "
             f"KL {apart.kl:.1e}, largest log-prob difference {apart.max_difference:.2f}"
         )
     assert mismatch == 0, "the trainer used other experts than the rollout"
+    assert torch.equal(found, old), "the ratio of the first update is 1"
     delivery.free(references)  # by one process, when all ranks are done
     print(f"trainer {os.getpid()}: replayed what the worker put; the folder is free again")
 

@@ -101,16 +101,24 @@ def main():
     counted = pad_sequence(response, batch_first=True)[:, 1:]
     fingerprints = [npu_replay.fingerprint(one) for one in tokens]  # routes of other tokens are refused
     rows = npu_replay.TokenLayout.padded(lengths, batch.shape[1], fingerprints=fingerprints).gather(samples)
-    for name, block in {"without replay": nullcontext(), "with R3": npu_replay.replay(model, [rows])}.items():
-        with npu_replay.observe(model) as seen, block:  # observe reads the routers' outputs
-            scores = model(batch, places, unseen).float().log_softmax(-1)
-            found = scores[:, :-1].gather(2, batch[:, 1:, None])[..., 0][counted]
-            found.mean().neg().backward()  # your policy gradient; recomputes each layer, inside the block
+
+    def log_probs():
+        scores = model(batch, places, unseen).float().log_softmax(-1)
+        return scores[:, :-1].gather(2, batch[:, 1:, None])[..., 0][counted]
+
+    blocks = {"without replay": nullcontext, "with R3": lambda: npu_replay.replay(model, [rows])}
+    for name, block in blocks.items():
+        with torch.no_grad(), block():  # the pass over the old log-probs takes the engine's experts, too
+            old = log_probs()
+        with npu_replay.observe(model) as seen, block():  # observe reads the routers' outputs
+            found = log_probs()
+            (found - old).exp().mean().neg().backward()  # your policy gradient; recomputes each layer
         mismatch = npu_replay.compare([rows], seen.shown).router_mismatch
         apart = npu_replay.compare(torch.tensor(sampled), found.detach())
         largest = f"largest log-prob difference {apart.max_difference:.2f}"
         print(f"{name}: mismatch {mismatch:.2%}, KL {apart.kl:.1e}, {largest}")
     assert mismatch == 0, "Megatron used other experts than vLLM"
+    assert torch.equal(found, old), "the ratio of the first update is 1"
     print("R3 took place: Megatron used the experts that vLLM used")
 
 

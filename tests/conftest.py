@@ -1,7 +1,4 @@
-"""What every test relies on: one thread, and Megatron's tests skipped where there is no Megatron.
-
-Files with slow tests come first: of several workers one would have the last of them alone.
-"""
+"""What every test relies on: one thread, and Megatron's tests skipped where there is no Megatron."""
 
 import sys
 from collections.abc import Iterator
@@ -11,17 +8,20 @@ import pytest
 import torch
 
 import npu_replay
+from file_order import in_order
 
 # Several workers share the cores, and one thread sums in one order.
 torch.set_num_threads(1)
 
 
-SLOW = ("slow", "distributed", "packaging")
+SLOW = ("slow", "distributed", "packaging", "long_file")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     slow = {item.path for item in items if any(map(item.get_closest_marker, SLOW))}
-    items.sort(key=lambda item: item.path not in slow)
+    files = list(dict.fromkeys(item.path for item in items))
+    places = in_order(files, slow, quick_run="not slow" in config.option.markexpr)
+    items.sort(key=lambda item: places[item.path])
     if find_spec("megatron") is not None and find_spec("megatron.core") is not None:
         return
     skip = pytest.mark.skip(

@@ -50,9 +50,13 @@ def plain(text: str) -> list[str]:
 
 
 def run(file: Path) -> subprocess.CompletedProcess[str]:
+    return launched(command(file))
+
+
+def launched(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.run(
-        command(file),
+        arguments,
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         stdin=subprocess.DEVNULL,

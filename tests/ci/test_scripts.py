@@ -1,8 +1,9 @@
-"""ci/demo.sh and what it stands on, run as people run them, in a copy of the repository."""
+"""ci/demo.sh, ci/test.sh and what they stand on, run as people run them, in a copy of the repository."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -101,3 +102,38 @@ def test_the_demo_with_vllm_has_the_environment_with_vllm(
     assert done.returncode == 0, done.stdout + done.stderr
     assert ("the live environment" in done.stdout) == live
     assert f"npu-replay demo {' '.join(arguments)} --out" in done.stdout
+
+
+@pytest.mark.skipif(
+    not (REPOSITORY / ".work" / "megatron" / "0.16.1").is_dir(), reason="ci/environment.sh fetches Megatron"
+)
+@pytest.mark.parametrize(
+    ("second", "code", "told"),
+    [
+        (
+            "pass",
+            0,
+            r"passed: 2 passed, 1 skipped on \S+ 0\.12\.1; 1 passed on \S+ 0\.16\.1; in \d+ s, after",
+        ),
+        (
+            "assert False",
+            1,
+            r"FAILED: 1 passed, 1 failed, 1 skipped on \S+ 0\.12\.1; 0 passed, 1 failed on \S+ 0\.16\.1; in",
+        ),
+    ],
+    ids=["all pass", "one fails"],
+)
+def test_the_tests_end_with_one_line_that_says_how_they_ended(
+    clone: Path, second: str, code: int, told: str
+) -> None:
+    (clone / "tests").mkdir()
+    (clone / "tests" / "test_some.py").write_text(
+        "import pytest\n\n\ndef test_first():\n    pass\n\n\n"
+        f"@pytest.mark.megatron\ndef test_second():\n    {second}\n\n\n"
+        "def test_third():\n    pytest.skip()\n"
+    )
+    done = script(clone, "test.sh", "tests/test_some.py")
+    assert done.returncode == code, done.stdout + done.stderr
+    *_, last = done.stdout.splitlines()
+    assert re.match(told, last), last
+    assert last.endswith("s of setup (downloads included)")

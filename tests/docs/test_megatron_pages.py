@@ -88,6 +88,25 @@ def test_a_loop_records_replays_lays_out_and_collects(names: dict[str, Any]) -> 
     assert all(one.recorded.all() for one in found["routes"])
 
 
+def test_r3_replays_the_old_log_probs_and_the_update(
+    names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the same routes, in the second block of the page."""
+    opened, replay = [], npu_replay.replay
+
+    def noted(model: Any, routes: Any, **said: Any) -> Any:
+        opened.append((torch.is_grad_enabled(), routes))
+        return replay(model, routes, **said)
+
+    monkeypatch.setattr(npu_replay, "replay", noted)
+    found = run("megatron", names)
+    assert [(grad, routes is found["routes"]) for grad, routes in opened] == [
+        (True, False),
+        (False, True),
+        (True, True),
+    ]
+
+
 def test_megatrons_own_api_records_and_replays(names: dict[str, Any]) -> None:
     found = run("upstream", names)
     assert [tuple(ids.shape) for ids in found["routes"]] == [(LENGTH, 2)] * 2

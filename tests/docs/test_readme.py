@@ -51,6 +51,18 @@ def test_the_badges_are_true(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", BOTH)
+def test_the_commands_that_set_all_up_say_how_long_they_take(page: str) -> None:
+    """The first time, on two cores, downloads included; CONTRIBUTING.md and the script say the same."""
+    minutes = {
+        script: re.findall(r"\d+", re.split("minutes|分钟", said)[0])
+        for script, said in re.findall(r"(?m)^bash ci/(\w+)\.sh +# (.+)$", text_of(page))
+    }
+    assert minutes == {"demo": ["3"], "test": ["8", "12"]}
+    assert "8 to 12 minutes on two cores the first time" in text_of("CONTRIBUTING.md")
+    assert "in 8 to 12 minutes on two cores the first time" in text_of("ci/test.sh")
+
+
+@pytest.mark.parametrize("page", BOTH)
 def test_the_status_line_is_what_was_sent(page: str) -> None:
     """A run on an NPU or CUDA is claimed once a report of one lies in docs/dev/verified, and not before."""
     devices = set()

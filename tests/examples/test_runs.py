@@ -10,9 +10,19 @@ from pathlib import Path
 import pytest
 
 import npu_replay
-from shown_examples import FILES, ROOT, command, docstring, plain, prints_what_it_promises, promised
+from shown_examples import (
+    FILES,
+    LAUNCHERS,
+    ROOT,
+    command,
+    docstring,
+    launched,
+    plain,
+    prints_what_it_promises,
+    promised,
+)
 
-MOST_LINES = 119
+MOST_LINES = 127
 API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 
 
@@ -35,6 +45,17 @@ def test_megatrons_own_api_on_the_oldest_release() -> None:
 @pytest.mark.distributed
 def test_r3_under_fsdp2() -> None:
     prints_what_it_promises(example("fsdp2_r3"))
+
+
+@pytest.mark.distributed
+def test_the_page_about_fsdp2_shards_its_model_under_torchrun(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "fsdp2.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    copy = tmp_path / "page.py"
+    copy.write_text(block + "\nassert (ratio == 1).all()\nprint(type(next(model.parameters())).__name__)\n")
+    done = launched([*LAUNCHERS["torchrun"], "--nproc-per-node", "2", str(copy)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("DTensor") == 2, done.stdout
 
 
 @pytest.mark.distributed

@@ -35,6 +35,7 @@ def test_the_example_replays_what_the_engine_used(
     model, tokens, routes = names["model"], names["tokens"], names["routes"]
     assert tokens.shape[1] == len(routes) > 6
     assert int(routes.recorded.sum()) == len(routes) - 1
+    assert (names["ratio"] == 1).all(), "both passes are replayed"
     assert all(one.grad is not None for one in model.parameters() if one.requires_grad)
     with torch.no_grad(), npu_replay.record(model) as own:
         model(tokens)
