@@ -20,7 +20,7 @@ from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.payloads import TokenIds
 from npu_replay.routes.arguments import common
 from npu_replay.routes.checks import Array
-from npu_replay.routes.fingerprint import as_token_ids, find_other_tokens, fingerprint, with_key
+from npu_replay.routes.fingerprint import SampleKey, as_token_ids, find_other_tokens, fingerprint, with_key
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_array_dtype
 
 Keep = Literal["first", "latest"]
@@ -130,7 +130,7 @@ class Rollout:
     model: Any
     missing: Literal["error", "native"] = "error"
     name: str = ""
-    sample_key: int | str | None = None
+    sample_key: SampleKey = None
     turns: int = field(default=0, init=False)
     """Calls of the engine so far."""
 

@@ -13,9 +13,8 @@ logger = logging.getLogger(__name__)
 
 
 class RoutesByTokens:
-    """One RoutedExperts for each sequence, by the fingerprint of its tokens and key; the newest of each.
-
-    A rollout's wait for their update; until then others for the same fingerprint are another sample's.
+    """One RoutedExperts for each sequence, by its fingerprint; the newest of each. Others than a rollout's
+    that no update has taken yet are another sample's.
 
     Args:
         max_bytes: above it the sequences that came first are dropped.
@@ -50,20 +49,20 @@ class RoutesByTokens:
 
     def put(self, mark: int, routes: RoutedExperts, *, rollout: bool) -> None:
         """Hold these; say so when others have to go for them."""
-        waits = mark in self._waiting
-        before, _ = self._take_out(mark)
-        if before is not None and rollout and waits and before.weight_version == routes.weight_version:
+        before, _ = self.get(mark)
+        differ = before is not None and not torch.equal(before.ids, routes.ids)
+        if before is not None and differ and rollout and mark in self._waiting:
             InvalidRoutes.unless(
-                torch.equal(before.ids, routes.ids),
+                before.weight_version != routes.weight_version,
                 "two samples have the same tokens and other routes, and nothing tells them apart",
                 "sample_key=, in put() and in the model's call",
                 f"fingerprint {mark:#018x} twice before an update",
                 "the same question about other images, or one answer that was sampled twice",
             )
+        self._take_out(mark)
+        self.replaced += differ
         if rollout:
             self._waiting.add(mark)
-        if before is not None and not torch.equal(before.ids, routes.ids):
-            self.replaced += 1
         if routes.ids.untyped_storage().nbytes() > routes.ids.nbytes:  # a part keeps the whole alive
             routes = routes.take(range(len(routes))).sequence(0, len(routes), mark)
         self._held[mark] = routes, rollout
@@ -85,12 +84,10 @@ class RoutesByTokens:
         self._waiting.clear()
         self.bytes = 0
 
-    def _take_out(self, mark: int) -> tuple[RoutedExperts | None, bool]:
+    def _take_out(self, mark: int) -> None:
         self._waiting.discard(mark)
-        found = self._held.pop(mark, (None, False))
-        if found[0] is not None:
-            self.bytes -= _size(found[0])
-        return found
+        found, _ = self._held.pop(mark, (None, False))
+        self.bytes -= 0 if found is None else _size(found)
 
 
 def _size(routes: RoutedExperts) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -12,10 +12,10 @@ import torch
 from npu_replay.errors import ReplayError, shown, whole_number
 from npu_replay.routes.checks import Array, Finding
 
+SampleKey: TypeAlias = "int | str | None"
 
-def fingerprint(
-    token_ids: torch.Tensor | np.ndarray | Sequence[int], *, sample_key: int | str | None = None
-) -> int:
+
+def fingerprint(token_ids: torch.Tensor | np.ndarray | Sequence[int], *, sample_key: SampleKey = None) -> int:
     """Return the 64-bit fingerprint of one sequence of token ids, shape [tokens].
 
     BLAKE2b with an 8-byte digest over the ids as little-endian int64, read as a little-endian unsigned
@@ -24,10 +24,8 @@ def fingerprint(
     >>> npu_replay.fingerprint([151644, 872, 198])
     1855700983335460597
 
-    Args:
-        token_ids: of one sequence.
-        sample_key: tells samples of the same tokens apart (other images): it decides the lower 32 bits, and
-            the upper 32 are those of the tokens alone.
+    A sample_key tells samples of the same tokens apart (other images): it decides the lower 32 bits, and the
+    upper 32 are those of the tokens alone.
 
     Raises:
         ReplayError: no integers that fit into int64, or another shape; a key that is no text or integer.
@@ -46,20 +44,14 @@ def fingerprint(
     return with_key(mark, sample_key)
 
 
-def with_key(mark: int, sample_key: int | str | None) -> int:
+def with_key(mark: int, sample_key: SampleKey) -> int:
     """Return the fingerprint of the same tokens with this key; unchanged where the key is None."""
     if sample_key is None:
         return mark
-    key = (
-        sample_key if isinstance(sample_key, str) else whole_number(sample_key, "sample_key that isn't text")
-    )
-    said = f"{mark >> 32:08x} {key}".encode(errors="surrogatepass")
+    if not isinstance(sample_key, str):
+        sample_key = whole_number(sample_key, "sample_key that isn't text")
+    said = f"{mark >> 32:08x} {sample_key}".encode(errors="surrogatepass")
     return mark >> 32 << 32 | int.from_bytes(hashlib.blake2b(said, digest_size=4).digest(), "little")
-
-
-def same_tokens(mark: int, other: int) -> bool:
-    """Return whether two fingerprints are of the same tokens, whatever their keys are."""
-    return mark >> 32 == other >> 32
 
 
 def find_other_tokens(rows: int, theirs: int | None, tokens: int, mark: int | None) -> Finding | None:
@@ -82,8 +74,7 @@ def find_other_tokens(rows: int, theirs: int | None, tokens: int, mark: int | No
         "the routes belong to other tokens",
         f"fingerprint {mark:#018x}",
         f"{theirs:#018x}",
-        cause="retokenised text, a shuffled batch, parts merged in another order, another sample; where the "
-        "upper 32 bits agree: the same tokens with another sample_key",
+        cause="retokenised text, a shuffled batch, parts merged in another order, another sample or its key",
     )
 
 

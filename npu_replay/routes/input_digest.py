@@ -17,7 +17,7 @@ from npu_replay.routes.arguments import is_plain
 _INPUTS = ("pixel", "image", "video", "vision", "audio", "speech", "grid", "feature", "input_values")
 _DERIVED = (
     *("mask", "position", "rotary", "bias", "token", "label", "loss", "log", "weight", "reward", "advantage"),
-    *("embed", "hidden", "states", "past", "cache", "seed", "rng", "noise"),
+    *("decoder_input", "embed", "hidden", "states", "past", "cache", "seed", "rng", "noise"),
 )
 _SAMPLED = 2**16
 """Elements of a tensor that are hashed: 0.5 MB as int64."""

@@ -7,6 +7,7 @@ padded on the other side. Their token ids don't, nor do images of one size with 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from npu_replay.routes.fingerprint import fingerprint, same_tokens
+from npu_replay.errors import MicroBatchError, micro_batch
+from npu_replay.routes.fingerprint import fingerprint
 from npu_replay.routes.input_digest import digest, other_inputs
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 Others: TypeAlias = "dict[str, tuple[torch.Size, torch.Tensor | int]]"
 _NAMES = ("input_ids", "tokens")
+logger = logging.getLogger(__name__)
 
 
 class Called(NamedTuple):
@@ -59,35 +62,73 @@ class Inputs:
         tokens = called.tokens
         return cls(None, (tokens.numel(),), (fingerprint(tokens.flatten()),), called.others)
 
-    @classmethod
-    def of(cls, routes: RoutedExperts) -> Inputs | None:
-        """Return those of a micro-batch's routes; of one sequence with a fingerprint, its tokens."""
-        if routes.inputs is not None or routes.fingerprint is None:
-            return routes.inputs
-        return cls(torch.arange(len(routes)), (len(routes),), (routes.fingerprint,))
-
     def differing(self, called: Called) -> list[str] | None:
         """Return the names of the inputs that are others than these; None where no tokens can be compared: a
         sequence that is fed in part isn't. `called` is what `on_host` returned."""
         tokens = called.tokens.flatten().long()
-        fed = torch.arange(self.lengths[0]) if self.fed is None else self.fed
+        fed = torch.arange(sum(self.lengths)) if self.fed is None else self.fed
         if len(tokens) != len(fed):
-            # No token ids of a layout's batch; rows that don't fit are found by the routers.
-            return ["tokens"] if self.fed is None else None
+            return None  # no token ids of this batch; rows that don't fit are found by the routers
         there = fed >= 0
         packed = torch.zeros(sum(self.lengths), dtype=torch.int64)
         packed[fed[there]] = tokens[there]
         here = torch.zeros(len(packed), dtype=torch.bool).index_fill(0, fed[there], True)
         spans = pairwise(accumulate(self.lengths, initial=0))
         same = [
-            same_tokens(fingerprint(packed[first:end]), mark)  # a call doesn't tell its sample_key
+            fingerprint(packed[first:end]) >> 32 == mark >> 32  # a call doesn't tell its sample_key
             for (first, end), mark in zip(spans, self.marks, strict=True)
             if mark is not None and here[first:end].all()
         ]
         ours = called.others if self.others is None else self.others
-        found = [] if all(same) else ["tokens"]
-        found += sorted(name for name in ours | called.others if ours.get(name) != called.others.get(name))
-        return found if same else None
+        others = sorted(name for name in ours | called.others if ours.get(name) != called.others.get(name))
+        return (others if all(same) else ["tokens", *others]) if same else None
+
+
+class InputCheck:
+    """The calls of a replay, held against the inputs of their routes; `compared` counts micro-batches."""
+
+    def __init__(self, routes: Sequence[RoutedExperts]) -> None:
+        marked = [None if one.fingerprint is None else (one.fingerprint,) for one in routes]
+        self._inputs = [
+            one.inputs or (mark and Inputs(None, (len(one),), mark))
+            for one, mark in zip(routes, marked, strict=True)
+        ]
+        self.compared = 0
+
+    def wanted(
+        self, number: int, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Called | None:
+        """Return what is compared of a micro-batch's call."""
+        return None if self._inputs[number] is None else copied(args, kwargs, module)
+
+    def check(self, number: int, given: Called) -> None:
+        """Refuse a micro-batch that was called with other inputs than those of its routes."""
+        inputs, called = self._inputs[number], given.on_host()
+        found = inputs.differing(called) if inputs else None
+        self.compared += found is not None
+        if found:
+            problem = "the model was called with other tokens than those that the routes belong to"
+            others = [n for n, one in enumerate(self._inputs) if one and one.differing(called) == []]
+            raise MicroBatchError(
+                problem.replace("tokens", " and ".join(found)),
+                where=micro_batch(number),
+                expected="the tokens and images of the record, or of the fingerprints, in their places",
+                got=f"those of the routes of {micro_batch(others[0])}" if others else "others",
+                cause="an evaluation or a reference pass inside the block, which belongs outside; "
+                "micro-batches in another order than their routes (a shuffle, dynamic batches); padding on "
+                "another side, to another length or with other ids; or fingerprints of more tokens than the "
+                "model is fed. record(inputs=False), or a layout without fingerprints, checks none",
+            )
+
+    def warn(self, chunks: Sequence[nn.Module]) -> None:
+        """Warn where routes know their tokens and no call told its own, but not in a later pipeline stage."""
+        modules = (one for chunk in chunks for one in chunk.modules())
+        unchecked = any(self._inputs) and not self.compared
+        if unchecked and all(getattr(one, "pre_process", True) for one in modules):
+            logger.warning(
+                "[npu_replay] no micro-batch was held against the tokens that its routes belong to: the "
+                "module of this block isn't called with all token ids. Open the block on the one that is"
+            )
 
 
 def parameter_names(module: nn.Module) -> list[str]:
@@ -102,8 +143,8 @@ def copied(args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module | N
     """Return what a model is called with, its token ids copied; None if it gets no token ids.
 
     They are the argument named input_ids or tokens, or the first one if it is [batch, sequence]. What an
-    attention_mask of that shape leaves out counts as 0: padding ids may differ from pass to pass. Positional
-    arguments have the names that the module's forward gives them.
+    attention_mask of that shape leaves out counts as 0: padding ids may differ from pass to pass. The
+    module's forward names positional arguments.
     """
     names = parameter_names(module) if args and module is not None else []
     names += [f"argument {number}" for number in range(len(names), len(args))]

@@ -22,8 +22,8 @@ from npu_replay.routes import arguments, checks, serialization
 from npu_replay.routes.arguments import IdArray
 from npu_replay.routes.atomic_file import as_path
 from npu_replay.routes.checks import Array, Finding
+from npu_replay.routes.fingerprint import SampleKey, with_key
 from npu_replay.routes.fingerprint import fingerprint as fingerprint_of
-from npu_replay.routes.fingerprint import with_key
 
 if TYPE_CHECKING:
     from npu_replay.routes.inputs import Inputs
@@ -333,7 +333,7 @@ class RoutedExperts:
         mark = arguments.fingerprint(fingerprint)
         return self._derived(self.ids[rows], self.recorded[rows], fingerprint=mark)
 
-    def of_sample(self, sample_key: int | str | None) -> RoutedExperts:
+    def of_sample(self, sample_key: SampleKey) -> RoutedExperts:
         """Return these routes with this key in their fingerprint: see `npu_replay.fingerprint`."""
         problem = "a sample_key needs routes with a fingerprint"
         InvalidRoutes.unless(self.fingerprint is not None, problem, "fingerprint=", self)

@@ -23,7 +23,7 @@ from npu_replay import json_text
 from npu_replay.errors import RouteFileError, shown, whole_number
 from npu_replay.routes.atomic_file import as_path, check_writer, plain_file, remove_left, write_whole, written
 from npu_replay.routes.checks import Array
-from npu_replay.routes.fingerprint import as_token_ids, find_other_tokens, fingerprint, with_key
+from npu_replay.routes.fingerprint import SampleKey, as_token_ids, find_other_tokens, fingerprint, with_key
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.routes.serialization import (
     FIELDS,
@@ -125,31 +125,30 @@ class RouteStore(Mapping[str, RoutedExperts]):
         entry = self._samples[key]
         return self.folder / entry.shard, dict(entry.header)
 
-    def of(self, tokens: Any, *, sample_key: int | str | None = None) -> RoutedExperts:
+    def of(self, tokens: Any, *, sample_key: SampleKey = None) -> RoutedExperts:
         """The routes of one sequence of token ids, [tokens].
 
         Args:
             tokens: the ids.
-            sample_key: the one that they were written with; left out where one sample alone has these tokens.
+            sample_key: the one that they were written with, if any.
 
         Raises:
-            RouteFileError: nobody wrote routes of just these tokens, or several samples have them.
+            RouteFileError: nobody wrote routes of just this sample, or several samples have these tokens.
         """
         mark = fingerprint(tokens, sample_key=sample_key)
-        same = self._of_tokens.get(mark >> 32, []) if sample_key is None else []
-        if len(same) > 1:
-            raise self._ambiguous(key_of(mark), f"{len(same)} samples, {', '.join(same[:4])}")
-        key = same[0] if same else key_of(mark)
+        key, same = key_of(mark), self._of_tokens.get(mark >> 32, [])
+        if sample_key is None and len(same) > 1:
+            raise self._ambiguous(key, f"{len(same)} samples, {', '.join(same[:4])}")
         RouteFileError.unless(
             key in self,
             "no routes of these tokens",
             f"{key} ({len(tokens)} tokens)",
-            f"{len(self)} samples with other tokens",
+            f"{len(self)} samples, of which {len(same)} have these tokens and another sample_key",
             "another batch or sample_key than the one that was recorded, or text that was tokenised again",
             str(self.folder),
         )
         found = self._read(key, as_token_ids(tokens))
-        if (other := find_other_tokens(len(found), found.fingerprint, len(tokens), int(key, 16))) is not None:
+        if (other := find_other_tokens(len(found), found.fingerprint, len(tokens), mark)) is not None:
             cause = "a key of the caller's own that looks like a fingerprint"
             raise other.error(RouteFileError, f"{self.described(key)[0]}, {key}", cause)
         return found
@@ -208,9 +207,7 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
     def __repr__(self) -> str:
         return f"RouteWriter({str(self.folder)!r}, {self.name!r}, {len(self._keys)} samples)"
 
-    def add(
-        self, routes: RoutedExperts, key: str | None = None, *, sample_key: int | str | None = None
-    ) -> None:
+    def add(self, routes: RoutedExperts, key: str | None = None, *, sample_key: SampleKey = None) -> None:
         """Write the routes of one sequence, under its fingerprint if no key is given. A sample_key becomes
         part of the fingerprint.
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from npu_replay.errors import MicroBatchError
+from npu_replay.errors import MicroBatchError, listed
 from npu_replay.routers import Router
 from npu_replay.routes.checks import Array
 from npu_replay.routes.fingerprint import fingerprint, with_key
@@ -146,7 +146,7 @@ def fed_sequences(call: Mapping[str, Any], placeholders: Mapping[str, int], keys
     places, flat = Places.of(call), _array(ids).reshape(-1)
     if keys is None:
         keys = _input_keys(other_inputs(call, ids), flat, places.spans, placeholders)
-    problem = "another number of sample keys than sequences"
+    keys, problem = listed(keys, "sample_key"), "another number of sample keys than sequences"
     _refuse_unless(len(keys) == len(places.spans), problem, len(places.spans), len(keys))
     long = [n for n, (first, end) in enumerate(places.spans) if end - first > 1]
     spans = [places.spans[n] for n in long]

@@ -25,7 +25,7 @@ from npu_replay.errors import (
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routers import Model, Router
 from npu_replay.routes.by_tokens import RoutesByTokens
-from npu_replay.routes.fingerprint import find_other_tokens, fingerprint, same_tokens, with_key
+from npu_replay.routes.fingerprint import SampleKey, find_other_tokens, fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions import backward, seam
 from npu_replay.sessions.carried_routes import KEYWORDS, carried_routes, take_off
@@ -152,7 +152,7 @@ class Following(AnyReplay):
         finally:
             self._paused = before
 
-    def put(self, routes: RoutedExperts, tokens: Any = None, *, sample_key: int | str | None = None) -> None:
+    def put(self, routes: RoutedExperts, tokens: Any = None, *, sample_key: SampleKey = None) -> None:
         """Have a rollout's routes replayed for these tokens (R3), in calls with grad and without.
 
             for routes in npu_replay.from_vllm(output, config):
@@ -170,16 +170,16 @@ class Following(AnyReplay):
         """
         if not isinstance(routes, RoutedExperts):
             raise ReplayError("these are no routes", expected="one RoutedExperts", got=shown(routes))
-        mark = routes.fingerprint if tokens is None else fingerprint(tokens)
+        if sample_key is not None and routes.fingerprint is not None:
+            routes = routes.of_sample(sample_key)
+        mark = routes.fingerprint if tokens is None else fingerprint(tokens, sample_key=sample_key)
         if mark is None:
             raise ReplayError("these routes don't say whose they are", expected="tokens=", got=routes)
         length = len(routes) if tokens is None else len(tokens)
-        if routes.fingerprint is not None and same_tokens(mark, routes.fingerprint):
-            mark = routes.fingerprint
         if found := find_other_tokens(len(routes), routes.fingerprint, length, mark):
             raise found.error(InvalidRoutes, "put")
         self._check_layers(self._done(), routes, self._all_routers())
-        self._store.put(with_key(mark, sample_key), routes, rollout=True)
+        self._store.put(mark, routes, rollout=True)
         self._has_rollouts = True
 
     def metrics(self) -> dict[str, float]:

@@ -11,10 +11,9 @@ import torch
 
 from npu_replay.errors import MicroBatchError, ReplayError, RouterError, list_of, micro_batch
 from npu_replay.routers import Model, Router
-from npu_replay.routes.inputs import Called
+from npu_replay.routes.inputs import Called, InputCheck
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions import seam
-from npu_replay.sessions.input_check import InputCheck
 from npu_replay.sessions.live_mismatch import LiveMismatch
 from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, Marks
 from npu_replay.sessions.router_calls import RouterCalls

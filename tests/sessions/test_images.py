@@ -223,8 +223,9 @@ def test_rollouts_of_the_same_tokens_need_a_key_and_are_found_by_it() -> None:
             assert torch.equal(seen.calls[0], expected)
         with pytest.raises(MicroBatchError, match="no routes are known"):
             model(**call(one), sample_key=["b"], use_cache=False)
-        with pytest.raises(MicroBatchError, match="another number of sample keys"):
-            model(**call(one, other), sample_key=["a"])
+        for keys, words in ((["a"], "another number of sample keys"), ("ab", "sample_key must be a list")):
+            with pytest.raises(ReplayError, match=words):
+                model(**call(one, other), sample_key=keys)
 
 
 def test_a_rollout_without_a_key_goes_to_one_image_alone() -> None:
