@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_replay import ReplayError, Rollout, RoutedExperts, RoutedModel, Turn, fingerprint
+from npu_replay import MicroBatchError, ReplayError, Rollout, RoutedExperts, RoutedModel, Turn, fingerprint
 
 MODEL = RoutedModel(layers=(1, 2, 3), num_layers=4, num_experts=300, topk=4)
 

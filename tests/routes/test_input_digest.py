@@ -86,6 +86,7 @@ DONT: dict[str, Callable[[int], dict[str, Any]]] = {
     "a figure a sample": lambda seed: {"scale": noise(BATCH, 1, seed=seed)},
     "embeddings, of weights": lambda seed: {"inputs_embeds": noise(7, BATCH, 8, seed=seed)},
     "hidden states, sequence-major": lambda seed: {"decoder_input": noise(LENGTH, BATCH, 8, seed=seed)},
+    "a slice of them": lambda seed: {"decoder_input": noise(3, BATCH, 8, seed=seed)},
     "nothing": lambda seed: {"pixel_values": None, "images": []},
 }
 
