@@ -164,19 +164,21 @@ def _input_keys(
         rows = tensor if tensor.dim() else tensor[None]
         kind = next((one for one in MODALITIES if one in name.replace("pixel", "image")), "audio")
         cuts = _own_rows(len(rows), flat == special.get(kind, -1), np.array(spans).reshape(-1, 2))
-        for found, (a, b) in zip(own, cuts.tolist(), strict=True):
-            found |= {name: rows[a:b]} if a < b else {}
+        for number, found in enumerate(own):
+            a, b = (0, len(rows)) if cuts is None else cuts[number].tolist()
+            if a < b:
+                found[name if cuts is not None else f"{name} for sequence {number}"] = rows[a:b]
     return [input_key(found) for found in own]
 
 
-def _own_rows(rows: int, here: Array, spans: Array) -> Array:
+def _own_rows(rows: int, here: Array, spans: Array) -> Array | None:
     """Which rows of an input each sequence has, [sequences, 2], by its placeholders `here`: one row a run of
-    them (an image, a clip), or a share of the rows like its share of the placeholders (patches). All where
+    them (an image, a clip), or a share of the rows like its share of the placeholders (patches). None where
     that doesn't come out even: such a sample isn't found in another batch, which is an error."""
     begins = here & ~np.append(False, here[:-1])
     counted = begins if begins.sum() == rows else here
     share, of = np.append(0, np.cumsum(counted))[spans] * rows, int(counted.sum())
-    return share // of if of and not (share % of).any() else np.tile([0, rows], (len(spans), 1))
+    return share // of if of and not (share % of).any() else None
 
 
 def _other_inputs(call: Mapping[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ from torch import nn
 import npu_replay
 from npu_replay import MicroBatchError, routers
 from npu_replay.routes.input_digest import digest, input_key, other_inputs
-from toys import HIDDEN, ToyModel, ToyRouters
+from toys import HIDDEN, ToyModel, ToyRouter, ToyRouters
 
 BATCH, LENGTH = 2, 5
 IDS = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH)
@@ -113,6 +113,23 @@ def test_what_does_not_identify_a_sample_may_differ_and_be_left_out(what: str) -
     for options in (DONT[what](2), {}):
         with npu_replay.replay(model, recording.routes):
             model(input_ids=IDS, **options)
+
+
+def test_the_inputs_of_a_list_of_chunks_are_those_of_its_first() -> None:
+    chunks = [AnyModel(), ToyModel(ToyRouter(1))]
+    chunks[0].inner = ToyModel(ToyRouter(0))
+
+    def run(*seeds: int) -> None:
+        for seed in seeds:
+            chunks[1](chunks[0](noise(3, 8, 8, seed=seed), IDS))
+
+    with npu_replay.record(chunks) as recording:
+        run(1, 2)
+    with npu_replay.replay(chunks, recording.routes) as session:
+        run(1, 2)
+    assert session.metrics()["tokens_compared"] == 2
+    with pytest.raises(MicroBatchError, match="other pixels"), npu_replay.replay(chunks, recording.routes):
+        run(2, 1)
 
 
 def test_an_input_is_found_with_a_name_and_without() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import pickle
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 import npu_replay
 from npu_replay import MicroBatchError, ReplayError, RoutedExperts, fingerprint
+from npu_replay.sessions.fed_sequences import fed_sequences
 from tiny_vision import EXPERTS, LAYERS, TOPK, Sample, call, make, sample
 
 pytest.importorskip("transformers", minversion="5")
@@ -185,6 +187,64 @@ def test_follow_finds_each_image_in_whatever_batch(what: str, before: str, after
                 ids = truth[id(one)].layer_ids(LAYERS - 1).long().sort(1).values
                 assert torch.equal(rows[row][mask], ids)
         assert following.metrics()["held"] == following.metrics()["recorded"] == 3
+
+
+AUDIO, IMAGE = 7, 8
+
+
+def fed(*samples: tuple[list[int], dict[str, list[torch.Tensor]]], **special: int) -> list[int]:
+    """The fingerprints of a call with these samples, packed; each input has a row a tensor of theirs."""
+    names = {
+        name: [one for _, inputs in samples for one in inputs.get(name, [])]
+        for _, by in samples
+        for name in by
+    }
+    ids = torch.tensor([token for tokens, _ in samples for token in tokens])
+    positions = torch.cat([torch.arange(len(tokens)) for tokens, _ in samples])
+    joined = {name: torch.stack(rows) for name, rows in names.items()}
+    return fed_sequences({"input_ids": ids[None], "position_ids": positions[None]} | joined, special).marks
+
+
+def noise(*seeds: int) -> list[torch.Tensor]:
+    return [torch.randn(16, 30, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+
+
+FAMILIES: dict[str, list[tuple[list[int], dict[str, list[torch.Tensor]]]]] = {
+    "clips of any length (Qwen2-Audio)": [
+        ([1, AUDIO, AUDIO, AUDIO, 2, AUDIO, 3], {"input_features": noise(1, 2)}),
+        ([1, AUDIO, AUDIO, AUDIO, 2, AUDIO, 3], {"input_features": noise(1, 3)}),
+        ([4, 5, 6], {}),
+        ([AUDIO, 3], {"input_features": noise(1)}),
+    ],
+    "clips and images (Gemma3n)": [
+        ([1, IMAGE, IMAGE, 2, AUDIO, AUDIO], {"input_features": noise(1), "pixel_values": noise(1)}),
+        ([1, IMAGE, IMAGE, 2, AUDIO, AUDIO], {"input_features": noise(2), "pixel_values": noise(1)}),
+        ([1, IMAGE, IMAGE, 2, AUDIO, AUDIO], {"input_features": noise(1), "pixel_values": noise(2)}),
+    ],
+    "images without a token between them": [
+        ([1, *[IMAGE] * 8, 2], {"pixel_values": noise(1, 2)}),
+        ([1, *[IMAGE] * 8, 2], {"pixel_values": noise(2, 1)}),
+        ([1, *[IMAGE] * 4, 2, 3], {"pixel_values": noise(3)}),
+    ],
+}
+
+
+@pytest.mark.parametrize("what", FAMILIES)
+def test_a_sample_has_one_fingerprint_in_whatever_call_and_no_other_sample_has_it(what: str) -> None:
+    samples, special = FAMILIES[what], {"audio": AUDIO, "image": IMAGE}
+    alone = [fed(one, **special)[0] for one in samples]
+    assert len({*alone}) == len(samples)
+    for order in itertools.permutations(range(len(samples))):
+        assert fed(*(samples[n] for n in order), **special) == [alone[n] for n in order]
+
+
+def test_inputs_that_cannot_be_dealt_out_never_make_two_samples_one() -> None:
+    """Nothing says which token stands for them: the same call is found again, and no other."""
+    one, other, _ = FAMILIES["clips and images (Gemma3n)"]
+    first = fed(one, other)
+    assert first[0] != first[1]
+    assert fed(one, other) == first
+    assert not {*fed(other, one), *fed(one), *fed(other)} & {*first}
 
 
 def test_follow_never_takes_the_routes_of_another_image() -> None:
