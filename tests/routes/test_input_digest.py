@@ -86,6 +86,7 @@ DONT: dict[str, Callable[[int], dict[str, Any]]] = {
     "a figure a sample": lambda seed: {"scale": noise(BATCH, 1, seed=seed)},
     "embeddings, of weights": lambda seed: {"inputs_embeds": noise(7, BATCH, 8, seed=seed)},
     "hidden states, sequence-major": lambda seed: {"decoder_input": noise(LENGTH, BATCH, 8, seed=seed)},
+    "some tensor of theirs": lambda seed: {"activations": noise(LENGTH, BATCH, 8, seed=seed)},
     "a slice of them": lambda seed: {"decoder_input": noise(3, BATCH, 8, seed=seed)},
     "nothing": lambda seed: {"pixel_values": None, "images": []},
 }
@@ -168,6 +169,9 @@ def test_numbers_that_are_not_finite_have_a_digest() -> None:
     odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
     assert int(digest(odd)) == int(digest(odd.bfloat16())) == int(digest(odd.half()))
     assert len({int(digest(odd[:n])) for n in range(1, 4)}) == 3
+    another = torch.tensor([-0x3FFFFF], dtype=torch.int32).view(torch.float32)
+    assert another.isnan()
+    assert int(digest(another)) == int(digest(odd[:1])), "its bits are the device's choice"
 
 
 @pytest.mark.parametrize("changed", [(200, 700), (0, 0), (8191, 1535)])

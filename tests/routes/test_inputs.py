@@ -264,8 +264,9 @@ def test_preprocessing_that_feeds_a_part_of_each_sequence_is_no_error(cut: str) 
 
     token_layout = TokenLayout.from_probe(feed, [6, 4], fingerprints=marks)
     model = Embedded()
-    with npu_replay.replay(model, [token_layout.gather(routes)]):
+    with npu_replay.replay(model, [token_layout.gather(routes)]) as session:
         model(feed([torch.from_numpy(one) for one in tokens])[None])
+    assert session.metrics()["tokens_compared"] == 0
 
 
 def test_a_rank_with_a_part_of_each_sequence_checks_no_tokens() -> None:

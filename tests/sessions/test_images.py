@@ -288,6 +288,18 @@ def test_rollouts_of_the_same_tokens_need_a_key_and_are_found_by_it() -> None:
                 model(**call(one, other), sample_key=keys)
 
 
+def test_old_log_probs_take_a_rollout_and_its_update_is_still_to_come() -> None:
+    model = make()
+    with npu_replay.follow(model, mode="R3") as following:
+        following.put(rollout(sample(), 1))
+        with torch.no_grad():
+            model(**call(sample()))
+        with pytest.raises(ReplayError, match="two samples have the same tokens"):
+            following.put(rollout(sample(), 2))
+        model(**call(sample())).logits.sum().backward()
+        following.put(rollout(sample(), 2))
+
+
 def test_a_rollout_without_a_key_goes_to_one_image_alone() -> None:
     model = make()
     with npu_replay.follow(model, mode="R3") as following:
