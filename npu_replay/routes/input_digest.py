@@ -28,16 +28,15 @@ def other_inputs(call: Mapping[str, Any], ids: torch.Tensor) -> dict[str, torch.
 
     A tensor counts, also inside lists and dicts, whose name says that it is an image, video or audio
     (`pixel_values`, `image_grid_thw`, `input_features`). So does each other floating-point or uint8 tensor of
-    two dimensions or more, unless it has one value or vector a token, or one row a sample. Masks, positions,
-    labels, losses, embeddings, states, caches and random numbers never count, by their names.
+    two dimensions or more, unless it has one value or vector a token, or one value a sample. Masks,
+    positions, labels, losses, embeddings, states, caches and random numbers never count, by their names.
 
     >>> call = {"pixel_values": torch.ones(4, 8), "temperature": torch.ones(1)}
     >>> list(other_inputs(call, ids=torch.ones(1, 3)))
     ['pixel_values']
     """
-    return {
-        name: one for name, one in _tensors(call, "") if _identifies(name.lower(), one, tuple(ids.shape[:2]))
-    }
+    batch = tuple(ids.shape[:2])
+    return {name: one for name, one in _tensors(call, "") if _identifies(name.lower(), one, batch)}
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
@@ -86,5 +85,8 @@ def _identifies(name: str, tensor: torch.Tensor, batch: tuple[int, ...]) -> bool
     if any(word in name for word in _INPUTS):
         return True
     shape = tuple(tensor.shape)
-    of_tokens = shape[: len(batch)] in (batch, batch[::-1]) or (len(shape) == 2 and shape[0] == batch[0])
+    of_tokens = shape[: len(batch)] in (batch, batch[::-1]) or shape in (
+        (batch[0], batch[-1] - 1),
+        (batch[0], 1),
+    )
     return (tensor.is_floating_point() or tensor.dtype == torch.uint8) and len(shape) > 1 and not of_tokens

@@ -53,6 +53,8 @@ IDENTIFY: dict[str, Callable[[int], dict[str, Any]]] = {
         "pixel_values": noise(1, 3, 8, 8),
     },
     "a name that nobody knows": lambda seed: {"point_cloud": noise(70, 3, seed=seed)},
+    "a row a sample": lambda seed: {"touch": noise(BATCH, 64, seed=seed)},
+    "a grey picture a sample": lambda seed: {"touch": noise(BATCH, 1, 6, 6, seed=seed)},
     "a list of lists": lambda seed: {
         "images": [[noise(3, 4, 4)], [noise(3, 4, 4), noise(3, 8, 4, seed=seed)]]
     },
@@ -83,6 +85,7 @@ DONT: dict[str, Callable[[int], dict[str, Any]]] = {
         "advantages": noise(BATCH, LENGTH - 1, seed=seed),
     },
     "a figure a token": lambda seed: {"ratio": noise(BATCH, LENGTH, seed=seed)},
+    "a figure a token but the first": lambda seed: {"ratio": noise(BATCH, LENGTH - 1, seed=seed)},
     "a figure a sample": lambda seed: {"scale": noise(BATCH, 1, seed=seed)},
     "embeddings, of weights": lambda seed: {"inputs_embeds": noise(7, BATCH, 8, seed=seed)},
     "hidden states, sequence-major": lambda seed: {"decoder_input": noise(LENGTH, BATCH, 8, seed=seed)},
