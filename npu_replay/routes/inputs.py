@@ -85,30 +85,28 @@ class Inputs:
 
 
 class InputCheck:
-    """The calls of a replay, held against the inputs of their routes; `compared` counts micro-batches."""
+    """Holds the calls of a replay against the inputs of their routes.
+
+    Attributes:
+        known: of each micro-batch, the inputs of its routes; None where they don't say.
+        compared: micro-batches whose tokens were compared.
+    """
 
     def __init__(self, routes: Sequence[RoutedExperts]) -> None:
-        marked = [None if one.fingerprint is None else (one.fingerprint,) for one in routes]
-        self._inputs = [
-            one.inputs or (mark and Inputs(None, (len(one),), mark))
-            for one, mark in zip(routes, marked, strict=True)
-        ]
+        self.known = [one.inputs for one in routes]
+        for number, one in enumerate(routes):
+            if one.inputs is None and one.fingerprint is not None:
+                self.known[number] = Inputs(None, (len(one),), (one.fingerprint,))
         self.compared = 0
-
-    def wanted(
-        self, number: int, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Called | None:
-        """Return what is compared of a micro-batch's call."""
-        return None if self._inputs[number] is None else copied(args, kwargs, module)
 
     def check(self, number: int, given: Called) -> None:
         """Refuse a micro-batch that was called with other inputs than those of its routes."""
-        inputs, called = self._inputs[number], given.on_host()
+        inputs, called = self.known[number], given.on_host()
         found = inputs.differing(called) if inputs else None
         self.compared += found is not None
         if found:
             problem = "the model was called with other tokens than those that the routes belong to"
-            others = [n for n, one in enumerate(self._inputs) if one and one.differing(called) == []]
+            others = [n for n, one in enumerate(self.known) if one and one.differing(called) == []]
             raise MicroBatchError(
                 problem.replace("tokens", " and ".join(found)),
                 where=micro_batch(number),
@@ -123,7 +121,7 @@ class InputCheck:
     def warn(self, chunks: Sequence[nn.Module]) -> None:
         """Warn where routes know their tokens and no call told its own, but not in a later pipeline stage."""
         modules = (one for chunk in chunks for one in chunk.modules())
-        unchecked = any(self._inputs) and not self.compared
+        unchecked = any(self.known) and not self.compared
         if unchecked and all(getattr(one, "pre_process", True) for one in modules):
             logger.warning(
                 "[npu_replay] no micro-batch was held against the tokens that its routes belong to: the "

@@ -126,11 +126,7 @@ class RouteStore(Mapping[str, RoutedExperts]):
         return self.folder / entry.shard, dict(entry.header)
 
     def of(self, tokens: Any, *, sample_key: SampleKey = None) -> RoutedExperts:
-        """The routes of one sequence of token ids, [tokens].
-
-        Args:
-            tokens: the ids.
-            sample_key: the one that they were written with, if any.
+        """The routes of one sequence of token ids, [tokens], with the key that they have, if any.
 
         Raises:
             RouteFileError: nobody wrote routes of just this sample, or several samples have these tokens.

@@ -11,7 +11,7 @@ import torch
 
 from npu_replay.errors import MicroBatchError, ReplayError, RouterError, list_of, micro_batch
 from npu_replay.routers import Model, Router
-from npu_replay.routes.inputs import Called, InputCheck
+from npu_replay.routes.inputs import Called, InputCheck, copied
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions import seam
 from npu_replay.sessions.live_mismatch import LiveMismatch
@@ -390,7 +390,8 @@ class Replay(AnyReplay):
         return super()._is_checked(number) or number == len(self._routes) - 1
 
     def _tokens_wanted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called | None:
-        return self._inputs.wanted(self._timeline.number(0), self._chunks[0], args, kwargs)
+        known = self._inputs.known[self._timeline.number(0)] is not None
+        return copied(args, kwargs, self._chunks[0]) if known else None
 
     def _check_inputs(self) -> None:
         """Were the micro-batches so far called with the tokens and images that their routes belong to?"""
