@@ -254,14 +254,14 @@ def _other_tokens(reference: delivery.Reference, tokens: torch.Tensor) -> Invali
 
 def references_in(data: Any) -> list[Any] | None:
     """The column of references of an engine's batch; None where it has none."""
-    column = _listed(data.get(COLUMN, None))
-    if column is None and (fields := _listed(data.get(_FIELDS, None))) is not None:  # by way of TransferQueue
+    column = listed(data.get(COLUMN, None))
+    if column is None and (fields := listed(data.get(_FIELDS, None))) is not None:  # by way of TransferQueue
         column = [one.get(COLUMN) if isinstance(one, Mapping) else None for one in fields]
         column = column if any(one is not None for one in column) else None
     return column
 
 
-def _listed(column: Any) -> list[Any] | None:
+def listed(column: Any) -> list[Any] | None:
     return None if column is None else list(column.tolist() if hasattr(column, "tolist") else column)
 
 

@@ -1,8 +1,8 @@
 """verl's router_replay.record_file and replay_file, which verl reads and forgets: folders of a RouteStore.
 
 With record_file the routes of every sample that the actor computes log-probs for are written there, those it
-recorded (R2) or was given (R3); with replay_file, in mode R3, they are read there by the tokens of each
-sample, and the rollout need not send any. One writer a data-parallel rank, one shard a pass.
+recorded (R2) or was given (R3); with replay_file, in mode R3, they are read there by the tokens and images
+of each sample, and the rollout need not send any. One writer a data-parallel rank, one shard a pass.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ import torch
 import torch.distributed as dist
 
 from npu_replay.compat.verl import tensors
+from npu_replay.compat.verl.delivery import listed
 from npu_replay.errors import ReplayError
 from npu_replay.routes.fingerprint import fingerprint
+from npu_replay.routes.input_digest import input_key, other_inputs
 from npu_replay.routes.routed_experts import narrow_dtype
 from npu_replay.routes.store import RouteStore, RouteWriter, key_of
 
 logger = logging.getLogger(__name__)
 
-ROUTES, TOKENS = "routed_experts", "input_ids"
+ROUTES, TOKENS, IMAGES = "routed_experts", "input_ids", "multi_modal_inputs"
 
 
 @dataclass
@@ -63,7 +65,7 @@ class Files:
             return
         if self._store is None:
             self._store = RouteStore(self.replay)
-        found = [self._store.of(tokens) for tokens in _samples(data)]
+        found = [self._store.of(tokens, sample_key=key) for tokens, key in _samples(data)]
         if found:
             dtype = narrow_dtype(found[0].num_experts)
             batch = tensors.MicroBatch(data[TOKENS], None, None)
@@ -83,8 +85,8 @@ class Files:
         batch = tensors.MicroBatch(routes, None, config)
         zeros_are_none = mode == "R3" or batch.model["topk"] > 1
         good, problems = batch.routes(zeros_are_none=zeros_are_none, vouched=mode != "R3")
-        for number, tokens in enumerate(_samples(data)):
-            mark, one = fingerprint(tokens), good.get(number)
+        for number, (tokens, key) in enumerate(_samples(data)):
+            mark, one = fingerprint(tokens, sample_key=key), good.get(number)
             if mark in self._written:
                 continue
             bad = problems[number] if one is None else tensors.wrong_length(len(one), len(tokens))
@@ -98,8 +100,8 @@ class Files:
         self._writer.flush()
 
 
-def _samples(data: Any) -> Iterator[torch.Tensor]:
-    """The token ids of each sample of a jagged batch."""
+def _samples(data: Any) -> Iterator[tuple[torch.Tensor, str | None]]:
+    """The token ids of each sample of a jagged batch, and a key made of its images."""
     tokens = data[TOKENS]
     if not tokens.is_nested:
         raise ReplayError(
@@ -108,4 +110,7 @@ def _samples(data: Any) -> Iterator[torch.Tensor]:
             expected="model.use_remove_padding=True, and verl's engine workers",
             got=f"input_ids {list(tokens.shape)}",
         )
-    yield from tokens.detach().cpu().unbind()
+    each = tokens.detach().cpu().unbind()
+    images = listed(data.get(IMAGES, None)) or [None] * len(each)
+    for ids, inputs in zip(each, images, strict=True):
+        yield ids, input_key(other_inputs(inputs or {}, ids))

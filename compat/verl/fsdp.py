@@ -26,7 +26,7 @@ from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl import engine, functions, tensors
 from npu_replay.compat.verl.actions import RECORD, REPLAY, problem_of, switch, without_adapter
 from npu_replay.compat.verl.config import FSDP, OFF
-from npu_replay.compat.verl.files import ROUTES, TOKENS
+from npu_replay.compat.verl.files import IMAGES, ROUTES, TOKENS
 from npu_replay.compat.verl.settings import ROOT, setting, without_keys
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.token_layout import TokenLayout
@@ -43,7 +43,6 @@ _NEEDED = {
     "FSDPEngineWithLMHead.prepare_model_inputs": ("micro_batch",),
 }
 """What is wrapped or called, and which of its arguments."""
-_IMAGES = "multi_modal_inputs"
 _MOST_LAYOUTS = 128
 """Layouts that are kept of an engine: those of a step's micro-batches. Each has 8 bytes a token."""
 
@@ -200,8 +199,8 @@ def _fed(
     """What the model's routers see of these sequences, by the engine's own preprocessing."""
     tokens = micro_batch[TOKENS]
     copy = micro_batch.clone(recurse=False)
-    if _IMAGES in copy.keys():  # noqa: SIM118  a TensorDict iterates over rows
-        del copy[_IMAGES]  # as large as all the rest, and no token
+    if IMAGES in copy.keys():  # noqa: SIM118  a TensorDict iterates over rows
+        del copy[IMAGES]  # as large as all the rest, and no token
     numbers = torch.cat(sequences).to(tokens.device)
     copy[TOKENS] = torch.nested.nested_tensor_from_jagged(numbers, tensors.offsets(tokens))
     inputs, outputs = engine.prepare_model_inputs(micro_batch=copy)

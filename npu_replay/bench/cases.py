@@ -207,7 +207,7 @@ def _inputs(tokens: int, device: torch.device, rounds: int) -> Case:
 
     def check() -> None:
         if (kept := inputs.copied((), {"input_ids": given["input_ids"]})) is not None:
-            inputs.Inputs.recorded(kept.cpu()).fit(kept.cpu())
+            inputs.Inputs.recorded(kept.on_host()).differing(kept.on_host())
 
     ways = [forward, Way("tokens kept and checked", check)]
     return Case("inputs", tokens, ways, rounds, device=device)

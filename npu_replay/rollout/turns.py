@@ -20,7 +20,7 @@ from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.payloads import TokenIds
 from npu_replay.routes.arguments import common
 from npu_replay.routes.checks import Array
-from npu_replay.routes.fingerprint import as_token_ids, find_other_tokens, fingerprint
+from npu_replay.routes.fingerprint import SampleKey, as_token_ids, find_other_tokens, fingerprint, with_key
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_array_dtype
 
 Keep = Literal["first", "latest"]
@@ -124,11 +124,13 @@ class Rollout:
         missing: "native" takes a turn without routes that wasn't aborted, whose rows then have none; else it
             is an error.
         name: of the sample, for messages.
+        sample_key: part of the fingerprint of its routes; tells samples of the same tokens apart.
     """
 
     model: Any
     missing: Literal["error", "native"] = "error"
     name: str = ""
+    sample_key: SampleKey = None
     turns: int = field(default=0, init=False)
     """Calls of the engine so far."""
 
@@ -172,7 +174,7 @@ class Rollout:
             recorded=torch.from_numpy(self._rows.recorded.copy()),
             tokens=self._tokens,
             weight_version=common(self._rows.versions[self._rows.recorded]),
-        )
+        ).of_sample(self.sample_key)
 
     @property
     def weight_versions(self) -> list[Version]:
@@ -235,7 +237,7 @@ class Rollout:
                 expected="one Rollout at least, all of one model",
                 got=models,
             )
-        merged = cls(samples[0].model, samples[0].missing, samples[0].name)
+        merged = cls(samples[0].model, samples[0].missing, samples[0].name, samples[0].sample_key)
         for sample in samples:
             merged._check_goes_on(sample._tokens)
             merged._merge(sample._tokens, sample._rows.first(len(sample)), keep)
@@ -332,7 +334,10 @@ class Rollout:
         wanted = (self.model.layers, self.model.topk, self.model.num_experts)
         if (found := (routes.layers, routes.topk, routes.num_experts)) != wanted:
             raise self._bad("these are routes of another model", f"(layers, top-k, experts) {wanted}", found)
-        other = find_other_tokens(len(routes), routes.fingerprint, len(whole), fingerprint(whole))
+        mark = fingerprint(whole)
+        if routes.fingerprint != mark:  # an engine's routes have no key
+            mark = with_key(mark, self.sample_key)
+        other = find_other_tokens(len(routes), routes.fingerprint, len(whole), mark)
         if other is not None:
             raise other.error(MicroBatchError, f"{self._where}, turn {self.turns + 1}")
 

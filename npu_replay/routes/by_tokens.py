@@ -1,4 +1,4 @@
-"""Routes found by their tokens: what a run holds at a time, bounded by bytes."""
+"""Routes found by the fingerprint of their sample: what a run holds at a time, bounded by bytes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import logging
 
 import torch
 
-from npu_replay.errors import whole_number
+from npu_replay.errors import InvalidRoutes, whole_number
 from npu_replay.routes.routed_experts import RoutedExperts
 
 logger = logging.getLogger(__name__)
 
 
 class RoutesByTokens:
-    """One RoutedExperts for each sequence, by the fingerprint of its tokens; the newest of each.
+    """One RoutedExperts for each sequence, by its fingerprint; the newest of each. Others than a rollout's
+    that no update has taken yet are another sample's.
 
     Args:
         max_bytes: above it the sequences that came first are dropped.
@@ -28,19 +29,40 @@ class RoutesByTokens:
         self.max_bytes = whole_number(max_bytes, "max_bytes", least=1, most=2**63)
         self.bytes = self.dropped = self.replaced = 0
         self._held: dict[int, tuple[RoutedExperts, bool]] = {}
+        self._waiting: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def get(self, mark: int) -> tuple[RoutedExperts | None, bool]:
-        """The routes of the tokens with this fingerprint, and whether a rollout gave them."""
+    def get(self, mark: int, *, update: bool = False) -> tuple[RoutedExperts | None, bool]:
+        """The routes of the sample with this fingerprint, and whether a rollout gave them."""
+        if update:
+            self._waiting.discard(mark)
         return self._held.get(mark, (None, False))
+
+    def move(self, mark: int, to: int) -> None:
+        """Give what a rollout put without a key to the first sample of its tokens that asks for it."""
+        routes, rollout = self._held.get(mark, (None, False))
+        if mark != to and routes is not None and rollout:
+            self._take_out(mark)
+            self.put(to, routes, rollout=True)
 
     def put(self, mark: int, routes: RoutedExperts, *, rollout: bool) -> None:
         """Hold these; say so when others have to go for them."""
-        before, _ = self._take_out(mark)
-        if before is not None and not torch.equal(before.ids, routes.ids):
-            self.replaced += 1
+        before, _ = self.get(mark)
+        differ = before is not None and not torch.equal(before.ids, routes.ids)
+        if before is not None and differ and rollout and mark in self._waiting:
+            InvalidRoutes.unless(
+                before.weight_version != routes.weight_version,
+                "two samples have the same tokens and other routes, and nothing tells them apart",
+                "sample_key=, in put() and in the model's call",
+                f"fingerprint {mark:#018x} twice before an update",
+                "the same question about other images, or one answer that was sampled twice",
+            )
+        self._take_out(mark)
+        self.replaced += differ
+        if rollout:
+            self._waiting.add(mark)
         if routes.ids.untyped_storage().nbytes() > routes.ids.nbytes:  # a part keeps the whole alive
             routes = routes.take(range(len(routes))).sequence(0, len(routes), mark)
         self._held[mark] = routes, rollout
@@ -59,13 +81,13 @@ class RoutesByTokens:
     def clear(self) -> None:
         """Hold nothing any more; the counts stay."""
         self._held.clear()
+        self._waiting.clear()
         self.bytes = 0
 
-    def _take_out(self, mark: int) -> tuple[RoutedExperts | None, bool]:
-        found = self._held.pop(mark, (None, False))
-        if found[0] is not None:
-            self.bytes -= _size(found[0])
-        return found
+    def _take_out(self, mark: int) -> None:
+        self._waiting.discard(mark)
+        found, _ = self._held.pop(mark, (None, False))
+        self.bytes -= 0 if found is None else _size(found)
 
 
 def _size(routes: RoutedExperts) -> int:

@@ -1,19 +1,21 @@
-"""The token ids of a sequence, and their fingerprint: which tokens a set of routes belongs to."""
+"""The token ids of a sequence, and their fingerprint: which tokens, of which sample, routes belong to."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from npu_replay.errors import ReplayError, shown
+from npu_replay.errors import ReplayError, shown, whole_number
 from npu_replay.routes.checks import Array, Finding
 
+SampleKey: TypeAlias = "int | str | None"
 
-def fingerprint(token_ids: torch.Tensor | np.ndarray | Sequence[int]) -> int:
+
+def fingerprint(token_ids: torch.Tensor | np.ndarray | Sequence[int], *, sample_key: SampleKey = None) -> int:
     """Return the 64-bit fingerprint of one sequence of token ids, shape [tokens].
 
     BLAKE2b with an 8-byte digest over the ids as little-endian int64, read as a little-endian unsigned
@@ -22,8 +24,11 @@ def fingerprint(token_ids: torch.Tensor | np.ndarray | Sequence[int]) -> int:
     >>> npu_replay.fingerprint([151644, 872, 198])
     1855700983335460597
 
+    A sample_key tells samples of the same tokens apart (other images): it decides the lower 32 bits, and the
+    upper 32 are those of the tokens alone.
+
     Raises:
-        ReplayError: no integers that fit into int64, or another shape.
+        ReplayError: no integers that fit into int64, or another shape; a key that is no text or integer.
     """
     ids = as_token_ids(token_ids)
     if ids is None:
@@ -35,7 +40,18 @@ def fingerprint(token_ids: torch.Tensor | np.ndarray | Sequence[int]) -> int:
             cause="a batch (take its samples one by one), or logits, text or embeddings in its place",
         )
     ids = np.ascontiguousarray(ids, dtype="<i8")
-    return int.from_bytes(hashlib.blake2b(ids.data, digest_size=8).digest(), "little")
+    mark = int.from_bytes(hashlib.blake2b(ids.data, digest_size=8).digest(), "little")
+    return with_key(mark, sample_key)
+
+
+def with_key(mark: int, sample_key: SampleKey) -> int:
+    """Return the fingerprint of the same tokens with this key; unchanged where the key is None."""
+    if sample_key is None:
+        return mark
+    if not isinstance(sample_key, str):
+        sample_key = whole_number(sample_key, "sample_key that isn't text")
+    said = f"{mark >> 32:08x} {sample_key}".encode(errors="surrogatepass")
+    return mark >> 32 << 32 | int.from_bytes(hashlib.blake2b(said, digest_size=4).digest(), "little")
 
 
 def find_other_tokens(rows: int, theirs: int | None, tokens: int, mark: int | None) -> Finding | None:
@@ -58,7 +74,7 @@ def find_other_tokens(rows: int, theirs: int | None, tokens: int, mark: int | No
         "the routes belong to other tokens",
         f"fingerprint {mark:#018x}",
         f"{theirs:#018x}",
-        cause="retokenised text, a shuffled batch, parts merged in another order, another sample",
+        cause="retokenised text, a shuffled batch, parts merged in another order, another sample or its key",
     )
 
 

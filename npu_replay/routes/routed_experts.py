@@ -22,6 +22,7 @@ from npu_replay.routes import arguments, checks, serialization
 from npu_replay.routes.arguments import IdArray
 from npu_replay.routes.atomic_file import as_path
 from npu_replay.routes.checks import Array, Finding
+from npu_replay.routes.fingerprint import SampleKey, with_key
 from npu_replay.routes.fingerprint import fingerprint as fingerprint_of
 
 if TYPE_CHECKING:
@@ -99,8 +100,8 @@ class RoutedExperts:
     row_order: ClassVar[str | None] = None
     """How [batch, sequence] became its rows, "sequence" or "batch", where `TokenLayout.gather` knows."""
     inputs: ClassVar[Inputs | None] = None
-    """The tokens of its micro-batch; `record` and `TokenLayout.gather` say so. Like what is above it goes
-    into a pickle, and not into bytes or files."""
+    """The tokens of its micro-batch, of a record also a digest of its images; `record` and
+    `TokenLayout.gather` say so. Like what is above it goes into a pickle, and not into bytes or files."""
     vouched: ClassVar[bool] = False
     """Is it known that a layer which is the same in all rows is right? Where the trainer's own router chose
     so, or `admit` saw the tokens. It goes wherever they go, through files and bytes too."""
@@ -342,6 +343,12 @@ class RoutedExperts:
         rows = slice(whole_number(first, "the first row"), whole_number(end, "the end"))
         mark = arguments.fingerprint(fingerprint)
         return self._derived(self.ids[rows], self.recorded[rows], fingerprint=mark)
+
+    def of_sample(self, sample_key: SampleKey) -> RoutedExperts:
+        """Return these routes with this key in their fingerprint: see `npu_replay.fingerprint`."""
+        problem = "a sample_key needs routes with a fingerprint"
+        InvalidRoutes.unless(self.fingerprint is not None, problem, "fingerprint=", self)
+        return self.sequence(0, len(self), with_key(self.fingerprint or 0, sample_key))
 
     def check_not_constant(self, tokens: Array | None = None) -> RoutedExperts:
         """Refuse a layer that is the same in all recorded rows, 64 or more, of different tokens; return self.

@@ -23,7 +23,7 @@ from npu_replay import json_text
 from npu_replay.errors import RouteFileError, shown, whole_number
 from npu_replay.routes.atomic_file import as_path, check_writer, plain_file, remove_left, write_whole, written
 from npu_replay.routes.checks import Array
-from npu_replay.routes.fingerprint import as_token_ids, find_other_tokens, fingerprint
+from npu_replay.routes.fingerprint import SampleKey, as_token_ids, find_other_tokens, fingerprint, with_key
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.routes.serialization import (
     FIELDS,
@@ -53,8 +53,8 @@ class _Entry(NamedTuple):
 class RouteStore(Mapping[str, RoutedExperts]):
     """The routes in a folder, by key. Each is read, and held against its checksum, when it is asked for.
 
-    Where two writers have routes for one key (a short answer of two ranks), the first by name counts,
-    and how many differ is logged.
+    Two samples of the same tokens (a short answer of two ranks, a question about two images) are told apart
+    by the `sample_key` that they are written and read with; reading one of several without it is an error.
 
     >>> tokens = [151644, 872, 198]
     >>> routes = npu_replay.RoutedExperts.unrecorded(3, layers=[0, 1], topk=2, num_experts=8)
@@ -79,14 +79,18 @@ class RouteStore(Mapping[str, RoutedExperts]):
         cause = "another folder, or a job that ended before its first shard was full: close the writer"
         problem, where = "there are no routes in this folder", str(self.folder)
         RouteFileError.unless(bool(indexes), problem, f"NAME{_INDEX}", "none", cause, where)
-        others = 0
+        self._several: dict[str, str] = {}
+        """Of a key that two shards have with other routes, the second shard."""
         for index in indexes:
             for key, entry in _read_index(index).items():
                 first = self._samples.setdefault(key, entry)
-                others += first is not entry and first.header["digest"] != entry.header["digest"]
-        if others:
-            said = "[npu_replay] %s: %d samples were written twice with other routes; the first are used"
-            logger.warning(said, self.folder, others)
+                if first.header["digest"] != entry.header["digest"]:
+                    self._several[key] = entry.shard
+        self._of_tokens: dict[int, list[str]] = {}
+        """Keys that are fingerprints, by the half that tells the tokens."""
+        for key, entry in self._samples.items():
+            if (mark := entry.header["fingerprint"]) is not None and key == key_of(mark):
+                self._of_tokens.setdefault(mark >> 32, []).append(key)
 
     def __repr__(self) -> str:
         return f"RouteStore({str(self.folder)!r}, {len(self)} samples)"
@@ -121,20 +125,22 @@ class RouteStore(Mapping[str, RoutedExperts]):
         entry = self._samples[key]
         return self.folder / entry.shard, dict(entry.header)
 
-    def of(self, tokens: Any) -> RoutedExperts:
-        """The routes of one sequence of token ids, [tokens].
+    def of(self, tokens: Any, *, sample_key: SampleKey = None) -> RoutedExperts:
+        """The routes of one sequence of token ids, [tokens], with the key that they have, if any.
 
         Raises:
-            RouteFileError: nobody wrote routes of just these tokens.
+            RouteFileError: nobody wrote routes of just this sample, or several samples have these tokens.
         """
-        mark = fingerprint(tokens)
-        key = key_of(mark)
+        mark = fingerprint(tokens, sample_key=sample_key)
+        key, same = key_of(mark), self._of_tokens.get(mark >> 32, [])
+        if sample_key is None and len(same) > 1:
+            raise self._ambiguous(key, f"{len(same)} samples, {', '.join(same[:4])}")
         RouteFileError.unless(
             key in self,
             "no routes of these tokens",
             f"{key} ({len(tokens)} tokens)",
-            f"{len(self)} samples with other tokens",
-            "another batch than the one that was recorded, or text that was tokenised again",
+            f"{len(self)} samples, of which {len(same)} have these tokens and another sample_key",
+            "another batch or sample_key than the one that was recorded, or text that was tokenised again",
             str(self.folder),
         )
         found = self._read(key, as_token_ids(tokens))
@@ -145,11 +151,22 @@ class RouteStore(Mapping[str, RoutedExperts]):
 
     def _read(self, key: str, tokens: Array | None = None) -> RoutedExperts:
         shard, said = self.described(key)
+        if key in self._several:
+            raise self._ambiguous(key, f"other routes in {shard.name} and {self._several[key]}")
         cause = "a file that was cut short, changed or taken away"
         with reading("the shard can't be read", cause, f"{shard}, {key}"):
             with plain_file(shard) as file:
                 ids, recorded = self._tensors(shard, file).arrays(file, f"{key}.ids", f"{key}.recorded")
             return RoutedExperts._adopt(**verified(said, ids, recorded)).check_not_constant(tokens)
+
+    def _ambiguous(self, key: str, got: str) -> RouteFileError:
+        return RouteFileError(
+            "several samples have these tokens, and nothing tells which is meant",
+            where=f"{self.folder}, {key}",
+            expected="a sample_key, in add() and in of(); or one writer's, RouteStore(folder, shard=...)",
+            got=got,
+            cause="the same question about other images, or one answer that two ranks sampled",
+        )
 
     def _tensors(self, shard: Path, file: BinaryIO) -> TensorFile:
         """The header of an open shard, which is read once for each file that has had this name."""
@@ -189,8 +206,9 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
     def __repr__(self) -> str:
         return f"RouteWriter({str(self.folder)!r}, {self.name!r}, {len(self._keys)} samples)"
 
-    def add(self, routes: RoutedExperts, key: str | None = None) -> None:
-        """Write the routes of one sequence, under its fingerprint if no key is given.
+    def add(self, routes: RoutedExperts, key: str | None = None, *, sample_key: SampleKey = None) -> None:
+        """Write the routes of one sequence, under its fingerprint if no key is given. A sample_key becomes
+        part of the fingerprint.
 
         Raises:
             RouteFileError: no key and no fingerprint, or the key is taken; or the disk is full.
@@ -201,11 +219,12 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
             if routes.fingerprint is None:
                 wanted = "add(routes, key), or a fingerprint when they were built"
                 raise self._error("these routes have neither a key nor a fingerprint", wanted, routes)
-            key = key_of(routes.fingerprint)
+            key = key_of(with_key(routes.fingerprint, sample_key))
+            routes = routes.of_sample(sample_key)
         if not _is_key(key):
             raise self._error("bad key", "text", shown(key))
         if key in self._keys:
-            own = "pass a key of your own, add(routes, key)"
+            own = "pass a key of your own, add(routes, key), or a sample_key"
             cause = f"two samples of the same tokens: {own}; or one added twice"
             raise self._error("the key is taken", "another key", key, cause)
         self._keys.add(key)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +10,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from npu_replay.errors import MicroBatchError
+from npu_replay.errors import MicroBatchError, listed
 from npu_replay.routers import Router
 from npu_replay.routes.checks import Array
-from npu_replay.routes.fingerprint import fingerprint
+from npu_replay.routes.fingerprint import fingerprint, with_key
+from npu_replay.routes.input_digest import input_key, other_inputs
+from npu_replay.routes.inputs import parameter_names
 from npu_replay.routes.routed_experts import RoutedExperts
 
 _IDS = ("input_ids", "tokens")
-_OTHER_INPUTS = ("pixel_values", "image", "video", "audio", "input_features")
+_OTHER_INPUTS = ("pixel_values", "image", "video", "audio", "input_features", "inputs_embeds")
 """How arguments begin that a model chooses experts by and that no token id tells."""
+MODALITIES = ("video", "image", "audio")
+"""In the order in which an argument's name is asked for them."""
 
 _refuse_unless = MicroBatchError.unless
 
@@ -34,12 +37,14 @@ class FedSequences:
     Attributes:
         rows: how many there are, padding too.
         spans: first row and end of each sequence.
-        marks: the fingerprint of each.
+        marks: the fingerprint of each, with its key.
+        of_tokens: the same without the key.
     """
 
     rows: int
     spans: list[tuple[int, int]]
     marks: list[int]
+    of_tokens: list[int]
 
     def in_rows(self, found: Mapping[int, RoutedExperts], routers: Sequence[Router]) -> RoutedExperts:
         """The routes of these sequences, by number, for these routers; all other rows have none."""
@@ -61,19 +66,11 @@ def named(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     Raises:
         MicroBatchError: there are positional ones that nothing names.
     """
-    names = _names(module) if args else []
+    names = parameter_names(module) if args else []
     problem, cause = "this call's arguments have no names", "a wrapper: follow the model in it, or name them"
     _refuse_unless(len(args) <= len(names), problem, f"at most {len(names)} without", len(args), cause)
     call = dict(zip(names, args, strict=False)) | dict(kwargs)
     return {name: value for name, value in call.items() if value is not None}
-
-
-def _names(module: nn.Module) -> list[str]:
-    """The positional arguments of a module; of a wrapper that hands all on (DDP), those of what it wraps."""
-    parameters = inspect.signature(module.forward).parameters.items()
-    names = [name for name, one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
-    inner = getattr(module, "module", None)
-    return _names(inner) if not names and isinstance(inner, nn.Module) else names or ["input_ids"]
 
 
 @dataclass(frozen=True)
@@ -125,29 +122,67 @@ class Places:
         return cls(real, [(int(a), int(b)) for a, b in zip(first, end, strict=True)])
 
 
-def fed_sequences(call: Mapping[str, Any]) -> FedSequences:
+def fed_sequences(call: Mapping[str, Any], placeholders: Mapping[str, int], keys: Any = None) -> FedSequences:
     """Those of a call with these arguments.
 
+    Args:
+        call: its arguments by name.
+        placeholders: the token ids that stand for the MODALITIES which the model has.
+        keys: one a sequence, of the caller's own; else its images, videos and audio are its key.
+
     Raises:
-        MicroBatchError: there are no token ids, other inputs beside them, a mask with holes, or a part of a
-            sequence.
+        MicroBatchError: there are no token ids, embeddings beside them, a mask with holes, a part of a
+            sequence, or another number of keys.
     """
-    ids = next((call[name] for name in _IDS if name in call), None)
-    other = _other_inputs(call)
+    ids: Any = next((call[name] for name in _IDS if name in call), None)
+    embedded = [name for name in call if "embeds" in name]
     _refuse_unless(
-        isinstance(ids, torch.Tensor) and not ids.is_nested and ids.dim() == 2 and not other,
+        isinstance(ids, torch.Tensor) and not ids.is_nested and ids.dim() == 2 and not embedded,
         "routes are found by token ids, and this call isn't told by them",
-        "input_ids, [batch, sequence], and no images or embeddings",
-        ", ".join(other or sorted(call)),
-        "embeddings in the place of ids, or images, in which two samples of the same tokens differ",
+        "input_ids, [batch, sequence], and no embeddings",
+        ", ".join(embedded or sorted(call)),
+        "embeddings in the place of ids or of images, which change with the weights",
     )
     places, flat = Places.of(call), _array(ids).reshape(-1)
-    spans = [(first, end) for first, end in places.spans if end - first > 1]
-    return FedSequences(places.real.size, spans, [fingerprint(flat[a:b]) for a, b in spans])
+    if keys is None:
+        keys = _input_keys(other_inputs(call, ids), flat, places.spans, placeholders)
+    keys, problem = listed(keys, "sample_key"), "another number of sample keys than sequences"
+    _refuse_unless(len(keys) == len(places.spans), problem, len(places.spans), len(keys))
+    long = [n for n, (first, end) in enumerate(places.spans) if end - first > 1]
+    spans = [places.spans[n] for n in long]
+    of_tokens = [fingerprint(flat[a:b]) for a, b in spans]
+    marks = [with_key(mark, keys[n]) for mark, n in zip(of_tokens, long, strict=True)]
+    return FedSequences(places.real.size, spans, marks, of_tokens)
+
+
+def _input_keys(
+    others: Mapping[str, torch.Tensor], flat: Array, spans: list[tuple[int, int]], special: Mapping[str, int]
+) -> list[str | None]:
+    """The key of each sequence by its own rows of the other inputs; None for a text."""
+    own: list[dict[str, torch.Tensor]] = [{} for _ in spans]
+    for name, tensor in others.items():
+        rows = tensor if tensor.dim() else tensor[None]
+        kind = next((one for one in MODALITIES if one in name.replace("pixel", "image")), "audio")
+        cuts = _own_rows(len(rows), flat == special.get(kind, -1), np.array(spans).reshape(-1, 2))
+        for number, found in enumerate(own):
+            a, b = (0, len(rows)) if cuts is None else cuts[number].tolist()
+            if a < b:
+                found[name if cuts is not None else f"{name} for sequence {number}"] = rows[a:b]
+    return [input_key(found) for found in own]
+
+
+def _own_rows(rows: int, here: Array, spans: Array) -> Array | None:
+    """Which rows of an input each sequence has, [sequences, 2], by its placeholders `here`: one row a run of
+    them (an image, a clip), or a share of the rows like its share of the placeholders (patches). None where
+    that doesn't come out even: such a sample isn't found in another batch, which is an error."""
+    begins = here & ~np.append(False, here[:-1])
+    counted = begins if begins.sum() == rows else here
+    share, of = np.append(0, np.cumsum(counted))[spans] * rows, int(counted.sum())
+    return share // of if of and not (share % of).any() else None
 
 
 def _other_inputs(call: Mapping[str, Any]) -> list[str]:
-    return [name for name in call if name == "inputs_embeds" or name.startswith(_OTHER_INPUTS)]
+    return [name for name in call if name.startswith(_OTHER_INPUTS)]
 
 
 def _array(tensor: Any) -> Array:

@@ -25,12 +25,12 @@ from npu_replay.errors import (
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routers import Model, Router
 from npu_replay.routes.by_tokens import RoutesByTokens
-from npu_replay.routes.fingerprint import find_other_tokens, fingerprint
+from npu_replay.routes.fingerprint import SampleKey, find_other_tokens, fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions import backward, seam
 from npu_replay.sessions.carried_routes import KEYWORDS, carried_routes, take_off
 from npu_replay.sessions.device_routes import DeviceRoutes
-from npu_replay.sessions.fed_sequences import FedSequences, fed_sequences, named
+from npu_replay.sessions.fed_sequences import MODALITIES, FedSequences, fed_sequences, named
 from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward
 from npu_replay.sessions.recompute import Key
 from npu_replay.sessions.record import micro_batch_routes
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 _EVAL = "in eval mode"
 _OTHER_ROWS = (
-    "a model that drops or adds tokens inside (prompt tuning, images), or slices them behind its call "
+    "a model that drops or adds tokens inside (prompt tuning), or slices them behind its call "
     "(sequence parallelism)"
 )
 
@@ -69,14 +69,17 @@ def follow(
 
     For loops that offer no place for `record` and `replay`. Each call tells its sequences by input_ids
     [batch, sequence] with attention_mask or position_ids (padded on any side, or packed), and each sequence
-    is looked up by the fingerprint of its tokens. So samples may be shuffled, packed and cut into
-    micro-batches anew. A call without grad records; one with grad replays. Left alone are calls without grad
-    that are no log-probs of the policy: with past_key_values or use_cache (generation), in eval mode, or with
-    other adapters of PEFT switched on than at the beginning (a reference pass by the same module).
+    is looked up by the fingerprint of its tokens, with the digest of its images, videos and audio. So samples
+    may be shuffled, packed and cut into micro-batches anew. A call without grad records; one with grad
+    replays. Left alone are calls without grad that are no log-probs of the policy: with past_key_values or
+    use_cache (generation), in eval mode, or with other adapters of PEFT switched on than at the beginning (a
+    reference pass by the same module).
 
     A rollout's routes (R3) come from `put`, or with the call itself: the keyword routed_experts= (ms-swift)
     or rollout_expert_indices= (SkyRL), [batch, sequence, layers, topk], padded or packed as the ids are. It
-    is taken off the call, which goes on without it; such a call may have embeddings or images, too.
+    is taken off the call, which goes on without it; such a call may have embeddings, too. The keyword
+    sample_key=, one a sequence, is taken off likewise: it is the key that `put` was given, or in R2 one of
+    the caller's own.
 
     Args:
         model: the Hugging Face model that the loop calls, the PeftModel or DDP around it; FSDP2 too. No
@@ -128,6 +131,7 @@ class Following(AnyReplay):
         self._records, self._eval_mode = records, eval_mode
         self._paused = self._on = self._warned = self._has_rollouts = False
         self._fed: FedSequences | None = None
+        self._keys: Any = None
         self._new: list[int] = []
         """Of the call that runs now: which of its sequences are recorded."""
         self._ids: dict[Key, torch.Tensor] = {}
@@ -149,7 +153,7 @@ class Following(AnyReplay):
         finally:
             self._paused = before
 
-    def put(self, routes: RoutedExperts, tokens: Any = None) -> None:
+    def put(self, routes: RoutedExperts, tokens: Any = None, *, sample_key: SampleKey = None) -> None:
         """Have a rollout's routes replayed for these tokens (R3), in calls with grad and without.
 
             for routes in npu_replay.from_vllm(output, config):
@@ -158,13 +162,18 @@ class Following(AnyReplay):
         Args:
             routes: of one whole sequence; the last token may have no row.
             tokens: its ids, [tokens]; not needed where the routes have their fingerprint.
+            sample_key: tells samples of the same tokens apart, whose calls have it too. Without it the first
+                call with these tokens, and with its images, takes the routes.
 
         Raises:
-            ReplayError: routes of other tokens or of another model, or no token ids to find them by.
+            ReplayError: routes of other tokens or of another model, or no token ids to find them by; other
+                routes of the same tokens that no update has taken yet.
         """
         if not isinstance(routes, RoutedExperts):
             raise ReplayError("these are no routes", expected="one RoutedExperts", got=shown(routes))
-        mark = routes.fingerprint if tokens is None else fingerprint(tokens)
+        if sample_key is not None and routes.fingerprint is not None:
+            routes = routes.of_sample(sample_key)
+        mark = routes.fingerprint if tokens is None else fingerprint(tokens, sample_key=sample_key)
         if mark is None:
             raise ReplayError("these routes don't say whose they are", expected="tokens=", got=routes)
         length = len(routes) if tokens is None else len(tokens)
@@ -194,6 +203,13 @@ class Following(AnyReplay):
     def _model(self) -> RoutedModel:
         return RoutedModel.of_module(self._chunks[0], self._routers[0])
 
+    @functools.cached_property
+    def _placeholders(self) -> dict[str, int]:
+        """The token ids that stand for images, videos and audio, by the configs in the model."""
+        configs = [one.config for one in self._chunks[0].modules() if hasattr(one, "config")]
+        names = [(kind, f"{kind}_token_{end}") for kind in MODALITIES for end in ("id", "index")]
+        return {k: getattr(one, name) for one in configs for k, name in names if hasattr(one, name)}
+
     # Which calls
 
     def _check_model(self) -> None:
@@ -212,9 +228,10 @@ class Following(AnyReplay):
 
     def _chunk_begins(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         carried, others = take_off(kwargs)
+        self._keys = others.pop("sample_key", None)
         if not backward.in_backward():
             self._call_begins(chunk, args, others, carried)
-        return None if carried is None else (args, others)
+        return None if len(others) == len(kwargs) else (args, others)
 
     def _call_begins(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any], carried: Any) -> None:
         call = named(self._chunks[chunk], args, kwargs)
@@ -252,7 +269,8 @@ class Following(AnyReplay):
 
     def _is_rollout(self, call: dict[str, Any]) -> bool:
         with contextlib.suppress(MicroBatchError):
-            return any(self._store.get(mark)[1] for mark in fed_sequences(call).marks)
+            fed = self._fed_by(call)
+            return any(self._store.get(mark)[1] for mark in fed.marks + fed.of_tokens)
         return False  # not told by its tokens
 
     def _chunk_ends(self, chunk: int, args: tuple[Any, ...], output: object) -> None:
@@ -290,7 +308,7 @@ class Following(AnyReplay):
         number, self._fed, self._new = self._done(), None, []
         try:
             if carried is None:
-                given = self._found(number, fed_sequences(call), grad)
+                given = self._found(number, self._fed_by(call), grad)
             else:
                 given = carried_routes(carried, call, self._model)
         except (MicroBatchError, InvalidRoutes) as error:
@@ -298,11 +316,15 @@ class Following(AnyReplay):
         self._check_layers(number, given, self._routers[0])
         self._given[0, number] = DeviceRoutes(given, self._routers[0])
 
+    def _fed_by(self, call: dict[str, Any]) -> FedSequences:
+        return fed_sequences(call, self._placeholders, self._keys)
+
     def _found(self, number: int, fed: FedSequences, grad: bool) -> RoutedExperts:
         """By its tokens, what is held of each sequence."""
         found = {}
         for at, (mark, (first, end)) in enumerate(zip(fed.marks, fed.spans, strict=True)):
-            routes, rollout = self._store.get(mark)
+            self._store.move(fed.of_tokens[at], mark)
+            routes, rollout = self._store.get(mark, update=grad)
             if routes is None and (grad or not self._records):
                 raise self._unknown(at, fed)
             if routes is not None and (rollout or grad):
@@ -318,7 +340,7 @@ class Following(AnyReplay):
         cause = (
             "no pass for old log-probs came before this update (TRL leaves it out where each update follows "
             "its own generation: then there is nothing to replay), the text was cut or extended in between, "
-            "or another rank recorded it"
+            "it has another image, or one that is padded to its batch, or another rank recorded it"
         )
         if not self._records:
             expected = f"{KEYWORDS[0]}= with each call of the policy, or put() before it"

@@ -8,7 +8,7 @@ import torch
 
 from npu_replay.errors import NoEffect, ReplayError, RouterError, micro_batch
 from npu_replay.routers import Model, Router
-from npu_replay.routes.inputs import Inputs, copied
+from npu_replay.routes.inputs import Called, Inputs, copied
 from npu_replay.routes.routed_experts import RoutedExperts, without_layers
 from npu_replay.sessions import seam
 from npu_replay.sessions.effect import CHANGED
@@ -36,8 +36,9 @@ def record(model: Model, *, inputs: bool = True) -> Recording:
 
     Args:
         model: the module that the training loop calls, or the list of virtual-pipeline chunks.
-        inputs: keep with the routes which token ids the model was called with, so that a replay of another
-            micro-batch's routes is refused. False for a model that is fed others in the update.
+        inputs: keep with the routes which token ids the model was called with, and a digest of its images,
+            videos and audio, so that a replay of another micro-batch's routes is refused. False for a model
+            that is fed others in the update.
 
     Raises:
         ReplayError: on entering, if a router can't be recorded or is in another block; in the block, if a
@@ -113,8 +114,8 @@ class Recording(Session):
             cast = torch.stack([wide[key][0] for key in keys]).to(wide[keys[0]][2])
             self._ids.update(zip(keys, cast.unbind(), strict=True))
 
-    def _tokens_wanted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        return copied(args, kwargs) if self._keeps_inputs else None
+    def _tokens_wanted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called | None:
+        return copied(args, kwargs, self._chunks[0]) if self._keeps_inputs else None
 
     def _forget(self, key: Key) -> None:
         self._ids.pop(key, None)
@@ -128,9 +129,9 @@ class Recording(Session):
     def _finish(self) -> None:
         count = self._timeline.ended[0]
         self._routes = [micro_batch_routes(self._ids, self._all_routers(), number) for number in range(count)]
-        for number, tokens in self._tokens.items():
+        for number, called in self._tokens.items():
             if number < count:
-                self._routes[number]._about(inputs=Inputs.recorded(tokens.cpu()))
+                self._routes[number]._about(inputs=Inputs.recorded(called.on_host()))
 
 
 def micro_batch_routes(ids: dict[Key, torch.Tensor], routers: list[Router], number: int) -> RoutedExperts:

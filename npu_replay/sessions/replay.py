@@ -11,7 +11,7 @@ import torch
 
 from npu_replay.errors import MicroBatchError, ReplayError, RouterError, list_of, micro_batch
 from npu_replay.routers import Model, Router
-from npu_replay.routes.inputs import copied
+from npu_replay.routes.inputs import Called, InputCheck, copied
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions import seam
 from npu_replay.sessions.device_routes import DeviceRoutes, to_device
@@ -310,6 +310,7 @@ class Replay(AnyReplay):
     def __init__(self, model: Model, routes: Sequence[RoutedExperts], **options: Any) -> None:
         super().__init__(model, **options)
         self._routes = checked_routes(routes)
+        self._inputs = InputCheck(self._routes)
 
     def _holds(self) -> str:
         rows, missing = _rows(self._routes)
@@ -317,12 +318,14 @@ class Replay(AnyReplay):
         return f"{count}, {rows} rows, {missing} without a route"
 
     def metrics(self) -> dict[str, float]:
-        """Micro-batches, rows, rows without a route, samples with bad routes, seconds; live_mismatch where it
-        was asked for; capacity_dropped where tokens are dropped."""
+        """Micro-batches, those whose tokens were compared with their routes', rows, rows without a route,
+        samples with bad routes, seconds; live_mismatch where it was asked for; capacity_dropped where tokens
+        are dropped."""
         done = self._routes[: self._done()]
         rows, missing = _rows(done)
         bad = sum(routes.bad_samples for routes in done)
-        return super().metrics() | {"rows": rows, "rows_without_route": missing, "bad_samples": bad}
+        figures = {"rows": rows, "rows_without_route": missing, "bad_samples": bad}
+        return super().metrics() | figures | {"tokens_compared": self._inputs.compared}
 
     def _check_model(self) -> None:
         super()._check_model()
@@ -345,28 +348,14 @@ class Replay(AnyReplay):
     def _is_checked(self, number: int) -> bool:
         return super()._is_checked(number) or number == len(self._routes) - 1
 
-    def _tokens_wanted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        known = self._routes[self._timeline.number(0)].inputs is not None
-        return copied(args, kwargs) if known else None
+    def _tokens_wanted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called | None:
+        known = self._inputs.known[self._timeline.number(0)] is not None
+        return copied(args, kwargs, self._chunks[0]) if known else None
 
     def _check_inputs(self) -> None:
-        """Were the micro-batches so far called with the tokens that their routes belong to?"""
+        """Were the micro-batches so far called with the tokens and images that their routes belong to?"""
         for number in [one for one in sorted(self._tokens) if one < self._timeline.ended[0]]:
-            tokens = self._tokens.pop(number).cpu()
-            inputs = self._routes[number].inputs
-            if inputs is None or inputs.fit(tokens):
-                continue
-            others = [n for n, one in enumerate(self._routes) if one.inputs and one.inputs.fit(tokens)]
-            raise MicroBatchError(
-                "the model was called with other tokens than those that the routes belong to",
-                where=micro_batch(number),
-                expected="the tokens of the record, or of the layout's fingerprints, in their places",
-                got=f"those of the routes of {micro_batch(others[0])}" if others else "others",
-                cause="an evaluation or a reference pass inside the block, which belongs outside; "
-                "micro-batches in another order than their routes (a shuffle, dynamic batches); padding on "
-                "another side, to another length or with other ids; or fingerprints of more tokens than the "
-                "model is fed. record(inputs=False), or a layout without fingerprints, checks none",
-            )
+            self._inputs.check(number, self._tokens.pop(number))
 
     def _end(self, chunk: int, output: object) -> tuple[Forward, bool] | None:
         ended = super()._end(chunk, output)
@@ -377,6 +366,7 @@ class Replay(AnyReplay):
     def _check_complete(self) -> None:
         super()._check_complete()
         self._check_inputs()
+        self._inputs.warn(self._chunks)
         done = self._timeline.ended[0]
         if done < len(self._routes):
             raise MicroBatchError(

@@ -16,6 +16,7 @@ import torch
 from npu_replay import routers
 from npu_replay.errors import RecomputeError, RouterError, described, micro_batch
 from npu_replay.routers import Model, Router
+from npu_replay.routes.inputs import Called
 from npu_replay.sessions import compiled, seam
 from npu_replay.sessions.block import Block
 from npu_replay.sessions.effect import Witness, is_due
@@ -41,7 +42,7 @@ class Session(Block):
         self._witness = Witness()
         self._pending = Recomputes(self)
         self._kept: dict[Key, torch.Tensor] = {}
-        self._tokens: dict[int, torch.Tensor] = {}
+        self._tokens: dict[int, Called] = {}
         self._functions: list[tuple[str, Mapping[str, Any], str, Any]] = []
         self._seconds = 0.0
 
@@ -77,8 +78,8 @@ class Session(Block):
             )
         return ids
 
-    def _tokens_wanted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """The token ids of this call of the first chunk, to be held against its routes; None for none."""
+    def _tokens_wanted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called | None:
+        """Token ids and images of this call of the first chunk, held against its routes; None for none."""
         return None
 
     def _is_checked(self, number: int) -> bool:

@@ -7,7 +7,8 @@ of these tests saw (sharded_qwen.witnessed).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,9 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from torch import nn
 
 import npu_replay
 import sharded_qwen
+import tiny_qwen
+import tiny_vision
 from distributed.parallel_model import EXPERTS
 from npu_replay.compat.verl import delivery
 from npu_replay.errors import ReplayError
@@ -499,6 +503,87 @@ def _images() -> None:
     wanted = [place if place < total else -1 for place in places]
     assert total % 2, "else no rank has padding"
     assert layout_of(actor.engine, data).rows.tolist() == wanted
+
+
+def vision_batch(split: Any, images: Sequence[int]) -> Any:
+    """verl's batch of one question and one answer about each of these images.
+
+    With positions of text: verl can't cut a batch with four kinds of them on torch 2.13.
+    """
+    import numpy as np
+
+    samples = [tiny_vision.sample(image) for image in images]
+    tokens = samples[0][0]
+    data = engine_job.batch(split, None, [(tokens[:6], tokens[6:])] * len(images))
+    data.non_tensor_batch["multi_modal_inputs"] = np.array([{}, *(one for _, one in samples)], dtype=object)[
+        1:
+    ]
+    return data
+
+
+@contextmanager
+def by_image(model: nn.Module) -> Iterator[dict[float, torch.Tensor]]:
+    """By an image's first value, what the routers chose for its sample, [layers, tokens, topk], sorted."""
+    found: dict[float, torch.Tensor] = {}
+    fed: list[float] = []
+
+    def fed_with(_: Any, __: Any, kwargs: Any) -> None:
+        fed[:] = kwargs["pixel_values"].view(-1, 16, 96)[:, 0, 0].tolist()
+
+    def chose(layer: int, _: Any, __: Any, output: Any) -> None:
+        ids = next(one for one in output if one.dtype == torch.int64).detach().sort(1).values
+        for image, rows in zip(fed, ids.view(len(fed), -1, tiny_vision.TOPK), strict=True):
+            found.setdefault(image, torch.zeros(tiny_vision.LAYERS, *rows.shape, dtype=torch.int64))
+            found[image][layer] = rows
+
+    handles = [model.register_forward_pre_hook(fed_with, with_kwargs=True)]
+    for layer, router in routers(model).items():
+        handles.append(router.register_forward_hook(partial(chose, layer)))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _lend_output() -> None:
+    """transformers has renamed a class that verl 0.9.1's own forward of Qwen3-VL names."""
+    from transformers.models.qwen3_vl import modeling_qwen3_vl as modeling
+
+    if not hasattr(modeling, "Qwen3VLCausalLMOutputWithPast"):
+        modeling.Qwen3VLCausalLMOutputWithPast = modeling.CausalLMOutputWithPast
+
+
+@case("the same question about other images")
+def _other_images() -> None:
+    """On verl's own batch of a Qwen3-VL-MoE: each image keeps its routes, in batches and in files."""
+    _lend_output()
+    folder, files = shared_folder(), shared_folder()
+    tiny_vision.make(3).save_pretrained(folder)
+    tiny_qwen.tokenizer(map(str, range(200)), pad_token="0").save_pretrained(folder)
+    actor = Actor(Tiny(folder=folder, files={"record_file": files}, most=24))
+    data = vision_batch(actor.tiny.split, range(1, 9))
+    with by_image(actor.model) as first:
+        data.batch["old_log_probs"], data.batch["routed_experts"] = actor.log_probs(data)
+    assert len({tuple(one.flatten().tolist()) for one in first.values()}) == 8
+    order, logs, routes = [2, 0, 3, 1, 7, 6, 5, 4], data.batch["old_log_probs"], data.batch["routed_experts"]
+    data = vision_batch(actor.tiny.split, [number + 1 for number in order])
+    data.batch["old_log_probs"] = logs[order]
+    moved = [routes.unbind()[number] for number in order]
+    data.batch["routed_experts"] = torch.nested.as_nested_tensor(moved, layout=torch.jagged)
+    with other_routers(actor.model), by_image(actor.model) as second:
+        metrics = actor.update(data)
+    assert metrics["npu_replay/live_mismatch"][0] > 0.3
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[image], second[image]) for image in first)
+    assert len(npu_replay.RouteStore(files)) == 8
+    other = Actor(Tiny(folder=folder, mode="R3", files={"replay_file": files}, most=12))
+    data.batch.pop("routed_experts")
+    with other_routers(other.model), by_image(other.model) as third:
+        other.update(r3_batch_of(data))
+    assert all(torch.equal(first[image][:, :-1], third[image][:, :-1]) for image in first)
+    unknown = vision_batch(other.tiny.split, range(2, 10))
+    leave(lambda: other.update(r3_batch_of(unknown)), "no routes of these tokens", first=0)
 
 
 @case("a model without experts")

@@ -53,6 +53,8 @@ if version("verl") >= "0.9":
     ENV = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_live.cpu_platform,npu_replay"}
 else:
     ENV = {"VERL_USE_EXTERNAL_MODULES": "npu_replay"}
+IMAGES = [pytest.param("the same question about other images", marks=pytest.mark.newest)]
+"""Of a model of transformers 5."""
 newest = [pytest.param(case, marks=pytest.mark.newest) for case in ALIKE]
 rest = [
     pytest.param(case, marks=pytest.mark.newest) for case in REST if os.environ.get("NPU_REPLAY_VERL_ALL")
@@ -69,7 +71,9 @@ def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return noted(request, tmp_path_factory, "fsdp_cases", ranks=2, env=ENV)
 
 
-@pytest.mark.parametrize("case", [*ALONE, pytest.param("mini-batches and epochs", marks=pytest.mark.newest)])
+@pytest.mark.parametrize(
+    "case", [*ALONE, pytest.param("mini-batches and epochs", marks=pytest.mark.newest), *IMAGES]
+)
 def test_verls_own_fsdp_engine_alone(alone: Notes, case: str) -> None:
     check(alone, case)
 

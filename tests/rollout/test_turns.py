@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_replay import ReplayError, Rollout, RoutedExperts, RoutedModel, Turn, fingerprint
+from npu_replay import MicroBatchError, ReplayError, Rollout, RoutedExperts, RoutedModel, Turn, fingerprint
 
 MODEL = RoutedModel(layers=(1, 2, 3), num_layers=4, num_experts=300, topk=4)
 
@@ -346,3 +346,34 @@ def test_any_conversation_keeps_each_row_of_its_time(data: st.DataObject) -> Non
                 versions[place] = version
             settled[place] |= place >= len(prompt) - 1
     check(rollout, tokens, versions)
+
+
+def test_a_sample_key_is_part_of_the_fingerprint_of_what_its_turns_show() -> None:
+    """Two images that were asked the same question; an engine's routes have no key."""
+    prompt, sampled = [11, 12], [13]
+    given = RoutedExperts(
+        ids=torch.tensor([[[3, 1]], [[2, 0]]]),
+        layers=(0,),
+        num_experts=4,
+        fingerprint=fingerprint([11, 12, 13]),
+    )
+    model = RoutedModel(layers=(0,), num_layers=1, num_experts=4, topk=2)
+    found = []
+    for key in ("left", "right", None):
+        rollout = Rollout(model, sample_key=key)
+        rollout.extend(Turn(prompt=prompt, sampled=sampled, routes=given))
+        rollout.append([14])
+        assert rollout.routes.fingerprint == fingerprint([11, 12, 13, 14], sample_key=key)
+        assert Rollout.merge([rollout]).routes == rollout.routes
+        found.append(rollout.routes.fingerprint)
+    assert len({*found}) == 3
+    left = Rollout(model, sample_key="left")
+    left.extend(Turn(prompt=prompt, sampled=sampled, routes=given.of_sample("left")))
+    with pytest.raises(MicroBatchError, match="other tokens"):
+        left.extend(Turn(prompt=prompt, sampled=sampled, routes=given.of_sample("right")))
+
+
+def test_a_key_needs_a_fingerprint() -> None:
+    routes = RoutedExperts.unrecorded(2, layers=(0,), topk=2, num_experts=4)
+    with pytest.raises(ReplayError, match="needs routes with a fingerprint"):
+        routes.of_sample("left")

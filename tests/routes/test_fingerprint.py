@@ -8,7 +8,7 @@ import torch
 
 from npu_replay import fingerprint
 from npu_replay.errors import ReplayError
-from npu_replay.routes.fingerprint import as_token_ids, find_other_tokens
+from npu_replay.routes.fingerprint import as_token_ids, find_other_tokens, with_key
 
 TOKENS = [1, 2, 3, 151_643, 0]
 
@@ -42,6 +42,18 @@ def test_a_tensor_gives_the_same_number_as_a_list(dtype: torch.dtype) -> None:
 )
 def test_another_sequence_gives_another_number_t12_t13(other: list[int]) -> None:
     assert fingerprint(other) != fingerprint(TOKENS)
+
+
+def test_a_key_tells_samples_of_the_same_tokens_apart_and_keeps_the_half_of_the_tokens() -> None:
+    keys = ["", "a", "b", 7, -7, "ä\ud800", 2**63, np.int64(8), "7 "]
+    marks = [fingerprint(TOKENS, sample_key=key) for key in keys]
+    assert len({*marks, fingerprint(TOKENS)}) == len(keys) + 1
+    assert {mark >> 32 for mark in marks} == {fingerprint(TOKENS) >> 32}
+    assert fingerprint(TOKENS, sample_key="7") == fingerprint(TOKENS, sample_key=7) == 0xF70179F682A36C76
+    assert with_key(marks[1], "b") == marks[2]  # the newest key counts
+    for bad in (1.5, b"a", ["a"], torch.ones(2)):
+        with pytest.raises(ReplayError, match="sample_key that isn't text must be a whole number"):
+            fingerprint(TOKENS, sample_key=bad)  # type: ignore[arg-type]
 
 
 def test_it_fits_into_64_bits() -> None:

@@ -264,8 +264,9 @@ def test_preprocessing_that_feeds_a_part_of_each_sequence_is_no_error(cut: str) 
 
     token_layout = TokenLayout.from_probe(feed, [6, 4], fingerprints=marks)
     model = Embedded()
-    with npu_replay.replay(model, [token_layout.gather(routes)]):
+    with npu_replay.replay(model, [token_layout.gather(routes)]) as session:
         model(feed([torch.from_numpy(one) for one in tokens])[None])
+    assert session.metrics()["tokens_compared"] == 0
 
 
 def test_a_rank_with_a_part_of_each_sequence_checks_no_tokens() -> None:
@@ -273,6 +274,44 @@ def test_a_rank_with_a_part_of_each_sequence_checks_no_tokens() -> None:
     rank, marks = npu_replay.ParallelLayout(cp=2, cp_rank=1), [fingerprint(one) for one in tokens]
     part = TokenLayout.packed([8, 8], parallel=rank, fingerprints=marks)
     assert (part.fed, part.gather(routes).inputs) == (None, None)
+
+
+# Routes of one sequence, as an engine's decoder gives them
+
+
+def of_one_sequence(tokens: np.ndarray, **options: Any) -> RoutedExperts:
+    (routes,) = samples([len(tokens)])[1]
+    return routes.take(range(len(routes))).sequence(0, len(tokens), fingerprint(tokens, **options))
+
+
+@pytest.mark.parametrize("key", [None, "an image"])
+def test_one_sequence_a_call_is_held_against_the_fingerprint_of_its_routes(key: str | None) -> None:
+    model, (one, other) = Embedded(), samples([6, 6])[0]
+    routes = of_one_sequence(one, sample_key=key)
+    with npu_replay.replay(model, [routes, routes]) as session:
+        model(torch.from_numpy(one)[None]), model(torch.from_numpy(one)[None])
+    assert session.metrics()["tokens_compared"] == 2
+    with pytest.raises(MicroBatchError, match="other tokens"), npu_replay.replay(model, [routes]):
+        model(torch.from_numpy(other)[None])
+
+
+def test_rows_of_several_sequences_have_no_fingerprint_and_are_compared_with_nothing() -> None:
+    model, tokens = Embedded(), samples([6, 6])[0]
+    routes = RoutedExperts.concat([of_one_sequence(one) for one in tokens])
+    with npu_replay.replay(model, [routes]) as session:
+        model(torch.from_numpy(np.stack(tokens[::-1])))
+    assert session.metrics()["tokens_compared"] == 0
+
+
+def test_a_model_that_is_called_with_embeddings_says_that_nothing_was_compared(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tokens = samples([6])[0][0]
+    with npu_replay.replay(ToyModel(), [of_one_sequence(tokens)] * 2) as session:
+        session._chunks[0](torch.randn(6, HIDDEN)), session._chunks[0](torch.randn(6, HIDDEN))
+    assert session.metrics()["tokens_compared"] == 0
+    (said,) = caplog.messages
+    assert "no micro-batch was held against the tokens" in said
 
 
 # The order of rows

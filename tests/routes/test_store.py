@@ -95,11 +95,41 @@ def test_what_cant_be_added_stops_none_of_the_others(tmp_path: Path) -> None:
             RouteStore.writer(tmp_path, name=name)
 
 
-def test_of_two_writers_of_one_key_the_first_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_key_of_two_writers_with_other_routes_is_an_error_and_no_other_key_is(tmp_path: Path) -> None:
     """Two ranks that sampled the same short answer; one of them must not make the folder unreadable."""
-    for name, number, warned in (("a", 1, False), ("b", 1, False), ("c", 2, True)):
-        assert store(tmp_path, (sample(number), "k"), name=name)["k"] == sample(1)
-        assert ("1 samples were written twice with other routes" in caplog.text) == warned
+    for name in ("a", "b"):
+        found = store(tmp_path, (sample(1), "k"), (sample(int(name, 16)), None), name=name)
+        assert found["k"] == sample(1)
+    found = store(tmp_path, (sample(2), "k"), name="c")
+    with pytest.raises(RouteFileError, match=r"several samples have these tokens.*in a-0.* and c-0"):
+        found["k"]
+    assert found.of(tokens_of(10)) == sample(10)
+    assert RouteStore(tmp_path, shard="c-00000")["k"] == sample(2)
+
+
+def test_samples_of_the_same_tokens_are_found_by_their_key_alone(tmp_path: Path) -> None:
+    """The same question about two images, of two ranks; and of one, whose digests are the same."""
+    tokens = tokens_of(1)
+    for name, key, routes in (("a", "left", 3), ("b", 7, 4), ("c", "7 ", 4)):
+        with RouteStore.writer(tmp_path, name=name) as writer:
+            writer.add(sample(routes).sequence(0, 20, fingerprint(tokens)), sample_key=key)
+            writer.add(sample(routes + 10))
+    found = RouteStore(tmp_path)
+    assert len(found) == 5
+    for key, routes in (("left", 3), (7, 4), ("7", 4)):
+        one = found.of(tokens, sample_key=key)
+        assert torch.equal(one.ids, sample(routes).ids)
+        assert one.fingerprint == fingerprint(tokens, sample_key=key)
+    with pytest.raises(RouteFileError, match=r"several samples have these tokens.*3 samples"):
+        found.of(tokens)
+    with pytest.raises(RouteFileError, match="no routes of these tokens"):
+        found.of(tokens, sample_key="right")
+    alone = RouteStore(tmp_path, shard="a-00000")
+    for key in (None, 7):
+        with pytest.raises(
+            RouteFileError, match=r"no routes of these tokens.*1 have these tokens and another"
+        ):
+            alone.of(tokens, sample_key=key)
 
 
 def test_a_full_disk_loses_nothing_and_hides_nobodys_error(

@@ -1,0 +1,216 @@
+"""Which inputs identify a sample beside its tokens, and their digest; arguments of many families' models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import npu_replay
+from npu_replay import MicroBatchError, routers
+from npu_replay.routes.input_digest import digest, input_key, other_inputs
+from toys import HIDDEN, ToyModel, ToyRouter, ToyRouters
+
+BATCH, LENGTH = 2, 5
+IDS = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH)
+
+
+@pytest.fixture(autouse=True)
+def toy_routers() -> Iterator[None]:
+    routers.register("toy", ToyRouters())
+    yield
+    routers.unregister("toy")
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class AnyModel(nn.Module):
+    """Takes whatever keywords a loop hands on; the first may come without a name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = ToyModel()
+
+    def forward(self, pixels: Any = None, input_ids: Any = None, **inputs: Any) -> torch.Tensor:
+        return self.inner(noise(input_ids.numel(), HIDDEN))
+
+
+IDENTIFY: dict[str, Callable[[int], dict[str, Any]]] = {
+    "Qwen-VL's patches": lambda seed: {"pixel_values": noise(32, 96, seed=seed)},
+    "patches of as many rows as samples": lambda seed: {"pixel_values": noise(BATCH, 96, seed=seed)},
+    "bytes": lambda seed: {"images": torch.randint(256, (3, 8, 8), dtype=torch.uint8).add(seed)},
+    "a grid": lambda seed: {"image_grid_thw": torch.tensor([[1, 4 + seed, 4]])},
+    "seconds a grid": lambda seed: {"second_per_grid_ts": torch.tensor([0.5 + seed])},
+    "Qwen2-Audio's features": lambda seed: {"input_features": noise(3, 16, 30, seed=seed)},
+    "a waveform": lambda seed: {"input_values": noise(BATCH, 400, seed=seed)},
+    "Gemma3n's two": lambda seed: {
+        "input_features": noise(1, 20, 16, seed=seed),
+        "pixel_values": noise(1, 3, 8, 8),
+    },
+    "a name that nobody knows": lambda seed: {"point_cloud": noise(70, 3, seed=seed)},
+    "a row a sample": lambda seed: {"touch": noise(BATCH, 64, seed=seed)},
+    "a grey picture a sample": lambda seed: {"touch": noise(BATCH, 1, 6, 6, seed=seed)},
+    "a list of lists": lambda seed: {
+        "images": [[noise(3, 4, 4)], [noise(3, 4, 4), noise(3, 8, 4, seed=seed)]]
+    },
+    "a dict": lambda seed: {"multi_modal_inputs": {"pixel_values": noise(8, 6, seed=seed)}},
+    "a jagged tensor": lambda seed: {
+        "pixel_values": torch.nested.nested_tensor([noise(2, 6), noise(3, 6, seed=seed)], layout=torch.jagged)
+    },
+    "bf16": lambda seed: {"pixel_values": noise(32, 96, seed=seed).bfloat16()},
+    "fp8": lambda seed: {"pixel_values": noise(32, 96, seed=seed).to(torch.float8_e4m3fn)},
+    "complex numbers": lambda seed: {
+        "audio_spectrum": torch.polar(noise(9, 9).abs(), noise(9, 9, seed=seed))
+    },
+    "nothing and something": lambda seed: {"pixel_values": noise(4 * (seed % 2), 6)},
+    "more rows of zeros": lambda seed: {"pixel_values": torch.zeros(4 + seed, 6)},
+}
+DONT: dict[str, Callable[[int], dict[str, Any]]] = {
+    "a float mask": lambda seed: {"attention_mask": torch.rand(BATCH, 1, LENGTH, LENGTH) + seed},
+    "a padding mask": lambda seed: {"feature_attention_mask": torch.full((3, 30), seed)},
+    "float positions": lambda seed: {"position_ids": torch.full((3, BATCH, LENGTH), 0.5 + seed)},
+    "a rotary table": lambda seed: {"position_embeddings": (noise(1, 9, 8, seed=seed), noise(1, 9, 8))},
+    "dropout seeds": lambda seed: {
+        "dropout_seeds": noise(4, 2, seed=seed),
+        "temperature": noise(1, seed=seed),
+    },
+    "a state of a generator": lambda seed: {"rng_state": torch.Generator().manual_seed(seed).get_state()},
+    "labels and advantages": lambda seed: {
+        "labels": torch.full((BATCH, LENGTH), seed),
+        "advantages": noise(BATCH, LENGTH - 1, seed=seed),
+    },
+    "a figure a token": lambda seed: {"ratio": noise(BATCH, LENGTH, seed=seed)},
+    "a figure a token but the first": lambda seed: {"ratio": noise(BATCH, LENGTH - 1, seed=seed)},
+    "a figure a sample": lambda seed: {"scale": noise(BATCH, 1, seed=seed)},
+    "embeddings, of weights": lambda seed: {"inputs_embeds": noise(7, BATCH, 8, seed=seed)},
+    "hidden states, sequence-major": lambda seed: {"decoder_input": noise(LENGTH, BATCH, 8, seed=seed)},
+    "some tensor of theirs": lambda seed: {"activations": noise(LENGTH, BATCH, 8, seed=seed)},
+    "a slice of them": lambda seed: {"decoder_input": noise(3, BATCH, 8, seed=seed)},
+    "nothing": lambda seed: {"pixel_values": None, "images": []},
+}
+
+
+@pytest.mark.parametrize("what", IDENTIFY)
+def test_what_identifies_a_sample_is_held_against_its_routes(what: str) -> None:
+    model, first, second = AnyModel(), IDENTIFY[what](1), IDENTIFY[what](2)
+    if what == "bytes":
+        second = {"images": first["images"].flip(0)}
+    with npu_replay.record(model) as recording:
+        model(input_ids=IDS, **first), model(input_ids=IDS, **second)
+    with npu_replay.replay(model, recording.routes):
+        model(input_ids=IDS, **first), model(input_ids=IDS, **second)
+    message = f"other {next(iter(second))[:4]}.*micro-batch 1"
+    with pytest.raises(MicroBatchError, match=message), npu_replay.replay(model, recording.routes):
+        model(input_ids=IDS, **second), model(input_ids=IDS, **first)
+
+
+@pytest.mark.parametrize("what", DONT)
+def test_what_does_not_identify_a_sample_may_differ_and_be_left_out(what: str) -> None:
+    model = AnyModel()
+    with npu_replay.record(model) as recording:
+        model(input_ids=IDS, **DONT[what](1))
+    for options in (DONT[what](2), {}):
+        with npu_replay.replay(model, recording.routes):
+            model(input_ids=IDS, **options)
+
+
+def test_the_inputs_of_a_list_of_chunks_are_those_of_its_first() -> None:
+    chunks = [AnyModel(), ToyModel(ToyRouter(1))]
+    chunks[0].inner = ToyModel(ToyRouter(0))
+
+    def run(*seeds: int) -> None:
+        for seed in seeds:
+            chunks[1](chunks[0](noise(3, 8, 8, seed=seed), IDS))
+
+    with npu_replay.record(chunks) as recording:
+        run(1, 2)
+    with npu_replay.replay(chunks, recording.routes) as session:
+        run(1, 2)
+    assert session.metrics()["tokens_compared"] == 2
+    with pytest.raises(MicroBatchError, match="other pixels"), npu_replay.replay(chunks, recording.routes):
+        run(2, 1)
+
+
+def test_an_input_is_found_with_a_name_and_without() -> None:
+    """Megatron's models with images take these first, and the ids second."""
+    model, pixels = AnyModel(), noise(3, 8, 8)
+    with npu_replay.record(model) as recording:
+        model(pixels, IDS)
+    with npu_replay.replay(model, recording.routes):
+        model(pixels=pixels, input_ids=IDS)
+    with pytest.raises(MicroBatchError, match="other pixels"), npu_replay.replay(model, recording.routes):
+        model(pixels + 1, IDS)
+
+
+def test_inputs_that_are_overwritten_after_the_call_count_as_they_were() -> None:
+    model, buffer = AnyModel(), torch.empty(9, 9)
+    with npu_replay.record(model) as recording:
+        for seed in (1, 2):
+            model(buffer.copy_(noise(9, 9, seed=seed)), IDS)
+    with npu_replay.replay(model, recording.routes):
+        for seed in (1, 2):
+            model(buffer.copy_(noise(9, 9, seed=seed)), IDS)
+
+
+# The digest
+
+
+def test_the_digest_is_pinned() -> None:
+    """Routes are pickled on one node and replayed on another; a device computes the same."""
+    assert int(digest(torch.arange(-3.0, 3))) == int(digest(torch.arange(-3.0, 3).double()))
+    assert int(digest(torch.arange(4))) == 8252061437
+    assert int(digest(torch.arange(4.0).bfloat16())) == 74002465773312
+    assert int(digest(torch.empty(0, 7))) == 0
+
+
+def test_numbers_that_are_not_finite_have_a_digest() -> None:
+    odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
+    assert int(digest(odd)) == int(digest(odd.bfloat16())) == int(digest(odd.half()))
+    assert len({int(digest(odd[:n])) for n in range(1, 4)}) == 3
+    another = torch.tensor([-0x3FFFFF], dtype=torch.int32).view(torch.float32)
+    assert another.isnan()
+    assert int(digest(another)) == int(digest(odd[:1])), "its bits are the device's choice"
+
+
+@pytest.mark.parametrize("changed", [(200, 700), (0, 0), (8191, 1535)])
+def test_a_small_part_of_a_large_input_counts(changed: tuple[int, int]) -> None:
+    """12 million elements, of which every 193rd is read: an object of 32 by 32 pixels, in its patches."""
+    pixels = torch.zeros(8192, 1536, dtype=torch.bfloat16)
+    before = int(digest(pixels))
+    row, column = changed
+    pixels[max(0, row - 3) : row + 4, max(0, column - 255) : column + 256] = 1
+    assert int(digest(pixels)) != before
+
+
+def test_every_element_of_a_smaller_one_counts() -> None:
+    pixels = torch.zeros(256, 256)
+    found = {int(digest(pixels.flatten().index_fill(0, torch.tensor(n), 1))) for n in range(0, 65536, 61)}
+    assert len(found) == len(range(0, 65536, 61))
+
+
+def test_the_host_does_not_wait_and_the_digest_stays_where_its_input_is() -> None:
+    found = digest(torch.empty(9, 9, device="meta"))
+    assert (found.device.type, found.dtype, found.dim()) == ("meta", torch.int64, 0)
+
+
+def test_a_digest_made_under_inference_mode_leaves_nothing_behind() -> None:
+    from npu_replay.routes import input_digest
+
+    input_digest._weights.cache_clear()
+    with torch.inference_mode():
+        first = int(digest(noise(5, 5)))
+    assert int(digest(noise(5, 5).requires_grad_())) == first
+
+
+def test_a_key_names_what_it_is_made_of() -> None:
+    call = {"pixel_values": noise(4, 6), "image_grid_thw": torch.tensor([[1, 2, 2]]), "labels": IDS}
+    key = input_key(other_inputs(call, IDS))
+    assert key is not None
+    assert key.startswith("image_grid_thw [1, 3] ")
+    assert "pixel_values [4, 6] " in key
+    assert input_key(other_inputs({"labels": IDS}, IDS)) is None

@@ -1,0 +1,320 @@
+"""The same tokens about other images, videos or sounds are other samples, on a real Qwen3-VL-MoE."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import npu_replay
+from npu_replay import MicroBatchError, ReplayError, RoutedExperts, fingerprint
+from npu_replay.sessions.fed_sequences import fed_sequences
+from tiny_vision import EXPERTS, LAYERS, TOPK, Sample, call, make, sample
+
+pytest.importorskip("transformers", minversion="5")
+Call = dict[str, Any]
+
+
+def recorded(model: Any, *calls: Call) -> list[RoutedExperts]:
+    with torch.no_grad(), npu_replay.record(model) as recording:
+        for one in calls:
+            model(**one)
+    return recording.routes
+
+
+def replayed(model: Any, routes: list[RoutedExperts], *calls: Call) -> dict[str, float]:
+    with npu_replay.replay(model, routes) as session:
+        for one in calls:
+            model(**one).logits.sum().backward()
+    return session.metrics()
+
+
+def changed(of: Call, **values: Any) -> Call:
+    return of | values
+
+
+PAIRS: dict[str, tuple[Call, Call]] = {
+    "image": (call(sample(1)), call(sample(2))),
+    "video": (call(sample(1, video=True)), call(sample(2, video=True))),
+    "the second of two images": (call(sample(1, 2)), call(sample(1, 3))),
+    "two images that changed places": (call(sample(1, 2)), call(sample(2, 1))),
+    "one image of a batch": (call(sample(1), sample(2)), call(sample(1), sample(3))),
+    "a grid of the same pixels": (call(sample(1, grid=(8, 4))), call(sample(1, grid=(4, 8)))),
+    "bf16": (
+        changed(call(sample(1)), pixel_values=sample(1)[1]["pixel_values"].bfloat16()),
+        changed(call(sample(1)), pixel_values=sample(2)[1]["pixel_values"].bfloat16()),
+    ),
+    "one patch": (
+        call(sample(1)),
+        changed(call(sample(1)), pixel_values=sample(1)[1]["pixel_values"].index_fill(0, torch.tensor(9), 0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", PAIRS)
+def test_micro_batches_of_other_images_that_changed_places_are_an_error(what: str) -> None:
+    model, (first, second) = make(), PAIRS[what]
+    routes = recorded(model, first, second)
+    assert replayed(model, routes, first, second)["tokens_compared"] == 2
+    message = r"micro-batch 0: .*other [a-z_ ]*(pixel_values|grid).*got those of the routes of micro-batch 1"
+    with pytest.raises(MicroBatchError, match=message):
+        replayed(model, routes, second, first)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recompute_takes_the_image_of_its_forward_and_a_swap_is_an_error(reentrant: bool) -> None:
+    model, (first, second) = make(), PAIRS["image"]
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    routes = recorded(model, first, second)
+    replayed(model, routes, first, second)
+    with pytest.raises(MicroBatchError, match="other pixel_values"):
+        replayed(model, routes, second, first)
+
+
+def test_a_pickle_keeps_the_digest_and_a_record_without_inputs_has_none() -> None:
+    model, (first, second) = make(), PAIRS["image"]
+    routes = pickle.loads(pickle.dumps(recorded(model, first, second)))
+    with pytest.raises(MicroBatchError, match="other pixel_values"):
+        replayed(model, routes, second, first)
+    with torch.no_grad(), npu_replay.record(model, inputs=False) as recording:
+        model(**first), model(**second)
+    assert replayed(model, recording.routes, second, first)["tokens_compared"] == 0
+
+
+def test_an_image_that_is_cast_or_moved_between_the_passes_is_the_same() -> None:
+    model, first = make(), PAIRS["image"][0]
+    routes = recorded(model, first)
+    pixels = first["pixel_values"].bfloat16()
+    replayed(model, routes, changed(first, pixel_values=pixels))
+    replayed(model, routes, changed(first, pixel_values=pixels.T.contiguous().T))
+
+
+def test_an_image_that_the_update_lacks_is_an_error() -> None:
+    model, first = make(), call(sample(1))
+    routes = recorded(model, first)
+    bare = {name: first[name] for name in ("input_ids", "attention_mask", "mm_token_type_ids")}
+    with pytest.raises(MicroBatchError, match="other image_grid_thw and pixel_values"):
+        replayed(model, routes, bare)
+
+
+# An inner module
+
+
+def test_a_block_on_an_inner_module_says_that_no_tokens_were_compared(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, first = make(), call(sample(1))
+    routes = recorded(model, first)
+    with caplog.at_level(logging.WARNING), npu_replay.replay(model.model.language_model, routes) as session:
+        model(**first)
+    assert session.metrics()["tokens_compared"] == 0
+    (said,) = caplog.messages
+    assert "Open the block on the one that is" in said
+    caplog.clear()
+    model.model.language_model.pre_process = False  # as Megatron's later pipeline stages have it
+    with npu_replay.replay(model.model.language_model, routes):
+        model(**first)
+    assert replayed(model, routes, first)["tokens_compared"] == 1
+    assert not caplog.messages
+
+
+# follow
+
+
+def wanted(model: Any, *samples: Sample) -> list[RoutedExperts]:
+    """What a model chooses for each sample alone, as the router gets its rows."""
+    return recorded(model, *(call(one) for one in samples))
+
+
+class Chosen:
+    """What the last layer's router put out in each call, sorted."""
+
+    def __init__(self, model: Any) -> None:
+        self.calls: list[torch.Tensor] = []
+        gate = model.model.language_model.layers[LAYERS - 1].mlp.gate
+        gate.register_forward_hook(lambda _, __, out: self.calls.append(self._ids(out)))
+
+    @staticmethod
+    def _ids(out: Any) -> torch.Tensor:
+        return next(one for one in out if one.dtype == torch.int64).detach().sort(1).values
+
+
+def move(model: Any) -> None:
+    with torch.no_grad():
+        for path, weight in model.named_parameters():
+            if path.endswith("gate.weight"):
+                weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(9)))
+
+
+TOGETHER = {
+    "one by one": lambda a, b, c: [(a,), (b,), (c,)],
+    "all in one": lambda a, b, c: [(c, b, a)],
+    "two and one": lambda a, b, c: [(b, c), (a,)],
+}
+KINDS: dict[str, tuple[Sample, Sample, Sample]] = {
+    "images": (sample(1), sample(2), sample(3)),
+    "with a text": (sample(1), sample(), sample(2)),
+    "one has two images": (sample(1), sample(2, 1), sample(1, 2)),
+    "videos": (sample(1, video=True), sample(2, video=True), sample(3, video=True)),
+    "a video": (sample(1, video=True), sample(2), sample()),
+    "images of two sizes": (sample(1, grid=(8, 4)), sample(2), sample(1, grid=(4, 8))),
+}
+
+
+@pytest.mark.parametrize("after", TOGETHER)
+@pytest.mark.parametrize("before", TOGETHER)
+@pytest.mark.parametrize("what", KINDS)
+def test_follow_finds_each_image_in_whatever_batch(what: str, before: str, after: str) -> None:
+    model, samples = make(), KINDS[what]
+    truth = {id(one): routes for one, routes in zip(samples, wanted(model, *samples), strict=True)}
+    seen = Chosen(model)
+    with npu_replay.follow(model) as following:
+        for part in TOGETHER[before](*samples):
+            with torch.no_grad():
+                model(**call(*part))
+        move(model)
+        for part in TOGETHER[after](*samples):
+            seen.calls.clear()
+            fed = call(*part, left=1)
+            model(**fed).logits.sum().backward()
+            rows = seen.calls[0].view(*fed["input_ids"].shape, TOPK)
+            for row, (one, mask) in enumerate(zip(part, fed["attention_mask"].bool(), strict=True)):
+                ids = truth[id(one)].layer_ids(LAYERS - 1).long().sort(1).values
+                assert torch.equal(rows[row][mask], ids)
+        assert following.metrics()["held"] == following.metrics()["recorded"] == 3
+
+
+AUDIO, IMAGE = 7, 8
+
+
+def fed(*samples: tuple[list[int], dict[str, list[torch.Tensor]]], **special: int) -> list[int]:
+    """The fingerprints of a call with these samples, packed; each input has a row a tensor of theirs."""
+    names = {
+        name: [one for _, inputs in samples for one in inputs.get(name, [])]
+        for _, by in samples
+        for name in by
+    }
+    ids = torch.tensor([token for tokens, _ in samples for token in tokens])
+    positions = torch.cat([torch.arange(len(tokens)) for tokens, _ in samples])
+    joined = {name: torch.stack(rows) for name, rows in names.items()}
+    return fed_sequences({"input_ids": ids[None], "position_ids": positions[None]} | joined, special).marks
+
+
+def noise(*seeds: int) -> list[torch.Tensor]:
+    return [torch.randn(16, 30, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+
+
+FAMILIES: dict[str, list[tuple[list[int], dict[str, list[torch.Tensor]]]]] = {
+    "clips of any length (Qwen2-Audio)": [
+        ([1, AUDIO, AUDIO, AUDIO, 2, AUDIO, 3], {"input_features": noise(1, 2)}),
+        ([1, AUDIO, AUDIO, AUDIO, 2, AUDIO, 3], {"input_features": noise(1, 3)}),
+        ([4, 5, 6], {}),
+        ([AUDIO, 3], {"input_features": noise(1)}),
+    ],
+    "clips and images (Gemma3n)": [
+        ([1, IMAGE, IMAGE, 2, AUDIO, AUDIO], {"input_features": noise(1), "pixel_values": noise(1)}),
+        ([1, IMAGE, IMAGE, 2, AUDIO, AUDIO], {"input_features": noise(2), "pixel_values": noise(1)}),
+        ([1, IMAGE, IMAGE, 2, AUDIO, AUDIO], {"input_features": noise(1), "pixel_values": noise(2)}),
+    ],
+    "images without a token between them": [
+        ([1, *[IMAGE] * 8, 2], {"pixel_values": noise(1, 2)}),
+        ([1, *[IMAGE] * 8, 2], {"pixel_values": noise(2, 1)}),
+        ([1, *[IMAGE] * 4, 2, 3], {"pixel_values": noise(3)}),
+    ],
+}
+
+
+@pytest.mark.parametrize("what", FAMILIES)
+def test_a_sample_has_one_fingerprint_in_whatever_call_and_no_other_sample_has_it(what: str) -> None:
+    samples, special = FAMILIES[what], {"audio": AUDIO, "image": IMAGE}
+    alone = [fed(one, **special)[0] for one in samples]
+    assert len({*alone}) == len(samples)
+    for order in itertools.permutations(range(len(samples))):
+        assert fed(*(samples[n] for n in order), **special) == [alone[n] for n in order]
+
+
+def test_inputs_that_cannot_be_dealt_out_never_make_two_samples_one() -> None:
+    """Nothing says which token stands for them: the same call is found again, and no other."""
+    one, other, _ = FAMILIES["clips and images (Gemma3n)"]
+    first = fed(one, other)
+    assert first[0] != first[1]
+    assert fed(one, other) == first
+    assert not {*fed(other, one), *fed(one), *fed(other)} & {*first}
+
+
+def test_follow_never_takes_the_routes_of_another_image() -> None:
+    model = make()
+    with npu_replay.follow(model):
+        with torch.no_grad():
+            model(**call(sample(1)))
+        with pytest.raises(MicroBatchError, match=r"no routes are known.*another image"):
+            model(**call(sample(2)))
+        model(**call(sample(1))).logits.sum().backward()
+
+
+def rollout(of: Sample, seed: int) -> RoutedExperts:
+    ids = torch.rand(len(of[0]), LAYERS, EXPERTS, generator=torch.Generator().manual_seed(seed)).topk(TOPK)
+    routes = RoutedExperts(
+        ids=ids.indices, layers=range(LAYERS), num_experts=EXPERTS, fingerprint=fingerprint(of[0])
+    )
+    return routes
+
+
+def test_rollouts_of_the_same_tokens_need_a_key_and_are_found_by_it() -> None:
+    model, one, other = make(), sample(1), sample(2)
+    seen = Chosen(model)
+    first, second = rollout(one, 1), rollout(other, 2)
+    with npu_replay.follow(model, mode="R3") as following:
+        following.put(first)
+        following.put(first)
+        with pytest.raises(ReplayError, match="two samples have the same tokens"):
+            following.put(second)
+        following.put(first, sample_key="a")
+        following.put(second, other[0], sample_key=7)
+        for keys, routes in ((["a", 7], (first, second)), ([7, "a"], (second, first))):
+            seen.calls.clear()
+            model(**call(one, other), sample_key=keys).logits.sum().backward()
+            expected = torch.cat([each.layer_ids(LAYERS - 1).long().sort(1).values for each in routes])
+            assert torch.equal(seen.calls[0], expected)
+        with pytest.raises(MicroBatchError, match="no routes are known"):
+            model(**call(one), sample_key=["b"], use_cache=False)
+        for keys, words in ((["a"], "another number of sample keys"), ("ab", "sample_key must be a list")):
+            with pytest.raises(ReplayError, match=words):
+                model(**call(one, other), sample_key=keys)
+
+
+def test_old_log_probs_take_a_rollout_and_its_update_is_still_to_come() -> None:
+    model = make()
+    with npu_replay.follow(model, mode="R3") as following:
+        following.put(rollout(sample(), 1))
+        with torch.no_grad():
+            model(**call(sample()))
+        with pytest.raises(ReplayError, match="two samples have the same tokens"):
+            following.put(rollout(sample(), 2))
+        model(**call(sample())).logits.sum().backward()
+        following.put(rollout(sample(), 2))
+
+
+def test_a_rollout_without_a_key_goes_to_one_image_alone() -> None:
+    model = make()
+    with npu_replay.follow(model, mode="R3") as following:
+        following.put(rollout(sample(1), 1))
+        model(**call(sample(1))).logits.sum().backward()
+        model(**call(sample(1))).logits.sum().backward()  # the next epoch
+        with pytest.raises(MicroBatchError, match="no routes are known"):
+            model(**call(sample(2)))
+        following.put(rollout(sample(1), 3))  # of the next step
+        model(**call(sample(2))).logits.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["inputs_embeds", "image_embeds"])
+def test_embeddings_are_refused_by_follow(name: str) -> None:
+    """They change with the weights, so that no digest finds them again."""
+    model = make()
+    with pytest.raises(MicroBatchError, match=f"got {name}"), npu_replay.follow(model):
+        model(**call(sample(1)), **{name: torch.ones(1, 11, 32)})
