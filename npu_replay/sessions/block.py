@@ -25,6 +25,13 @@ logger = logging.getLogger(__name__)
 _B = TypeVar("_B", bound="Block")
 
 
+def to_enter(block: _B) -> _B:
+    """Return the block, which logs a WARNING if it is dropped, or the process ends, before it was entered."""
+    text = "[npu_replay] %s() was called, but its block was never entered: with npu_replay.%s(...):"
+    block._unentered = weakref.finalize(block, logger.warning, text, block.name, block.name)
+    return block
+
+
 class Block:
     """Hooks on the chunks and the routers of a model. Use it as a context manager, once.
 
@@ -42,6 +49,7 @@ class Block:
     schedule is over: before an optimizer steps."""
     failed: ReplayError | None = None
     """The error that waits."""
+    _unentered: weakref.finalize[..., Any] | None = None
 
     def __init__(self, model: Model) -> None:
         self._chunks = chunks_of(model)
@@ -76,6 +84,8 @@ class Block:
     # Its life
 
     def __enter__(self: _B) -> _B:
+        if self._unentered is not None:
+            self._unentered.detach()
         if self._state != "new":
             raise ReplayError(
                 f"this {self.name} block was entered before", expected="a new one", got="a used one"

@@ -28,6 +28,7 @@ from npu_replay.routes.by_tokens import RoutesByTokens
 from npu_replay.routes.fingerprint import find_other_tokens, fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions import backward, seam
+from npu_replay.sessions.block import to_enter
 from npu_replay.sessions.carried_routes import KEYWORDS, carried_routes, take_off
 from npu_replay.sessions.fed_sequences import FedSequences, fed_sequences, named
 from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward
@@ -95,7 +96,7 @@ def follow(
             no call has recorded; on leaving, as `record` and `replay`.
     """
     one_of(mode, ("R2", "R3"), "mode")
-    return Following(
+    following = Following(
         model,
         records=mode == "R2",
         max_bytes=max_bytes,
@@ -103,6 +104,7 @@ def follow(
         live_mismatch=live_mismatch,
         max_live_mismatch=max_live_mismatch,
     )
+    return to_enter(following)
 
 
 class Following(AnyReplay):

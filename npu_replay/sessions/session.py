@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from npu_replay import routers
-from npu_replay.errors import RecomputeError, RouterError, micro_batch
+from npu_replay.errors import RecomputeError, ReplayError, RouterError, micro_batch
 from npu_replay.routers import Model, Router
 from npu_replay.sessions import compiled, seam
 from npu_replay.sessions.block import Block
@@ -109,6 +109,8 @@ class Session(Block):
 
     def counts(self) -> dict[str, int]:
         """The whole numbers behind `metrics`, which ranks can add up. Waits for the device."""
+        entered = self._state != "new"
+        ReplayError.unless(entered, f"the {self.name} block was never entered", "with ... as session:", self)
         return {
             "routers": self._count,
             "microseconds": int(self._seconds * 1e6),
