@@ -18,10 +18,18 @@ from npu_replay.routers import Model, Router, check_alike, chunks_of, find
 from npu_replay.sessions.backward import in_backward
 from npu_replay.sessions.hooks import Hook
 from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, Marks, Timeline
+from npu_replay.sessions.unchanged import Unchanged
 
 logger = logging.getLogger(__name__)
 
 _B = TypeVar("_B", bound="Block")
+
+
+def to_enter(block: _B) -> _B:
+    """Return the block, which logs a WARNING if it is dropped, or the process ends, before it was entered."""
+    text = "[npu_replay] %s() was called, but its block was never entered: with npu_replay.%s(...):"
+    block._unentered = weakref.finalize(block, logger.warning, text, block.name, block.name)
+    return block
 
 
 class Block:
@@ -43,12 +51,14 @@ class Block:
     """Is what all routers choose put into one RoutedExperts?"""
     failed: ReplayError | None = None
     """The error that waits."""
+    _unentered: weakref.finalize[..., Any] | None = None
 
     def __init__(self, model: Model) -> None:
         self._chunks = chunks_of(model)
         self._timeline = Timeline(len(self._chunks))
         self._routers: list[list[Router]] = []
         self._marks: list[Marks] = []
+        self._unchanged = Unchanged((), ())
         self._undo = ExitStack()
         self._count = 0
         self._state = "new"
@@ -76,6 +86,8 @@ class Block:
     # Its life
 
     def __enter__(self: _B) -> _B:
+        if self._unentered is not None:
+            self._unentered.detach()
         if self._state != "new":
             raise ReplayError(
                 f"this {self.name} block was entered before", expected="a new one", got="a used one"
@@ -99,14 +111,16 @@ class Block:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close()
         try:
             if kind is None:
                 if self.failed is not None:
                     raise self.failed
+                self._unchanged.check("at the end of the block")
+                self._close()
                 self._check_complete()
                 self._finish()
         finally:
+            self._close()
             self._clear()
 
     def defer(self, error: ReplayError) -> None:
@@ -117,6 +131,7 @@ class Block:
             logger.error("[npu_replay] %s; the pass goes on, and stops at its end", error.line)
 
     def _attach(self) -> None:
+        self._unchanged = Unchanged(self._chunks, self._routers)
         for chunk, module in enumerate(self._chunks):
             marks = Marks(functools.partial(self._timeline.number, chunk))
             self._marks.append(marks)
@@ -133,11 +148,16 @@ class Block:
                 self._undo.callback(handle.remove)
 
     def _before(self, module: nn.Module, hook: Hook) -> None:
-        self._undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        self._hung(module, module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _after(self, module: nn.Module, hook: Hook) -> None:
-        handle = module.register_forward_hook(hook, prepend=self.goes_first, always_call=True)
+        self._hung(module, module.register_forward_hook(hook, prepend=self.goes_first, always_call=True))
+
+    def _hung(self, module: nn.Module, handle: Any) -> None:
         self._undo.callback(handle.remove)
+        self._unchanged.hold(type(module).__name__, handle.hooks_dict_ref(), handle.id)
+        for hooks in ("_forward_pre_hooks", "_forward_hooks"):
+            self._unchanged.hold(type(module).__name__, vars(module), hooks)
 
     def _may_wait(self, act: Callable[..., Any]) -> Callable[..., Any]:
         """What a hook does, or the same with its errors kept until the block is left."""
@@ -164,6 +184,7 @@ class Block:
         """The block is over: keep neither the model nor its routers."""
         for held in (self._chunks, self._routers, self._marks):
             held.clear()
+        self._unchanged = Unchanged((), ())
 
     # What it knows
 
@@ -178,7 +199,9 @@ class Block:
 
     def _chunk_begins(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the hook returns: None, or other arguments for the call."""
-        if not in_backward():
+        if in_backward():
+            self._unchanged.check("in a recompute of the model")
+        else:
             self._begin(chunk, args, kwargs)
 
     def _chunk_ends(self, chunk: int, args: tuple[Any, ...], output: object) -> None:
@@ -187,6 +210,7 @@ class Block:
 
     def _begin(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward:
         """A forward of a chunk, called with these, begins."""
+        self._unchanged.check(micro_batch(self._timeline.ended[chunk]))
         self._marks[chunk].clear()
         return self._timeline.begin(chunk)
 

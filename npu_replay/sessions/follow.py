@@ -28,6 +28,7 @@ from npu_replay.routes.by_tokens import RoutesByTokens
 from npu_replay.routes.fingerprint import SampleKey, find_other_tokens, fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions import backward, seam
+from npu_replay.sessions.block import to_enter
 from npu_replay.sessions.carried_routes import KEYWORDS, carried_routes, take_off
 from npu_replay.sessions.device_routes import DeviceRoutes
 from npu_replay.sessions.fed_sequences import MODALITIES, FedSequences, fed_sequences, named
@@ -99,7 +100,7 @@ def follow(
             no call has recorded; on leaving, as `record` and `replay`.
     """
     one_of(mode, ("R2", "R3"), "mode")
-    return Following(
+    following = Following(
         model,
         records=mode == "R2",
         max_bytes=max_bytes,
@@ -107,6 +108,7 @@ def follow(
         live_mismatch=live_mismatch,
         min_overlap=min_overlap,
     )
+    return to_enter(following)
 
 
 class Following(AnyReplay):

@@ -15,7 +15,7 @@ from npu_replay.routers import Model, Router
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype, without_layers
 from npu_replay.sessions import seam
 from npu_replay.sessions.backward import in_backward
-from npu_replay.sessions.block import Block
+from npu_replay.sessions.block import Block, to_enter
 from npu_replay.sessions.effect import not_called
 from npu_replay.sessions.hooks import Hook
 from npu_replay.sessions.micro_batches import Marks
@@ -42,7 +42,7 @@ def observe(model: Model) -> Observation:
             experts than the rest; in the block, if a forward leaves one out or calls it several times; on
             leaving, if nothing ran; and of `shown` before the block has ended.
     """
-    return Observation(model)
+    return to_enter(Observation(model))
 
 
 class Observation(Block):

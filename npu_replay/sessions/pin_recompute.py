@@ -6,6 +6,7 @@ import torch
 
 from npu_replay.routers import Model
 from npu_replay.sessions import seam
+from npu_replay.sessions.block import to_enter
 from npu_replay.sessions.recompute import Key
 from npu_replay.sessions.session import Session
 
@@ -31,7 +32,7 @@ def pin_recompute(model: Model) -> Pinning:
         RecomputeError: in backward, if a recompute isn't of a forward of this block; on leaving, if one is
             still to come.
     """
-    return Pinning(model)
+    return to_enter(Pinning(model))
 
 
 class Pinning(Session):

@@ -11,6 +11,7 @@ from npu_replay.routers import Model, Router
 from npu_replay.routes.inputs import Called, Inputs, copied
 from npu_replay.routes.routed_experts import RoutedExperts, without_layers
 from npu_replay.sessions import seam
+from npu_replay.sessions.block import to_enter
 from npu_replay.sessions.effect import CHANGED
 from npu_replay.sessions.micro_batches import Forward
 from npu_replay.sessions.recompute import Key
@@ -44,7 +45,7 @@ def record(model: Model, *, inputs: bool = True) -> Recording:
         ReplayError: on entering, if a router can't be recorded or is in another block; in the block, if a
             router's choice can't be seen; on leaving, if nothing ran or a recompute is still to come.
     """
-    return Recording(model, inputs=inputs)
+    return to_enter(Recording(model, inputs=inputs))
 
 
 class Recording(Session):

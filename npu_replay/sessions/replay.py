@@ -14,6 +14,7 @@ from npu_replay.routers import Model, Router
 from npu_replay.routes.inputs import Called, InputCheck, copied
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions import seam
+from npu_replay.sessions.block import to_enter
 from npu_replay.sessions.device_routes import DeviceRoutes, to_device
 from npu_replay.sessions.live_mismatch import LiveMismatch
 from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, Marks
@@ -60,7 +61,8 @@ def replay(
         RecomputeError: in backward, or on leaving, if a recompute can't have its own forward's.
         ReplayError: all of them; docs/errors.md says what rises where.
     """
-    return Replay(model, routes, live_mismatch=live_mismatch, min_overlap=min_overlap, aux_loss=aux_loss)
+    options = {"live_mismatch": live_mismatch, "min_overlap": min_overlap, "aux_loss": aux_loss}
+    return to_enter(Replay(model, routes, **options))
 
 
 AuxLoss: TypeAlias = Literal["live", "replayed"]

@@ -7,6 +7,7 @@ tried again, or a recompute in any order, finds its own.
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from npu_replay import routers
-from npu_replay.errors import RecomputeError, RouterError, described, micro_batch
+from npu_replay.errors import RecomputeError, ReplayError, RouterError, micro_batch
 from npu_replay.routers import Model, Router
 from npu_replay.routes.inputs import Called
 from npu_replay.sessions import compiled, seam
@@ -43,7 +44,6 @@ class Session(Block):
         self._pending = Recomputes(self)
         self._kept: dict[Key, torch.Tensor] = {}
         self._tokens: dict[int, Called] = {}
-        self._functions: list[tuple[str, Mapping[str, Any], str, Any]] = []
         self._seconds = 0.0
 
     # What a kind of session decides
@@ -110,6 +110,8 @@ class Session(Block):
 
     def counts(self) -> dict[str, int]:
         """The whole numbers behind `metrics`, which ranks can add up. Waits for the device."""
+        entered = self._state != "new"
+        ReplayError.unless(entered, f"the {self.name} block was never entered", "with ... as session:", self)
         return {
             "routers": self._count,
             "microseconds": int(self._seconds * 1e6),
@@ -133,14 +135,13 @@ class Session(Block):
                 )
 
     def _attach(self) -> None:
-        for name, owner, attribute in routers.functions(self._all_routers()):
-            place = vars(owner)
-            self._functions.append((name, place, attribute, place.get(attribute)))
         self._undo.enter_context(compiled.eager(self._chunks, self._routers))
         seam.guard.install()
         self._undo.callback(seam.guard.remove)
         self._undo.callback(self._unwind)
         super()._attach()
+        for name, owner, attribute in routers.functions(self._all_routers()):
+            self._unchanged.hold(name, vars(owner), attribute)
 
     def _attach_router(self, router: Router, chunk: int, marks: Marks) -> None:
         module = router.module
@@ -161,7 +162,6 @@ class Session(Block):
         """Keep neither the model nor ids that only a recompute would want."""
         super()._clear()
         self._calls.clear()
-        self._functions.clear()
         for kept in (self._witness, self._pending, self._kept, self._tokens):
             kept.clear()
 
@@ -172,7 +172,6 @@ class Session(Block):
             self._unwind()
         forward = super()._begin(chunk, args, kwargs)
         forward.checked = self._is_checked(forward.number)
-        self._check_functions(forward.number)
         self._check_forward(forward)
         if chunk == 0 and (tokens := self._tokens_wanted(args, kwargs)) is not None:
             self._tokens[forward.number] = tokens
@@ -185,6 +184,8 @@ class Session(Block):
         forward, complete = ended
         if complete:
             self._witness.check(self._routers[chunk], forward)
+            if self._pending:
+                self._check_in_backward(output, forward.number)
             return ended
         if chunk == 0:
             self._tokens.pop(forward.number, None)
@@ -195,24 +196,21 @@ class Session(Block):
             self._forget(key)
         return ended
 
-    def _check_functions(self, number: int | None = None) -> None:
-        """Is the code that routes the same as when the block was entered?"""
-        for name, place, attribute, before in self._functions:
-            if place.get(attribute) is not before:
-                now = place.get(attribute)
-                where = "at the end of the block" if number is None else micro_batch(number)
-                raise RouterError(
-                    "the code that routes was replaced inside an open block",
-                    where=f"{where}, {name}",
-                    expected="that of its class" if before is None else described(before),
-                    got="that of its class" if now is None else described(now),
-                    cause="MindSpeed's repatch(), or another library's patch, in the middle of a block; do "
-                    "it before the block or after it",
-                )
+    def _check_in_backward(self, output: object, number: int) -> None:
+        """Check the places of the routers again when backward begins, with the nodes of the output."""
+        session = weakref.ref(self)
+
+        def begins(_: object) -> None:
+            if (alive := session()) is not None:
+                alive._may_wait(alive._unchanged.check)(f"{micro_batch(number)}, in backward")
+
+        parts = [*output.values()] if isinstance(output, Mapping) else output
+        for part in parts if isinstance(parts, list | tuple) else [parts]:
+            if isinstance(part, torch.Tensor) and part.grad_fn is not None:
+                part.grad_fn.register_prehook(begins)
 
     def _check_complete(self) -> None:
-        """Also: did all that routes stay what it was, and is nothing still to come?"""
-        self._check_functions()
+        """Also: is nothing still to come?"""
         super()._check_complete()
         if int(self._witness.strayed):
             raise RecomputeError(

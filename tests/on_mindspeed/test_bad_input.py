@@ -26,7 +26,7 @@ def test_a_repatch_in_the_middle_of_a_block_names_the_function_that_came(product
     assert re.match(
         r"RouterError: .*micro-batch 1, (topk_\w+|TopKRouter\.routing): "
         r"the code that routes was replaced inside an open block\. "
-        r"Expected megatron\.core\.\S+, got mindspeed\.\S+\. Usual cause: MindSpeed's repatch\(\)",
+        r"Expected megatron\.core\.\S+, got another mindspeed\.\S+\. Usual cause: MindSpeed's repatch\(\)",
         found["error"],
     ), found["error"]
     assert found["hooks"] == 0

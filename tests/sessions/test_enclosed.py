@@ -202,6 +202,37 @@ def test_several_forwards_in_one_checkpoint_are_refused(how: str, inner: str | N
         checkpoint(both, tokens().requires_grad_(), use_reentrant=how == "reentrant").backward()
 
 
+@pytest.mark.parametrize("order", ["sum", "1, 2, 0"])
+@pytest.mark.parametrize("kind", ["record", "replay", "pin_recompute"])
+@pytest.mark.parametrize("inner", [None, *HOW])
+@pytest.mark.parametrize("outer", HOW)
+@pytest.mark.usefixtures("either_torch")
+def test_two_chunks_in_one_checkpoint_are_told_apart(
+    outer: str, inner: str | None, kind: str, order: str
+) -> None:
+    """It holds a forward of each chunk, and each chunk's routers find their own."""
+
+    def run(recompute: bool) -> list[torch.Tensor]:
+        Drifting.calls = 0
+        chunks = [ToyModel(Drifting(), Drifting(), recompute=inner if recompute else None) for _ in range(2)]
+        ids = [torch.cat([one.ids for one in (a, b)], dim=1) for a, b in [foreign(chunks[0], 2, False)] * 3]
+        routes = [RoutedExperts(ids=one, layers=range(4), num_experts=EXPERTS) for one in ids]
+        both = nn.Sequential(*chunks)
+        given = (chunks, routes) if kind == "replay" else (chunks,)
+        with getattr(npu_replay, kind)(*given):
+            losses = []
+            for seed in range(3):
+                x = tokens(seed).requires_grad_()
+                hidden = checkpoint(both, x, use_reentrant=outer == "reentrant") if recompute else both(x)
+                losses.append((hidden.sin() * (seed + 1)).square().mean())
+            for part in [losses] if order == "sum" else [[losses[number]] for number in (1, 2, 0)]:
+                sum(part).backward()
+            del losses, part
+        return [one.grad.clone() for one in both.parameters()]
+
+    assert all(map(torch.equal, run(recompute=True), run(recompute=False)))
+
+
 # Routers that autograd doesn't see
 
 

@@ -1,0 +1,148 @@
+"""A block that is never entered does nothing, and says so: `replay(...)` without `with`."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import npu_replay
+from npu_replay import routers
+from npu_replay.errors import ReplayError, RouterError
+from toys import ToyModel, ToyRouter, ToyRouters, tokens
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def toy_routers() -> Iterator[None]:
+    routers.register("toy", ToyRouters())
+    yield
+    routers.unregister("toy")
+
+
+def replayed(model: ToyModel) -> Any:
+    with npu_replay.record(model) as recording:
+        model(tokens())
+    return npu_replay.replay(model, recording.routes)
+
+
+BLOCKS: dict[str, Callable[[ToyModel], Any]] = {
+    "record": npu_replay.record,
+    "replay": replayed,
+    "pin_recompute": npu_replay.pin_recompute,
+    "observe": npu_replay.observe,
+    "follow": npu_replay.follow,
+}
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    gc.collect()
+    return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BLOCKS if kind != "observe"])
+@pytest.mark.parametrize("figures", ["metrics", "counts"])
+def test_the_figures_of_a_block_that_was_never_entered_are_an_error(figures: str, kind: str) -> None:
+    model = ToyModel()
+    session = BLOCKS[kind](model)
+    model(tokens()).sum().backward()
+    with pytest.raises(
+        ReplayError, match=rf"the {kind} block was never entered\. Expected with \.\.\. as session"
+    ):
+        getattr(session, figures)()
+
+
+def test_an_ended_block_has_its_figures() -> None:
+    model = ToyModel()
+    with npu_replay.pin_recompute(model) as session:
+        assert session.metrics()["micro_batches"] == 0
+        model(tokens())
+    assert session.metrics()["micro_batches"] == 1
+    assert session.counts()["routers"] == 2
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_block_that_is_dropped_before_it_was_entered_warns_once(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = ToyModel()
+    session = BLOCKS[kind](model)
+    model(tokens())
+    assert not warnings(caplog)
+    del session
+    (text,) = warnings(caplog)
+    assert text.startswith(f"[npu_replay] {kind}() was called, but its block was never entered")
+    assert f"with npu_replay.{kind}(...):" in text
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_block_that_was_entered_does_not_warn(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = ToyModel()
+    if kind != "follow":  # which wants token ids
+        with BLOCKS[kind](model):
+            model(tokens())
+    with pytest.raises(KeyError), BLOCKS[kind](model):
+        raise KeyError
+    assert not warnings(caplog)
+
+
+def test_follow_is_entered_by_open_too(caplog: pytest.LogCaptureFixture) -> None:
+    following = npu_replay.follow(ToyModel()).open()
+    following.__exit__(KeyError, None, None)
+    del following
+    assert not warnings(caplog)
+
+
+def test_who_was_told_by_an_error_is_not_warned_as_well(caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = ToyModel()
+    for wrong in (
+        lambda: npu_replay.replay(model, []),
+        lambda: npu_replay.replay(model, [3]),
+        lambda: npu_replay.replay(model, replayed(model)._routes, aux_loss="both"),
+        lambda: npu_replay.replay(model, replayed(model)._routes, max_live_mismatch=3.0),
+        lambda: npu_replay.record([3]),
+        lambda: npu_replay.follow([model, model]),
+        lambda: npu_replay.follow(model, mode="R4"),
+    ):
+        with pytest.raises(ReplayError):
+            wrong()
+    caplog.clear()  # of the replays that only gave their routes here
+    with pytest.raises(RouterError):
+        npu_replay.record(ToyModel(ToyRouter(layer=0), ToyRouter())).__enter__()
+    assert not warnings(caplog)
+
+
+SCRIPT = """
+import logging
+import npu_replay
+from npu_replay import routers
+from toys import ToyModel, ToyRouters, tokens
+
+routers.register("toy", ToyRouters())
+model = ToyModel()
+with npu_replay.record(model) as recording:
+    model(tokens())
+session = npu_replay.replay(model, recording.routes)
+model.itself = [model, session]  # a cycle that nobody collects
+model(tokens())
+"""
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "raise KeyError('theirs')"])
+def test_one_that_lives_until_the_process_ends_warns_then(end: str) -> None:
+    path = [str(TESTS), str(Path(npu_replay.__file__).parents[1])]
+    code = f"import sys; sys.path[:0] = {path!r}\n" + textwrap.dedent(SCRIPT) + end
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.returncode == {"": 0, "raise SystemExit(3)": 3}.get(end, 1)
+    assert ran.stderr.count("replay() was called, but its block was never entered") == 1
+    assert ran.stderr.count("Traceback") == ("KeyError" in end), ran.stderr

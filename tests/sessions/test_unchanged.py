@@ -1,0 +1,457 @@
+"""What routes stays as it was inside a block: a router that is replaced, or loses its hooks, is told."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils.checkpoint import checkpoint
+
+import npu_replay
+from npu_replay import RoutedExperts, routers
+from npu_replay.errors import NoEffect, ReplayError, RouterError
+from npu_replay.sessions import backward
+from npu_replay.sessions.hooks import Hook
+from npu_replay.sessions.stepwise import StepRecording, StepReplay
+from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, plain, tokens
+
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+
+KINDS = ["record", "replay", "pin_recompute", "StepReplay", "StepRecording"]
+HOW = ["reentrant", "non-reentrant"]
+Change = Callable[[ToyModel], None]
+REPLACED = "the code that routes was replaced inside an open block"
+
+
+@pytest.fixture(autouse=True)
+def toy_routers() -> Iterator[None]:
+    routers.register("toy", ToyRouters())
+    yield
+    routers.unregister("toy")
+
+
+class Detached(ToyRouter):
+    """Chooses otherwise in a recompute, and saves for backward what a router in a block does: torch's own
+    check of a checkpoint sees no difference."""
+
+    def __init__(self) -> None:
+        super().__init__(select=self._choose_detached)
+
+    def _choose_detached(self, _: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = plain(self, scores.detach() * (-1 if backward.in_backward() else 1))[1]
+        return scores.gather(1, ids), ids
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner: nn.Module, calls: bool = True) -> None:
+        super().__init__()
+        self.inner, self.calls = inner, calls
+
+    def forward(self, *args: Any) -> Any:
+        return self.inner(*args) if self.calls else self.inner.forward(*args)
+
+
+def router(model: ToyModel) -> None:
+    model.layers[0].router = copy.deepcopy(model.layers[0].router)
+
+
+def layer(model: ToyModel) -> None:
+    model.layers[0] = copy.deepcopy(model.layers[0])
+
+
+def all_layers(model: ToyModel) -> None:
+    model.layers = copy.deepcopy(model.layers)
+
+
+def every_router(model: ToyModel) -> None:
+    for one in model.layers:
+        one.router = copy.deepcopy(one.router)
+
+
+def swapped_routers(model: ToyModel) -> None:
+    first, second = model.layers
+    first.router, second.router = second.router, first.router
+
+
+def swapped_layers(model: ToyModel) -> None:
+    model.layers[0], model.layers[1] = model.layers[1], model.layers[0]
+
+
+def wrapped_past_its_call(model: ToyModel) -> None:
+    model.layers[0].router = Wrapper(model.layers[0].router, calls=False)
+
+
+def cleared_hooks_before(model: ToyModel) -> None:
+    model.layers[0].router._forward_pre_hooks.clear()
+
+
+def cleared_hooks_after(model: ToyModel) -> None:
+    model.layers[0].router._forward_hooks.clear()
+
+
+def cleared_hooks_of_all(model: ToyModel) -> None:
+    for module in model.modules():
+        module._forward_pre_hooks.clear()
+        module._forward_hooks.clear()
+
+
+def other_dictionaries(model: ToyModel) -> None:
+    for module in model.modules():
+        module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
+
+
+REPLACING = [router, layer, all_layers, every_router, swapped_routers, swapped_layers]
+UNHOOKING = [cleared_hooks_after, cleared_hooks_of_all, other_dictionaries]
+
+
+def foreign(count: int) -> list[RoutedExperts]:
+    generator = torch.Generator().manual_seed(5)
+    ids = [torch.rand(ROWS, 2, EXPERTS, generator=generator).topk(TOPK).indices for _ in range(count)]
+    return [RoutedExperts(ids=one, layers=[0, 1], num_experts=EXPERTS) for one in ids]
+
+
+def block(kind: str, model: ToyModel, count: int = 2) -> Any:
+    made: dict[str, Callable[[], Any]] = {
+        "record": lambda: npu_replay.record(model),
+        "replay": lambda: npu_replay.replay(model, foreign(count)),
+        "pin_recompute": lambda: npu_replay.pin_recompute(model),
+        "StepReplay": lambda: StepReplay(model),
+        "StepRecording": lambda: StepRecording(model),
+    }
+    return made[kind]()
+
+
+def forward(session: Any, model: ToyModel, number: int) -> torch.Tensor:
+    if isinstance(session, StepReplay):
+        session.give(0, foreign(2)[number])
+    return (model(tokens(number).requires_grad_()).sin() * (number + 1)).square().mean()
+
+
+def every_hook(model: nn.Module) -> list[Any]:
+    return [
+        one
+        for module in model.modules()
+        for kind in (module._forward_pre_hooks, module._forward_hooks)
+        for one in kind.values()
+    ]
+
+
+def gradients(model: ToyModel) -> dict[str, torch.Tensor]:
+    """By the names that parameters have without wrappers."""
+    found = {name.replace("inner.", ""): one.grad for name, one in model.named_parameters()}
+    return {name: one.clone() for name, one in found.items() if one is not None}
+
+
+def untouched(kind: str, how: str | None) -> dict[str, torch.Tensor]:
+    model = ToyModel(Detached(), Detached(), recompute=how)
+    with block(kind, model) as session:
+        sum(forward(session, model, number) for number in range(2)).backward()
+    return gradients(model)
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+# Between a forward and its recompute
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("change", [*REPLACING, *UNHOOKING, cleared_hooks_before, wrapped_past_its_call])
+def test_what_is_replaced_between_a_forward_and_its_recompute_stops_backward(
+    change: Change, how: str, kind: str
+) -> None:
+    model = ToyModel(Detached(), Detached(), recompute=how)
+    ended = False
+    with (
+        pytest.raises(RouterError, match=rf"micro-batch 1, in backward, .*{REPLACED}"),
+        block(kind, model) as one,
+    ):
+        losses = [forward(one, model, number) for number in range(2)]
+        change(model)
+        sum(losses).backward()
+        ended = True
+    assert not ended, "backward itself says it, before an optimizer steps"
+    assert not any(parameter.grad is not None for parameter in model.parameters())
+    assert not any(isinstance(one, Hook) for one in every_hook(model))
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_what_is_put_back_after_backward_was_told_too(how: str) -> None:
+    model = ToyModel(Detached(), Detached(), recompute=how)
+    before = model.layers[0].router
+    with pytest.raises(RouterError, match=REPLACED), npu_replay.record(model) as session:
+        loss = forward(session, model, 0)
+        router(model)
+        try:
+            loss.backward()
+        finally:
+            model.layers[0].router = before
+
+
+def test_an_error_in_backward_that_the_loop_swallows_is_raised_again_on_leaving() -> None:
+    model = ToyModel(recompute="reentrant")
+    with (
+        pytest.raises(RouterError, match=f"at the end of the block.*{REPLACED}"),
+        npu_replay.record(model) as one,
+    ):
+        loss = forward(one, model, 0)
+        router(model)
+        with pytest.raises(RouterError, match="in backward"):
+            loss.backward()
+        del loss
+
+
+def test_a_rank_in_a_schedule_goes_on_and_raises_when_its_block_is_left() -> None:
+    model = ToyModel(recompute="reentrant")
+    session = StepReplay(model, errors_wait=True)
+    ended = False
+    with pytest.raises(RouterError, match=f"in backward.*{REPLACED}"), session:
+        loss = forward(session, model, 0)
+        router(model)
+        loss.backward()
+        ended = True
+    assert ended
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("change", [router, every_router, swapped_routers, cleared_hooks_before])
+def test_a_checkpoint_around_the_whole_model_is_no_hiding_place(change: Change, how: str) -> None:
+    model = ToyModel(Detached(), Detached())
+    with pytest.raises(RouterError, match=rf"(in backward|in a recompute of the model), .*{REPLACED}"):  # noqa: SIM117
+        with npu_replay.replay(model, foreign(1)):
+            loss = checkpoint(model, tokens().requires_grad_(), use_reentrant=how == "reentrant").sum()
+            change(model)
+            loss.backward()
+
+
+@pytest.mark.parametrize("form", [dict, tuple, list])
+def test_the_form_of_the_models_output_does_not_matter(form: type) -> None:
+    class Formed(ToyModel):
+        def forward(self, hidden: torch.Tensor) -> Any:
+            named = {"aux": torch.zeros(()), "logits": super().forward(hidden), "cache": None}
+            return named if form is dict else form(named.values())
+
+    model = Formed(Detached(), Detached(), recompute="reentrant")
+    with (
+        pytest.raises(RouterError, match=f"micro-batch 0, in backward, .*{REPLACED}"),
+        npu_replay.record(model),
+    ):
+        output = model(tokens().requires_grad_())
+        router(model)
+        (output["logits"] if form is dict else output[1]).sum().backward()
+
+
+def test_a_second_backward_over_a_kept_graph_is_watched_too() -> None:
+    model = ToyModel(Detached(), Detached(), recompute="reentrant")
+    with pytest.raises(RouterError, match=f"in backward, .*{REPLACED}"), npu_replay.record(model) as session:
+        loss = forward(session, model, 0)
+        loss.backward(retain_graph=True)
+        router(model)
+        loss.backward()
+
+
+# Before a forward, and at the end
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "observe"])
+@pytest.mark.parametrize("change", [*REPLACING, cleared_hooks_after])
+def test_what_is_replaced_before_a_forward_is_told_at_its_beginning(change: Change, kind: str) -> None:
+    model = ToyModel()
+    session = npu_replay.observe(model) if kind == "observe" else block(kind, model)
+    reached = []
+    with pytest.raises(RouterError, match=rf"micro-batch 1, .*{REPLACED}"), session:
+        forward(session, model, 0)
+        change(model)
+        model.layers[1].register_forward_pre_hook(lambda *_: reached.append(1))
+        forward(session, model, 1)
+    assert not reached
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "observe"])
+@pytest.mark.parametrize("change", [router, swapped_layers, *UNHOOKING])
+def test_what_is_replaced_after_the_last_forward_is_told_on_leaving(change: Change, kind: str) -> None:
+    model = ToyModel()
+    session = npu_replay.observe(model) if kind == "observe" else block(kind, model)
+    with pytest.raises(RouterError, match=f"at the end of the block, .*{REPLACED}"), session:
+        for number in range(2):
+            forward(session, model, number).backward()
+        change(model)
+
+
+def test_a_forward_that_nothing_saw_is_no_record_that_is_one_short() -> None:
+    model = ToyModel()
+    with pytest.raises(RouterError, match=REPLACED), npu_replay.record(model) as recording:
+        model(tokens(0))
+        cleared_hooks_of_all(model)
+        model(tokens(1))
+    with pytest.raises(ReplayError, match="complete"):
+        _ = recording.routes
+
+
+def test_the_error_names_the_place_and_both_modules() -> None:
+    model = ToyModel()
+    message = (
+        r"micro-batch 1, layers\.0\.router: the code that routes was replaced inside an open block\. "
+        r"Expected toys\.ToyRouter, got another toys\.ToyRouter\. Usual cause: .*swapped"
+    )
+    with pytest.raises(RouterError, match=message), npu_replay.record(model):
+        model(tokens(0))
+        router(model)
+        model(tokens(1))
+    with (
+        pytest.raises(RouterError, match=r"Expected toys\.ToyLayer, got none of its own"),
+        npu_replay.record(model),
+    ):
+        model(tokens(0))
+        del model.layers[1]
+        model(tokens(1))
+
+
+# What is no replacement
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", [None, *HOW])
+@pytest.mark.parametrize("of", ["router", "layer", "layers"])
+def test_a_wrapper_that_comes_before_a_forward_and_calls_the_router_is_fine(
+    of: str, how: str, kind: str
+) -> None:
+    model = ToyModel(Detached(), Detached(), recompute=how)
+    with block(kind, model) as session:
+        if of == "router":
+            model.layers[0].router = Wrapper(model.layers[0].router)
+        elif of == "layer":
+            model.layers[0] = Wrapper(model.layers[0])
+        else:
+            model.layers = nn.ModuleList(map(Wrapper, model.layers))
+        sum(forward(session, model, number) for number in range(2)).backward()
+    assert same(gradients(model), untouched(kind, how))
+
+
+def test_a_wrapper_is_taken_off_again_and_what_is_replaced_in_one_is_told() -> None:
+    model = ToyModel()
+    inner = model.layers[0]
+    with npu_replay.record(model):
+        model(tokens(0))
+        model.layers[0] = Wrapper(inner)
+        model(tokens(1))
+        model.layers[0] = inner
+        model(tokens(2))
+    with pytest.raises(RouterError, match=rf"micro-batch 2, layers\.0\.inner\.router: {REPLACED}"):  # noqa: SIM117
+        with npu_replay.record(model):
+            model(tokens(0))
+            model.layers[0] = Wrapper(inner)
+            model(tokens(1))
+            model.layers[0].inner = copy.deepcopy(inner)
+            model(tokens(2))
+
+
+def test_a_wrapper_past_the_routers_call_is_told_at_the_end_of_the_forward() -> None:
+    model = ToyModel()
+    with pytest.raises(NoEffect, match=r"layer 0.*was not called"), npu_replay.record(model):
+        wrapped_past_its_call(model)
+        model(tokens(0))
+
+
+def other_class(model: ToyModel) -> None:
+    one = model.layers[0].router
+    one.__class__ = type("Sharded", (type(one),), {})
+
+
+def parametrized(model: ToyModel) -> None:
+    parametrize.register_parametrization(model.layers[0].router, "weight", nn.Identity())
+
+
+def forward_of_the_instance(model: ToyModel) -> None:
+    one = model.layers[0].router
+    original = one.forward
+    one.forward = lambda hidden: original(hidden)
+
+
+def somebodys_hooks(model: ToyModel) -> None:
+    for module in model.modules():
+        module.register_forward_hook(lambda *_: None)
+        module.register_forward_pre_hook(lambda *_: None).remove()
+
+
+def copies(model: ToyModel) -> None:
+    copy.deepcopy(model)(tokens(3).requires_grad_()).sum().backward()
+    copy.copy(model)
+
+
+def same_weights(model: ToyModel) -> None:
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    model.to(torch.float32).train()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", [None, *HOW])
+@pytest.mark.parametrize(
+    "change",
+    [other_class, parametrized, forward_of_the_instance, somebodys_hooks, copies, same_weights],
+)
+def test_what_leaves_the_router_where_it_is_changes_nothing(
+    change: Change, how: str | None, kind: str
+) -> None:
+    """As FSDP2 does with classes, and parametrizations with weights."""
+    if change is same_weights and how == "non-reentrant":
+        pytest.skip("torch itself refuses weights that were written into since the forward")
+    model = ToyModel(Detached(), Detached(), recompute=how)
+    weights = dict(model.named_parameters())
+    with block(kind, model) as session:
+        losses = [forward(session, model, number) for number in range(2)]
+        if how is not None:
+            change(model)
+        sum(losses).backward()
+        if how is None:
+            change(model)
+    found = {name: one.grad for name, one in weights.items() if one.grad is not None}
+    assert same(found, untouched(kind, how))
+
+
+@pytest.mark.parametrize("how", [None, "non-reentrant"])
+def test_functional_call_swaps_weights_and_no_module(how: str | None) -> None:
+    model = ToyModel(Detached(), Detached(), recompute=how)
+    found = {name: one.detach().clone().requires_grad_() for name, one in model.named_parameters()}
+
+    def loss(number: int) -> torch.Tensor:
+        output = torch.func.functional_call(model, found, (tokens(number).requires_grad_(),))
+        return (output.sin() * (number + 1)).square().mean()
+
+    with npu_replay.replay(model, foreign(2)):
+        losses = [loss(number) for number in range(2)]
+        if how is None:
+            sum(losses).backward()
+        else:
+            with _reparametrize_module(model, found):  # the recompute's weights are the caller's affair
+                sum(losses).backward()
+    assert same({name: one.grad for name, one in found.items()}, untouched("replay", how))
+
+
+# Nothing is left
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_graph_that_outlives_its_block_asks_nobody_and_keeps_no_model(how: str) -> None:
+    model = ToyModel(recompute=how)
+    with npu_replay.pin_recompute(model) as session:
+        loss = forward(session, model, 0)
+        loss.backward(retain_graph=True)
+    router(model)
+    if how == "reentrant":
+        loss.backward()
+    gone = weakref.ref(session)
+    del session
+    gc.collect()
+    assert gone() is None

@@ -1,0 +1,85 @@
+"""Without asserts and docstrings, with every warning an error, and out of a zip, npu_replay does the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import npu_replay
+
+TESTS = Path(__file__).parent
+PACKAGE = Path(npu_replay.__file__).parent
+COMPAT = Path(npu_replay.compat.__file__).parent
+
+SCRIPT = """
+import sys
+
+import torch
+
+import npu_replay
+from npu_replay import ParallelLayout, RoutedExperts, errors, routers
+from toys import EXPERTS, ToyModel, ToyRouters, tokens
+
+def check(fine, what):  # -O drops asserts
+    if not fine:
+        raise SystemExit(f"wrong: {what}")
+
+def refused(kind, act):
+    try:
+        act()
+    except kind:
+        return
+    raise SystemExit(f"not refused: {kind.__name__}")
+
+routers.register("toy", ToyRouters())
+for recompute in (None, "reentrant", "non-reentrant"):
+    model, x = ToyModel(recompute=recompute), tokens().requires_grad_()
+    with npu_replay.record(model) as recording:
+        model(x).sum().backward()
+    ids = (recording.routes[0].ids.long() + 1) % EXPERTS
+    routes = [RoutedExperts(ids=ids, layers=[0, 1], num_experts=EXPERTS)]
+    with npu_replay.observe(model) as seen, npu_replay.replay(model, routes, live_mismatch=True) as session:
+        model(x).sum().backward()
+    check(torch.equal(seen.shown[0].ids.long().sort().values, ids.sort().values), "what the routers show")
+    check(session.metrics()["live_mismatch"] > 0, "live_mismatch")
+    def twice():
+        with npu_replay.replay(model, routes):
+            model(x)
+            model(x)
+    refused(errors.MicroBatchError, twice)
+check(ParallelLayout(tp=2, tp_rank=1).tp_rank == 1, "ParallelLayout")
+refused(errors.ReplayError, lambda: ParallelLayout(tp=2, tp_rank=3))
+refused(errors.InvalidRoutes, lambda: RoutedExperts(ids=ids + 90, layers=[0, 1], num_experts=EXPERTS))
+npu_replay.report()
+print(npu_replay.__file__, npu_replay.compat.__file__)
+"""
+
+
+@pytest.fixture(params=["folders", "a zip of the folders", "a zip like a wheel"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    if request.param == "folders":
+        return PACKAGE.parent
+    inside = "npu_replay/compat" if "wheel" in request.param else "compat"
+    with zipfile.ZipFile(tmp_path / "npu_replay.zip", "w") as written:
+        for folder, name in ((PACKAGE, "npu_replay"), (COMPAT, inside)):
+            for file in folder.rglob("*.py"):
+                if folder == COMPAT or COMPAT not in file.parents:
+                    written.write(file, f"{name}/{file.relative_to(folder)}")
+    return tmp_path / "npu_replay.zip"
+
+
+@pytest.mark.parametrize("options", [["-OO"], ["-W", "error", "-bb", "-X", "dev", "-O"]], ids=" ".join)
+def test_the_blocks_and_their_errors_are_the_same(options: list[str], place: Path) -> None:
+    path = os.pathsep.join([str(place), str(TESTS)])
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, *options, "-c", SCRIPT]
+    ran = subprocess.run(
+        command, env=environment, cwd=place.parent, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert all(where.startswith(str(place)) for where in ran.stdout.split()), ran.stdout
