@@ -10,6 +10,7 @@ from typing import Any
 from npu_replay.errors import MicroBatchError, ReplayError, listed, whole_number
 from npu_replay.routes.checks import Finding
 from npu_replay.routes.fingerprint import find_other_tokens
+from npu_replay.routes.labels import StageLabels
 from npu_replay.routes.routed_experts import RoutedExperts
 
 CEILING = 0.01
@@ -20,8 +21,8 @@ _log = logging.getLogger(__name__)
 
 def asked(layers: Sequence[int] | None) -> tuple[int, ...] | None:
     """The decoder layers that somebody asks for."""
-    if layers is None:
-        return None
+    if layers is None or isinstance(layers, StageLabels):
+        return layers
     given = listed(layers, "the layers")
     if {*map(type, given)} <= {int}:
         return tuple(given)
@@ -109,6 +110,8 @@ def _find_bad(
             f"none for {len(routes)} tokens",
             cause="a sample that was aborted, or an engine that captured nothing",
         )
+    if isinstance(layers, StageLabels):
+        layers = layers.among(routes.layers)
     if layers and (lacking := set(layers).difference(routes.layers)):
         return Finding(
             f"nobody recorded decoder layer {min(lacking)}",

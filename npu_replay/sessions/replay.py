@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from npu_replay.errors import MicroBatchError, ReplayError, RouterError, list_of, micro_batch
-from npu_replay.routers import Model, Router
+from npu_replay.routers import Model, Router, labels_of
 from npu_replay.routes.inputs import copied
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions import seam
@@ -102,7 +102,7 @@ class DeviceRoutes:
     """
 
     def __init__(self, routes: RoutedExperts, routers: Sequence[Router]) -> None:
-        labels = tuple(router.label for router in routers)
+        labels = labels_of(routers)
         self.routes = routes
         self.rows = len(routes)
         self.columns = {label: column for column, label in enumerate(labels)}
@@ -220,9 +220,13 @@ class AnyReplay(Session):
 
     def _check_layers(self, number: int, routes: RoutedExperts, routers: Sequence[Router]) -> None:
         """Refuse routes that these routers can't be given."""
-        for router in routers:
+        try:
+            named = labels_of(routers).among(routes.layers)
+        except RouterError as error:
+            raise error.at(micro_batch(number)) from None
+        for router, label in zip(routers, named, strict=True):
             where = micro_batch(number, router.label)
-            if router.label not in routes.layers:
+            if label not in routes.layers:
                 raise RouterError(
                     "this decoder layer of the model is missing from the routes",
                     where=where,

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from npu_replay.errors import MicroBatchError, micro_batch
-from npu_replay.routers import Model, Router
+from npu_replay.routers import Model, Router, labels_of
+from npu_replay.routes.labels import StageLabels
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions.micro_batches import Forward
 from npu_replay.sessions.record import Recording, micro_batch_routes
@@ -50,9 +51,9 @@ class StepReplay(AnyReplay):
         self._given[chunk, number] = DeviceRoutes(routes, self._routers[chunk])
         self._bytes += routes.ids.nbytes
 
-    def labels(self, chunk: int) -> list[int]:
+    def labels(self, chunk: int) -> StageLabels:
         """The decoder layers of a chunk's routers, ascending."""
-        return [router.label for router in self._routers[chunk]]
+        return labels_of(self._routers[chunk])
 
     @property
     def first_chunk(self) -> int:

@@ -1,0 +1,39 @@
+"""StageLabels: labels of a stage's MoE layers, found in routes that count the model's layers another way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from npu_replay.errors import RouterError
+
+
+class StageLabels(tuple[int, ...]):
+    """Labels of MoE layers that know `whole`: those of the model; empty where routes have no other labels.
+
+    >>> from npu_replay.routes.labels import StageLabels
+    >>> StageLabels([3], whole=[1, 3]).among((0, 1))
+    (1,)
+    """
+
+    whole: tuple[int, ...]
+
+    def __new__(cls, labels: Iterable[int], whole: Iterable[int] = ()) -> StageLabels:
+        made = super().__new__(cls, labels)
+        made.whole = tuple(whole)
+        return made
+
+    def among(self, layers: tuple[int, ...]) -> tuple[int, ...]:
+        """Return what these layers are called in routes with the labels `layers`.
+
+        Labels of the model's own mean themselves. Of as many others the k-th is the model's k-th MoE layer.
+        """
+        if not self.whole or {*layers} <= {*self.whole}:
+            return self
+        RouterError.unless(
+            len(layers) == len(self.whole),
+            "the routes have other MoE layers than the pattern of the model",
+            f"{len(self.whole)} MoE layers, one for each E; the model's labels are {self.whole}",
+            f"{len(layers)} MoE layers, {layers}",
+            "another model's Hugging Face config, columns of dense layers, or a part with other labels",
+        )
+        return tuple(layers[self.whole.index(label)] for label in self)
