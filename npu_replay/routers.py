@@ -227,11 +227,12 @@ def chunks_of(model: Model) -> list[nn.Module]:
     return chunks
 
 
-def labels_of(found: Sequence[Router]) -> StageLabels:
-    """The labels of these routers, which are all of one model."""
+def labels_of(found: Sequence[Router], here: Iterable[Router] = ()) -> StageLabels:
+    """The labels of these routers of a model; here: all that this rank has of it."""
     from npu_replay.routes.labels import StageLabels  # here: who imports npu_replay may need no routes
 
-    return StageLabels([router.label for router in found], found[0].whole if found else ())
+    labels, every = ([router.label for router in each] for each in (found, here))
+    return StageLabels(labels, found[0].whole if found else (), sorted(every))
 
 
 def find(chunks: Sequence[nn.Module]) -> list[list[Router]]:

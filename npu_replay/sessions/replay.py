@@ -12,6 +12,7 @@ import torch
 from npu_replay.errors import MicroBatchError, ReplayError, RouterError, list_of, micro_batch
 from npu_replay.routers import Model, Router, labels_of
 from npu_replay.routes.inputs import copied
+from npu_replay.routes.labels import StageLabels
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions import seam
 from npu_replay.sessions.live_mismatch import LiveMismatch
@@ -91,7 +92,7 @@ class DeviceRoutes:
 
     Args:
         routes: rows as the routers have them.
-        routers: those of the chunk.
+        labels: those of the chunk's routers.
 
     Attributes:
         rows: how many there are.
@@ -101,8 +102,7 @@ class DeviceRoutes:
         columns: of the narrow ids, by layer.
     """
 
-    def __init__(self, routes: RoutedExperts, routers: Sequence[Router]) -> None:
-        labels = labels_of(routers)
+    def __init__(self, routes: RoutedExperts, labels: StageLabels) -> None:
         self.routes = routes
         self.rows = len(routes)
         self.columns = {label: column for column, label in enumerate(labels)}
@@ -221,7 +221,7 @@ class AnyReplay(Session):
     def _check_layers(self, number: int, routes: RoutedExperts, routers: Sequence[Router]) -> None:
         """Refuse routes that these routers can't be given."""
         try:
-            named = labels_of(routers).among(routes.layers)
+            named = labels_of(routers, self._all_routers()).among(routes.layers)
         except RouterError as error:
             raise error.at(micro_batch(number)) from None
         for router, label in zip(routers, named, strict=True):
@@ -374,7 +374,8 @@ class Replay(AnyReplay):
         for number, routes in enumerate(self._routes):
             self._check_layers(number, routes, self._all_routers())
             for chunk, found in enumerate(self._routers):
-                self._given[chunk, number] = DeviceRoutes(routes, found)
+                labels = labels_of(found, self._all_routers())
+                self._given[chunk, number] = DeviceRoutes(routes, labels)
 
     def _check_forward(self, forward: Forward) -> None:
         if forward.number >= len(self._routes):

@@ -48,12 +48,12 @@ class StepReplay(AnyReplay):
         """
         number = self._timeline.ended[chunk]
         self._check_layers(number, routes, self._routers[chunk])
-        self._given[chunk, number] = DeviceRoutes(routes, self._routers[chunk])
+        self._given[chunk, number] = DeviceRoutes(routes, self.labels(chunk))
         self._bytes += routes.ids.nbytes
 
     def labels(self, chunk: int) -> StageLabels:
         """The decoder layers of a chunk's routers, ascending."""
-        return labels_of(self._routers[chunk])
+        return labels_of(self._routers[chunk], self._all_routers())
 
     @property
     def first_chunk(self) -> int:
