@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from npu_replay.errors import RouterError
+from npu_replay.routes.labels import StageLabels
 
 if TYPE_CHECKING:
-    from npu_replay.routes.labels import StageLabels
     from npu_replay.sessions.micro_batches import Marks
     from npu_replay.sessions.seam import Call
 
@@ -229,8 +229,6 @@ def chunks_of(model: Model) -> list[nn.Module]:
 
 def labels_of(found: Sequence[Router], here: Iterable[Router] = ()) -> StageLabels:
     """The labels of these routers of a model; here: all that this rank has of it."""
-    from npu_replay.routes.labels import StageLabels  # here: who imports npu_replay may need no routes
-
     labels, every = ([router.label for router in each] for each in (found, here))
     return StageLabels(labels, found[0].whole if found else (), sorted(every))
 

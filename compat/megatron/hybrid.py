@@ -35,12 +35,11 @@ def pattern_on(owner: Any) -> str | None:
 def pattern_of(config: Any) -> str | None:
     """The pattern on a config, or on the model that was built with it; None for any other model's."""
     built: set[str] = set()
-    if any(name in sys.modules for name in _MODELS):
+    if config is not None and any(name in sys.modules for name in _MODELS):
         # Megatron's config has no pattern and leads to no model, so whoever holds the config is asked.
-        holders = (
-            one if isinstance(one, dict) else getattr(one, "__dict__", {}) for one in gc.get_referrers(config)
-        )
-        models = (one for one in holders if one.get("config") is config)
+        holders = gc.get_referrers(config)
+        known = (one if isinstance(one, dict) else getattr(one, "__dict__", {}) for one in holders)
+        models = (one for one in known if one.get("config") is config)
         built = {text for one in models for name in _NAMES if isinstance(text := one.get(name), str)}
     problem = "models with several patterns have this config"
     ReplayError.unless(len(built) < 2, problem, "from_megatron(model)", sorted(built))
@@ -53,23 +52,18 @@ def pattern_in(chunks: Sequence[nn.Module]) -> str | None:
 
 
 def labelled(chunk: nn.Module, routers: list[Router]) -> list[Router]:
-    """Label the routers of HybridModels in a chunk as their patterns are read."""
+    """Label the routers of a HybridModel in a chunk as its pattern is read."""
     for path, _, pattern in _stacks(chunk):
-        labels = hybrid_pattern.labels(pattern)
-        symbols, moe = "".join(hybrid_pattern.stages(pattern)), DecoderLayers.of_pattern(pattern).moe
+        labels, moe = hybrid_pattern.labels(pattern), DecoderLayers.of_pattern(pattern).moe
+        problem = "the number of this router isn't that of an E in the pattern of the model"
+        cause = "a pipeline split that Megatron's layers and the pattern count differently"
         for at, one in enumerate(routers):
-            if path and not one.path.startswith(f"{path}."):
-                continue
-            place = -1 if one.layer is None else one.layer
-            RouterError.unless(
-                symbols[place : place + 1] == "E",
-                "the number of this router isn't that of an E in the pattern of the model",
-                f"an E in {pattern!r}",
-                f"layer_number {place + 1}",
-                "a pipeline split that Megatron's layers and the pattern count differently",
-                one.path,
-            )
-            routers[at] = replace(one, layer=labels[place], whole=moe)
+            if not path or one.path.startswith(f"{path}."):
+                place = -1 if one.layer is None else one.layer
+                label = labels[place] if 0 <= place < len(labels) else None
+                expected, got = f"an E in {pattern!r}", f"layer_number {place + 1}"
+                RouterError.unless(label in moe, problem, expected, got, cause, one.path)
+                routers[at] = replace(one, layer=label, whole=moe)
     return routers
 
 
@@ -81,25 +75,14 @@ def layers_in(chunks: Sequence[nn.Module]) -> set[int] | None:
 
 
 def _stacks(chunk: nn.Module) -> Iterator[tuple[str, Any, str]]:
-    """The decoders of HybridModels in a chunk: path, module, and the pattern of the whole model."""
-    modules: dict[str, Any] = dict(chunk.named_modules())
-    for path, stack in modules.items():
-        config: Any = getattr(stack, "config", None)
-        is_stack = "layer_type_list" in vars(stack) and hasattr(config, "pipeline_model_parallel_size")
-        if not is_stack or getattr(stack, "is_mtp_layer", False):
+    """The decoder of a HybridModel in a chunk: path, module, and the pattern of the whole model."""
+    pattern = next(filter(None, map(pattern_on, chunk.modules())), None)
+    for path, module in chunk.named_modules():
+        stack: Any = module
+        if not {"layer_type_list", "pp_group"} <= vars(stack).keys() or getattr(stack, "is_mtp_layer", False):
             continue
-        parts = path.split(".") if path else []
-        around = (".".join(parts[:end]) for end in range(len(parts), -1, -1))
-        found = (pattern_on(modules[one]) for one in around)
-        pattern = next((one for one in found if one is not None), None)
-        symbols = "".join(stack.layer_type_list)
-        whole = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1) == 1
-        RouterError.unless(
-            pattern is not None or whole,
-            "the pattern of the whole model isn't known",
-            "the HybridModel",
-            f"a stage's decoder, {symbols!r}",
-            "model.decoder in the place of model",
-            path,
-        )
-        yield path, stack, symbols if pattern is None else pattern
+        pp, vp = (getattr(stack.config, f"{kind}pipeline_model_parallel_size") for kind in ("", "virtual_"))
+        symbols, problem = "".join(stack.layer_type_list), "the pattern of the whole model isn't known"
+        got, cause = f"a stage's decoder, {symbols!r}", "model.decoder in the place of model"
+        RouterError.unless(bool(pattern) or pp * (vp or 1) == 1, problem, "the HybridModel", got, cause, path)
+        yield path, stack, pattern or symbols

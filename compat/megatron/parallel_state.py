@@ -30,12 +30,8 @@ _AXES = {
 def read(model: Any, sequence_parallel: bool | None) -> ParallelLayout:
     """ParallelLayout.from_megatron; see there."""
     state = _running_state()
-    config, decoder = config_of(model), None
-    if config is not None:
-        built = config is not model
-        decoder = decoder_layers(
-            config, hybrid.pattern_in(chunks_of(model)) if built else hybrid.pattern_of(config)
-        )
+    config = config_of(model)
+    pattern = hybrid.pattern_of(config) if config is model else hybrid.pattern_in(chunks_of(model))
     sizes = {axis: _of_axis(state, axis, "world_size") for axis in _AXES}
     layout = ParallelLayout(
         **sizes,
@@ -43,7 +39,7 @@ def read(model: Any, sequence_parallel: bool | None) -> ParallelLayout:
         vp=_virtual_stages(state, config),
         sequence_parallel=_slices(config, sequence_parallel, sizes["tp"]),
         gathers_rows=getattr(config, "moe_token_dispatcher_type", None) == "alltoall_seq",
-        decoder=decoder,
+        decoder=None if config is None else decoder_layers(config, pattern),
         groups=(  # those that share a pipeline stage, then the stages
             _ask(state, "get_tensor_and_context_parallel_group"),
             _ask(state, "get_pipeline_model_parallel_group"),

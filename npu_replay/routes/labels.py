@@ -25,7 +25,7 @@ class StageLabels(tuple[int, ...]):
         made.whole, made.here = tuple(whole), tuple(here)
         return made
 
-    def among(self, layers: tuple[int, ...]) -> tuple[int, ...]:
+    def among(self, layers: tuple[int, ...], where: str = "") -> tuple[int, ...]:
         """Return what these layers are called in routes with the labels `layers`.
 
         In routes of this rank they have their own names. Of others the k-th is the model's k-th MoE layer.
@@ -38,5 +38,6 @@ class StageLabels(tuple[int, ...]):
             f"{len(self.whole)} MoE layers, one for each E, labelled {self.whole} here, or this rank's part",
             f"{len(layers)} MoE layers, {layers}",
             "another model's Hugging Face config, columns of dense layers, or another rank's part",
+            where,
         )
         return tuple(layers[self.whole.index(label)] for label in self)

@@ -23,7 +23,7 @@ from npu_replay.errors import (
     shown,
 )
 from npu_replay.rollout.model_config import RoutedModel
-from npu_replay.routers import Model, Router, labels_of
+from npu_replay.routers import Model, Router
 from npu_replay.routes.by_tokens import RoutesByTokens
 from npu_replay.routes.fingerprint import find_other_tokens, fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts
@@ -295,7 +295,7 @@ class Following(AnyReplay):
         except (MicroBatchError, InvalidRoutes) as error:
             raise error.at(micro_batch(number)) from None
         self._check_layers(number, given, self._routers[0])
-        self._given[0, number] = DeviceRoutes(given, labels_of(self._routers[0]))
+        self._given[0, number] = DeviceRoutes(given, self.labels(0))
 
     def _found(self, number: int, fed: FedSequences, grad: bool) -> RoutedExperts:
         """By its tokens, what is held of each sequence."""

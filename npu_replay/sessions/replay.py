@@ -92,7 +92,7 @@ class DeviceRoutes:
 
     Args:
         routes: rows as the routers have them.
-        labels: those of the chunk's routers.
+        labels: of the chunk's routers.
 
     Attributes:
         rows: how many there are.
@@ -218,12 +218,13 @@ class AnyReplay(Session):
             self._compare(call)
         return super()._choose_again(call)
 
+    def labels(self, chunk: int) -> StageLabels:
+        """The decoder layers of a chunk's routers, ascending."""
+        return labels_of(self._routers[chunk], self._all_routers())
+
     def _check_layers(self, number: int, routes: RoutedExperts, routers: Sequence[Router]) -> None:
         """Refuse routes that these routers can't be given."""
-        try:
-            named = labels_of(routers, self._all_routers()).among(routes.layers)
-        except RouterError as error:
-            raise error.at(micro_batch(number)) from None
+        named = labels_of(routers, self._all_routers()).among(routes.layers, micro_batch(number))
         for router, label in zip(routers, named, strict=True):
             where = micro_batch(number, router.label)
             if label not in routes.layers:
@@ -373,9 +374,8 @@ class Replay(AnyReplay):
         super()._check_model()
         for number, routes in enumerate(self._routes):
             self._check_layers(number, routes, self._all_routers())
-            for chunk, found in enumerate(self._routers):
-                labels = labels_of(found, self._all_routers())
-                self._given[chunk, number] = DeviceRoutes(routes, labels)
+            for chunk in range(len(self._chunks)):
+                self._given[chunk, number] = DeviceRoutes(routes, self.labels(chunk))
 
     def _check_forward(self, forward: Forward) -> None:
         if forward.number >= len(self._routes):
@@ -444,8 +444,6 @@ def _rows(routes: Sequence[RoutedExperts]) -> tuple[int, int]:
 def checked_routes(routes: Any) -> list[RoutedExperts]:
     """A list of RoutedExperts, or an error that says what it is instead."""
     listed = list_of(routes, RoutedExperts, "routes", "recording.routes was meant", kind=MicroBatchError)
-    if not listed:
-        raise MicroBatchError(
-            "there are no routes to replay", expected="one RoutedExperts a micro-batch", got="an empty list"
-        )
+    problem, expected = "there are no routes to replay", "one RoutedExperts a micro-batch"
+    MicroBatchError.unless(bool(listed), problem, expected, "an empty list")
     return listed

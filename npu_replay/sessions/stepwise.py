@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from npu_replay.errors import MicroBatchError, micro_batch
-from npu_replay.routers import Model, Router, labels_of
-from npu_replay.routes.labels import StageLabels
+from npu_replay.routers import Model, Router
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions.micro_batches import Forward
 from npu_replay.sessions.record import Recording, micro_batch_routes
@@ -50,10 +49,6 @@ class StepReplay(AnyReplay):
         self._check_layers(number, routes, self._routers[chunk])
         self._given[chunk, number] = DeviceRoutes(routes, self.labels(chunk))
         self._bytes += routes.ids.nbytes
-
-    def labels(self, chunk: int) -> StageLabels:
-        """The decoder layers of a chunk's routers, ascending."""
-        return labels_of(self._routers[chunk], self._all_routers())
 
     @property
     def first_chunk(self) -> int:
