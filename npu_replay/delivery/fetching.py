@@ -76,11 +76,9 @@ def fetch_each(
     """The routes of each sample, or why it has none; a sample that stands there twice is the same object."""
     if isinstance(layers, StageLabels):
         for one in references:
-            fine, problem = (
-                layers.among(one.layers) == layers,
-                "the pieces have other labels than the model's",
-            )
-            RouterError.unless(fine, problem, layers.whole, one.layers, "a cut by another count", repr(one))
+            put, problem = tuple(sorted(one.layers)), "the pieces have other labels than the model's"
+            fine, cause = layers.among(put) == layers, "a cut by another count of its layers"
+            RouterError.unless(fine, problem, layers.whole, put, cause, repr(one))
     pieces = _read({one.key: one for one in references}, layers, patience)
     found: dict[int, RoutedExperts | InvalidRoutes] = {}
     for one in references:

@@ -183,7 +183,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
 
     get_rank, get_world_size = dist.get_rank, dist.get_world_size
 
-    def build(pattern: str, pp: int, rank: int, vp: int | None = None) -> list[Any]:
+    def build(pattern: str, pp: int, rank: int, vp: int | None = None, **changes: Any) -> list[Any]:
         needs(pattern)
         group = PipelineGroup(pp, rank)
         values = {
@@ -203,6 +203,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
             pipeline_model_parallel_size=pp,
             virtual_pipeline_model_parallel_size=vp,
             pipeline_dtype=torch.float32,
+            **changes,
         )
         return hybrid_model.chunks(config, pattern)
 
@@ -238,6 +239,14 @@ def test_a_stage_without_e_is_taken_as_a_dense_stage(stage: Callable[..., list[A
         layer.mlp = torch.nn.Identity()
     with pytest.raises(RouterError, match="no router in this model"):
         find([mixed])
+
+
+def test_experts_of_multi_token_prediction_make_no_stage_an_moe_stage(
+    stage: Callable[..., list[Any]],
+) -> None:
+    (chunk,) = stage("*E|*-*-/*E", 2, 1, mtp_num_layers=1)
+    assert hasattr(chunk, "mtp")
+    assert find([chunk]) == [[]]
 
 
 def test_some_virtual_stages_in_the_place_of_all_are_refused(stage: Callable[..., list[Any]]) -> None:
