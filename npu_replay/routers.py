@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from npu_replay.errors import RouterError
+from npu_replay.routes.labels import StageLabels
 
 if TYPE_CHECKING:
     from npu_replay.sessions.micro_batches import Marks
@@ -73,6 +74,8 @@ class Router:
         row_order: how its rows come of [batch, sequence]: "sequence" (s*b), "batch" (b*s); None if not known.
         bypass: why its top-k might never run, in words for an error; empty if nothing is known.
         path: where it sits in the model, `find` fills it in.
+        whole: the labels of all routers of the model, on whichever stage, where its layers are counted
+            otherwise than a Hugging Face config may count them; empty elsewhere.
     """
 
     module: nn.Module
@@ -89,6 +92,7 @@ class Router:
     row_order: str | None = None
     bypass: str = ""
     path: str = ""
+    whole: tuple[int, ...] = ()
 
     @property
     def label(self) -> int:
@@ -110,6 +114,10 @@ class RouterKind:
             RouterError: it is one, but can't be replayed.
         """
         raise NotImplementedError
+
+    def labelled(self, chunk: nn.Module, routers: list[Router]) -> list[Router]:
+        """Label the routers of a chunk, where the chunk knows more than each of them."""
+        return routers
 
     def accepts_none(self, chunks: Sequence[nn.Module]) -> bool:
         """Is it right that these have no router: a pipeline stage of dense layers, by its config?"""
@@ -242,6 +250,12 @@ def chunks_of(model: Model) -> list[nn.Module]:
     return chunks
 
 
+def labels_of(found: Sequence[Router], here: Iterable[Router] = ()) -> StageLabels:
+    """The labels of these routers of a model; here: all that this rank has of it."""
+    labels, every = ([router.label for router in each] for each in (found, here))
+    return StageLabels(labels, found[0].whole if found else (), sorted(every))
+
+
 def find(chunks: Sequence[nn.Module]) -> list[list[Router]]:
     """Find the routers of each model chunk, labelled by decoder layer and sorted by it.
 
@@ -253,6 +267,8 @@ def find(chunks: Sequence[nn.Module]) -> list[list[Router]]:
     owner: dict[int, str] = {}
     for number, chunk in enumerate(chunks):
         routers = list(_described(chunk))
+        for kind in _registered():
+            routers = kind.labelled(chunk, routers)
         for router in routers:
             place = f"chunk {number}, {router.path or 'the module itself'}"
             if id(router.module) in owner:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from npu_replay.compat.megatron import hybrid
 from npu_replay.compat.mindspeed import llm
 from npu_replay.errors import ReplayError, RouterError
 from npu_replay.parallel.parallel_layout import ParallelLayout
@@ -30,6 +31,7 @@ def read(model: Any, sequence_parallel: bool | None) -> ParallelLayout:
     """ParallelLayout.from_megatron; see there."""
     state = _running_state()
     config = config_of(model)
+    pattern = hybrid.pattern_of(config) if config is model else hybrid.pattern_in(chunks_of(model))
     sizes = {axis: _of_axis(state, axis, "world_size") for axis in _AXES}
     layout = ParallelLayout(
         **sizes,
@@ -37,7 +39,7 @@ def read(model: Any, sequence_parallel: bool | None) -> ParallelLayout:
         vp=_virtual_stages(state, config),
         sequence_parallel=_slices(config, sequence_parallel, sizes["tp"]),
         gathers_rows=getattr(config, "moe_token_dispatcher_type", None) == "alltoall_seq",
-        decoder=None if config is None else decoder_layers(config),
+        decoder=None if config is None else decoder_layers(config, pattern),
         groups=(  # those that share a pipeline stage, then the stages
             _ask(state, "get_tensor_and_context_parallel_group"),
             _ask(state, "get_pipeline_model_parallel_group"),
@@ -63,8 +65,15 @@ def config_of(model: Any) -> Any:
     )
 
 
-def decoder_layers(config: Any) -> DecoderLayers:
-    """The decoder layers of a TransformerConfig, and how its pipeline deals them out."""
+def decoder_layers(config: Any, pattern: str | None = None) -> DecoderLayers:
+    """The decoder layers of a TransformerConfig, and how its pipeline deals them out; of a HybridModel, with
+    the pattern that its config may lack."""
+    if (pattern := pattern or hybrid.pattern_on(config)) is not None:
+        return DecoderLayers.of_pattern(
+            pattern,
+            first_stage=config.num_layers_in_first_pipeline_stage,
+            last_stage=config.num_layers_in_last_pipeline_stage,
+        )
     table, count = getattr(config, "pipeline_model_parallel_layout", None), int(config.num_layers)
     if table is None:
         stages = llm.pipeline_table(config)
@@ -117,12 +126,14 @@ def _stage(chunks: Sequence[nn.Module]) -> ParallelLayout | None:
         pp=_of_axis(state, "pp", "world_size"),
         pp_rank=_of_axis(state, "pp", "rank"),
         vp=_virtual_stages(state, config),
-        decoder=decoder_layers(config),
+        decoder=decoder_layers(config, hybrid.pattern_in(chunks)),
     )
 
 
 def _decoder_layers_in(chunks: Sequence[nn.Module]) -> set[int]:
     """The decoder layers of an MoE model that are in these chunks."""
+    if (found := hybrid.layers_in(chunks)) is not None:
+        return found
     product: Any = sys.modules.get("megatron.core.transformer.transformer_layer")
     return {
         int(module.layer_number) - 1

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from npu_replay.compat import torch_npu
-from npu_replay.compat.megatron import aux_losses, fused_router, parallel_state, router_call
+from npu_replay.compat.megatron import aux_losses, fused_router, hybrid, parallel_state, router_call
 from npu_replay.compat.mindspeed import fb_overlap, features, llm
 from npu_replay.compat.patching import import_hook
 from npu_replay.errors import NoEffect, RouterError
@@ -100,6 +100,10 @@ class MegatronRouters(RouterKind):
                 yield f"{where}.{name}", owner, name
         for name in _TOP_K_FUNCTIONS:
             yield name, product, name
+
+    def labelled(self, chunk: nn.Module, routers: list[Router]) -> list[Router]:
+        """Label the routers of a HybridModel by its pattern."""
+        return hybrid.labelled(chunk, routers)
 
     def accepts_none(self, chunks: Sequence[nn.Module]) -> bool:
         """A stage of an MoE model's pipeline whose layers are all dense, by its config."""

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from npu_replay.delivery.references import Reference
-from npu_replay.errors import InvalidRoutes, one_of
+from npu_replay.errors import InvalidRoutes, RouterError, one_of
 from npu_replay.parallel.merge import side_by_side
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.routes import arguments
+from npu_replay.routes.labels import StageLabels
 from npu_replay.routes.routed_experts import RoutedExperts
 
 PATIENCE = 60.0
@@ -73,6 +74,11 @@ def fetch_each(
     references: Sequence[Reference], layers: tuple[int, ...] | None, patience: float
 ) -> list[RoutedExperts | InvalidRoutes]:
     """The routes of each sample, or why it has none; a sample that stands there twice is the same object."""
+    if isinstance(layers, StageLabels):
+        for one in references:
+            put, problem = tuple(sorted(one.layers)), "the pieces have other labels than the model's"
+            fine, cause = layers.among(put) == layers, "a cut by another count of its layers"
+            RouterError.unless(fine, problem, layers.whole, put, cause, repr(one))
     pieces = _read({one.key: one for one in references}, layers, patience)
     found: dict[int, RoutedExperts | InvalidRoutes] = {}
     for one in references:

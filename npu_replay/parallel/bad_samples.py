@@ -7,25 +7,17 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from npu_replay.errors import MicroBatchError, ReplayError, listed, whole_number
+from npu_replay.errors import MicroBatchError, ReplayError
+from npu_replay.routes import arguments
 from npu_replay.routes.checks import Finding
 from npu_replay.routes.fingerprint import find_other_tokens
+from npu_replay.routes.labels import StageLabels
 from npu_replay.routes.routed_experts import RoutedExperts
 
 CEILING = 0.01
 """The share of bad samples that is tolerated where the user says no other."""
 
 _log = logging.getLogger(__name__)
-
-
-def asked(layers: Sequence[int] | None) -> tuple[int, ...] | None:
-    """The decoder layers that somebody asks for."""
-    if layers is None:
-        return None
-    given = listed(layers, "the layers")
-    if {*map(type, given)} <= {int}:
-        return tuple(given)
-    return tuple(whole_number(layer, "a layer") for layer in given)
 
 
 def find(
@@ -42,7 +34,7 @@ def find(
     problem = "another number of sequences than the layout has"
     cause = "a batch that was cut or merged after its layout was made"
     MicroBatchError.unless(len(batch) == len(lengths), problem, len(lengths), len(batch), cause)
-    layers = asked(layers)
+    layers = None if layers is None else arguments.labels(layers)
     kinds = [_kind(one, layers) if isinstance(one, RoutedExperts) else None for one in batch]
     usual = kinds[0] if kinds else None
     if kinds.count(usual) < len(kinds):  # counting hashes each, and nearly always they are alike
@@ -109,6 +101,8 @@ def _find_bad(
             f"none for {len(routes)} tokens",
             cause="a sample that was aborted, or an engine that captured nothing",
         )
+    if isinstance(layers, StageLabels):
+        layers = layers.among(routes.layers)
     if layers and (lacking := set(layers).difference(routes.layers)):
         return Finding(
             f"nobody recorded decoder layer {min(lacking)}",

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 from npu_replay.errors import ReplayError, RouterError, one_of, shown, whole_number
 from npu_replay.parallel.pipeline_layers import DecoderLayers
 from npu_replay.routers import Model, chunks_of, find
+from npu_replay.routes.labels import StageLabels
 
 Context: TypeAlias = Literal["zigzag", "contiguous"]
 """How context parallelism cuts a sequence: two chunks a rank, one from each end, or one piece a rank."""
@@ -114,7 +115,9 @@ class ParallelLayout:
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Those of them that have a router; empty on a stage of dense layers."""
-        return tuple(sorted({*self.layers}.intersection(self._known_decoder().moe)))
+        decoder = self._known_decoder()
+        whole = () if decoder.pattern is None else decoder.moe
+        return StageLabels(sorted({*self.layers}.intersection(decoder.moe)), whole)
 
     def _known_decoder(self) -> DecoderLayers:
         if self.decoder is None:

@@ -117,7 +117,7 @@ def pick(
     return like._derived(
         torch.from_numpy(out).view(rows, len(labels), topk),
         torch.from_numpy(flags),
-        layers=labels,
+        layers=tuple(labels),
         weight_version=arguments.common(one.weight_version for one in used.values()),
         vouched=all(one.vouched for one in used.values()),
         from_engine=any(one.from_engine for one in used.values()),

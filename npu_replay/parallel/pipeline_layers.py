@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from npu_replay.errors import ReplayError, listed, whole_number
+from npu_replay.parallel import hybrid_pattern
 from npu_replay.routes.checks import MAX_LAYERS
 
 
@@ -33,6 +35,7 @@ class DecoderLayers:
         loss_counts: and so does the loss (account_for_loss_in_pipeline_split).
         table: layers of each stage, by pipeline rank and virtual stage, instead of the rules above
             (pipeline_model_parallel_layout).
+        pattern: of a HybridModel, whose stages follow it; `of_pattern` reads it.
 
     Raises:
         ReplayError: a list of another length or of others than 0 and 1, numbers that are negative or aren't
@@ -46,6 +49,7 @@ class DecoderLayers:
     embedding_counts: bool = False
     loss_counts: bool = False
     table: Sequence[Sequence[int]] | None = None
+    pattern: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("count", "first_stage", "last_stage"):
@@ -75,6 +79,22 @@ class DecoderLayers:
             total, least = sum(map(sum, table)), min((min(stage, default=0) for stage in table), default=0)
             _check(least >= 0, "the pipeline layout has a negative number of layers", ">= 0", least)
             _check(total == self.count, "the pipeline layout has other layers", self.count, total)
+
+    @classmethod
+    def of_pattern(
+        cls, pattern: str, *, first_stage: int | None = None, last_stage: int | None = None
+    ) -> DecoderLayers:
+        """Read the pattern of a HybridModel: its k-th `E` is the k-th MoE layer of a Hugging Face config.
+
+        >>> [npu_replay.DecoderLayers.of_pattern(pattern).moe for pattern in ("*-*E|*E", "MEM*E")]
+        [(1, 2), (1, 4)]
+
+        Args:
+            pattern: hybrid_layer_pattern. A mixer and its `-` or `E` are one layer, if all are such pairs.
+            first_stage, last_stage: in symbols, where no `|` ends the stages.
+        """
+        kinds = hybrid_pattern.kinds(pattern)
+        return cls(len(kinds), kinds, first_stage=first_stage, last_stage=last_stage, pattern=pattern)
 
     @property
     def moe(self) -> tuple[int, ...]:
@@ -108,6 +128,8 @@ class DecoderLayers:
 
     def _counts(self, pp: int, vp: int) -> Sequence[Sequence[int]]:
         """Decoder layers of each stage, [pipeline rank][virtual stage]."""
+        if self.pattern is not None:
+            return self._counts_by(self.pattern, pp, vp)
         if self.table is not None:
             shape = [len(stage) for stage in self.table]
             _check(shape == [vp] * pp, "the pipeline layout has another shape", f"{pp} x {vp}", shape)
@@ -129,6 +151,17 @@ class DecoderLayers:
         counts[0][0] -= embedding
         counts[-1][-1] -= loss
         return counts
+
+    def _counts_by(self, pattern: str, pp: int, vp: int) -> Sequence[Sequence[int]]:
+        labels, sizes = hybrid_pattern.labels(pattern), [*map(len, hybrid_pattern.stages(pattern))]
+        if len(sizes) == 1:
+            symbols = DecoderLayers(sizes[0], first_stage=self.first_stage, last_stage=self.last_stage)
+            counts = symbols._counts(pp, vp)
+            sizes = [counts[rank][stage] for stage in range(vp) for rank in range(pp)]
+        _check(len(sizes) == pp * vp, f"{pattern!r} has other pipeline stages", f"{pp} x {vp}", len(sizes))
+        spans = zip(sizes, accumulate(sizes), strict=True)
+        found = [sum(label is not None for label in labels[end - size : end]) for size, end in spans]
+        return [found[rank::pp] for rank in range(pp)]
 
 
 def _whole(given: Any, what: str) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from npu_replay.errors import MicroBatchError, ReplayError, listed, one_of, share, shown, whole_number
 from npu_replay.parallel import bad_samples, picking, probed_layout
 from npu_replay.parallel.parallel_layout import Context, ParallelLayout
+from npu_replay.routes import arguments
 from npu_replay.routes.arguments import is_plain
 from npu_replay.routes.checks import MAX_TOKENS
 from npu_replay.routes.inputs import Inputs
@@ -262,7 +263,7 @@ class TokenLayout:
         """
         one_of(on_bad_route, ("error", "native"), "on_bad_route", kind=MicroBatchError)
         ceiling = share(ceiling, "ceiling", "samples", kind=MicroBatchError)
-        layers = bad_samples.asked(layers)
+        layers = None if layers is None else arguments.labels(layers)
         if bad := self.bad_routes(batch, layers=layers):
             bad_samples.tolerate(bad, len(batch), 0.0 if on_bad_route == "error" else ceiling)
         real = {n: routes for n, routes in enumerate(batch) if isinstance(routes, RoutedExperts)}

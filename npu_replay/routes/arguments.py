@@ -10,6 +10,7 @@ import torch
 
 from npu_replay.errors import InvalidRoutes, listed, shown, whole_number
 from npu_replay.routes.checks import MAX_EXPERTS, MAX_LAYERS
+from npu_replay.routes.labels import StageLabels
 
 IdArray: TypeAlias = "torch.Tensor | np.ndarray"
 
@@ -55,6 +56,8 @@ def ids(ids: Any) -> torch.Tensor:
 
 
 def labels(layers: Any) -> tuple[int, ...]:
+    if isinstance(layers, StageLabels):
+        return layers
     given = listed(layers, "the layer labels", most=MAX_LAYERS, kind=InvalidRoutes)
     if {*map(type, given)} <= {int}:
         return tuple(given)

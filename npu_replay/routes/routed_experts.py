@@ -24,6 +24,7 @@ from npu_replay.routes.atomic_file import as_path
 from npu_replay.routes.checks import Array, Finding
 from npu_replay.routes.fingerprint import SampleKey, with_key
 from npu_replay.routes.fingerprint import fingerprint as fingerprint_of
+from npu_replay.routes.labels import StageLabels
 
 if TYPE_CHECKING:
     from npu_replay.routes.inputs import Inputs
@@ -145,7 +146,7 @@ class RoutedExperts:
         from_engine: bool = False,
     ) -> RoutedExperts:
         """Build one around an array that nobody else will write to, with every check and no copy."""
-        wide, labels = arguments.ids(ids), arguments.labels(layers)
+        wide, labels = arguments.ids(ids), tuple(arguments.labels(layers))
         arguments.check_columns(labels, wide.shape[1])
         rows = arguments.mask(recorded, tokens=wide.shape[0])
         num_experts = arguments.num_experts(num_experts, wide.shape[2])
@@ -296,7 +297,7 @@ class RoutedExperts:
         return first._derived(
             torch.cat([part.ids[:, columns[part.layers]] for part in parts]),
             torch.cat([part.recorded for part in parts]),
-            layers=labels,
+            layers=tuple(labels),
             weight_version=arguments.common(part.weight_version for part in parts),
             vouched=all(part.vouched for part in parts),
             from_engine=any(part.from_engine for part in parts),
@@ -323,10 +324,12 @@ class RoutedExperts:
         """
         labels = arguments.labels(layers)
         ids = self.ids[:, self._columns(labels)]
-        return self._derived(ids, self.recorded, layers=labels, fingerprint=self.fingerprint)
+        return self._derived(ids, self.recorded, layers=tuple(labels), fingerprint=self.fingerprint)
 
     def _columns(self, labels: tuple[int, ...]) -> slice | list[int]:
         """The columns of these layers; a slice, which copies nothing, where they are neighbours."""
+        if isinstance(labels, StageLabels):
+            labels = labels.among(self.layers)
         if labels == self.layers:
             return slice(None)
         columns = [self.layers.index(layer) for layer in labels if layer in self.layers]

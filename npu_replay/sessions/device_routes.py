@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
 
-from npu_replay.routers import Router
+from npu_replay.routes.labels import StageLabels
 from npu_replay.routes.routed_experts import RoutedExperts
 
 _OnDevice: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, dict[int, torch.Tensor]]"
@@ -20,7 +19,7 @@ class DeviceRoutes:
 
     Args:
         routes: rows as the routers have them.
-        routers: those of the chunk.
+        labels: of the chunk's routers.
 
     Attributes:
         rows: how many there are.
@@ -30,8 +29,7 @@ class DeviceRoutes:
         columns: of the narrow ids, by layer.
     """
 
-    def __init__(self, routes: RoutedExperts, routers: Sequence[Router]) -> None:
-        labels = tuple(router.label for router in routers)
+    def __init__(self, routes: RoutedExperts, labels: StageLabels) -> None:
         self.routes = routes
         self.rows = len(routes)
         self.columns = {label: column for column, label in enumerate(labels)}
@@ -40,11 +38,16 @@ class DeviceRoutes:
         self.missing: torch.Tensor | None = missing if len(missing) else None
         self.on: dict[torch.device, _OnDevice] = {}
 
+    @property
+    def ids(self) -> torch.Tensor:
+        """The narrow ids on the host, [rows, layers, topk], a column for each router."""
+        return self.routes.ids[:, self._of_all]
+
     def send(self, device: torch.device) -> None:
         """Have them on a device; without waiting for them, and once."""
         if device in self.on or not self.columns:
             return
-        ids = to_device(self.routes.ids[:, self._of_all], device)
+        ids = to_device(self.ids, device)
         given = ids.transpose(0, 1)
         if ids.numel() <= _FEW and not torch.is_inference_mode_enabled():
             given = given.to(torch.int64, memory_format=torch.contiguous_format)

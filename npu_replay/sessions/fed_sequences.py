@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from npu_replay.errors import MicroBatchError, listed
-from npu_replay.routers import Router
+from npu_replay.routers import Router, labels_of
 from npu_replay.routes.checks import Array
 from npu_replay.routes.fingerprint import fingerprint, with_key
 from npu_replay.routes.input_digest import input_key, other_inputs
@@ -48,7 +48,7 @@ class FedSequences:
 
     def in_rows(self, found: Mapping[int, RoutedExperts], routers: Sequence[Router]) -> RoutedExperts:
         """The routes of these sequences, by number, for these routers; all other rows have none."""
-        labels = [router.label for router in routers]
+        labels = labels_of(routers)
         if not found:
             topk, experts = routers[0].topk, routers[0].num_experts
             return RoutedExperts.unrecorded(self.rows, layers=labels, topk=topk, num_experts=experts)

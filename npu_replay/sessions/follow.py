@@ -316,7 +316,7 @@ class Following(AnyReplay):
         except (MicroBatchError, InvalidRoutes) as error:
             raise error.at(micro_batch(number)) from None
         self._check_layers(number, given, self._routers[0])
-        self._given[0, number] = DeviceRoutes(given, self._routers[0])
+        self._given[0, number] = DeviceRoutes(given, self.labels(0))
 
     def _fed_by(self, call: dict[str, Any]) -> FedSequences:
         return fed_sequences(call, self._placeholders, self._keys)

@@ -18,6 +18,7 @@ import torch
 from npu_replay.errors import MicroBatchError, micro_batch, share
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
+from npu_replay.sessions.device_routes import DeviceRoutes
 from npu_replay.sessions.micro_batches import Forward
 
 VARIABLE = "NPU_REPLAY_MIN_OVERLAP"
@@ -76,19 +77,20 @@ class OverlapCheck:
         narrow = narrow_dtype(num_experts + 1)  # a count may be num_experts
         self._calls[label] = _Call(hits.to(narrow), loads, own.to(narrow))
 
-    def check(self, chunk: int, number: int | None, routes: RoutedExperts | None) -> None:
+    def check(self, chunk: int, number: int | None, given: DeviceRoutes | None) -> None:
         """Judge a forward at its end, if `add` was called in it. Waits for the device.
 
         Args:
             number: of the micro-batch; None where the forward raised.
-            routes: those of the forward.
+            given: the routes of the forward.
 
         Raises:
             MicroBatchError: naming the layers or the tokens, and the shift that would fit.
         """
         calls, self._calls = self._calls, {}
-        if number is None or routes is None or not calls:
+        if number is None or given is None or not calls:
             return
+        routes = given.routes
         rows = rows_by_token(routes)
         seen = _Seen.of(calls, rows, self._before.pop(chunk, None))
         if seen.hits.shape[1] < RUN:
@@ -103,8 +105,7 @@ class OverlapCheck:
             where, got, least = tokens_of(routes, rows, at), run, floor
         chance = float(seen.chance(routes.topk).mean())
         # Rows that are wrong here may be less so anywhere else: then only a place where they are right is named.
-        given = routes.only(sorted(calls)).ids.numpy()[rows]
-        moved = find_shift(calls, rows, given, at, (1 + chance) / 2 if where else chance)
+        moved = find_shift(calls, rows, given.ids.numpy()[rows], at, (1 + chance) / 2 if where else chance)
         if where or moved is not None:
             raise _error(f"{micro_batch(number)}, chunk {chunk}", where, got, least, moved)
 

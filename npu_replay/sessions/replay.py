@@ -10,8 +10,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from npu_replay.errors import MicroBatchError, ReplayError, RouterError, list_of, micro_batch
-from npu_replay.routers import Model, Router
+from npu_replay.routers import Model, Router, labels_of
 from npu_replay.routes.inputs import Called, InputCheck, copied
+from npu_replay.routes.labels import StageLabels
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions import seam
 from npu_replay.sessions.block import to_enter
@@ -175,11 +176,16 @@ class AnyReplay(Session):
             self._compare(call)
         return super()._choose_again(call)
 
+    def labels(self, chunk: int) -> StageLabels:
+        """The decoder layers of a chunk's routers, ascending."""
+        return labels_of(self._routers[chunk], self._all_routers())
+
     def _check_layers(self, number: int, routes: RoutedExperts, routers: Sequence[Router]) -> None:
         """Refuse routes that these routers can't be given."""
-        for router in routers:
+        named = labels_of(routers, self._all_routers()).among(routes.layers, micro_batch(number))
+        for router, label in zip(routers, named, strict=True):
             where = micro_batch(number, router.label)
-            if router.label not in routes.layers:
+            if label not in routes.layers:
                 raise RouterError(
                     "this decoder layer of the model is missing from the routes",
                     where=where,
@@ -259,7 +265,7 @@ class AnyReplay(Session):
         given = None if number is None else self._given.get((chunk, number))
         if given is not None:
             given.on.clear()  # what a recompute needs is kept by itself
-        self._overlap.check(chunk, number, None if given is None else given.routes)
+        self._overlap.check(chunk, number, given)
         return ended
 
     def _why_other_rows(self, forward: Forward) -> str:
@@ -333,8 +339,8 @@ class Replay(AnyReplay):
         super()._check_model()
         for number, routes in enumerate(self._routes):
             self._check_layers(number, routes, self._all_routers())
-            for chunk, found in enumerate(self._routers):
-                self._given[chunk, number] = DeviceRoutes(routes, found)
+            for chunk in range(len(self._chunks)):
+                self._given[chunk, number] = DeviceRoutes(routes, self.labels(chunk))
 
     def _check_forward(self, forward: Forward) -> None:
         if forward.number >= len(self._routes):
@@ -390,8 +396,6 @@ def _rows(routes: Sequence[RoutedExperts]) -> tuple[int, int]:
 def checked_routes(routes: Any) -> list[RoutedExperts]:
     """A list of RoutedExperts, or an error that says what it is instead."""
     listed = list_of(routes, RoutedExperts, "routes", "recording.routes was meant", kind=MicroBatchError)
-    if not listed:
-        raise MicroBatchError(
-            "there are no routes to replay", expected="one RoutedExperts a micro-batch", got="an empty list"
-        )
+    problem, expected = "there are no routes to replay", "one RoutedExperts a micro-batch"
+    MicroBatchError.unless(bool(listed), problem, expected, "an empty list")
     return listed

@@ -48,12 +48,8 @@ class StepReplay(AnyReplay):
         """
         number = self._timeline.ended[chunk]
         self._check_layers(number, routes, self._routers[chunk])
-        self._given[chunk, number] = DeviceRoutes(routes, self._routers[chunk])
+        self._given[chunk, number] = DeviceRoutes(routes, self.labels(chunk))
         self._bytes += routes.ids.nbytes
-
-    def labels(self, chunk: int) -> list[int]:
-        """The decoder layers of a chunk's routers, ascending."""
-        return [router.label for router in self._routers[chunk]]
 
     @property
     def first_chunk(self) -> int:

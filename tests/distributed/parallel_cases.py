@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import hybrid_model
 import npu_replay
 from distributed import parallel_flex
 from distributed import parallel_model as pm
@@ -40,7 +41,8 @@ class Case:
 
     Attributes:
         split: the sizes of the parallel axes.
-        moe: moe_layer_freq.
+        moe: moe_layer_freq; of a HybridModel its Hugging Face config's.
+        pattern: of a HybridModel; empty for a GPTModel.
         config: more of Megatron's config.
         packed: sequences one after the other (thd) instead of a padded batch.
         even: all micro-batches padded to one length, as pipelines and the allgather dispatcher need it.
@@ -50,6 +52,7 @@ class Case:
 
     split: pm.Split
     moe: tuple[int, ...] = pm.EVERY
+    pattern: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     packed: bool = False
     even: bool = False
@@ -65,6 +68,8 @@ class Case:
         return self.config.get("moe_token_dispatcher_type") == "flex"
 
 
+NEMOTRON = (0, 1, 0, 0, 1, 0, 0, 1)
+"""Of a config that counts each symbol of a pattern."""
 _LEGACY = "megatron.core.transformer.moe.legacy_a2a_token_dispatcher"
 CASES: dict[int, dict[str, Case]] = {
     2: {
@@ -88,6 +93,19 @@ CASES: dict[int, dict[str, Case]] = {
         "pp2-vp2": Case(split=pm.Split(pp=2, vp=2), even=True),
         "pp2-vp2-dense-chunk": Case(split=pm.Split(pp=2, vp=2), moe=(0, 1, 1, 1), even=True),
         "tp2-ep2": Case(split=pm.Split(tp=2, ep=2)),
+        "hybrid-cp2": Case(split=pm.Split(cp=2), pattern="*E*E*E*E"),
+        "hybrid-cp2-packed": Case(split=pm.Split(cp=2), packed=True, pattern="*E*E*E*E"),
+        "hybrid-ep2": Case(split=pm.Split(ep=2), pattern="*E*E*E*E", recompute=("full", "selective")),
+        "hybrid-pp2": Case(split=pm.Split(pp=2), even=True, pattern="*E*E*E*E", recompute=("kept",)),
+        "hybrid-pp2-uneven": Case(split=pm.Split(pp=2), even=True, pattern="*E*|E*E*E"),
+        "hybrid-pp2-vp2": Case(split=pm.Split(pp=2, vp=2), even=True, pattern="*E|*E|*E|*E"),
+        "hybrid-pp2-dense-stage": Case(
+            split=pm.Split(pp=2), moe=(0, 0, 1, 1), even=True, pattern="*-*-|*E*E", recompute=("full",)
+        ),
+        "hybrid-pp2-nemotron": Case(split=pm.Split(pp=2), moe=NEMOTRON, even=True, pattern="MEM*E|-ME"),
+        "hybrid-tp2": Case(
+            split=pm.Split(tp=2, etp=2), pattern="*-*E*E*E", moe=(0, 1, 1, 1), recompute=("full",)
+        ),
     },
     4: {
         "tp2-etp2-ep2": Case(split=pm.Split(tp=2, etp=2, ep=2)),
@@ -95,6 +113,7 @@ CASES: dict[int, dict[str, Case]] = {
         "tp2-cp2-packed": Case(split=pm.Split(tp=2, etp=2, cp=2), packed=True, recompute=("full",)),
         "tp2-pp2": Case(split=pm.Split(tp=2, etp=2, pp=2), even=True),
         "pp2-vp2-ep2": Case(split=pm.Split(pp=2, vp=2, ep=2), even=True),
+        "hybrid-tp2-pp2": Case(split=pm.Split(tp=2, etp=2, pp=2), even=True, pattern="*E*E|*E*E"),
     },
 }
 
@@ -121,6 +140,8 @@ def checks_of(name: str) -> tuple[str, ...]:
 
 def missing(case: Case) -> str:
     """Why this release of Megatron can't run the case; empty if it can."""
+    if case.pattern:
+        return hybrid_model.missing(case.pattern)
     return "" if importlib.util.find_spec(case.needs) else f"this release has no {case.needs}"
 
 
@@ -128,12 +149,17 @@ def missing(case: Case) -> str:
 
 
 def refer(folder: Path) -> None:
-    """What a job of one process finds, for each moe_layer_freq."""
-    for moe in {case.moe for cases in CASES.values() for case in cases.values()}:
+    """What a job of one process finds, for each moe_layer_freq or pattern, whose stages don't matter."""
+    known = {
+        (case.moe, hybrid_model.symbols(case.pattern)) for cases in CASES.values() for case in cases.values()
+    }
+    for moe, pattern in known:
+        if pattern and hybrid_model.missing(pattern):
+            continue
         split = pm.Split().start()
-        chunks = pm.build(split, moe)
+        chunks = pm.build(split, moe, pattern)
         weights = pm.initial(chunks)
-        job = Job(Case(split=split, moe=moe), split, chunks, weights)
+        job = Job(Case(split=split, moe=moe, pattern=pattern), split, chunks, weights)
         pm.load(chunks, split, weights)
         found: dict[str, Any] = {"weights": weights}
         with npu_replay.record(chunks) as recording:
@@ -145,11 +171,11 @@ def refer(folder: Path) -> None:
         found["round trip"] = job.replayed(job.scattered(recording.routes), job.plan())
         pm.load(chunks, split, pm.saturated_routers(weights))
         found["saturated"] = job.replayed(foreign, job.plan())
-        torch.save(found, folder / reference_name(moe))
+        torch.save(found, folder / reference_name(job.case))
 
 
-def reference_name(moe: Sequence[int]) -> str:
-    return f"reference-{''.join(map(str, moe))}.pt"
+def reference_name(case: Case) -> str:
+    return f"reference-{''.join(map(str, case.moe))}{hybrid_model.symbols(case.pattern).replace('*', 'A')}.pt"
 
 
 def foreign_routes(layers: Sequence[int]) -> list[RoutedExperts]:
@@ -158,7 +184,7 @@ def foreign_routes(layers: Sequence[int]) -> list[RoutedExperts]:
     routes = []
     for number, tokens in enumerate(pm.SEQUENCES):
         size = len(tokens) - number % 2
-        chances = torch.rand(size, pm.LAYERS, pm.EXPERTS, generator=generator)
+        chances = torch.rand(size, max(pm.LAYERS, max(layers) + 1), pm.EXPERTS, generator=generator)
         ids = chances.argsort(-1)[:, list(layers), : pm.TOPK]
         routes.append(RoutedExperts(ids=ids, layers=layers, num_experts=pm.EXPERTS))
     return routes
@@ -294,8 +320,8 @@ def run(folder: Path, wanted: Sequence[str], references: Path) -> None:
 def _run(
     case: Case, split: pm.Split, recompute: str, checks: Checks, references: Path, away: Path
 ) -> tuple[Job, dict[str, Any]]:
-    found = torch.load(references / reference_name(case.moe))
-    chunks = pm.build(split, case.moe, **case.config, **RECOMPUTE[recompute])
+    found = torch.load(references / reference_name(case))
+    chunks = pm.build(split, case.moe, case.pattern, **case.config, **RECOMPUTE[recompute])
     parallel = npu_replay.ParallelLayout.from_megatron(chunks)
     job = Job(case, split, chunks, found["weights"], parallel)
     pm.load(chunks, split, found["weights"])
@@ -319,8 +345,12 @@ def _check_layout(job: Job) -> None:
         assert (axis, getattr(parallel, axis)) == (axis, getattr(split, axis))
         assert (axis, getattr(parallel, f"{axis}_rank")) == (axis, split.ranks[axis])
     assert parallel.vp == split.vp
-    numbers = [[layer.layer_number - 1 for layer in chunk.decoder.layers] for chunk in job.chunks]
-    assert [list(layers) for layers in parallel.chunk_layers] == numbers
+    if not job.case.pattern:  # of a HybridModel only those with experts have a number in both
+        numbers = [[layer.layer_number - 1 for layer in chunk.decoder.layers] for chunk in job.chunks]
+        assert [list(layers) for layers in parallel.chunk_layers] == numbers
+    assert [[layer for layer in layers if job.case.moe[layer]] for layers in parallel.chunk_layers] == [
+        list(pm.routers([chunk])) for chunk in job.chunks
+    ]
     assert list(parallel.moe_layers) == sorted(pm.routers(job.chunks))
     parallel.check(job.chunks)
     for batch in [*job.plan(), *job.plan(other=True)]:

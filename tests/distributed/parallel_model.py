@@ -1,4 +1,4 @@
-"""A small GPTModel of real Megatron-core, cut over several processes as training frameworks cut it.
+"""A small GPTModel or HybridModel of real Megatron-core, cut over processes as training frameworks cut it.
 
 One process builds the whole model, the others take their shards of its weights and give back their shards of
 its gradients. Nothing here uses npu_replay's layouts: which token sits in which row is worked out anew, so
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import hybrid_model
 from npu_replay.demo import megatron_model
 from npu_replay.smoke.model import Norm
 
@@ -189,20 +190,30 @@ PARTS: dict[str, Any] = {"vocab": VOCAB, "norm": Norm, "attention": Attention}
 """What a chunk is built with, of megatron_model.model."""
 
 
-def build(split: Split, moe: Sequence[int] = EVERY, **changes: Any) -> list[nn.Module]:
-    """This rank's chunks of the model, one for each virtual stage."""
-    config = split.config(moe_layer_freq=list(moe), **changes)
-    return megatron_model.chunks(config, **PARTS)
+def build(split: Split, moe: Sequence[int] = EVERY, pattern: str = "", **changes: Any) -> list[nn.Module]:
+    """This rank's chunks of the model, one for each virtual stage.
+
+    Args:
+        moe: for each decoder layer of the model's Hugging Face config 1 if it has a router, else 0.
+        pattern: of a HybridModel, whose k-th E is the k-th of them; a GPTModel without one.
+    """
+    if not pattern:
+        return megatron_model.chunks(split.config(moe_layer_freq=list(moe), **changes), **PARTS)
+    config = split.config(num_layers=len(hybrid_model.symbols(pattern)), **changes)
+    chunks = hybrid_model.chunks(config, pattern, norm=Norm, attention=Attention)
+    for chunk in chunks:
+        chunk.label_of = hybrid_model.labels(pattern, [layer for layer, is_moe in enumerate(moe) if is_moe])
+    return chunks
 
 
 def routers(chunks: Sequence[nn.Module]) -> dict[int, nn.Module]:
-    """The routers, by 0-based decoder layer."""
-    return {
-        layer.layer_number - 1: layer.mlp.router
-        for chunk in chunks
-        for layer in chunk.decoder.layers
-        if hasattr(layer.mlp, "router")
-    }
+    """The routers, by 0-based decoder layer of the model's Hugging Face config."""
+    found = {}
+    for chunk in chunks:
+        places = {one.layer_number - 1: getattr(one, "mlp", None) for one in chunk.decoder.layers}
+        label_of = getattr(chunk, "label_of", None) or {place: place for place in places}
+        found |= {label_of[place]: mlp.router for place, mlp in places.items() if hasattr(mlp, "router")}
+    return found
 
 
 # Its weights and gradients

@@ -550,7 +550,7 @@ BAD_ARGUMENTS: Refused = {
     ],
     "length must be a whole number | 2.7": [lambda make=make: make([2.7]) for make in MAKERS],
     "a fingerprint must be a whole number": [lambda: TokenLayout.packed([3], fingerprints=["x"])],
-    "a layer must be a whole number | 1.0": [lambda: gathered(*ONE, layers=[1.0])],
+    "a layer label must be a whole number | 1.0": [lambda: gathered(*ONE, layers=[1.0])],
 }
 
 

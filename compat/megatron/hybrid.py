@@ -1,0 +1,88 @@
+"""HybridModel of Megatron-core, MambaModel up to 0.17: what its pattern says of its layers.
+
+Probes: attributes of modules and configs, and who holds a config. Offers: `pattern_on`, `pattern_of` and
+`pattern_in` for the pattern of a whole model, `labelled` and `layers_in` for the layers of its chunks.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from npu_replay.errors import ReplayError, RouterError
+from npu_replay.parallel import hybrid_pattern
+from npu_replay.parallel.pipeline_layers import DecoderLayers
+from npu_replay.routers import Router
+
+_NAMES = ("hybrid_layer_pattern", "hybrid_override_pattern")
+_MODELS = ("megatron.core.models.hybrid.hybrid_model", "megatron.core.models.mamba.mamba_model")
+
+
+def pattern_on(owner: Any) -> str | None:
+    """The pattern that a module or a config has; an error for a HybridModel's config without one."""
+    found = next((one for name in _NAMES if isinstance(one := getattr(owner, name, None), str)), None)
+    if found is None and getattr(owner, "is_hybrid_model", False) is True:
+        problem = "the config of a HybridModel doesn't say which layers have experts"
+        raise ReplayError(problem, expected="from_megatron(model)", got="a config without a pattern")
+    return found
+
+
+def pattern_of(config: Any) -> str | None:
+    """The pattern on a config, or on the model that was built with it; None for any other model's."""
+    built: set[str] = set()
+    if config is not None and any(name in sys.modules for name in _MODELS):
+        # Megatron's config has no pattern and leads to no model, so whoever holds the config is asked.
+        holders = gc.get_referrers(config)
+        known = (one if isinstance(one, dict) else getattr(one, "__dict__", {}) for one in holders)
+        models = (one for one in known if one.get("config") is config)
+        built = {text for one in models for name in _NAMES if isinstance(text := one.get(name), str)}
+    problem = "models with several patterns have this config"
+    ReplayError.unless(len(built) < 2, problem, "from_megatron(model)", sorted(built))
+    return built.pop() if built else pattern_on(config)
+
+
+def pattern_in(chunks: Sequence[nn.Module]) -> str | None:
+    """The pattern of the whole model that these are chunks of; None for any other model."""
+    return next((pattern for chunk in chunks for _, _, pattern in _stacks(chunk)), None)
+
+
+def labelled(chunk: nn.Module, routers: list[Router]) -> list[Router]:
+    """Label the routers of a HybridModel in a chunk as its pattern is read."""
+    for path, _, pattern in _stacks(chunk):
+        labels, moe = hybrid_pattern.labels(pattern), DecoderLayers.of_pattern(pattern).moe
+        problem = "the number of this router isn't that of an E in the pattern of the model"
+        cause = "a pipeline split that Megatron's layers and the pattern count differently"
+        for at, one in enumerate(routers):
+            if not path or one.path.startswith(f"{path}."):
+                place = -1 if one.layer is None else one.layer
+                label = labels[place] if 0 <= place < len(labels) else None
+                expected, got = f"an E in {pattern!r}", f"layer_number {place + 1}"
+                RouterError.unless(label in moe, problem, expected, got, cause, one.path)
+                routers[at] = replace(one, layer=label, whole=moe)
+    return routers
+
+
+def layers_in(chunks: Sequence[nn.Module]) -> set[int] | None:
+    """The decoder layers in these chunks of a HybridModel; None for any other model."""
+    found = [(stack, hybrid_pattern.labels(text)) for chunk in chunks for _, stack, text in _stacks(chunk)]
+    labels = (labels[layer.layer_number - 1] for stack, labels in found for layer in stack.layers)
+    return {label for label in labels if label is not None} if found else None
+
+
+def _stacks(chunk: nn.Module) -> Iterator[tuple[str, Any, str]]:
+    """The decoder of a HybridModel in a chunk: path, module, and the pattern of the whole model."""
+    pattern = next(filter(None, map(pattern_on, chunk.modules())), None)
+    for path, module in chunk.named_modules():
+        stack: Any = module
+        if not {"layer_type_list", "pp_group"} <= vars(stack).keys() or getattr(stack, "is_mtp_layer", False):
+            continue
+        pp, vp = (getattr(stack.config, f"{kind}pipeline_model_parallel_size") for kind in ("", "virtual_"))
+        symbols, problem = "".join(stack.layer_type_list), "the pattern of the whole model isn't known"
+        got, cause = f"a stage's decoder, {symbols!r}", "model.decoder in the place of model"
+        RouterError.unless(bool(pattern) or pp * (vp or 1) == 1, problem, "the HybridModel", got, cause, path)
+        yield path, stack, pattern or symbols

@@ -1,0 +1,273 @@
+"""HybridModel (MambaModel up to 0.17) of real Megatron-core: an engine's rows and its routers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import hybrid_model
+import npu_replay
+from npu_replay import ParallelLayout, ReplayError, TokenLayout
+from npu_replay.compat.megatron import parallel_state as megatron_layout
+from npu_replay.demo import megatron_model
+from npu_replay.errors import RouterError
+from npu_replay.routers import find
+
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
+
+TOKENS = 9
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}
+CONFIGS: dict[str, tuple[dict[str, Any], dict[int, int]]] = {
+    # pattern: its Hugging Face config; layer_number of each router, and the config's decoder layer
+    "*E*E*E*E": ({"num_hidden_layers": 4}, {2: 0, 4: 1, 6: 2, 8: 3}),
+    "*-*E*E": ({"num_hidden_layers": 3, "first_k_dense_replace": 1}, {4: 1, 6: 2}),
+    "*-*E*-*E": ({"num_hidden_layers": 4, "decoder_sparse_step": 2}, {4: 1, 8: 3}),
+    "ME*EME": ({"num_hidden_layers": 3}, {2: 0, 4: 1, 6: 2}),  # blocks, as Granite's
+    "MEM*E-ME": ({"num_hidden_layers": 8, "hybrid_override_pattern": "MEM*E-ME"}, {2: 1, 5: 4, 8: 7}),
+    # One symbol is one layer of the config here too, though the pattern could be one of blocks.
+    "ME*E": ({"num_hidden_layers": 4, "hybrid_override_pattern": "ME*E"}, {2: 1, 4: 3}),
+    "*E**E": ({"num_hidden_layers": 2}, {2: 0, 5: 1}),  # two attentions in one block
+}
+
+
+def needs(pattern: str) -> None:
+    if why := hybrid_model.missing(pattern):
+        pytest.skip(why)
+
+
+def built(pattern: str, **changes: Any) -> Any:
+    needs(pattern)
+    return hybrid_model.model(hybrid_model.config(pattern, **changes), pattern)
+
+
+def loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = model(input_ids=tokens, labels=tokens, **megatron_model.causal(tokens)).mean()
+    return found
+
+
+def engines(config: dict[str, Any], tokens: torch.Tensor) -> tuple[Any, np.ndarray]:
+    """What a vLLM with this config answers, read; and its rows."""
+    model = npu_replay.RoutedModel.from_config({"num_experts": 8, "num_experts_per_tok": 2, **config})
+    columns = len(model.layers)
+    rows = np.random.default_rng(0).random((TOKENS - 1, columns, 8)).argsort(-1)[..., :2].astype(np.uint8)
+    ids = tokens[0].tolist()
+    choice = {"index": 0, "prompt_token_ids": ids[:3], "token_ids": ids[3:], "routed_experts": rows.tolist()}
+    (routes,) = npu_replay.from_vllm({"choices": [choice | {"finish_reason": "length"}]}, model)
+    return routes, rows
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 64, (1, TOKENS), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("recompute", ["kept", "full", "selective"])
+@pytest.mark.parametrize("pattern", CONFIGS)
+def test_an_engines_rows_reach_the_routers_of_their_layers(pattern: str, recompute: str) -> None:
+    """Megatron's numbers and the config's stand side by side in CONFIGS; hooks of this test's own look."""
+    changes = {"kept": {}, "full": megatron_model.FULL_RECOMPUTE, "selective": SELECTIVE}[recompute]
+    config, layer_of = CONFIGS[pattern]
+    model, ids = built(pattern, **changes), tokens()
+    routes, rows = engines(config, ids)
+    assert routes.layers == tuple(layer_of.values())
+    maps: dict[int, list[torch.Tensor]] = {}
+    for layer in model.decoder.layers:
+        if (router := getattr(getattr(layer, "mlp", None), "router", None)) is not None:
+            seen = maps.setdefault(router.layer_number, [])
+            router.register_forward_hook(lambda _, __, out, seen=seen: seen.append(out[1].detach().clone()))
+    parallel = ParallelLayout.from_megatron(model)
+    for given in (routes, TokenLayout.packed([TOKENS]).gather([routes], layers=parallel.moe_layers)):
+        with npu_replay.replay(model, [given]):
+            loss(model, ids).backward()
+    assert list(maps) == list(layer_of)
+    for column, seen in enumerate(maps.values()):
+        for shown in seen:  # a recompute shows the same
+            found = [row.nonzero()[:, 0].tolist() for row in shown[: TOKENS - 1]]
+            assert found == np.sort(rows[:, column]).tolist()
+
+
+@pytest.mark.parametrize("pattern", ["*E*E*E*E", "MEM*E-ME"])
+def test_another_number_of_moe_layers_in_the_config_is_an_error_with_both(pattern: str) -> None:
+    model, ids = built(pattern), tokens()
+    routes, _ = engines({"num_hidden_layers": 5}, ids)
+    layout, layers = TokenLayout.packed([TOKENS]), ParallelLayout.from_megatron(model).moe_layers
+    message = rf"Expected {pattern.count('E')} MoE layers, one for each E.*got 5 MoE layers"
+    with pytest.raises(RouterError, match=f"micro-batch 0: .*{message}"):
+        npu_replay.replay(model, [routes]).__enter__()
+    with pytest.raises(RouterError, match=message):
+        layout.gather([routes], layers=layers)
+
+
+def test_record_and_replay_of_it_are_bit_equal_and_have_the_configs_labels() -> None:
+    model, ids = built("*-*E*E"), tokens()
+    plain = loss(model, ids)
+    with npu_replay.record(model) as recording:
+        recorded = loss(model, ids)
+    with npu_replay.replay(model, recording.routes):
+        replayed = loss(model, ids)
+    assert plain == recorded == replayed
+    assert recording.routes[0].layers == (1, 2)
+
+
+# The layout
+
+
+def test_from_megatron_reads_a_model_its_config_and_a_config_that_has_the_pattern() -> None:
+    pattern = "MEM*E-ME"
+    model = built(pattern)
+    for given in (model, [model], model.config):
+        layout = ParallelLayout.from_megatron(given)
+        assert (layout.moe_layers, layout.layers) == ((1, 4, 7), tuple(range(8)))
+    config = hybrid_model.config("*-*E")
+    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
+        setattr(config, name, "*-*E")
+        assert ParallelLayout.from_megatron(config).moe_layers == (1,)
+        delattr(config, name)
+    assert ParallelLayout.from_megatron(megatron_model.config()).moe_layers == (0, 1, 2, 3)
+
+
+def test_a_hybrid_config_without_a_pattern_or_with_several_is_refused() -> None:
+    needs("E")
+    config = hybrid_model.config("*-*E", is_hybrid_model=True)
+    with pytest.raises(ReplayError, match=r"doesn't say which layers have experts.*from_megatron\(model\)"):
+        ParallelLayout.from_megatron(config)
+    both = [hybrid_model.model(config, pattern) for pattern in ("*-*E", "*E*-")]
+    with pytest.raises(ReplayError, match=r"several patterns have this config.*\*-\*E.*\*E\*-"):
+        ParallelLayout.from_megatron(config)
+    assert [ParallelLayout.from_megatron(one).moe_layers for one in both] == [(1,), (0,)]
+
+
+def test_routers_of_multi_token_prediction_are_left_alone() -> None:
+    model, ids = built("*E*E/*E", mtp_num_layers=1), tokens()
+    assert [router.label for router in find([model])[0]] == [0, 1]
+    routes, _ = engines({"num_hidden_layers": 2}, ids)
+    with npu_replay.replay(model, [routes]) as session:
+        loss(model, ids).backward()
+    assert session.metrics()["routers"] == 2
+    assert ParallelLayout.from_megatron(model).moe_layers == (0, 1)
+
+
+def test_a_router_with_a_number_that_is_no_e_of_the_pattern_is_refused() -> None:
+    model = built("*E*E")
+    model.decoder.layers[1].mlp.router.layer_number = 3
+    with pytest.raises(
+        RouterError, match=r"isn't that of an E.*Expected an E in '\*E\*E', got layer_number 3"
+    ):
+        find([model])
+
+
+# Stages
+
+
+class PipelineGroup:
+    """What Megatron asks of the pipeline's group."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.numbers = size, rank
+
+    def size(self) -> int:
+        return self.numbers[0]
+
+    def rank(self) -> int:
+        return self.numbers[1]
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Builds the chunks of one pipeline rank, which this process then is as far as asking goes."""
+    from megatron.core import parallel_state
+
+    get_rank, get_world_size = dist.get_rank, dist.get_world_size
+
+    def build(pattern: str, pp: int, rank: int, vp: int | None = None, **changes: Any) -> list[Any]:
+        needs(pattern)
+        group = PipelineGroup(pp, rank)
+        values = {
+            "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": pp,
+            "_MPU_PIPELINE_MODEL_PARALLEL_RANK": rank,
+            "_PIPELINE_MODEL_PARALLEL_GROUP": group,
+            "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": vp,
+        }
+        for name, value in values.items():
+            monkeypatch.setattr(parallel_state, name, value)
+        ours = {get_rank: group.rank, get_world_size: group.size}
+        for old, new in ours.items():
+            fake = lambda g=None, *_, old=old, new=new: new() if g is group else old()  # noqa: E731
+            monkeypatch.setattr(dist, old.__name__, fake)
+        config = hybrid_model.config(
+            pattern,
+            pipeline_model_parallel_size=pp,
+            virtual_pipeline_model_parallel_size=vp,
+            pipeline_dtype=torch.float32,
+            **changes,
+        )
+        return hybrid_model.chunks(config, pattern)
+
+    return build
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stage_gets_its_own_layers_of_rows_labelled_by_blocks(
+    stage: Callable[..., list[Any]], rank: int
+) -> None:
+    """On the first stage labels 1 and 3 are in the rows, too, and are not those of its routers."""
+    (chunk,) = stage("*E*E*E*E", 2, rank)
+    config, _ = CONFIGS["*E*E*E*E"]
+    routes, rows = engines(config, tokens())
+    layers = ParallelLayout.from_megatron(chunk).moe_layers
+    assert layers == (2 * rank, 2 * rank + 1)
+    assert [router.label for router in find([chunk])[0]] == list(layers)
+    here = TokenLayout.packed([TOKENS]).gather([routes], layers=layers)
+    assert here.ids[: TOKENS - 1].tolist() == rows[:, 2 * rank : 2 * rank + 2].tolist()
+    session = npu_replay.replay(chunk, [routes.only([2 - 2 * rank, 3 - 2 * rank])])
+    with pytest.raises(RouterError, match="other MoE layers than the pattern"):  # the other stage's
+        session.__enter__()
+
+
+def test_a_stage_without_e_is_taken_as_a_dense_stage(stage: Callable[..., list[Any]]) -> None:
+    (chunk,) = stage("*-*-|*E*E", 2, 0)
+    assert ParallelLayout.from_megatron(chunk).moe_layers == ()
+    assert find([chunk]) == [[]]
+    assert megatron_layout.is_dense_stage([chunk])
+    assert not megatron_layout.is_dense_stage([chunk.embedding])
+    (mixed,) = stage("*-*-|*E*E", 2, 1)
+    for layer in mixed.decoder.layers:
+        layer.mlp = torch.nn.Identity()
+    with pytest.raises(RouterError, match="no router in this model"):
+        find([mixed])
+
+
+def test_experts_of_multi_token_prediction_make_no_stage_an_moe_stage(
+    stage: Callable[..., list[Any]],
+) -> None:
+    (chunk,) = stage("*E|*-*-/*E", 2, 1, mtp_num_layers=1)
+    assert hasattr(chunk, "mtp")
+    assert find([chunk]) == [[]]
+
+
+def test_some_virtual_stages_in_the_place_of_all_are_refused(stage: Callable[..., list[Any]]) -> None:
+    chunks = stage("ME|M*|E-|ME", 2, 0, 2)
+    assert ParallelLayout.from_megatron(chunks).chunk_layers == ((0, 1), (4, 5))
+    assert [[router.label for router in each] for each in find(chunks)] == [[1], [4]]
+    with pytest.raises(RouterError, match=r"isn't all that this rank has.*\[0, 1, 4, 5\].*\[0, 1\]"):
+        find(chunks[:1])
+
+
+def test_a_rank_of_virtual_stages_takes_the_part_of_all_its_chunks(stage: Callable[..., list[Any]]) -> None:
+    chunks = stage("ME|M*|E-|ME", 2, 0, 2)
+    ids = torch.arange(4).view(1, 2, 2).expand(TOKENS, 2, 2)
+    block = npu_replay.replay(chunks, [npu_replay.RoutedExperts(ids=ids, layers=(1, 4), num_experts=8)])
+    block.__enter__()
+    assert [list(block.labels(chunk)) for chunk in (0, 1)] == [[1], [4]]
+    block.__exit__(KeyboardInterrupt, None, None)
+
+
+def test_the_decoder_alone_is_taken_where_it_is_the_whole_model(stage: Callable[..., list[Any]]) -> None:
+    assert [router.label for router in find([built("*-*E").decoder])[0]] == [1]
+    (chunk,) = stage("*E|*E", 2, 1)
+    with pytest.raises(RouterError, match=r"pattern of the whole model isn't known.*model.decoder"):
+        find([chunk.decoder])
