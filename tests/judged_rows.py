@@ -22,9 +22,13 @@ def rounded(model: Any, bits: int, group: int = 16) -> Any:
     model = copy.deepcopy(model)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.dim() < 2 or any(word in name for word in ("embed", "gate.weight", "router", "lm_head")):
+            if weight.dim() < 2 or any(
+                word in name for word in ("embed", "gate.weight", "router", "lm_head")
+            ):
                 continue
-            parts = weight.reshape(*weight.shape[:-1], -1, group if weight.shape[-1] % group == 0 else weight.shape[-1])
+            parts = weight.reshape(
+                *weight.shape[:-1], -1, group if weight.shape[-1] % group == 0 else weight.shape[-1]
+            )
             least, most = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
             step = ((most - least) / (2**bits - 1)).clamp_min(1e-12)
             weight.copy_((((parts - least) / step).round() * step + least).reshape(weight.shape))
@@ -79,7 +83,9 @@ def verdict(call: Callable[[], Any], model: Any, routes: RoutedExperts, **option
     return session.metrics()["overlap"]
 
 
-def check(call: Callable[[], Any], model: Any, right: dict[str, RoutedExperts], other: RoutedExperts) -> list[str]:
+def check(
+    call: Callable[[], Any], model: Any, right: dict[str, RoutedExperts], other: RoutedExperts
+) -> list[str]:
     """Hold that right routes are taken and wrong ones refused; return a row of a table for each.
 
     Args:

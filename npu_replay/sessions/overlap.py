@@ -65,7 +65,12 @@ class OverlapCheck:
         return self._judges_all or routes.from_engine
 
     def add(
-        self, label: int, num_experts: int, given: torch.Tensor, own: torch.Tensor, missing: torch.Tensor | None
+        self,
+        label: int,
+        num_experts: int,
+        given: torch.Tensor,
+        own: torch.Tensor,
+        missing: torch.Tensor | None,
     ) -> None:
         """Take down what a router was given and what it would choose, int64 [rows, topk] each."""
         counts = torch.ones_like(given)
