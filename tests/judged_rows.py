@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +16,8 @@ RUN = 64
 
 
 def rounded(model: Any, bits: int, group: int = 16) -> Any:
-    """A copy whose matrices, but for embeddings and routers, have so many bits a weight, as W8A16 and W4A16 have:
-    a scale and a zero point for each group of a row."""
-    model = copy.deepcopy(model)
+    """The model with so many bits a weight from now on, as W8A16 and W4A16 have them: a scale and a zero point
+    for each group of a row. Embeddings and routers stay as they are."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() < 2 or any(

@@ -227,7 +227,7 @@ class Pass:
         return self.trains and compares(self.engine.updates)
 
     def min_overlap(self) -> float | None:
-        """See `replay`: what the user has set or the default, up to the first update; 0, no check, after it."""
+        """Return what `replay` is told: None, for its default, up to the first update; 0 after it."""
         return 0 if self.engine.updates else None
 
     def count(self, **figures: int) -> None:

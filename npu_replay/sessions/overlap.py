@@ -1,8 +1,8 @@
 """Overlap: the share of the experts given to a router that the router also chooses itself.
 
-Rows of the right token overlap by 0.8 to 1, since rounding moves few experts. Rows of another token, layer or sample
-overlap by chance. What chance is depends on how evenly the experts are used, so it is measured: the overlap
-of each token's rows with the choices of all other tokens (docs/dev/overlap.md).
+Rows of the right token overlap by 0.8 to 1, since rounding moves few experts. Rows of another token, layer or
+sample overlap by chance. What chance is depends on how evenly the experts are used, so it is measured: the
+overlap of each token's rows with the choices of all other tokens (docs/dev/overlap.md).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ RUN = 64
 """So many rows are judged at least. So many consecutive tokens are judged by themselves, too."""
 
 _LEAST, _MOST = 0.15, 0.25
-"""Between these is the part of the way from chance to 1 that is expected: right rows of 4 bits had 0.19 and more,
-wrong ones less than 0.1, but a wrong layer among right ones up to 0.2."""
+"""Between these is the part of the way from chance to 1 that is expected: right rows of 4 bits had 0.19 and
+more, wrong ones less than 0.1, but a wrong layer among right ones up to 0.2."""
 _SHIFTS = 64
 _LAYERS = 8  # that are looked at for a shift
 
@@ -39,7 +39,7 @@ class OverlapCheck:
 
     Args:
         least: the overlap below which routes are refused, 0 to 1, whoever made them; 0 refuses none. None:
-            NPU_REPLAY_MIN_OVERLAP, else 0.15 to 0.25 of the way from chance to 1, for routes of an engine alone.
+            NPU_REPLAY_MIN_OVERLAP, else 0.15 to 0.25 of the way from chance to 1; an engine's routes alone.
 
     Attributes:
         given: the experts that were judged.
@@ -109,7 +109,7 @@ class OverlapCheck:
         if not where and run < floor:
             where, got, least = tokens_of(routes, rows, at), run, floor
         chance = float(seen.chance(routes.topk).mean())
-        # Rows that are wrong here may be less so anywhere else: then only a place where they are right is named.
+        # Rows that are wrong here may be less so anywhere else: then a place is named only if they fit there.
         moved = find_shift(calls, rows, given.ids.numpy()[rows], at, (1 + chance) / 2 if where else chance)
         if where or moved is not None:
             raise _error(f"{micro_batch(number)}, chunk {chunk}", where, got, least, moved)
@@ -121,7 +121,7 @@ class OverlapCheck:
         return floor
 
     def _low_layers(self, seen: _Seen, labels: list[int], topk: int) -> tuple[str, float, float]:
-        """Return which layers are too low, in words, and overlap and floor of the lowest; no words for none."""
+        """Return which layers are too low, in words, and overlap and floor of the lowest; "" for none."""
         shares = seen.hits / topk
         overlap = shares.mean(axis=1)
         floor = self._floor(seen.chance(topk), seen.way(topk), shares.std(axis=1), shares.shape[1])
@@ -193,8 +193,8 @@ class _Seen:
     def way(self, topk: int) -> float:
         """Return how far from chance to 1 a layer or a run is expected to be, 0.15 to 0.25.
 
-        It is a quarter of what the best layer has: a coarse rollout lowers all layers. A wrong layer lowers those
-        behind it, too, since they get what other experts made.
+        It is a quarter of what the best layer has: a coarse rollout lowers all layers. So does a wrong layer
+        those behind it, since they get what other experts made; those before it stay high.
         """
         chance = self.chance(topk)
         ways = (self.hits.mean(axis=1) / topk - chance) / np.maximum(1 - chance, 1e-9)
@@ -205,8 +205,9 @@ def rows_by_token(routes: RoutedExperts) -> Array:
     """Return the rows that have a route, int64, those of consecutive tokens one after the other."""
     if routes.placed is None:
         return np.flatnonzero(routes.recorded.numpy())
-    order = np.argsort(routes.placed[0].numpy(), kind="stable")
-    return order[routes.recorded.numpy()[order]]
+    order: Array = np.argsort(routes.placed[0].numpy(), kind="stable")
+    rows: Array = order[routes.recorded.numpy()[order]]
+    return rows
 
 
 def tokens_of(routes: RoutedExperts, rows: Array, at: int) -> str:
@@ -261,8 +262,9 @@ def find_shift(calls: dict[int, _Call], rows: Array, given: Array, at: int, leas
 def _error(place: str, where: str, got: float, least: float, moved: Shift | None) -> MicroBatchError:
     expected = f"an overlap of {least:.2f} or more with the routers' own choice"
     cause = (
-        "routes of another sample, another micro-batch or other weights; rows in another order (TokenLayout's "
-        "order=, side=); layers in another order; or an engine that returned rows of an earlier request. "
+        "routes of another sample, another micro-batch or other weights; rows in another order "
+        "(TokenLayout's order=, side=); layers in another order; or an engine that returned rows of an "
+        "earlier request. "
         f"min_overlap= or {VARIABLE} sets what is expected, and 0 switches this check off"
     )
     if moved is not None:

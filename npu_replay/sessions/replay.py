@@ -47,10 +47,11 @@ def replay(
             sequence-major; Hugging Face: batch-major). See TokenLayout for getting them there.
         live_mismatch: also count where the router would have chosen otherwise (costs its top-k).
         min_overlap: the share of the given experts, 0 to 1, that the routers have to choose by themselves,
-            too, in every layer and in every 64 consecutive tokens of the first micro-batch. Below it the routes
-            are another sample's or lie in other rows: an error at the end of that micro-batch. Costs a top-k
-            there alone. 0 checks nothing. Left out: NPU_REPLAY_MIN_OVERLAP, else halfway between chance
-            (topk / num_experts) and 1, for routes of a rollout engine alone.
+            too, in each layer and in each 64 consecutive tokens of the first micro-batch. Below it, or where
+            the rows fit better when they are moved, the routes are another sample's or lie in other rows: an
+            error at the end of that micro-batch. Costs a top-k there. 0 checks nothing. Left out:
+            NPU_REPLAY_MIN_OVERLAP, else a limit between chance, which is measured, and 1, for routes of a
+            rollout engine alone. docs/bad-routes.md says what it sees.
         aux_loss: which experts the routers' aux losses count: "live", what the router would choose now, or
             "replayed"; the same on every Megatron-core. Left out: NPU_REPLAY_AUX_LOSS, else "live".
 

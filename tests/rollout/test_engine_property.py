@@ -212,7 +212,7 @@ def replayed(parts: list[Said], routes: list[RoutedExperts]) -> RoutedExperts:
     with torch.no_grad(), other_routers(model):
         with npu_replay.observe(model) as free:
             model(input_ids=ids, attention_mask=mask, use_cache=False)
-        with npu_replay.observe(model) as seen, npu_replay.replay(model, [laid]):
+        with npu_replay.observe(model) as seen, npu_replay.replay(model, [laid], min_overlap=0):
             model(input_ids=ids, attention_mask=mask, use_cache=False)
     assert npu_replay.compare(laid, free.shown).router_mismatch > 0.5
     return seen.shown[0].take(layout.row_of(seen.shown[0]))

@@ -228,7 +228,7 @@ def test_routes_that_cannot_be_the_calls_are_refused(what: str, grad: bool) -> N
 
 
 def test_routes_of_another_batch_are_found_by_the_live_choice() -> None:
-    followed, fed = model(), padded(texts())
+    followed, fed = model(), padded(texts(8))
     call = fed[0] | {"routed_experts": carried(fed, rollout(fed))}
     with (
         pytest.raises(ReplayError, match="far from what the routers would choose"),

@@ -407,7 +407,7 @@ def test_an_evaluation_of_other_texts_says_nothing(caplog: pytest.LogCaptureFixt
 
 
 def test_far_routes_are_found_in_the_first_update_where_the_first_calls_record() -> None:
-    followed, fed = model(), padded(texts())
+    followed, fed = model(), padded(texts(8))
     with npu_replay.follow(followed, min_overlap=0.95):
         record(followed, fed)
         learn(followed, fed)  # its own record

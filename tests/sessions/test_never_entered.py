@@ -107,7 +107,7 @@ def test_who_was_told_by_an_error_is_not_warned_as_well(caplog: pytest.LogCaptur
         lambda: npu_replay.replay(model, []),
         lambda: npu_replay.replay(model, [3]),
         lambda: npu_replay.replay(model, replayed(model)._routes, aux_loss="both"),
-        lambda: npu_replay.replay(model, replayed(model)._routes, max_live_mismatch=3.0),
+        lambda: npu_replay.replay(model, replayed(model)._routes, min_overlap=3.0),
         lambda: npu_replay.record([3]),
         lambda: npu_replay.follow([model, model]),
         lambda: npu_replay.follow(model, mode="R4"),

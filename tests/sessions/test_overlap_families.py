@@ -1,4 +1,4 @@
-"""Right rows are taken and wrong ones refused, on families of transformers; -s prints the table of docs/dev/overlap.md."""
+"""Right rows are taken and wrong ones refused, on families of transformers. -s prints a table of them."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_right_rows_are_taken_and_wrong_ones_refused(size: str, length: int) -> 
     right = {
         "float32": recorded(model, tokens),
         "bfloat16": recorded(copy.deepcopy(model).bfloat16(), tokens),
-        "8 bits": recorded(rounded(model, 8), tokens),
-        "4 bits": recorded(rounded(model, 4), tokens),
+        "8 bits": recorded(rounded(copy.deepcopy(model), 8), tokens),
+        "4 bits": recorded(rounded(copy.deepcopy(model), 4), tokens),
     }
     table = check(lambda: model(tokens, use_cache=False), model, right, recorded(model, other))
     print(f"\n{size}, {length} rows", *table, sep="\n")

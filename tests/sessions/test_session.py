@@ -28,7 +28,7 @@ import npu_replay
 from npu_replay import RoutedExperts, TokenLayout, routers
 from npu_replay.errors import MicroBatchError, NoEffect, RecomputeError, ReplayError, RouterError
 from npu_replay.sessions import backward
-from npu_replay.sessions import replay as replaying
+from npu_replay.sessions import device_routes
 from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, hooks, run, same, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -1056,13 +1056,13 @@ def test_routes_go_to_the_device_once_narrow_and_one_micro_batch_ahead(
         for _ in range(3)
     ]
     sent: list[torch.Tensor] = []
-    native = replaying.to_device
+    native = device_routes.to_device
 
     def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         sent.append(tensor)
         return native(tensor, device)
 
-    monkeypatch.setattr(replaying, "to_device", to_device)
+    monkeypatch.setattr(device_routes, "to_device", to_device)
     counts = []
     with npu_replay.replay(model, whole):
         for seed in range(3):

@@ -1,0 +1,296 @@
+"""Routes of an engine are held against the routers' own choice before a step: when, where, and who is spared."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import npu_replay
+from judged_rows import RUN, of_engine
+from npu_replay import MicroBatchError, ReplayError, RoutedExperts, RouteStore, TokenLayout, routers
+from npu_replay.rollout.admit import admit
+from npu_replay.rollout.release_rules import Source
+from npu_replay.routes.checks import Array
+from npu_replay.sessions.stepwise import StepReplay
+from toys import EXPERTS, HIDDEN, TOPK, ToyModel, ToyRouter, ToyRouters
+
+FAR = "far from what the routers would choose"
+
+
+@pytest.fixture(autouse=True)
+def toy_routers() -> Iterator[None]:
+    routers.register("toy", ToyRouters())
+    yield
+    routers.unregister("toy")
+
+
+def hidden(rows: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+def own(model: Any, *inputs: torch.Tensor) -> list[RoutedExperts]:
+    """What the model's routers choose, as an engine would have handed it over."""
+    with torch.no_grad(), npu_replay.record(model) as recording:
+        for one in inputs:
+            model(one)
+    return [of_engine(routes.ids, routes) for routes in recording.routes]
+
+
+def random(rows: int, layers: tuple[int, ...] = (0, 1), seed: int = 9) -> RoutedExperts:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(rows, len(layers), EXPERTS, generator=generator).topk(TOPK).indices
+    return RoutedExperts(ids=ids, layers=layers, num_experts=EXPERTS)._about(from_engine=True)
+
+
+def run(model: Any, routes: list[RoutedExperts], *inputs: torch.Tensor, **options: Any) -> dict[str, float]:
+    with npu_replay.replay(model, routes, **options) as session:
+        for one in inputs:
+            model(one).sum().backward()
+    return session.metrics()
+
+
+# Who is judged
+
+
+def test_routes_of_an_engine_are_judged_and_others_are_not() -> None:
+    model, inputs = ToyModel(), hidden(RUN)
+    (right,) = own(model, inputs)
+    assert run(model, [right], inputs)["overlap"] == 1.0
+    with pytest.raises(MicroBatchError, match=rf"micro-batch 0, chunk 0, .*{FAR}.*min_overlap="):
+        run(model, [random(RUN)], inputs)
+    by_hand = random(RUN)._about(from_engine=False)
+    assert "overlap" not in run(model, [by_hand], inputs)
+    with pytest.raises(MicroBatchError, match=FAR):
+        run(model, [by_hand], inputs, min_overlap=0.5)
+
+
+def test_the_argument_and_the_variable_switch_it_off_and_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = ToyModel(), hidden(4 * RUN)
+    (right,) = own(model, inputs)
+    ids = right.ids.clone()
+    ids[::4] = random(4 * RUN).ids[::4]  # a coarse rollout: some 0.8 overlap
+    coarse = of_engine(ids, right)
+    assert 0.7 < run(model, [coarse], inputs)["overlap"] < 0.9
+    with pytest.raises(MicroBatchError, match=r"overlap of 0\.\d+ or more"):
+        run(model, [coarse], inputs, min_overlap=0.95)
+    monkeypatch.setenv("NPU_REPLAY_MIN_OVERLAP", "0.95")
+    with pytest.raises(MicroBatchError, match=FAR):
+        run(model, [coarse], inputs)
+    monkeypatch.setenv("NPU_REPLAY_MIN_OVERLAP", "0")
+    assert "overlap" not in run(model, [random(4 * RUN)], inputs)
+    with pytest.raises(MicroBatchError, match=FAR):
+        run(model, [random(4 * RUN)], inputs, min_overlap=0.5)  # an argument goes before the variable
+    monkeypatch.delenv("NPU_REPLAY_MIN_OVERLAP")
+    assert "overlap" not in run(model, [random(4 * RUN)], inputs, min_overlap=0)
+
+
+@pytest.mark.parametrize("wrong", [-0.1, 1.1, "much", True, float("nan")])
+def test_a_limit_that_is_no_share_is_refused(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ReplayError, match="min_overlap is a share of the experts"):
+        npu_replay.replay(ToyModel(), [random(8)], min_overlap=wrong)
+    monkeypatch.setenv("NPU_REPLAY_MIN_OVERLAP", str(wrong))
+    with pytest.raises(ReplayError, match="NPU_REPLAY_MIN_OVERLAP is a share of the experts"):
+        npu_replay.replay(ToyModel(), [random(8)])
+
+
+WAYS: dict[str, Callable[[RoutedExperts, Path], RoutedExperts]] = {
+    "bytes": lambda one, _: RoutedExperts.from_bytes(one.to_bytes()),
+    "a pickle": lambda one, _: pickle.loads(pickle.dumps(one)),
+    "take": lambda one, _: one.take(range(len(one))),
+    "concat": lambda one, _: RoutedExperts.concat([one, one]),
+    "only": lambda one, _: one.only([1]),
+    "gather": lambda one, _: TokenLayout.packed([len(one)]).gather([one]),
+}
+
+
+def saved(one: RoutedExperts, folder: Path) -> RoutedExperts:
+    folder.mkdir(exist_ok=True)
+    one.save(folder / "routes")
+    return RoutedExperts.load(folder / "routes")
+
+
+def stored(one: RoutedExperts, folder: Path) -> RoutedExperts:
+    with RouteStore.writer(folder) as writer:
+        writer.add(one, "key")
+    return RouteStore(folder)["key"]
+
+
+@pytest.mark.parametrize("way", [*WAYS, "a file", "a folder"])
+def test_that_an_engine_chose_is_known_wherever_routes_go(way: str, tmp_path: Path) -> None:
+    act = WAYS | {"a file": saved, "a folder": stored}
+    assert act[way](random(RUN), tmp_path).from_engine
+    assert not act[way](random(RUN)._about(from_engine=False), tmp_path / "other").from_engine
+
+
+def test_what_a_decoder_admits_is_an_engines() -> None:
+    model = npu_replay.RoutedModel(layers=(0, 1), num_layers=2, num_experts=EXPERTS, topk=TOPK)
+    rows = random(RUN).ids.numpy()
+    assert admit(rows, model=model, tokens=range(RUN + 1), source=Source(engine="mine")).from_engine
+
+
+# When
+
+
+def test_below_64_rows_nothing_is_said_and_several_micro_batches_are_taken_together() -> None:
+    model, few = ToyModel(), [hidden(40, seed) for seed in range(3)]
+    assert "overlap" not in run(model, [random(40)], few[0])
+    with pytest.raises(MicroBatchError, match=f"micro-batch 1, .*{FAR}"):
+        run(model, [random(40, seed=seed) for seed in range(3)], *few)
+
+
+def test_only_the_first_rows_are_judged_and_cost_a_top_k() -> None:
+    model, inputs = ToyModel(), [hidden(RUN, seed) for seed in range(3)]
+    first, *_ = own(model, inputs[0])
+    figures = run(model, [first, random(RUN), random(RUN)], *inputs)
+    assert figures["overlap"] == 1.0
+
+
+def test_a_forward_that_raised_is_not_judged_and_its_next_try_is() -> None:
+    model, inputs = ToyModel(), hidden(RUN)
+    (right,) = own(model, inputs)
+
+    def fail(*_: Any) -> None:
+        raise OSError("once")
+
+    with npu_replay.replay(model, [right]) as session:
+        handle = model.layers[1].register_forward_pre_hook(fail)
+        with pytest.raises(OSError, match="once"):
+            model(inputs)
+        handle.remove()
+        model(inputs)
+    assert session.metrics()["overlap"] == 1.0
+
+
+@pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
+def test_wrong_rows_are_refused_before_backward_under_recompute(recompute: str) -> None:
+    model = ToyModel(recompute=recompute)
+    inputs = hidden(RUN).requires_grad_()
+    with pytest.raises(MicroBatchError, match=FAR), npu_replay.replay(model, [random(RUN)]):
+        model(inputs)
+        pytest.fail("the forward ended")
+    right = own(ToyModel(recompute=recompute), hidden(RUN))
+    assert run(model, right, inputs)["overlap"] == 1.0
+
+
+def test_where_errors_wait_it_is_raised_on_leaving() -> None:
+    model = ToyModel()
+    session = StepReplay(model, errors_wait=True)
+    with pytest.raises(MicroBatchError, match=FAR), session:
+        session.give(0, random(RUN))
+        model(hidden(RUN))
+        assert session.failed is not None
+
+
+# Where
+
+
+def test_each_chunk_is_judged_by_itself() -> None:
+    """The routers of one chunk that are right say nothing for those of another."""
+    chunks = [ToyModel(ToyRouter(0)), ToyModel(ToyRouter(1))]
+    inputs = hidden(RUN)
+    with npu_replay.record(chunks) as recording:
+        for chunk in chunks:
+            chunk(inputs)
+    right = recording.routes[0]
+    wrong = of_engine(torch.stack([right.ids[:, 0], random(RUN).ids[:, 1]], 1), right)
+    replay = npu_replay.replay(chunks, [wrong])
+    with pytest.raises(MicroBatchError, match=f"micro-batch 0, chunk 1, layer 1: {FAR[:3]}|chunk 1"), replay:
+        chunks[0](inputs), chunks[1](inputs)
+
+
+def test_a_wrong_layer_is_named() -> None:
+    model = ToyModel(*(ToyRouter(layer) for layer in range(6)))
+    inputs = hidden(4 * RUN)
+    (right,) = own(model, inputs)
+    ids = right.ids.clone()
+    ids[:, 4] = random(len(ids), (0,)).ids[:, 0]
+    with pytest.raises(MicroBatchError, match="chunk 0, layer 4: "):
+        run(model, [of_engine(ids, right)], inputs)
+
+
+@pytest.mark.parametrize("order", ["sequence", "batch"])
+def test_a_stale_tail_of_one_sequence_is_found_among_interleaved_rows_and_named(order: Any) -> None:
+    """Megatron's rows have the sequences of a batch in turn, so a run of one sequence isn't a run of rows."""
+    model, lengths = ToyModel(), [3 * RUN, 5 * RUN, 4 * RUN]
+    layout = TokenLayout.padded(lengths, 6 * RUN, order=order)
+    inputs = hidden(len(layout.rows))
+    (rows,) = own(model, inputs)
+    samples = layout.scatter(rows)
+    assert run(model, [layout.gather(samples)], inputs)["overlap"] == 1.0
+    stale = samples[1].ids.clone()
+    stale[-RUN:] = random(RUN).ids
+    samples[1] = of_engine(stale, samples[1])
+    with pytest.raises(MicroBatchError, match=r"sequence 1, tokens 25\d to 31\d: "):
+        run(model, [layout.gather(samples)], inputs)
+
+
+@pytest.mark.parametrize("by", [1, -1, 7, -40])
+def test_the_shift_that_would_fit_is_named(by: int) -> None:
+    model, inputs = ToyModel(), hidden(6 * RUN)
+    (right,) = own(model, inputs)
+    with pytest.raises(MicroBatchError, match=re.escape(f"moved by {-by:+} they overlap by 0.")):
+        run(model, [of_engine(right.ids.roll(by, 0), right)], inputs)
+
+
+def test_rows_without_a_route_are_not_judged() -> None:
+    model, inputs = ToyModel(), hidden(3 * RUN)
+    (right,) = own(model, inputs)
+    recorded = torch.arange(3 * RUN) >= RUN
+    ids = right.ids.clone()
+    ids[:RUN] = 0
+    partly = RoutedExperts(ids=ids, layers=right.layers, num_experts=EXPERTS, recorded=recorded)
+    assert run(model, [partly._about(from_engine=True)], inputs)["overlap"] == 1.0
+
+
+# Who is spared
+
+
+def test_a_dead_router_and_routers_with_favourites_are_right() -> None:
+    """Chance is nearly 1 there, so nothing can be said, and nothing is."""
+    model = ToyModel(*(ToyRouter(layer) for layer in range(3)))
+    with torch.no_grad():
+        model.layers[1].router.weight.mul_(1e-6)
+        model.layers[1].router.weight[:TOPK] += 10
+    inputs = hidden(4 * RUN).abs()
+    (right,) = own(model, inputs)
+    assert len(right.ids[:, 1].unique()) <= TOPK + 1
+    assert run(model, [right], inputs)["overlap"] == 1.0
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.4])
+def test_flipped_experts_all_over_are_right(share: float) -> None:
+    """A coarse rollout: of each row some experts are others."""
+    model, inputs = ToyModel(*(ToyRouter(layer) for layer in range(4))), hidden(10 * RUN)
+    (right,) = own(model, inputs)
+    generator = torch.Generator().manual_seed(1)
+    ids = right.ids.long()
+    unused = torch.ones(*ids.shape[:2], EXPERTS).scatter(2, ids, 0)
+    others = torch.multinomial(unused.flatten(0, 1), TOPK, generator=generator).view(ids.shape)
+    flipped = torch.where(torch.rand(ids.shape, generator=generator) < share, others, ids)
+    assert run(model, [of_engine(flipped, right)], inputs)["overlap"] == pytest.approx(1 - share, abs=0.1)
+
+
+def test_all_experts_for_each_token_are_right() -> None:
+    model = ToyModel()
+    for layer in model.layers:
+        layer.router.topk = EXPERTS
+    inputs = hidden(RUN)
+    (right,) = own(model, inputs)
+    assert run(model, [right], inputs)["overlap"] == 1.0
+
+
+def test_an_array_of_counts_fits_its_dtype() -> None:
+    """All 256 experts of a layer are one more than a byte holds."""
+    from npu_replay.sessions.overlap import OverlapCheck
+
+    check = OverlapCheck(0.5)
+    ids = torch.arange(256).expand(RUN, -1)
+    check.add(0, 256, ids, ids, None)
+    hits: Array = check._calls[0].hits.numpy()
+    assert set(hits.tolist()) == {256}
