@@ -16,8 +16,10 @@ RUN = 64
 
 
 def rounded(model: Any, bits: int, group: int = 16) -> Any:
-    """The model with so many bits a weight from now on, as W8A16 and W4A16 have them: a scale and a zero point
-    for each group of a row. Embeddings and routers stay as they are."""
+    """The model with so many bits a weight from now on, as W8A16 and W4A16 have them.
+
+    Each group of a row has a scale and a zero point. Embeddings and routers stay as they are.
+    """
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() < 2 or any(
@@ -88,7 +90,7 @@ def check(
 
     Args:
         call: one forward.
-        right: what that call would choose, rounded in several ways; "float32" is `model`'s own.
+        right: what that call would choose, rounded in several ways; wrong rows are made of the first.
         other: the routes of another sample.
     """
     table = []
@@ -96,7 +98,7 @@ def check(
         found = verdict(call, model, of_engine(routes.ids, routes))
         assert isinstance(found, float), f"right rows, {name}: {found}"
         table.append(f"| {name} | {found:.3f} | taken |")
-    own = right["float32"]
+    own = next(iter(right.values()))
     for name, make in WRONG.items():
         wrong = of_engine(make(own.ids.clone(), other.ids), own)
         found = verdict(call, model, wrong)

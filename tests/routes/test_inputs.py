@@ -14,9 +14,9 @@ from torch import nn
 
 import npu_replay
 from npu_replay import RoutedExperts, TokenLayout, fingerprint, routers
-from npu_replay.errors import MicroBatchError, ReplayError, RouterError
+from npu_replay.errors import MicroBatchError, RouterError
 from npu_replay.parallel import token_layout
-from toys import EXPERTS, HIDDEN, TOPK, ToyModel, ToyRouter, ToyRouters, hooks
+from toys import EXPERTS, HIDDEN, TOPK, ToyModel, ToyRouters, hooks
 
 BATCH, LENGTH, VOCAB = 3, 6, 50
 

@@ -1,4 +1,4 @@
-"""Routes of an engine are held against the routers' own choice before a step: when, where, and who is spared."""
+"""Routes of an engine are held against the routers' own choice before a step: when, where, who is spared."""
 
 from __future__ import annotations
 

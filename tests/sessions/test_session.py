@@ -27,8 +27,7 @@ from torch.utils.checkpoint import (
 import npu_replay
 from npu_replay import RoutedExperts, TokenLayout, routers
 from npu_replay.errors import MicroBatchError, NoEffect, RecomputeError, ReplayError, RouterError
-from npu_replay.sessions import backward
-from npu_replay.sessions import device_routes
+from npu_replay.sessions import backward, device_routes
 from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, hooks, run, same, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

@@ -1,4 +1,4 @@
-"""On a real Megatron right rows are taken and wrong ones refused; tests/sessions/test_overlap_families.py has families."""
+"""On a real Megatron right rows are taken and wrong ones refused, as on families of transformers."""
 
 from __future__ import annotations
 

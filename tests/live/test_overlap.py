@@ -1,0 +1,32 @@
+"""Rows of a live engine in bfloat16, for a trainer in float32: right ones are taken, wrong ones refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from judged_rows import check, verdict
+from live.engine import in_process
+from live.families import FAMILIES
+from live.test_in_process import prompt
+from npu_replay import RoutedExperts, from_vllm
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_right_rows_are_taken_and_wrong_ones_refused(family: str, saved: Any) -> None:
+    model, folder = saved(family)
+    llm = in_process(folder, dtype="bfloat16")
+    asked = SamplingParams(max_tokens=160, ignore_eos=True)
+    prompts = [{"prompt_token_ids": prompt(70 + number, 50)} for number in range(2)]
+    samples: list[tuple[torch.Tensor, RoutedExperts]] = []
+    for output in llm.generate(prompts, asked, use_tqdm=False):
+        (routes,) = from_vllm(output, folder)
+        tokens = torch.tensor([[*output.prompt_token_ids, *output.outputs[0].token_ids]])
+        assert isinstance(verdict(lambda tokens=tokens: model(tokens, use_cache=False), model, routes), float)
+        samples.append((tokens[:, :-1], routes.take(range(len(routes) - 1))))
+    (tokens, routes), (_, other) = samples
+    table = check(lambda: model(tokens, use_cache=False), model, {"bfloat16, live": routes}, other)
+    print(f"\n{family}, {len(routes)} rows of a live vLLM", *table, sep="\n")
