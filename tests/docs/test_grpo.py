@@ -81,8 +81,6 @@ def test_the_words_beside_the_table_are_true_of_the_file() -> None:
     parts = [mean(EVERY, f"seconds, {part}") for part in ("rollout", "old log-probs", "update", "weights")]
     told = "{:.1f} s for the rollout, {:.1f} for old log-probs, {:.1f} for updates, {:.1f} for weights"
     assert told.format(*parts) in said
-    worst = max(one["update_mismatch"] for run in result("coarse")["runs"] for one in run["rows"])
-    assert f"of the same weights {worst:.2f} differ at most" in said
 
 
 ARMS = ("none", "R3")

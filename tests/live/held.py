@@ -47,11 +47,13 @@ class Trainer:
     """A model of transformers that learns from one sample at a time, with its routes.
 
     Attributes:
+        min_overlap: as of `replay`.
         steps: of the optimizer, so far.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, min_overlap: float | None = None) -> None:
         self.model = model
+        self.min_overlap = min_overlap
         self.steps = 0
         self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 
@@ -59,7 +61,7 @@ class Trainer:
         """Replay the routes in an update; where they are wrong, an error before the optimizer steps."""
         ids = torch.as_tensor(np.asarray(tokens))[None]
         self._optimizer.zero_grad()
-        with npu_replay.replay(self.model, [routes]):
+        with npu_replay.replay(self.model, [routes], min_overlap=self.min_overlap):
             self.model(ids, labels=ids, use_cache=False).loss.backward()
         self._optimizer.step()
         self.steps += 1

@@ -86,11 +86,15 @@ def test_rows_of_a_cache_that_wasnt_reset_cant_be_seen_at_the_door_but_by_the_tr
 def test_weights_that_the_engine_loaded_in_part_cant_be_seen_at_the_door_but_by_the_trainer(
     live: Any, newer: Any
 ) -> None:
-    """On a CPU vLLM 0.30's own reload_weights leaves the experts as they were, with a warning."""
+    """On a CPU vLLM 0.30's own reload_weights leaves the experts as they were, with a warning.
+
+    The routers are the new ones, so some rows are as near as those of a very coarse rollout: a trainer that knows
+    that both sides are float32 asks for more.
+    """
     load(live.engine, *newer, experts=False)
     assert live.engine.reset_prefix_cache()
     half = turn(live, list(range(5, 95)), weight_version=2)
-    trainer = Trainer(newer[0])
+    trainer = Trainer(newer[0], min_overlap=0.98)
     with pytest.raises(MicroBatchError, match="far from what the routers would choose"):
         trainer.step([*half.prompt, *half.sampled], half.routes)
     load(live.engine, *newer)
