@@ -88,8 +88,8 @@ def test_weights_that_the_engine_loaded_in_part_cant_be_seen_at_the_door_but_by_
 ) -> None:
     """On a CPU vLLM 0.30's own reload_weights leaves the experts as they were, with a warning.
 
-    The routers are the new ones, so some rows are as near as a very coarse rollout's. A trainer that knows that
-    both sides are float32 asks for more.
+    The routers are the new ones, so some rows are as near as a very coarse rollout's. A trainer that knows
+    that both sides are float32 asks for more.
     """
     load(live.engine, *newer, experts=False)
     assert live.engine.reset_prefix_cache()
