@@ -107,7 +107,7 @@ def _out(words: str, metavar: str = "FILE", **more: Any) -> Any:
 
 _NUMBERS = "JSON file for the numbers."
 _AS_JSON, _, _FORCE = options.report("")
-_WHAT, _JOB = "What to measure", "With --delivery: the job whose routes travel"
+_WHAT = "What to measure"
 DeviceOption = Annotated[Device, _typed(options.DEVICE)]
 JsonOption = Annotated[bool, _typed(_AS_JSON)]
 ForceOption = Annotated[bool, _typed(_FORCE)]
@@ -120,13 +120,6 @@ VersionOption = Annotated[
 ConfigOption = Annotated[
     Path | None, typer.Option(metavar="PATH", help="The model's config.json, or its folder.")
 ]
-
-
-def _job(words: str) -> Any:
-    return typer.Option(min=1, metavar="N", help=words, rich_help_panel=_JOB)
-
-
-SizeOption = Annotated[int, _job("Ranks of this axis.")]
 
 
 def _add(name: str, about: str, spec: Sequence[Option], end: str, run: str) -> None:
@@ -234,70 +227,19 @@ def bench(
         ),
     ] = None,
     device: DeviceOption = Device.auto,
-    delivery: Annotated[
-        bool,
-        typer.Option(
-            "--delivery", help="Instead, what routes cost on their way to the ranks.", rich_help_panel=_WHAT
-        ),
-    ] = False,
-    config: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", help="The model's config.json, or its folder.", rich_help_panel=_JOB),
-    ] = None,
-    layers: Annotated[int, _job("Without a config: MoE layers.")] = 48,
-    topk: Annotated[int, _job("Without a config: experts a token.")] = 8,
-    experts: Annotated[int, _job("Without a config: experts of a layer.")] = 128,
-    samples: Annotated[int, _job("Samples of a step.")] = 512,
-    length: Annotated[int, _job("Tokens of each.")] = 8192,
-    tp: SizeOption = 1,
-    cp: SizeOption = 1,
-    pp: SizeOption = 1,
-    vp: Annotated[int, _job("Virtual stages of a pipeline rank.")] = 1,
-    dp: SizeOption = 1,
-    first_stage: Annotated[int | None, _job("Layers of the first pipeline rank.")] = None,
-    last_stage: Annotated[int | None, _job("Layers of the last.")] = None,
-    ranks_a_node: Annotated[int, _job("Ranks that share a node.")] = 8,
-    rollout_nodes: Annotated[
-        int | None, _job("Nodes of the rollout, if they are others than the training's.")
-    ] = None,
     as_json: JsonOption = False,
     out: Annotated[Path | None, _out(_NUMBERS, dir_okay=False)] = None,
     force: ForceOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Measure what record and replay cost (about 2 min; --quick about 30 s); or plan how routes travel."""
-    if delivery and only:
-        raise typer.BadParameter("--delivery has no rows to choose from", param_hint="--only")
-    pairs = pairs or (5 if quick else 50)
-    if not delivery:
-        from npu_replay.bench.run import main
+    """Measure what record and replay cost (about 2 min; --quick about 30 s)."""
+    from npu_replay.bench.run import main
 
-        main(
-            device=device.value,
-            pairs=pairs,
-            only=tuple(only.split(",")) if only else (),
-            quick=quick,
-            as_json=as_json,
-            out=out,
-            force=force,
-        )
-        return
-    from npu_replay.bench import delivery as on_the_way
-    from npu_replay.rollout.model_config import RoutedModel
-
-    if config is None:
-        model = RoutedModel(layers=tuple(range(layers)), num_layers=layers, num_experts=experts, topk=topk)
-    else:
-        model = RoutedModel.from_config(config)
-    on_the_way.main(
-        model=model,
-        parallel={"tp": tp, "cp": cp, "pp": pp, "vp": vp, "dp": dp},
-        stages={"first_stage": first_stage, "last_stage": last_stage},
-        samples=samples,
-        length=length,
-        ranks_a_node=ranks_a_node,
-        rollout_nodes=rollout_nodes,
-        pairs=pairs,
+    main(
+        device=device.value,
+        pairs=pairs or (5 if quick else 50),
+        only=tuple(only.split(",")) if only else (),
+        quick=quick,
         as_json=as_json,
         out=out,
         force=force,

@@ -88,7 +88,6 @@ def test_options_are_passed_on_and_have_defaults(
         ("demo", "--engine", "sglang"),
         ("bench", "--pairs", "0"),
         ("bench", "--only", "router,nothing"),
-        ("bench", "--delivery", "--only", "router"),
         ("nothing",),
     ],
 )

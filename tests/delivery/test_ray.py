@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from benchmarks.delivery_plan import plan
 from distributed.parallel_cases import CASES
 from memory import own_memory
 from npu_replay import DecoderLayers, InvalidRoutes, ParallelLayout, ReplayError, TokenLayout, delivery
 from npu_replay.compat.ray import RayCarrier
-from npu_replay.delivery.plan import plan
 
 ray = pytest.importorskip("ray", reason="Ray isn't installed: pip install ray")
 if TYPE_CHECKING:

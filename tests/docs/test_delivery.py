@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import npu_replay
-from npu_replay.bench import delivery as bench
-from npu_replay.delivery.plan import plan
+from benchmarks import delivery as bench
+from benchmarks.delivery_plan import plan
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "delivery.md").read_text(encoding="utf-8")

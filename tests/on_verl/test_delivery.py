@@ -18,11 +18,11 @@ import torch
 from omegaconf import OmegaConf
 
 import npu_replay
+from benchmarks.delivery_plan import MARKS
 from npu_replay import InvalidRoutes, ReplayError, RoutedExperts, RoutedModel, fingerprint
 from npu_replay.compat.verl import arrivals, carried, delivery
 from npu_replay.compat.verl.actor_pipeline import cut_of
 from npu_replay.compat.verl.tensors import MicroBatch
-from npu_replay.delivery.plan import MARKS
 from on_verl import test_rollout as loops
 from on_verl.test_rollout import SAMPLED, Engine, Turn, deep, guarded, installed, make_worker
 

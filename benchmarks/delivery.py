@@ -1,4 +1,6 @@
-"""npu-replay bench --delivery: what a job's routes cost by each way, planned; its parts, measured here.
+"""What a job's routes cost by each way, planned; its parts, measured here.
+
+    python -m benchmarks.delivery --layers 94 --samples 8192 --tp 4 --cp 2 --pp 8 --dp 4
 
 Measured is the processor's time for 50 MB of ids, more than its caches hold: put, with 48 layers; fetched and
 gathered by a rank of 12 layers, from samples that lie side by side in one copy by numpy as the yardstick; and
@@ -7,6 +9,7 @@ gathered by ranks of cp2 x tp8.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import pickle
@@ -20,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.delivery_plan import Load, Plan, plan
 from npu_replay import (
     DecoderLayers,
     ParallelLayout,
@@ -31,7 +35,6 @@ from npu_replay import (
 )
 from npu_replay.bench.timing import Case, Row, Way, rows
 from npu_replay.compat import ray
-from npu_replay.delivery.plan import Load, Plan, plan
 from npu_replay.delivery.references import seal
 from npu_replay.devices import one_thread
 from npu_replay.options import check_out, write_out
@@ -287,3 +290,42 @@ def samples(count: int = SAMPLES, layers: Sequence[int] = range(LAYERS)) -> list
         )
         for _ in range(count)
     ]
+
+
+def _options() -> dict[str, Any]:
+    """The command line, as `main` takes it."""
+    reader = argparse.ArgumentParser(prog="python -m benchmarks.delivery", description=__doc__)
+    reader.add_argument("--config", type=Path, help="the model's config.json, or its folder")
+    for name, default, said in (
+        ("layers", LAYERS, "without a config: MoE layers"),
+        ("topk", TOPK, "without a config: experts a token"),
+        ("experts", EXPERTS, "without a config: experts of a layer"),
+        ("samples", 512, "samples of a step"),
+        ("length", TOKENS, "tokens of each"),
+        *((axis, 1, f"size of {axis}") for axis in ("tp", "cp", "pp", "vp", "dp")),
+        ("first-stage", None, "layers of the first pipeline rank"),
+        ("last-stage", None, "layers of the last"),
+        ("ranks-a-node", 8, "ranks that share a node"),
+        ("rollout-nodes", None, "nodes of the rollout, if they are others than the training's"),
+        ("pairs", 50, "rounds to take the median of"),
+    ):
+        reader.add_argument(f"--{name}", type=int, default=default, metavar="N", help=said)
+    reader.add_argument("--json", action="store_true", dest="as_json", help="print one JSON document")
+    reader.add_argument("--out", type=Path, help="write it there, too")
+    reader.add_argument("--force", action="store_true", help="overwrite what is there")
+    given = vars(reader.parse_args())
+    layers, topk, experts, config = (given.pop(name) for name in ("layers", "topk", "experts", "config"))
+    model = (
+        RoutedModel.from_config(config)
+        if config is not None
+        else RoutedModel(layers=tuple(range(layers)), num_layers=layers, num_experts=experts, topk=topk)
+    )
+    return given | {
+        "model": model,
+        "parallel": {axis: given.pop(axis) for axis in ("tp", "cp", "pp", "vp", "dp")},
+        "stages": {name: given.pop(name) for name in ("first_stage", "last_stage")},
+    }
+
+
+if __name__ == "__main__":
+    main(**_options())

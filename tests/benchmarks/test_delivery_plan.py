@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.delivery_plan import Load, Plan, plan
 from npu_replay import DecoderLayers, ParallelLayout, ReplayError
-from npu_replay.delivery.plan import Load, Plan, plan
 
 QWEN3_235B = DecoderLayers(94, first_stage=11, last_stage=11)
 LARGE = ParallelLayout(tp=4, cp=2, pp=8, dp=4, decoder=QWEN3_235B)

@@ -1,4 +1,4 @@
-"""bench --delivery runs, prints both tables, and says of each target whether it was met."""
+"""benchmarks.delivery runs, prints both tables, and says of each target whether it was met."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from npu_replay.bench import delivery as bench
-from npu_replay.cli.commands import app
+from benchmarks import delivery as bench
 
 
 def test_the_job_is_planned_and_its_parts_are_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("safetensors")
     monkeypatch.setenv("COLUMNS", "200")
@@ -21,12 +19,13 @@ def test_the_job_is_planned_and_its_parts_are_measured(
     out = tmp_path / "bench.json"
     bench.samples.cache_clear()
     try:
-        ran = CliRunner().invoke(
-            app, ["bench", "--delivery", "--pairs", "1", "--layers", "4", "--pp", "2", "--out", str(out)]
+        monkeypatch.setattr(
+            "sys.argv", ["delivery", "--pairs", "1", "--layers", "4", "--pp", "2", "--out", str(out)]
         )
+        bench.main(**bench._options())
     finally:
         bench.samples.cache_clear()
-    assert ran.exit_code == 0, ran.output
+    printed = capsys.readouterr().out
     found = json.loads(out.read_text())
     ways = {
         what: [row["way"] for row in found["rows"] if row["what"] == what and row["way"] != "Ray"]
@@ -38,5 +37,5 @@ def test_the_job_is_planned_and_its_parts_are_measured(
         "gather": ["take", bench.ONE, bench.TAKEN, bench.EVERY],
     }
     assert found["planned"]["nodes"] == 1
-    assert "Planned: 2 ranks on 1 node," in ran.output
-    assert ran.output.count(": met") + ran.output.count(": not met") == 5
+    assert "Planned: 2 ranks on 1 node," in printed
+    assert printed.count(": met") + printed.count(": not met") == 5

@@ -112,7 +112,7 @@ def plan(
 ) -> Plan:
     """Work out what a step's routes cost.
 
-    >>> from npu_replay.delivery.plan import plan
+    >>> from benchmarks.delivery_plan import plan
     >>> layout = npu_replay.ParallelLayout(tp=4, cp=2, pp=2, dp=2, decoder=npu_replay.DecoderLayers(48))
     >>> found = plan(layout, [8192] * 64, topk=8, num_experts=128)
     >>> found.ranks, found.nodes, found.unique, found.today.sent // found.unique, found.once.reads.max()

@@ -1,0 +1,1 @@
+"""What is measured or worked out from a clone, beside the package."""
