@@ -77,7 +77,10 @@ def parts(device: torch.device, pairs: int, *, quick: bool) -> Iterator[Part]:
     for tokens in sizes:
         build = functools.partial(_step, tokens, device, few)
         yield part("step", tokens, 0.3, 0.1 + tokens * 5.5e-4, few, build)
-    for what, tokens, make in (("inputs", sizes[-1], _inputs), ("layout", long, _layout)):
+    for what, tokens, make in (
+        *(("inputs", sizes[-1], _inputs), ("overlap", sizes[-1], _overlap)),
+        ("layout", long, _layout),
+    ):
         yield part(what, tokens, 0.2, tokens * 5e-5, few, functools.partial(make, tokens, device, few))
     tries = max(3, pairs // 5)
     seconds = 1.5 * (tries + 1)
@@ -211,6 +214,21 @@ def _inputs(tokens: int, device: torch.device, rounds: int) -> Case:
 
     ways = [forward, Way("tokens kept and checked", check)]
     return Case("inputs", tokens, ways, rounds, device=device)
+
+
+def _overlap(tokens: int, device: torch.device, rounds: int) -> Case:
+    """What it costs to hold a replay's first micro-batch against the routers' own choice."""
+    length, given = _batch(tokens, device)
+    model = _model(length, device)
+    with torch.no_grad(), npu_replay.record(model) as recording:
+        model(**given)
+
+    def run(least: float) -> None:
+        with torch.no_grad(), npu_replay.replay(model, recording.routes, min_overlap=least):
+            model(**given)
+
+    ways = [Way("replay", lambda: run(0)), Way("replay, judged", lambda: run(0.5))]
+    return Case("overlap", tokens, ways, rounds, device=device)
 
 
 def _layout(tokens: int, device: torch.device, rounds: int) -> Case:

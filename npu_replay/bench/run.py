@@ -133,6 +133,7 @@ def _words(what: str, about: dict[str, Any], mine: list[Row]) -> Iterator[str]:
             f"{step['num_moe_experts']}; forward, backward, block opened and closed"
         ),
         "inputs": lambda: "the tokens of a micro-batch, held against the routes, by its forward",
+        "overlap": lambda: "the first micro-batch of a replay, held against the routers' own choice",
         "layout": lambda: "the rows of a micro-batch, read off its preprocessing, by its forward",
         "import": lambda: imports.least({row.way: row.over_least for row in mine if row.over}),
     }

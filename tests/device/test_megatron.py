@@ -89,6 +89,7 @@ def test_the_bench_runs_and_names_the_device(
         "capture",
         "import",
         "inputs",
+        "overlap",
         "layout",
         "step",
     }

@@ -856,6 +856,7 @@ def _far() -> None:
     update = partial(actor.update, r3_batch(tiny, job.rollout_routes(tiny)))
     name = "NPU_REPLAY_MIN_OVERLAP"
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("npu_replay.sessions.overlap.RUN", 8)  # this job has fewer than 64 rows a rank
         patch.delenv(name)
         leave(update, "far from what the routers would choose for these tokens", first=0)
         patch.setenv(name, "much")
@@ -863,6 +864,7 @@ def _far() -> None:
     assert not actor.gradients
     update()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("npu_replay.sessions.overlap.RUN", 8)
         patch.delenv(name)
         update()  # not the first any more
 
