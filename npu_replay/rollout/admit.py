@@ -58,7 +58,7 @@ def admit(
         ended: the engine ended the request by itself. One that was aborted may have no rows at all.
         surplus: exactly so many tokens of the engine's were taken off the end of `tokens`; so are their rows.
         missing: "native" leaves rows that are zero in all layers without a route; else they are an error. So
-            are zeros throughout, always. Rows that are another token's likewise.
+            are zeros throughout, always. Many copies of other tokens' rows likewise.
         weight_version: which weights chose, if known.
 
     Returns:

@@ -251,7 +251,8 @@ def copied_rows(ids: Array, recorded: Array, num_experts: int, tokens: Array) ->
     """
     if not tells_apart(ids.shape[1], num_experts, ids.shape[2]):
         return np.empty(0, np.int64)
-    tokens = np.where(recorded, tokens[: len(ids)], -1)  # one token for rows of zeros: none is another's
+    if not recorded.all():  # one token for all rows of zeros: none is another's
+        tokens = np.where(recorded, tokens[: len(ids)], -1)
     rows = repeated_rows(ids, tokens)
     many = len(rows) * COPIED_PART > recorded.sum() and len(np.unique(tokens[rows])) >= COPIED_TOKENS
     return rows if many else rows[:0]
