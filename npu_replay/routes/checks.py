@@ -216,7 +216,8 @@ def constant_columns(ids: Array) -> Array:
     if ids.size == 0:
         return np.empty(0, np.int64)
     suspects = np.flatnonzero((ids[0] == ids[-1]).all(axis=1))
-    return suspects[(ids[:, suspects] == ids[0, suspects]).all(axis=(0, 2))]
+    found: Array = suspects[(ids[:, suspects] == ids[0, suspects]).all(axis=(0, 2))]
+    return found
 
 
 def blank_rows(ids: Array) -> Array:
