@@ -58,7 +58,7 @@ def admit(
         ended: the engine ended the request by itself. One that was aborted may have no rows at all.
         surplus: exactly so many tokens of the engine's were taken off the end of `tokens`; so are their rows.
         missing: "native" leaves rows that are zero in all layers without a route; else they are an error. So
-            are zeros throughout, always. Rows that are another token's likewise.
+            are zeros throughout, always. Many copies of other tokens' rows likewise.
         weight_version: which weights chose, if known.
 
     Returns:
@@ -82,8 +82,8 @@ def admit(
     constant = checks.find_constant(there, known, model.num_experts, ids[start:])
     arrival.refuse(Symptom.CONSTANT_LAYER, constant)
     arrival.refuse(Symptom.DUPLICATES, checks.find_twice(there, known, start))
-    stale = arrival.stale_rows(there, known)
-    there[stale], known[stale] = 0, False
+    copied = arrival.copied_rows(there, known)
+    there[copied], known[copied] = 0, False
     return RoutedExperts._checked(
         ids=torch.from_numpy(room),
         layers=model.layers,
@@ -186,24 +186,20 @@ class _Arrival:
             raise self.source.error(Symptom.ZERO_ROWS, problem, different, got)
         return blank
 
-    def stale_rows(self, rows: Array, recorded: Array) -> Array:
-        """The rows that are another token's: they were read from a buffer too late."""
-        tokens, experts = self.tokens[self.start :], self.model.num_experts
-        if recorded.all():
-            stale = checks.stale_rows(rows, tokens, experts)
-        else:
-            at = np.flatnonzero(recorded)
-            stale = at[checks.stale_rows(rows[at], tokens[at], experts)]
-        stale = stale[self.start + stale >= checks.FIRST_ROWS]
-        if not len(stale):
-            return stale
+    def copied_rows(self, rows: Array, recorded: Array) -> Array:
+        """Return the rows that are another token's: they were read from a buffer too late."""
+        tokens = self.tokens[self.start :]
+        copied = checks.copied_rows(rows, recorded, self.model.num_experts, tokens)
+        if not len(copied):
+            return copied
         error = self.source.error(
             Symptom.STALE_ROWS,
-            f"{len(stale)} rows are another token's in all layers, the first is row {self.start + stale[0]}",
+            f"{len(copied)} rows are another token's in all layers, the first is row "
+            f"{self.start + copied[0]}",
             "routes that depend on the token",
-            f"a copy, for token {int(tokens[stale[0]])}",
+            f"a copy, for token {int(tokens[copied[0]])}",
         )
         if self.missing == "error":
             raise error
         _log.warning("%s. They are left without a route", error)
-        return stale
+        return copied

@@ -31,13 +31,11 @@ CONSTANT_ROWS = 64
 SURE_BITS = 96
 """So much choice there must be before tokens that choose alike are called a fault: by chance they do once in
 2**96 times."""
-STALE_BITS = 64
-"""The same for rows that are another token's, where all pairs of rows that might meet are counted in."""
-FIRST_ROWS = 4
-"""Those of a sequence's beginning attend to little but the first token, and may choose what it chose: with
-random weights, live Mixtrals and DeepSeeks did so in all layers, rightly, in 1 of 1,000 sequences."""
+COPIED_PART = 20
+COPIED_TOKENS = 4
+"""Copies are a fault where they are more than one in COPIED_PART rows, and of so many different tokens. The
+tokens after the first attend to little else, and two or three may rightly choose what it chose."""
 
-_LOOKED_AT = 16  # copies that are held against all rows
 _MOST_SHIFTS = 64  # a top-k above is sorted: each shift costs a pass, and a mask that is kept
 _BLOCK = 1 << 17  # ids; the fastest of 2**14 to 2**20, for ids of one byte and of two
 
@@ -141,13 +139,27 @@ def find_twice(ids: Array, recorded: Array, first_row: int = 0) -> Finding | Non
 def find_constant(
     ids: Array, recorded: Array, num_experts: int, tokens: Array | None = None, layers: tuple[int, ...] = ()
 ) -> Finding | None:
-    """Find a layer that an engine never captured, among those of `constant_layers`.
+    """Find a layer in which all rows are the same and shouldn't be: engines fail so in silence.
 
-    Its column holds zeros, or 0 to k - 1 in order, as a buffer does that nobody wrote into; or no layer
-    varies. Any other column, beside layers that vary, is a dead router's: a warning names it by `layers`.
+    It is a fault if it holds zeros, or 0 to k - 1 in order, as a buffer does that nobody wrote into; or if no
+    layer varies. Any other, beside layers that vary, is a dead router's: a warning names it by `layers`.
+    Nothing is a fault where rows, different tokens or experts are so few that tokens may choose alike.
+
+    Args:
+        ids: [tokens, layers, topk].
+        recorded: [tokens] bool; other rows aren't looked at.
+        num_experts: of a layer.
+        tokens: [tokens], their ids, or more; None takes every one for another.
+        layers: the labels of the columns; none for no warning.
     """
-    columns = constant_layers(ids, recorded, num_experts, tokens)
-    row = ids[recorded.argmax(), columns] if len(columns) else ids[:0, 0]
+    at = np.flatnonzero(recorded)
+    if len(at) < CONSTANT_ROWS or not (ids[at[0]] == ids[at[-1]]).all(axis=1).any():
+        return None
+    different = len(at) if tokens is None else len(np.unique(tokens[at]))
+    if (different - 1) * choice(num_experts, ids.shape[2]) < SURE_BITS:
+        return None
+    columns = constant_columns(ids if len(at) == len(ids) else ids[at])
+    row = ids[at[0], columns]
     unwritten = (row == 0).all(axis=1) | (row == np.arange(ids.shape[2])).all(axis=1)
     wrong = columns if len(columns) == ids.shape[1] else columns[unwritten]
     if not len(wrong):
@@ -156,9 +168,9 @@ def find_constant(
         return None
     column = int(wrong[0])
     return Finding(
-        f"all {int(recorded.sum())} recorded rows are the same ({len(wrong)} such layers)",
+        f"all {len(at)} recorded rows are the same ({len(wrong)} such layers)",
         "routes that depend on the token",
-        f"{ids[recorded.argmax(), column].tolist()} in every row",
+        f"{ids[at[0], column].tolist()} in every row",
         column,
     )
 
@@ -199,44 +211,13 @@ def named_twice(ids: Array, recorded: Array) -> Array:
     return np.concatenate(found)
 
 
-def constant_layers(ids: Array, recorded: Array, num_experts: int, tokens: Array | None = None) -> Array:
-    """The columns in which all rows are the same and shouldn't be, [n] int64: engines fail so in silence.
-
-    Different tokens choose differently. Where there are so few rows, different tokens or experts that they
-    may choose alike, there is none: a model that says one thing for thousands of tokens may send them all to
-    the same experts. So may a router with favourites, as the other layers show: those of a Llama 4 with
-    random weights send 94 % of all tokens to one of 16.
-
-    Args:
-        ids: [tokens, layers, topk].
-        recorded: [tokens] bool; other rows aren't looked at.
-        num_experts: of a layer.
-        tokens: [tokens], their ids, or more; None takes every one for another.
-    """
-    at = np.flatnonzero(recorded)
-    if len(at) < CONSTANT_ROWS or not (ids[at[0]] == ids[at[-1]]).all(axis=1).any():
-        return np.empty(0, np.int64)
-    known = ids if len(at) == len(ids) else ids[at]
-    columns = constant_columns(known)
-    different = len(at) if tokens is None else len(np.unique(tokens[at]))
-    each = choice(num_experts, ids.shape[2])
-    if 0 < len(columns) < ids.shape[1]:  # where other layers have favourites, this one may have one alone
-        others = np.delete(known, columns, axis=1)
-        favourites = _neighbours_alike(others, np.ones(len(at) - 1, bool)).max()
-        each = min(each, -math.log2(max(favourites, 2.0**-each)) / 2)
-    return columns if (different - 1) * each >= SURE_BITS else columns[:0]
-
-
 def constant_columns(ids: Array) -> Array:
     """The columns in which all rows are the same, [n] int64; none where there are no rows."""
     if ids.size == 0:
         return np.empty(0, np.int64)
     suspects = np.flatnonzero((ids[0] == ids[-1]).all(axis=1))
-    for _, block in _blocks(ids):
-        if not len(suspects):
-            break
-        suspects = suspects[(block[:, suspects] == ids[0, suspects]).all(axis=(0, 2))]
-    return suspects
+    found: Array = suspects[(ids[:, suspects] == ids[0, suspects]).all(axis=(0, 2))]
+    return found
 
 
 def blank_rows(ids: Array) -> Array:
@@ -264,52 +245,18 @@ def repeated_rows(ids: Array, tokens: Array) -> Array:
     return np.sort(rows[(flat[rows] == flat[others]).all(axis=1)])
 
 
-def stale_rows(ids: Array, tokens: Array, num_experts: int) -> Array:
-    """The rows that `repeated_rows` finds, where so many among so many are no chance.
+def copied_rows(ids: Array, recorded: Array, num_experts: int, tokens: Array) -> Array:
+    """Return the rows that `repeated_rows` finds if they are so many that they are a fault, [n] int64.
 
-    Tokens that are alike (digits, blanks) make copies, too, but more rows that are nearly copies: a fault
-    makes none of these.
+    See `find_constant` for the arguments. `ids` are zeros in rows that aren't recorded.
     """
     if not tells_apart(ids.shape[1], num_experts, ids.shape[2]):
         return np.empty(0, np.int64)
+    if not recorded.all():  # one token for all rows of zeros: none is another's
+        tokens = np.where(recorded, tokens[: len(ids)], -1)
     rows = repeated_rows(ids, tokens)
-    if not len(rows):
-        return rows
-    each = _bits(ids, tokens, num_experts, rows) - 2 * math.log2(len(ids))  # any two rows may meet
-    sure = len(rows) * each >= STALE_BITS and _near_copies(ids, tokens, rows[:_LOOKED_AT]) < len(rows)
-    return rows if sure else rows[:0]
-
-
-def _near_copies(ids: Array, tokens: Array, rows: Array) -> int:
-    """How many rows are the same as another token's of `rows` but for an eighth of the layers."""
-    layers = ids.shape[1]
-    near = np.zeros(len(ids), bool)
-    for row in rows:
-        alike = (ids == ids[row]).all(axis=2).sum(axis=1)
-        near |= (
-            (alike < layers) & (alike >= layers - max(1, layers // 8)) & (tokens[: len(ids)] != tokens[row])
-        )
-    return int(near.sum())
-
-
-def _bits(ids: Array, tokens: Array, num_experts: int, but: Array) -> float:
-    """How much choice a token has in all layers, by how often those that follow each other choose alike.
-
-    Args:
-        but: rows that aren't looked at.
-    """
-    others = np.ones(len(ids), bool)
-    others[but] = False
-    apart = tokens[1 : len(ids)] != tokens[: len(ids) - 1]
-    alike = _neighbours_alike(ids, others[1:] & others[:-1] & apart)
-    return float(-np.log2(np.maximum(alike, 2.0 ** -choice(num_experts, ids.shape[2]))).sum())
-
-
-def _neighbours_alike(ids: Array, pairs: Array) -> Array:
-    """How often two rows that follow each other are the same, by column, of the `pairs` that count."""
-    rows = np.flatnonzero(pairs)
-    counts: Array = (ids[rows + 1] == ids[rows]).all(axis=2).sum(axis=0)
-    return counts / max(1, len(rows))
+    many = len(rows) * COPIED_PART > recorded.sum() and len(np.unique(tokens[rows])) >= COPIED_TOKENS
+    return rows if many else rows[:0]
 
 
 def _blocks(ids: Array) -> Iterator[tuple[int, Array]]:
