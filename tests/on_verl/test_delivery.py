@@ -113,6 +113,8 @@ PIPELINES: dict[str, tuple[int, int, int, dict[str, Any], list[list[int]]]] = {
         *(6, 0, 2, {"pipeline_model_parallel_layout": "Et|tt|tt|tL"}),
         [[0, 3, 4], [1, 2, 5]],
     ),
+    "a HybridModel's pattern": (4, 1, 2, {"hybrid_layer_pattern": "*-*E*E|*E"}, [[1, 2], [3]]),
+    "a pattern that is even in symbols": (3, 0, 2, {"hybrid_override_pattern": "*E*E*E"}, [[0], [1, 2]]),
 }
 
 
