@@ -72,6 +72,7 @@ def smoke_row(found: dict[str, Any], name: str) -> list[str]:
     device = machine["name"] or {"cpu": "a CPU"}.get(machine["device"], machine["device"])
     sizes = [f"{axis} {options[axis]}" for axis in _AXES if options[axis] > 1]
     sizes += ["recompute"] if options["recompute"] else []
+    sizes += ["HybridModel"] if options["model"] == "hybrid" else []
     torch = versions["torch"] + (f" ({versions['torch_npu']})" if versions["torch_npu"] else "")
     named = {one["feature"]: one["result"] for one in found["results"] if one["result"] != "SKIP"}
     failed = dict.fromkeys(one["feature"] for one in found["results"] if one["result"] == "FAIL")
@@ -118,7 +119,9 @@ KINDS = {
     SMOKE: Kind(
         schema=_BOTH
         | {
-            "options": dict.fromkeys(_AXES, _COUNT) | {"recompute": _FLAG, "device": _TEXT},
+            "options": dict.fromkeys(_AXES, _COUNT)
+            | {"recompute": _FLAG}
+            | dict.fromkeys(("model", "device"), _TEXT),
             "processes": _COUNT,
             "versions": dict.fromkeys(_VERSIONS, _TEXT),
             "sizes": dict.fromkeys(("layers", "experts", "topk", "micro_batches"), _COUNT),
@@ -238,6 +241,8 @@ def read(path: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path.name}: {error}") from error
+    if found.get("kind") == SMOKE and isinstance(found.get("options"), dict):
+        found["options"].setdefault("model", "gpt")  # older reports don't name it: there was no other
     if wrong := problems(found):
         raise ValueError(f"{path.name}: {'; '.join(wrong)}")
     return found

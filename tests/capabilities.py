@@ -102,6 +102,9 @@ CAPABILITIES: Mapping[str, Mapping[str, Capability]] = {
         "force_balance": Capability("... with `moe_router_force_load_balancing`", _no_release),
         "quantile": Capability("... with quantile balancing", _no_release),
         "fused": Capability("... with the fused router, `moe_router_fusion`", _no_release),
+        "hybrid": Capability(
+            "`HybridModel` (`MambaModel`): record, replay, recompute and an engine's rows", _no_release
+        ),
         "flag": Capability(
             "`moe_enable_routing_replay` on `TransformerConfig`, `MLATransformerConfig`",
             _flag("moe_enable_routing_replay"),

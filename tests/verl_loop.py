@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import hybrid_model
 import npu_replay
 from megatron_cases import RECOMPUTE, VARIANTS, perturbed, routers
 from npu_replay import RoutedExperts
@@ -145,11 +146,20 @@ def batches(seed: int = 3) -> list[list[torch.Tensor]]:
 class Job:
     """A model that asks for replay, and its forward over packed sequences."""
 
-    def __init__(self, variant: str, recompute: str | None, seed: int = 7, **changes: Any) -> None:
+    def __init__(
+        self, variant: str, recompute: str | None, seed: int = 7, *, pattern: str = "", **changes: Any
+    ) -> None:
+        """pattern: a HybridModel's, in the place of a GPTModel."""
         torch.manual_seed(seed)
-        values = VARIANTS[variant] | RECOMPUTE.get(recompute or "", {}) | changes
-        self.config = megatron_model.config(enable_routing_replay=True, **values)
-        self.model = megatron_model.model(self.config)
+        values = (
+            VARIANTS[variant] | RECOMPUTE.get(recompute or "", {}) | {"enable_routing_replay": True} | changes
+        )
+        if pattern:
+            self.config = hybrid_model.config(pattern, **values)
+            self.model = hybrid_model.model(self.config, pattern)
+        else:
+            self.config = megatron_model.config(**values)
+            self.model = megatron_model.model(self.config)
         for router in routers(self.model):
             if (bias := getattr(router.module, "expert_bias", None)) is not None:
                 bias.copy_(torch.randn(bias.shape) * 0.1)

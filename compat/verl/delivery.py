@@ -204,9 +204,10 @@ class Arrived:
 
     def has(self, layers: Sequence[int]) -> None:
         """These are this rank's layers; what is of others goes."""
-        if tuple(layers) != self.layers:
+        labels = layers if isinstance(layers, tuple) else tuple(layers)  # StageLabels stay what they are
+        if labels != self.layers:
             self._held.clear()
-            self.layers = tuple(layers)
+            self.layers = labels
 
     @property
     def nbytes(self) -> int:

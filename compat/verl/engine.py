@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import logging
 import os
 import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,7 +33,7 @@ from npu_replay.compat.verl.settings import setting
 from npu_replay.errors import InvalidRoutes, ReplayError, share
 from npu_replay.parallel.bad_samples import CEILING, above_ceiling
 from npu_replay.parallel.rank_failures import agreed, all_here
-from npu_replay.routers import find
+from npu_replay.routers import find, labels_of
 from npu_replay.sessions.stepwise import StepRecording, StepReplay
 
 logger = logging.getLogger(__name__)
@@ -258,7 +259,7 @@ class Pass:
         spent = int((time.perf_counter() - started) * 1e6)
         self.count(microseconds=spent, bytes=delivery.arrived.nbytes)
 
-    def _fetch(self, references: list[Any], data: Any, layers: list[int]) -> None:
+    def _fetch(self, references: list[Any], data: Any, layers: Sequence[int]) -> None:
         keys, tokens = delivery.keys_of(data.get(ROUTES, None), references), data[TOKENS].unbind()
         of_key = {key: ids for key, ids in zip(keys, tokens, strict=False) if key}
         self.keys = keys
@@ -267,9 +268,10 @@ class Pass:
         answered = [True] * len(keys) if masks is None else [bool(one.any()) for one in masks.unbind()]
         self._answered = {key for key, one in zip(keys, answered, strict=False) if key and one}
 
-    def _layers(self) -> list[int]:
+    def _layers(self) -> Sequence[int]:
         """The decoder layers that this rank's routers are in."""
-        return sorted(router.label for chunk in find(self.chunks) for router in chunk)
+        routers = itertools.chain.from_iterable(find(self.chunks))
+        return labels_of(sorted(routers, key=lambda router: router.label))
 
     def _no_files(self) -> None:
         ReplayError.unless(

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from npu_replay.compat.megatron.parallel_state import decoder_layers
 from npu_replay.compat.verl import tensors
 from npu_replay.compat.verl.actions import BACKWARD, RECORD, REPLAY, problem_of, switch
 from npu_replay.compat.verl.recorded import Keeper
@@ -56,12 +55,12 @@ def get_num_layers_to_build(config: Any, vp_stage: int | None = None, pp_rank: i
 
 def is_moe_layer(tf_config: Any, layer_idx: int) -> bool:
     """Is this decoder layer, 0-based, a MoE layer?"""
-    return layer_idx in decoder_layers(tf_config).moe
+    return layer_idx in tensors.decoder_of(tf_config).moe
 
 
 def get_moe_num_layers_to_build(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
     """MoE layers of a pipeline stage."""
-    return len(set(decoder_layers(config).moe) & set(_stage(config, vp_stage, pp_rank)))
+    return len(set(tensors.decoder_of(config).moe) & set(_stage(config, vp_stage, pp_rank)))
 
 
 def get_current_rank_layer_info(tf_config: Any, vp_rank: int | None = None) -> dict[str, int]:
@@ -78,7 +77,7 @@ def _stage(config: Any, vp_stage: int | None, pp_rank: int | None) -> tuple[int,
 
         pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     stages = config.virtual_pipeline_model_parallel_size or 1
-    return decoder_layers(config).stage(
+    return tensors.decoder_of(config).stage(
         config.pipeline_model_parallel_size, stages, int(pp_rank), vp_stage or 0
     )
 

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from npu_replay.compat.megatron import parallel_state
+from npu_replay.compat.megatron import hybrid, parallel_state
 from npu_replay.compat.verl import delivery
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
 from npu_replay.parallel.parallel_layout import ParallelLayout
+from npu_replay.parallel.pipeline_layers import DecoderLayers
 from npu_replay.parallel.token_layout import TokenLayout
 from npu_replay.rollout.batch_rows import from_batch
 from npu_replay.rollout.model_config import RoutedModel
@@ -59,7 +60,7 @@ class MicroBatch:
         """Its layers too."""
         if isinstance(self.config, RoutedModel):
             return self.config
-        decoder = parallel_state.decoder_layers(self.config)
+        decoder = decoder_of(self.config)
         layers = tuple(decoder.moe)
         return RoutedModel(layers=layers, num_layers=decoder.count, **self.model)  # type: ignore[arg-type]
 
@@ -205,6 +206,11 @@ class MicroBatch:
         for row, ids in enumerate(each):
             out[row, self.kept[row]] = ids
         return out
+
+
+def decoder_of(config: Any) -> DecoderLayers:
+    """The decoder layers of a TransformerConfig; of a HybridModel's, by the pattern of its model."""
+    return parallel_state.decoder_layers(config, hybrid.pattern_of(config))
 
 
 def utils() -> Any:

@@ -6,6 +6,7 @@ The local layer spec is used: nothing here needs Transformer Engine, CUDA or a l
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -123,19 +124,20 @@ def model(
     )
 
 
-def chunks(cfg: Any, **about: Any) -> list[Any]:
-    """This pipeline rank's GPTModels, one for each virtual stage.
+def chunks(cfg: Any, *, build: Callable[..., Any] = model, **about: Any) -> list[Any]:
+    """This pipeline rank's chunks of the model, one for each virtual stage.
 
     Args:
         cfg: says how many stages there are; parallel_state says which are here.
-        about: arguments of `model`.
+        build: builds a chunk; `hybrid_model.model` builds one of a HybridModel.
+        about: arguments of `build`.
     """
     from megatron.core import parallel_state
 
     place, last = parallel_state.get_pipeline_model_parallel_rank(), cfg.pipeline_model_parallel_size - 1
     count = cfg.virtual_pipeline_model_parallel_size or 1
     return [
-        model(
+        build(
             cfg,
             vp_stage=stage if count > 1 else None,
             pre_process=place == stage == 0,

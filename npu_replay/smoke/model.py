@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from npu_replay.demo import megatron_model
+from npu_replay.demo import hybrid_model, megatron_model
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.token_layout import TokenLayout
 from npu_replay.routers import Router, find
@@ -81,10 +81,10 @@ ROUTINGS = (
 
 def config(split: Split, **changes: Any) -> Any:
     """A TransformerConfig of the model."""
-    heads = max(4, 2 * split.tp)
+    heads, hybrid = max(4, 2 * split.tp), split.model == "hybrid"
     sizes = {
-        "num_layers": split.layers,
-        "moe_layer_freq": [0] + [1] * (split.layers - 1),
+        "num_layers": split.layers * (2 if hybrid else 1),  # a HybridModel's are halves of a GPTModel's
+        "moe_layer_freq": 1 if hybrid else [0] + [1] * (split.layers - 1),
         "num_attention_heads": heads,
         "num_query_groups": heads // 2,
         "ffn_hidden_size": 16 * math.lcm(2, split.tp),
@@ -148,9 +148,13 @@ def build(
     split: Split, routing: Routing, device: torch.device, *, recompute: bool = False
 ) -> list[nn.Module]:
     """This rank's chunks of the model, one for each virtual stage; the same weights at each call."""
-    cfg = config(split, **routing.flags(), **(megatron_model.FULL_RECOMPUTE if recompute else {}))
-    length = 8 * split.alignment + 64
-    built = megatron_model.chunks(cfg, vocab=split.vocabulary, length=length, norm=Norm, attention=Attention)
+    about: dict[str, Any] = {"vocab": split.vocabulary, "norm": Norm, "attention": Attention}
+    again = megatron_model.FULL_RECOMPUTE
+    if split.model == "hybrid":
+        again = hybrid_model.recompute()
+        about |= {"build": hybrid_model.model, "pattern": split.pattern}
+    cfg = config(split, **routing.flags(), **(again if recompute else {}))
+    built = megatron_model.chunks(cfg, length=8 * split.alignment + 64, **about)
     chunks: list[nn.Module] = [chunk.to(device) for chunk in built]
     _fill(chunks, routing)
     return chunks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from npu_replay import options
@@ -19,6 +20,13 @@ SIZES = {
     "vp": "Virtual stages of each pipeline rank.",
     "etp": "Tensor parallel ranks within experts.",
 }
+
+
+class Model(str, Enum):
+    """Which of Megatron's model classes is built."""
+
+    gpt = "gpt"
+    hybrid = "hybrid"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +44,7 @@ class Split:
     cp: int = 1
     vp: int = 1
     etp: int = 1
+    model: str = "gpt"
 
     @property
     def multiple(self) -> int:
@@ -51,6 +60,19 @@ class Split:
     def layers(self) -> int:
         """At least two in each virtual stage: the first of all is dense, and no stage is without a router."""
         return self.pp * self.vp * max(2, -(-4 // (self.pp * self.vp)))
+
+    @property
+    def pattern(self) -> str:
+        """The same layers as a HybridModel's pattern has them; where there are virtual stages, | ends each.
+
+        >>> Split(pp=2, vp=2).pattern
+        '*-*E|*E*E|*E*E|*E*E'
+        """
+        if self.vp == 1:
+            return "*-" + "*E" * (self.layers - 1)
+        stages = self.pp * self.vp
+        each = "*E" * (self.layers // stages)
+        return "|".join([each.replace("E", "-", 1), *[each] * (stages - 1)])
 
     @property
     def experts(self) -> int:
@@ -123,6 +145,7 @@ class Options(Split):
 
 _SPLIT = "The job's split"
 OPTIONS = (
+    Option("model", Model.gpt, "Megatron's class: GPTModel, or HybridModel (MambaModel up to 0.17)."),
     *(Option(name, 1, words, group=_SPLIT) for name, words in SIZES.items()),
     Option(
         "sequence_parallel", False, "On by itself with --tp 2 or more, as Megatron wants it.", group=_SPLIT

@@ -27,6 +27,7 @@ KIND = "npu_replay smoke"
 PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
 _PRODUCTS = ("megatron-core", "mindspeed", "torch_npu", "numpy")
 _CHECKOUTS = ("megatron-core", "mindspeed")
+_OPTIONS = ("model", "recompute", "device")
 _WIDTH = 13
 
 
@@ -85,7 +86,9 @@ class Report:
                 "kind": KIND,
                 "passed": self.passed,
                 "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-                "options": {name: getattr(self.options, name) for name in (*SIZES, "recompute", "device")},
+                "options": {
+                    name: getattr(self.options, name) for name in (*SIZES, "model", "recompute", "device")
+                },
                 "processes": self.processes,
                 "versions": versions(),
                 "machine": machine(self.device),
@@ -115,7 +118,8 @@ class Report:
         if about["cann"]:
             where += f", CANN {about['cann']}"
         processes = f"{self.processes} process{'es' if self.processes > 1 else ''}"
-        what = ", ".join(filter(None, (processes, sizes)))
+        model = "HybridModel" if self.options.model == "hybrid" else ""
+        what = ", ".join(filter(None, (model, processes, sizes)))
         return wrapped(f"npu-replay smoke: {what}, on {where}\n{', '.join(names)}", width())
 
     def lines(self, feature: str) -> str:

@@ -18,6 +18,7 @@ import torch
 
 import npu_replay
 from npu_replay import screen
+from npu_replay.demo import hybrid_model
 from npu_replay.devices import megatron_on, one_thread
 from npu_replay.errors import ReplayError
 from npu_replay.options import message, write_out
@@ -117,6 +118,8 @@ class Smoke:
         say(text, to=screen.err() if self._options.json else screen.out())
 
     def _start(self) -> Examination:
+        if self._options.model == "hybrid" and (why := hybrid_model.missing(self._options.pattern)):
+            raise Wrong(f"--model hybrid: {why}")
         self._job.initialise()
         self._job.tell_mindspeed()
         self._untried = {one.name: why for one in self._routings if (why := one.missing())}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from npu_replay.demo import hybrid_model
 
 BROKEN = Path(__file__).with_name("smoke_broken.py")
 FEATURES = (
@@ -107,6 +110,29 @@ def test_one_process_without_torchrun_typer_and_rich(tmp_path: Path) -> None:
     found, out = smoke(0, tmp_path, "--recompute")
     assert tried(found) == {feature: {"PASS"} for feature in FEATURES}
     assert out.startswith("npu-replay smoke: 1 process, on cpu")
+
+
+@pytest.mark.parametrize("sizes", [[], ["--pp", "2"], ["--tp", "2"], ["--pp", "2", "--vp", "2"]])
+def test_a_hybrid_model_passes_every_feature(tmp_path: Path, sizes: list[str]) -> None:
+    if why := hybrid_model.missing("|" if "--vp" in sizes else "E"):
+        pytest.skip(why)
+    found, out = smoke(2 if sizes else 0, tmp_path, "--model", "hybrid", "--recompute", *sizes)
+    assert tried(found) == {feature: {"PASS"} for feature in FEATURES}
+    assert out.startswith("npu-replay smoke: HybridModel, ")
+    assert found["options"]["model"] == "hybrid"
+
+
+@pytest.mark.parametrize("sizes", [[], ["--pp", "2", "--vp", "2"]])
+def test_a_release_without_such_a_hybrid_model_says_from_which_on(sizes: list[str]) -> None:
+    why = hybrid_model.missing("|" if sizes else "E")
+    if not why:
+        pytest.skip("this release has it")
+    arguments = ["smoke", "--device", "cpu", "--model", "hybrid", *sizes]
+    code, out, _ = launch(2 if sizes else 0, ["-m", "npu_replay"], arguments)
+    assert code == 1
+    said = " ".join(out.split())
+    assert f"FAIL start rank 0: --model hybrid: {why}" in said
+    assert re.search(r"needs Megatron-core 0\.1[67] or newer", said)
 
 
 @pytest.fixture(scope="module")

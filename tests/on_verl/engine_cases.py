@@ -43,6 +43,7 @@ BASE: dict[str, dict[str, Any]] = {
     "dynamic micro-batches": {"most": 24},
     "full recompute": {"changes": FULL},
     "ep2": {"split": Split(ep=2)},
+    "pp2 of a HybridModel": {"split": Split(pp=2), "moe": (0, 1, 1, 1), "pattern": "*-*E*E*E"},
 }
 
 
@@ -512,7 +513,10 @@ def elsewhere(mine: Any) -> Any:
     return both[1 - dist.get_rank()]
 
 
-for _name in ("dp2", "pp2, two virtual stages and a dense chunk", "pp2 and a stage of dense layers", "cp2"):
+for _name in (
+    *("dp2", "pp2, two virtual stages and a dense chunk", "pp2 and a stage of dense layers", "cp2"),
+    "pp2 of a HybridModel",
+):
     CASES[f"R3 by reference: {_name}"] = partial(_r3_by_reference, BASE[_name])
 for _name in ("dp2", "pp2, two virtual stages and a dense chunk", "pp2 and a stage of dense layers", "cp2"):
     CASES[f"R2 by reference: {_name}"] = partial(_r2_by_reference, BASE[_name])

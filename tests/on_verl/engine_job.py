@@ -31,6 +31,7 @@ from torch.nn.functional import pad
 from verl import DataProto
 from verl.utils import tensordict_utils as tu
 
+import hybrid_model
 import transformers_4
 from distributed import parallel_model
 from distributed.parallel_model import EXPERTS, TOPK, Split, share
@@ -53,6 +54,8 @@ class Tiny:
 
     split: Split = field(default_factory=Split)
     moe: tuple[int, ...] = EVERY
+    pattern: str = ""
+    """Of a HybridModel; a GPTModel without one."""
     mode: str = "R2"
     micro: int = 2
     most: int = 0
@@ -80,7 +83,10 @@ def start(split: Split) -> Split:
 
 def transformer_config(tiny: Tiny) -> Any:
     """As a bridge makes it, and verl overrides it."""
-    config = tiny.split.config(moe_layer_freq=list(tiny.moe), **tiny.changes)
+    layers: dict[str, Any] = {"moe_layer_freq": list(tiny.moe)}
+    if tiny.pattern:
+        layers = {"num_layers": len(hybrid_model.symbols(tiny.pattern))}
+    config = tiny.split.config(**layers, **tiny.changes)
     config.calculate_per_token_loss = False
     config.variable_seq_lengths = True
     if tiny.mode != "disabled":
@@ -95,7 +101,10 @@ def chunks_of(tiny: Tiny, config: Any, *, wrapped: bool) -> list[nn.Module]:
 
     def provider(pre_process: bool, post_process: bool, vp_stage: int | None = None, **_: Any) -> nn.Module:
         ends = {"pre_process": pre_process, "post_process": post_process}
-        chunk: Any = megatron_model.model(config, vp_stage=vp_stage, **ends, **parallel_model.PARTS)
+        build: Any = megatron_model.model
+        if tiny.pattern:
+            build = partial(hybrid_model.model, pattern=tiny.pattern)
+        chunk = build(config, vp_stage=vp_stage, **ends, **parallel_model.PARTS)
         if tiny.value and post_process:
             chunk.output_layer = _ValueHead(config)
         return chunk

@@ -23,6 +23,8 @@ from npu_replay import InvalidRoutes, ReplayError, RoutedExperts, RoutedModel, f
 from npu_replay.compat.verl import arrivals, carried, delivery
 from npu_replay.compat.verl.actor_pipeline import cut_of
 from npu_replay.compat.verl.tensors import MicroBatch
+from npu_replay.errors import RouterError
+from npu_replay.routes.labels import StageLabels
 from on_verl import test_rollout as loops
 from on_verl.test_rollout import SAMPLED, Engine, Turn, deep, guarded, installed, make_worker
 
@@ -113,6 +115,8 @@ PIPELINES: dict[str, tuple[int, int, int, dict[str, Any], list[list[int]]]] = {
         *(6, 0, 2, {"pipeline_model_parallel_layout": "Et|tt|tt|tL"}),
         [[0, 3, 4], [1, 2, 5]],
     ),
+    "a HybridModel's pattern": (4, 1, 2, {"hybrid_layer_pattern": "*-*E*E|*E"}, [[1, 2], [3]]),
+    "a pattern that is even in symbols": (3, 0, 2, {"hybrid_override_pattern": "*E*E*E"}, [[0], [1, 2]]),
 }
 
 
@@ -464,3 +468,12 @@ def test_switched_off_batches_carry_ids(value: str, monkeypatch: pytest.MonkeyPa
     data, _ = batch_of(Turn(SAMPLED[:4], change=deep))
     assert tuple(data.batch["routed_experts"].shape[2:]) == (5, 8)
     assert delivery.COLUMN not in data.non_tensor_batch
+
+
+def test_pieces_that_count_layers_otherwise_than_a_hybrid_models_pattern_are_refused() -> None:
+    """The config counts symbols and the pattern pairs of them: layer 1 is in both, and another one."""
+    ids = torch.rand(3, 2, 8).topk(2).indices
+    routes = RoutedExperts(ids=ids, layers=(1, 3), num_experts=8)
+    reference = npu_replay.delivery.ProcessCarrier().put(routes)
+    with pytest.raises(RouterError, match=r"the pieces have other labels.*Expected \(0, 1\), got \(1, 3\)"):
+        delivery.Arrived().receive([reference], StageLabels([1], whole=[0, 1]))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import hybrid_model
 from on_verl.launches import Notes, check, noted
 
 VPP = "pp2, two virtual stages and a dense chunk"  # T3
@@ -48,6 +49,7 @@ ALIKE = (
     "bad samples after the first step",
     "one rank has bad routes in the first step",
 )
+HYBRID = tuple(f"{way}: pp2 of a HybridModel" for way in ("R2", "R3", "R3 by reference"))
 ACTOR = tuple(
     f"0.7's actor, {case}"
     for case in (
@@ -71,7 +73,8 @@ def _here() -> list[Any]:
     release = version("verl")
     found: list[Any] = []
     if not release.startswith("0.7.0"):  # its engine has no router replay, and its worker no LoRA
-        found = [*BY_RELEASE, *(pytest.param(case, marks=pytest.mark.newest) for case in ALIKE)]
+        alike = [*ALIKE, *(() if hybrid_model.missing() else HYBRID)]
+        found = [*BY_RELEASE, *(pytest.param(case, marks=pytest.mark.newest) for case in alike)]
     if release.startswith("0.7."):
         found += [case for case in ACTOR if release != "0.7.0" or not case.endswith("adapter")]
     return found

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+import hybrid_model
 import npu_replay
 from megatron_cases import perturbed, routers
 from npu_replay import RoutedExperts
 from npu_replay.compat.megatron_backports import router_init, router_methods
+from npu_replay.compat.verl import functions
 from npu_replay.compat.verl.actions import switch
 from npu_replay.demo import megatron_model
 from npu_replay.errors import InvalidRoutes, ReplayError
@@ -140,6 +142,54 @@ def test_routes_of_all_layers_find_their_routers(verl: Verl) -> None:
 
 def _with_dense_column(recorded: Recorded) -> list[torch.Tensor]:
     return [torch.cat([torch.zeros_like(one[:, :1]), one], dim=1) for one in recorded.routes.unbind()]
+
+
+HYBRID = {"*-*E*E": (3, (1, 2)), "MEM*E-ME": (8, (1, 4, 7))}
+"""A HybridModel's pattern: the decoder layers of its Hugging Face config, and those with experts."""
+
+
+@pytest.fixture(params=HYBRID)
+def hybrid(request: pytest.FixtureRequest) -> str:
+    if why := hybrid_model.missing(request.param):
+        pytest.skip(why)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("recompute", [None, "selective_moe"])
+def test_a_hybrid_model_is_recorded_and_replayed_through_verls_functions(
+    verl: Verl, hybrid: str, recompute: str | None
+) -> None:
+    compare_with_the_core(verl, Job("softmax_after_topk", recompute, pattern=hybrid), batches())
+
+
+def test_an_engines_rows_of_all_layers_find_the_routers_of_a_hybrid_model(verl: Verl, hybrid: str) -> None:
+    """Its config counts symbols: twice as many layers as an engine, where the pattern is one of blocks."""
+    recorded = Recorded(verl, pattern=hybrid)
+    count, moe = HYBRID[hybrid]
+    assert recorded.own[0].layers == moe
+    columns = []
+    for one in recorded.routes.unbind():
+        columns.append(one.new_zeros(len(one), count, one.shape[-1]))
+        columns[-1][:, list(moe)] = one
+    recorded.check_replay(recorded.with_samples(columns), recorded.own)
+
+
+def test_rows_of_another_number_of_layers_than_the_pattern_has_are_refused(verl: Verl, hybrid: str) -> None:
+    recorded = Recorded(verl, pattern=hybrid)
+    wide = [torch.cat([one, *[one[:, :1]] * 6], dim=1) for one in recorded.routes.unbind()]
+    count, moe = HYBRID[hybrid]
+    with pytest.raises(ReplayError, match=rf"{count} columns, one a decoder layer, or {len(moe)}"):
+        recorded.replayed(recorded.with_samples(wide))
+
+
+def test_verls_layer_functions_go_by_the_pattern(verl: Verl, hybrid: str) -> None:
+    config = (job := Job("softmax_after_topk", None, pattern=hybrid)).config
+    count, moe = HYBRID[hybrid]
+    assert [layer for layer in range(count) if functions.is_moe_layer(config, layer)] == list(moe)
+    assert functions.get_num_layers_to_build(config) == count
+    assert functions.get_moe_num_layers_to_build(config) == len(moe)
+    assert functions.get_current_rank_layer_info(config) == {"start": 0, "end": count, "count": count}
+    assert job.labels() == list(moe)
 
 
 def test_experts_in_a_dense_layers_column_are_refused(verl: Verl) -> None:

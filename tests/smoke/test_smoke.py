@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from npu_replay import DecoderLayers, ParallelLayout
 from npu_replay.cli.commands import app
 from npu_replay.smoke import job
 from npu_replay.smoke import run as smoke
@@ -43,6 +45,16 @@ def test_the_model_fits_its_split(sizes: dict[str, int]) -> None:
     assert split.layers // (split.pp * split.vp) >= 2  # the first is dense, and no stage is without a router
     assert split.micro_batches % split.pp == 0
     assert split.vocabulary % split.tp == 0
+    pattern = DecoderLayers.of_pattern(split.pattern)
+    assert pattern.count == split.layers
+    assert pattern.moe == tuple(range(1, split.layers))
+    stages = ParallelLayout(pp=split.pp, vp=split.vp, decoder=pattern)
+    plain = DecoderLayers(split.layers, [0] + [1] * (split.layers - 1))
+    for rank in range(split.pp):
+        ours, theirs = (
+            replace(one, pp_rank=rank).moe_layers for one in (stages, replace(stages, decoder=plain))
+        )
+        assert ours == theirs
 
 
 @pytest.mark.parametrize(
@@ -83,7 +95,7 @@ def test_every_option_reaches_the_run_with_typer_too(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(smoke, "main", lambda options: seen.append(options) or 0)
     arguments = [item for name in ("tp", "pp", "ep", "cp", "vp", "etp") for item in (f"--{name}", "3")]
     arguments += ["--recompute", "--sequence-parallel", "--device", "npu", "--json", "--out", "x", "--force"]
-    arguments += ["--patience", "7"]
+    arguments += ["--patience", "7", "--model", "hybrid"]
     for given in ([], arguments):
         result = CliRunner().invoke(app, ["smoke", "--debug", *given])
         assert result.exit_code == 0, result.output

@@ -12,11 +12,13 @@ import torch.distributed as dist
 
 import hybrid_model
 import npu_replay
+from megatron_cases import random_routes
 from npu_replay import ParallelLayout, ReplayError, TokenLayout
 from npu_replay.compat.megatron import parallel_state as megatron_layout
 from npu_replay.demo import megatron_model
 from npu_replay.errors import RouterError
 from npu_replay.routers import find
+from router_replay_api import FLAG, upstream_api
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
@@ -271,3 +273,36 @@ def test_the_decoder_alone_is_taken_where_it_is_the_whole_model(stage: Callable[
     (chunk,) = stage("*E|*E", 2, 1)
     with pytest.raises(RouterError, match=r"pattern of the whole model isn't known.*model.decoder"):
         find([chunk.decoder])
+
+
+# A trainer that is written against Megatron's own RouterReplay
+
+
+@pytest.mark.parametrize("recompute", [{}, SELECTIVE], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("pattern", ["*-*E*E", "MEM*E-ME"])
+def test_targets_that_a_walk_over_the_model_sets_reach_the_routers(
+    pattern: str, recompute: dict[str, Any]
+) -> None:
+    """As NeMo-RL does it: each router's own RouterReplay, in the order of layer_number; no list of all."""
+    plain, ids = built(pattern), tokens()
+    with torch.no_grad(), npu_replay.record(plain) as recording:
+        loss(plain, ids)
+    (given,) = random_routes(recording.routes)
+    with upstream_api() as api:
+        model = built(pattern, **FLAG, **recompute)
+        model.load_state_dict(plain.state_dict())
+        routers = [one for one in model.decoder.modules() if getattr(one, "router_replay", None) is not None]
+        with npu_replay.replay(plain, [given]):
+            expected = loss(plain, ids)
+            expected.backward()
+        routers.sort(key=lambda one: one.layer_number)
+        for column, router in enumerate(routers):
+            router.router_replay.set_target_indices(given.ids[:, column].long())
+        api.everywhere("REPLAY_FORWARD")
+        replayed = loss(model, ids)
+        api.everywhere("REPLAY_BACKWARD")
+        replayed.backward()
+    assert [one.layer_number for one in routers] == list(CONFIGS[pattern][1])
+    assert replayed == expected
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (ours.grad is None and theirs.grad is None) or torch.equal(ours.grad, theirs.grad)

@@ -1,0 +1,79 @@
+"""HybridModel (MambaModel up to 0.17) on the Megatron-core on the path."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import hybrid_model
+import npu_replay
+from megatron_cases import (
+    DEVICE,
+    VARIANTS,
+    Trainer,
+    check_record_and_replay,
+    random_routes,
+    same,
+)
+from npu_replay.demo.hybrid_model import recompute
+
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.usefixtures("megatron"),
+    pytest.mark.capability("hybrid"),
+]
+
+PATTERNS = {
+    # pattern: its Hugging Face config, and layer_number and decoder layer of each router
+    "*-*E*E": ({"num_hidden_layers": 3, "first_k_dense_replace": 1}, {4: 1, 6: 2}),
+    "MEM*E-ME": ({"num_hidden_layers": 8, "hybrid_override_pattern": "MEM*E-ME"}, {2: 1, 5: 4, 8: 7}),
+}
+ROWS = 9
+
+
+def built(pattern: str, *, again: bool = False, variant: str = "softmax_after_topk") -> Trainer:
+    """The same weights at each call."""
+    if why := hybrid_model.missing(pattern):
+        pytest.skip(why)
+    torch.manual_seed(7)
+    config = hybrid_model.config(pattern, **VARIANTS[variant], **(recompute() if again else {}))
+    return Trainer(hybrid_model.model(config, pattern).to(DEVICE), None)
+
+
+@pytest.mark.parametrize("variant", ["softmax_after_topk", "groups_sigmoid_bias"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_record_changes_nothing_and_every_recompute_replays_its_own_forward(
+    pattern: str, variant: str
+) -> None:
+    trainer, plain = built(pattern, again=True, variant=variant), built(pattern, variant=variant)
+    foreign = random_routes(check_record_and_replay(trainer, "sum"))
+    with npu_replay.observe(plain.model) as seen, npu_replay.replay(plain.model, foreign):
+        expected = plain.run("sum")
+    assert npu_replay.compare(seen.shown, foreign).differing == 0
+    with npu_replay.replay(trainer.model, foreign):
+        assert same(trainer.run("sum"), expected)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_an_engines_rows_reach_the_routers_of_their_layers(pattern: str) -> None:
+    """Megatron's numbers and the config's stand side by side in PATTERNS; hooks of this test's own look."""
+    model = built(pattern).model
+    config, layer_of = PATTERNS[pattern]
+    tokens = torch.arange(ROWS).view(1, ROWS)
+    engine = npu_replay.RoutedModel.from_config({"num_experts": 8, "num_experts_per_tok": 2, **config})
+    rows = np.random.default_rng(0).random((ROWS - 1, len(engine.layers), 8)).argsort(-1)[..., :2]
+    ids = tokens[0].tolist()
+    choice = {"prompt_token_ids": ids[:3], "token_ids": ids[3:], "routed_experts": rows.tolist()}
+    (routes,) = npu_replay.from_vllm({"choices": [choice | {"index": 0, "finish_reason": "length"}]}, engine)
+    assert routes.layers == tuple(layer_of.values())
+    shown: dict[int, torch.Tensor] = {}
+    for layer in model.decoder.layers:
+        if (router := getattr(getattr(layer, "mlp", None), "router", None)) is not None:
+            router.register_forward_hook(lambda one, _, out: shown.update({one.layer_number: out[1].cpu()}))
+    with npu_replay.replay(model, [routes]):
+        Trainer(model, None).loss(tokens.to(DEVICE)).backward()
+    assert list(shown) == list(layer_of)
+    for column, routing_map in enumerate(shown.values()):
+        found = [row.nonzero()[:, 0].tolist() for row in routing_map[: ROWS - 1]]
+        assert found == np.sort(rows[:, column]).tolist()
