@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -208,9 +209,15 @@ class MicroBatch:
         return out
 
 
+_patterns: dict[int, tuple[weakref.ref[Any], str | None]] = {}
+
+
 def decoder_of(config: Any) -> DecoderLayers:
     """The decoder layers of a TransformerConfig; of a HybridModel's, by the pattern of its model."""
-    return parallel_state.decoder_layers(config, hybrid.pattern_of(config))
+    known = _patterns.get(id(config))
+    if known is None or known[0]() is not config:  # looking takes long, and each micro-batch asks
+        known = _patterns[id(config)] = weakref.ref(config), hybrid.pattern_of(config)
+    return parallel_state.decoder_layers(config, known[1])
 
 
 def utils() -> Any:

@@ -44,15 +44,9 @@ def model(
     """Build a HybridModel, or a chunk of one.
 
     Args:
-        cfg: its config.
         pattern: the pattern of the whole model.
-        norm: the class of all norms.
-        attention: in the place of Megatron's own attention core.
-        vocab: size of the vocabulary.
-        length: longest sequence.
-        vp_stage: which virtual stage of this pipeline rank; none where there is one.
         parts: specs of other kinds of layers, by their names in Megatron's spec of the decoder.
-        ends: pre_process, post_process and other arguments of the class.
+        ends: pre_process, post_process and other arguments of the class. The rest as in `megatron_model`.
     """
     from megatron.core.transformer.spec_utils import ModuleSpec
 

@@ -68,11 +68,9 @@ class Split:
         >>> Split(pp=2, vp=2).pattern
         '*-*E|*E*E|*E*E|*E*E'
         """
-        if self.vp == 1:
-            return "*-" + "*E" * (self.layers - 1)
-        stages = self.pp * self.vp
-        each = "*E" * (self.layers // stages)
-        return "|".join([each.replace("E", "-", 1), *[each] * (stages - 1)])
+        symbols = ("*E" * self.layers).replace("E", "-", 1)
+        step = len(symbols) // (self.pp * self.vp if self.vp > 1 else 1)
+        return "|".join(symbols[at : at + step] for at in range(0, len(symbols), step))
 
     @property
     def experts(self) -> int:
