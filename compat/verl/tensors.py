@@ -7,6 +7,7 @@ preprocessing, by pushing token numbers through it: packing, alignment, context 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 import weakref
@@ -215,9 +216,12 @@ _patterns: dict[int, tuple[weakref.ref[Any], str | None]] = {}
 def decoder_of(config: Any) -> DecoderLayers:
     """The decoder layers of a TransformerConfig; of a HybridModel's, by the pattern of its model."""
     known = _patterns.get(id(config))
-    if known is None or known[0]() is not config:  # looking takes long, and each micro-batch asks
-        known = _patterns[id(config)] = weakref.ref(config), hybrid.pattern_of(config)
-    return parallel_state.decoder_layers(config, known[1])
+    if known is not None and known[0]() is config:  # looking takes long, and each micro-batch asks
+        return parallel_state.decoder_layers(config, known[1])
+    pattern = hybrid.pattern_of(config)
+    with contextlib.suppress(TypeError):  # a config that nothing can refer to weakly is looked up each time
+        _patterns[id(config)] = weakref.ref(config), pattern
+    return parallel_state.decoder_layers(config, pattern)
 
 
 def utils() -> Any:
