@@ -32,6 +32,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", "")  # changed, and so put back
     yield found
     npu_replay.uninstall()
+    monkeypatch.undo()  # else install() would find none of the products that are really here
     npu_replay.install()
 
 
