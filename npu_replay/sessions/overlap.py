@@ -246,16 +246,16 @@ def find_shift(calls: dict[int, _Call], rows: Array, given: Array, at: int, leas
         each: Array = (moved[..., :, None] == own[kept][..., None, :]).sum(axis=(1, 2, 3)) / moved[0].size
         return each
 
-    best = None
+    best, here = None, overlaps(0, np.ones(len(looked), bool))
     for shift in range(-_SHIFTS, _SHIFTS + 1):
         kept = (looked + shift >= 0) & (looked + shift < len(rows))
         if kept.sum() < 0.75 * len(looked):
             continue
-        there, here = overlaps(shift, kept), overlaps(0, kept)
-        gain = (there - here).mean() - 4 * (there - here).std() / math.sqrt(len(here))
-        if gain > 0 and there.mean() > least:
+        there = overlaps(shift, kept)
+        gain = there - here[kept]
+        if gain.mean() > 4 * gain.std() / math.sqrt(len(gain)) and there.mean() > least:
             least = float(there.mean())
-            best = Shift(-shift, least, float(here.mean()))
+            best = Shift(-shift, least, float(here[kept].mean()))
     return best
 
 
@@ -264,8 +264,7 @@ def _error(place: str, where: str, got: float, least: float, moved: Shift | None
     cause = (
         "routes of another sample, another micro-batch or other weights; rows in another order "
         "(TokenLayout's order=, side=); layers in another order; or an engine that returned rows of an "
-        "earlier request. "
-        f"min_overlap= or {VARIABLE} sets what is expected, and 0 switches this check off"
+        f"earlier request. min_overlap= or {VARIABLE} sets what is expected, and 0 switches this check off"
     )
     if moved is not None:
         where, got = where or "all layers", moved.here

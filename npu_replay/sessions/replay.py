@@ -148,8 +148,8 @@ class AnyReplay(Session):
         """Also token-layers compared with the live router, and how many of them differed; experts that were
         judged, and how many of them the routers chose too."""
         found, overlap = self._mismatch, self._overlap
-        compared = {"differing": int(found.differing), "compared": found.compared}
-        return super().counts() | compared | {"shared": overlap.shared, "given": overlap.given}
+        figures = {"differing": int(found.differing), "compared": found.compared}
+        return super().counts() | figures | {"shared": overlap.shared, "given": overlap.given}
 
     def _check_model(self) -> None:
         super()._check_model()
