@@ -124,7 +124,7 @@ def _is_patched(module: nn.Module) -> bool:
 
 
 def _shows(output: object, *, name: str, experts: int, topk: int) -> torch.Tensor:
-    """Reads the experts out of a router's output: bool [rows, experts].
+    """Reads the experts out of a router's output: their ids [rows, topk], or bool [rows, experts].
 
     They are the one integer tensor [rows, topk] in it. Where there is none (Llama 4), a tensor of scores
     [rows, experts] shows them, if no row has more than topk that aren't zero.
@@ -135,8 +135,7 @@ def _shows(output: object, *, name: str, experts: int, topk: int) -> torch.Tenso
     ]
     for ids in tensors:
         if not ids.dtype.is_floating_point and ids.shape[1] == topk:
-            shown = torch.zeros(len(ids), experts, dtype=torch.bool, device=ids.device)
-            return shown.scatter(1, ids.long(), True)
+            return ids
     for scores in tensors:
         if scores.dtype.is_floating_point and scores.shape[1] == experts:
             shown = scores != 0

@@ -61,9 +61,9 @@ class Router:
         num_experts: columns of its scores.
         topk: experts a token.
         layer: the global 0-based decoder layer; None where the module doesn't know, then `find` numbers.
-        shows: reads the router's own output: bool [rows, num_experts], the experts that it sends tokens to.
-            A tensor that nobody writes into. None where the module itself uses the ids, as a block does that
-            has no router in it: then what takes them in is read (`sessions/taken.py`).
+        shows: reads the router's own output: bool [rows, num_experts], the experts that it sends tokens to,
+            or their ids, integers [rows, topk], in any order. None where the module itself uses the ids, as
+            a block does that has no router in it: then what takes them in is read (`sessions/taken.py`).
         drops: tokens over an expert's capacity are dropped, so `shows` may show fewer than were chosen.
         masks: scores are masked before the top-k (group-limited routing).
         gathers: rows of the scores for each row of the input (ranks that alltoall_seq gathers over).

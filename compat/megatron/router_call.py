@@ -10,10 +10,11 @@ import torch
 
 from npu_replay.compat.megatron import fused_router
 from npu_replay.sessions import seam
+from npu_replay.sessions.capacity import CapacityCall
 from npu_replay.sessions.hooks import outside_modes
 
 
-class MegatronCall(seam.CapacityCall):
+class MegatronCall(CapacityCall):
     """A call of a router that is fused, or asks for more experts than it uses.
 
     Args:

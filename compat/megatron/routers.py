@@ -15,8 +15,8 @@ from npu_replay.compat.mindspeed import fb_overlap, features, llm
 from npu_replay.compat.patching import import_hook
 from npu_replay.errors import NoEffect, RouterError
 from npu_replay.routers import Handle, Router, RouterKind
+from npu_replay.sessions.capacity import least_positive
 from npu_replay.sessions.micro_batches import Marks
-from npu_replay.sessions.seam import least_positive
 
 _ROUTER_MODULE = "megatron.core.transformer.moe.router"
 _METHODS = ("forward", "routing")
@@ -115,11 +115,8 @@ class MegatronRouters(RouterKind):
 
 
 def _shows(output: object) -> torch.Tensor:
-    """routing_map, bool [rows, experts]: Megatron's routers return (probs, routing_map).
-
-    A copy: what comes after the router may write into it.
-    """
-    return _pair(output)[1].to(torch.bool, copy=True)
+    """routing_map, bool [rows, experts]: Megatron's routers return (probs, routing_map)."""
+    return _pair(output)[1].to(torch.bool)
 
 
 def _shows_with_drops(output: object) -> torch.Tensor:

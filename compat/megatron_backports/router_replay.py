@@ -332,7 +332,7 @@ class Asked(MegatronCall):
         def own(*_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
             """As it was asked: of scores masked by groups; a block around is asked too, for once."""
             if outer is not None and outer.ids is None:
-                outer._masked.extend(self._masked)
+                outer.made = self.made
                 seam.arm(outer)
             try:
                 values, ids = torch.topk(scores, *self._args, **self._kwargs)
@@ -364,13 +364,13 @@ def asked(call: Asked, *, fused: bool = False) -> Iterator[None]:
         NoEffect: there was none.
     """
     kernel = fused_router.HeldKernel() if fused else None
-    seam.guard.install()
+    seam.guard.install(call)
     call.begin()
     try:
         yield
     finally:
         call.end()
-        seam.guard.remove()
+        seam.guard.remove(call)
         if kernel is not None:
             kernel.remove()
     if call.ids is None and action_of(call.replay) is not None:

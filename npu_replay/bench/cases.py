@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -20,7 +19,7 @@ from npu_replay.bench import capture, decode, gather, imports, layout
 from npu_replay.bench.timing import Case, Row, Way, rows
 from npu_replay.demo import megatron_model
 from npu_replay.routes import inputs
-from npu_replay.sessions import router_calls, seam
+from npu_replay.sessions import seam
 
 TOKENS = (64, 1024, 8192)
 ROUTER: dict[str, Any] = {"hidden_size": 2048, "num_moe_experts": 128, "moe_router_topk": 8}
@@ -175,7 +174,6 @@ def _only_watch(way: Way) -> Callable[[], contextlib.AbstractContextManager[Any]
         with (
             mock.patch.object(seam.guard, "install"),
             mock.patch.object(seam.guard, "remove"),
-            mock.patch.object(router_calls, "ways", WeakKeyDictionary()),
             way.block(),
         ):
             yield
@@ -194,11 +192,11 @@ def _others(device: torch.device, rounds: int) -> Case:
 
     @contextlib.contextmanager
     def guarded() -> Iterator[None]:
-        seam.guard.install()
+        seam.guard.install(guarded)
         try:
             yield
         finally:
-            seam.guard.remove()
+            seam.guard.remove(guarded)
 
     ways = [Way("live", run), Way("in a block", run, guarded)]
     return Case("other top-k", 1, ways, rounds, per=count, device=device)

@@ -21,6 +21,9 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import starmap
+from operator import itemgetter
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -40,6 +43,8 @@ _push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors
 _pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 
 _NO_NUMBER = 2**64 - 1  # AccumulateGrad's
+_NEVER = object()
+_first = itemgetter(0)
 
 _RUN_BACKWARD = {
     method.__code__
@@ -162,15 +167,10 @@ def _open_regions() -> list[Any]:
     """
     if _top_hooks is None:
         return list(_regions_on_stack())
-    lifted: list[Any] = []
-    try:
-        while (hooks := _top_hooks(True)) is not None:
-            _pop_hooks()
-            lifted.append(hooks)
-    finally:
-        for hooks in reversed(lifted):
-            _push_hooks(*hooks)
-    return [region for _, unpack in lifted if (region := _region(unpack)) is not None]
+    # One line, and C alone in it: an interrupt would leave somebody's hooks off.
+    top, pop = iter(partial(_top_hooks, True), None), iter(_pop_hooks, _NEVER)
+    lifted: Any = [hooks := [*zip(top, pop)], *starmap(_push_hooks, map(_first, reversed(hooks)))][0]  # noqa: B905
+    return [region for (_, unpack), _ in lifted if (region := _region(unpack)) is not None]
 
 
 def _region(unpack: Any) -> Any:

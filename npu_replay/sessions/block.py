@@ -6,7 +6,6 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -23,6 +22,26 @@ from npu_replay.sessions.unchanged import Unchanged
 logger = logging.getLogger(__name__)
 
 _B = TypeVar("_B", bound="Block")
+
+
+class Undo:
+    """What a block has to undo, the last first. An interrupt may come in between: then it is closed again.
+
+    Nothing in it may hold the block, whose death closes it, or mind being done twice.
+    """
+
+    def __init__(self) -> None:
+        self._acts: list[Callable[[], object]] = []
+
+    def callback(self, act: Callable[..., object], *args: Any) -> None:
+        """Add what is to be done, before that which it undoes is done."""
+        self._acts.append(functools.partial(act, *args))
+
+    def close(self) -> None:
+        """Undo everything."""
+        while self._acts:
+            self._acts[-1]()
+            self._acts.pop()
 
 
 def to_enter(block: _B) -> _B:
@@ -59,7 +78,7 @@ class Block:
         self._routers: list[list[Router]] = []
         self._marks: list[Marks] = []
         self._unchanged = Unchanged((), ())
-        self._undo = ExitStack()
+        self._undo = Undo()
         self._count = 0
         self._state = "new"
 
@@ -98,15 +117,17 @@ class Block:
             check_alike({f"layer {one.label}, {one.path}": (one.topk, one.num_experts) for one in found})
         self._count = len(self._all_routers())
         self._check_model()
-        self._state = "open"
         self._timeline = Timeline(len(self._chunks))
+        # An interrupt may come on the last line of `__exit__`, too: then the block is undone when it dies.
+        weakref.finalize(self, self._undo.close).atexit = False
         try:
+            self._state = "open"
             self._attach()
+            return self
         except BaseException:
             self._close()
             self._clear()
             raise
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -148,13 +169,14 @@ class Block:
                 self._undo.callback(handle.remove)
 
     def _before(self, module: nn.Module, hook: Hook) -> None:
+        self._undo.callback(hook.take_off)
         self._hung(module, module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _after(self, module: nn.Module, hook: Hook) -> None:
+        self._undo.callback(hook.take_off)
         self._hung(module, module.register_forward_hook(hook, prepend=self.goes_first, always_call=True))
 
     def _hung(self, module: nn.Module, handle: Any) -> None:
-        self._undo.callback(handle.remove)
         self._unchanged.hold(type(module).__name__, handle.hooks_dict_ref(), handle.id)
         for hooks in ("_forward_pre_hooks", "_forward_hooks"):
             self._unchanged.hold(type(module).__name__, vars(module), hooks)
@@ -176,9 +198,9 @@ class Block:
         return waits
 
     def _close(self) -> None:
+        self._undo.close()
         if self._state == "open":
             self._state = "closed"
-            self._undo.close()
 
     def _clear(self) -> None:
         """The block is over: keep neither the model nor its routers."""

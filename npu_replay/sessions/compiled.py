@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +12,8 @@ from npu_replay.errors import RouterError
 from npu_replay.routers import Router
 
 
-def eager(chunks: Sequence[nn.Module], routers: Sequence[Sequence[Router]]) -> AbstractContextManager[None]:
-    """A context in which modules that contain a router run eagerly.
+def hold_eager(chunks: Sequence[nn.Module], routers: Sequence[Sequence[Router]], holder: object) -> None:
+    """Have modules that contain a router run eagerly, until `let_go(holder)`.
 
     Does nothing where none of them is compiled: the stance is the whole process's, and functions that a
     framework compiled for itself should stay so.
@@ -31,7 +28,7 @@ def eager(chunks: Sequence[nn.Module], routers: Sequence[Sequence[Router]]) -> A
         if is_compiled(module) and any(_is_around(path, router.path) for router in found)
     ]
     if not compiled:
-        return contextlib.nullcontext()
+        return
     if not hasattr(torch.compiler, "set_stance"):
         raise RouterError(
             "a compiled module contains a router, and its graph would skip the hooks",
@@ -40,35 +37,22 @@ def eager(chunks: Sequence[nn.Module], routers: Sequence[Sequence[Router]]) -> A
             got=f"torch {torch.__version__}",
             cause="torch.compile on the model or a layer; compile the attention and the experts instead",
         )
-    return _stance.hold()
+    _holders.add(holder)
+    if not _stances:
+        _stances.append(torch.compiler.set_stance("force_eager"))
 
 
-class _Stance:
-    """force_eager for the process, while at least one block asks for it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open = 0
-        self._eager: Any = None
-
-    @contextlib.contextmanager
-    def hold(self) -> Iterator[None]:
-        with self._lock:
-            if self._open == 0:
-                self._eager = torch.compiler.set_stance("force_eager")
-                self._eager.__enter__()
-            self._open += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._open -= 1
-                if self._open == 0:
-                    self._eager.__exit__(None, None, None)
-                    self._eager = None
+def let_go(holder: object) -> None:
+    """Undo `hold_eager`; the last holder gives the process its stance back."""
+    _holders.discard(holder)
+    if not _holders and _stances:
+        _stances[0].__exit__(None, None, None)
+        _stances.clear()
 
 
-_stance = _Stance()
+_holders: set[object] = set()
+_stances: list[Any] = []
+"""What gives the stance back, while it is ours."""
 
 
 def _is_around(path: str, router: str) -> bool:

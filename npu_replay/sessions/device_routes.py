@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from npu_replay.routes.labels import StageLabels
 from npu_replay.routes.routed_experts import RoutedExperts
 
-_OnDevice: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, dict[int, torch.Tensor]]"
+_OfLayer: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None]"
+_OnDevice: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, dict[int, _OfLayer]]"
 _FEW = 2**18
 """Ids of a micro-batch that are held as int64 on the device: 2 MB."""
 
@@ -24,8 +25,9 @@ class DeviceRoutes:
     Attributes:
         rows: how many there are.
         missing: int64, those without a route; None if every row has one.
-        on: by device, the narrow ids [rows, layers, topk], `missing` there, and the ids [rows, topk] that
-            each layer is given: narrow too, or int64 where they are few, as a cast each would cost more.
+        on: by device, the narrow ids [rows, layers, topk], `missing` there, and for each layer its ids
+            [rows, topk] and those that its router gets: narrow ones and None, or int64 both where they are
+            few, as a cast each would cost more.
         columns: of the narrow ids, by layer.
     """
 
@@ -48,11 +50,13 @@ class DeviceRoutes:
         if device in self.on or not self.columns:
             return
         ids = to_device(self.ids, device)
-        given = ids.transpose(0, 1)
+        given: Any = ids.transpose(0, 1)
+        handed: Any = [None] * len(given)
         if ids.numel() <= _FEW and not torch.is_inference_mode_enabled():
             given = given.to(torch.int64, memory_format=torch.contiguous_format)
+            handed = [one.data for one in given.clone().unbind()]  # each counts how often it is written into
         missing = None if self.missing is None else to_device(self.missing, device)
-        self.on[device] = ids, missing, dict(zip(self.columns, given.unbind(), strict=True))
+        self.on[device] = ids, missing, dict(zip(self.columns, zip(given, handed, strict=True), strict=True))
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -1,21 +1,24 @@
 """The effect is checked, not the interception: what the routers' own outputs show of the ids they were given.
 
-What is found stays on the device, and is read once, at the end of a forward.
+In every micro-batch, and in every recompute, each output has to show each of the ids (`shown_ids.py`). In
+some micro-batches it must show no other expert either, and the weights are looked at. What is found stays on
+the device, and is read once, at the end of a forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from npu_replay import routers
-from npu_replay.errors import NoEffect, micro_batch
+from npu_replay.errors import NoEffect, RecomputeError, micro_batch
 from npu_replay.routers import Router
 from npu_replay.sessions import seam
 from npu_replay.sessions.micro_batches import Forward
 from npu_replay.sessions.recompute import Key
+from npu_replay.sessions.shown_ids import Asked, ShownIds
 
 
 class Count:
@@ -35,7 +38,7 @@ class Count:
 
 
 def is_due(number: int) -> bool:
-    """Is the effect checked in micro-batch 0, 1, 2, 4, 8, ...?
+    """Is the whole effect checked in micro-batch 0, 1, 2, 4, 8, ...?
 
     In the first the routes may be what the router would have chosen anyway, so that having no effect shows
     nothing; an optimizer that steps inside the block changes that.
@@ -60,8 +63,6 @@ class _Shown(NamedTuple):
     values: torch.Tensor | None
 
 
-_OTHER_ROWS = (0, 0, -1)
-_UNTAKEN = (0, 0, -2)
 _NOBODY = (-1, -1)
 _HELD = 2**22
 """Bytes of maps that are held until they are counted together."""
@@ -80,86 +81,135 @@ class Witness:
         self.dropped = 0
         self.chosen = 0
         self.strayed = Count()
+        self._ids = ShownIds()
+        self._topks: dict[int, int] = {}
+        """How many further top-ks each block took in a micro-batch that was checked, by layer."""
         self._shown: dict[Key, _Shown] = {}
-        self._held = 0
+        self._bytes = 0
         self._counted: list[tuple[list[Key], int, torch.Tensor, torch.Tensor]] = []
         """Calls, how many experts each chose, and int64 [calls], how many of these are shown and how many are
         in all."""
         self._counts: dict[Key, tuple[int, int, int]] = {}
         """The same, read."""
-        self._unreached: dict[Key, list[str]] = {}  # and what was called instead
+        self._refused: dict[Key, tuple[str, str]] = {}
+        """Problem and cause of a call that is known to be wrong."""
 
     def saw(self, router: Router, forward: Forward, call: seam.Call, output: object) -> None:
         """A call of the router in a forward has ended."""
+        if (ids := call.ids) is None:
+            cause = routers.explained(router, call.seen) or _NO_TOPK
+            self._refused[router.label, forward.number] = "the router never reached its top-k", cause
+            return
+        forward.ended.append((router, ids, call.handed, call.written))
+        if router.shows is None:
+            self._saw_block(router, forward, call)
+        elif forward.checked or router.drops:
+            key = router.label, forward.number
+            self._saw_all(key, router, call, as_map(router.shows(output), router))
+        elif (shown := router.shows(output)) is not ids:
+            self._ids.look(router, forward.number, shown, ids)
+
+    def saw_again(self, router: Router, number: int, call: seam.Call, output: object) -> None:
+        """A recompute of a call has ended."""
+        if router.shows is None or call.ids is None:
+            return
+        asked = Asked(router, number, True)
+        if seam.is_written(call.handed, call.written, call.ids):
+            raise _strayed(asked)
+        self._ids.look(router, number, router.shows(output), call.ids, again=True)
+
+    def _saw_block(self, router: Router, forward: Forward, call: seam.Call) -> None:
+        """A block's output shows nothing: what takes its ids in does, or at least how many top-ks it took."""
         key = router.label, forward.number
-        if call.ids is None:
-            self._unreached[key] = call.seen
-        elif forward.checked:
-            if router.shows is not None:
-                shown = router.shows(output)
-            elif call.taken is not None and call.taken.count:
-                shown = call.taken.shown()
-            else:
-                self._counts[key] = _UNTAKEN
-                return
-            if shown.shape != (call.rows, router.num_experts):
-                self._counts[key] = _OTHER_ROWS
-                return
-            values = None if call.values is None else call.values.detach()
-            if call.masks and values is not None and (scores := call.unmasked(call.scores)) is call.scores:
-                shown = shown | _zeroed(values, scores.detach())  # all of them, which is wrong
-            self._shown[key] = _Shown(shown, call.ids, values)
-            self._held += shown.numel()
-            if self._held > _HELD:
-                self._count()
+        if not forward.checked:
+            if call.again != self._topks.get(router.label, 0):
+                self._refused[key] = _TOPKS, _CHANGED_IN_BLOCK
+            return
+        self._topks[router.label] = call.again
+        if call.taken is None or not call.taken.count:
+            self._refused[key] = "nothing takes in the ids of the block's top-k", _PAST_TORCH
+        else:
+            self._saw_all(key, router, call, call.taken.shown())
+
+    def _saw_all(self, key: Key, router: Router, call: seam.Call, shown: torch.Tensor) -> None:
+        if call.ids is None or shown.shape != (call.rows, router.num_experts):
+            self._refused[key] = _NOT_SHOWN, CHANGED
+            return
+        values = None if call.values is None else call.values.detach()
+        if values is not None and call.made is not None and not call.made.sees(call.scores):
+            shown = shown | _zeroed(values, call.scores.detach())  # all of them, which is wrong
+        # A copy: what comes after the router may write into its output.
+        self._shown[key] = _Shown(shown.clone(), call.ids, values)
+        self._bytes += shown.numel()
+        if self._bytes > _HELD:
+            self._count()
 
     def forget(self, key: Key) -> None:
         """The forward of this call raised."""
-        for kept in (self._shown, self._counts, self._unreached):
+        for kept in (self._shown, self._counts, self._refused):
             kept.pop(key, None)
+        self._ids.forget(*key)
         for keys, *_ in self._counted:
             keys[:] = [_NOBODY if one == key else one for one in keys]
 
     def clear(self) -> None:
         """The block is over."""
-        for kept in (self._shown, self._counted, self._counts, self._unreached):
+        for kept in (self._shown, self._counted, self._counts, self._refused, self._ids):
             kept.clear()
 
     def check(self, found: Sequence[Router], forward: Forward) -> None:
-        """After every forward: was each top-k reached? After some: do the outputs show the ids?
+        """After every forward: was each top-k reached, and do the outputs show the ids?
 
         Raises:
             NoEffect: a router was not called, never reached its top-k, or shows other experts.
         """
-        number = forward.number
-        if forward.checked:
+        if self._refused or len(forward.ended) != len(found):
+            self._check_called(found, forward)
+        for router, ids, handed, written in forward.ended:
+            if handed is not None and (written is None or handed._version != written):
+                self._check_written(router, forward, handed, written, ids)
+        forward.ended.clear()
+        self.check_ids(on_accelerators=forward.checked)
+        if self._shown or self._counted:
             self._count()
             self._read()
+            for router in found:
+                if (counted := self._counts.pop((router.label, forward.number), None)) is not None:
+                    self._check_counts(router, forward, *counted)
+
+    def _check_written(self, router: Router, forward: Forward, *about: Any) -> None:
+        if seam.is_written(*about):
+            raise _no_effect(router, forward.number, _WRITTEN, CHANGED)
+
+    def _check_called(self, found: Sequence[Router], forward: Forward) -> None:
+        seen = {router.label for router, *_ in forward.ended}
         for router in found:
-            key = router.label, number
             if router.label not in forward.called:
-                raise not_called(router, number)
-            if (seen := self._unreached.get(key)) is not None:
-                known = routers.explained(router, seen) or _NO_TOPK
-                raise _no_effect(router, number, "the router never reached its top-k", known)
-            if not forward.checked:
-                continue
-            if (counted := self._counts.pop(key, None)) is None:
-                raise _no_effect(router, number, "the router's output was not seen", _NO_TOPK)
-            chosen, inside, total = counted
-            if counted == _UNTAKEN:
-                raise _no_effect(router, number, "nothing takes in the ids of the block's top-k", _PAST_TORCH)
-            if inside != total or not (router.drops or total == chosen):
-                problem, cause = "the router's output doesn't show the chosen experts", CHANGED
-                if router.shows is None:
-                    problem, cause = (
-                        "the block goes on with other experts than its top-k gave",
-                        _CHANGED_IN_BLOCK,
-                    )
-                raise _no_effect(router, number, problem, cause)
-            if router.drops:
-                self.dropped += chosen - inside
-                self.chosen += chosen
+                raise not_called(router, forward.number)
+            if (refused := self._refused.pop((router.label, forward.number), None)) is not None:
+                raise _no_effect(router, forward.number, *refused)
+            if router.label not in seen:
+                raise _no_effect(router, forward.number, "the router's output was not seen", _NO_TOPK)
+
+    def check_ids(self, *, on_accelerators: bool = True) -> None:
+        """Does each output until now show all of its ids? Waits for the devices that are read.
+
+        Raises:
+            NoEffect: one doesn't.
+            RecomputeError: that of a recompute doesn't.
+        """
+        wrong = self._ids.first_wrong(on_accelerators=on_accelerators)
+        if wrong is not None:
+            raise _strayed(wrong) if wrong.again else _no_effect(*wrong[:2], _NOT_SHOWN, CHANGED)
+
+    def _check_counts(self, router: Router, forward: Forward, chosen: int, inside: int, total: int) -> None:
+        if inside != total or not (router.drops or total == chosen):
+            if router.shows is None:
+                raise _no_effect(router, forward.number, _OTHERS_IN_BLOCK, _CHANGED_IN_BLOCK)
+            raise _no_effect(router, forward.number, _NOT_SHOWN, CHANGED)
+        if router.drops and forward.checked:
+            self.dropped += chosen - inside
+            self.chosen += chosen
 
     def _count(self) -> None:
         """Count what outputs have shown. Those of one size go together: each operation has its price."""
@@ -175,7 +225,7 @@ class Witness:
                 inside = inside > torch.stack(values).isneginf()
             self._counted.append((keys, ids[0].numel(), inside.sum(dim=(1, 2)), shown.sum(dim=(1, 2))))
         self._shown.clear()
-        self._held = 0
+        self._bytes = 0
 
     def _read(self) -> None:
         """Read what was counted. Waits for each device once."""
@@ -198,6 +248,17 @@ def _zeroed(values: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return ((values == 0).any(dim=1) & (scores.amax(dim=1) > 0) & (scores == 0).any(dim=1)).any()
 
 
+def as_map(shown: torch.Tensor, router: Router) -> torch.Tensor:
+    """What `Router.shows` gave, as bool [rows, experts]; ids that are no expert's show none."""
+    if shown.dtype == torch.bool:
+        return shown
+    experts = router.num_experts
+    ids = shown.long().where((shown >= 0) & (shown < experts), experts)
+    return torch.zeros(len(ids), experts + 1, dtype=torch.bool, device=ids.device).scatter(1, ids, True)[
+        :, :experts
+    ]
+
+
 def not_called(router: Router, number: int) -> NoEffect:
     """The error of a router that a forward left out."""
     return _no_effect(router, number, "the router was not called", _PAST_CALL)
@@ -213,6 +274,25 @@ def _no_effect(router: Router, number: int, problem: str, cause: str) -> NoEffec
     )
 
 
+_WRITTEN = "the ids that the top-k gave were written into before the forward ended"
+
+
+def _strayed(asked: Asked) -> RecomputeError:
+    return RecomputeError(
+        "the recompute of this router goes on with other experts than its forward",
+        where=micro_batch(asked.number, asked.router.label),
+        expected="those of the forward in the output of the recompute, too",
+        got="others",
+        cause=CHANGED,
+    )
+
+
+_NOT_SHOWN = "the router's output doesn't show the chosen experts"
+_OTHERS_IN_BLOCK = "the block goes on with other experts than its top-k gave"
+_TOPKS = (
+    "the block takes another number of top-ks of that shape than in the micro-batch that was checked, so it "
+    "can't be told which of them routes"
+)
 _PAST_CALL = (
     "a graph that was compiled or captured and runs no hook (torch.compile: pass the compiled module itself, "
     "and compile before the block), another path to the experts than the router's __call__, or a layer that "

@@ -386,8 +386,7 @@ class Following(AnyReplay):
             self._sequences.update(recorded=len(new), replayed=len(fed.marks) - len(new))
             if new:
                 self._keep(fed, new, micro_batch_routes(ids, self._routers[chunk], ended[0].number))
-        if not self._pending:
-            self._timeline.forget()  # a block may last for a whole training run
+        self._forget_ends()  # a block may last for a whole training run
         return ended
 
     def _keep(self, fed: FedSequences, new: list[int], rows: RoutedExperts) -> None:

@@ -24,6 +24,18 @@ def outside_modes() -> AbstractContextManager[None]:
     return torch._C.DisableTorchFunction()  # a class of C++: half a µs
 
 
+def restore_functions(handled: bool) -> None:
+    """Have torch handle functions again, where an interrupt came between a hook and its end.
+
+    Args:
+        handled: did torch do so before?
+    """
+    if handled and not torch._C._is_torch_function_enabled():
+        torch._C.DisableTorchFunction().__exit__(
+            None, None, None
+        )  # one that was never entered switches it on
+
+
 @contextlib.contextmanager
 def _outside_dispatch() -> Any:
     with torch._C.DisableTorchFunction(), _disable_current_modes():
@@ -58,6 +70,16 @@ class Hook:
             return None
         with outside_modes():
             return self._act(owner, *self._at, args, last)
+
+    def take_off(self) -> None:
+        """Remove it from its module, where it may not hang yet."""
+        module = self._module()
+        for name in ("_forward_pre_hooks", "_forward_hooks") if module is not None else ():
+            hooks = vars(module)[name]
+            for key in [key for key, hook in hooks.items() if hook is self]:
+                for kind in ("with_kwargs", "always_called"):
+                    vars(module).get(f"{name}_{kind}", {}).pop(key, None)
+                del hooks[key]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Something of Python's own that takes any arguments: a pickle then asks for no npu_replay."""

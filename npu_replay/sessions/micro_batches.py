@@ -40,6 +40,9 @@ class Forward:
     handling: BaseException | None
     called: set[int] = field(default_factory=set)
     """Layer labels of the routers called so far."""
+    ended: list[Any] = field(default_factory=list)
+    """Of each router's call that has ended: the router, the ids, what it got as ids, and how often that had
+    been written into."""
     checked: bool = False
     """Is it seen to that the routers' outputs show the ids?"""
 
@@ -138,9 +141,9 @@ class Timeline:
         self._owners.note(backward.enclosing(functions=not torch.is_grad_enabled()), owner)
         return owner[1]
 
-    def forget(self) -> None:
-        """No graph made until now can recompute any more."""
-        self._owners.forget()
+    def forget(self, oldest: Owner | None) -> None:
+        """No graph of a forward before `oldest` can recompute any more; None: of none until now."""
+        self._owners.forget(oldest)
 
     def _running(self) -> Owner | None:
         running = [forward for forward in self._open if forward is not None]

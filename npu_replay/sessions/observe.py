@@ -16,7 +16,7 @@ from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype, withou
 from npu_replay.sessions import seam
 from npu_replay.sessions.backward import in_backward
 from npu_replay.sessions.block import Block, to_enter
-from npu_replay.sessions.effect import not_called
+from npu_replay.sessions.effect import as_map, not_called
 from npu_replay.sessions.hooks import Hook
 from npu_replay.sessions.micro_batches import Marks
 from npu_replay.sessions.recompute import Key
@@ -73,6 +73,10 @@ class Observation(Block):
             )
         return self._shown
 
+    def _attach(self) -> None:
+        self._undo.callback(_unfollow, self._taking)
+        super()._attach()
+
     def _attach_router(self, router: Router, chunk: int, marks: Marks) -> None:
         if router.shows is None:
             self._before(router.module, Hook(self, Observation._follows, router.module, router))
@@ -85,9 +89,10 @@ class Observation(Block):
         seam.follow(taken)
 
     def _reads(self, router: Router, chunk: int, args: tuple[Any, ...], output: object) -> None:
-        taken = self._taking.pop(router.label, None)
+        taken = self._taking.get(router.label)
         if taken is not None:
             seam.unfollow(taken)
+            del self._taking[router.label]
         if output is None or in_backward():
             return  # the router raised; or a recompute
         if self._marks[chunk].take_announced(router.module) is not None:
@@ -98,7 +103,7 @@ class Observation(Block):
         forward.called.add(router.label)
         with torch.no_grad():
             if router.shows is not None:
-                shown = router.shows(output)
+                shown = as_map(router.shows(output), router)
             elif taken is not None:
                 shown = taken.shown()
             else:
@@ -111,12 +116,6 @@ class Observation(Block):
 
     def _finish(self) -> None:
         self._shown = [self._micro_batch(number) for number in range(self._done())]
-
-    def _close(self) -> None:
-        for taken in self._taking.values():  # of a block that an interrupt left
-            seam.unfollow(taken)
-        self._taking.clear()
-        super()._close()
 
     def _clear(self) -> None:
         super()._clear()
@@ -136,3 +135,10 @@ class Observation(Block):
             num_experts=routers[0].num_experts,
             recorded=torch.stack([whole for _, whole in seen]).all(dim=0),
         )
+
+
+def _unfollow(taking: dict[int, Taken]) -> None:
+    """Stop following blocks that an interrupt left."""
+    for taken in list(taking.values()):
+        seam.unfollow(taken)
+    taking.clear()

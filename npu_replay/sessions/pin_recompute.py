@@ -7,7 +7,7 @@ import torch
 from npu_replay.routers import Model
 from npu_replay.sessions import seam
 from npu_replay.sessions.block import to_enter
-from npu_replay.sessions.recompute import Key
+from npu_replay.sessions.micro_batches import Forward
 from npu_replay.sessions.session import Session
 
 
@@ -48,7 +48,7 @@ class Pinning(Session):
             self._kept[key] = ids.to(call.owner.narrow)
         return ids
 
-    def _release(self, key: Key) -> None:
-        super()._release(key)
-        if not self._pending:
-            self._timeline.forget()  # a block may last for a whole training run
+    def _end(self, chunk: int, output: object) -> tuple[Forward, bool] | None:
+        ended = super()._end(chunk, output)
+        self._forget_ends()  # a block may last for a whole training run
+        return ended

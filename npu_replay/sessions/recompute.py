@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import bisect
 import weakref
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 
 from npu_replay.errors import RecomputeError
 from npu_replay.sessions import backward
-
-if TYPE_CHECKING:
-    from npu_replay.sessions.session import Session
 
 Owner: TypeAlias = "tuple[int, int]"  # chunk, micro-batch
 Key: TypeAlias = "tuple[int, int]"  # layer label, micro-batch
@@ -56,9 +55,17 @@ class Owners:
         for owners in self._noted.values():
             owners.discard(owner)
 
-    def forget(self) -> None:
-        """Drop all ends but the last: no graph made before it can recompute any more."""
-        del self.ends[:-1]
+    def forget(self, oldest: Owner | None) -> None:
+        """Drop the ends of forwards that no graph can recompute any more.
+
+        Args:
+            oldest: the first forward that one may recompute; None: there is none.
+        """
+        gone = next((at for at, (_, owner) in enumerate(self.ends) if owner == oldest is not None), None)
+        gone = len(self.ends) if gone is None else gone
+        if gone:
+            self.since = self.ends[gone - 1][0]
+            del self.ends[:gone]
 
     def find(self, chunk: int, where: str, running: Owner | None) -> Owner | None:
         """The forward that is run again now; None: none of this block. `running`: the one open forward.
@@ -107,17 +114,25 @@ class Owners:
         return self.ends[at][1] if at < len(self.ends) else running
 
 
+class _Around(weakref.ref[Any]):
+    """What encloses a call, and the call's key."""
+
+    __slots__ = ("key",)
+    key: Key
+
+
 class Recomputes:
     """The calls of routers that autograd may yet run again, and those that it has, by layer and micro-batch.
 
     Args:
-        session: its `_release` is told of a call whose graph has died. Not kept alive.
+        release: told of a call whose graph has died, in the next `settle`.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = weakref.ref(session)
-        self._around: dict[Key, list[weakref.ref[Any]]] = {}
+    def __init__(self, release: Callable[[Key], None]) -> None:
+        self._release = release
+        self._around: dict[Key, list[_Around]] = {}
         self._ran: set[Key] = set()
+        self._dead: deque[_Around] = deque()
 
     def __len__(self) -> int:
         return len(self._around)
@@ -125,15 +140,17 @@ class Recomputes:
     def __contains__(self, key: Key) -> bool:
         return key in self._around
 
+    @property
+    def oldest(self) -> Key | None:
+        """The first call that autograd may yet run again."""
+        return next(iter(self._around), None)
+
     def expect(self, key: Key, around: list[Any]) -> None:
         """Autograd may recompute this call as long as any of these lives, which enclose it."""
-        session = self._session
-
-        def died(_: object) -> None:
-            if (alive := session()) is not None:
-                alive._pending._died(key)
-
-        self._around[key] = [weakref.ref(one, died) for one in around]
+        # Told by C alone: Python swallows an interrupt that comes in a weak reference's callback.
+        self._around[key] = [_Around(one, self._dead.append) for one in around]
+        for one in self._around[key]:
+            one.key = key
 
     def ran(self, key: Key) -> None:
         """The call was recomputed."""
@@ -144,9 +161,18 @@ class Recomputes:
         self._around.pop(key, None)
         self._ran.discard(key)
 
+    def settle(self) -> None:
+        """Drop the calls whose graphs have died since."""
+        while self._dead:
+            key = getattr(self._dead[0], "key", None)
+            if key in self._around and not self._may_come(key):
+                self._release(key)
+                self.drop(key)
+            self._dead.popleft()
+
     def due(self) -> list[Key]:
         """The calls that autograd may yet recompute and hasn't."""
-        return [key for key in list(self._around) if key not in self._ran and self._may_come(key)]
+        return [key for key in self._around if key not in self._ran and self._may_come(key)]
 
     def clear(self) -> None:
         """The block is over."""
@@ -155,9 +181,3 @@ class Recomputes:
 
     def _may_come(self, key: Key) -> bool:
         return any(one() is not None for one in self._around.get(key, ()))
-
-    def _died(self, key: Key) -> None:
-        session = self._session()
-        if session is not None and not self._may_come(key):
-            self.drop(key)
-            session._release(key)

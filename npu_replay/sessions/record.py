@@ -6,19 +6,16 @@ from typing import Any
 
 import torch
 
-from npu_replay.errors import NoEffect, ReplayError, RouterError, micro_batch
+from npu_replay.errors import ReplayError, RouterError, micro_batch
 from npu_replay.routers import Model, Router
 from npu_replay.routes.inputs import Called, Inputs, copied
 from npu_replay.routes.routed_experts import RoutedExperts, without_layers
 from npu_replay.sessions import seam
 from npu_replay.sessions.block import to_enter
-from npu_replay.sessions.effect import CHANGED
 from npu_replay.sessions.micro_batches import Forward
 from npu_replay.sessions.recompute import Key
+from npu_replay.sessions.router_calls import FEW
 from npu_replay.sessions.session import Session
-
-_SMALL = 2**13
-"""Ids of a call that may wait as int64: 64 kB."""
 
 
 def record(model: Model, *, inputs: bool = True) -> Recording:
@@ -57,9 +54,9 @@ class Recording(Session):
         super().__init__(model)
         self._keeps_inputs = inputs
         self._ids: dict[Key, torch.Tensor] = {}
-        self._wide: dict[Key, tuple[torch.Tensor, int, torch.dtype]] = {}
-        """Ids as the router has them, how often they had been written into, and the dtype that they are kept
-        in: of small ones a cast each costs more than one of all, at the end of the forward."""
+        self._wide: dict[Key, tuple[torch.Tensor, torch.dtype]] = {}
+        """Ids as int64, and the dtype that they are kept in: of small ones a cast each costs more than one of
+        all, at the end of the forward."""
         self._routes: list[RoutedExperts] | None = None
 
     def _holds(self) -> str:
@@ -80,8 +77,8 @@ class Recording(Session):
     def _choose(self, call: seam.Call) -> torch.Tensor:
         ids, narrow = call.own(), call.owner.narrow
         key = call.owner.label, call.forward.number
-        if call.free and ids.numel() <= _SMALL and not ids.is_inference():
-            self._wide[key] = ids, ids._version, narrow
+        if call.free and ids.numel() <= FEW and not ids.is_inference():
+            self._wide[key] = ids, narrow
         else:
             # Made under inference_mode it can't be saved for backward, and never is: the int64 copy can.
             self._ids[key] = ids.to(narrow)
@@ -101,18 +98,10 @@ class Recording(Session):
         """Cast what waits for it, those of one size together."""
         wide, self._wide = self._wide, {}
         alike: dict[object, list[Key]] = {}
-        for key, (ids, written, narrow) in wide.items():
-            if ids._version != written:
-                raise NoEffect(
-                    "the ids that the top-k gave were written into before the forward ended",
-                    where=micro_batch(key[1], key[0]),
-                    expected="ids that stay as the top-k gave them",
-                    got="an operation in place",
-                    cause=CHANGED,
-                )
+        for key, (ids, narrow) in wide.items():
             alike.setdefault((ids.shape, ids.device, narrow), []).append(key)
         for keys in alike.values():
-            cast = torch.stack([wide[key][0] for key in keys]).to(wide[keys[0]][2])
+            cast = torch.stack([wide[key][0] for key in keys]).to(wide[keys[0]][1])
             self._ids.update(zip(keys, cast.unbind(), strict=True))
 
     def _tokens_wanted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -112,7 +113,6 @@ class AnyReplay(Session):
         self._overlap = OverlapCheck(min_overlap)
         self._given: dict[tuple[int, int], DeviceRoutes] = {}
         """Of each chunk and micro-batch."""
-        self._chunk_of: dict[int, int] = {}
         self._compares = False
 
     def _routes_of(self, chunk: int, number: int) -> DeviceRoutes:
@@ -153,9 +153,6 @@ class AnyReplay(Session):
 
     def _check_model(self) -> None:
         super()._check_model()
-        self._chunk_of = {
-            router.label: chunk for chunk, routers in enumerate(self._routers) for router in routers
-        }
         losses = any(router.aux_losses is not None for router in self._all_routers())
         self._compares = losses and self._aux_loss == "live"
 
@@ -163,7 +160,7 @@ class AnyReplay(Session):
         super()._attach_router(router, chunk, marks)
         losses = router.aux_losses
         if losses is not None and losses.follow != (self._aux_loss == "replayed"):
-            counted = functools.partial(_counted, self._calls[-1], self._aux_loss)
+            counted = functools.partial(_counted, weakref.ref(self._calls[-1]), self._aux_loss)
             self._undo.callback(losses.recount(counted).remove)
 
     def _compare(self, call: seam.Call) -> None:
@@ -219,7 +216,7 @@ class AnyReplay(Session):
 
     def _prepare(
         self, router: Router, forward: Forward, rows: int, device: torch.device
-    ) -> tuple[DeviceRoutes, torch.Tensor, torch.Tensor | None, dict[int, torch.Tensor]]:
+    ) -> tuple[DeviceRoutes, torch.Tensor, torch.Tensor | None, dict[int, Any]]:
         """The routes of the micro-batch, and what of them is on the device."""
         if forward is self._timeline.bypassed:
             self._check_forward(forward)
@@ -239,7 +236,8 @@ class AnyReplay(Session):
     def _choose(self, call: seam.Call) -> torch.Tensor:
         routes, narrow, missing, given = call.routes
         forward, label = call.forward, call.owner.label
-        chosen: torch.Tensor = given[label].long()
+        ids, call.handed = given[label]
+        chosen: torch.Tensor = ids.long()
         if self._compares:
             self._compare(call)
         if self._mismatch.on:
@@ -247,7 +245,7 @@ class AnyReplay(Session):
         if self._overlap.asks(forward, routes.routes):
             self._overlap.add(label, call.owner.router.num_experts, chosen, call.own(), missing)
         if missing is not None:  # never in place: layers may share their storage
-            chosen = chosen.index_copy(0, missing, call.own(missing))
+            chosen, call.handed = chosen.index_copy(0, missing, call.own(missing)), None
         if (key := (label, forward.number)) in self._pending:
             column = narrow[:, routes.columns[label]]
             self._kept[key] = column if missing is None else chosen.to(call.owner.narrow)
@@ -296,9 +294,10 @@ class AnyReplay(Session):
         self._given.clear()
 
 
-def _counted(calls: RouterCalls, aux_loss: AuxLoss) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _counted(calls: weakref.ref[RouterCalls], aux_loss: AuxLoss) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The ids that the aux losses of the router's call are told to count, and those that are used."""
-    call = seam.running(calls)
+    owner = calls()
+    call = None if owner is None else seam.running(owner)
     if call is None or call.ids is None:
         return None
     counted = call.ids if aux_loss == "replayed" else call.own_ids

@@ -10,23 +10,23 @@ from __future__ import annotations
 import sys
 import time
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
 
 from npu_replay import routers
 from npu_replay.errors import MicroBatchError, RecomputeError, RouterError, micro_batch
 from npu_replay.routers import Router
 from npu_replay.routes.routed_experts import narrow_dtype
 from npu_replay.sessions import backward, seam
+from npu_replay.sessions.capacity import CapacityCall
+from npu_replay.sessions.masks import Path
 from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, Marks, Timeline
 
 if TYPE_CHECKING:
     from npu_replay.sessions.session import Session
 
-ways: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
-"""How each router's top-k was caught last time; saves the safety net in the next session."""
+FEW = 2**13
+"""Up to so many ids a router gets the very tensor, as a copy would cost more than all else: 64 kB."""
 
 _is_batched = torch._C._functorch.is_batchedtensor
 
@@ -36,21 +36,25 @@ class RouterCalls:
 
     Attributes:
         narrow: the dtype in which its ids are kept.
+        block: what the block has to undo, by which its calls are told.
     """
 
     def __init__(self, session: Session, router: Router, chunk: int, marks: Marks) -> None:
         self._session = session
-        self._prepare = session._prepare
+        self._prepare, self._witness = session._prepare, session._witness
         self._choose, self._choose_again = session._choose, session._choose_again
         self._frees = backward.TELLS_REGIONS and not session.foreign and not router.masks
         self._chunk = chunk
         self._depth = 3 if session.errors_wait else 2  # of the module's __call__; Hook's is between
         self._marks = marks
         self._timeline = session._timeline
-        self._kind = router.call or (seam.CapacityCall if router.drops else seam.Call)
+        self._kind = router.call or (CapacityCall if router.drops else seam.Call)
         self._is_block = router.shows is None
         self._mend = router.mend if session.foreign else None
-        self._way = ways.get(router.module)
+        self._ways: dict[bool, str | None] = {}
+        """How its top-k was caught last time in this block, in eval mode and in training: saves the net."""
+        self._paths: dict[tuple[str, ...], Path] = {}
+        self.block = session._undo
         self.router = router
         self.label = router.label
         self.narrow = narrow_dtype(router.num_experts)
@@ -68,21 +72,29 @@ class RouterCalls:
             number = self._timeline.recomputed(self._chunk, self.label)
         if number is None and not session._answers(router):
             return
+        expected = self._ways.get(router.module.training)
         call = self._kind(
             rows,
             router.num_experts,
             router.topk,
             self._choose if number is None else self._choose_again,
             masks=router.masks,
-            watch=router.masks or self._way != "guard",
+            watch=router.masks or expected != "guard",
             given=session.foreign,
+            paths=self._paths,
         )
+        call.expected, call.counts = expected, self._is_block
         if number is None:
             call.forward, enclosed = self._live()
             call.free = self._frees and not enclosed
-            call.follows = self._is_block and call.forward.checked
+            if call.forward.checked:
+                self._paths.clear()
+                call.follows = self._is_block
+            elif rows * router.topk <= FEW and not torch.is_inference_mode_enabled():
+                call.keeps = False
             call.routes = self._prepare(router, call.forward, rows, hidden.device)
         else:
+            call.number = number
             call.routes = self._again(number, rows, hidden.device)
         call.owner = self
         call.inside = sys._getframe(self._depth)
@@ -98,9 +110,12 @@ class RouterCalls:
         call.end()
         mended = None
         if output is not None:  # else the router raised, or its recompute was stopped early
-            forward = call.forward
-            if forward is None or forward.checked or call.way != "guard" or self._way != "guard":
-                self._note(call, output)
+            if call.way != call.expected:
+                self._ways[self.router.module.training] = call.way
+            if call.forward is not None:
+                self._witness.saw(self.router, call.forward, call, output)
+            else:
+                self._note_again(call, output)
             if self._mend is not None and call.ids is not None:
                 mended = self._mend(output, call.ids)
         self._session._seconds += time.perf_counter() - started
@@ -133,13 +148,8 @@ class RouterCalls:
         self._session._pending.ran((self.label, number))
         return ids
 
-    def _note(self, call: seam.Call, output: object) -> None:
-        if call.way != self._way:
-            self._way = ways[self.router.module] = call.way
-        witness = self._session._witness
-        if call.forward is not None:
-            witness.saw(self.router, call.forward, call, output)
-        elif call.way is None:
+    def _note_again(self, call: seam.Call, output: object) -> None:
+        if call.way is None:
             raise RecomputeError(
                 "the recompute of this router never reached its top-k",
                 where=f"layer {self.label}, in its recompute",
@@ -147,7 +157,9 @@ class RouterCalls:
                 or "a recompute that takes another path than the forward",
             )
         elif call.strayed is not None:
-            witness.strayed.add(call.strayed)
+            self._witness.strayed.add(call.strayed)
+        else:
+            self._witness.saw_again(self.router, call.number, call, output)
 
 
 def called_again(router: Router, forward: Forward, timeline: Timeline) -> MicroBatchError:

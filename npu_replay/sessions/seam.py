@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, TypeAlias
 
@@ -29,12 +29,15 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from npu_replay.errors import RouterError
 from npu_replay.sessions import compiler_names
 from npu_replay.sessions.hooks import outside_modes
+from npu_replay.sessions.masks import Masks, Path
 from npu_replay.sessions.taken import Taken, run_seen
 
 Choose: TypeAlias = "Callable[[Call], torch.Tensor]"
 """Given the call, whose `own` is the router's own choice, the ids to use: int64 [rows, topk]."""
 
-_MASKS = {torch.masked_fill, torch.Tensor.masked_fill, torch.where, torch.Tensor.where}
+_depth: Callable[[], int] = torch._C._len_torch_function_stack
+_push: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+_pop: Callable[[], Any] = torch._C._pop_torch_function_stack
 
 
 class _Here(threading.local):
@@ -65,22 +68,40 @@ def is_running() -> bool:
 
 def running(owner: object) -> Call | None:
     """The innermost call of this thread that this owner has begun and not ended."""
+    return next((call for call in _calls() if call.owner is owner), None)
+
+
+def unwind(block: object) -> None:
+    """End the calls of a block whose forward hooks never ran, as an interrupt (KeyboardInterrupt) skips them.
+
+    Where no call runs and nothing is followed, nothing needs Watch any more.
+    """
+    for call in list(_calls()):
+        if getattr(call.owner, "block", None) is block:
+            call.end()
+    if _here.running is None and not _here.takers:
+        _watch.leave(0)
+
+
+def _calls() -> Iterator[Call]:
+    """The calls that this thread is in, innermost first."""
     call = _here.running
-    while call is not None and call.owner is not owner:
+    while call is not None:
+        yield call
         call = call.below
-    return call
 
 
 def follow(taker: Taken) -> None:
     """Let it see what this thread gives to torch's functions, but for those before an armed call's top-k."""
+    taker.depth = _depth()
     _here.takers = (*_here.takers, taker)
     _watch.enter()
 
 
 def unfollow(taker: Taken) -> None:
-    """Undo `follow`."""
+    """Undo `follow`, also one that was left half way."""
+    _watch.leave(taker.depth)
     _dismiss(taker)
-    _watch.leave()
 
 
 def _dismiss(taker: Taken) -> None:
@@ -98,9 +119,14 @@ class Call:
         masks: this router masks its scores before the top-k; needs `watch`.
         watch: also enter `Watch`, until the top-k was caught.
         given: the ids may be others than the router would choose.
+        paths: see Masks.
 
     Attributes:
         ids: int64 [rows, topk] that were used; None until the top-k has come.
+        handed: what the router got, which it may write into: a copy of `ids` if it `keeps` these to itself,
+            or another that `choose` has set. None from a kernel.
+        written: see `is_written`.
+        again: how many top-ks like the one that was answered came after it, where `counts` says to count.
         way: how it was caught, "guard" or "watch"; None before.
         values: what the router got beside the ids, float [rows, topk].
         scores: what the top-k was asked over.
@@ -111,13 +137,18 @@ class Call:
         strayed: a flag on the device that a kernel chose others than were wanted; None from a top-k.
         free: no checkpoint can compare what this call saves with its recompute, and the ids are the router's
             own: so its top-k runs as it is.
-        owner, forward, routes: for whoever begins the call.
+        owner, expected, forward, number, routes: for whoever begins the call.
         inside: the frame that runs the router: an interrupt skips the forward hook, and a call whose frame
             has gone answers nothing any more. None: it always answers.
         below: the call that this one lies in.
     """
 
     ids: torch.Tensor | None = None
+    handed: torch.Tensor | None = None
+    keeps = True
+    written: int | None = None
+    again = 0
+    counts = False
     way: str | None = None
     values: torch.Tensor | None = None
     scores: Any = None
@@ -127,11 +158,14 @@ class Call:
     strayed: torch.Tensor | None = None
     free = False
     owner: Any = None
+    expected: str | None = None
+    number = 0
     forward: Any = None
     routes: Any = None
     inside: FrameType | None = None
     below: Call | None = None
     _outer: Call | None = None
+    _depth = 0
 
     def __init__(
         self,
@@ -143,6 +177,7 @@ class Call:
         masks: bool = False,
         watch: bool = False,
         given: bool = False,
+        paths: dict[tuple[str, ...], Path] | None = None,
     ) -> None:
         self.rows = rows
         self.num_experts = num_experts
@@ -152,20 +187,20 @@ class Call:
         self.watching = watch
         self.given = given
         self.seen: list[str] = []
-        self._masked: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.made = Masks(rows, num_experts, paths) if masks else None
 
     def begin(self) -> None:
         """From now on the top-k of this thread is answered."""
         self.watching |= self.follows
-        self._outer, self.below = _here.armed, _here.running
+        self._outer, self.below, self._depth = _here.armed, _here.running, _depth()
         _here.armed = _here.running = self
         if self.watching:
             _watch.enter()
 
     def end(self) -> None:
-        """The router's call is over."""
+        """The router's call is over. An interrupt may have come since it began, or in `end` itself."""
         if self.watching:
-            _watch.leave()
+            _watch.leave(self._depth)
         if self.taken is not None:
             _dismiss(self.taken)
         _here.armed, _here.running = self._outer, self.below
@@ -206,14 +241,16 @@ class Call:
         """Leave Watch before the call ends: what follows in the router runs as ever, and its compiled
         functions would compile anew for a mode. From inside Watch it can't be left: torch pushes it back."""
         if self.watching and not self.follows and _watch.is_innermost():
+            _watch.leave(self._depth)
             self.watching = False
-            _watch.leave()
 
     def answer(
         self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], way: str
     ) -> Any:
         """Answer the top-k, once: later ones in this call are the router's own business."""
         _here.armed = None
+        if self.ids is not None:
+            return self._answer_none(native, args, kwargs)
         if way == "guard":
             self._stop_watching()
         scores = args[0] if args else kwargs.pop("input")
@@ -226,11 +263,29 @@ class Call:
             )
         self.scores, self._native, self._args, self._kwargs = scores, native, args[1:], kwargs
         values, ids = self._decide(scores)
+        if (handed := self.handed) is None:
+            self.handed = handed = self._to_hand(ids) if self.keeps else ids
         self.values, self.ids, self.way = values, ids, way
+        if not handed.is_inference():
+            self.written = handed._version
         if self.follows:
             self.taken = Taken(self.rows, self.topk, self.num_experts, ids)
             _here.takers = (*_here.takers, self.taken)
-        return torch.return_types.topk((values, ids))
+        _here.armed = self if self.counts else None
+        return torch.return_types.topk((values, handed))
+
+    def _to_hand(self, ids: torch.Tensor) -> torch.Tensor:
+        """A copy for the router."""
+        with outside_modes():
+            return ids.clone()
+
+    def _answer_none(self, native: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """A further top-k, which is counted and runs as it is."""
+        self.again += 1
+        try:
+            return native(*args, **kwargs)
+        finally:
+            _here.armed = self
 
     def _decide(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What the top-k returns: values and ids."""
@@ -254,77 +309,38 @@ class Call:
         ids: torch.Tensor = self._native(scores, *self._args, **self._kwargs)[1]
         return ids
 
-    def masked(self, result: torch.Tensor, source: torch.Tensor) -> None:
-        """Remember which scores a masked tensor was made from: a replayed expert may lie in the mask."""
-        self._masked.append((result, source))
-
     def unmasked(self, scores: torch.Tensor) -> torch.Tensor:
-        """These scores before they were masked; themselves where no mask was seen."""
-        for result, source in reversed(self._masked):
-            if result is scores:
-                scores = source
-        return scores
+        """These scores before they were masked, where other experts may be given; else as they are."""
+        made = self.made if self.given else None
+        return scores if made is None else made.unmasked(scores, self.own)
 
 
-class CapacityCall(Call):
-    """A call of a router that drops tokens over an expert's capacity, by a second top-k, down the columns.
+def is_written(handed: torch.Tensor | None, written: int | None, ids: torch.Tensor | None) -> bool:
+    """Has anybody written into the ids that a router got? What does so past torch isn't counted.
 
-    That one may not drop a chosen expert with a probability of exactly zero for a token that nobody sent
-    there, as ids that were given may have.
+    Args:
+        handed: these ids; None from a kernel.
+        written: how often they had been written into before; None for a tensor of inference, which counts no
+            writing.
+        ids: the same, and nobody else's.
     """
-
-    drops = True
-
-    def _wants(self, k: object, dim: object) -> bool:
-        return super()._wants(k, dim) if self.ids is None else dim in (0, -2)
-
-    def answer(
-        self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], way: str
-    ) -> Any:
-        """Answer the top-k over the experts, and then the one over the tokens."""
-        if self.ids is not None:
-            return self._drop(native, args, kwargs, self.ids)
-        answered = super().answer(native, args, kwargs, way)
-        if self.given and self.drops:
-            _here.armed = self
-        return answered
-
-    def _drop(
-        self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], ids: torch.Tensor
-    ) -> Any:
-        """The choice of whom to drop, made anew for experts to which a token was lost that was sent there.
-
-        Elsewhere it stays the router's own, also among equals. Where it doesn't, fewer positive scores than
-        places are in the column, so none of them is dropped either way.
-        """
-        _here.armed = None
-        scores = args[0] if args else kwargs.pop("input")
-        kept = native(scores, *args[1:], **kwargs)
-        if not scores.is_floating_point():
-            return kept
-        with outside_modes():
-            found = scores.detach()
-            chosen = torch.zeros_like(found, dtype=torch.bool).scatter(1, ids, True)
-            lifted = found.masked_fill(chosen & (found == 0), least_positive(found.dtype))
-            again = native(lifted, *args[1:], **kwargs)[1]
-            lost = chosen.gather(0, kept[1]).sum(dim=0) < chosen.gather(0, again).sum(dim=0)
-            places = torch.where(lost, again, kept[1])
-        return torch.return_types.topk((scores.gather(0, places), places))
-
-
-def least_positive(dtype: torch.dtype) -> float:
-    """A number above zero that is no weight, and that no device flushes to zero."""
-    return max(2.0**-24 if dtype == torch.float16 else 0.0, torch.finfo(torch.float32).tiny)
+    if handed is None:
+        return False
+    if written is None:
+        return ids is None or not torch.equal(handed, ids)
+    return handed._version != written
 
 
 class Watch(TorchFunctionMode):
     """Sees every operation inside a router's call."""
 
     def enter(self) -> None:
-        self.__enter__()  # type: ignore[no-untyped-call]
+        _push(self)
 
-    def leave(self) -> None:
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    def leave(self, depth: int) -> None:
+        """Come off torch's stack down to this depth, but not from under a mode of somebody else's."""
+        while _depth() > depth and self.is_innermost():
+            _pop()
 
     def is_innermost(self) -> bool:
         return _get_current_function_mode() is self  # type: ignore[no-untyped-call]
@@ -333,35 +349,17 @@ class Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        call = _here.armed
-        if call is None:
+        call, name = _here.armed, getattr(func, "__name__", "")
+        if call is not None and name == "topk" and call.matches(args, kwargs):
+            return call.answer(func, args, kwargs, "watch")
+        if call is None or call.ids is not None:
             takers = _here.takers
             return run_seen(takers, func, args, kwargs) if takers else func(*args, **kwargs)
-        call.seen.append(getattr(func, "__name__", ""))
-        if call.seen[-1] == "topk":
-            if call.matches(args, kwargs):
-                return call.answer(func, args, kwargs, "watch")
-            return func(*args, **kwargs)
-        result = func(*args, **kwargs)
-        if call.masks and func in _MASKS:
-            source = _mask_source(func, args, kwargs)
-            if source is not None and source.shape == result.shape:
-                call.masked(result, source)
-        return result
+        call.seen.append(name)
+        return func(*args, **kwargs) if call.made is None else call.made.run(func, args, kwargs)
 
 
 _watch = Watch()
-
-
-def _mask_source(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The tensor that was masked; none where it can't be told (a `where` between two tensors)."""
-    if func is torch.where or func is torch.Tensor.where:
-        named = [kwargs.get(name) for name in ("input", "self", "other")]
-        tensors = [x for x in (*args, *named) if isinstance(x, torch.Tensor) and x.dtype != torch.bool]
-        wide = [x for x in tensors if x.dim() > 0]
-        return wide[0] if len(wide) == 1 else None
-    source = args[0] if args else kwargs.get("input")
-    return source if isinstance(source, torch.Tensor) else None
 
 
 class _Guarded:
@@ -371,6 +369,7 @@ class _Guarded:
         self.owner = owner
         self.own_attribute = "topk" in vars(owner)  # Tensor's is inherited from its C base
         self.native = native = owner.topk
+        self._is_laid = False
 
         def topk(*args: Any, **kwargs: Any) -> Any:
             call = _here.armed
@@ -384,7 +383,12 @@ class _Guarded:
 
         topk.__doc__ = native.__doc__
         self.answered = topk
-        owner.topk = topk
+
+    def lay_on(self) -> None:
+        """Take the name, once."""
+        if not self._is_laid:
+            self.owner.topk = self.answered
+            self._is_laid = True
 
     def lay_back(self) -> None:
         """Give the name back, unless it was wrapped meanwhile: then ours stays below and passes all on."""
@@ -397,38 +401,44 @@ class _Guarded:
 
 
 class _Guard:
-    """torch's two names for top-k, replaced while at least one session is open."""
+    """torch's two names for top-k, replaced while at least one block is open.
+
+    It takes no lock, which an interrupt could leave locked: each step may be taken twice, by whoever comes.
+    """
 
     def __init__(self) -> None:
-        self.is_open = False
-        self._lock = threading.Lock()
-        self._holders = 0
+        self._holders: set[object] = set()
         self._dynamo_knew = False
         self._names: list[_Guarded] = []
+        self.is_open = False
 
-    def install(self) -> None:
-        with self._lock:
-            self._holders += 1
-            if self._holders > 1:
-                return
+    def install(self, holder: object) -> None:
+        """Hold the names, until `remove` is called as often as you like with the same holder."""
+        self._holders.add(holder)
+        if not self.is_open:
             for left in self._names:
                 left.lay_back()
             self._dynamo_knew = compiler_names.dynamo_knows()
             self._names = [_Guarded(torch), _Guarded(torch.Tensor)]
             compiler_names.teach_script(self._names[0].answered, "topk")
             self.is_open = True
+        for name in self._names:
+            name.lay_on()
 
-    def remove(self) -> None:
-        with self._lock:
-            self._holders -= 1
-            if self._holders:
-                return
-            self.is_open = False
-            for name in self._names:
-                name.lay_back()
-            compiler_names.unteach_script(self._names[0].answered, self._names[0].native, "topk")
-            if not self._dynamo_knew:
-                compiler_names.dynamo_forgets()
+    def remove(self, holder: object) -> None:
+        """Hold them no more. The last holder gives them back."""
+        self._holders.discard(holder)
+        if self._holders or not self.is_open:
+            return
+        for name in self._names:
+            name.lay_back()
+        compiler_names.unteach_script(self._names[0].answered, self._names[0].native, "topk")
+        if not self._dynamo_knew:
+            compiler_names.dynamo_forgets()
+        self.is_open = False
+        if self._holders:  # another thread's, which came in between
+            self.install(self)
+            self._holders.discard(self)
 
 
 guard = _Guard()

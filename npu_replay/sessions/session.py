@@ -6,11 +6,13 @@ tried again, or a recompute in any order, finds its own.
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -21,12 +23,12 @@ from npu_replay.routes.inputs import Called
 from npu_replay.sessions import compiled, seam
 from npu_replay.sessions.block import Block
 from npu_replay.sessions.effect import Witness, is_due
-from npu_replay.sessions.hooks import Hook
+from npu_replay.sessions.hooks import Hook, restore_functions
 from npu_replay.sessions.micro_batches import Forward, Marks
 from npu_replay.sessions.recompute import Key, Recomputes
 from npu_replay.sessions.router_calls import RouterCalls
 
-_sessions: dict[int, Session] = {}
+_sessions: WeakValueDictionary[int, Session] = WeakValueDictionary()
 """The open session of each router, by id: one router has one."""
 
 
@@ -41,9 +43,10 @@ class Session(Block):
         super().__init__(model)
         self._calls: list[RouterCalls] = []
         self._witness = Witness()
-        self._pending = Recomputes(self)
+        self._pending = Recomputes(functools.partial(_released, weakref.ref(self)))
         self._kept: dict[Key, torch.Tensor] = {}
         self._tokens: dict[int, Called] = {}
+        self._chunk_of: dict[int, int] = {}
         self._seconds = 0.0
 
     # What a kind of session decides
@@ -122,6 +125,7 @@ class Session(Block):
     # The block
 
     def _check_model(self) -> None:
+        self._chunk_of = {one.label: chunk for chunk, found in enumerate(self._routers) for one in found}
         for router in self._all_routers():
             other = _sessions.get(id(router.module))
             if other is not None:
@@ -135,10 +139,13 @@ class Session(Block):
                 )
 
     def _attach(self) -> None:
-        self._undo.enter_context(compiled.eager(self._chunks, self._routers))
-        seam.guard.install()
-        self._undo.callback(seam.guard.remove)
-        self._undo.callback(self._unwind)
+        block = self._undo
+        block.callback(compiled.let_go, block)
+        compiled.hold_eager(self._chunks, self._routers, block)
+        block.callback(seam.guard.remove, block)
+        seam.guard.install(block)
+        block.callback(seam.unwind, block)
+        block.callback(restore_functions, torch._C._is_torch_function_enabled())
         super()._attach()
         for name, owner, attribute in routers.functions(self._all_routers()):
             self._unchanged.hold(name, vars(owner), attribute)
@@ -147,16 +154,10 @@ class Session(Block):
         module = router.module
         calls = RouterCalls(self, router, chunk, marks)
         self._calls.append(calls)
-        _sessions[id(module)] = self
         self._undo.callback(_sessions.pop, id(module), None)
+        _sessions[id(module)] = self
         self._before(module, Hook(calls, self._may_wait(RouterCalls.begins), module))
         self._after(module, Hook(calls, self._may_wait(RouterCalls.ends), module))
-
-    def _unwind(self) -> None:
-        """Leave calls whose forward hook never ran: an interrupt (KeyboardInterrupt) skips it."""
-        for calls in self._calls:
-            while (call := seam.running(calls)) is not None:
-                call.end()
 
     def _clear(self) -> None:
         """Keep neither the model nor ids that only a recompute would want."""
@@ -169,7 +170,9 @@ class Session(Block):
 
     def _begin(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward:
         if seam.is_running():
-            self._unwind()
+            seam.unwind(self._undo)
+        self._pending.settle()
+        self._witness.check_ids()
         forward = super()._begin(chunk, args, kwargs)
         forward.checked = self._is_checked(forward.number)
         self._check_forward(forward)
@@ -179,6 +182,7 @@ class Session(Block):
 
     def _end(self, chunk: int, output: object) -> tuple[Forward, bool] | None:
         ended = super()._end(chunk, output)
+        self._pending.settle()
         if ended is None:
             return None
         forward, complete = ended
@@ -209,9 +213,15 @@ class Session(Block):
             if isinstance(part, torch.Tensor) and part.grad_fn is not None:
                 part.grad_fn.register_prehook(begins)
 
+    def _forget_ends(self) -> None:
+        """Keep the ends of those forwards alone that autograd may yet run again."""
+        oldest = self._pending.oldest
+        self._timeline.forget(None if oldest is None else (self._chunk_of[oldest[0]], oldest[1]))
+
     def _check_complete(self) -> None:
         """Also: is nothing still to come?"""
         super()._check_complete()
+        self._witness.check_ids()
         if int(self._witness.strayed):
             raise RecomputeError(
                 "a fused router chose other experts in a recompute than in its forward",
@@ -235,6 +245,11 @@ class Session(Block):
                 "held: `del loss` inside the block; or outputs kept from a forward that should have run "
                 "under torch.no_grad()",
             )
+
+
+def _released(session: weakref.ref[Session], key: Key) -> None:
+    if (alive := session()) is not None:
+        alive._release(key)
 
 
 @dataclass(frozen=True)

@@ -20,17 +20,20 @@ class Taken:
 
     Args:
         rows, topk, num_experts: of the block's top-k.
-        ids: what they must hold; None: the same as the first of them.
+        ids: what they must hold, which nobody writes into; None: the same as the first of them.
 
     Attributes:
         count: how many there were.
+        depth: of torch's stack of modes, where it is followed by itself.
     """
+
+    depth = 0
 
     def __init__(self, rows: int, topk: int, num_experts: int, ids: torch.Tensor | None = None) -> None:
         self.count = 0
         self._shape = (rows, topk)
         self._num_experts = num_experts
-        self._ids = None if ids is None else ids.clone()  # the block may write into its own
+        self._ids = ids
         self._held: torch.Tensor | None = None
         # In so small a batch a mask over the experts, or the list of those that were hit, has this shape too.
         self._first_alone = rows == topk or (topk == 1 and rows <= num_experts)

@@ -214,7 +214,7 @@ def assert_lost(found: list[Any], number: int, seconds: float) -> None:
 
 
 def await_death(actor: Any) -> None:
-    """Returns once the actor answers no more: `ray.kill` comes back before, and calls until then may succeed."""
+    """Return once the actor answers no more: `ray.kill` comes back before."""
     until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
         try:
