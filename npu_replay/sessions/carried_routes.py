@@ -28,7 +28,9 @@ def take_off(kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     return (given[0] if given else None), others
 
 
-def carried_routes(given: Any, call: Mapping[str, Any], model: RoutedModel) -> RoutedExperts:
+def carried_routes(
+    given: Any, call: Mapping[str, Any], model: RoutedModel, padding: int = 0
+) -> RoutedExperts:
     """Those of a call with these arguments, one row a place of its [batch, sequence], batch-major.
 
     Zeros in all MoE layers (or -1) are a token without a route: what such loops pad with. Only padding and
@@ -38,18 +40,19 @@ def carried_routes(given: Any, call: Mapping[str, Any], model: RoutedModel) -> R
     Args:
         given: [batch, sequence, layers, topk], padded or packed like the call's ids; layers are all decoder
             layers or the MoE layers.
+        padding: see Places.
 
     Raises:
         ReplayError: another shape; routes where there is padding, or none where there is a token; ids that
             aren't the model's.
     """
-    places = Places.of(call)
+    places = Places.of(call, padding)
     rows = _tensor(given).detach()
-    fits = rows.dim() == 4 and (*rows.shape[:2], rows.shape[3]) == (*places.shape, model.topk)
+    fits = rows.dim() == 4 and (*rows.shape[:2], rows.shape[3]) == (*places.real.shape, model.topk)
     _refuse_unless(
         fits and not rows.is_floating_point(),
         "the call's routes have another shape than its ids",
-        f"integers, {list(places.shape)} as the ids, layers, {model.topk}",
+        f"integers, {list(places.real.shape)} as the ids, layers, {model.topk}",
         f"{str(rows.dtype).removeprefix('torch.')}, {list(rows.shape)}",
         "routes that were padded, cut or packed otherwise than the ids; sequence parallelism",
     )
@@ -78,7 +81,7 @@ def _tensor(given: Any) -> torch.Tensor:
 def _check_places(there: Array, places: Places, lacking: Array) -> None:
     """Has each token a route, the last of a sequence perhaps not, and no padding?"""
     real = places.real.reshape(-1)
-    width = places.shape[1]
+    width = places.real.shape[1]
     for wrong, problem, cause in (
         (
             there & ~real,
@@ -99,5 +102,6 @@ def _check_places(there: Array, places: Places, lacking: Array) -> None:
 def _may_lack(places: Places) -> Array:
     """Bool [rows]: where no route need be: padding, and the last token of each sequence."""
     found: Array = ~places.real.reshape(-1)
-    found[[end - 1 for _, end in places.spans]] = True
+    for first, end in places.spans:
+        found[first if places.padded[first] else end - 1 : end] = True
     return found
