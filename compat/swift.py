@@ -125,4 +125,4 @@ def laid_out(routes: Sequence[Any], call: Mapping[str, Any]) -> torch.Tensor:
                 cause="a text that was cut or encoded anew after the rollout; routes of one turn of several",
             )
         out[first : first + len(rows)] = rows
-    return out.view(*places.shape, *out.shape[1:]).to(call["input_ids"].device)
+    return out.view(*places.real.shape, *out.shape[1:]).to(call["input_ids"].device)

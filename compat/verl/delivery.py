@@ -129,8 +129,7 @@ class Putter:
         """
         reference = None
         try:
-            ids, whole = torch.from_numpy(rows), self._model.topk > 1
-            routes = from_batch(ids, self._model, zeros_are_none=whole, tokens=tokens)
+            routes = from_batch(torch.from_numpy(rows), self._model, zeros_are_none=True, tokens=tokens)
         except (InvalidRoutes, MicroBatchError) as error:
             if (count := next(_refused)).bit_count() == 1:
                 said = "[npu_replay] rollout: %d samples so far go without their routes: %s"

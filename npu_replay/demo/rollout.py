@@ -103,10 +103,5 @@ def _sample(tokens: torch.Tensor, log_probs: torch.Tensor, forwards: list[Routed
         tokens=tokens,
         prompt=PROMPT,
         log_probs=log_probs,
-        routes=RoutedExperts(
-            ids=routes.ids,
-            layers=routes.layers,
-            num_experts=routes.num_experts,
-            fingerprint=npu_replay.fingerprint(tokens),
-        ),
+        routes=routes.sequence(0, len(routes), npu_replay.fingerprint(tokens)),
     )

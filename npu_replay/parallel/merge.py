@@ -12,7 +12,7 @@ import torch
 
 from npu_replay.errors import MicroBatchError, micro_batch
 from npu_replay.routers import PART_BY_PART
-from npu_replay.routes.arguments import common
+from npu_replay.routes.arguments import known_of_all
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
 
 
@@ -40,6 +40,7 @@ class Block:
             num_experts=routes.num_experts,
             weight_version=routes.weight_version,
             vouched=routes.vouched,
+            from_engine=routes.from_engine,
             content=blake2b(self.rows(0, len(routes)).numpy().data, digest_size=16).hexdigest(),
         )
 
@@ -64,6 +65,7 @@ class Part:
     num_experts: int
     weight_version: int | str | None
     vouched: bool
+    from_engine: bool
     content: str
 
     @property
@@ -142,8 +144,7 @@ class Union:
             self._labels,
             self._parts[0].num_experts,
             recorded=self._recorded,
-            weight_version=common(part.weight_version for part in self._parts),
-            vouched=all(part.vouched for part in self._parts),
+            **known_of_all(self._parts),
         )
         return Block(self._held, routes)
 
@@ -158,4 +159,5 @@ def side_by_side(parts: Sequence[RoutedExperts]) -> RoutedExperts:
     order = sorted(together)
     if together != order:
         ids = ids[:, [together.index(layer) for layer in order]]
-    return first._derived(ids, first.recorded, layers=tuple(order), fingerprint=first.fingerprint)
+    known = known_of_all(parts) | {"layers": tuple(order), "fingerprint": first.fingerprint}
+    return first._derived(ids, first.recorded, **known)

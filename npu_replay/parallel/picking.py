@@ -118,9 +118,7 @@ def pick(
         torch.from_numpy(out).view(rows, len(labels), topk),
         torch.from_numpy(flags),
         layers=tuple(labels),
-        weight_version=arguments.common(one.weight_version for one in used.values()),
-        vouched=all(one.vouched for one in used.values()),
-        from_engine=any(one.from_engine for one in used.values()),
+        **arguments.known_of_all(used.values()),
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from npu_replay.errors import MicroBatchError
 from npu_replay.rollout.admit import check_dense
 from npu_replay.rollout.model_config import RoutedModel
-from npu_replay.routes.checks import Array
+from npu_replay.routes import arguments
+from npu_replay.routes.checks import Array, blank_rows
 from npu_replay.routes.routed_experts import RoutedExperts
 
 
@@ -16,16 +18,18 @@ def from_batch(
     model: RoutedModel,
     *,
     keep: torch.Tensor | None = None,
-    zeros_are_none: bool,
+    zeros_are_none: bool | Array,
     tokens: Array | None = None,
     vouched: bool = False,
 ) -> RoutedExperts:
     """Rows of ids, checked and labelled.
 
     Args:
-        rows: integers [tokens, columns, topk]; the columns are all decoder layers, or the MoE layers.
+        rows: integers [tokens, columns, topk]; the columns are all decoder layers, or the MoE layers. A row
+            of -1 in all MoE layers is a token without a route; dense layers may hold -1, too.
         keep: bool [tokens], the rows that have a route; all when not given.
-        zeros_are_none: a row of zeros in all layers is a token that the engine gave no route.
+        zeros_are_none: is a row of zeros in all MoE layers a token without a route, too? Or where, bool
+            [tokens].
         tokens: [tokens], their ids; without them each counts as another where a layer is the same throughout.
         vouched: a trainer's own routers chose; then a layer may be the same for every token.
 
@@ -48,12 +52,14 @@ def from_batch(
     rows = rows.detach().cpu()
     if model.dense and count == model.num_layers:
         # An engine's labels may have shifted: then its dense layers have experts.
-        check_dense(rows.to(torch.int64).numpy(), model)
+        wide = rows.to(torch.int64)
+        check_dense(wide.where(wide != -1, 0).numpy(), model)
     ids = rows[:, columns]
-    ids = ids.to(torch.int64) if ids.dtype == torch.uint16 else ids
-    recorded = torch.ones(len(ids), dtype=torch.bool) if keep is None else keep.detach().cpu().bool()
-    if zeros_are_none and ids.numel():
-        recorded = recorded & (ids != 0).flatten(1).any(dim=1)
+    ids = ids.to(torch.int64) if ids.dtype in (torch.uint16, torch.uint32, torch.uint64) else ids
+    given = arguments.ids(ids).numpy()
+    recorded = np.ones(len(given), np.bool_) if keep is None else keep.detach().cpu().bool().numpy().copy()
+    recorded[blank_rows(given, -1)] = False
+    zeros = blank_rows(given)
+    recorded[zeros[np.broadcast_to(zeros_are_none, len(ids))[zeros]]] = False
     built = RoutedExperts(ids=ids, layers=model.layers, num_experts=model.num_experts, recorded=recorded)
-    built._about(vouched=vouched, from_engine=not vouched)
-    return built.check_not_constant(tokens) if zeros_are_none else built
+    return built._about(vouched=vouched, from_engine=not vouched).check_not_constant(tokens)

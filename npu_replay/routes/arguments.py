@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -108,6 +108,16 @@ def common(versions: Iterable[int | str | None]) -> int | str | None:
     """
     found = {*versions}
     return found.pop() if len(found) == 1 else None
+
+
+def known_of_all(parts: Collection[Any]) -> dict[str, Any]:
+    """What is known of the parts together: their weight version if all have it, whether each is vouched for,
+    and whether an engine chose one of them."""
+    return {
+        "weight_version": common(part.weight_version for part in parts),
+        "vouched": all(part.vouched for part in parts),
+        "from_engine": any(part.from_engine for part in parts),
+    }
 
 
 def weight_version(version: Any) -> int | str | None:

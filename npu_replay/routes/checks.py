@@ -220,12 +220,12 @@ def constant_columns(ids: Array) -> Array:
     return found
 
 
-def blank_rows(ids: Array) -> Array:
-    """The rows that are zero throughout, [n] int64."""
+def blank_rows(ids: Array, value: int = 0) -> Array:
+    """Return the rows that hold nothing but this value, [n] int64."""
     if ids.size == 0:
         return np.empty(0, np.int64)
-    suspects = np.flatnonzero(~ids[:, 0].any(axis=1))
-    return suspects[~ids[suspects].any(axis=(1, 2))]
+    suspects = np.flatnonzero((ids[:, 0] == value).all(axis=1))
+    return suspects.compress((ids[suspects] == value).all(axis=(1, 2)))
 
 
 def repeated_rows(ids: Array, tokens: Array) -> Array:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import InitVar, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -95,6 +95,7 @@ class RoutedExperts:
     recorded: torch.Tensor
     fingerprint: int | None
     weight_version: int | str | None
+    _like: InitVar[RoutedExperts | None]
 
     bad_samples: ClassVar[int] = 0
     """Sequences in it whose routes couldn't be used; `TokenLayout.gather` says so of what it returns."""
@@ -122,11 +123,18 @@ class RoutedExperts:
         recorded: IdArray | None = None,
         fingerprint: int | None = None,
         weight_version: int | str | None = None,
+        _like: RoutedExperts | None = None,
     ) -> None:
         made = self._adopt(ids, layers, num_experts, recorded, fingerprint, weight_version)
-        self._about(**vars(made))
+        if _like is not None:  # nobody has vouched for ids that replace its own
+            self._about(**vars(_like) if ids is _like.ids else {"from_engine": _like.from_engine})
+        self._about(**{name: getattr(made, name) for name in _FIELDS})
         if self.ids.data_ptr() == (ids.ctypes.data if isinstance(ids, np.ndarray) else ids.data_ptr()):
             self._about(ids=self.ids.clone())  # what the caller does to his array later must not show here
+
+    @property
+    def _like(self) -> RoutedExperts:
+        return self  # `dataclasses.replace` reads each argument of the copy from an attribute of its name
 
     def _about(self, **known: object) -> RoutedExperts:
         """Keep these values, which nobody checks; return self."""
@@ -282,9 +290,8 @@ class RoutedExperts:
         parts = listed(parts, "the parts of concat()")
         fine = bool(parts) and all(isinstance(part, RoutedExperts) for part in parts)
         kinds = [type(part).__name__ for part in parts]
-        InvalidRoutes.unless(
-            fine, "concat() needs at least one RoutedExperts, and nothing else", ">= 1", kinds or 0
-        )
+        problem = "concat() needs at least one RoutedExperts, and nothing else"
+        InvalidRoutes.unless(fine, problem, ">= 1", kinds or 0)
         first, cause = parts[0], "routes of different models, or of engines that report other columns"
         alike = ("num_experts", "topk") if layers is not None else ("layers", "num_experts", "topk")
         for number, part in enumerate(parts):
@@ -298,9 +305,7 @@ class RoutedExperts:
             torch.cat([part.ids[:, columns[part.layers]] for part in parts]),
             torch.cat([part.recorded for part in parts]),
             layers=tuple(labels),
-            weight_version=arguments.common(part.weight_version for part in parts),
-            vouched=all(part.vouched for part in parts),
-            from_engine=any(part.from_engine for part in parts),
+            **arguments.known_of_all(parts),
         )
 
     @classmethod
@@ -324,7 +329,8 @@ class RoutedExperts:
         """
         labels = arguments.labels(layers)
         ids = self.ids[:, self._columns(labels)]
-        return self._derived(ids, self.recorded, layers=tuple(labels), fingerprint=self.fingerprint)
+        # The rows stay what they are, and so does all that is known of them.
+        return RoutedExperts.__new__(RoutedExperts)._about(**vars(self))._about(ids=ids, layers=tuple(labels))
 
     def _columns(self, labels: tuple[int, ...]) -> slice | list[int]:
         """The columns of these layers; a slice, which copies nothing, where they are neighbours."""
@@ -426,12 +432,9 @@ _FIELDS = tuple(field.name for field in fields(RoutedExperts))
 
 
 def _unpickled(values: dict[str, Any]) -> RoutedExperts:
-    if lacking := {*_FIELDS} - values.keys():
-        raise RouteFileError(
-            "this pickle is of another version of npu_replay",
-            expected="one version on all nodes",
-            got=f"routes without {', '.join(sorted(lacking))}",
-        )
+    lacking, problem = {*_FIELDS} - values.keys(), "this pickle is of another version of npu_replay"
+    got = f"routes without {', '.join(sorted(lacking))}"
+    RouteFileError.unless(not lacking, problem, "one version on all nodes", got)
     arrays = {name: serialization.shared_tensor(values[name]) for name in ("ids", "recorded")}
     return RoutedExperts.__new__(RoutedExperts)._about(**values | arrays)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from npu_replay.errors import MicroBatchError, shown
 from npu_replay.rollout.batch_rows import from_batch
 from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.routes.checks import Array, tells_apart
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions.fed_sequences import Places
 
@@ -28,41 +28,42 @@ def take_off(kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     return (given[0] if given else None), others
 
 
-def carried_routes(given: Any, call: Mapping[str, Any], model: RoutedModel) -> RoutedExperts:
+def carried_routes(
+    given: Any, call: Mapping[str, Any], model: RoutedModel, padding: int = 0
+) -> RoutedExperts:
     """Those of a call with these arguments, one row a place of its [batch, sequence], batch-major.
 
-    Zeros in all layers and top-k (or -1) are a token without a route: what such loops pad with. Only padding
-    and the last token of a sequence may be so.
+    Zeros in all MoE layers (or -1) are a token without a route: what such loops pad with. Only padding and
+    the last token of a sequence may be so. With a top-k of 1 and few layers, zeros at any other token are
+    expert 0.
 
     Args:
         given: [batch, sequence, layers, topk], padded or packed like the call's ids; layers are all decoder
             layers or the MoE layers.
+        padding: see Places.
 
     Raises:
         ReplayError: another shape; routes where there is padding, or none where there is a token; ids that
             aren't the model's.
     """
-    places = Places.of(call)
+    places = Places.of(call, padding)
     rows = _tensor(given).detach()
-    fits = rows.dim() == 4 and (*rows.shape[:2], rows.shape[3]) == (*places.shape, model.topk)
+    fits = rows.dim() == 4 and (*rows.shape[:2], rows.shape[3]) == (*places.real.shape, model.topk)
     _refuse_unless(
         fits and not rows.is_floating_point(),
         "the call's routes have another shape than its ids",
-        f"integers, {list(places.shape)} as the ids, layers, {model.topk}",
+        f"integers, {list(places.real.shape)} as the ids, layers, {model.topk}",
         f"{str(rows.dtype).removeprefix('torch.')}, {list(rows.shape)}",
         "routes that were padded, cut or packed otherwise than the ids; sequence parallelism",
     )
-    rows = rows.flatten(0, 1).to("cpu", torch.int32)
-    rows = rows.where(rows != -1, 0)
-    there = (rows != 0).flatten(1).any(dim=1).numpy()
-    if model.topk == 1:  # expert 0 in all layers may be a route
-        there = there | places.real.reshape(-1)
-    _check_places(there, places)
-    ids, tokens = call.get("input_ids"), None
-    if isinstance(ids, torch.Tensor) and ids.numel() == len(rows):
-        tokens = ids.detach().cpu().reshape(-1).numpy()
-    keep = torch.from_numpy(there)
-    return from_batch(rows, model, keep=keep, zeros_are_none=model.topk > 1, tokens=tokens)
+    rows, lacking, fed, tokens = rows.flatten(0, 1), _may_lack(places), call.get("input_ids"), None
+    if isinstance(fed, torch.Tensor) and fed.numel() == len(rows):
+        tokens = fed.detach().cpu().reshape(-1).numpy()
+    # Elsewhere zeros may be a route: expert 0 in all layers.
+    none = model.topk > 1 or tells_apart(len(model.layers), model.num_experts, model.topk) or lacking
+    routes = from_batch(rows, model, zeros_are_none=none, tokens=tokens)
+    _check_places(routes.recorded.numpy(), places, lacking)
+    return routes
 
 
 def _tensor(given: Any) -> torch.Tensor:
@@ -77,10 +78,10 @@ def _tensor(given: Any) -> torch.Tensor:
         ) from error
 
 
-def _check_places(there: np.ndarray[Any, np.dtype[np.bool_]], places: Places) -> None:
+def _check_places(there: Array, places: Places, lacking: Array) -> None:
     """Has each token a route, the last of a sequence perhaps not, and no padding?"""
     real = places.real.reshape(-1)
-    width = places.shape[1]
+    width = places.real.shape[1]
     for wrong, problem, cause in (
         (
             there & ~real,
@@ -88,7 +89,7 @@ def _check_places(there: np.ndarray[Any, np.dtype[np.bool_]], places: Places) ->
             "ids padded on the other side than their routes, or another mask",
         ),
         (
-            real & ~there & ~_ends(places),
+            ~there & ~lacking,
             "a token has no route, and isn't the last of its sequence",
             "routes of another text, cut, or moved by one: a last token without a route, padded on the left",
         ),
@@ -98,8 +99,9 @@ def _check_places(there: np.ndarray[Any, np.dtype[np.bool_]], places: Places) ->
         _refuse_unless(at < 0, problem, "a route for each token, and none for padding", got, cause)
 
 
-def _ends(places: Places) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Bool [rows]: the last token of each sequence."""
-    last = np.zeros(places.real.size, dtype=np.bool_)
-    last[[end - 1 for _, end in places.spans]] = True
-    return last
+def _may_lack(places: Places) -> Array:
+    """Bool [rows]: where no route need be: padding, and the last token of each sequence."""
+    found: Array = ~places.real.reshape(-1)
+    for first, end in places.spans:
+        found[first if places.padded[first] else end - 1 : end] = True
+    return found

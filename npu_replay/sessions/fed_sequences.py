@@ -39,12 +39,14 @@ class FedSequences:
         spans: first row and end of each sequence.
         marks: the fingerprint of each, with its key.
         of_tokens: the same without the key.
+        padded: may it be the padded end of a packed row? See Places.
     """
 
     rows: int
     spans: list[tuple[int, int]]
     marks: list[int]
     of_tokens: list[int]
+    padded: list[bool]
 
     def in_rows(self, found: Mapping[int, RoutedExperts], routers: Sequence[Router]) -> RoutedExperts:
         """The routes of these sequences, by number, for these routers; all other rows have none."""
@@ -80,20 +82,17 @@ class Places:
     Attributes:
         real: bool, which hold tokens.
         spans: first place and end of each sequence, of one token too.
+        padded: bool [places], where nothing but one padding id follows, up to the end of a row. A sequence
+            that begins there may be the padded end of a packed row, whose positions count up, too.
     """
 
     real: Array
     spans: list[tuple[int, int]]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(batch, sequence)."""
-        rows, width = self.real.shape
-        return rows, width
+    padded: Array
 
     @classmethod
-    def of(cls, call: Mapping[str, Any]) -> Places:
-        """Those of a call with these arguments: padded on any side, or packed.
+    def of(cls, call: Mapping[str, Any], padding: int = 0) -> Places:
+        """Those of a call with these arguments: padded on any side, or packed; with 0 or this id as padding.
 
         Raises:
             MicroBatchError: a mask with holes, or a part of a sequence.
@@ -119,7 +118,8 @@ class Places:
         first = begins.reshape(-1).nonzero()[0]
         stops = np.append((begins | ~real).reshape(-1).nonzero()[0], real.size)
         end = stops[np.searchsorted(stops, first, side="right")]
-        return cls(real, [(int(a), int(b)) for a, b in zip(first, end, strict=True)])
+        spans = [(int(a), int(b)) for a, b in zip(first, end, strict=True)]
+        return cls(real, spans, _padded(fed[0], real, padding))
 
 
 def fed_sequences(call: Mapping[str, Any], placeholders: Mapping[str, int], keys: Any = None) -> FedSequences:
@@ -127,8 +127,9 @@ def fed_sequences(call: Mapping[str, Any], placeholders: Mapping[str, int], keys
 
     Args:
         call: its arguments by name.
-        placeholders: the token ids that stand for the MODALITIES which the model has.
-        keys: one a sequence, of the caller's own; else its images, videos and audio are its key.
+        placeholders: the token ids that stand for the MODALITIES which the model has, and for "padding".
+        keys: one a sequence, of the caller's own; else its images, videos and audio are its key. A padded end
+            needs none.
 
     Raises:
         MicroBatchError: there are no token ids, embeddings beside them, a mask with holes, a part of a
@@ -143,16 +144,19 @@ def fed_sequences(call: Mapping[str, Any], placeholders: Mapping[str, int], keys
         ", ".join(embedded or sorted(call)),
         "embeddings in the place of ids or of images, which change with the weights",
     )
-    places, flat = Places.of(call), _array(ids).reshape(-1)
+    places, flat = Places.of(call, placeholders.get("padding", 0)), _array(ids).reshape(-1)
     if keys is None:
         keys = _input_keys(other_inputs(call, ids), flat, places.spans, placeholders)
     keys, problem = listed(keys, "sample_key"), "another number of sample keys than sequences"
-    _refuse_unless(len(keys) == len(places.spans), problem, len(places.spans), len(keys))
+    every = len(keys) == len(places.spans)
+    keyed = [n for n, (first, _) in enumerate(places.spans) if every or not places.padded[first]]
+    _refuse_unless(len(keys) == len(keyed), problem, len(keyed), len(keys))
+    key_of = dict(zip(keyed, keys, strict=True))
     long = [n for n, (first, end) in enumerate(places.spans) if end - first > 1]
     spans = [places.spans[n] for n in long]
     of_tokens = [fingerprint(flat[a:b]) for a, b in spans]
-    marks = [with_key(mark, keys[n]) for mark, n in zip(of_tokens, long, strict=True)]
-    return FedSequences(places.real.size, spans, marks, of_tokens)
+    marks = [with_key(mark, key_of.get(n)) for mark, n in zip(of_tokens, long, strict=True)]
+    return FedSequences(places.real.size, spans, marks, of_tokens, [bool(places.padded[a]) for a, _ in spans])
 
 
 def _input_keys(
@@ -179,10 +183,6 @@ def _own_rows(rows: int, here: Array, spans: Array) -> Array | None:
     counted = begins if begins.sum() == rows else here
     share, of = np.append(0, np.cumsum(counted))[spans] * rows, int(counted.sum())
     return share // of if of and not (share % of).any() else None
-
-
-def _other_inputs(call: Mapping[str, Any]) -> list[str]:
-    return [name for name in call if name.startswith(_OTHER_INPUTS)]
 
 
 def _array(tensor: Any) -> Array:
@@ -221,7 +221,7 @@ def _positions(call: Mapping[str, Any]) -> Any:
     """Those that tell of sequences: of images (time, height, width) they don't, unless text's come first."""
     positions = call.get("position_ids")
     kinds = len(positions) if isinstance(positions, torch.Tensor) and positions.dim() == 3 else 1
-    return None if kinds == 3 and _other_inputs(call) else positions
+    return None if kinds == 3 and any(name.startswith(_OTHER_INPUTS) for name in call) else positions
 
 
 def _by_positions(positions: Any, real: Array, begins: Array) -> Array:
@@ -251,6 +251,15 @@ def _real_up_to(end: int, real: Array) -> Array:
         "sequence or context parallelism, which gives each rank a part of the tokens and all lengths",
     )
     return real & (np.arange(real.size) < end).reshape(real.shape)
+
+
+def _padded(fed: torch.Tensor, real: Array, padding: int) -> Array:
+    """See Places: never at the beginning of a row, nor behind what a mask leaves out."""
+    ids = _array(fed) if fed.dim() == 2 else np.full(real.shape, np.nan)  # embeddings tell no padding
+    alike = real & (ids == ids[:, -1:]) & np.isin(ids, (0, padding))
+    behind = np.pad(real, ((0, 0), (1, 0)))[:, :-1]
+    found: Array = behind & np.logical_and.accumulate(alike[:, ::-1], axis=1)[:, ::-1]
+    return found.reshape(-1)
 
 
 def _by_bounds(bounds: Array, begins: Array) -> Array:

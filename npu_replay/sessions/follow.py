@@ -207,10 +207,12 @@ class Following(AnyReplay):
 
     @functools.cached_property
     def _placeholders(self) -> dict[str, int]:
-        """The token ids that stand for images, videos and audio, by the configs in the model."""
+        """The token ids that stand for images, videos, audio and padding, by the configs in the model."""
         configs = [one.config for one in self._chunks[0].modules() if hasattr(one, "config")]
         names = [(kind, f"{kind}_token_{end}") for kind in MODALITIES for end in ("id", "index")]
-        return {k: getattr(one, name) for one in configs for k, name in names if hasattr(one, name)}
+        names.append(("padding", "pad_token_id"))
+        found = [(kind, getattr(one, name, None)) for one in configs for kind, name in names]
+        return {kind: token for kind, token in found if token is not None}
 
     # Which calls
 
@@ -312,7 +314,7 @@ class Following(AnyReplay):
             if carried is None:
                 given = self._found(number, self._fed_by(call), grad)
             else:
-                given = carried_routes(carried, call, self._model)
+                given = carried_routes(carried, call, self._model, self._placeholders.get("padding", 0))
         except (MicroBatchError, InvalidRoutes) as error:
             raise error.at(micro_batch(number)) from None
         self._check_layers(number, given, self._routers[0])
@@ -323,17 +325,20 @@ class Following(AnyReplay):
 
     def _found(self, number: int, fed: FedSequences, grad: bool) -> RoutedExperts:
         """By its tokens, what is held of each sequence."""
-        found = {}
+        found, padding = {}, set()
         for at, (mark, (first, end)) in enumerate(zip(fed.marks, fed.spans, strict=True)):
             self._store.move(fed.of_tokens[at], mark)
             routes, rollout = self._store.get(mark, update=grad)
-            if routes is None and (grad or not self._records):
+            if routes is None and fed.padded[at]:
+                padding.add(at)
+            elif routes is None and (grad or not self._records):
                 raise self._unknown(at, fed)
             if routes is not None and (rollout or grad):
                 if other := find_other_tokens(len(routes), mark, end - first, mark):
                     raise other.error(MicroBatchError, f"sequence {at}")
                 found[at] = routes
-        self._fed, self._new = fed, [at for at in range(len(fed.marks)) if at not in found]
+        self._fed, self._replayed = fed, len(found)
+        self._new = [at for at in range(len(fed.marks)) if at not in found and at not in padding]
         return fed.in_rows(found, self._routers[0])
 
     def _unknown(self, at: int, fed: FedSequences) -> MicroBatchError:
@@ -383,7 +388,7 @@ class Following(AnyReplay):
             self._sequences["carried"] += 1
         elif ended is not None and ended[1] and self._fed is not None:
             fed, new = self._fed, self._new
-            self._sequences.update(recorded=len(new), replayed=len(fed.marks) - len(new))
+            self._sequences.update(recorded=len(new), replayed=self._replayed)
             if new:
                 self._keep(fed, new, micro_batch_routes(ids, self._routers[chunk], ended[0].number))
         self._forget_ends()  # a block may last for a whole training run

@@ -18,12 +18,19 @@ class LiveMismatch:
         self.on = on
         self.differing = Count()
         self.compared = 0
+        self._running: list[tuple[torch.Tensor, int]] = []
+        """Of each call in the forward that runs, a flag for each row, and how many rows were compared."""
 
     def add(self, given: torch.Tensor, own: torch.Tensor, missing: torch.Tensor | None) -> None:
         """Hold the ids that a router was given against its own, [rows, topk] each, but for missing rows."""
         differ = (given.sort(dim=1).values != own.sort(dim=1).values).any(dim=1)
-        self.compared += len(differ)
         if missing is not None:
             differ[missing] = False
-            self.compared -= len(missing)
-        self.differing.add(differ)
+        self._running.append((differ, len(differ) - (0 if missing is None else len(missing))))
+
+    def end(self, complete: bool) -> None:
+        """Count what the calls of a forward have shown, if it came to its end."""
+        shown, self._running = self._running, []
+        for differ, compared in shown if complete else ():
+            self.differing.add(differ)
+            self.compared += compared

@@ -86,7 +86,7 @@ class OverlapCheck:
         """Judge a forward at its end, if `add` was called in it. Waits for the device.
 
         Args:
-            number: of the micro-batch; None where the forward raised.
+            number: of the micro-batch; None where the forward raised, or was left in any other way.
             given: the routes of the forward.
 
         Raises:

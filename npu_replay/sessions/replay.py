@@ -252,6 +252,8 @@ class AnyReplay(Session):
         return chosen
 
     def _begin(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward:
+        self._mismatch.end(complete=False)  # one that was interrupted, or whose end raised
+        self._overlap.check(chunk, None, None)
         forward = super()._begin(chunk, args, kwargs)
         if (given := self._given.get((chunk, forward.number))) is not None:
             for device in given.on:
@@ -264,6 +266,7 @@ class AnyReplay(Session):
         given = None if number is None else self._given.get((chunk, number))
         if given is not None:
             given.on.clear()  # what a recompute needs is kept by itself
+        self._mismatch.end(complete=number is not None)
         self._overlap.check(chunk, number, given)
         return ended
 

@@ -49,7 +49,6 @@ class StepReplay(AnyReplay):
         number = self._timeline.ended[chunk]
         self._check_layers(number, routes, self._routers[chunk])
         self._given[chunk, number] = DeviceRoutes(routes, self.labels(chunk))
-        self._bytes += routes.ids.nbytes
 
     @property
     def first_chunk(self) -> int:
@@ -78,6 +77,7 @@ class StepReplay(AnyReplay):
         complete = ended is not None and ended[1]
         if complete and (given := self._given.get((chunk, self._timeline.ended[chunk] - 1))):
             self._rows += given.rows
+            self._bytes += given.routes.ids.nbytes
             self._rows_without_route += 0 if given.missing is None else len(given.missing)
         return ended
 

@@ -428,6 +428,21 @@ def test_a_folder_keeps_what_may_still_be_trained_on(folder: Path) -> None:
         assert len(list(folder.glob("*.safetensors"))) == min(step + 1, 3)
 
 
+@pytest.mark.parametrize("topk", [1, 2])
+def test_a_token_without_a_route_has_none_behind_its_reference_either(topk: int) -> None:
+    """Nor with a top-k of 1, where its zeros would be expert 0; as in a batch that carries the ids."""
+    model = RoutedModel(layers=LAYERS, num_layers=5, num_experts=8, topk=topk)
+    rows = np.zeros((8, 5, topk), np.int16)
+    rows[:, LAYERS] = np.arange(1, 1 + topk)
+    rows[[3, 7]] = 0
+    putter = delivery.Putter(npu_replay.delivery.ProcessCarrier(), model, keeps=False)
+    _, reference = putter.put(rows, np.arange(8), 0)
+    (found,) = npu_replay.delivery.fetch([reference])
+    batch = torch.nested.nested_tensor([torch.from_numpy(rows)], layout=torch.jagged)
+    assert found.recorded.tolist() == carried.checked(batch, model, LAYERS)[1].recorded.tolist()
+    assert found.recorded.nonzero().flatten().tolist() == [0, 1, 2, 4, 5, 6]
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [("redis", "ray, or the absolute path"), ("relative/folder", "ray, or the absolute path")],

@@ -61,3 +61,34 @@ def test_a_stage_of_verls_that_holds_the_dead_router_alone_takes_its_routes() ->
     (found,) = checked(torch.nested.nested_tensor([rows], layout=torch.jagged), MODEL, [5, 99]).values()
     assert isinstance(found, RoutedExperts)
     assert (found.layers, found.ids.unique().tolist()) == ((5,), [3, 6])
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+@pytest.mark.parametrize("zeros_are_none", [True, False])
+def test_a_row_of_minus_one_in_all_moe_layers_has_no_route(zeros_are_none: bool, topk: int) -> None:
+    """Whatever dense layers hold there. Anything else that holds -1 is refused where a route is due."""
+    model = RoutedModel(layers=(1, 3), num_layers=4, num_experts=8, topk=topk)
+    rows = torch.zeros(6, 4, topk, dtype=torch.int16)
+    rows[:, [1, 3]] = torch.arange(1, 1 + topk, dtype=torch.int16)
+    rows[2:4, [1, 3]] = -1
+    rows[3:5, [0, 2]] = -1
+    found = from_batch(rows, model, zeros_are_none=zeros_are_none)
+    assert found.recorded.tolist() == [True, True, False, False, True, True]
+    assert torch.equal(from_batch(rows[:, [1, 3]], model, zeros_are_none=zeros_are_none).ids, found.ids)
+    for layer in (1, 3):
+        partly = rows.clone()
+        partly[5, layer, topk - 1] = -1
+        with pytest.raises(InvalidRoutes, match=f"layer {layer}: an id is out of range, the first in row 5"):
+            from_batch(partly, model, zeros_are_none=zeros_are_none)
+        from_batch(partly, model, zeros_are_none=zeros_are_none, keep=torch.arange(6) < 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.bfloat16, torch.bool])
+def test_ids_of_any_integers_are_taken_and_no_other_numbers(dtype: torch.dtype) -> None:
+    rows = torch.rand(9, 32, 8, generator=torch.Generator().manual_seed(0)).topk(2).indices
+    if dtype in (torch.bfloat16, torch.bool):
+        with pytest.raises(InvalidRoutes, match="ids must be an array of integers"):
+            from_batch(rows.to(dtype), MODEL, zeros_are_none=True)
+    else:
+        found = from_batch(rows.to(dtype), MODEL, zeros_are_none=True)
+        assert torch.equal(found.ids.long(), rows)

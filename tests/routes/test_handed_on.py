@@ -1,0 +1,217 @@
+"""What is known of routes beside their ids goes wherever this library hands them on, and no further."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import npu_replay
+from npu_replay import InvalidRoutes, RoutedExperts, RouteStore, TokenLayout, delivery, routers
+from npu_replay.compat.verl.recorded import Recorded
+from npu_replay.parallel.merge import Block, Union, side_by_side
+from npu_replay.routes.by_tokens import RoutesByTokens
+from npu_replay.routes.inputs import Inputs
+from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters
+
+TOKENS, LAYERS = 80, (1, 3)
+
+
+def favourite(**known: Any) -> RoutedExperts:
+    """Routes of which one layer has one favourite: as a record they are right, and from outside a fault."""
+    ids = torch.rand(TOKENS, 2, 8, generator=torch.Generator().manual_seed(0)).topk(2).indices
+    ids[:, 1] = torch.tensor([0, 1])
+    mark = npu_replay.fingerprint(range(TOKENS))
+    return RoutedExperts(ids=ids, layers=LAYERS, num_experts=8, fingerprint=mark)._about(**known)
+
+
+def merged(one: RoutedExperts) -> RoutedExperts:
+    """What two ranks with half of the tokens each collect."""
+    first = torch.arange(TOKENS) < TOKENS // 2
+    blocks = [Block(held, one.take(held)) for held in (first, ~first)]
+    union = Union(0, [block.part() for block in blocks])
+    for block in blocks:
+        union.put(block.part(), 0, block.rows(0, len(block.routes)))
+    return union.block().routes
+
+
+def saved(one: RoutedExperts, folder: Path) -> RoutedExperts:
+    one.save(folder / "routes")
+    return RoutedExperts.load(folder / "routes")
+
+
+def stored(one: RoutedExperts, folder: Path) -> RoutedExperts:
+    with RouteStore.writer(folder) as writer:
+        writer.add(one)
+    return RouteStore(folder).of(range(TOKENS))
+
+
+def fetched(one: RoutedExperts, folder: Path) -> RoutedExperts:
+    (found,) = delivery.fetch([delivery.FolderCarrier(folder).put(one)], layers=LAYERS)
+    assert found is not None
+    return found
+
+
+def held(one: RoutedExperts) -> RoutedExperts:
+    kept = RoutesByTokens(1 << 20)
+    kept.put(1, one.sequence(0, TOKENS - 1), rollout=False)
+    found, _ = kept.get(1)
+    assert found is not None
+    return found
+
+
+def kept_by_chunks(one: RoutedExperts) -> RoutedExperts:
+    kept = Recorded()
+    for layer in LAYERS:
+        kept.keep(1, one.only([layer]))
+    found = kept.of(1)
+    assert found is not None
+    return found
+
+
+LAYOUT = TokenLayout.padded([TOKENS])
+
+SAME_ROWS: dict[str, Callable[[RoutedExperts], RoutedExperts]] = {
+    "replace": replace,
+    "replace, twice": lambda one: replace(replace(one, weight_version=3), fingerprint=None),
+    "replace its mask": lambda one: replace(one, recorded=torch.arange(TOKENS) > 3),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda one: pickle.loads(pickle.dumps(one)),
+    "an old pickle": lambda one: pickle.loads(pickle.dumps(one, protocol=2)),
+    "all its layers": lambda one: one.only(LAYERS),
+    "a layer": lambda one: one.only([3]),
+}
+OTHER_ROWS: dict[str, Callable[..., RoutedExperts]] = {
+    "take": lambda one: one.take(range(TOKENS)),
+    "sequence": lambda one: one.sequence(0, 70),
+    "of a sample": lambda one: one.of_sample("a"),
+    "concat": lambda one: RoutedExperts.concat([one, one]),
+    "concat of layers": lambda one: RoutedExperts.concat([one, one], [3]),
+    "gather": lambda one: LAYOUT.gather([one]),
+    "scatter": lambda one: LAYOUT.scatter(one)[0],
+    "collect, alone": lambda one: npu_replay.collect([one], [LAYOUT], npu_replay.ParallelLayout())[0],
+    "collect of two ranks": merged,
+    "bytes": lambda one: RoutedExperts.from_bytes(one.to_bytes()),
+    "layers side by side": lambda one: side_by_side([one.only([layer]) for layer in LAYERS]),
+    "verl's chunks": kept_by_chunks,
+    "held by its tokens": held,
+    "a file": saved,
+    "a folder": stored,
+    "a carrier": fetched,
+}
+
+
+@pytest.fixture
+def do(tmp_path: Path) -> Callable[[str, RoutedExperts], RoutedExperts]:
+    def act(way: str, one: RoutedExperts) -> RoutedExperts:
+        made = (SAME_ROWS | OTHER_ROWS)[way]
+        return made(one, tmp_path) if made in (saved, stored, fetched) else made(one)
+
+    return act
+
+
+@pytest.mark.parametrize("way", [*SAME_ROWS, *OTHER_ROWS])
+def test_what_is_vouched_for_stays_so_and_is_read_again(way: str, do: Any) -> None:
+    again = do(way, favourite(vouched=True))
+    assert again.vouched
+    assert RoutedExperts.from_bytes(again.to_bytes()) == again
+    assert not again.from_engine
+
+
+@pytest.mark.parametrize("way", [*SAME_ROWS, *OTHER_ROWS])
+def test_nothing_is_vouched_for_on_the_way(way: str, do: Any) -> None:
+    if way in ("bytes", "a file", "a folder"):
+        with pytest.raises(InvalidRoutes, match="layer 3: all"):
+            do(way, favourite())
+    else:
+        assert not do(way, favourite()).vouched
+
+
+@pytest.mark.parametrize("way", [*SAME_ROWS, *OTHER_ROWS])
+def test_that_an_engine_chose_stays_known(way: str, do: Any) -> None:
+    assert do(way, favourite(vouched=True, from_engine=True)).from_engine
+
+
+@pytest.mark.parametrize("way", SAME_ROWS)
+def test_the_same_rows_keep_all_that_is_known_of_their_micro_batch(way: str, do: Any) -> None:
+    known = {
+        "bad_samples": 3,
+        "row_order": "batch",
+        "inputs": Inputs(None, (TOKENS,), (npu_replay.fingerprint(range(TOKENS)),)),
+        "placed": (torch.arange(TOKENS), (TOKENS,)),
+    }
+    again = do(way, favourite(**known))
+    assert (again.bad_samples, again.row_order) == (3, "batch")
+    assert again.inputs.marks == known["inputs"].marks
+    assert torch.equal(again.placed[0], torch.arange(TOKENS))
+
+
+@pytest.mark.parametrize("marks", [(True, False), (False, True)])
+def test_parts_are_together_what_each_of_them_is(marks: tuple[bool, bool]) -> None:
+    """Vouched for where all are, an engine's where one is: whichever comes first."""
+    wholes = [favourite(vouched=mark, from_engine=mark) for mark in marks]
+    parts = [one.only([layer]) for one, layer in zip(wholes, LAYERS, strict=True)]
+    for made in (side_by_side(parts), RoutedExperts.concat(wholes)):
+        assert (made.vouched, made.from_engine) == (False, True)
+
+
+def test_other_ids_are_not_vouched_for_by_those_whose_place_they_take() -> None:
+    """They are an engine's all the same, if those were."""
+    given = favourite(vouched=True, from_engine=True, row_order="batch")
+    for ids in (given.ids.clone(), given.ids[:70], given.ids.numpy()):
+        rows = torch.ones(len(ids), dtype=torch.bool)
+        again = replace(given, ids=ids, recorded=rows)
+        assert (again.vouched, again.from_engine, again.row_order) == (False, True, None)
+        with pytest.raises(InvalidRoutes, match="layer 3: all"):
+            RoutedExperts.from_bytes(again.to_bytes())
+
+
+def test_a_copy_with_other_values_shares_no_memory_and_checks_them() -> None:
+    given = favourite(vouched=True)
+    given_ids = given.ids.clone()
+    replace(given).ids.zero_()
+    assert torch.equal(given.ids, given_ids)
+    with pytest.raises(InvalidRoutes, match="out of range"):
+        replace(given, num_experts=4)
+
+
+def test_whose_copy_it_is_is_no_field() -> None:
+    assert [one.name for one in fields(RoutedExperts)][-1] == "weight_version"
+    assert asdict(favourite()).keys() == {one.name for one in fields(RoutedExperts)}
+    assert "_like" not in vars(replace(favourite()))
+
+
+# What observe shows
+
+
+@pytest.fixture
+def toy_routers() -> Iterator[None]:
+    routers.register("toy", ToyRouters())
+    yield
+    routers.unregister("toy")
+
+
+def zeros_first(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A router with one favourite: all tokens choose the first experts."""
+    return torch.topk(scores + torch.arange(EXPERTS, 0, -1), router.topk, dim=-1)
+
+
+@pytest.mark.usefixtures("toy_routers")
+def test_what_observe_shows_of_a_router_with_one_favourite_is_saved_and_read_again(tmp_path: Path) -> None:
+    """As what record has of it: both are what the trainer's own router chose."""
+    model = ToyModel(ToyRouter(), ToyRouter(select=zeros_first))
+    with torch.no_grad(), npu_replay.observe(model) as observation, npu_replay.record(model) as recording:
+        model(torch.randn(ROWS * 10, 8, generator=torch.Generator().manual_seed(0)))
+    (shown,), (recorded,) = observation.shown, recording.routes
+    assert torch.equal(shown.ids[:, 1], torch.arange(TOPK, dtype=torch.uint8).expand(len(shown), -1))
+    for one in (shown, recorded, replace(shown, weight_version=1), replace(recorded, weight_version=1)):
+        one.save(tmp_path / "routes", overwrite=True)
+        assert RoutedExperts.load(tmp_path / "routes") == one
+    assert not shown.from_engine

@@ -1,0 +1,205 @@
+"""Figures count what complete forwards have shown: a forward that raised, and is tried again, counts once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import npu_replay
+from npu_replay import NoEffect, RoutedExperts, routers
+from npu_replay.sessions.stepwise import StepReplay
+from toys import EXPERTS, TOPK, ToyModel, ToyRouter, ToyRouters, tokens
+
+ROWS = 40
+"""Two micro-batches of them are judged for their overlap."""
+MICRO_BATCHES = 4
+
+
+@pytest.fixture(autouse=True)
+def toy_routers() -> Iterator[None]:
+    routers.register("toy", ToyRouters())
+    yield
+    routers.unregister("toy")
+
+
+class OutOfMemory(RuntimeError):
+    """What a loop may catch, and go on with."""
+
+
+def drops(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A router that loses the last expert of every token."""
+    values, ids = torch.topk(scores, router.topk, dim=-1)
+    return values, torch.cat([ids[:, :-1], ids[:, :1]], dim=1)
+
+
+def model() -> ToyModel:
+    return ToyModel(*(ToyRouter(select=drops, drops=True) for _ in range(3)))
+
+
+def routes(of: ToyModel) -> list[RoutedExperts]:
+    """An engine's, half of whose experts are the routers' own; each fifth row has none."""
+    with torch.no_grad(), npu_replay.record(of) as recording:
+        for number in range(MICRO_BATCHES):
+            of(tokens(number, ROWS))
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for one in recording.routes:
+        other = torch.rand(*one.ids.shape[:2], EXPERTS, generator=generator).topk(TOPK).indices
+        half = torch.rand(ROWS, 1, 1, generator=generator) < 0.5
+        ids = torch.where(half, one.ids.long(), other)
+        kept = torch.arange(ROWS) % 5 != 0
+        found.append(
+            RoutedExperts(ids=ids, layers=one.layers, num_experts=EXPERTS, recorded=kept)._about(
+                from_engine=True
+            )
+        )
+    return found
+
+
+Run = Callable[[Any, int], None]
+
+
+def in_a_list(of: ToyModel, given: list[RoutedExperts], run: Run) -> Any:
+    with npu_replay.replay(of, given, live_mismatch=True, min_overlap=0.01) as session:
+        for number in range(MICRO_BATCHES):
+            run(session, number)
+    return session
+
+
+def step_by_step(of: ToyModel, given: list[RoutedExperts], run: Run) -> Any:
+    with StepReplay(of, live_mismatch=True, min_overlap=0.01) as session:
+        for number in range(MICRO_BATCHES):
+            run(session, number)
+    return session
+
+
+def once(of: ToyModel, given: list[RoutedExperts]) -> Run:
+    def run(session: Any, number: int) -> None:
+        if isinstance(session, StepReplay):
+            session.give(0, given[number])
+        of(tokens(number, ROWS)).square().mean().backward()
+
+    return run
+
+
+@contextlib.contextmanager
+def raising(layer: nn.Module, kind: type[BaseException]) -> Iterator[None]:
+    """This layer raises, after its router has chosen."""
+    forward = layer.forward
+
+    def fails(*args: Any) -> Any:
+        forward(*args)
+        raise kind
+
+    layer.forward = fails  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        layer.forward = forward  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("kind", [OutOfMemory, KeyboardInterrupt])
+@pytest.mark.parametrize("at", [0, 2], ids=["in the first layer", "in the last layer"])
+@pytest.mark.parametrize("loop", [in_a_list, step_by_step])
+def test_what_raised_and_is_tried_again_counts_once(loop: Any, at: int, kind: type[BaseException]) -> None:
+    made = model()
+    given = routes(made)
+    run = once(made, given)
+
+    def tried_again(session: Any, number: int) -> None:
+        for _ in range(1 + number):
+            with pytest.raises(kind), raising(made.layers[at], kind):
+                run(session, number)
+        run(session, number)
+
+    def figures(session: Any) -> dict[str, float]:
+        timed = ("microseconds", "seconds")
+        return {k: v for k, v in (session.counts() | session.metrics()).items() if k not in timed}
+
+    wanted = figures(loop(made, given, run))
+    assert figures(loop(made, given, tried_again)) == wanted
+    assert (wanted["compared"], wanted["rows"]) == (MICRO_BATCHES * 3 * ROWS * 4 // 5, MICRO_BATCHES * ROWS)
+    assert 0 < wanted["live_mismatch"] < 1
+    assert wanted["given"] == 3 * TOPK * 64
+    assert 0 < wanted["shared"] < wanted["given"]
+    checked = 4 if loop is in_a_list else 3  # the last one of a list, too
+    assert wanted["chosen"] == checked * 3 * ROWS * TOPK
+    assert 0 < wanted["dropped"] < wanted["chosen"]
+    if loop is step_by_step:
+        assert (wanted["replayed"], wanted["bytes"]) == (3, MICRO_BATCHES * 3 * ROWS * TOPK)
+
+
+def wrongly(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A router that doesn't use what its top-k gave."""
+    values, ids = torch.topk(scores, router.topk, dim=-1)
+    return values, (ids + 1) % EXPERTS
+
+
+def test_an_error_of_one_chunk_that_waits_leaves_nothing_to_be_judged_with_the_next() -> None:
+    """Or the next one raised in the middle of a schedule, and what it raised was none of our errors."""
+    chunks = [
+        ToyModel(ToyRouter(layer=0), ToyRouter(layer=1, select=wrongly)),
+        ToyModel(ToyRouter(layer=2), ToyRouter(layer=3)),
+    ]
+    ids = torch.rand(80, 4, EXPERTS, generator=torch.Generator().manual_seed(0)).topk(TOPK).indices
+    given = RoutedExperts(ids=ids, layers=range(4), num_experts=EXPERTS)._about(from_engine=True)
+    with (
+        pytest.raises(NoEffect, match="layer 1"),
+        StepReplay(chunks, errors_wait=True, min_overlap=0.001, live_mismatch=True) as session,
+    ):
+        for chunk, part in enumerate(chunks):
+            session.give(chunk, given.only(session.labels(chunk)))
+            part(tokens(chunk, 80))
+        assert "layer 1" in str(session.failed)
+        assert session.counts()["given"] == 2 * 80 * TOPK, "the second chunk alone"
+        assert session.counts()["compared"] == 2 * 80
+
+
+def test_calls_that_are_followed_count_once_however_often_they_are_tried() -> None:
+    pytest.importorskip("transformers")
+    from sessions import test_follow as of_follow
+
+    made = of_follow.model()
+    fed = of_follow.padded(of_follow.texts(8))
+    last = made.model.layers[-1].mlp.experts
+
+    def figures(tries: int) -> dict[str, float]:
+        with npu_replay.follow(made, live_mismatch=True, min_overlap=0.0) as following:
+            for run in (of_follow.record, of_follow.learn, of_follow.learn):
+                for _ in range(tries):
+                    with raising(last, OutOfMemory), pytest.raises(OutOfMemory):
+                        run(made, fed)
+                run(made, fed)
+            found = following.counts() | following.metrics()
+        return {name: value for name, value in found.items() if name not in ("microseconds", "seconds")}
+
+    assert figures(2) == (wanted := figures(0))
+    assert (wanted["recorded"], wanted["replayed"], wanted["held"], wanted["micro_batches"]) == (8, 16, 8, 3)
+    assert wanted["compared"] == 2 * of_follow.LAYERS * sum(map(len, of_follow.texts(8)))
+
+
+def test_the_tokens_of_a_forward_that_raised_are_not_compared() -> None:
+    pytest.importorskip("transformers")
+    from sessions import test_follow as of_follow
+
+    made = of_follow.model()
+    calls = [of_follow.padded(of_follow.texts(4, seed)) for seed in range(3)]
+    with torch.no_grad(), npu_replay.record(made) as recording:
+        for fed, _ in calls:
+            made(**fed)
+    with npu_replay.replay(made, recording.routes, live_mismatch=True) as session:
+        for fed, _ in calls:
+            for other, _ in calls:  # also of another batch
+                with raising(made.model.layers[-1].mlp.experts, OutOfMemory), pytest.raises(OutOfMemory):
+                    made(**other)
+            made(**fed)
+    assert (session.metrics()["tokens_compared"], session.metrics()["rows"]) == (
+        3,
+        sum(map(len, recording.routes)),
+    )
+    assert session.counts()["compared"] == of_follow.LAYERS * session.metrics()["rows"]
