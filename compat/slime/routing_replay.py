@@ -21,13 +21,14 @@ from typing import Any
 
 import torch
 
+from npu_replay import environment
 from npu_replay.compat.megatron_backports import router_init
 from npu_replay.compat.megatron_backports.router_replay import (
     MegatronRouterReplay,
     NoTarget,
     RouterReplayAction,
 )
-from npu_replay.compat.patching import import_hook, known_names, switches
+from npu_replay.compat.patching import import_hook, known_names
 from npu_replay.compat.patching.patches import Change, Patches
 from npu_replay.errors import RouterError
 
@@ -47,7 +48,7 @@ _patches = Patches(_WHAT)
 
 def install() -> None:
     """Take the two calls over, now or when a framework of the family is imported."""
-    if switches.disabled():
+    if environment.disabled():
         return
     for framework in FAMILY:
         import_hook.when_imported(f"{framework}.utils.routing_replay", f"{_WHAT} ({framework})", _wrap)

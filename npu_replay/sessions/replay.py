@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 
-from npu_replay.errors import MicroBatchError, ReplayError, RouterError, list_of, micro_batch
+from npu_replay import environment
+from npu_replay.environment import AuxLoss
+from npu_replay.errors import MicroBatchError, RouterError, list_of, micro_batch, one_of
 from npu_replay.routers import Model, Router, labels_of
 from npu_replay.routes.inputs import Called, InputCheck, copied
 from npu_replay.routes.labels import StageLabels
@@ -67,26 +68,6 @@ def replay(
     return to_enter(Replay(model, routes, **options))
 
 
-AuxLoss: TypeAlias = Literal["live", "replayed"]
-
-
-def counted_by_aux_losses(asked: str | None = None) -> AuxLoss:
-    """Which experts aux losses count in a replay: as asked for, or as NPU_REPLAY_AUX_LOSS says, else "live".
-
-    Raises:
-        ReplayError: neither "live" nor "replayed".
-    """
-    found = asked or os.environ.get("NPU_REPLAY_AUX_LOSS") or "live"
-    if found not in ("live", "replayed"):
-        raise ReplayError(
-            "this is nothing that aux losses can count",
-            where="aux_loss" if asked else "NPU_REPLAY_AUX_LOSS",
-            expected="'live' or 'replayed'",
-            got=found,
-        )
-    return "live" if found == "live" else "replayed"
-
-
 class AnyReplay(Session):
     """What all replays share: answering a router's top-k with routes of its chunk's micro-batch.
 
@@ -107,7 +88,9 @@ class AnyReplay(Session):
         aux_loss: AuxLoss | None = None,
     ) -> None:
         super().__init__(model)
-        self._aux_loss = counted_by_aux_losses(aux_loss)
+        if aux_loss is not None:
+            one_of(aux_loss, ("live", "replayed"), "aux_loss")
+        self._aux_loss = environment.aux_loss() if aux_loss is None else aux_loss
         self._mismatch = LiveMismatch(live_mismatch)
         self._overlap = OverlapCheck(min_overlap)
         self._given: dict[tuple[int, int], DeviceRoutes] = {}
