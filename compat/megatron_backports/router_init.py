@@ -23,7 +23,7 @@ from npu_replay.compat.megatron_backports import router_methods, router_replay
 from npu_replay.compat.megatron_backports.router_replay import MegatronRouterReplay
 from npu_replay.compat.mindspeed import repatch
 from npu_replay.compat.patching import import_hook
-from npu_replay.compat.patching.live_objects import alive
+from npu_replay.compat.patching.live_objects import alive, alive_in_models
 from npu_replay.compat.patching.patches import Change, Patches
 from npu_replay.errors import described
 from npu_replay.sessions import seam
@@ -58,10 +58,10 @@ def _wrap(module: Any) -> None:
 
 
 def _in_order(kind: type) -> list[Any]:
-    """Live routers, model by model and layer by layer: the collector knows of no order."""
+    """Live routers in the order of their making; those without a number are the younger ones."""
     found = alive(kind)
-    models = list({id(router.config): None for router in found})
-    return sorted(found, key=lambda router: (models.index(id(router.config)), router.layer_number or 0))
+    places = {id(router): place for place, router in enumerate(alive_in_models(kind) if found else ())}
+    return sorted(found, key=lambda one: (_numbers.get(one, math.inf), places.get(id(one), math.inf)))
 
 
 def _router_init(init: Callable[..., None]) -> Any:

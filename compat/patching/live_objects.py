@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+from torch import nn
+
 
 def alive(kind: Any) -> list[Any]:
     """Every object of this kind, or of a kind made from it; not by isinstance, which asks proxies.
@@ -23,6 +25,19 @@ def alive(kind: Any) -> list[Any]:
     kinds = [*_with_subclasses(kind)]
     found = gc.get_referrers(*kinds) if len(kinds) <= _FEW else gc.get_objects()
     return [one for one in found if issubclass(type(one), kind)]
+
+
+def alive_in_models(kind: Any) -> list[Any]:
+    """Return every module of this kind, older models first, and those of a model as `modules()` has them.
+
+    That is the order of their making, as far as it can be told: the collector keeps older objects apart from
+    younger ones, but changes their order inside a model, while it looks for garbage.
+    """
+    objects = (one for age in (2, 1, 0) for one in gc.get_objects(generation=age))
+    modules = [one for one in objects if issubclass(type(one), nn.Module) and "_modules" in vars(one)]
+    held = {id(part) for one in modules for part in one._modules.values()}
+    tops = [one for one in modules if id(one) not in held]
+    return [one for top in tops for one in top.modules() if issubclass(type(one), kind)]
 
 
 def _with_subclasses(kind: type) -> set[type]:
