@@ -12,6 +12,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from types import CodeType
 from typing import Any
 
@@ -48,7 +49,18 @@ class TransformersRouters(RouterKind):
         return lambda: {"adapters": adapters(), "generate()": _generates()}
 
     def describe(self, module: nn.Module, path: str) -> Router | None:
-        """Describe a router; refuse one that can't be replayed."""
+        """Describe a router; refuse one that can't be replayed.
+
+        Where PEFT trains a copy of it, or of its block, the wrapper is the router: its call runs one copy.
+        """
+        if (original := peft.original(module)) is not None:
+            parts = ((one, f"{path}.{name}".rstrip(".")) for name, one in original.named_modules())
+            for router in filter(None, (self.describe(*part) for part in parts)):
+                if router.module is original:
+                    return replace(router, module=module)
+                if _holds_experts(original) and not hasattr(original, "gradient_checkpointing"):
+                    return replace(router, module=module, shows=None)
+            return None
         kind = _vendor_class(module)
         if kind is None:
             return None

@@ -286,11 +286,13 @@ def find(chunks: Sequence[nn.Module]) -> list[list[Router]]:
 
 def _described(chunk: nn.Module) -> Iterator[Router]:
     kinds = _registered()
+    inside: set[int] = set()  # what a router holds is none of its own
     for path, module in chunk.named_modules():
-        for kind in kinds:
+        for kind in kinds if id(module) not in inside else ():
             router = kind.describe(module, path)
             if router is not None:
                 _check_size(router, path)
+                inside.update(map(id, router.module.modules()))
                 yield replace(router, path=path)
                 break
 
@@ -349,7 +351,8 @@ def _labelled(found: list[list[Router]]) -> list[list[Router]]:
                     expected="each decoder layer once",
                     got=f"{seen[router.label]} and {router.path}",
                     cause="multi-token-prediction, a second tower or experts in the attention counted as "
-                    "decoder layers, or the same pipeline stage given as two chunks",
+                    "decoder layers, the same pipeline stage given as two chunks, or a whole layer in PEFT's "
+                    "modules_to_save: name its router there, or its block of experts",
                 )
             seen[router.label] = router.path
     return [sorted(routers, key=lambda router: router.label) for routers in found]
