@@ -126,6 +126,9 @@ class RouterKind:
     def check_chunks(self, chunks: Sequence[nn.Module]) -> None:
         """Refuse chunks that aren't all that this rank has of its model."""
 
+    def check_losses(self, chunk: nn.Module, call: Mapping[str, object]) -> None:
+        """Refuse a call, with these arguments, that has a loss which can't count the experts of a replay."""
+
     def explains(self, operator: str) -> str:
         """Why a router that calls this function reaches no top-k, in words for an error; empty if it may."""
         return ""
@@ -192,6 +195,12 @@ def _registered() -> list[RouterKind]:
 def unregister(name: str) -> None:
     """Undo `register`."""
     _kinds.pop(name, None)
+
+
+def check_losses(chunk: nn.Module, call: Mapping[str, object]) -> None:
+    """Have every product refuse a call with a loss that can't count the experts of a replay."""
+    for kind in _registered():
+        kind.check_losses(chunk, call)
 
 
 def explained(router: Router, called: Iterable[str]) -> str:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from npu_replay import environment
 from npu_replay.errors import ReplayError
 
-SWITCHES: dict[str, tuple[Callable[[], bool], bool]] = {
+SWITCHES: dict[str, tuple[Callable[[], Any], Any]] = {
     environment.DISABLE: (environment.disabled, False),
     environment.STRICT: (environment.strict, True),
-    environment.VLLM_ASCEND: (environment.captures, False),
+    environment.VLLM_ASCEND: (lambda: environment.read(environment.VLLM_ASCEND), None),
 }
 """How each is read, and what it is where nobody has set it."""
 UNUSABLE = {
@@ -87,14 +88,14 @@ def test_what_is_read_is_what_was_meant(monkeypatch: pytest.MonkeyPatch) -> None
         (environment.DELIVERY, "/shared/Routes "),
     ):
         monkeypatch.setenv(name, value)
-    assert environment.aux_loss() == "replayed"
-    assert environment.min_overlap() == 0.25
-    assert environment.metrics_every() == 3
-    assert environment.carrier() == "/shared/Routes"
-    assert environment.bad_samples(0.01) == 0.01
-    for off in ("off", "No", "0", ""):
+    assert environment.read(environment.AUX_LOSS) == "replayed"
+    assert environment.read(environment.MIN_OVERLAP) == 0.25
+    assert environment.read(environment.METRICS_EVERY) == 3
+    assert environment.read(environment.DELIVERY) == "/shared/Routes"
+    assert environment.read(environment.BAD_SAMPLES, 0.01) == 0.01
+    for off in ("off", "No", "0"):
         monkeypatch.setenv(environment.DELIVERY, off)
-        assert environment.carrier() == ""
+        assert environment.read(environment.DELIVERY) == ""
 
 
 @pytest.mark.parametrize("slip", ["NPU_REPLAY_DISABEL", "NPU_REPLAY_DISABLED", "NPU_REPLAY_METRIC_EVERY"])

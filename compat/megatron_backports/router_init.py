@@ -50,17 +50,18 @@ def _wrap(module: Any) -> None:
     try:
         repatch.wrap_init(_patches, kind, _router_init, _WHY)
         _patches.add(Change(_OF_EACH, "what upstream's have", functools.partial(_take_back, kind)))
-        for router in _in_order(kind):
+        for router in in_order(kind):
             _equip(router)  # built before npu_replay was imported, or before an uninstall()
     except Exception:
         _patches.undo()  # all or nothing
         raise
 
 
-def _in_order(kind: type) -> list[Any]:
-    """Live routers in the order of their making; those without a number are the younger ones."""
+def in_order(kind: type) -> list[Any]:
+    """Return the live routers in the order of their making; those without a number are the younger ones."""
     found = alive(kind)
-    places = {id(router): place for place, router in enumerate(alive_in_models(kind) if found else ())}
+    numbered = all(one in _numbers for one in found)
+    places = {id(one): place for place, one in enumerate(() if numbered else alive_in_models(kind))}
     return sorted(found, key=lambda one: (_numbers.get(one, math.inf), places.get(id(one), math.inf)))
 
 
@@ -73,11 +74,6 @@ def _router_init(init: Callable[..., None]) -> Any:
             import_hook.attempt(described(type(self)), _WHAT, lambda: _equip(self))
 
     return router_init
-
-
-def in_making(router: Any) -> tuple[float, int]:
-    """A key that sorts routers in the order of their making; copies come last, layer by layer."""
-    return _numbers.get(router, math.inf), router.layer_number or 0
 
 
 _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -175,7 +171,7 @@ def hand_over(of: Callable[[Any], Any]) -> None:
     if not _framework:
         _patches.add(Change(_OF_EACH, "the framework's own", functools.partial(_hand_back, kind)))
     _framework[:] = [of]
-    for router in _in_order(kind):
+    for router in in_order(kind):
         _hand_over_one(router)
 
 

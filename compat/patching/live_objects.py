@@ -33,11 +33,19 @@ def alive_in_models(kind: Any) -> list[Any]:
     That is the order of their making, as far as it can be told: the collector keeps older objects apart from
     younger ones, but changes their order inside a model, while it looks for garbage.
     """
+    return [one for top in outermost(modules()) for one in top.modules() if issubclass(type(one), kind)]
+
+
+def modules() -> list[nn.Module]:
+    """Return every module, those that the collector has known for longer first."""
     objects = (one for age in (2, 1, 0) for one in gc.get_objects(generation=age))
-    modules = [one for one in objects if issubclass(type(one), nn.Module) and "_modules" in vars(one)]
-    held = {id(part) for one in modules for part in one._modules.values()}
-    tops = [one for one in modules if id(one) not in held]
-    return [one for top in tops for one in top.modules() if issubclass(type(one), kind)]
+    return [one for one in objects if issubclass(type(one), nn.Module) and "_modules" in vars(one)]
+
+
+def outermost(of: list[nn.Module]) -> list[nn.Module]:
+    """Return those of these modules that sit in no other one."""
+    held = {id(part) for one in of for part in one._modules.values()}
+    return [one for one in of if id(one) not in held]
 
 
 def _with_subclasses(kind: type) -> set[type]:

@@ -22,7 +22,6 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import nn
 
-from npu_replay import environment
 from npu_replay.compat.patching.patches import when_undone
 from npu_replay.compat.verl import carried, delivery
 from npu_replay.compat.verl.actions import problem_of, switch
@@ -30,7 +29,7 @@ from npu_replay.compat.verl.files import ROUTES, TOKENS, Files
 from npu_replay.compat.verl.metrics import COUNTED, add_metrics, announce, compares, figures, summary
 from npu_replay.compat.verl.recorded import Keeper, recorded
 from npu_replay.compat.verl.settings import setting
-from npu_replay.environment import BAD_SAMPLES, DELIVERY
+from npu_replay.environment import BAD_SAMPLES, DELIVERY, read
 from npu_replay.errors import InvalidRoutes, ReplayError
 from npu_replay.parallel.bad_samples import CEILING, above_ceiling
 from npu_replay.parallel.rank_failures import agreed, all_here
@@ -290,7 +289,7 @@ class Pass:
         Raises:
             ReplayError: files are asked for too, or the variable has a value that nobody knows.
         """
-        if not environment.carrier():
+        if not read(DELIVERY):
             return
         if setting(engine.engine_config, "dynamic_context_parallel"):
             if not self.engine.met:
@@ -319,7 +318,7 @@ class Pass:
             self.engine.met = True
         error = error or self.unread
         try:
-            self._ceiling = round(environment.bad_samples(CEILING) * 1e6)
+            self._ceiling = round(read(BAD_SAMPLES, CEILING) * 1e6)
         except ReplayError as unknown:
             error = error or unknown
         lacking = [] if records else recorded.lacking(self._wanted)

@@ -6,8 +6,8 @@ import logging
 import sys
 from typing import Any
 
-from npu_replay import environment
 from npu_replay.compat import probe
+from npu_replay.environment import METRICS_EVERY, read
 
 _log = logging.getLogger("npu_replay.job")
 
@@ -23,7 +23,7 @@ COUNTED = (
 
 def compares(updates: int) -> bool:
     """Is `live_mismatch` counted after so many updates? On every n-th, since it costs the router's top-k."""
-    every = environment.metrics_every()
+    every = int(read(METRICS_EVERY, 10))
     return every > 0 and updates % every == 0
 
 

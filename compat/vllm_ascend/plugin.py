@@ -56,7 +56,7 @@ _attached = Patches("routed experts of vllm-ascend, in a worker")
 
 def wanted() -> bool:
     """Is npu_replay to capture?"""
-    return environment.captures() and not environment.disabled()
+    return environment.read(VLLM_ASCEND, False) and not environment.disabled()
 
 
 def filtered() -> str:

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from npu_replay import environment
-from npu_replay.environment import MIN_OVERLAP
+from npu_replay.environment import MIN_OVERLAP, read
 from npu_replay.errors import MicroBatchError, micro_batch, share
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
@@ -48,7 +47,7 @@ class OverlapCheck:
 
     def __init__(self, least: float | None) -> None:
         self._judges_all = least is not None
-        self._least = environment.min_overlap()
+        self._least = read(MIN_OVERLAP)
         if least is not None:
             self._least = share(least, "min_overlap", "experts that were given")
         self.shared = self.given = 0
