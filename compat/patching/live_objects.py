@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import math
 from typing import Any
 
 from torch import nn
@@ -28,18 +30,23 @@ def alive(kind: Any) -> list[Any]:
 
 
 def alive_in_models(kind: Any) -> list[Any]:
-    """Return every module of this kind, older models first, and those of a model as `modules()` has them.
+    """Return every module of this kind in the order of their making, as far as that can be told.
 
-    That is the order of their making, as far as it can be told: the collector keeps older objects apart from
-    younger ones, but changes their order inside a model, while it looks for garbage.
+    A module registers its parts as it makes them. Which model came first its hooks tell: torch numbers all
+    hooks of a process, and Megatron's linear layers get one as they are made.
     """
-    return [one for top in outermost(modules()) for one in top.modules() if issubclass(type(one), kind)]
+    tops = sorted(outermost(modules()), key=_first_hook)
+    return [one for top in tops for one in top.modules() if issubclass(type(one), kind)]
+
+
+def _first_hook(top: nn.Module) -> float:
+    hooks = (vars(one).get(name, ()) for one in top.modules() for name in _HOOKS)
+    return min(itertools.chain(*hooks), default=math.inf)
 
 
 def modules() -> list[nn.Module]:
-    """Return every module, those that the collector has known for longer first."""
-    objects = (one for age in (2, 1, 0) for one in gc.get_objects(generation=age))
-    return [one for one in objects if issubclass(type(one), nn.Module) and "_modules" in vars(one)]
+    """Return every module."""
+    return [one for one in alive(nn.Module) if "_modules" in vars(one)]
 
 
 def outermost(of: list[nn.Module]) -> list[nn.Module]:
@@ -53,5 +60,6 @@ def _with_subclasses(kind: type) -> set[type]:
     return {kind}.union(*map(_with_subclasses, below))
 
 
+_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 _FEW = 20
 """Each reference is held against each class, so many classes cost more than a list of all objects."""

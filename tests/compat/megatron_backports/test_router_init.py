@@ -605,7 +605,8 @@ def test_the_list_of_all_keeps_the_order_of_making(ours: Any, way: str, pair: tu
                 elif step == "+":
                     stack.close()
                 else:
-                    made.append(MODELS[pair[int(step) - 1]](config))
+                    model = MODELS[pair[int(step) - 1]](config)
+                    made.append(model)  # the last one has a name of its own as well: the collector minds
                 if collects:
                     gc.collect()
         wanted = [id(router.router_replay) for model in made for router in replayed_routers(model)]
