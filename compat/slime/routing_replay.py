@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from npu_replay import environment
 from npu_replay.compat.megatron_backports import router_init
 from npu_replay.compat.megatron_backports.router_replay import (
     MegatronRouterReplay,
@@ -48,8 +47,6 @@ _patches = Patches(_WHAT)
 
 def install() -> None:
     """Take the two calls over, now or when a framework of the family is imported."""
-    if environment.disabled():
-        return
     for framework in FAMILY:
         import_hook.when_imported(f"{framework}.utils.routing_replay", f"{_WHAT} ({framework})", _wrap)
 
