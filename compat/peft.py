@@ -42,6 +42,12 @@ def adapters(model: nn.Module) -> Callable[[], object]:
     return state
 
 
+def original(module: nn.Module) -> nn.Module | None:
+    """Return what `modules_to_save` has wrapped here: its call runs this, or the copy of an adapter."""
+    wraps = {"original_module", "modules_to_save"} <= module._modules.keys()
+    return module._modules["original_module"] if wraps else None
+
+
 def _of_samples(layer: nn.Module) -> list[object]:
     """The adapter of each sample, where a PeftModel was called with them: its hooks bring them here."""
     keywords = [getattr(hook, "keywords", {}) for hook in layer._forward_pre_hooks.values()]

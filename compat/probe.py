@@ -17,7 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-from npu_replay.compat.patching import import_hook, switches
+from npu_replay import environment
+from npu_replay.compat.patching import import_hook
 from npu_replay.errors import ReplayError
 
 MEGATRON, DEMO = "replay on Megatron-core", "demo"
@@ -327,7 +328,7 @@ def _megatrons_own(product: Product) -> Capability:
         return Capability(
             name, "native", "router_replay.py; off unless asked for, and npu_replay leaves it alone"
         )
-    if switches.disabled():
+    if environment.disabled():
         return Capability(name, "missing", "this release has none; npu_replay doesn't need it")
     says = "this release has none"
     if product.version and tuple(map(int, re.findall(r"\d+", product.version)[:2])) >= (0, 16):

@@ -12,6 +12,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from types import CodeType
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from npu_replay.compat import peft, torch_npu
+from npu_replay.environment import AUX_LOSS
 from npu_replay.errors import NoEffect, RouterError
 from npu_replay.routers import Router, RouterKind
 
@@ -31,6 +33,7 @@ _HASH_NAME = re.compile(r"Hash\w*Router$")
 _DECODER_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)")
 _TOPK = ("top_k", "topk", "moe_top_k")
 _EXPERTS = ("num_experts", "n_routed_experts", "moe_num_experts")
+_LOGITS = "output_router_logits"
 _GROUPS = ("num_group", "n_group", "num_expert_groups")
 """Group-limited routing masks the scores of other groups; a router with one group masks nothing."""
 
@@ -47,8 +50,33 @@ class TransformersRouters(RouterKind):
         adapters = peft.adapters(model)
         return lambda: {"adapters": adapters(), "generate()": _generates()}
 
+    def check_losses(self, chunk: nn.Module, call: Mapping[str, object]) -> None:
+        """Refuse to return the routers' logits: the models' loss takes a top-k of these itself."""
+        asked = call.get(_LOGITS)
+        if asked is None:  # then a config says it, of the model or of the text model in it
+            said = (one for one in chunk.modules() if getattr(vars(one).get("config"), _LOGITS, False))
+            asked = any(_vendor_class(one) is not None for one in said)
+        RouterError.unless(
+            not asked,
+            "the aux loss of transformers can't count replayed experts",
+            f"aux_loss='live', no {AUX_LOSS}; or {_LOGITS}=False, and a loss of one's own",
+            f"a call with {_LOGITS}: the loss takes a top-k of the routers' logits, their own choice",
+            where=f"the call of {type(chunk).__name__}",
+        )
+
     def describe(self, module: nn.Module, path: str) -> Router | None:
-        """Describe a router; refuse one that can't be replayed."""
+        """Describe a router; refuse one that can't be replayed.
+
+        Where PEFT trains a copy of it, or of its block, the wrapper is the router: its call runs one copy.
+        """
+        if (original := peft.original(module)) is not None:
+            parts = ((one, f"{path}.{name}".rstrip(".")) for name, one in original.named_modules())
+            for router in filter(None, (self.describe(*part) for part in parts)):
+                if router.module is original:
+                    return replace(router, module=module)
+                if _holds_experts(original) and not hasattr(original, "gradient_checkpointing"):
+                    return replace(router, module=module, shows=None)
+            return None
         kind = _vendor_class(module)
         if kind is None:
             return None

@@ -11,7 +11,7 @@ Importing this imports no framework, and of npu_replay itself little: most names
 from npu_replay import beside, torch_loading  # isort: skip # noqa: F401  first: they find compat, keep torch
 from typing import TYPE_CHECKING
 
-from npu_replay import compat, lazy, routers
+from npu_replay import compat, environment, lazy, routers
 from npu_replay.compat.patching.install import install, uninstall
 from npu_replay.errors import (
     InvalidRoutes,
@@ -118,4 +118,5 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
 routers.register("megatron-core", lazy.lazy("npu_replay.compat.megatron.routers:MegatronRouters"))
 routers.register("transformers", lazy.lazy("npu_replay.compat.transformers:TransformersRouters"))
 register_reader("megatron-core", lazy.lazy("npu_replay.compat.megatron.parallel_state:read"))
+environment.check()
 install()

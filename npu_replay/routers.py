@@ -126,6 +126,9 @@ class RouterKind:
     def check_chunks(self, chunks: Sequence[nn.Module]) -> None:
         """Refuse chunks that aren't all that this rank has of its model."""
 
+    def check_losses(self, chunk: nn.Module, call: Mapping[str, object]) -> None:
+        """Refuse a call, with these arguments, that has a loss which can't count the experts of a replay."""
+
     def explains(self, operator: str) -> str:
         """Why a router that calls this function reaches no top-k, in words for an error; empty if it may."""
         return ""
@@ -192,6 +195,12 @@ def _registered() -> list[RouterKind]:
 def unregister(name: str) -> None:
     """Undo `register`."""
     _kinds.pop(name, None)
+
+
+def check_losses(chunk: nn.Module, call: Mapping[str, object]) -> None:
+    """Have every product refuse a call with a loss that can't count the experts of a replay."""
+    for kind in _registered():
+        kind.check_losses(chunk, call)
 
 
 def explained(router: Router, called: Iterable[str]) -> str:
@@ -286,11 +295,13 @@ def find(chunks: Sequence[nn.Module]) -> list[list[Router]]:
 
 def _described(chunk: nn.Module) -> Iterator[Router]:
     kinds = _registered()
+    inside: set[int] = set()  # what a router holds is none of its own
     for path, module in chunk.named_modules():
-        for kind in kinds:
+        for kind in kinds if id(module) not in inside else ():
             router = kind.describe(module, path)
             if router is not None:
                 _check_size(router, path)
+                inside.update(map(id, router.module.modules()))
                 yield replace(router, path=path)
                 break
 
@@ -349,7 +360,8 @@ def _labelled(found: list[list[Router]]) -> list[list[Router]]:
                     expected="each decoder layer once",
                     got=f"{seen[router.label]} and {router.path}",
                     cause="multi-token-prediction, a second tower or experts in the attention counted as "
-                    "decoder layers, or the same pipeline stage given as two chunks",
+                    "decoder layers, the same pipeline stage given as two chunks, or a whole layer in PEFT's "
+                    "modules_to_save: name its router there, or its block of experts",
                 )
             seen[router.label] = router.path
     return [sorted(routers, key=lambda router: router.label) for routers in found]

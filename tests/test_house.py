@@ -19,7 +19,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "dev" / "architecture.md"
 
 FLOORS = (
     ("errors", "lazy", "torch_loading", "beside", "json_text", "screen"),
-    ("routes", "tables"),
+    ("routes", "tables", "environment"),
     ("options",),
     ("routers",),
     ("rollout",),

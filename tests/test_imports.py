@@ -24,11 +24,10 @@ pytestmark = pytest.mark.long_file
 PACKAGE = Path(npu_replay.__file__).parent
 COMPAT = Path(npu_replay.compat.__file__).parent
 AT_IMPORT = {
-    *("beside", "errors", "lazy", "routers", "torch_loading"),
+    *("beside", "environment", "errors", "lazy", "routers", "torch_loading"),
     *("parallel", "parallel.hybrid_pattern", "parallel.parallel_layout", "parallel.pipeline_layers"),
     *("routes", "routes.checks", "routes.fingerprint", "routes.labels"),
     *("compat", "compat.patching", "compat.patching.import_hook", "compat.patching.install"),
-    "compat.patching.switches",
     "compat.patching.patches",
 }
 """All of npu_replay that its import brings."""

@@ -23,7 +23,7 @@ from npu_replay.compat.megatron_backports import router_methods, router_replay
 from npu_replay.compat.megatron_backports.router_replay import MegatronRouterReplay
 from npu_replay.compat.mindspeed import repatch
 from npu_replay.compat.patching import import_hook
-from npu_replay.compat.patching.live_objects import alive
+from npu_replay.compat.patching.live_objects import alive, alive_in_models
 from npu_replay.compat.patching.patches import Change, Patches
 from npu_replay.errors import described
 from npu_replay.sessions import seam
@@ -50,18 +50,19 @@ def _wrap(module: Any) -> None:
     try:
         repatch.wrap_init(_patches, kind, _router_init, _WHY)
         _patches.add(Change(_OF_EACH, "what upstream's have", functools.partial(_take_back, kind)))
-        for router in _in_order(kind):
+        for router in in_order(kind):
             _equip(router)  # built before npu_replay was imported, or before an uninstall()
     except Exception:
         _patches.undo()  # all or nothing
         raise
 
 
-def _in_order(kind: type) -> list[Any]:
-    """Live routers, model by model and layer by layer: the collector knows of no order."""
+def in_order(kind: type) -> list[Any]:
+    """Return the live routers in the order of their making; those without a number are the younger ones."""
     found = alive(kind)
-    models = list({id(router.config): None for router in found})
-    return sorted(found, key=lambda router: (models.index(id(router.config)), router.layer_number or 0))
+    numbered = all(one in _numbers for one in found)
+    places = {id(one): place for place, one in enumerate(() if numbered else alive_in_models(kind))}
+    return sorted(found, key=lambda one: (_numbers.get(one, math.inf), places.get(id(one), math.inf)))
 
 
 def _router_init(init: Callable[..., None]) -> Any:
@@ -73,11 +74,6 @@ def _router_init(init: Callable[..., None]) -> Any:
             import_hook.attempt(described(type(self)), _WHAT, lambda: _equip(self))
 
     return router_init
-
-
-def in_making(router: Any) -> tuple[float, int]:
-    """A key that sorts routers in the order of their making; copies come last, layer by layer."""
-    return _numbers.get(router, math.inf), router.layer_number or 0
 
 
 _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -175,7 +171,7 @@ def hand_over(of: Callable[[Any], Any]) -> None:
     if not _framework:
         _patches.add(Change(_OF_EACH, "the framework's own", functools.partial(_hand_back, kind)))
     _framework[:] = [of]
-    for router in _in_order(kind):
+    for router in in_order(kind):
         _hand_over_one(router)
 
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from npu_replay.compat.patching.switches import disabled, strict
+from npu_replay import environment
 from npu_replay.errors import ReplayError
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def when_imported(module: str, name: str, shim: Shim, *, ends: bool = False) -> 
     >>> when_imported("json", "an example", lambda module: print("told of", module.__name__))
     told of json
     """
-    if disabled():
+    if environment.disabled():
         return
     _waiting.setdefault(module, {})[name] = shim
     if ends:
@@ -62,7 +62,7 @@ def before_import(module: str, name: str, prepare: Preparation) -> None:
     What a package's own shims need is imported so: not without the package, and before any module of it.
     Failures are treated as those of a shim.
     """
-    if disabled():
+    if environment.disabled():
         return
     _preparing.setdefault(module, {})[name] = prepare
     if sys.modules.get(module) is not None:
@@ -73,7 +73,7 @@ def before_import(module: str, name: str, prepare: Preparation) -> None:
 
 def attempt(module: str, name: str, action: Callable[[], object]) -> None:
     """Change something in `module`; a failure is logged as an ERROR, and the first block is refused."""
-    if disabled():
+    if environment.disabled():
         return
     try:
         action()
@@ -95,7 +95,7 @@ def refuse_failures() -> None:
         _prepare(module)
     for module in filter(_is_imported, list(_waiting)):
         _run(module)
-    if _failures and strict():
+    if _failures and environment.strict():
         raise _failed()
 
 
@@ -132,7 +132,7 @@ def _prepare(module: str) -> None:
 def _run(module: str) -> None:
     for name, shim in _waiting.pop(module, {}).items():
         attempt(module, name, functools.partial(shim, sys.modules[module]))
-        if name in _ending and name in _failures and strict():
+        if name in _ending and name in _failures and environment.strict():
             _waiting[module] = {name: shim}  # nor is it imported if somebody tries again
             raise _failed()
 

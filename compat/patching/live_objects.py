@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import math
 from typing import Any
+
+from torch import nn
 
 
 def alive(kind: Any) -> list[Any]:
@@ -25,10 +29,37 @@ def alive(kind: Any) -> list[Any]:
     return [one for one in found if issubclass(type(one), kind)]
 
 
+def alive_in_models(kind: Any) -> list[Any]:
+    """Return every module of this kind in the order of their making, as far as that can be told.
+
+    A module registers its parts as it makes them. Which model came first its hooks tell: torch numbers all
+    hooks of a process, and Megatron's linear layers get one as they are made.
+    """
+    tops = sorted(outermost(modules()), key=_first_hook)
+    return [one for top in tops for one in top.modules() if issubclass(type(one), kind)]
+
+
+def _first_hook(top: nn.Module) -> float:
+    hooks = (vars(one).get(name, ()) for one in top.modules() for name in _HOOKS)
+    return min(itertools.chain(*hooks), default=math.inf)
+
+
+def modules() -> list[nn.Module]:
+    """Return every module."""
+    return [one for one in alive(nn.Module) if "_modules" in vars(one)]
+
+
+def outermost(of: list[nn.Module]) -> list[nn.Module]:
+    """Return those of these modules that sit in no other one."""
+    held = {id(part) for one in of for part in one._modules.values()}
+    return [one for one in of if id(one) not in held]
+
+
 def _with_subclasses(kind: type) -> set[type]:
     below: list[type] = type.__subclasses__(kind)
     return {kind}.union(*map(_with_subclasses, below))
 
 
+_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 _FEW = 20
 """Each reference is held against each class, so many classes cost more than a list of all objects."""

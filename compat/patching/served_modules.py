@@ -17,7 +17,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from npu_replay.compat.patching import import_hook, switches
+from npu_replay import environment
+from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.patches import Change, Patches, when_undone
 
 Build = Callable[[Any], None]
@@ -42,7 +43,7 @@ def serve(
         reason: the capability that is missing without it, for the report; `name` if there is none.
         where: asked at each import: is this a release for which it is meant?
     """
-    if switches.disabled():
+    if environment.disabled():
         return
     _served.setdefault(name, _Served(name, build, why, where, Patches(reason or f"the names of {name}")))
     if _finder not in sys.meta_path:
@@ -94,7 +95,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         served = _served.get(fullname)
-        if served is None or fullname in _asking.names or switches.disabled():
+        if served is None or fullname in _asking.names or environment.disabled():
             return None
         parent = sys.modules.get(fullname.rpartition(".")[0])
         if getattr(parent, "__file__", None) is None or not served.where():

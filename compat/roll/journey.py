@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from npu_replay.compat.patching import import_hook, switches
+from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.roll import strategy
 from npu_replay.compat.verl.config import OFF
@@ -42,8 +42,6 @@ class _Answers(list[Any]):
 
 def install() -> None:
     """Change what stands in the way, now or when it is imported."""
-    if switches.disabled():
-        return
     for module, shim in ((CONFIG, _config), (WORKER, _worker), (PROTOCOL, _protocol), (CLUSTER, _cluster)):
         import_hook.when_imported(module, f"{_WHAT} ({module})", shim)
 

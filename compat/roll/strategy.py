@@ -19,7 +19,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from npu_replay.compat.patching import import_hook, known_names, switches
+from npu_replay import environment
+from npu_replay.compat.patching import import_hook, known_names
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl import engine, functions, tensors
 from npu_replay.compat.verl.actions import RECORD, REPLAY, problem_of, switch
@@ -48,7 +49,7 @@ _patches = Patches(_WHAT)
 
 def install() -> None:
     """Wrap ROLL's strategy, now or when it is imported."""
-    if switches.disabled():
+    if environment.disabled():
         return
     import_hook.when_imported(STRATEGY, _WHAT, _wrap)
     if any(_patches):

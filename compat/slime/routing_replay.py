@@ -27,7 +27,7 @@ from npu_replay.compat.megatron_backports.router_replay import (
     NoTarget,
     RouterReplayAction,
 )
-from npu_replay.compat.patching import import_hook, known_names, switches
+from npu_replay.compat.patching import import_hook, known_names
 from npu_replay.compat.patching.patches import Change, Patches
 from npu_replay.errors import RouterError
 
@@ -47,8 +47,6 @@ _patches = Patches(_WHAT)
 
 def install() -> None:
     """Take the two calls over, now or when a framework of the family is imported."""
-    if switches.disabled():
-        return
     for framework in FAMILY:
         import_hook.when_imported(f"{framework}.utils.routing_replay", f"{_WHAT} ({framework})", _wrap)
 

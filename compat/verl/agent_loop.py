@@ -37,7 +37,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from npu_replay.compat.patching import import_hook, switches
+from npu_replay import environment
+from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl import delivery
 from npu_replay.compat.verl.arrivals import Arrivals
@@ -134,7 +135,7 @@ class Turns:
         if not len(sampled):
             return
         job = self.job
-        if routes is None and job is not None and not job.dropped and not aborted and switches.strict():
+        if routes is None and job is not None and not job.dropped and not aborted and environment.strict():
             raise ReplayError(
                 "enable_rollout_routing_replay is on, but the rollout engine returned no routes",
                 where="rollout",

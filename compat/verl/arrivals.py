@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from npu_replay import environment
 from npu_replay.compat import probe
-from npu_replay.compat.patching import switches
 from npu_replay.compat.sglang import answers as sglang
 from npu_replay.compat.vllm import answers as vllm
 from npu_replay.errors import InvalidRoutes, ReplayError
@@ -69,7 +69,7 @@ class Arrivals:
         """
         if not ended:
             tokens = tokens[: len(rows) + 1]
-        lenient = self._passed >= PROOF or not switches.strict()
+        lenient = self._passed >= PROOF or not environment.strict()
         # Rows that were never written are the trainer's to count: a cached prefix, a turn that was cut.
         written = bool(rows.size) and bool(rows.any(axis=(1, 2)).all())
         try:

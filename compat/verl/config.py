@@ -18,8 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from npu_replay import environment
 from npu_replay.compat import probe
-from npu_replay.compat.patching import import_hook, switches
+from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.install import undo_everything
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl.rollout_engines import engine_without_routes, late_rows
@@ -89,7 +90,7 @@ def check_actor(config: Any, *, legacy: bool | None = None) -> None:
     problems = list(_problems(config, legacy))
     if not problems:
         return
-    if switches.strict():
+    if environment.strict():
         raise problems[0]
     for problem in problems:
         logger.error("%s", problem)

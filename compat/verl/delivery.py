@@ -23,9 +23,10 @@ import torch
 from npu_replay import delivery
 from npu_replay.compat.ray import RayCarrier
 from npu_replay.compat.verl.actor_pipeline import cut_of
-from npu_replay.compat.verl.recorded import SWITCH, carrier, recorded
+from npu_replay.compat.verl.recorded import recorded
 from npu_replay.compat.verl.settings import setting
 from npu_replay.delivery.fetching import PATIENCE, fetch_each
+from npu_replay.environment import DELIVERY, read
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
 from npu_replay.rollout.batch_rows import from_batch
 from npu_replay.rollout.model_config import RoutedModel
@@ -81,13 +82,13 @@ class Putter:
         Raises:
             ReplayError: neither "ray" nor a folder, an unknown model, or a metric that reads ids in batches.
         """
-        value = carrier()
+        value = read(DELIVERY)
         if not value:
             return None
         if model is None:
             raise ReplayError(
                 "routes can't be put away: nothing says which layers of the model route",
-                where=SWITCH,
+                where=DELIVERY,
                 expected="the policy's config.json, read by the worker of the agent loops",
                 got="none",
                 cause="a worker of one's own; leave the variable out, and batches carry the routes",
@@ -97,7 +98,7 @@ class Putter:
             raise ReplayError(
                 "verl's MoE load metrics read ids in batches, which have none",
                 where="actor_rollout_ref.rollout.moe_load_balance_metrics_interval",
-                expected=f"0, or no {SWITCH}",
+                expected=f"0, or no {DELIVERY}",
                 got=interval,
             )
         cut = cut_of(config, model)
@@ -238,7 +239,7 @@ class Arrived:
             "this step or the one before",
             got=f"{len(recorded) + len(self._held)} other samples",
             cause="a trainer that picks single columns of its batches; workers that were started anew since. "
-            f"Without {SWITCH} batches carry the ids",
+            f"Without {DELIVERY} batches carry the ids",
         )
 
 

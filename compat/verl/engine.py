@@ -10,7 +10,6 @@ import functools
 import inspect
 import itertools
 import logging
-import os
 import secrets
 import sys
 import time
@@ -28,17 +27,16 @@ from npu_replay.compat.verl import carried, delivery
 from npu_replay.compat.verl.actions import problem_of, switch
 from npu_replay.compat.verl.files import ROUTES, TOKENS, Files
 from npu_replay.compat.verl.metrics import COUNTED, add_metrics, announce, compares, figures, summary
-from npu_replay.compat.verl.recorded import SWITCH, Keeper, carrier, recorded
+from npu_replay.compat.verl.recorded import Keeper, recorded
 from npu_replay.compat.verl.settings import setting
-from npu_replay.errors import InvalidRoutes, ReplayError, share
+from npu_replay.environment import BAD_SAMPLES, DELIVERY, read
+from npu_replay.errors import InvalidRoutes, ReplayError
 from npu_replay.parallel.bad_samples import CEILING, above_ceiling
 from npu_replay.parallel.rank_failures import agreed, all_here
 from npu_replay.routers import find, labels_of
 from npu_replay.sessions.stepwise import StepRecording, StepReplay
 
 logger = logging.getLogger(__name__)
-
-_CEILING = "NPU_REPLAY_BAD_SAMPLES"
 
 
 @dataclass
@@ -277,7 +275,7 @@ class Pass:
         ReplayError.unless(
             self.engine.files is None or self.engine.files.record is None,
             "routes that aren't in batches can't be written to files",
-            f"no {SWITCH}, or no router_replay.record_file",
+            f"no {DELIVERY}, or no router_replay.record_file",
             "both",
             "a rank has its own layers alone",
         )
@@ -291,11 +289,11 @@ class Pass:
         Raises:
             ReplayError: files are asked for too, or the variable has a value that nobody knows.
         """
-        if not carrier():
+        if not read(DELIVERY):
             return
         if setting(engine.engine_config, "dynamic_context_parallel"):
             if not self.engine.met:
-                logger.warning("[npu_replay] under dynamic_context_parallel %s has no effect in R2", SWITCH)
+                logger.warning("[npu_replay] under dynamic_context_parallel %s has no effect in R2", DELIVERY)
             return
         self._no_files()
         layers = self._layers()
@@ -320,7 +318,7 @@ class Pass:
             self.engine.met = True
         error = error or self.unread
         try:
-            self._ceiling = round(_share(_CEILING, CEILING, "samples") * 1e6)
+            self._ceiling = round(read(BAD_SAMPLES, CEILING) * 1e6)
         except ReplayError as unknown:
             error = error or unknown
         lacking = [] if records else recorded.lacking(self._wanted)
@@ -357,7 +355,7 @@ class Pass:
         mine, mean = self._ceiling / 1e6, sums["ceilings"] / ranks / 1e6
         if ranks * sums["squares"] != sums["ceilings"] ** 2:  # by Cauchy-Schwarz: not all are equal
             return ReplayError(
-                f"{_CEILING} differs between the ranks",
+                f"{BAD_SAMPLES} differs between the ranks",
                 where="all ranks",
                 expected="one number on all ranks: they leave together, or go on together",
                 got=f"{mine:g} on this one, {mean:g} in the mean of all",
@@ -365,7 +363,7 @@ class Pass:
             )
         if sums["stay"] not in (0, ranks):
             return ReplayError(
-                f"{SWITCH} is set on some ranks alone",
+                f"{DELIVERY} is set on some ranks alone",
                 where="all ranks",
                 expected="on all ranks or on none: what one keeps another one looks for",
                 got=f"on {sums['stay']} of {ranks}",
@@ -390,7 +388,7 @@ class Pass:
             self.engine.microseconds += self._counted["microseconds"]
         sums = agreed(error, {name: self._counted[name] for name in COUNTED} | {"ranks": 1})
         bad, samples = sums["bad_samples"], sums["samples"]
-        problem = above_ceiling(bad, samples, self._ceiling / 1e6, setting=_CEILING, where="all ranks")
+        problem = above_ceiling(bad, samples, self._ceiling / 1e6, setting=BAD_SAMPLES, where="all ranks")
         if problem is not None:
             _raise_on_every_rank(problem)
         if isinstance(session, StepReplay):
@@ -406,8 +404,3 @@ class Pass:
 def _raise_on_every_rank(problem: ReplayError) -> None:
     """What all ranks have found alike; the first has the whole message."""
     agreed(problem if not dist.is_initialized() or dist.get_rank() == 0 else None, {})
-
-
-def _share(name: str, default: float, of: str) -> float:
-    """A share that the user has set in the environment."""
-    return share(os.environ.get(name, "").strip() or default, name, of)

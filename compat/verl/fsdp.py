@@ -21,7 +21,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from npu_replay.compat.patching import import_hook, known_names, switches
+from npu_replay import environment
+from npu_replay.compat.patching import import_hook, known_names
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl import engine, functions, tensors
 from npu_replay.compat.verl.actions import RECORD, REPLAY, problem_of, switch, without_adapter
@@ -53,7 +54,7 @@ _layouts: WeakKeyDictionary[Any, dict[Any, TokenLayout]] = WeakKeyDictionary()
 
 def install() -> None:
     """Wrap verl's FSDP engine, now or when it is imported."""
-    if switches.disabled():
+    if environment.disabled():
         return
     import_hook.when_imported(ENGINE, _WHAT, _wrap)
     if any(_patches):

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from npu_replay import environment
 from npu_replay.compat.megatron_backports import router_init
-from npu_replay.compat.patching import class_source, import_hook, known_names, switches
+from npu_replay.compat.patching import class_source, import_hook, known_names
 from npu_replay.compat.patching.patches import Patch, Patches
 from npu_replay.compat.verl import engine, functions
 from npu_replay.compat.verl.actions import switch, without_adapter
@@ -63,7 +64,7 @@ _shimmed: set[ModuleType] = set()
 
 def install() -> None:
     """Take verl's router replay over, now or when it is imported. What is taken already stays as it is."""
-    if switches.disabled():
+    if environment.disabled():
         return
     _given_up.clear()
     if not any(_patches):  # never taken, or given back since
@@ -104,7 +105,7 @@ def _all_or_nothing(shim: Callable[[Any], None], module: Any) -> None:
 
 def _refuse_to_start(patch: Any) -> None:
     original = getattr(patch, "apply_router_replay_patch", None)  # its absence may be what is wrong
-    if original is None or not switches.strict():
+    if original is None or not environment.strict():
         return
 
     @functools.wraps(original)

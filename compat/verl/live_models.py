@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -17,7 +16,7 @@ from torch import nn
 from npu_replay.compat.megatron.config_flags import asks_for_replay
 from npu_replay.compat.megatron.parallel_state import is_in_mtp
 from npu_replay.compat.megatron_backports import router_init
-from npu_replay.compat.patching.live_objects import alive
+from npu_replay.compat.patching import live_objects
 
 _ROUTER_MODULE = "megatron.core.transformer.moe.router"
 
@@ -35,8 +34,7 @@ def _flagged() -> list[Any]:
     product: Any = sys.modules.get(_ROUTER_MODULE)
     if product is None:
         return []
-    found = [one for one in alive(product.TopKRouter) if asks_for_replay(one.config)]
-    return sorted(found, key=router_init.in_making)
+    return [one for one in router_init.in_order(product.TopKRouter) if asks_for_replay(one.config)]
 
 
 def models() -> list[list[nn.Module]]:
@@ -60,21 +58,14 @@ def models() -> list[list[nn.Module]]:
 
 def _chunks(wanted: list[Any]) -> list[tuple[nn.Module, list[Any]]]:
     """The outermost modules around these routers, each with its decoder's routers; in the routers' order."""
-    every = [one for one in alive(nn.Module) if "_modules" in vars(one)]
-    held = _children(every)
+    every = live_objects.modules()
     # A list around whole chunks is called by nobody.
-    called = [one for one in every if id(one) in held or not isinstance(one, nn.ModuleList)]
-    held = _children(called)
+    lists = {id(one) for one in live_objects.outermost(every) if isinstance(one, nn.ModuleList)}
     places = {id(router): place for place, router in enumerate(wanted)}
     found: dict[int, tuple[nn.Module, list[Any]]] = {}
-    for root in called:
-        if id(root) not in held:
-            paths = {id(module): path for path, module in root.named_modules() if id(module) in places}
-            here = sorted(places.pop(one) for one, path in paths.items() if not is_in_mtp(path))
-            if here:
-                found[here[0]] = root, [wanted[place] for place in here]
+    for root in live_objects.outermost([one for one in every if id(one) not in lists]):
+        paths = {id(module): path for path, module in root.named_modules() if id(module) in places}
+        here = sorted(places.pop(one) for one, path in paths.items() if not is_in_mtp(path))
+        if here:
+            found[here[0]] = root, [wanted[place] for place in here]
     return [found[place] for place in sorted(found)]
-
-
-def _children(modules: Iterable[nn.Module]) -> set[int]:
-    return {id(child) for one in modules for child in one._modules.values()}

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from typing import Any
 
 from npu_replay.compat import probe
-from npu_replay.errors import ReplayError
+from npu_replay.environment import METRICS_EVERY, read
 
 _log = logging.getLogger("npu_replay.job")
 
 PREFIX = "npu_replay/"
-_EVERY = "NPU_REPLAY_METRICS_EVERY"
 
 COUNTED = (
     *("rows", "routed", "samples", "bad_samples"),
@@ -24,16 +22,8 @@ COUNTED = (
 
 
 def compares(updates: int) -> bool:
-    """Is `live_mismatch` counted after so many updates? On every n-th, since it costs the router's top-k.
-
-    Raises:
-        ReplayError: NPU_REPLAY_METRICS_EVERY is no number.
-    """
-    told = os.environ.get(_EVERY, "").strip() or "10"
-    try:
-        every = int(float(told))
-    except (ValueError, OverflowError) as error:
-        raise ReplayError(f"{_EVERY} must be a number", expected="10, for one", got=told) from error
+    """Is `live_mismatch` counted after so many updates? On every n-th, since it costs the router's top-k."""
+    every = int(read(METRICS_EVERY, 10))
     return every > 0 and updates % every == 0
 
 

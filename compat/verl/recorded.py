@@ -10,43 +10,20 @@ Switched on by NPU_REPLAY_DELIVERY on every rank. Probes nothing. Offers: `Keepe
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from npu_replay.errors import ReplayError
 from npu_replay.parallel.exchange import exchange
 from npu_replay.parallel.merge import side_by_side
 from npu_replay.routes.routed_experts import RoutedExperts
 
-SWITCH = "NPU_REPLAY_DELIVERY"
 _STEPS = 2
 """For so many steps routes are kept: a trainer may record a step's before it trains on the last one's."""
 _PASSES = 8
 """So many passes are taken for a step where none of them was trained on, as while a critic alone is trained;
 a trainer of verl records a step in one."""
-
-
-def carrier() -> str:
-    """What carries routes, so that verl's batches needn't: "ray", or a folder. Empty where batches do.
-
-    Raises:
-        ReplayError: neither.
-    """
-    value = os.environ.get(SWITCH, "").strip()
-    if value in ("", "0"):
-        return ""
-    ReplayError.unless(
-        value == "ray" or os.path.isabs(value),
-        "nothing is known that carries routes by this name",
-        "ray, or the absolute path of a folder that all nodes see",
-        value,
-        "a slip; 0, or no value, for routes in batches",
-        where=SWITCH,
-    )
-    return value
 
 
 class Recorded:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from npu_replay.compat.patching import import_hook, switches
+from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl.delivery import COLUMN
 from npu_replay.compat.verl.files import ROUTES
@@ -25,8 +25,7 @@ _patches = Patches(_WHAT)
 
 def install() -> None:
     """Wrap verl's trainer, now or when it is imported."""
-    if not switches.disabled():
-        import_hook.when_imported(TRAINER, _WHAT, _wrap)
+    import_hook.when_imported(TRAINER, _WHAT, _wrap)
 
 
 def _wrap(module: Any) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from npu_replay.compat.patching import switches
+from npu_replay import environment
 from npu_replay.compat.vllm_ascend.placing import Layout, place
 from npu_replay.errors import ReplayError
 
@@ -143,10 +143,10 @@ class Capture:
             self.check.after_merge(rows)
         except ReplayError as found:
             error = self._problem or found
-            if switches.strict():
+            if environment.strict():
                 raise error from found
             self._given_up = True
-            logger.error("%s. %s=0: the routes are zeros from here on", error, switches.STRICT)
+            logger.error("%s. %s=0: the routes are zeros from here on", error, environment.STRICT)
             rows.zero_()
         if self.scheduled and not self._heard:  # no Python ran: the copies of a captured graph did
             self.check.way("graph")

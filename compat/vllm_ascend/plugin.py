@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from npu_replay import environment
 from npu_replay.compat import probe
-from npu_replay.compat.patching import import_hook, switches
+from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.patches import Change, Patches
 from npu_replay.compat.probe import Capability, Product, unusable
 from npu_replay.compat.vllm_ascend import releases, workers
@@ -26,6 +27,7 @@ from npu_replay.compat.vllm_ascend.capture import Capture
 from npu_replay.compat.vllm_ascend.read_out import ReadOut
 from npu_replay.compat.vllm_ascend.seams import Rank, Seam, layers, refuse_foreign
 from npu_replay.compat.vllm_ascend.self_check import SelfCheck
+from npu_replay.environment import STRICT, VLLM_ASCEND
 from npu_replay.errors import ReplayError
 from npu_replay.rollout import model_config
 from npu_replay.rollout.model_config import RoutedModel
@@ -54,7 +56,7 @@ _attached = Patches("routed experts of vllm-ascend, in a worker")
 
 def wanted() -> bool:
     """Is npu_replay to capture?"""
-    return os.environ.get(releases.SWITCH, "") not in ("", "0") and not switches.disabled()
+    return environment.read(VLLM_ASCEND, False) and not environment.disabled()
 
 
 def filtered() -> str:
@@ -72,7 +74,7 @@ def left_out() -> ReplayError | None:
     if not why:
         return None
     return ReplayError(
-        f"{releases.SWITCH} is set, and npu_replay captures nothing",
+        f"{VLLM_ASCEND} is set, and npu_replay captures nothing",
         where="rollout",
         expected=f"npu_replay installed beside vLLM; where VLLM_PLUGINS is set, {NAME} in it, without spaces",
         got=why,
@@ -91,10 +93,10 @@ def capability(product: Product, vllm: Product) -> Capability:
     problem = _unknown(product.version, vllm.version)
     if problem is not None:
         return Capability(CAPABILITY, "broken" if wanted() else "missing", problem.problem, problem.cause)
-    if switches.disabled():
+    if environment.disabled():
         return Capability(CAPABILITY, "missing", "NPU_REPLAY_DISABLE=1: npu_replay changes nothing")
     if not wanted():
-        remedy = f"{releases.SWITCH}=1 in the engine's environment"
+        remedy = f"{VLLM_ASCEND}=1 in the engine's environment"
         return Capability(CAPABILITY, "missing", "it is off; this release is known", remedy)
     why = filtered()
     if why:
@@ -118,7 +120,7 @@ def register() -> None:
     version, vllm = probe.installed("vllm-ascend"), probe.installed("vllm")
     if not version:
         logger.warning(
-            "[npu_replay] %s is set, and there is no vllm-ascend here: nothing is changed", releases.SWITCH
+            "[npu_replay] %s is set, and there is no vllm-ascend here: nothing is changed", VLLM_ASCEND
         )
         return
     problem = _unknown(version, vllm)
@@ -136,7 +138,7 @@ def _tell_workers_of_ray() -> None:
     released, and nobody would say so."""
     named = [name.strip() for name in os.environ.get(_TO_RAY, "").split(",")]
     before = os.environ.get(_TO_RAY)
-    told = ",".join(dict.fromkeys([*filter(None, named), releases.SWITCH, switches.STRICT]))
+    told = ",".join(dict.fromkeys([*filter(None, named), VLLM_ASCEND, STRICT]))
     if told == before:
         return
 
@@ -159,7 +161,7 @@ def _unknown(version: str, vllm: str) -> ReplayError | None:
 
 def _refuse(problem: ReplayError | None) -> bool:
     """Raise it, or log it where nothing is strict. Is there one?"""
-    if problem is not None and switches.strict():
+    if problem is not None and environment.strict():
         raise problem
     if problem is not None:
         logger.error("%s. The engine runs as released", problem)
@@ -194,7 +196,7 @@ def captures(worker: object) -> bool:
 
 def _made(original: Callable[..., Any], runner: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     if not getattr(vllm_config.model_config, _FLAG, False):
-        logger.warning("[npu_replay] %s is set, but not %s: no routes are captured", releases.SWITCH, _FLAG)
+        logger.warning("[npu_replay] %s is set, but not %s: no routes are captured", VLLM_ASCEND, _FLAG)
     else:
         _refuse(_without_routes(runner) or _planned_wrong(vllm_config))
     original(runner, vllm_config, *args, **kwargs)

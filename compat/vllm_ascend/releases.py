@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from npu_replay.compat.probe import Capability, Product, unusable
+from npu_replay.environment import VLLM_ASCEND
 from npu_replay.errors import ReplayError
 from npu_replay.rollout import launch, model_config
 from npu_replay.rollout.launch import on, says, several
@@ -37,8 +38,6 @@ from npu_replay.rollout.release_rules import (
 )
 
 CAPABILITY = "routes of vllm-ascend"
-SWITCH = "NPU_REPLAY_VLLM_ASCEND"
-"""The environment variable with which npu_replay captures itself."""
 PLUGIN = "npu_replay"
 """The plug-in's name: VLLM_PLUGINS has to hold it, where it is set."""
 BY_ROUTER = "0.27.0"
@@ -141,8 +140,8 @@ def environment() -> dict[str, str]:
     them: npu_replay has to pass it."""
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is None or PLUGIN in allowed.split(","):
-        return {SWITCH: "1"}
-    return {SWITCH: "1", "VLLM_PLUGINS": ",".join(filter(None, (allowed, PLUGIN)))}
+        return {VLLM_ASCEND: "1"}
+    return {VLLM_ASCEND: "1", "VLLM_PLUGINS": ",".join(filter(None, (allowed, PLUGIN)))}
 
 
 def capture_refusal(version: str, plan: Plan) -> ReplayError | None:
@@ -165,7 +164,7 @@ def not_captured(version: str) -> ReplayError:
         expected="0.18.0 to 0.20.2rc1, or 0.22.1rc1 to 0.30",
         got=version,
         cause=f"a release that it doesn't know, or 0.21.0rc1, which returns no routes beside vLLM 0.21.0. "
-        f"Without {SWITCH} the engine runs as released",
+        f"Without {VLLM_ASCEND} the engine runs as released",
     )
 
 

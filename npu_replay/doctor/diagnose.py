@@ -21,10 +21,10 @@ from typing import TypeVar
 
 import torch
 
-from npu_replay import options
+from npu_replay import environment, options
 from npu_replay.compat import torch_npu
 from npu_replay.compat.mindspeed import features as mindspeed
-from npu_replay.compat.patching import import_hook, switches
+from npu_replay.compat.patching import import_hook
 from npu_replay.compat.probe import Capability, Product
 from npu_replay.devices import ACCELERATORS
 from npu_replay.doctor import ABOUT, END, OPTIONS, self_test
@@ -71,7 +71,7 @@ class Trial:
     @property
     def fatal(self) -> bool:
         """Does it stop a job with the settings that are here?"""
-        return bool(self.problem or (self.refusal and switches.strict()))
+        return bool(self.problem or (self.refusal and environment.strict()))
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def _import(modules: Iterable[str]) -> Trial:
     except Exception as error:  # noqa: BLE001  a product may raise anything
         says = str(error).strip()
         problem = f"{type(error).__name__}: {says.splitlines()[0]}" if says else type(error).__name__
-    os.environ.pop(switches.STRICT, None)  # whoever asks is told, and judges
+    os.environ.pop(environment.STRICT, None)  # whoever asks is told, and judges
     try:
         import_hook.refuse_failures()
     except ReplayError as error:

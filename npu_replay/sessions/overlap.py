@@ -8,20 +8,19 @@ overlap of each token's rows with the choices of all other tokens (docs/dev/over
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from npu_replay.environment import MIN_OVERLAP, read
 from npu_replay.errors import MicroBatchError, micro_batch, share
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
 from npu_replay.sessions.device_routes import DeviceRoutes
 from npu_replay.sessions.micro_batches import Forward
 
-VARIABLE = "NPU_REPLAY_MIN_OVERLAP"
 RUN = 64
 """So many rows are judged at least. So many consecutive tokens are judged by themselves, too."""
 
@@ -47,10 +46,10 @@ class OverlapCheck:
     """
 
     def __init__(self, least: float | None) -> None:
-        told = os.environ.get(VARIABLE, "").strip() or None
         self._judges_all = least is not None
-        name, value = ("min_overlap", least) if self._judges_all else (VARIABLE, told)
-        self._least = None if value is None else share(value, name, "experts that were given")
+        self._least = read(MIN_OVERLAP)
+        if least is not None:
+            self._least = share(least, "min_overlap", "experts that were given")
         self.shared = self.given = 0
         self._judged: set[int] = set()
         self._calls: dict[int, _Call] = {}
@@ -264,7 +263,7 @@ def _error(place: str, where: str, got: float, least: float, moved: Shift | None
     cause = (
         "routes of another sample, another micro-batch or other weights; rows in another order "
         "(TokenLayout's order=, side=); layers in another order; or an engine that returned rows of an "
-        f"earlier request. min_overlap= or {VARIABLE} sets what is expected, and 0 switches this check off"
+        f"earlier request. min_overlap= or {MIN_OVERLAP} sets what is expected, and 0 switches this check off"
     )
     if moved is not None:
         where, got = where or "all layers", moved.here

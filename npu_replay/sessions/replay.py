@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-import os
 import weakref
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
 
-from npu_replay.errors import MicroBatchError, ReplayError, RouterError, list_of, micro_batch
-from npu_replay.routers import Model, Router, labels_of
-from npu_replay.routes.inputs import Called, InputCheck, copied
+from npu_replay import environment
+from npu_replay.errors import MicroBatchError, RouterError, list_of, micro_batch, one_of
+from npu_replay.routers import Model, Router, check_losses, labels_of
+from npu_replay.routes.inputs import Called, InputCheck, copied, parameter_names
 from npu_replay.routes.labels import StageLabels
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions import seam
@@ -54,7 +54,8 @@ def replay(
             NPU_REPLAY_MIN_OVERLAP, else a limit between chance, which is measured, and 1, for routes of a
             rollout engine alone. docs/bad-routes.md says what it sees.
         aux_loss: which experts the routers' aux losses count: "live", what the router would choose now, or
-            "replayed"; the same on every Megatron-core. Left out: NPU_REPLAY_AUX_LOSS, else "live".
+            "replayed"; the same on every Megatron-core. Left out: NPU_REPLAY_AUX_LOSS, else "live". The loss
+            of transformers (output_router_logits) counts the live choice alone: "replayed" is refused.
 
     Raises:
         RouterError: on entering, if a router or its layer doesn't fit the routes, or is in another block.
@@ -69,23 +70,6 @@ def replay(
 
 
 AuxLoss: TypeAlias = Literal["live", "replayed"]
-
-
-def counted_by_aux_losses(asked: str | None = None) -> AuxLoss:
-    """Which experts aux losses count in a replay: as asked for, or as NPU_REPLAY_AUX_LOSS says, else "live".
-
-    Raises:
-        ReplayError: neither "live" nor "replayed".
-    """
-    found = asked or os.environ.get("NPU_REPLAY_AUX_LOSS") or "live"
-    if found not in ("live", "replayed"):
-        raise ReplayError(
-            "this is nothing that aux losses can count",
-            where="aux_loss" if asked else "NPU_REPLAY_AUX_LOSS",
-            expected="'live' or 'replayed'",
-            got=found,
-        )
-    return "live" if found == "live" else "replayed"
 
 
 class AnyReplay(Session):
@@ -108,7 +92,9 @@ class AnyReplay(Session):
         aux_loss: AuxLoss | None = None,
     ) -> None:
         super().__init__(model)
-        self._aux_loss = counted_by_aux_losses(aux_loss)
+        if aux_loss is not None:
+            one_of(aux_loss, ("live", "replayed"), "aux_loss")
+        self._aux_loss = environment.read(environment.AUX_LOSS, "live") if aux_loss is None else aux_loss
         self._mismatch = LiveMismatch(live_mismatch)
         self._overlap = OverlapCheck(min_overlap)
         self._given: dict[tuple[int, int], DeviceRoutes] = {}
@@ -254,7 +240,9 @@ class AnyReplay(Session):
     def _begin(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward:
         self._mismatch.end(complete=False)  # one that was interrupted, or whose end raised
         self._overlap.check(chunk, None, None)
-        forward = super()._begin(chunk, args, kwargs)
+        forward, module = super()._begin(chunk, args, kwargs), self._chunks[chunk]
+        if self._aux_loss == "replayed":
+            check_losses(module, dict(zip(parameter_names(module), args, strict=False)) | kwargs)
         if (given := self._given.get((chunk, forward.number))) is not None:
             for device in given.on:
                 self._send(forward, device)

@@ -27,7 +27,6 @@ KIND = "npu_replay smoke"
 PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
 _PRODUCTS = ("megatron-core", "mindspeed", "torch_npu", "numpy")
 _CHECKOUTS = ("megatron-core", "mindspeed")
-_OPTIONS = ("model", "recompute", "device")
 _WIDTH = 13
 
 

@@ -91,6 +91,14 @@ WAYS: dict[str, tuple[Callable[[], Any], Switch]] = {
         lambda: policy(lora(target_parameters=["mlp.experts.down_proj"])),
         lambda of: of.disable_adapter(),
     ),
+    "the router trained whole": (
+        lambda: policy(lora(target_modules=["q_proj"], modules_to_save=["gate"])),
+        lambda of: of.disable_adapter(),
+    ),
+    "the block of experts trained whole": (
+        lambda: policy(lora(target_modules=["q_proj"], modules_to_save=["mlp"])),
+        lambda of: of.disable_adapter(),
+    ),
     "LoRA on the router": (
         lambda: policy(lora(target_parameters=["mlp.gate.weight"])),
         lambda of: of.disable_adapter(),
@@ -112,11 +120,11 @@ def chosen(of: Any, call: dict[str, Any], grad: bool = False) -> torch.Tensor:
 
     gates = [one for one in of.modules() if type(one).__name__ == "Qwen3MoeTopKRouter"]
     handles = [gate.register_forward_hook(saw) for gate in gates]
-    with torch.set_grad_enabled(grad):
+    with torch.set_grad_enabled(grad), sent(of) as rows:
         of(**call)
     for handle in handles:
         handle.remove()
-    return torch.stack(found)
+    return torch.stack(found) if gates else torch.tensor(rows)  # transformers 4 has no such module
 
 
 @pytest.mark.parametrize("inner", [False, True], ids=["outer", "inner"])
@@ -176,3 +184,149 @@ def test_a_merged_adapter_is_the_same_policy() -> None:
 def test_an_adapter_that_does_not_tell_is_refused(config: Callable[[], Any]) -> None:
     with pytest.raises(RouterError, match="doesn't tell whether it is switched on"):
         npu_replay.follow(policy(config())).open()
+
+
+# A router that is trained whole: PEFT keeps the original and a copy for each adapter, and calls one of them
+
+
+def trained_whole(*parts: str, adapters: tuple[str, ...] = ("default",)) -> Any:
+    """A model with copies of these modules, none like its original."""
+    torch.manual_seed(2)
+    config = lora(target_modules=["q_proj"], modules_to_save=list(parts))
+    made = peft.get_peft_model(base(), config)
+    for name in adapters[1:]:
+        made.add_adapter(name, config)
+    made.set_adapter(adapters[0])
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "modules_to_save" in name:
+                parameter += torch.randn_like(parameter) * parameter.std()
+    return made.train()
+
+
+@contextlib.contextmanager
+def sent(of: Any) -> Iterator[list[list[int]]]:
+    """How many rows each expert gets in each call of a block: what the experts themselves are handed."""
+    found: list[list[int]] = []
+
+    def fused(_: Any, args: Any, kwargs: Any) -> None:
+        found.append(args[1].flatten().bincount(minlength=8).tolist())
+
+    def begun(*_: Any) -> None:
+        found.append([0] * 8)
+
+    def one(number: int) -> Callable[..., None]:
+        def got(_: Any, args: Any) -> None:
+            found[-1][number] = len(args[0])
+
+        return got
+
+    handles = []
+    for block in [one for one in of.modules() if type(one).__name__ == "Qwen3MoeSparseMoeBlock"]:
+        if isinstance(block.experts, torch.nn.ModuleList):  # transformers 4: the block is the router
+            handles.append(block.register_forward_pre_hook(begun))
+            handles += [
+                expert.register_forward_pre_hook(one(number)) for number, expert in enumerate(block.experts)
+            ]
+        else:
+            handles.append(block.experts.register_forward_pre_hook(fused, with_kwargs=True))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def counted(routes: Any) -> list[list[int]]:
+    """The same, of routes."""
+    return [
+        layer.flatten().long().bincount(minlength=8).tolist() for one in routes for layer in one.ids.unbind(1)
+    ]
+
+
+CHECKPOINTS = {"none": None, "reentrant": True, "non-reentrant": False}
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("part", ["gate", "mlp"])
+def test_a_router_that_is_trained_whole_is_recorded_and_replayed(part: str, checkpoint: str) -> None:
+    """Whichever of its copies a pass runs, also in the recompute."""
+    made, call = trained_whole(part), fed()
+    with torch.no_grad(), npu_replay.record(made) as recording, sent(made) as rows:
+        made(**call)
+        with made.disable_adapter():
+            made(**call)
+    own, original = recording.routes
+    assert counted(recording.routes) == rows
+    assert npu_replay.compare(own, original).router_mismatch > 0.1
+    if CHECKPOINTS[checkpoint] is not None:
+        made.gradient_checkpointing_enable({"use_reentrant": CHECKPOINTS[checkpoint]})
+        made.enable_input_require_grads()
+    with npu_replay.replay(made, [original], live_mismatch=True) as session, sent(made) as rows:
+        made(**call).logits.square().mean().backward()
+    assert rows[:3] == counted([original])
+    assert rows[3:] == ([] if checkpoint == "none" else rows[2::-1])
+    assert session.metrics()["live_mismatch"] > 0.1
+    copies = [one for one in made.named_parameters() if "modules_to_save" in one[0]]
+    gates = [
+        one.grad
+        for name, one in copies
+        if name.endswith(("gate.weight", "gate.modules_to_save.default.weight"))
+    ]
+    assert [grad is not None and bool(grad.any()) for grad in gates] == [True] * 3
+    with npu_replay.pin_recompute(made), npu_replay.observe(made) as seen, sent(made) as rows:
+        made(**call).logits.square().mean().backward()
+    assert counted(seen.shown) == rows[:3]
+    assert counted([own]) != counted([original])
+
+
+@pytest.mark.parametrize("part", ["gate", "mlp"])
+def test_adapters_with_a_copy_each_may_be_switched_in_a_block(part: str) -> None:
+    made, call = trained_whole(part, adapters=("default", "second")), fed()
+    names = ("default", "second", "default")
+    with torch.no_grad(), npu_replay.record(made) as recording, sent(made) as rows:
+        for name in names:
+            made.set_adapter(name)
+            made(**call)
+    assert counted(recording.routes) == rows
+    first, second, third = recording.routes
+    assert npu_replay.compare(first, second).router_mismatch > 0.1
+    assert torch.equal(first.ids, third.ids)
+    with npu_replay.replay(made, [second, first]), sent(made) as rows:
+        for name in names[:2]:
+            made.set_adapter(name)
+            made(**call).logits.sum().backward()
+    assert rows == counted([second, first])
+
+
+def test_a_router_that_is_trained_whole_is_one_in_ddp_and_after_unloading() -> None:
+    made, call = trained_whole("gate"), fed()
+    with torch.no_grad(), npu_replay.record(made) as recording:
+        made(**call)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(made, find_unused_parameters=True)
+        with npu_replay.replay(wrapped, recording.routes, live_mismatch=True) as session:
+            wrapped(**call).logits.mean().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert session.metrics()["live_mismatch"] == 0
+    for plain in (made.merge_and_unload(), made.base_model.model):
+        with torch.no_grad(), npu_replay.record(plain) as again:
+            plain(**call)
+        assert npu_replay.compare(again.routes, recording.routes).router_mismatch < 0.05  # merging rounds
+
+
+def test_the_router_alone_may_be_given_to_a_block() -> None:
+    made, call = trained_whole("gate"), fed()
+    routers = npu_replay.routers.find([made])[0]
+    with torch.no_grad(), npu_replay.record(made) as whole, npu_replay.observe(routers[1].module) as part:
+        made(**call)
+    assert torch.equal(part.shown[0].ids[:, 0], whole.routes[0].ids[:, 1].sort().values)
+
+
+def test_a_whole_layer_that_is_copied_is_refused_by_name() -> None:
+    """A checkpoint inside the wrapper would run a copy again past the wrapper's call."""
+    with pytest.raises(RouterError, match=r"same decoder layer.*modules_to_save: name its router there"):
+        npu_replay.record(trained_whole("layers.1")).__enter__()

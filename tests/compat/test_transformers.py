@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import inspect
 import sys
 import threading
 import types
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import npu_replay
+import tiny_vision
 from npu_replay import RoutedExperts, TokenLayout, routers
 from npu_replay.errors import MicroBatchError, NoEffect, RouterError
 from npu_replay.sessions.hooks import Hook
@@ -618,6 +620,117 @@ def test_experts_that_a_kernel_calls_past_the_router_are_an_error_t36() -> None:
     model.model.layers[2].mlp.forward = lambda hidden: hidden
     with pytest.raises(NoEffect, match=r"layer 2 .*the router was not called"), npu_replay.record(model):
         train(model)
+
+
+# Aux losses: transformers takes a top-k of the routers' logits itself
+
+AUX = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "gpt_oss")
+LOGITS = {"output_router_logits": True}
+LIVE = r"can't count replayed experts.*aux_loss='live'.*output_router_logits"
+
+
+def with_config(model: Any) -> dict[str, Any]:
+    model.config.output_router_logits = True
+    return {}
+
+
+ASKED: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "a keyword": lambda model: LOGITS,
+    "the config": with_config,
+    "both": lambda model: with_config(model) | LOGITS,
+}
+
+
+def recorded(model: nn.Module, **call: Any) -> list[RoutedExperts]:
+    with torch.no_grad(), npu_replay.record(model) as recording:
+        model(**call)
+    return recording.routes
+
+
+@pytest.mark.parametrize("way", ASKED)
+@pytest.mark.parametrize("family", AUX)
+def test_a_loss_of_the_live_choice_is_refused_where_the_replayed_one_is_asked_for(
+    family: str, way: str
+) -> None:
+    model, call = build(family), {"input_ids": batches()[0]}
+    routes = recorded(model, **call)
+    asked = ASKED[way](model)
+    with pytest.raises(RouterError, match=LIVE), npu_replay.replay(model, routes, aux_loss="replayed"):
+        model(**call, **asked)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    with npu_replay.replay(model, routes, aux_loss="live"):
+        assert model(**call, **asked).aux_loss is not None
+    with npu_replay.replay(model, routes, aux_loss="replayed"):
+        assert model(**call, output_router_logits=False).aux_loss is None
+
+
+def test_the_variable_asks_for_it_too_and_a_positional_argument_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Wrapped(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.module(*args, **kwargs)
+
+    monkeypatch.setenv("NPU_REPLAY_AUX_LOSS", "replayed")
+    for model in (build("qwen3_moe"), Wrapped(build("qwen3_moe"))):
+        inner = getattr(model, "module", model)
+        (ids, *_), names = batches(), list(inspect.signature(inner.forward).parameters)
+        others = [None] * (names.index("output_router_logits") - 1)
+        routes = recorded(model, input_ids=ids)
+        with pytest.raises(RouterError, match=LIVE), npu_replay.replay(model, routes):
+            model(ids, *others, True)
+        with npu_replay.replay(model, routes):
+            assert model(ids, *others, False).aux_loss is None
+        with npu_replay.replay(model, routes, aux_loss="live"):
+            assert model(ids, *others, True).aux_loss is not None
+
+
+def test_it_is_refused_in_the_micro_batch_that_has_it() -> None:
+    model = build("qwen3_moe")
+    first, second = batches()
+    with torch.no_grad(), npu_replay.record(model) as recording:
+        model(input_ids=first)
+        model(input_ids=second)
+    with npu_replay.replay(model, recording.routes, aux_loss="replayed") as session:
+        model(input_ids=first).logits.sum().backward()
+        with pytest.raises(RouterError, match=LIVE):
+            model(input_ids=second, **LOGITS)
+        model(input_ids=second).logits.sum().backward()  # tried again, without
+    assert session.metrics()["micro_batches"] == 2
+
+
+def test_a_text_config_inside_says_it_for_the_whole_model() -> None:
+    model = tiny_vision.make().train()
+    call = {"input_ids": torch.randint(2, 100, (2, 8))}
+    routes = recorded(model, **call)
+    model.config.text_config.output_router_logits = True
+    assert model(**call).aux_loss is not None
+    with pytest.raises(RouterError, match=LIVE), npu_replay.replay(model, routes, aux_loss="replayed"):
+        model(**call)
+
+
+def test_follow_refuses_it_in_calls_that_it_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_REPLAY_AUX_LOSS", "replayed")
+    model, ids = build("qwen3_moe"), batches()[0]
+    call = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with npu_replay.follow(model) as following:
+        with torch.no_grad():
+            model(**call)
+        with pytest.raises(RouterError, match=LIVE):
+            model(**call, **LOGITS)
+        model(**call).logits.sum().backward()
+    assert following.metrics()["replayed"] == len(ids)
+
+
+def test_a_record_and_an_observation_ask_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_REPLAY_AUX_LOSS", "replayed")
+    model, call = build("qwen3_moe"), {"input_ids": batches()[0]} | LOGITS
+    with npu_replay.observe(model), npu_replay.record(model):
+        assert model(**call).aux_loss is not None
 
 
 # The table in docs/models.md

@@ -25,6 +25,7 @@ from distributed.parallel_model import EXPERTS
 from npu_replay import RoutedExperts
 from npu_replay.compat.verl import delivery, engine, recorded
 from npu_replay.compat.verl.actions import switch
+from npu_replay.environment import DELIVERY
 from npu_replay.errors import InvalidRoutes, ReplayError
 from npu_replay.parallel import exchange
 from on_verl import engine_job as job
@@ -360,7 +361,7 @@ def _slow() -> None:
 def _r2_by_reference(settings: dict[str, Any]) -> None:
     """Batches have keys, and ids stay in the ranks that recorded them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(delivery.SWITCH, "ray")
+        patch.setenv(DELIVERY, "ray")
         patch.setattr(recorded, "exchange", None)  # nothing is elsewhere, for a stage of dense layers neither
         _r2(Actor, settings, stays=True)
         engine.refuse_engines()  # as uninstall() does
@@ -374,7 +375,7 @@ def _moved() -> None:
     tiny = begin(mode="R2")
     actor = Actor(tiny)
     with pytest.MonkeyPatch.context() as patch, job.other_routers(actor.chunks):
-        patch.setenv(delivery.SWITCH, "ray")
+        patch.setenv(DELIVERY, "ray")
         with npu_replay.observe(actor.chunks) as seen:
             data, _ = recorded_batch(actor)
         wanted = elsewhere(seen.shown)
@@ -422,7 +423,7 @@ def _again() -> None:
     tiny = begin(mode="R2")
     actor = Actor(tiny)
     with pytest.MonkeyPatch.context() as patch, job.other_routers(actor.chunks):
-        patch.setenv(delivery.SWITCH, "ray")
+        patch.setenv(DELIVERY, "ray")
         with npu_replay.observe(actor.chunks) as seen:
             data = elsewhere(recorded_batch(actor)[0])
         batch = job.log_prob_batch(data)
@@ -446,7 +447,7 @@ def _stays_and_fails() -> None:
         raise MemoryError("no memory of the host")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(delivery.SWITCH, "ray")
+        patch.setenv(DELIVERY, "ray")
         data, _ = recorded_batch(actor)
         there = elsewhere(data)
         for module, name in ((delivery, "keys_in"), (exchange, "_room")):
@@ -457,8 +458,8 @@ def _stays_and_fails() -> None:
                     actor.update(there)
             nothing_is_on()
         actor.update(there)
-        patch.setenv(delivery.SWITCH, "raay")
-        with pytest.raises(ReplayError, match="nothing is known that carries routes by this name"):
+        patch.setenv(DELIVERY, "raay")
+        with pytest.raises(ReplayError, match="NPU_REPLAY_DELIVERY: this value can't be used"):
             recorded_batch(actor)
     nothing_is_on()
 
@@ -482,7 +483,7 @@ def _padding() -> None:
     tiny = begin(mode="R2", micro=1)
     actor = Actor(tiny)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(delivery.SWITCH, "ray")
+        patch.setenv(DELIVERY, "ray")
         data, keys = recorded_batch(actor)
         update = job.update_batch(data)
         keys[0] = torch.zeros_like(keys[0])
@@ -500,7 +501,7 @@ def _stays_on_one() -> None:
     tiny = begin(mode="R2", split=Split(pp=2))
     actor = Actor(tiny)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(delivery.SWITCH, "ray" if dist.get_rank() else "")
+        patch.setenv(DELIVERY, "ray" if dist.get_rank() else "")
         with pytest.raises(ReplayError, match=r"is set on some ranks alone|so does this one"):
             recorded_batch(actor)
     nothing_is_on()

@@ -24,6 +24,7 @@ import tiny_qwen
 import tiny_vision
 from distributed.parallel_model import EXPERTS
 from npu_replay.compat.verl import delivery
+from npu_replay.environment import DELIVERY
 from npu_replay.errors import ReplayError
 from on_verl import engine_job
 from on_verl import fsdp_job as job
@@ -184,7 +185,7 @@ for _way, _settings in WAYS.items():
 def _stays() -> None:
     """Ids stay in the rank that recorded them; the witness saw them in both passes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(delivery.SWITCH, "ray")
+        patch.setenv(DELIVERY, "ray")
         for settings in (WAYS["dynamic"], {"sp": 2}, {"packed": False}):
             _r2(tiny_of(recompute=True, **settings), stays=True)
 

@@ -23,6 +23,7 @@ from npu_replay import InvalidRoutes, ReplayError, RoutedExperts, RoutedModel, f
 from npu_replay.compat.verl import arrivals, carried, delivery
 from npu_replay.compat.verl.actor_pipeline import cut_of
 from npu_replay.compat.verl.tensors import MicroBatch
+from npu_replay.environment import DELIVERY
 from npu_replay.errors import RouterError
 from npu_replay.routes.labels import StageLabels
 from on_verl import test_rollout as loops
@@ -36,7 +37,7 @@ LAYERS, COUNT = (1, 2, 3, 4), 8
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(delivery.SWITCH, str(tmp_path / "routes"))
+    monkeypatch.setenv(DELIVERY, str(tmp_path / "routes"))
     monkeypatch.setattr(delivery, "arrived", delivery.Arrived())
     return tmp_path / "routes"
 
@@ -227,7 +228,7 @@ def test_the_reference_is_sent_no_routes(
     monkeypatch.setattr(module, "left_right_2_no_padding", lambda batch: batch)  # older ones want flash-attn
     if not hasattr(trainer, "_compute_ref_log_prob"):
         pytest.skip("0.7.0's trainer sends it in line")
-    monkeypatch.setenv(delivery.SWITCH, value and str(tmp_path))
+    monkeypatch.setenv(DELIVERY, value and str(tmp_path))
     npu_replay.install()
     data, _ = batch_of()
     sent: list[set[str]] = []
@@ -445,10 +446,10 @@ def test_a_token_without_a_route_has_none_behind_its_reference_either(topk: int)
 
 @pytest.mark.parametrize(
     ("value", "words"),
-    [("redis", "ray, or the absolute path"), ("relative/folder", "ray, or the absolute path")],
+    [("redis", "the absolute path of a folder, got redis"), ("relative/folder", "got relative/folder")],
 )
 def test_what_is_no_carrier_is_refused(value: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(delivery.SWITCH, value)
+    monkeypatch.setenv(DELIVERY, value)
     with pytest.raises(ReplayError, match=words):
         batch_of(Turn(SAMPLED[:4], change=deep))
 
@@ -477,9 +478,9 @@ def test_nothing_is_put_away_for_a_validation(folder: Path, monkeypatch: pytest.
     assert not list(folder.glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("value", ["", "0"])
+@pytest.mark.parametrize("value", ["", "0", "off"])
 def test_switched_off_batches_carry_ids(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(delivery.SWITCH, value)
+    monkeypatch.setenv(DELIVERY, value)
     data, _ = batch_of(Turn(SAMPLED[:4], change=deep))
     assert tuple(data.batch["routed_experts"].shape[2:]) == (5, 8)
     assert delivery.COLUMN not in data.non_tensor_batch

@@ -549,3 +549,66 @@ def test_a_wrapper_around_a_lent_method_survives_uninstall(ours: Any, flag: dict
         assert same(trainer.run("each"), untouched)
         for module in modules:
             del module.forward
+
+
+def with_prediction_layers(config: Any) -> Any:
+    """A model whose multi-token-prediction layers have routers too, numbered anew."""
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+
+    spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    mtp = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        mtp_block_spec=mtp,
+        vocab_size=64,
+        max_sequence_length=64,
+        position_embedding_type="rope",
+    )
+    assert len(replayed_routers(model)) == 4
+    return model
+
+
+def replayed_routers(model: torch.nn.Module) -> list[Any]:
+    """As the model made them."""
+    return [one for one in model.modules() if type(one).__name__ == "TopKRouter"]
+
+
+MODELS: dict[str, Any] = {
+    "decoders": lambda config: megatron_model.model(config),
+    "prediction layers": with_prediction_layers,
+    "wrapped": lambda config: torch.nn.Sequential(torch.nn.Sequential(megatron_model.model(config))),
+}
+
+
+WAYS = {
+    "taken off and put on": "12-+",
+    "built before": "-12+",
+    "one before and one after": "-1+2-+",
+    "one while it was off": "1-2+-+",
+}
+"""Models 1 and 2 are built, and npu_replay goes (-) and comes (+)."""
+PAIRS = [("decoders", "prediction layers"), ("prediction layers", "wrapped"), ("wrapped", "decoders")]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=", ".join)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_list_of_all_keeps_the_order_of_making(ours: Any, way: str, pair: tuple[str, str]) -> None:
+    """However npu_replay comes and goes, and whatever the collector has moved meanwhile."""
+    for collects in (False, True):
+        made = []
+        config = megatron_model.config(**FLAG, num_layers=2, mtp_num_layers=2)  # of both
+        with contextlib.ExitStack() as stack:
+            for step in WAYS[way]:
+                if step == "-":
+                    stack.enter_context(uninstalled())
+                elif step == "+":
+                    stack.close()
+                else:
+                    model = MODELS[pair[int(step) - 1]](config)
+                    made.append(model)  # the last one has a name of its own as well: the collector minds
+                if collects:
+                    gc.collect()
+        wanted = [id(router.router_replay) for model in made for router in replayed_routers(model)]
+        there = [id(one) for one in ours.global_router_replay_instances if id(one) in set(wanted)]
+        assert there == wanted

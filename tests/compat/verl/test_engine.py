@@ -142,7 +142,7 @@ def test_a_setting_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch, t
     engine = Engine()
     routes = record(engine)
     monkeypatch.setenv("NPU_REPLAY_METRICS_EVERY", told)
-    with pytest.raises(ReplayError, match="NPU_REPLAY_METRICS_EVERY must be a number"):
+    with pytest.raises(ReplayError, match="NPU_REPLAY_METRICS_EVERY must be a whole number"):
         replay(engine, routes)
 
 

@@ -1,0 +1,78 @@
+"""The environment variables that a user may set: each is read here and nowhere else.
+
+Spaces around a value and the case of a word make no difference; an empty value is the same as none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+from npu_replay.errors import ReplayError, share
+
+AUX_LOSS = "NPU_REPLAY_AUX_LOSS"
+BAD_SAMPLES = "NPU_REPLAY_BAD_SAMPLES"
+DELIVERY = "NPU_REPLAY_DELIVERY"
+DISABLE = "NPU_REPLAY_DISABLE"
+METRICS_EVERY = "NPU_REPLAY_METRICS_EVERY"
+MIN_OVERLAP = "NPU_REPLAY_MIN_OVERLAP"
+STRICT = "NPU_REPLAY_STRICT"
+VLLM_ASCEND = "NPU_REPLAY_VLLM_ASCEND"
+
+
+def read(name: str, default: Any = None) -> Any:
+    """Return what a variable says, or `default` where nobody has set it; an error that names it otherwise."""
+    told = os.environ.get(name, "").strip()
+    return _READINGS[name](told, name) if told else default
+
+
+def disabled() -> bool:
+    """Return whether the user has turned all changes to other modules off."""
+    return bool(read(DISABLE, False))
+
+
+def strict() -> bool:
+    """Return whether a job stops where npu_replay can't do its part; switched off, it goes on without."""
+    return bool(read(STRICT, True))
+
+
+def check() -> None:
+    """Refuse a variable whose value can't be used, and a name that is a slip of one of these."""
+    for name in _READINGS:
+        read(name)
+    for name in (name for name in os.environ if name.startswith("NPU_REPLAY_") and name not in _READINGS):
+        meant = get_close_matches(name, _READINGS, n=1, cutoff=0.9)
+        ReplayError.unless(not meant, "npu_replay reads no such variable", " ".join(meant), name, "a slip")
+
+
+def _word(told: str, name: str, words: Mapping[str, Any], *others: str) -> Any:
+    """Return what a word means; others: what else the error says that the variable may be."""
+    expected = f"one of {', '.join((*words, *others))}"
+    ReplayError.unless(told.lower() in words, "this value can't be used", expected, told, where=name)
+    return words[told.lower()]
+
+
+def _count(told: str, name: str) -> int:
+    ReplayError.unless(told.isdecimal(), f"{name} must be a whole number", "10, for one", told)
+    return int(told)
+
+
+def _carrier(told: str, name: str) -> str:
+    """Return what carries routes: "ray", or a folder; "" for nothing but batches."""
+    words = {"ray": "ray"} | dict.fromkeys(_OFF, "")
+    return told if os.path.isabs(told) else str(_word(told, name, words, "the absolute path of a folder"))
+
+
+_ON, _OFF = dict.fromkeys(("1", "true", "yes", "on"), True), dict.fromkeys(("0", "false", "no", "off"), False)
+_READINGS: dict[str, Callable[[str, str], Any]] = {
+    AUX_LOSS: partial(_word, words={"live": "live", "replayed": "replayed"}),
+    BAD_SAMPLES: partial(share, of="samples"),
+    DELIVERY: _carrier,
+    METRICS_EVERY: _count,
+    MIN_OVERLAP: partial(share, of="experts that were given"),
+    **dict.fromkeys((DISABLE, STRICT, VLLM_ASCEND), partial(_word, words=_ON | _OFF)),
+}
+"""How the value of each is read."""

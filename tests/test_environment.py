@@ -1,0 +1,147 @@
+"""The environment variables: one reading of all, and an error at import for what can't be used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from npu_replay import environment
+from npu_replay.errors import ReplayError
+
+SWITCHES: dict[str, tuple[Callable[[], Any], Any]] = {
+    environment.DISABLE: (environment.disabled, False),
+    environment.STRICT: (environment.strict, True),
+    environment.VLLM_ASCEND: (lambda: environment.read(environment.VLLM_ASCEND), None),
+}
+"""How each is read, and what it is where nobody has set it."""
+UNUSABLE = {
+    environment.DISABLE: ["maybe", "2", "01", "-1", "yes please", "disable", "None"],
+    environment.STRICT: ["lenient", "O", "nope"],
+    environment.VLLM_ASCEND: ["ascend", "ture"],
+    environment.AUX_LOSS: ["both", "1", "off", "live,replayed"],
+    environment.MIN_OVERLAP: ["much", "1.01", "-0.1", "nan", "20%", "true"],
+    environment.BAD_SAMPLES: ["few", "2", "inf", "1%"],
+    environment.METRICS_EVERY: ["often", "-1", "2.5", "1 in 2", "off"],
+    environment.DELIVERY: ["redis", "routes", "./routes", "true", "ray://head"],
+}
+USABLE = {
+    environment.DISABLE: ["TRUE", " no "],
+    environment.STRICT: ["False", "ON"],
+    environment.VLLM_ASCEND: ["Yes", "oFF"],
+    environment.AUX_LOSS: ["Live", " replayed "],
+    environment.MIN_OVERLAP: ["0", " 0.2", "1"],
+    environment.BAD_SAMPLES: ["0", "1e-3"],
+    environment.METRICS_EVERY: ["0", " 10 "],
+    environment.DELIVERY: ["Ray", "/shared/Routes", "False", "0"],
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("word", ["1", "true", "yes", "on", "0", "false", "no", "off"])
+def test_a_switch_is_read_in_any_case_and_with_spaces(
+    name: str, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, _ = SWITCHES[name]
+    for value in (word, word.upper(), word.capitalize(), f" {word}\t"):
+        monkeypatch.setenv(name, value)
+        assert read() is (word in ("1", "true", "yes", "on")), value
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_an_empty_switch_is_one_that_nobody_has_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, default = SWITCHES[name]
+    for value in ("", "  "):
+        monkeypatch.setenv(name, value)
+        assert read() is default
+    monkeypatch.delenv(name)
+    assert read() is default
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, one) for name in USABLE for one in (*USABLE[name], "", " ")]
+)
+def test_what_can_be_used_passes(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    environment.check()
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, one) for name in UNUSABLE for one in UNUSABLE[name]])
+def test_what_cannot_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ReplayError) as caught:
+        environment.check()
+    said = str(caught.value)
+    assert name in said
+    assert value in said
+    assert "Expected" in said
+
+
+def test_what_is_read_is_what_was_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (
+        (environment.AUX_LOSS, "Replayed "),
+        (environment.MIN_OVERLAP, " 0.25"),
+        (environment.METRICS_EVERY, " 3"),
+        (environment.DELIVERY, "/shared/Routes "),
+    ):
+        monkeypatch.setenv(name, value)
+    assert environment.read(environment.AUX_LOSS) == "replayed"
+    assert environment.read(environment.MIN_OVERLAP) == 0.25
+    assert environment.read(environment.METRICS_EVERY) == 3
+    assert environment.read(environment.DELIVERY) == "/shared/Routes"
+    assert environment.read(environment.BAD_SAMPLES, 0.01) == 0.01
+    for off in ("off", "No", "0"):
+        monkeypatch.setenv(environment.DELIVERY, off)
+        assert environment.read(environment.DELIVERY) == ""
+
+
+@pytest.mark.parametrize("slip", ["NPU_REPLAY_DISABEL", "NPU_REPLAY_DISABLED", "NPU_REPLAY_METRIC_EVERY"])
+def test_a_slip_in_a_name_is_told(slip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(slip, "1")
+    with pytest.raises(ReplayError, match=rf"Expected NPU_REPLAY_\w+, got {slip}"):
+        environment.check()
+
+
+@pytest.mark.parametrize("other", ["NPU_REPLAY_HOME", "NPU_REPLAY_NEEDED", "NPU_REPLAY_VLLM_ASCEND_RESULTS"])
+def test_other_names_are_left_alone(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(other, "1")
+    environment.check()
+
+
+IMPORTED = """
+import os
+os.environ[{name!r}] = {value!r}
+try:
+    import npu_replay
+except RuntimeError as error:
+    print(type(error).__name__, error)
+os.environ[{name!r}] = ""
+import npu_replay
+print(npu_replay.record.__name__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(environment.DISABLE, "maybe"), (environment.MIN_OVERLAP, "much"), ("NPU_REPLAY_DISABLED", "1")],
+)
+def test_the_import_fails_and_a_second_one_may_not(name: str, value: str) -> None:
+    """In the process whose environment it is, before anything is changed in another library."""
+    if name == "NPU_REPLAY_DISABLED":  # the name itself has to go
+        code = IMPORTED.replace('os.environ[{name!r}] = ""', "del os.environ[{name!r}]")
+    else:
+        code = IMPORTED
+    done = subprocess.run(
+        [sys.executable, "-c", code.format(name=name, value=value)],
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said, after = done.stdout.splitlines()
+    assert said.startswith("ReplayError [npu_replay]")
+    assert name in said
+    assert after == "record"
