@@ -325,6 +325,8 @@ class Case:
     layer: int
     backward: str
     warmed: bool
+    again: bool
+    """Does the recompute have the fault, and the forward not?"""
 
     @property
     def count(self) -> int:
@@ -339,11 +341,12 @@ class Case:
     def __str__(self) -> str:
         grads = "".join("g" if one else "-" for one in self.grads)
         how = f"{self.how}, backward {self.backward}" if self.how else f"backward {self.backward}"
+        where = f"fault in {self.at}, router {self.layer}{', in its recompute' if self.again else ''}"
         warmed = ", after another block" if self.warmed else ""
-        return f"[{self.seed}] {self.kind} {grads}, fault in {self.at}, router {self.layer}, {how}{warmed}"
+        return f"[{self.seed}] {self.kind} {grads}, {where}, {how}{warmed}"
 
 
-def draw(bed: str, fault: str, number: int) -> Case:
+def draw(bed: str, fault: str, number: int, *, again: bool = False) -> Case:
     seed = f"{bed}, {fault}, {number}"
     chance = random.Random(seed)
     kind = chance.choice(["record", "replay", "pin_recompute", "follow"])
@@ -357,20 +360,22 @@ def draw(bed: str, fault: str, number: int) -> Case:
     else:
         share = chance.choice([0, 0.3, 1])
         grads = [chance.random() < share for _ in range(count)]
-    unchecked = [one for one in range(len(grads)) if one & (one - 1)]
-    at = chance.choice(unchecked) if unchecked and chance.random() < 0.8 else chance.randrange(len(grads))
-    how = chance.choice([None, "reentrant", "non-reentrant"])
+        if again and not any(grads):
+            grads[-1] = True
+    may = [one for one, grad in enumerate(grads) if grad or not again]
+    unchecked = [one for one in may if one & (one - 1)]
     return Case(
         seed,
         bed,
         fault,
         kind,
-        how,
+        chance.choice(["reentrant", "non-reentrant"] if again else [None, "reentrant", "non-reentrant"]),
         tuple(grads),
-        at,
+        chance.choice(unchecked if unchecked and chance.random() < 0.8 else may),
         chance.randrange(3 if toys else 2),
         chance.choice(["each", "reverse"]),
         chance.random() < 0.5,
+        again,
     )
 
 
@@ -405,6 +410,10 @@ class Now:
             yield
         finally:
             torch.topk = before
+
+    def decides(self, scores: torch.Tensor) -> bool:
+        """Is a top-k over these of the router's own shape?"""
+        return scores.shape == (self.rows, self.bed.experts)
 
     def write(self, ids: torch.Tensor) -> None:
         """Into the ids that a top-k gave, as code behind it does."""
@@ -442,14 +451,36 @@ def figure_after(now: Now) -> Any:
 
 
 def ids_written(now: Now) -> Any:
-    def instead(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        found = before(*args, **kwargs)
-        if found[1].shape == (now.rows, now.bed.topk):
+    def instead(before: Callable[..., Any], scores: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = before(scores, *args, **kwargs)
+        if now.decides(scores):
             now.write(found[1])
         return found
 
     with now.topk(instead):
         return now.run()
+
+
+def twice(now: Now) -> Any:
+    """A figure over the very scores."""
+
+    def instead(before: Callable[..., Any], scores: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if now.decides(scores):
+            before(scores, *args, **kwargs)
+        return before(scores, *args, **kwargs)
+
+    with now.topk(instead):
+        return now.run()
+
+
+def other_figures_before(now: Now) -> Any:
+    """None of them is of the router's own shape."""
+    scores = torch.rand(now.rows, now.bed.experts, generator=torch.Generator().manual_seed(1))
+    torch.topk(scores, now.bed.topk + 1)
+    torch.topk(scores[:, :-1], now.bed.topk)
+    scores.topk(now.bed.topk, largest=False)
+    torch.topk(scores[None], now.bed.topk)
+    return now.run()
 
 
 def other_output(now: Now) -> Any:
@@ -474,8 +505,12 @@ class Again(Exception):
     """What makes somebody try a forward again."""
 
 
+AGAIN = Again, KeyboardInterrupt
+
+
 WRONG: dict[str, Callable[[Now], Any]] = {
     "figure_before": figure_before,
+    "twice": twice,
     "ids_written": ids_written,
     "other_output": other_output,
     "sorts": sorts,
@@ -484,19 +519,22 @@ WRONG: dict[str, Callable[[Now], Any]] = {
 RIGHT: dict[str, Callable[[Now], Any]] = {
     "nothing": nothing,
     "figure_after": figure_after,
+    "other_figures_before": other_figures_before,
     "early_alias_always": early_alias,
     "retried": nothing,
 }
 OPEN: dict[str, Callable[[Now], Any]] = {
     "figure_before_by_an_early_alias": figure_before_by_an_early_alias,
     "early_alias_once": early_alias,
-    "compiled": nothing,
 }
+IN_RECOMPUTE = ("figure_before", "twice", "ids_written", "other_output", "sorts")
 FAULTS = WRONG | RIGHT | OPEN
 """Of the last, and of what changes nothing, either is fine: an error that names its place, or the truth."""
 
 
 def expected(case: Case) -> str:
+    if case.again:
+        return "wrong"
     if case.fault in RIGHT:
         return "right"
     if case.fault == "early_alias_once" and case.bed == "masked toy":
@@ -505,7 +543,11 @@ def expected(case: Case) -> str:
         return "open"
     if case.kind == "pin_recompute":
         # A forward may choose as it likes: what counts is that its recompute chooses the same.
-        return "wrong" if case.recomputes and case.fault in ("figure_before", "sorts") else "open"
+        differs = case.recomputes and case.fault in ("figure_before", "twice", "sorts")
+        return "wrong" if differs else "open"
+    chooses = case.kind == "record" or (case.kind == "follow" and not case.grads[case.at])
+    if case.fault == "twice" and chooses and not case.recomputes:
+        return "open"  # both choose the same
     return "wrong"
 
 
@@ -553,15 +595,15 @@ class Run:
         self.seen.append(seen)
         fed = -hidden if again else hidden  # by itself a recompute would choose others
         run = functools.partial(forward, fed, *args[1:], **kwargs)
-        if not self.has_fault(layer, rows):
+        if not self.has_fault(layer, rows) or (self.case.again and not again):
             return run()
         chance = random.Random(self.case.seed)
-        early = chance.random() < 0.5
+        kind, early = chance.choice(AGAIN), chance.random() < 0.5
         if self.failing and early:
-            raise Again
+            raise kind
         output = FAULTS[self.case.fault](Now(self.bed, rows, chance, run))
         if self.failing:
-            raise Again
+            raise kind
         return output
 
     def after(self, layer: int, module: nn.Module, args: Any, output: Any) -> None:
@@ -621,7 +663,7 @@ class Run:
     def block(self) -> Any:
         case, model = self.case, self.bed.model
         if case.kind == "replay":
-            return npu_replay.replay(model, self.given, live_mismatch=len(case.seed) % 2 == 0)
+            return npu_replay.replay(model, self.given, live_mismatch=case.warmed)
         return getattr(npu_replay, case.kind)(model)
 
     @functools.cached_property
@@ -660,12 +702,10 @@ class Run:
         call, tokens = self.bed.call, self.tokens(number % self.case.count)
         if number == self.case.at and self.case.fault == "retried":
             self.failing = True
-            with contextlib.suppress(Again):
+            with contextlib.suppress(*AGAIN):
                 call(tokens)
             self.failing = False
             self.seen = [one for one in self.seen if (one.rows, one.phase) != (tokens.numel(), self.phase)]
-        if number == self.case.at and self.case.fault == "compiled":
-            call = torch.compile(call, backend="eager")
         return call(tokens)
 
     def move(self) -> None:
@@ -763,6 +803,8 @@ def _judged(run: Run, block: Any, raised: BaseException | None) -> list[str]:
             return [f"wrong in silence: {untrue[0]}" + (f" and {len(untrue) - 1} more" if untrue[1:] else "")]
         return ["passed, though it is wrong"] if wanted == "wrong" else []
     said = f"{type(raised).__name__} in {' '.join(map(str, run.stage))}: {str(raised)[:160]}"
+    if wanted == "open" and case.fault == "ids_written" and "modified by an inplace" in str(raised):
+        return []  # what torch says of it without a block, too
     if not isinstance(raised, ReplayError):
         return [f"raised no ReplayError, but {said}"]
     if wanted == "right":
@@ -771,7 +813,10 @@ def _judged(run: Run, block: Any, raised: BaseException | None) -> list[str]:
     if named is None or int(named.group(1)) != case.at:
         return [f"refused, but not by its place: {said}"]
     # On leaving, and in a backward at the end, the number is that of all calls.
-    return [] if run.stage[1] in (case.at, case.at + 1) else [f"refused late: {said}"]
+    what, number = run.stage
+    if case.again or wanted == "open":
+        return [] if what == "backward" or number == case.at else [f"refused late: {said}"]
+    return [] if number in (case.at, case.at + 1) else [f"refused late: {said}"]
 
 
 def _left(bed: Bed) -> list[str]:
@@ -814,15 +859,15 @@ def models_of_this_file() -> Iterator[None]:
 
 
 CASES = {
-    "toy": 16,
-    "masked toy": 10,
-    "Qwen3Moe": 4,
-    "Mixtral": 4,
-    "GptOss": 4,
-    "megatron": 4,
+    "toy": 10,
+    "masked toy": 6,
+    "Qwen3Moe": 3,
+    "Mixtral": 3,
+    "GptOss": 3,
+    "megatron": 3,
     "megatron in groups": 2,
 }
-"""How many of each fault."""
+"""How many of each fault: 30, of 17 faults."""
 
 
 def check(cases: Sequence[Case]) -> None:
@@ -831,37 +876,98 @@ def check(cases: Sequence[Case]) -> None:
     assert not wrong, f"{len(wrong)} of {len(cases)} cases\n{told}"
 
 
-def beds(*names: str) -> list[Any]:
-    marks = {name: [pytest.mark.megatron] if name.startswith("megatron") else [] for name in names}
-    return [pytest.param(name, marks=marked) for name, marked in marks.items()]
+beds = pytest.mark.parametrize(
+    "bed",
+    [
+        pytest.param(name, marks=[pytest.mark.megatron] if name.startswith("megatron") else [])
+        for name in CASES
+    ],
+)
 
 
-@pytest.mark.parametrize("bed", beds(*CASES))
+@beds
 @pytest.mark.parametrize("fault", WRONG)
 def test_what_is_wrong_in_one_micro_batch_is_refused_in_it(bed: str, fault: str) -> None:
     check([draw(bed, fault, number) for number in range(CASES[bed])])
 
 
-@pytest.mark.parametrize("bed", beds(*CASES))
+@beds
+@pytest.mark.parametrize("fault", IN_RECOMPUTE)
+def test_what_is_wrong_in_one_recompute_is_refused_in_backward(bed: str, fault: str) -> None:
+    check([draw(bed, fault, number, again=True) for number in range(CASES[bed])])
+
+
+@beds
 @pytest.mark.parametrize("fault", RIGHT)
 def test_what_is_right_in_every_micro_batch_passes_with_the_truth(bed: str, fault: str) -> None:
     check([draw(bed, fault, number) for number in range(CASES[bed])])
 
 
-@pytest.mark.parametrize("bed", beds(*CASES))
-@pytest.mark.parametrize("fault", ["figure_before_by_an_early_alias", "early_alias_once"])
+@beds
+@pytest.mark.parametrize("fault", OPEN)
 def test_a_top_k_that_may_go_unseen_is_never_wrong_in_silence(bed: str, fault: str) -> None:
     check([draw(bed, fault, number) for number in range(CASES[bed])])
 
 
-@pytest.mark.parametrize("bed", ["toy", "masked toy"])
-def test_a_compiled_function_around_one_micro_batch_is_never_wrong_in_silence(bed: str) -> None:
-    check([draw(bed, "compiled", number) for number in range(3)])
-
-
-@pytest.mark.parametrize("fault", [*WRONG, *RIGHT])
+@pytest.mark.parametrize("fault", [fault for fault in WRONG | RIGHT if fault != "other_output"])
 def test_a_block_that_routes_itself_is_never_wrong_in_silence(fault: str) -> None:
-    """Its output shows no ids: a figure after the top-k may be refused, too."""
-    if fault == "other_output":
-        pytest.skip("its output is that of its experts")
+    """Its output shows no ids. A figure after the top-k may be refused, too."""
     check([draw("toy blocks", fault, number) for number in range(6)])
+
+
+# Compiled functions: without any hook of the test's, which would break their graphs
+
+
+def compiled_once(kind: str, part: str, at: int) -> None:
+    """Micro-batch `at` runs through a compiled function around the model or a layer, the others don't."""
+    micro_batches = [torch.randint(VOCABULARY, (1, LEAST_ROWS + one)) for one in range(6)]
+    torch.manual_seed(3)
+    bed = toy(masked=False)
+    model: Any = bed.model
+    with torch.no_grad(), npu_replay.record(model) as recording:
+        truth = [model(input_ids=ids) for ids in micro_batches]
+    if kind == "replay":
+        with torch.no_grad():
+            for module in bed.routers:
+                module.weight.neg_()
+    make: dict[str, Callable[[], Any]] = {
+        "record": lambda: npu_replay.record(model),
+        "replay": lambda: npu_replay.replay(model, recording.routes),
+        "pin_recompute": lambda: npu_replay.pin_recompute(model),
+        "follow": lambda: npu_replay.follow(model),
+    }
+    if kind == "replay":
+        with torch.no_grad(), make[kind]():
+            truth = [model(input_ids=ids) for ids in micro_batches]
+    block, outputs, refused = make[kind](), [], None
+    torch._dynamo.reset()
+    try:
+        with torch.no_grad(), block:
+            for number, ids in enumerate(micro_batches):
+                call = model
+                if number == at and part == "model":
+                    call = torch.compile(lambda **fed: model(**fed), backend="eager")
+                elif number == at:
+                    model.layers[1].forward = torch.compile(model.layers[1].forward, backend="eager")
+                outputs.append(call(input_ids=ids))
+                vars(model.layers[1]).pop("forward", None)
+    except ReplayError as error:
+        refused = error
+    finally:
+        torch._dynamo.reset()
+        vars(model.layers[1]).pop("forward", None)
+        left = _left(bed)
+    assert not left, left
+    if refused is not None:
+        assert f"micro-batch {at}" in refused.where, refused
+        assert len(outputs) in (at, at + 1), f"refused late: {refused}"
+        return
+    assert all(torch.equal(a, b) for a, b in zip(outputs, truth, strict=True)), "wrong in silence"
+    if kind == "record":
+        assert block.routes == recording.routes
+
+
+@pytest.mark.parametrize("part", ["model", "layer"])
+@pytest.mark.parametrize("kind", ["record", "replay", "pin_recompute", "follow"])
+def test_a_compiled_function_around_one_micro_batch_is_never_wrong_in_silence(kind: str, part: str) -> None:
+    compiled_once(kind, part, random.Random(f"{kind} {part}").choice([3, 5]))
