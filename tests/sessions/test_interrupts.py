@@ -27,6 +27,7 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import npu_replay
@@ -34,6 +35,7 @@ from npu_replay import RoutedExperts, routers
 from npu_replay.routers import Router, RouterKind
 from npu_replay.sessions import backward, seam
 from npu_replay.sessions.session import open_sessions
+from npu_replay.sessions.stepwise import StepRecording
 from toys import EXPERTS, HIDDEN, TOPK, ToyLayer, ToyRouter, ToyRouters, plain
 
 pytestmark = [
@@ -98,17 +100,17 @@ def in_groups(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 class Model(nn.Module):
-    """A masked router in a non-reentrant checkpoint, a plain one in a reentrant one, and two in none."""
+    """A masked router in a non-reentrant checkpoint, a plain one in a reentrant one, and a block in none."""
 
-    config = SimpleNamespace(num_hidden_layers=4, get_text_config=lambda: Model.config)
+    config = SimpleNamespace(num_hidden_layers=3, get_text_config=lambda: Model.config)
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.embedding = nn.Embedding(50, HIDDEN)
-        masked, alone = ToyRouter(select=in_groups, masks=True), ToyRouter(drops=True)
-        self.layers = nn.ModuleList([ToyLayer(masked), ToyLayer(ToyRouter()), ToyLayer(alone), Block()])
-        self.reentrant = [False, True, None, None]
+        masked, other = ToyRouter(select=in_groups, masks=True), ToyRouter(drops=True)
+        self.layers = nn.ModuleList([ToyLayer(masked), ToyLayer(other), Block()])
+        self.reentrant = [False, True, None]
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.5)
 
@@ -141,11 +143,21 @@ def without_grad(model: nn.Module, *seeds: int) -> Result:
 
 def update(model: nn.Module) -> Result:
     """Four micro-batches; in the last one, number 3, the effect needn't be checked."""
-    return [*with_grad(model, 0), *without_grad(model, 1, 2), *with_grad(model, 3)]
+    return [*with_grad(model, 0), *without_grad(model, 1, 2, 3)]
 
 
 def recorded_and_updated(model: nn.Module, *seeds: int) -> Result:
     return [*without_grad(model, *seeds), *with_grad(model, *seeds)]
+
+
+def in_a_dispatch_mode(model: nn.Module) -> Result:
+    with Passing():
+        return update(model)
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def foreign(model: Model, count: int) -> list[RoutedExperts]:
@@ -186,6 +198,8 @@ KINDS = {
     "pin_recompute": Kind(lambda model, _: npu_replay.pin_recompute(model)),
 }
 OTHERS = {
+    "in a dispatch mode": Kind(lambda model, _: npu_replay.record(model), in_a_dispatch_mode),
+    "step by step": Kind(lambda model, _: StepRecording(model, errors_wait=True)),
     "observe": Kind(lambda model, _: npu_replay.observe(model)),
     "follow": Kind(
         lambda model, _: npu_replay.follow(model),
