@@ -16,7 +16,6 @@ import signal
 import sys
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,7 +142,7 @@ def without_grad(model: nn.Module, *seeds: int) -> Result:
 
 def update(model: nn.Module) -> Result:
     """Four micro-batches; in the last one, number 3, the effect needn't be checked."""
-    return [*with_grad(model, 0), *without_grad(model, 1, 2, 3)]
+    return [*with_grad(model, 0), *without_grad(model, 1, 2), *with_grad(model, 3)]
 
 
 def recorded_and_updated(model: nn.Module, *seeds: int) -> Result:
@@ -302,7 +301,7 @@ def tracing(wanted: Callable[[CodeType], bool], passes: Passes) -> Iterator[None
         yield
     finally:
         sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
+        threading.settrace(None)
 
 
 class Interrupt:
@@ -319,26 +318,30 @@ class Interrupt:
 
 
 def lines_of(kind: Kind) -> list[Line]:
-    """The first passing of each line, and of those of sessions/ the last one, too."""
+    """The first passing of each line; of those of sessions/ also the last, and the first one in backward."""
     forget_what_is_known()
     first, later = _passed(kind), _passed(kind)
     return [
-        Line(*place, time, times, place not in later)
-        for place, times in {**first, **later}.items()
-        for time in sorted({1, times if "sessions" in place[0].co_filename else 1})
+        Line(*place, time, len(passed), place not in later)
+        for place, passed in {**first, **later}.items()
+        for time in sorted({1, *(_others(passed) if "sessions" in place[0].co_filename else ())})
     ]
 
 
-def _passed(kind: Kind) -> Counter[tuple[CodeType, int]]:
-    """How often each line of ours is passed in a run."""
-    passed: Counter[tuple[CodeType, int]] = Counter()
+def _others(passed: list[bool]) -> set[int]:
+    return {len(passed), passed.index(True) + 1} if True in passed else {len(passed)}
+
+
+def _passed(kind: Kind) -> dict[tuple[CodeType, int], list[bool]]:
+    """Of each line of ours, its passings in a run: was each of them in backward?"""
+    passed: dict[tuple[CodeType, int], list[bool]] = {}
     model, theirs = Model(), Theirs()
     block = kind.make(model, 4)
     gc.collect()
     gc.disable()  # so that the death of what lies in a cycle is no line of another run
     ours = tracing(
         lambda code: code.co_filename.startswith(OURS),
-        lambda code, number: passed.update([(code, number)]),
+        lambda *place: passed.setdefault(place, []).append(torch._C._current_graph_task_id() != -1),
     )
     try:
         with theirs, theirs.hooks, ours, block:
