@@ -576,6 +576,8 @@ class Run:
     """Does the forward that runs now raise?"""
     stage: tuple[str, int] = ("enter", -1)
     seen: list[Seen] = field(default_factory=list)
+    running: dict[int, Seen] = field(default_factory=dict)
+    """The last call of each router."""
 
     def rows_at_fault(self) -> int:
         return LEAST_ROWS + self.case.at % self.case.count
@@ -593,6 +595,7 @@ class Run:
         rows = hidden.numel() // hidden.shape[-1]
         seen = Seen(layer, rows, self.phase, again)
         self.seen.append(seen)
+        self.running[layer] = seen
         fed = -hidden if again else hidden  # by itself a recompute would choose others
         run = functools.partial(forward, fed, *args[1:], **kwargs)
         if not self.has_fault(layer, rows) or (self.case.again and not again):
@@ -608,7 +611,8 @@ class Run:
 
     def after(self, layer: int, module: nn.Module, args: Any, output: Any) -> None:
         """A hook on a router, outside of the block's."""
-        seen = next(one for one in reversed(self.seen) if one.layer == layer)
+        if (seen := self.running.get(layer)) is None:
+            return
         if self.bed.used is not None:
             seen.used = self.bed.used(output)
         if not seen.again:
@@ -628,8 +632,7 @@ class Run:
         return self.bed.used(output) if self.bed.used is not None else as_map(output[1], self.bed.experts)
 
     def heard(self, layer: int, ids: torch.Tensor) -> None:
-        seen = next(one for one in reversed(self.seen) if one.layer == layer)
-        seen.used = as_map(ids, self.bed.experts)
+        self.running[layer].used = as_map(ids, self.bed.experts)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -651,6 +654,7 @@ class Run:
         hidden = args[0]
         rows = hidden.numel() // hidden.shape[-1]
         if self.has_fault(self.case.layer, rows):
+            self.running.pop(self.case.layer, None)
             return self.bed.skipped(hidden)
         return forward(*args, **kwargs)
 
