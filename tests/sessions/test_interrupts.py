@@ -305,16 +305,34 @@ def tracing(wanted: Callable[[CodeType], bool], passes: Passes) -> Iterator[None
 
 
 class Interrupt:
-    """Raises a KeyboardInterrupt at one passing of a line, once."""
+    """Raises a KeyboardInterrupt at one passing of a line, once.
 
-    def __init__(self, line: Line) -> None:
+    Attributes:
+        at_an_end: did it come inside the block's own `__enter__` or `__exit__`?
+    """
+
+    def __init__(self, line: Line, block: object) -> None:
         self.line = line
         self.passed = 0
+        self.at_an_end = False
+        self._block = id(block)
 
     def __call__(self, code: CodeType, number: int) -> None:
         self.passed += number == self.line.number
         if self.passed == self.line.time and number == self.line.number:
+            self.at_an_end = any(map(self._is_an_end, frames()))
             raise KeyboardInterrupt(str(self.line))
+
+    def _is_an_end(self, frame: FrameType) -> bool:
+        named = frame.f_code.co_name in ("__enter__", "__exit__")
+        return named and id(frame.f_locals.get("self")) == self._block
+
+
+def frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def lines_of(kind: Kind) -> list[Line]:
@@ -359,11 +377,15 @@ def interrupted(kind: Kind, line: Line, truth: Result) -> list[str]:
     if line.first:
         forget_what_is_known()
     model, theirs = Model(), Theirs()
-    found: list[str] = []
+    block, found = kind.make(model, 4), []
+    interrupt, gone = Interrupt(line, block), weakref.ref(block)
     sys.unraisablehook = lambda told: found.append(f"{told.exc_type.__name__} was swallowed")
     try:
         with theirs, theirs.hooks:
-            found += _came_out(kind, model, line)
+            found += _came_out(block, lambda: kind.body(model), interrupt)
+            if interrupt.at_an_end:
+                del block  # what it had begun ends with it, at the latest
+            gc.collect()
             found += _left(model)
             if (modes := torch._C._len_torch_function_stack()) != 1:
                 found.append(f"{modes} function modes are on, not theirs alone")
@@ -375,17 +397,20 @@ def interrupted(kind: Kind, line: Line, truth: Result) -> list[str]:
         found.append(f"{modes} function modes are on after theirs")
     if (seen := theirs.seen_of_one_operation()) != (0, 0):
         found.append(f"their mode and hooks still see {seen} after their end")
+    block = None
+    gc.collect()
+    if gone() is not None:
+        found.append("the block is kept alive")
     return found or _wrong_in_a_clean_run(kind, model, truth)
 
 
-def _came_out(kind: Kind, model: Model, line: Line) -> list[str]:
-    """What came out of the with statement, if it isn't the interrupt; the block and all else is dropped."""
-    block, interrupt, found = kind.make(model, 4), Interrupt(line), []
-    gone = weakref.ref(block)
+def _came_out(block: Any, run: Callable[[], object], interrupt: Interrupt) -> list[str]:
+    """What came out of the with statement, if it isn't the interrupt."""
+    line, found = interrupt.line, []
     gc.disable()
     try:
         with tracing(lambda code: code is line.code, interrupt), block:
-            kind.body(model)
+            run()
     except BaseException as error:
         if type(error) is not KeyboardInterrupt or error.args != (str(line),):
             found.append(f"{type(error).__name__} came out: {error}"[:200])
@@ -393,10 +418,6 @@ def _came_out(kind: Kind, model: Model, line: Line) -> list[str]:
         found.append("nothing came out" if interrupt.passed >= line.time else "the line wasn't passed")
     finally:
         gc.enable()
-    del block
-    gc.collect()
-    if gone() is not None:
-        found.append("the block is kept alive")
     return found
 
 
