@@ -11,6 +11,7 @@ import contextlib
 import functools
 import gc
 import json
+import operator
 import os
 import signal
 import sys
@@ -409,7 +410,7 @@ def _came_out(block: Any, run: Callable[[], object], interrupt: Interrupt) -> li
     line, found = interrupt.line, []
     gc.disable()
     try:
-        with tracing(lambda code: code is line.code, interrupt), block:
+        with tracing(functools.partial(operator.is_, line.code), interrupt), block:
             run()
     except BaseException as error:
         if type(error) is not KeyboardInterrupt or error.args != (str(line),):
