@@ -1,0 +1,977 @@
+"""Routers that do something else in one micro-batch of many: what is wrong is refused there, and only that.
+
+Each case is a schedule drawn by chance: a model, a block, micro-batches with and without grad, a checkpoint,
+and one fault, in one layer of one micro-batch. What a block recorded, or had to give, is held against what
+the experts got and against the router's own code, run outside the block; a recompute is given other inputs
+than its forward, so that by itself it would choose others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch import topk as topk_taken_early
+from torch.utils.checkpoint import checkpoint
+
+import npu_replay
+from npu_replay import RoutedExperts, routers
+from npu_replay.errors import ReplayError
+from npu_replay.routers import Router, RouterKind
+from npu_replay.sessions import router_calls
+from npu_replay.sessions.session import open_sessions
+from toys import EXPERTS as TOY_EXPERTS
+from toys import HIDDEN, ToyLayer, ToyRouter, ToyRouters, plain
+from toys import TOPK as TOY_TOPK
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
+    pytest.mark.filterwarnings("ignore:Apex is not installed"),
+    pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace"),
+    pytest.mark.long_file,
+]
+
+NATIVE = torch.topk, torch.Tensor.topk
+VOCABULARY, LEAST_ROWS, MOST = 64, 3, 20
+Map = torch.Tensor
+"""Bool [rows, experts]: which experts a token goes to."""
+
+
+def forget_what_was_learned() -> None:
+    """Of these routers, in earlier cases: the one thing private that is touched here."""
+    if (ways := getattr(router_calls, "ways", None)) is not None:
+        ways.clear()
+
+
+# Models: each is called with token ids [1, rows], and a micro-batch is told by its number of rows
+
+
+@dataclass
+class Bed:
+    """A model, where its experts are chosen, and how its output is read."""
+
+    model: nn.Module
+    call: Callable[[torch.Tensor], torch.Tensor]
+    """Gives a loss."""
+    layers: list[nn.Module]
+    """Which hold a router each, and may be left out."""
+    routers: list[nn.Module]
+    experts: int
+    topk: int
+    follows: bool = False
+    skipped: Callable[[torch.Tensor], Any] = lambda hidden: hidden
+    """What a layer that leaves out its router returns."""
+    used: Callable[[Any], Map] | None = None
+    """What a router's output sends tokens to; None where the experts tell."""
+    changed: Callable[[Any, random.Random], Any] = lambda output, chance: output
+    """An output that shows other experts, in some rows."""
+
+
+class Heard(nn.Module):
+    """Tells what the experts are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hears: Callable[[torch.Tensor], None] | None = None
+
+    def forward(self, ids: torch.Tensor) -> None:
+        if self.hears is not None:
+            self.hears(ids)
+
+
+def as_map(ids: torch.Tensor, experts: int) -> Map:
+    return torch.zeros(len(ids), experts, dtype=torch.bool).scatter(1, ids.detach().long(), True)
+
+
+def shifted(ids: torch.Tensor, chance: random.Random, experts: int) -> torch.Tensor:
+    """Other ids in one row, or in all."""
+    rows = slice(None) if chance.random() < 0.5 else slice(chance.randrange(len(ids)), None)
+    other = ids.clone()
+    other[rows] = (ids[rows] + 1) % experts
+    return other
+
+
+def in_groups(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Masks the scores of all but two of four groups."""
+    best = scores.view(len(scores), 4, -1).amax(dim=2).argsort(dim=1)[:, 2:]
+    out = torch.ones(len(scores), 4, dtype=torch.bool).scatter(1, best, False)
+    return plain(router, scores.masked_fill(out.repeat_interleave(TOY_EXPERTS // 4, dim=1), float("-inf")))
+
+
+class Layer(ToyLayer):
+    def __init__(self, router: ToyRouter) -> None:
+        super().__init__(router)
+        self.heard = Heard()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        values, ids = self.router(hidden)
+        self.heard(ids)
+        return hidden + torch.einsum("tk,tkhg,th->tg", values, self.experts[ids], hidden).tanh()
+
+
+class Block(nn.Module):
+    """Scores, a top-k and experts in one module, whose output shows no ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(TOY_EXPERTS, HIDDEN))
+        self.experts = nn.Parameter(torch.randn(TOY_EXPERTS, HIDDEN, HIDDEN))
+        self.heard = Heard()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        values, ids = torch.topk((hidden @ self.weight.T).softmax(dim=-1), TOY_TOPK, dim=-1)
+        mixed = torch.einsum("tk,tkhg,th->tg", values, self.experts[ids], hidden)
+        with torch._C.DisableTorchFunction():
+            self.heard(ids)
+        return hidden + mixed.tanh()
+
+
+class Blocks(RouterKind):
+    def describe(self, module: nn.Module, path: str) -> Router | None:
+        if not isinstance(module, Block):
+            return None
+        return Router(module=module, num_experts=TOY_EXPERTS, topk=TOY_TOPK, shows=None, masks=False)
+
+
+class Toy(nn.Module):
+    config = SimpleNamespace(num_hidden_layers=3, get_text_config=lambda: Toy.config)
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        self.layers = nn.ModuleList(layers)
+        self.how: str | None = None
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.5)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(input_ids.flatten())
+        for layer in self.layers:
+            if self.how is None:
+                hidden = layer(hidden)
+            else:
+                hidden = checkpoint(layer, hidden, use_reentrant=self.how == "reentrant")
+        return hidden
+
+
+def toy(masked: bool) -> Bed:
+    select = in_groups if masked else plain
+    model = Toy([Layer(ToyRouter(select=select, masks=masked)) for _ in range(3)])
+
+    def changed(output: Any, chance: random.Random) -> Any:
+        return output[0], shifted(output[1], chance, TOY_EXPERTS)
+
+    return Bed(
+        model,
+        lambda ids: model(input_ids=ids).square().mean(),
+        [*model.layers],
+        [layer.router for layer in model.layers],
+        TOY_EXPERTS,
+        TOY_TOPK,
+        follows=True,
+        changed=changed,
+    )
+
+
+def toy_blocks() -> Bed:
+    model = Toy([Block() for _ in range(3)])
+    layers = [*model.layers]
+    return Bed(
+        model,
+        lambda ids: model(input_ids=ids).square().mean(),
+        layers,
+        layers,
+        TOY_EXPERTS,
+        TOY_TOPK,
+        follows=True,
+    )
+
+
+def transformers_model(family: str) -> Bed:
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "num_experts_per_tok": 2,
+        "initializer_range": 0.3,
+        "use_cache": False,
+    }
+    if family == "Qwen3Moe":
+        sizes |= {"num_experts": 8, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    else:
+        sizes |= {"num_local_experts": 8}
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float().train()
+    found = [router.module for router in routers.find([model])[0]]
+
+    def changed(output: Any, chance: random.Random) -> Any:
+        logits, scores, ids = output
+        return logits, scores, shifted(ids, chance, 8)
+
+    return Bed(
+        model,
+        lambda ids: model(input_ids=ids).logits.square().mean(),
+        [layer.mlp for layer in model.model.layers],
+        found,
+        8,
+        2,
+        follows=True,
+        skipped=(lambda hidden: (hidden, None)) if family == "GptOss" else (lambda hidden: hidden),
+        used=lambda output: as_map(next(one for one in output if one.dtype == torch.int64), 8),
+        changed=changed,
+    )
+
+
+def megatron_model(variant: str) -> Bed:
+    import megatron_cases
+
+    cases = megatron_cases
+    trainer = cases.build({"num_layers": 2} | cases.VARIANTS[variant])
+    model: Any = trainer.model
+
+    def changed(output: Any, chance: random.Random) -> Any:
+        probs, routing_map = output[:2]
+        rows = slice(None) if chance.random() < 0.5 else slice(chance.randrange(len(routing_map)), None)
+        maps, weights = routing_map.clone(), probs.clone()
+        maps[rows], weights[rows] = routing_map[rows].roll(1, dims=1), probs[rows].roll(1, dims=1)
+        return (weights, maps, *output[2:])
+
+    return Bed(
+        model,
+        lambda ids: trainer.loss(ids.to(cases.DEVICE)),
+        [layer.mlp for layer in model.decoder.layers],
+        [router.module for router in cases.routers(model)],
+        8,
+        2,
+        skipped=lambda hidden: (hidden, None),
+        used=lambda output: output[1].detach().cpu(),
+        changed=changed,
+    )
+
+
+BEDS: dict[str, Callable[[], Bed]] = {
+    "toy": lambda: toy(masked=False),
+    "masked toy": lambda: toy(masked=True),
+    "Qwen3Moe": lambda: transformers_model("Qwen3Moe"),
+    "Mixtral": lambda: transformers_model("Mixtral"),
+    "GptOss": lambda: transformers_model("GptOss"),
+    "megatron": lambda: megatron_model("softmax_after_topk"),
+    "megatron in groups": lambda: megatron_model("groups_sigmoid_bias"),
+    "toy blocks": toy_blocks,
+}
+
+
+@functools.cache
+def bed_of(name: str, how: str | None) -> Bed:
+    """The model, each of its layers in a checkpoint of this sort."""
+    torch.manual_seed(3)
+    made = BEDS[name]()
+    model: Any = made.model
+    if isinstance(model, Toy):
+        model.how = how
+    elif how is not None:
+        lists = (getattr(one, "layers", None) for one in model.modules())
+        for layer in next(one for one in lists if isinstance(one, nn.ModuleList)):
+            layer.forward = _checkpointed(layer.forward, reentrant=how == "reentrant")
+    return made
+
+
+def _checkpointed(forward: Callable[..., Any], *, reentrant: bool) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
+        return checkpoint(
+            lambda hidden: forward(hidden, *args[1:], **kwargs), hidden, use_reentrant=reentrant
+        )
+
+    return run
+
+
+# Cases
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is drawn by chance.
+
+    Attributes:
+        grads: of each call of the model, in its order; `follow` has each micro-batch twice.
+        at: the number of the call that has the fault.
+        layer: which of the routers has it.
+        backward: "each" right after its forward, or all at the end, in "reverse".
+        warmed: a block was open before, in which nothing was wrong.
+    """
+
+    seed: str
+    bed: str
+    fault: str
+    kind: str
+    how: str | None
+    grads: tuple[bool, ...]
+    at: int
+    layer: int
+    backward: str
+    warmed: bool
+    again: bool
+    """Does the recompute have the fault, and the forward not?"""
+
+    @property
+    def count(self) -> int:
+        """Micro-batches."""
+        return len(self.grads) // 2 if self.kind == "follow" else len(self.grads)
+
+    @property
+    def recomputes(self) -> bool:
+        """Is the call that has the fault recomputed?"""
+        return self.how is not None and self.grads[self.at]
+
+    def __str__(self) -> str:
+        grads = "".join("g" if one else "-" for one in self.grads)
+        how = f"{self.how}, backward {self.backward}" if self.how else f"backward {self.backward}"
+        where = f"fault in {self.at}, router {self.layer}{', in its recompute' if self.again else ''}"
+        warmed = ", after another block" if self.warmed else ""
+        return f"[{self.seed}] {self.kind} {grads}, {where}, {how}{warmed}"
+
+
+def draw(bed: str, fault: str, number: int, *, again: bool = False) -> Case:
+    seed = f"{bed}, {fault}, {number}"
+    chance = random.Random(seed)
+    kind = chance.choice(["record", "replay", "pin_recompute", "follow"])
+    if kind == "follow" and bed.startswith("megatron"):
+        kind = "replay"
+    toys = "toy" in bed
+    count = chance.randint(1, MOST) if toys else round(chance.triangular(1, MOST, 5))
+    if kind == "follow":
+        count = min(count, MOST // 2)
+        grads = [False] * count + [True] * count
+    else:
+        share = chance.choice([0, 0.3, 1])
+        grads = [chance.random() < share for _ in range(count)]
+        if again and not any(grads):
+            grads[-1] = True
+    may = [one for one, grad in enumerate(grads) if grad or not again]
+    unchecked = [one for one in may if one & (one - 1)]
+    return Case(
+        seed,
+        bed,
+        fault,
+        kind,
+        chance.choice(["reentrant", "non-reentrant"] if again else [None, "reentrant", "non-reentrant"]),
+        tuple(grads),
+        chance.choice(unchecked if unchecked and chance.random() < 0.8 else may),
+        chance.randrange(3 if toys else 2),
+        chance.choice(["each", "reverse"]),
+        chance.random() < 0.5,
+        again,
+    )
+
+
+# Faults: what a call of a router does, where it has one
+
+
+@dataclass
+class Now:
+    """A call of a router that has the fault."""
+
+    bed: Bed
+    rows: int
+    chance: random.Random
+    run: Callable[[], Any]
+
+    def figure(self, topk: Callable[..., Any] | None = None) -> None:
+        """A top-k of the router's own shape, over something else."""
+        scores = torch.rand(self.rows, self.bed.experts, generator=torch.Generator().manual_seed(1))
+        if topk is not None:
+            topk(scores, self.bed.topk, dim=-1)
+        elif self.chance.random() < 0.5:
+            torch.topk(scores, self.bed.topk, dim=-1)
+        else:
+            scores.topk(self.bed.topk)
+
+    @contextlib.contextmanager
+    def topk(self, instead: Callable[..., Any]) -> Iterator[None]:
+        """What the router's code calls as torch.topk meanwhile; it is given that of before."""
+        before = torch.topk
+        torch.topk = functools.partial(instead, before)
+        try:
+            yield
+        finally:
+            torch.topk = before
+
+    def decides(self, scores: torch.Tensor) -> bool:
+        """Is a top-k over these of the router's own shape?"""
+        return scores.shape == (self.rows, self.bed.experts)
+
+    def write(self, ids: torch.Tensor) -> None:
+        """Into the ids that a top-k gave, as code behind it does."""
+        experts = self.bed.experts
+        how = self.chance.choice(["masked_fill_", "copy_", "data", "a row"])
+        if how == "masked_fill_":
+            ids.masked_fill_(ids == ids[0, 0], (int(ids[0, 0]) + 1) % experts)
+        elif how == "copy_":
+            ids.copy_((ids + 1) % experts)
+        elif how == "data":
+            ids.data.copy_((ids + 1) % experts)
+        else:
+            ids[-1] = (ids[-1] + 1) % experts
+
+
+def nothing(now: Now) -> Any:
+    return now.run()
+
+
+def figure_before(now: Now) -> Any:
+    now.figure()
+    return now.run()
+
+
+def figure_before_by_an_early_alias(now: Now) -> Any:
+    """Which a block may see, or not."""
+    now.figure(topk_taken_early)
+    return now.run()
+
+
+def figure_after(now: Now) -> Any:
+    output = now.run()
+    now.figure()
+    return output
+
+
+def ids_written(now: Now) -> Any:
+    def instead(before: Callable[..., Any], scores: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = before(scores, *args, **kwargs)
+        if now.decides(scores):
+            now.write(found[1])
+        return found
+
+    with now.topk(instead):
+        return now.run()
+
+
+def twice(now: Now) -> Any:
+    """A figure over the very scores."""
+
+    def instead(before: Callable[..., Any], scores: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if now.decides(scores):
+            before(scores, *args, **kwargs)
+        return before(scores, *args, **kwargs)
+
+    with now.topk(instead):
+        return now.run()
+
+
+def other_figures_before(now: Now) -> Any:
+    """None of them is of the router's own shape."""
+    scores = torch.rand(now.rows, now.bed.experts, generator=torch.Generator().manual_seed(1))
+    torch.topk(scores, now.bed.topk + 1)
+    torch.topk(scores[:, :-1], now.bed.topk)
+    scores.topk(now.bed.topk, largest=False)
+    torch.topk(scores[None], now.bed.topk)
+    return now.run()
+
+
+def other_output(now: Now) -> Any:
+    return now.bed.changed(now.run(), now.chance)
+
+
+def sorts(now: Now) -> Any:
+    def instead(before: Any, scores: torch.Tensor, k: int, dim: int = -1, **kwargs: Any) -> Any:
+        values, ids = scores.sort(dim=dim, descending=True)
+        return torch.return_types.topk((values.narrow(dim, 0, k), ids.narrow(dim, 0, k)))
+
+    with now.topk(instead):
+        return now.run()
+
+
+def early_alias(now: Now) -> Any:
+    with now.topk(lambda before, *args, **kwargs: topk_taken_early(*args, **kwargs)):
+        return now.run()
+
+
+class Again(Exception):
+    """What makes somebody try a forward again."""
+
+
+AGAIN = Again, KeyboardInterrupt
+
+
+WRONG: dict[str, Callable[[Now], Any]] = {
+    "figure_before": figure_before,
+    "twice": twice,
+    "ids_written": ids_written,
+    "other_output": other_output,
+    "sorts": sorts,
+    "not_called": nothing,
+}
+RIGHT: dict[str, Callable[[Now], Any]] = {
+    "nothing": nothing,
+    "figure_after": figure_after,
+    "other_figures_before": other_figures_before,
+    "early_alias_always": early_alias,
+    "retried": nothing,
+}
+OPEN: dict[str, Callable[[Now], Any]] = {
+    "figure_before_by_an_early_alias": figure_before_by_an_early_alias,
+    "early_alias_once": early_alias,
+}
+IN_RECOMPUTE = ("figure_before", "twice", "ids_written", "other_output", "sorts")
+FAULTS = WRONG | RIGHT | OPEN
+"""Of the last, and of what changes nothing, either is fine: an error that names its place, or the truth."""
+
+
+def expected(case: Case) -> str:
+    if case.again:
+        return "wrong"
+    if case.fault in RIGHT:
+        return "right"
+    if case.fault == "early_alias_once" and case.bed == "masked toy":
+        return "right"  # all of its calls are watched
+    if case.fault in OPEN:
+        return "open"
+    if case.kind == "pin_recompute":
+        # A forward may choose as it likes: what counts is that its recompute chooses the same.
+        differs = case.recomputes and case.fault in ("figure_before", "twice", "sorts")
+        return "wrong" if differs else "open"
+    chooses = case.kind == "record" or (case.kind == "follow" and not case.grads[case.at])
+    if case.fault == "twice" and chooses and not case.recomputes:
+        return "open"  # both choose the same
+    return "wrong"
+
+
+# A run
+
+
+@dataclass
+class Seen:
+    """What the experts got in one call of a router, and what its own code chooses for that input."""
+
+    layer: int
+    rows: int
+    phase: int
+    again: bool
+    used: Map | None = None
+    own: Map | None = None
+
+
+@dataclass
+class Run:
+    case: Case
+    bed: Bed
+    phase: int = 0
+    """1 in the updates of `follow`."""
+    failing: bool = False
+    """Does the forward that runs now raise?"""
+    stage: tuple[str, int] = ("enter", -1)
+    seen: list[Seen] = field(default_factory=list)
+    running: dict[int, Seen] = field(default_factory=dict)
+    """The last call of each router."""
+
+    def rows_at_fault(self) -> int:
+        return LEAST_ROWS + self.case.at % self.case.count
+
+    def phase_at_fault(self) -> int:
+        return self.case.at // self.case.count
+
+    def has_fault(self, layer: int, rows: int) -> bool:
+        here = (layer, rows, self.phase) == (self.case.layer, self.rows_at_fault(), self.phase_at_fault())
+        return here or self.case.fault == "early_alias_always"
+
+    def routed(self, layer: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stands for the forward of a router."""
+        hidden, again = args[0], torch._C._current_graph_task_id() != -1
+        rows = hidden.numel() // hidden.shape[-1]
+        seen = Seen(layer, rows, self.phase, again)
+        self.seen.append(seen)
+        self.running[layer] = seen
+        fed = -hidden if again else hidden  # by itself a recompute would choose others
+        run = functools.partial(forward, fed, *args[1:], **kwargs)
+        if not self.has_fault(layer, rows) or (self.case.again and not again):
+            return run()
+        chance = random.Random(self.case.seed)
+        kind, early = chance.choice(AGAIN), chance.random() < 0.5
+        if self.failing and early:
+            raise kind
+        output = FAULTS[self.case.fault](Now(self.bed, rows, chance, run))
+        if self.failing:
+            raise kind
+        return output
+
+    def after(self, layer: int, module: nn.Module, args: Any, output: Any) -> None:
+        """A hook on a router, outside of the block's."""
+        if (seen := self.running.get(layer)) is None:
+            return
+        if self.bed.used is not None:
+            seen.used = self.bed.used(output)
+        if not seen.again:
+            seen.own = self.own(layer, args)
+
+    def own(self, layer: int, args: Any) -> Map:
+        """What the router's class chooses for this input, outside of the block's hooks."""
+        module, found = self.bed.routers[layer], []
+        heard = getattr(module, "heard", None)
+        if heard is not None:
+            kept, heard.hears = heard.hears, lambda ids: found.append(as_map(ids, self.bed.experts))
+        with torch.no_grad():
+            output: Any = type(module).forward(module, *args)
+        if heard is not None:
+            heard.hears = kept
+            return found[0]
+        return self.bed.used(output) if self.bed.used is not None else as_map(output[1], self.bed.experts)
+
+    def heard(self, layer: int, ids: torch.Tensor) -> None:
+        self.running[layer].used = as_map(ids, self.bed.experts)
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        with contextlib.ExitStack() as undo:
+            for layer, module in enumerate(self.bed.routers):
+                undo.callback(module.register_forward_hook(functools.partial(self.after, layer)).remove)
+                _replace(undo, module, functools.partial(self.routed, layer, module.forward))
+            for layer, module in enumerate(self.bed.layers):
+                for inner in module.modules():
+                    if isinstance(inner, Heard):
+                        inner.hears = functools.partial(self.heard, layer)
+                        undo.callback(setattr, inner, "hears", None)
+            if self.case.fault == "not_called":
+                module = self.bed.layers[self.case.layer]
+                _replace(undo, module, functools.partial(self.maybe_skipped, module.forward))
+            yield
+
+    def maybe_skipped(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0]
+        rows = hidden.numel() // hidden.shape[-1]
+        if self.has_fault(self.case.layer, rows):
+            self.running.pop(self.case.layer, None)
+            return self.bed.skipped(hidden)
+        return forward(*args, **kwargs)
+
+    # The schedule
+
+    def tokens(self, micro_batch: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(micro_batch)
+        return torch.randint(VOCABULARY, (1, LEAST_ROWS + micro_batch), generator=generator)
+
+    def block(self) -> Any:
+        case, model = self.case, self.bed.model
+        if case.kind == "replay":
+            return npu_replay.replay(model, self.given, live_mismatch=case.warmed)
+        return getattr(npu_replay, case.kind)(model)
+
+    @functools.cached_property
+    def given(self) -> list[RoutedExperts]:
+        """What no router here would choose."""
+        generator, bed = torch.Generator().manual_seed(5), self.bed
+        layers = range(len(bed.routers))
+        shapes = [(LEAST_ROWS + one, len(layers), bed.experts) for one in range(self.case.count)]
+        scores = [torch.rand(shape, generator=generator) for shape in shapes]
+        ids = [one.topk(bed.topk).indices for one in scores]
+        return [RoutedExperts(ids=one, layers=layers, num_experts=bed.experts) for one in ids]
+
+    def go(self, block: Any) -> None:
+        losses: list[torch.Tensor] = []
+        with block:
+            for number, grad in enumerate(self.case.grads):
+                self.phase, self.stage = number // self.case.count, ("forward", number)
+                if self.case.kind == "follow" and number == self.case.count:
+                    self.move()
+                with torch.set_grad_enabled(grad):
+                    loss = self.forward(number)
+                if not grad:
+                    continue
+                if self.case.backward == "each":
+                    self.stage = "backward", number
+                    loss.backward()
+                else:
+                    losses.append(loss)
+                del loss
+            self.stage = "backward", len(self.case.grads)
+            while losses:
+                losses.pop().backward()
+            self.stage = "leave", len(self.case.grads)
+
+    def forward(self, number: int) -> torch.Tensor:
+        call, tokens = self.bed.call, self.tokens(number % self.case.count)
+        if number == self.case.at and self.case.fault == "retried":
+            self.failing = True
+            with contextlib.suppress(*AGAIN):
+                call(tokens)
+            self.failing = False
+            self.seen = [one for one in self.seen if (one.rows, one.phase) != (tokens.numel(), self.phase)]
+        return call(tokens)
+
+    def move(self) -> None:
+        """An optimizer's step that the routers notice."""
+        generator = torch.Generator().manual_seed(9)
+        with torch.no_grad():
+            for module in self.bed.routers:
+                module.weight.add_(torch.randn(module.weight.shape, generator=generator).to(module.weight))
+
+    # What came of it
+
+    def calls(self, micro_batch: int, layer: int, phase: int) -> list[Seen]:
+        wanted = LEAST_ROWS + micro_batch, layer, phase
+        return [one for one in self.seen if (one.rows, one.layer, one.phase) == wanted]
+
+    def untrue(self, block: Any) -> list[str]:
+        """Where the experts got others than they should have."""
+        found = []
+        for number, grad in enumerate(self.case.grads):
+            micro_batch, phase = number % self.case.count, number // self.case.count
+            for layer in range(len(self.bed.routers)):
+                calls = self.calls(micro_batch, layer, phase)
+                if (problem := self._untrue(block, micro_batch, phase, layer, calls, grad)) is not None:
+                    found.append(f"call {number}, router {layer}: {problem}")
+        return found
+
+    def _untrue(
+        self, block: Any, micro_batch: int, phase: int, layer: int, calls: list[Seen], grad: bool
+    ) -> str | None:
+        case, experts = self.case, self.bed.experts
+        if any(one.used is None for one in calls) or (not calls and case.fault != "not_called"):
+            return "the experts got nothing"
+        if not calls:
+            return "no call" if case.kind != "pin_recompute" else None
+        first, rest = calls[0], calls[1:]
+        if first.again or not all(one.again for one in rest):
+            return "the calls are in no order"
+        if grad and case.how is not None and not rest:
+            return "nothing was recomputed"
+        if not all(torch.equal(one.used, first.used) for one in rest):
+            return "its recompute took others than its forward"
+        if case.kind == "record":
+            recorded = as_map(block.routes[micro_batch].layer_ids(layer), experts)
+            if not torch.equal(recorded, first.used):
+                return "recorded others than were used"
+        if case.kind == "replay":
+            if not torch.equal(as_map(self.given[micro_batch].layer_ids(layer), experts), first.used):
+                return "used others than were given"
+        elif phase == 1:
+            if not torch.equal(self.calls(micro_batch, layer, 0)[0].used, first.used):
+                return "used others than were recorded"
+        elif not torch.equal(first.own, first.used) and case.fault not in ("ids_written", "other_output"):
+            return "used others than its own choice"
+        return None
+
+
+def _replace(undo: contextlib.ExitStack, module: Any, forward: Callable[..., Any]) -> None:
+    """Another forward for the length of a case: an attribute of the module's own, as its checkpoint is."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    if before is None:
+        undo.callback(vars(module).pop, "forward", None)
+    else:
+        undo.callback(setattr, module, "forward", before)
+
+
+def judge(case: Case) -> list[str]:
+    """What is wrong with how this case went."""
+    forget_what_was_learned()
+    bed = bed_of(case.bed, case.how)
+    weights = [(one, one.detach().clone()) for module in bed.routers for one in [module.weight]]
+    bed.model.zero_grad()
+    run = Run(case, bed)
+    if case.warmed:
+        with torch.no_grad(), npu_replay.record(bed.model):
+            bed.call(run.tokens(0))
+    block = run.block()
+    raised: BaseException | None = None
+    with run.installed():
+        try:
+            run.go(block)
+        except Exception as error:
+            raised = error.with_traceback(None)
+    with torch.no_grad():
+        for weight, before in weights:
+            weight.copy_(before)
+    return [*_judged(run, block, raised), *_left(bed)]
+
+
+def _judged(run: Run, block: Any, raised: BaseException | None) -> list[str]:
+    case, wanted = run.case, expected(run.case)
+    if raised is None:
+        untrue = run.untrue(block)
+        if untrue:
+            return [f"wrong in silence: {untrue[0]}" + (f" and {len(untrue) - 1} more" if untrue[1:] else "")]
+        return ["passed, though it is wrong"] if wanted == "wrong" else []
+    said = f"{type(raised).__name__} in {' '.join(map(str, run.stage))}: {str(raised)[:160]}"
+    if wanted == "open" and case.fault == "ids_written" and "modified by an inplace" in str(raised):
+        return []  # what torch says of it without a block, too
+    if not isinstance(raised, ReplayError):
+        return [f"raised no ReplayError, but {said}"]
+    if wanted == "right":
+        return [f"refused, though it is right: {said}"]
+    named = re.search(r"micro-batch (\d+)", raised.where)
+    if named is None or int(named.group(1)) != case.at:
+        return [f"refused, but not by its place: {said}"]
+    # On leaving, and in a backward at the end, the number is that of all calls.
+    what, number = run.stage
+    if case.again or wanted == "open" or case.fault == "twice":  # which shows in a recompute alone
+        return [] if what == "backward" or number == case.at else [f"refused late: {said}"]
+    return [] if number in (case.at, case.at + 1) else [f"refused late: {said}"]
+
+
+def _left(bed: Bed) -> list[str]:
+    """What is left of a case; it is taken away, so that the next one has nothing of it."""
+    found = []
+    if (torch.topk, torch.Tensor.topk) != NATIVE:
+        found.append("topk is replaced")
+    if modes := torch._C._len_torch_function_stack():
+        found.append(f"{modes} function modes are on")
+        for _ in range(modes):
+            torch._C._pop_torch_function_stack()
+    if hooks := sum(len(one._forward_pre_hooks) + len(one._forward_hooks) for one in bed.model.modules()):
+        found.append(f"{hooks} hooks on modules")
+    if open_sessions():
+        found.append("open sessions")
+    if found:
+        bed_of.cache_clear()
+    return found
+
+
+# The tests
+
+
+@pytest.fixture(autouse=True)
+def kinds_of_routers(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.node.get_closest_marker("megatron"):
+        request.getfixturevalue("megatron")
+    routers.register("toy", ToyRouters())
+    routers.register("blocks of the test", Blocks())
+    yield
+    routers.unregister("toy")
+    routers.unregister("blocks of the test")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models_of_this_file() -> Iterator[None]:
+    bed_of.cache_clear()
+    yield
+    bed_of.cache_clear()
+
+
+CASES = {
+    "toy": 8,
+    "masked toy": 6,
+    "Qwen3Moe": 3,
+    "Mixtral": 3,
+    "GptOss": 3,
+    "megatron": 3,
+    "megatron in groups": 2,
+}
+"""How many of each fault: 28 of each of 18, 504 in all."""
+
+
+def check(cases: Sequence[Case]) -> None:
+    wrong = {case: found for case in cases if (found := judge(case))}
+    told = "\n".join(f"{case}: {'; '.join(found)}" for case, found in wrong.items())
+    assert not wrong, f"{len(wrong)} of {len(cases)} cases\n{told}"
+
+
+beds = pytest.mark.parametrize(
+    "bed",
+    [
+        pytest.param(name, marks=[pytest.mark.megatron] if name.startswith("megatron") else [])
+        for name in CASES
+    ],
+)
+
+
+@beds
+@pytest.mark.parametrize("fault", WRONG)
+def test_what_is_wrong_in_one_micro_batch_is_refused_in_it(bed: str, fault: str) -> None:
+    check([draw(bed, fault, number) for number in range(CASES[bed])])
+
+
+@beds
+@pytest.mark.parametrize("fault", IN_RECOMPUTE)
+def test_what_is_wrong_in_one_recompute_is_refused_in_backward(bed: str, fault: str) -> None:
+    check([draw(bed, fault, number, again=True) for number in range(CASES[bed])])
+
+
+@beds
+@pytest.mark.parametrize("fault", RIGHT)
+def test_what_is_right_in_every_micro_batch_passes_with_the_truth(bed: str, fault: str) -> None:
+    check([draw(bed, fault, number) for number in range(CASES[bed])])
+
+
+@beds
+@pytest.mark.parametrize("fault", OPEN)
+def test_a_top_k_that_may_go_unseen_is_never_wrong_in_silence(bed: str, fault: str) -> None:
+    check([draw(bed, fault, number) for number in range(CASES[bed])])
+
+
+@pytest.mark.parametrize("fault", [fault for fault in WRONG | RIGHT if fault != "other_output"])
+def test_a_block_that_routes_itself_is_never_wrong_in_silence(fault: str) -> None:
+    """Its output shows no ids. A figure after the top-k may be refused, too."""
+    check([draw("toy blocks", fault, number) for number in range(6)])
+
+
+# Compiled functions: without any hook of the test's, which would break their graphs
+
+
+def compiled_once(kind: str, part: str, at: int) -> None:
+    """Micro-batch `at` runs through a compiled function around the model or a layer, the others don't."""
+    torch.manual_seed(3)
+    micro_batches = [torch.randint(VOCABULARY, (1, LEAST_ROWS + one)) for one in range(6)]
+    bed = toy(masked=False)
+    model: Any = bed.model
+    with torch.no_grad(), npu_replay.record(model) as recording:
+        truth = [model(input_ids=ids) for ids in micro_batches]
+    if kind == "replay":
+        with torch.no_grad():
+            for module in bed.routers:
+                module.weight.neg_()
+    make: dict[str, Callable[[], Any]] = {
+        "record": lambda: npu_replay.record(model),
+        "replay": lambda: npu_replay.replay(model, recording.routes),
+        "pin_recompute": lambda: npu_replay.pin_recompute(model),
+        "follow": lambda: npu_replay.follow(model),
+    }
+    if kind == "replay":
+        with torch.no_grad(), make[kind]():
+            truth = [model(input_ids=ids) for ids in micro_batches]
+    block, outputs, refused = make[kind](), [], None
+    torch._dynamo.reset()
+    try:
+        with torch.no_grad(), block:
+            for number, ids in enumerate(micro_batches):
+                call = model
+                if number == at and part == "model":
+                    call = torch.compile(lambda **fed: model(**fed), backend="eager")
+                elif number == at:
+                    model.layers[1].forward = torch.compile(model.layers[1].forward, backend="eager")
+                outputs.append(call(input_ids=ids))
+                vars(model.layers[1]).pop("forward", None)
+    except ReplayError as error:
+        refused = error
+    finally:
+        torch._dynamo.reset()
+        vars(model.layers[1]).pop("forward", None)
+        left = _left(bed)
+    assert not left, left
+    if refused is not None:
+        assert f"micro-batch {at}" in refused.where, refused
+        assert len(outputs) in (at, at + 1), f"refused late: {refused}"
+        return
+    assert all(torch.equal(a, b) for a, b in zip(outputs, truth, strict=True)), "wrong in silence"
+    if kind == "record":
+        assert block.routes == recording.routes
+
+
+@pytest.mark.parametrize("part", ["model", "layer"])
+@pytest.mark.parametrize("kind", ["record", "replay", "pin_recompute", "follow"])
+def test_a_compiled_function_around_one_micro_batch_is_never_wrong_in_silence(kind: str, part: str) -> None:
+    compiled_once(kind, part, random.Random(f"{kind} {part}").choice([3, 5]))
