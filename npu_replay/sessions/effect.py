@@ -117,6 +117,7 @@ class Witness:
         if seam.is_written(call.handed, call.written, call.ids):
             raise _strayed(asked)
         self._ids.look(router, number, router.shows(output), call.ids, again=True)
+        self.check_ids(on_accelerators=False)
 
     def _saw_block(self, router: Router, forward: Forward, call: seam.Call) -> None:
         """A block's output shows nothing: what takes its ids in does, or at least how many top-ks it took."""
@@ -124,6 +125,8 @@ class Witness:
         if not forward.checked:
             if call.again != self._topks.get(router.label, 0):
                 self._refused[key] = _TOPKS, _CHANGED_IN_BLOCK
+            elif call.handed is not None and call.ids is not None and call.handed is not call.ids:
+                self._ids.look(router, forward.number, call.handed, call.ids)
             return
         self._topks[router.label] = call.again
         if call.taken is None or not call.taken.count:

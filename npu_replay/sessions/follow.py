@@ -374,7 +374,7 @@ class Following(AnyReplay):
     def _choose(self, call: seam.Call) -> torch.Tensor:
         chosen = super()._choose(call)
         if self._new:
-            self._ids[call.owner.label, call.forward.number] = chosen.to(call.owner.narrow)
+            self._ids[call.owner.label, call.forward.number] = chosen
         return chosen
 
     def _again(self, router: Router, number: int, device: torch.device) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from npu_replay.errors import ReplayError, RouterError, micro_batch
 from npu_replay.routers import Model, Router
 from npu_replay.routes.inputs import Called, Inputs, copied
-from npu_replay.routes.routed_experts import RoutedExperts, without_layers
+from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype, without_layers
 from npu_replay.sessions import seam
 from npu_replay.sessions.block import to_enter
 from npu_replay.sessions.micro_batches import Forward
@@ -77,7 +77,7 @@ class Recording(Session):
     def _choose(self, call: seam.Call) -> torch.Tensor:
         ids, narrow = call.own(), call.owner.narrow
         key = call.owner.label, call.forward.number
-        if call.free and ids.numel() <= FEW and not ids.is_inference():
+        if ids.numel() <= FEW and not ids.is_inference():
             self._wide[key] = ids, narrow
         else:
             # Made under inference_mode it can't be saved for backward, and never is: the int64 copy can.
@@ -136,6 +136,6 @@ def micro_batch_routes(ids: dict[Key, torch.Tensor], routers: list[Router], numb
     found = [ids[router.label, number] for router in routers]
     if len({one.device for one in found}) > 1:
         found = [one.cpu() for one in found]
-    stacked = torch.stack(found, dim=1)
+    stacked = torch.stack(found, dim=1).to(narrow_dtype(routers[0].num_experts))
     labels = [router.label for router in routers]
     return RoutedExperts._adopt(stacked.cpu(), labels, routers[0].num_experts, vouched=True)

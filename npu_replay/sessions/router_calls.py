@@ -152,7 +152,7 @@ class RouterCalls:
         if call.way is None:
             raise RecomputeError(
                 "the recompute of this router never reached its top-k",
-                where=f"layer {self.label}, in its recompute",
+                where=micro_batch(call.number, self.label),
                 cause=routers.explained(self.router, call.seen)
                 or "a recompute that takes another path than the forward",
             )

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import nn
 from torch import topk as topk_taken_early
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import npu_replay
 from npu_replay import RoutedExperts, routers
@@ -390,6 +390,8 @@ class Now:
     rows: int
     chance: random.Random
     run: Callable[[], Any]
+    given: bool
+    """Are its ids given to it? If not, what a kernel writes into them past torch is what is recorded."""
 
     def figure(self, topk: Callable[..., Any] | None = None) -> None:
         """A top-k of the router's own shape, over something else."""
@@ -419,6 +421,7 @@ class Now:
         """Into the ids that a top-k gave, as code behind it does."""
         experts = self.bed.experts
         how = self.chance.choice(["masked_fill_", "copy_", "data", "a row"])
+        how = "a row" if how == "data" and not self.given else how
         if how == "masked_fill_":
             ids.masked_fill_(ids == ids[0, 0], (int(ids[0, 0]) + 1) % experts)
         elif how == "copy_":
@@ -535,6 +538,8 @@ FAULTS = WRONG | RIGHT | OPEN
 def expected(case: Case) -> str:
     if case.again:
         return "wrong"
+    if case.bed == "toy blocks" and case.fault == "figure_after":
+        return "open"
     if case.fault in RIGHT:
         return "right"
     if case.fault == "early_alias_once" and case.bed == "masked toy":
@@ -604,7 +609,8 @@ class Run:
         kind, early = chance.choice(AGAIN), chance.random() < 0.5
         if self.failing and early:
             raise kind
-        output = FAULTS[self.case.fault](Now(self.bed, rows, chance, run))
+        given = self.case.kind == "replay" or (self.case.kind == "follow" and self.phase == 1)
+        output = FAULTS[self.case.fault](Now(self.bed, rows, chance, run, given))
         if self.failing:
             raise kind
         return output
@@ -809,6 +815,8 @@ def _judged(run: Run, block: Any, raised: BaseException | None) -> list[str]:
     said = f"{type(raised).__name__} in {' '.join(map(str, run.stage))}: {str(raised)[:160]}"
     if wanted == "open" and case.fault == "ids_written" and "modified by an inplace" in str(raised):
         return []  # what torch says of it without a block, too
+    if isinstance(raised, CheckpointError) and run.stage[0] == "backward":
+        return []  # torch's own, of a recompute with other operations than its forward
     if not isinstance(raised, ReplayError):
         return [f"raised no ReplayError, but {said}"]
     if wanted == "right":
@@ -943,7 +951,7 @@ def compiled_once(kind: str, part: str, at: int) -> None:
     if kind == "replay":
         with torch.no_grad(), make[kind]():
             truth = [model(input_ids=ids) for ids in micro_batches]
-    block, outputs, refused = make[kind](), [], None
+    block, outputs, refused, stopped = make[kind](), [], None, False
     torch._dynamo.reset()
     try:
         with torch.no_grad(), block:
@@ -957,11 +965,16 @@ def compiled_once(kind: str, part: str, at: int) -> None:
                 vars(model.layers[1]).pop("forward", None)
     except ReplayError as error:
         refused = error
+    except torch._dynamo.exc.TorchDynamoException:
+        stopped = True  # the compiler's own error: it can't trace a hook
     finally:
         torch._dynamo.reset()
         vars(model.layers[1]).pop("forward", None)
         left = _left(bed)
     assert not left, left
+    if stopped:
+        assert len(outputs) == at
+        return
     if refused is not None:
         assert f"micro-batch {at}" in refused.where, refused
         assert len(outputs) in (at, at + 1), f"refused late: {refused}"

@@ -514,6 +514,7 @@ def check(kind: Kind, lines: Sequence[Line]) -> None:
     assert not wrong, f"{len(wrong)} of {len(lines)} interrupts\n{told}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_an_interrupt_at_any_line_of_a_block_leaves_nothing_behind(name: str) -> None:
     check(KINDS[name], lines_of(KINDS[name]))
