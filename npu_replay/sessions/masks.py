@@ -3,7 +3,8 @@
 A replayed expert may lie in a group that the router masked, and then needs its own score and not the mask's
 number. `seam.Watch` sees each function that the router calls. A step back from the top-k's argument is taken
 if the function may mask, and if the earlier scores agree with the later ones in what the router itself would
-choose: a mask leaves these as they are, and an expert bias or a scale doesn't.
+choose, and differ elsewhere: a mask leaves these as they are. An expert bias or a scale doesn't; nor is a sum
+or a product a mask that makes any score higher.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Masks:
             made, sources = written, [(written.clone(), written.data_ptr())]
             result = func(*args, **kwargs)
         else:
-            found = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+            given = (*args, *(value for name, value in kwargs.items() if name != "out"))
+            found = (value for value in given if isinstance(value, torch.Tensor))
             sources = [(one, one.data_ptr()) for one in found if self._is_scores(one)]
             made = result = func(*args, **kwargs)
         if isinstance(made, torch.Tensor) and self._is_scores(made):
@@ -95,6 +97,7 @@ class Masks:
     def _path(self, scores: torch.Tensor, own: Callable[[], torch.Tensor]) -> tuple[Path, bool]:
         """The steps back from these scores, and whether another call's would be the same."""
         path: Path = []
+        masks = 0  # how much of the path leads up to a mask: a step that changes nothing may yet learn
         place, later, is_sure = scores.data_ptr(), scores.detach(), True
         for number in reversed(range(len(self._steps))):
             step = self._steps[number]
@@ -102,17 +105,22 @@ class Masks:
                 continue
             for source, (tensor, lay) in enumerate(step.sources):
                 earlier = self._as_scores(tensor.detach(), later)
-                if not (step.name in _FILLS and len(step.sources) == 1):
+                is_mask = step.name in _FILLS and len(step.sources) == 1
+                if not is_mask:
                     ids = own()
                     if not torch.equal(earlier.gather(1, ids), later.gather(1, ids)):
                         continue
-                    is_sure &= not torch.equal(earlier, later)
+                    is_mask = not torch.equal(earlier, later)
+                    if step.name in _COMPUTES and bool((later > earlier).any()):
+                        continue
+                    is_sure &= is_mask or step.name in _COPIES
                 path.append((number, source))
+                masks = len(path) if is_mask else masks
                 place, later = lay, earlier
                 break
             else:
                 break
-        return path, is_sure
+        return path[:masks], is_sure
 
     def _is_scores(self, tensor: torch.Tensor) -> bool:
         rows, experts = self._shape

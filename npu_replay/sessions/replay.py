@@ -224,6 +224,8 @@ class AnyReplay(Session):
         forward, label = call.forward, call.owner.label
         ids, call.handed = given[label]
         chosen: torch.Tensor = ids.long()
+        if call.handed is not None and call.handed._version:  # by a forward that raised
+            call.handed = chosen.clone()
         if self._compares:
             self._compare(call)
         if self._mismatch.on:

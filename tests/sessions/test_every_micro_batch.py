@@ -136,6 +136,29 @@ def test_a_record_of_ids_that_a_kernel_wrote_into_is_what_was_used() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 3])
+def test_a_retry_gets_the_ids_that_a_forward_that_raised_has_written_into(at: int) -> None:
+    calls: list[int] = []
+
+    def fails_once(router: ToyRouter, scores: Scores) -> Pair:
+        values, ids = plain(router, scores)
+        calls.append(1)
+        if len(calls) == at + 1:
+            ids.zero_()
+            raise ValueError("once")
+        return values, ids
+
+    model, routes = ToyModel(ToyRouter(), ToyRouter(select=fails_once)), foreign(5)
+    with torch.no_grad(), npu_replay.replay(model, routes), npu_replay.observe(model) as observation:
+        for number in range(5):
+            if number == at:
+                with pytest.raises(ValueError, match="once"):
+                    model(tokens(number))
+            model(tokens(number))
+    for shown, given in zip(observation.shown, routes, strict=True):
+        assert torch.equal(shown.ids.sort(dim=2).values, given.ids.sort(dim=2).values)
+
+
+@pytest.mark.parametrize("at", [0, 3])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_top_k_of_the_same_shape_after_the_choice_is_the_routers_own_business(block: str, at: int) -> None:
     model = ToyModel(ToyRouter(), ToyRouter(select=Sometimes(figure_after, at)))

@@ -267,6 +267,42 @@ def test_a_bias_that_is_zero_at_first_is_no_mask_later() -> None:
         assert torch.equal(values, scores.gather(1, routes.layer_ids(0).long()))
 
 
+def test_a_bias_that_is_zero_yet_learns_in_a_replay() -> None:
+    router = ToyRouter(select=lambda me, scores: torch.topk((scores + me.bias) * 1.0, me.topk), masks=True)
+    router.bias = torch.nn.Parameter(torch.zeros(EXPERTS))
+    model = ToyModel(router)
+    with torch.no_grad():
+        router.bias.zero_()
+    model(tokens()).square().mean().backward()
+    live = router.bias.grad
+    model.zero_grad()
+    with npu_replay.record(model) as recording:
+        model(tokens())
+    with npu_replay.replay(model, recording.routes):
+        model(tokens()).square().mean().backward()
+    assert live is not None
+    assert torch.equal(router.bias.grad, live)
+
+
+def into_a_buffer(router: ToyRouter, scores: Scores) -> Pair:
+    masked = torch.empty_like(scores.detach())
+    return torch.topk(torch.mul(scores.detach(), ~groups(scores), out=masked), router.topk)
+
+
+def test_a_mask_that_is_written_into_a_buffer_is_seen() -> None:
+    taken: list[tuple[Scores, Scores]] = []
+
+    def reads(router: ToyRouter, scores: Scores) -> Pair:
+        chosen = into_a_buffer(router, scores)
+        taken.append((scores.detach(), chosen[0]))
+        return chosen
+
+    model, routes = ToyModel(ToyRouter(select=reads, masks=True)), foreign(1)
+    with torch.no_grad(), npu_replay.replay(model, [routes]):
+        model(tokens())
+    assert torch.equal(taken[0][1], taken[0][0].gather(1, routes.layer_ids(0).long()))
+
+
 @torch.jit.script
 def scripted(scores: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     return scores * kept
