@@ -338,6 +338,7 @@ def frames() -> Iterator[FrameType]:
 
 def lines_of(kind: Kind) -> list[Line]:
     """The first passing of each line; of those of sessions/ also the last, and the first one in backward."""
+    _passed(kind)  # what a process imports and learns on the way is passed in its first run alone
     forget_what_is_known()
     first, later = _passed(kind), _passed(kind)
     return [
