@@ -52,6 +52,7 @@ class MegatronCall(CapacityCall):
 
     def _with_spare(self, scores: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values, places = self._native(scores, *self._args, **self._kwargs)
+        self.handed = None  # the router gets these, and no copy of the ids alone
         return values, torch.cat([ids, places[:, self.topk :]], dim=1)
 
     def _native_ids(self, scores: torch.Tensor) -> torch.Tensor:
