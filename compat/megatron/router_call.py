@@ -40,7 +40,7 @@ class MegatronCall(CapacityCall):
             self.ids = self.ids[:, : self.topk]
             with outside_modes():  # what the router got are its top-k's own
                 self.values = self.unmasked(self.scores).detach().gather(1, self.ids)
-            self.masks = False
+            self.made = None
         return answered
 
     def _decide(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ the device, and is read once, at the end of a forward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -169,8 +169,8 @@ class Witness:
         if self._refused or len(forward.ended) != len(found):
             self._check_called(found, forward)
         for router, ids, handed, written in forward.ended:
-            if handed is not None and (written is None or handed._version != written):
-                self._check_written(router, forward, handed, written, ids)
+            if seam.is_written(handed, written, ids):
+                raise _no_effect(router, forward.number, _WRITTEN, CHANGED)
         forward.ended.clear()
         self.check_ids(on_accelerators=forward.checked)
         if self._shown or self._counted:
@@ -179,10 +179,6 @@ class Witness:
             for router in found:
                 if (counted := self._counts.pop((router.label, forward.number), None)) is not None:
                     self._check_counts(router, forward, *counted)
-
-    def _check_written(self, router: Router, forward: Forward, *about: Any) -> None:
-        if seam.is_written(*about):
-            raise _no_effect(router, forward.number, _WRITTEN, CHANGED)
 
     def _check_called(self, found: Sequence[Router], forward: Forward) -> None:
         seen = {router.label for router, *_ in forward.ended}
@@ -277,9 +273,6 @@ def _no_effect(router: Router, number: int, problem: str, cause: str) -> NoEffec
     )
 
 
-_WRITTEN = "the ids that the top-k gave were written into before the forward ended"
-
-
 def _strayed(asked: Asked) -> RecomputeError:
     return RecomputeError(
         "the recompute of this router goes on with other experts than its forward",
@@ -290,6 +283,7 @@ def _strayed(asked: Asked) -> RecomputeError:
     )
 
 
+_WRITTEN = "the ids that the top-k gave were written into before the forward ended"
 _NOT_SHOWN = "the router's output doesn't show the chosen experts"
 _OTHERS_IN_BLOCK = "the block goes on with other experts than its top-k gave"
 _TOPKS = (

@@ -31,9 +31,8 @@ def restore_functions(handled: bool) -> None:
         handled: did torch do so before?
     """
     if handled and not torch._C._is_torch_function_enabled():
-        torch._C.DisableTorchFunction().__exit__(
-            None, None, None
-        )  # one that was never entered switches it on
+        never_entered = torch._C.DisableTorchFunction()  # leaving such a one switches it on
+        never_entered.__exit__(None, None, None)
 
 
 @contextlib.contextmanager

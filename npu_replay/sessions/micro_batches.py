@@ -44,7 +44,7 @@ class Forward:
     """Of each router's call that has ended: the router, the ids, what it got as ids, and how often that had
     been written into."""
     checked: bool = False
-    """Is it seen to that the routers' outputs show the ids?"""
+    """Is the whole effect checked, and not only that the outputs show the ids?"""
 
 
 class Timeline:

@@ -61,8 +61,8 @@ class Owners:
         Args:
             oldest: the first forward that one may recompute; None: there is none.
         """
-        gone = next((at for at, (_, owner) in enumerate(self.ends) if owner == oldest is not None), None)
-        gone = len(self.ends) if gone is None else gone
+        owners = [] if oldest is None else [owner for _, owner in self.ends]
+        gone = owners.index(oldest) if oldest in owners else len(self.ends)
         if gone:
             self.since = self.ends[gone - 1][0]
             del self.ends[:gone]

@@ -183,7 +183,6 @@ class Call:
         self.num_experts = num_experts
         self.topk = topk
         self.choose = choose
-        self.masks = masks
         self.watching = watch
         self.given = given
         self.seen: list[str] = []
