@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import npu_replay
-from npu_replay.bench import SUBJECTS, cases
-from npu_replay.bench import decode as bench_decode
-from npu_replay.bench import gather as bench_gather
-from npu_replay.bench import layout as bench_layout
-from npu_replay.bench import run as bench
-from npu_replay.cli import commands
+from benchmarks import SUBJECTS, cases
+from benchmarks import __main__ as command
+from benchmarks import decode as bench_decode
+from benchmarks import gather as bench_gather
+from benchmarks import layout as bench_layout
+from benchmarks import run as bench
 from npu_replay.sessions import seam
 
 pytestmark = [pytest.mark.megatron, pytest.mark.first_release, pytest.mark.usefixtures("megatron")]
@@ -87,7 +87,7 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
 def test_the_help_says_the_duration_that_the_bench_says(pairs: int, quick: bool) -> None:
     parts = list(cases.parts(torch.device("cpu"), pairs, quick=quick))
     assert list(dict.fromkeys(part.subject for part in parts)) == list(SUBJECTS)
-    said = str(commands.bench.__doc__).split(";")[quick]
+    said = command.ABOUT.split(";")[quick]
     assert f"about {bench._rounded(sum(part.seconds for part in parts))}" in said
 
 
