@@ -21,7 +21,7 @@ SWITCHES: dict[str, tuple[Callable[[], Any], Any]] = {
 UNUSABLE = {
     environment.DISABLE: ["maybe", "2", "01", "-1", "yes please", "disable", "None"],
     environment.STRICT: ["lenient", "O", "nope"],
-    environment.VLLM_ASCEND: ["ascend", "ture"],
+    environment.VLLM_ASCEND: ["ascend", "oui"],
     environment.AUX_LOSS: ["both", "1", "off", "live,replayed"],
     environment.MIN_OVERLAP: ["much", "1.01", "-0.1", "nan", "20%", "true"],
     environment.BAD_SAMPLES: ["few", "2", "inf", "1%"],

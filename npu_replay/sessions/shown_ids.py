@@ -39,7 +39,8 @@ class ShownIds:
             ids: int64 [rows, topk].
         """
         if shown.dtype == torch.bool and shown.shape == (len(ids), router.num_experts):
-            held = shown.gather(1, ids)
+            # One that drops tokens shows fewer, but no other.
+            held = shown.scatter(1, ids, False).logical_not() if router.drops else shown.gather(1, ids)
         elif shown.dtype != torch.bool and shown.shape == ids.shape:
             held = (
                 shown.sort(dim=1).values == ids.sort(dim=1).values

@@ -548,6 +548,22 @@ def test_pin_recompute_keeps_nothing_when_the_graph_is_gone(how: str) -> None:
             assert len(session._timeline._owners.ends) <= 1
 
 
+@pytest.mark.parametrize("how", [None, "reentrant", "non-reentrant"])
+def test_pin_recompute_stays_small_where_a_graph_is_always_in_flight(how: str | None) -> None:
+    """As in a pipeline: a backward comes two forwards after its own."""
+    model = ToyModel(recompute=how)
+    with npu_replay.pin_recompute(model) as session:
+        losses: list[torch.Tensor] = []
+        for seed in range(30):
+            losses.append(model(tokens(seed).requires_grad_()).square().mean())
+            if len(losses) > 2:
+                losses.pop(0).backward()
+            held = session._timeline._owners.ends, session._kept, session._pending, session._pending._ran
+            assert max(map(len, held)) <= 2 * 4
+        for loss in losses:
+            loss.backward()
+
+
 def test_metrics_are_plain_numbers() -> None:
     model = ToyModel()
     with npu_replay.replay(model, record(model, 0, 1)) as session:
