@@ -1,1 +1,15 @@
 """What is measured or worked out from a clone, beside the package."""
+
+SUBJECTS = (
+    "router",
+    "other-top-k",
+    "gather",
+    "decode",
+    "capture",
+    "step",
+    "inputs",
+    "overlap",
+    "layout",
+    "import",
+)
+"""What can be measured, in order, as --only has them."""

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.delivery_plan import Load, Plan, plan
+from benchmarks.timing import Case, Row, Way, rows
 from npu_replay import (
     DecoderLayers,
     ParallelLayout,
@@ -33,7 +34,6 @@ from npu_replay import (
     delivery,
     screen,
 )
-from npu_replay.bench.timing import Case, Row, Way, rows
 from npu_replay.compat import ray
 from npu_replay.delivery.references import seal
 from npu_replay.devices import one_thread

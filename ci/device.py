@@ -60,7 +60,7 @@ _BENCH = """
 import json, sys
 from dataclasses import asdict
 from npu_replay import devices
-from npu_replay.bench import cases, run
+from benchmarks import cases, run
 if sys.argv[3] == "quick":
     cases.TOKENS, cases.ROUTER, pairs = (64,), cases.ROUTER | {"hidden_size": 64}, 1
 else:

@@ -39,7 +39,7 @@ FLOORS = (
     ("doctor",),
     ("inspection",),
     ("demo",),
-    ("smoke", "bench"),
+    ("smoke",),
     ("cli",),
 )
 """The rooms, from the ground up: a room imports those below it, and of its own floor itself alone."""

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from npu_replay import bench as benches
 from npu_replay import doctor as doctors
 from npu_replay import options
 from npu_replay.cli.exits import FAULT, exit_code, failed, leave_pipe
@@ -107,7 +106,6 @@ def _out(words: str, metavar: str = "FILE", **more: Any) -> Any:
 
 _NUMBERS = "JSON file for the numbers."
 _AS_JSON, _, _FORCE = options.report("")
-_WHAT = "What to measure"
 DeviceOption = Annotated[Device, _typed(options.DEVICE)]
 JsonOption = Annotated[bool, _typed(_AS_JSON)]
 ForceOption = Annotated[bool, _typed(_FORCE)]
@@ -185,65 +183,6 @@ def demo(
 
 
 _add("doctor", doctors.ABOUT, doctors.OPTIONS, doctors.END, "npu_replay.doctor.diagnose:run")
-
-
-def _subjects(value: str) -> str:
-    unknown = [name for name in value.split(",") if value and name not in benches.SUBJECTS]
-    if unknown:
-        raise typer.BadParameter(f"{', '.join(unknown)}: there are {', '.join(benches.SUBJECTS)}")
-    return value
-
-
-@app.command(
-    cls=_Command,
-    epilog=ending(
-        "docs/dev/performance.md",
-        "npu-replay bench --quick",
-        "npu-replay bench --only router,step --out bench.json",
-    ),
-)
-def bench(
-    only: Annotated[
-        str,
-        typer.Option(
-            metavar="ROW[,ROW]",
-            help=f"These alone, of {', '.join(benches.SUBJECTS)}.",
-            callback=_subjects,
-            autocompletion=lambda: list(benches.SUBJECTS),
-            rich_help_panel=_WHAT,
-            show_default=False,
-        ),
-    ] = "",
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Smaller sizes, few rounds: about 30 s.", rich_help_panel=_WHAT)
-    ] = False,
-    pairs: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Rounds to take the median of; 50, or 5 with --quick.",
-            rich_help_panel=_WHAT,
-        ),
-    ] = None,
-    device: DeviceOption = Device.auto,
-    as_json: JsonOption = False,
-    out: Annotated[Path | None, _out(_NUMBERS, dir_okay=False)] = None,
-    force: ForceOption = False,
-    debug: DebugOption = False,
-) -> None:
-    """Measure what record and replay cost (about 2 min; --quick about 30 s)."""
-    from npu_replay.bench.run import main
-
-    main(
-        device=device.value,
-        pairs=pairs or (5 if quick else 50),
-        only=tuple(only.split(",")) if only else (),
-        quick=quick,
-        as_json=as_json,
-        out=out,
-        force=force,
-    )
 
 
 class RolloutEngine(str, Enum):

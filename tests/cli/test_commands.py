@@ -27,19 +27,18 @@ def invoke(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the demo and the bench were called with; they are replaced by stand-ins that note it."""
+    """What the demo was called with; it is replaced by a stand-in that notes it."""
     seen: dict[str, Any] = {}
-    for name in ("npu_replay.demo.run", "npu_replay.bench.run"):
-        module = ModuleType(name)
-        module.main = lambda **arguments: seen.update(arguments)  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, name, module)
+    module = ModuleType("npu_replay.demo.run")
+    module.main = lambda **arguments: seen.update(arguments)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     return seen
 
 
 def test_help_and_version(invoke: Callable[..., Result]) -> None:
     result = invoke("--help")
     assert result.exit_code == 0
-    commands = ("demo", "doctor", "bench", "inspect", "compare", "smoke")
+    commands = ("demo", "doctor", "inspect", "compare", "smoke")
     assert all(command in result.stdout for command in commands)
     text = invoke("demo", "--help").stdout
     assert all(choice in text for choice in ("auto", "cpu", "cuda", "npu", "x>=1"))
@@ -55,8 +54,6 @@ DEMO = {
     "engine": "transformers",
     "as_json": False,
 }
-BENCH: dict[str, Any] = {"device": "auto", "pairs": 50, "out": None, "force": False}
-BENCH |= {"only": (), "quick": False, "as_json": False}
 
 
 @pytest.mark.parametrize(
@@ -68,9 +65,6 @@ BENCH |= {"only": (), "quick": False, "as_json": False}
             DEMO
             | {"device": "npu", "steps": 3, "out": Path("x"), "seed": 5, "force": True, "engine": "vllm"},
         ),
-        ("bench --pairs 7 --out x.json", BENCH | {"pairs": 7, "out": Path("x.json")}),
-        ("bench --quick", BENCH | {"pairs": 5, "quick": True}),
-        ("bench --only step,other-top-k --json", BENCH | {"only": ("step", "other-top-k"), "as_json": True}),
     ],
 )
 def test_options_are_passed_on_and_have_defaults(
@@ -86,8 +80,6 @@ def test_options_are_passed_on_and_have_defaults(
         ("demo", "--steps", "0"),
         ("demo", "--device", "tpu"),
         ("demo", "--engine", "sglang"),
-        ("bench", "--pairs", "0"),
-        ("bench", "--only", "router,nothing"),
         ("nothing",),
     ],
 )
@@ -101,13 +93,13 @@ def test_a_wrong_option_is_refused_before_anything_runs(
 
 @pytest.fixture
 def fails(called: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], None]:
-    """Make the bench raise an error."""
+    """Make the demo raise an error."""
 
     def failing(error: Exception) -> None:
         def main(**_: object) -> None:
             raise error
 
-        monkeypatch.setattr(sys.modules["npu_replay.bench.run"], "main", main)
+        monkeypatch.setattr(sys.modules["npu_replay.demo.run"], "main", main)
 
     return failing
 
@@ -116,7 +108,7 @@ def test_a_replay_error_is_one_message_without_a_traceback(
     invoke: Callable[..., Result], fails: Callable[[Exception], None]
 ) -> None:
     fails(npu_replay.ReplayError("[it] went wrong", where="layer 3", expected=1, got=2, cause="a test"))
-    result = invoke("bench")
+    result = invoke("demo")
     assert result.exit_code == 1
     assert "Error: layer 3: [it] went wrong. Expected 1, got 2. Usual cause: a test" in result.stderr
     assert "Traceback" not in result.output
@@ -128,7 +120,7 @@ def test_an_error_is_folded_and_names_the_page_of_cures(
 ) -> None:
     fails(npu_replay.ReplayError("routes and rows differ", expected="a " * 50, got=2, cause="a test"))
     monkeypatch.setenv("COLUMNS", "60")
-    said = invoke("bench").stderr
+    said = invoke("demo").stderr
     assert max(map(len, said.splitlines())) <= 60
     assert "docs/troubleshooting.md" in said.split("Symptoms and cures: ")[1]
 
@@ -136,13 +128,12 @@ def test_an_error_is_folded_and_names_the_page_of_cures(
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        ("bench --json", 1, "layer 3: wrong"),
+        ("demo --json", 1, "layer 3: wrong"),
         ("compare nothing x --json", 1, "nothing"),
         ("demo --json --out file/out", 2, "can't be made"),
         ("doctor --json --out nothing/out.json", 2, "can't be written"),
         ("smoke --json --tp 2", 2, "multiple of 2 processes"),
         ("inspect --json", 2, "Missing argument"),
-        ("bench --json --only nothing", 2, "nothing: there are"),
         ("doctor --json --nothing", 2, "No such option"),
         ("nothing --json", 2, "No such command"),
     ],
@@ -157,7 +148,7 @@ def test_under_json_a_failure_is_one_document(
     words: str,
 ) -> None:
     fails(npu_replay.ReplayError("wrong", where="layer 3"))
-    if arguments.startswith("demo"):
+    if arguments.startswith("demo --json --out"):
         monkeypatch.delitem(sys.modules, "npu_replay.demo.run")
         monkeypatch.setattr(npu_replay.compat.probe, "require", lambda *_: None)
     monkeypatch.chdir(tmp_path)
@@ -200,9 +191,9 @@ main()
 @pytest.mark.parametrize(
     ("error", "arguments"),
     [
-        (npu_replay.ReplayError("wrong"), "--debug bench"),  # on either side of the command
-        (npu_replay.ReplayError("wrong"), "bench --debug"),
-        (ZeroDivisionError(), "bench"),  # a fault of ours keeps its traceback
+        (npu_replay.ReplayError("wrong"), "--debug demo"),  # on either side of the command
+        (npu_replay.ReplayError("wrong"), "demo --debug"),
+        (ZeroDivisionError(), "demo"),  # a fault of ours keeps its traceback
     ],
 )
 def test_debug_and_a_fault_of_ours_let_the_error_through(
@@ -216,7 +207,7 @@ def test_a_missing_package_leads_to_doctor(
     invoke: Callable[..., Result], fails: Callable[[Exception], None]
 ) -> None:
     fails(ModuleNotFoundError("No module named 'einops'"))
-    result = invoke("bench")
+    result = invoke("demo")
     assert result.exit_code == 1
     assert "No module named 'einops'" in result.stderr
     assert "npu-replay doctor" in result.stderr
@@ -225,7 +216,7 @@ def test_a_missing_package_leads_to_doctor(
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 @pytest.mark.parametrize(
     ("arguments", "extra"),
-    [("inspect x", "cli"), ("compare x y", "cli"), ("bench", "cli"), ("demo", "demo"), ("", "cli")],
+    [("inspect x", "cli"), ("compare x y", "cli"), ("demo", "demo"), ("", "cli")],
 )
 def test_without_typer_or_rich_one_message_says_how_to_get_them(
     missing: str, arguments: str, extra: str
@@ -250,8 +241,6 @@ runpy.run_module("npu_replay", run_name="__main__")
     "arguments",
     [
         ("demo", "--out", "file/out"),
-        ("bench", "--out", "file/out.json"),
-        ("bench", "--out", "nothing/out.json"),
         ("inspect", "file", "--out", "file/out.png"),
         ("compare", "file", "file", "--out", "nothing/out.json"),
         ("doctor", "--out", "nothing/out.json"),
@@ -274,7 +263,7 @@ def test_where_nothing_can_be_written_is_said_before_the_work(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("command", ["demo", "bench", "smoke"])
+@pytest.mark.parametrize("command", ["demo", "smoke"])
 def test_without_megatron_a_command_says_what_doctor_says(command: str, tmp_path: Path) -> None:
     (tmp_path / "megatron").mkdir()  # another product's half of the name
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}

@@ -23,10 +23,9 @@ import torch
 from npu_replay import RoutedExperts
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("demo", "doctor", "bench", "inspect", "compare", "smoke")
+COMMANDS = ("demo", "doctor", "inspect", "compare", "smoke")
 ON_MEGATRON = {
     "demo": ("--steps", "1", "--out", "demo"),
-    "bench": ("--only", "other-top-k,gather", "--pairs", "1"),
     "smoke": ("--recompute", "--device", "cpu"),
 }
 """The smallest case of each, of those that take a while and import others' code."""
@@ -178,16 +177,15 @@ def test_without_typer_a_help_has_the_same_options_words_and_end(
         assert end.strip() in found.stdout
 
 
-def test_the_shell_completes_commands_options_and_rows(tmp_path: Path) -> None:
+def test_the_shell_completes_commands_and_options(tmp_path: Path) -> None:
     def completed(words: str) -> list[str]:
         asked = {"_NPU_REPLAY_COMPLETE": "complete_bash", "COMP_WORDS": words}
         code = "import sys; sys.argv[0] = 'npu-replay'; from npu_replay.cli import main; main()"
         count = str(len(words.split()) - 1)
         return run(tmp_path, code=code, COMP_CWORD=count, **asked).stdout.split()
 
-    assert completed("npu-replay be") == ["bench"]
+    assert completed("npu-replay ins") == ["inspect"]
     assert completed("npu-replay smoke --rec") == ["--recompute"]
-    assert completed("npu-replay bench --only ro") == ["router"]
 
 
 # --json, --out
@@ -233,8 +231,6 @@ def test_out_is_the_same_document_in_a_file(desk: Path, command: str) -> None:
             for command, columns in [
                 ("demo", ""),
                 ("demo", "60"),
-                ("bench", ""),
-                ("bench", "60"),
                 ("smoke", ""),
             ]
         ),
@@ -251,9 +247,6 @@ def test_in_a_pipe_all_fits_without_colours_and_nothing_is_cut(
     assert [line for line in lines_of(done.stdout) if len(line) > int(columns or 80)] == []
     assert not any(line != line.rstrip() for line in done.stdout.splitlines())
     assert "Warning" not in done.stdout + done.stderr.replace("Warnings of torch", "")
-    if command == "bench":
-        assert done.stderr.splitlines()[1].startswith("Measuring takes about")
-        assert re.findall(r"(?m)^(\d/2 .*)", done.stderr) == ["1/2 other top-k", "2/2 gather"]
     if command == "demo":
         assert len(re.findall(r"(?m)^\d/5 ", done.stderr)) == 5
     if command != "doctor":
@@ -289,7 +282,6 @@ def test_a_narrow_terminal_has_colours_and_no_line_too_long(desk: Path, command:
         (("demo", "--out", "a.routes/x"), 2),
         (("smoke", "--tp", "2"), 2),
         (("smoke", "--nothing"), 2),
-        (("bench", "--only", "nothing"), 2),
         (("nothing",), 2),
     ],
     ids=lambda one: " ".join(one) if isinstance(one, tuple) else str(one),
@@ -356,21 +348,13 @@ def test_ctrl_c_ends_without_a_traceback(desk: Path, missing: str) -> None:
     assert "Traceback" not in said
 
 
-@pytest.mark.megatron
-@pytest.mark.first_release
-def test_ctrl_c_in_the_middle_of_a_bench_too(desk: Path) -> None:
-    code, said = interrupted(desk, ["-m", "npu_replay", "bench", "--only", "layout"], "1/1 layout")
-    assert code == 130
-    assert "Traceback" not in said
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "ends"),
     [
         (("inspect", "a.routes"), "", 141),
         (("compare", "a.routes", "b.routes", "--json"), "", 141),
         (("doctor",), WITHOUT_TYPER, 141),
-        (("bench", "--help"), "", 1),  # rich prints it, and ends so
+        (("demo", "--help"), "", 1),  # rich prints it, and ends so
     ],
     ids=["inspect", "compare", "doctor without typer", "help"],
 )

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import npu_replay
+from benchmarks import cases
+from benchmarks import gather as bench_gather
+from benchmarks import layout as bench_layout
+from benchmarks import run as bench
 from megatron_cases import VARIANTS, build, hooks_left, perturbed, routers, same
 from npu_replay import RoutedExperts
-from npu_replay.bench import cases
-from npu_replay.bench import gather as bench_gather
-from npu_replay.bench import layout as bench_layout
-from npu_replay.bench import run as bench
 
 pytestmark = [
     pytest.mark.accelerator,

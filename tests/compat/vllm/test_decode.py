@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import vllm_outputs
+from benchmarks import decode as bench_decode
 from npu_replay import RoutedExperts, fingerprint
-from npu_replay.bench import decode as bench_decode
 from npu_replay.compat.vllm.answers import source
 from npu_replay.compat.vllm.decode import from_vllm
 from npu_replay.errors import InvalidRoutes, ReplayError

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from npu_replay.bench.timing import Way
+from benchmarks.timing import Way
 from npu_replay.compat.sglang.decode import from_sglang
 from npu_replay.compat.vllm.decode import from_vllm
 from npu_replay.rollout.model_config import RoutedModel

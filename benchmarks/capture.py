@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_replay.bench.timing import Way
+from benchmarks.timing import Way
 from npu_replay.compat.vllm_ascend.capture import Capture
 from npu_replay.compat.vllm_ascend.placing import Layout
 from npu_replay.compat.vllm_ascend.self_check import SelfCheck

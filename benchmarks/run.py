@@ -1,4 +1,4 @@
-"""npu-replay bench: what record, replay and layouts cost, as ratios within one run.
+"""python -m benchmarks: what record, replay and layouts cost, as ratios within one run.
 
 A table shows the median of the rounds' ratios to the first way, and the quartiles beside it.
 """
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from benchmarks import capture, cases, decode, gather, imports
+from benchmarks.timing import Row
 from npu_replay import screen
-from npu_replay.bench import capture, cases, decode, gather, imports
-from npu_replay.bench.timing import Row
 from npu_replay.compat import probe
 from npu_replay.demo import megatron_model
 from npu_replay.devices import megatron_on, name_of, one_thread, pick
@@ -41,7 +41,7 @@ def main(
         only: subjects; without any all of them.
         quick: leave out the large sizes.
     """
-    probe.require(probe.MEGATRON, "npu-replay bench")
+    probe.require(probe.MEGATRON, "python -m benchmarks")
     check_out(out, force=force)
     with screen.quiet("bench"):
         where = pick(device)

@@ -11,8 +11,8 @@ import functools
 import numpy as np
 import torch
 
+from benchmarks.timing import Way
 from npu_replay import RoutedExperts, TokenLayout
-from npu_replay.bench.timing import Way
 
 SEQUENCES, LENGTHS = 64, (200, 2000)
 LAYERS, STAGE = 48, range(12, 24)

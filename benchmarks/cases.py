@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import npu_replay
+from benchmarks import capture, decode, gather, imports, layout
+from benchmarks.timing import Case, Row, Way, rows
 from npu_replay import RoutedExperts
-from npu_replay.bench import capture, decode, gather, imports, layout
-from npu_replay.bench.timing import Case, Row, Way, rows
 from npu_replay.demo import megatron_model
 from npu_replay.routes import inputs
 from npu_replay.sessions import seam

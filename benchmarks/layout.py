@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from npu_replay.bench.timing import Way
+from benchmarks.timing import Way
 from npu_replay.compat.verl.files import TOKENS as IDS
 from npu_replay.compat.verl.fsdp import layout_of
 

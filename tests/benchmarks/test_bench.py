@@ -9,15 +9,72 @@ import pytest
 import torch
 
 import npu_replay
-from npu_replay.bench import SUBJECTS, cases
-from npu_replay.bench import decode as bench_decode
-from npu_replay.bench import gather as bench_gather
-from npu_replay.bench import layout as bench_layout
-from npu_replay.bench import run as bench
-from npu_replay.cli import commands
+from benchmarks import SUBJECTS, cases
+from benchmarks import __main__ as command
+from benchmarks import decode as bench_decode
+from benchmarks import gather as bench_gather
+from benchmarks import layout as bench_layout
+from benchmarks import run as bench
 from npu_replay.sessions import seam
 
 pytestmark = [pytest.mark.megatron, pytest.mark.first_release, pytest.mark.usefixtures("megatron")]
+
+
+DEFAULTS = {"device": "auto", "pairs": 50, "out": None, "force": False, "only": (), "quick": False}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ("", {}),
+        ("--quick", {"pairs": 5, "quick": True}),
+        (
+            "--pairs 7 --out x.json --device npu --force",
+            {"pairs": 7, "out": Path("x.json"), "device": "npu", "force": True},
+        ),
+        ("--only step,other-top-k --json", {"only": ("step", "other-top-k"), "as_json": True}),
+    ],
+)
+def test_a_command_line_is_read(arguments: str, wanted: dict[str, object]) -> None:
+    assert command.options(arguments.split()) == DEFAULTS | {"as_json": False} | wanted
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--pairs 0", "0 is less than 1"),
+        ("--pairs many", "invalid"),
+        ("--only router,nothing", "nothing: there are router, other-top-k"),
+        ("--device tpu", "invalid choice"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_anything_runs(
+    arguments: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.options(arguments.split())
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [(npu_replay.ReplayError("wrong"), 1, "wrong"), (KeyboardInterrupt(), 130, "")],
+)
+def test_a_failure_is_a_message_and_an_exit_code(
+    raised: BaseException,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def measure(**_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(bench, "main", measure)
+    monkeypatch.setattr("sys.argv", ["benchmarks"])
+    assert command.main() == code
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -87,7 +144,7 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
 def test_the_help_says_the_duration_that_the_bench_says(pairs: int, quick: bool) -> None:
     parts = list(cases.parts(torch.device("cpu"), pairs, quick=quick))
     assert list(dict.fromkeys(part.subject for part in parts)) == list(SUBJECTS)
-    said = str(commands.bench.__doc__).split(";")[quick]
+    said = command.ABOUT.split(";")[quick]
     assert f"about {bench._rounded(sum(part.seconds for part in parts))}" in said
 
 
