@@ -116,7 +116,8 @@ class MegatronRouters(RouterKind):
 
 def _shows(output: object) -> torch.Tensor:
     """routing_map, bool [rows, experts]: Megatron's routers return (probs, routing_map)."""
-    return _pair(output)[1].to(torch.bool)
+    routing_map = _pair(output)[1]
+    return routing_map if routing_map.dtype == torch.bool else routing_map.to(torch.bool)
 
 
 def _shows_with_drops(output: object) -> torch.Tensor:

@@ -169,7 +169,8 @@ class Witness:
         if self._refused or len(forward.ended) != len(found):
             self._check_called(found, forward)
         for router, ids, handed, written in forward.ended:
-            if seam.is_written(handed, written, ids):
+            # Asked here first, as the call of is_written costs more than what it asks of most tensors.
+            if (written is None or handed._version != written) and seam.is_written(handed, written, ids):
                 raise _no_effect(router, forward.number, _WRITTEN, CHANGED)
         forward.ended.clear()
         self.check_ids(on_accelerators=forward.checked)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeAlias
 
@@ -68,7 +68,10 @@ def is_running() -> bool:
 
 def running(owner: object) -> Call | None:
     """The innermost call of this thread that this owner has begun and not ended."""
-    return next((call for call in _calls() if call.owner is owner), None)
+    call = _here.running
+    while call is not None and call.owner is not owner:
+        call = call.below
+    return call
 
 
 def unwind(block: object) -> None:
@@ -76,19 +79,13 @@ def unwind(block: object) -> None:
 
     Where no call runs and nothing is followed, nothing needs Watch any more.
     """
-    for call in list(_calls()):
-        if getattr(call.owner, "block", None) is block:
-            call.end()
-    if _here.running is None and not _here.takers:
-        _watch.leave(0)
-
-
-def _calls() -> Iterator[Call]:
-    """The calls that this thread is in, innermost first."""
     call = _here.running
     while call is not None:
-        yield call
+        if getattr(call.owner, "block", None) is block:
+            call.end()
         call = call.below
+    if _here.running is None and not _here.takers:
+        _watch.leave(0)
 
 
 def follow(taker: Taken) -> None:

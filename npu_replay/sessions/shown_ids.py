@@ -38,7 +38,7 @@ class ShownIds:
             shown: what `Router.shows` gave: bool [rows, experts], or ids [rows, topk].
             ids: int64 [rows, topk].
         """
-        if shown.dtype == torch.bool and shown.shape == (len(ids), router.num_experts):
+        if shown.dtype == torch.bool and shown.shape == (ids.shape[0], router.num_experts):
             # One that drops tokens shows fewer, but no other.
             held = shown.scatter(1, ids, False).logical_not() if router.drops else shown.gather(1, ids)
         elif shown.dtype != torch.bool and shown.shape == ids.shape:
