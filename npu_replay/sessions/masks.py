@@ -4,7 +4,7 @@ A replayed expert may lie in a group that the router masked, and then needs its 
 number. `seam.Watch` sees each function that the router calls. A step back from the top-k's argument is taken
 if the function may mask, and if the earlier scores agree with the later ones in what the router itself would
 choose, and differ elsewhere: a mask leaves these as they are. An expert bias or a scale doesn't; nor is a sum
-or a product a mask that makes any score higher.
+or a product a mask that makes any score higher, or whose other operand learns.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class Masks:
         name = getattr(func, "__name__", "")
         short = name.strip("_")
         made: Any
+        may_mask = short in _MAY_MASK and not (short in _COMPUTES and self._learns(args, kwargs))
         written = _written(name, short, args)
         if written is not None and self._is_scores(written):
             made, sources = written, [(written.clone(), written.data_ptr())]
@@ -69,7 +70,7 @@ class Masks:
         if isinstance(made, torch.Tensor) and self._is_scores(made):
             place = made.data_ptr()
             if written is not None or all(lay != place for _, lay in sources):  # else a view of its source
-                self._steps.append(_Step(short, place, made, sources if short in _MAY_MASK else []))
+                self._steps.append(_Step(short, place, made, sources if may_mask else []))
         return result
 
     def sees(self, scores: torch.Tensor) -> bool:
@@ -122,6 +123,11 @@ class Masks:
                 break
         return path[:masks], is_sure
 
+    def _learns(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Is one of these a tensor that takes a gradient, but no scores: a bias?"""
+        found = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+        return any(one.requires_grad and not self._is_scores(_whole(one)) for one in found)
+
     def _is_scores(self, tensor: torch.Tensor) -> bool:
         rows, experts = self._shape
         return tensor.numel() == rows * experts and tensor.is_floating_point()
@@ -135,4 +141,9 @@ def _written(name: str, short: str, args: Sequence[Any]) -> torch.Tensor | None:
     in_place = short == "setitem" or name.startswith("__i") or (name[-1:] == "_" and name[-2:] != "__")
     if not in_place or not args or not isinstance(args[0], torch.Tensor):
         return None
-    return args[0] if args[0]._base is None else args[0]._base
+    return _whole(args[0])
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that this is a view of, or itself."""
+    return tensor if tensor._base is None else tensor._base

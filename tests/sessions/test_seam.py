@@ -284,6 +284,23 @@ def test_a_bias_that_is_zero_yet_learns_in_a_replay() -> None:
     assert torch.equal(router.bias.grad, live)
 
 
+def test_a_bias_that_learns_is_no_mask_where_it_lowers_experts_that_nobody_chose() -> None:
+    router = ToyRouter(select=lambda me, scores: torch.topk(scores + me.bias, me.topk), masks=True)
+    router.bias = torch.nn.Parameter(torch.zeros(EXPERTS))
+    model = ToyModel(router)
+    taken: list[Scores] = []
+    router.register_forward_hook(lambda _, __, output: taken.append(output[0]))
+    with torch.no_grad():
+        router.bias.copy_(torch.where(torch.arange(EXPERTS) < EXPERTS // 2, 0.0, -5.0))
+    lowered = torch.arange(EXPERTS // 2, EXPERTS // 2 + TOPK)
+    routes = RoutedExperts(ids=lowered.expand(ROWS, 1, TOPK), layers=range(1), num_experts=EXPERTS)
+    with npu_replay.replay(model, [routes]):
+        model(tokens()).square().mean().backward()
+    assert bool((taken[0] < -4).all())
+    assert router.bias.grad is not None
+    assert bool(router.bias.grad[lowered].all())
+
+
 def into_a_buffer(router: ToyRouter, scores: Scores) -> Pair:
     masked = torch.empty_like(scores.detach())
     return torch.topk(torch.mul(scores.detach(), ~groups(scores), out=masked), router.topk)
