@@ -1,0 +1,199 @@
+"""Ceilings of the house, which may sink and never rise.
+
+Each holds today's number. A change that makes one smaller lowers its ceiling; none is raised.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+import pytest
+from torch import nn
+
+from test_house import MODULES, ROOMS, imported, room_of
+
+LINES = {
+    "": 171,
+    "errors": 225,
+    "lazy": 52,
+    "torch_loading": 46,
+    "beside": 44,
+    "json_text": 28,
+    "screen": 117,
+    "routes": 2352,
+    "tables": 174,
+    "environment": 78,
+    "options": 146,
+    "routers": 367,
+    "rollout": 1972,
+    "sessions": 4839,
+    "parallel": 2029,
+    "delivery": 617,
+    "compat.patching": 745,
+    "compat.probe": 376,
+    "compat.torch_npu": 145,
+    "compat.cuda": 29,
+    "compat.cpu": 196,
+    "compat.peft": 54,
+    "compat.ray": 148,
+    "compat.mindspeed": 475,
+    "compat.transformers": 280,
+    "compat.megatron": 1127,
+    "compat.megatron_backports": 1193,
+    "compat.vllm_ascend": 1725,
+    "compat.vllm": 1101,
+    "compat.sglang": 972,
+    "compat.slime": 184,
+    "compat.swift": 128,
+    "compat.verl": 4144,
+    "compat.roll": 366,
+    "devices": 86,
+    "doctor": 686,
+    "inspection": 1784,
+    "demo": 962,
+    "smoke": 1695,
+    "cli": 387,
+}
+"""The most lines of each room, by `wc -l`."""
+SLACK = 20
+"""A room that is smaller than its ceiling by more lines lowers it."""
+
+CIRCLES = 7
+"""Modules in circles."""
+PRIVATE = 24
+"""Places where a room uses a private part of another."""
+LEVELS = 4
+"""The most classes of ours above each other."""
+TWICE = 14
+"""Names that several classes have."""
+
+TORCHS = vars(nn.Module())
+"""Private attributes that are torch's own."""
+
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+
+
+@pytest.mark.parametrize("room", ["", *ROOMS])
+def test_a_room_has_no_more_lines_than_its_ceiling(room: str) -> None:
+    lines = sum(
+        len(path.read_text(encoding="utf-8").splitlines())
+        for module, path in MODULES.items()
+        if room_of(module) == room
+    )
+    assert LINES[room] - SLACK <= lines <= LINES[room]
+
+
+def test_modules_that_need_each_other() -> None:
+    """Circles, with what is imported for type checkers alone."""
+    needs = {module: {one for one in all_imported(module) if one in MODULES} for module in MODULES}
+    circles = [circle for circle in components(needs) if len(circle) > 1]
+    assert sum(map(len, circles)) == CIRCLES, circles
+
+
+def all_imported(module: str) -> set[str]:
+    """Every module that one imports, also under TYPE_CHECKING."""
+    found = imported(MODULES[module])
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            for one in ast.walk(node):
+                if isinstance(one, ast.ImportFrom):
+                    names = {f"{one.module}.{alias.name}" for alias in one.names}
+                    found |= {name if name in MODULES else str(one.module) for name in names}
+    return found - {"npu_replay", "npu_replay.compat"}
+
+
+def components(needs: dict[str, set[str]]) -> Iterator[set[str]]:
+    """Modules that reach each other, by way of what each needs."""
+    reached = {module: reachable(needs, module) for module in needs}
+    done: set[str] = set()
+    for module in needs:
+        if module not in done:
+            circle = {module} | {one for one in reached[module] if module in reached[one]}
+            done |= circle
+            yield circle
+
+
+def reachable(needs: dict[str, set[str]], start: str) -> set[str]:
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        for one in needs[waiting.pop()] - found:
+            found.add(one)
+            waiting.append(one)
+    return found
+
+
+def test_private_parts_that_another_room_uses() -> None:
+    owners: dict[str, set[str]] = defaultdict(set)
+    for module, tree in TREES.items():
+        for name in private_names(tree):
+            owners[name].add(room_of(module))
+    used = {
+        f"{module}: {ast.unparse(node)}"
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and is_private(node.attr)
+        and node.attr not in TORCHS
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+        and owners[node.attr]
+        and room_of(module) not in owners[node.attr]
+    }
+    assert len(used) == PRIVATE, sorted(used)
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """Private names that a module defines, as functions, classes, variables or attributes of self."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and is_private(node.name):
+            yield node.name
+        targets = (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, ast.AnnAssign)
+            else []
+        )
+        for target in targets:
+            for one in ast.walk(target):
+                if (
+                    isinstance(one, ast.Attribute)
+                    and is_private(one.attr)
+                    and ast.unparse(one.value) == "self"
+                ):
+                    yield one.attr
+                elif isinstance(one, ast.Name) and is_private(one.id):
+                    yield one.id
+
+
+CLASSES = {
+    (module, node.name): node
+    for module, tree in TREES.items()
+    for node in ast.walk(tree)
+    if isinstance(node, ast.ClassDef)
+}
+
+
+def test_levels_of_classes() -> None:
+    """How far a class is from the first of ours that it inherits from, at most."""
+    bases = defaultdict(set)
+    for (_, name), node in CLASSES.items():
+        bases[name] |= {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+    names = set(bases)
+
+    def level(name: str) -> int:
+        return 1 + max((level(base) for base in bases[name] & names - {name}), default=0)
+
+    deepest = max(names, key=level)
+    assert level(deepest) == LEVELS, deepest
+
+
+def test_class_names_that_mean_two_things() -> None:
+    twice = [name for name, count in Counter(name for _, name in CLASSES).items() if count > 1]
+    assert len(twice) == TWICE, sorted(twice)
