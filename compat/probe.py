@@ -99,7 +99,6 @@ _KNOWN = (
     _Known("vllm-ascend", "vllm_ascend", "_version.py"),
     _Known("sglang", "sglang", "_version.py"),
     _Known("verl", "verl"),
-    _Known("safetensors", "safetensors"),
     _Known("matplotlib", "matplotlib", "_version.py"),
     _Known("typer", "typer", "__init__.py"),
     _Known("rich", "rich"),
@@ -282,7 +281,6 @@ def capabilities(found: Iterable[Product]) -> tuple[Capability, ...]:
     """What these products make possible, as far as their source tells."""
     by_name = {product.name: product for product in found}
     extras = (
-        ("route files", "files", "RoutedExperts.save and load", ("safetensors",)),
         ("plots", "plots", "figures of the mismatch", ("matplotlib",)),
         ("command line", "cli", "npu-replay", ("typer", "rich")),
     )
@@ -350,7 +348,7 @@ def _transformers(product: Product) -> Capability:
 
 def _demo(by_name: dict[str, Product]) -> Capability:
     megatron, transformers = by_name["megatron-core"], by_name["transformers"]
-    needed = ("megatron-core", "transformers", "typer", "rich", "matplotlib", "safetensors")
+    needed = ("megatron-core", "transformers", "typer", "rich", "matplotlib")
     lacking = [by_name[name].lacking for name in needed]
     # What Megatron imports; where it is there by itself, pip was told to leave its requirements out.
     lacking += [f"{name} is not installed" for name in ("packaging", "einops", "yaml") if find(name) is None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import contextlib
 import os
 import struct
 from collections.abc import Callable, Iterable
@@ -18,14 +17,11 @@ from npu_replay.compat.vllm.answers import said_release
 from npu_replay.errors import InvalidRoutes, ReplayError, RouteFileError
 from npu_replay.inspection.answers import NAMES, Engine, samples, source_of, whose
 from npu_replay.inspection.judge import Known, Verdict, judge_routes, judge_rows
-from npu_replay.inspection.suspect_rows import View
 from npu_replay.rollout import payloads
 from npu_replay.rollout.release_rules import Source
 from npu_replay.routes.atomic_file import plain_file
-from npu_replay.routes.checks import Array, is_ids
+from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts
-from npu_replay.routes.serialization import DTYPES, MAGIC, UNREADABLE, TensorFile, check_header, shape_of
-from npu_replay.routes.store import FORMAT as STORE_FORMAT
 from npu_replay.routes.store import RouteStore
 
 KINDS = (
@@ -60,13 +56,11 @@ def opened(
     data = _contents(path)
     start = bytes(data[:8])
     source = source_of(engine, version, str(path))
-    if start == MAGIC:
-        what, one = "bytes of RoutedExperts.to_bytes", _of_bytes(path, data, known)
-    elif start.startswith(b"\x93NUMPY"):
+    if start.startswith(b"\x93NUMPY"):
         what = f"an .npy array{'' if engine is None else f' of {_named(engine, version)}'}"
         one = _of_array(what, partial(payloads.from_npy, data, most=len(data)), source, known)
     elif len(data) > 8 and bytes(data[8:9]) == b"{" and struct.unpack("<Q", start)[0] < len(data):
-        what, one = "a file of RoutedExperts.save", _of_file(path, known)
+        what, one = "routes of RoutedExperts.save or to_bytes", _of_file(path, known)
     else:
         answer = _parsed(path, data)
         if not (isinstance(answer, list) and answer and isinstance(answer[0], list)):
@@ -108,82 +102,16 @@ def _refused(path: Path, problem: str, **more: Any) -> Refused:
 # Routes that npu_replay wrote
 
 
-def _judged(
-    read: Callable[[], RoutedExperts],
-    left: Callable[[], View | None],
-    known: Known,
-    where: str,
-    name: str = "",
-    nbytes: int = 0,
-) -> Verdict:
-    """What `read` returns, judged; where it raises, `left` is what can still be seen."""
+def _judged(read: Callable[[], RoutedExperts], known: Known, where: str, name: str = "") -> Verdict:
+    """What `read` returns, judged; or why it raises."""
     try:
         return judge_routes(read(), known, name=name, where=where)
     except ReplayError as error:
-        problem = error if name and name in error.where else error.at(where)
-    view = None
-    with contextlib.suppress(struct.error, ArithmeticError, *UNREADABLE):
-        view = left()
-    return Verdict.of(problem, view=view, name=name, nbytes=nbytes)
-
-
-def _of_bytes(path: Path, data: memoryview, known: Known) -> Verdict:
-    read, left = partial(RoutedExperts.from_bytes, data), partial(_view_of_bytes, data)
-    return _judged(read, left, known, str(path), nbytes=len(data))
-
-
-def _view_of_bytes(data: memoryview) -> View | None:
-    """What is left of bytes that were cut short or changed."""
-    (size,) = struct.unpack_from("<I", data, 8)
-    described = json_text.parse(bytes(data[12 : 12 + size]))
-    check_header(described)
-    tokens, layers, topk = shape_of(described)
-    dtype = DTYPES[described["dtype"]]
-    row = layers * topk * dtype.itemsize
-    body = data[12 + size :]
-    rows = min(tokens, len(body) // row)
-    ids = np.frombuffer(body[: rows * row], dtype).reshape(rows, layers, topk)
-    bits = np.frombuffer(body[tokens * row :], np.uint8)
-    whole = rows == tokens and len(bits) == (tokens + 7) // 8
-    return _raw_view(ids, described, np.unpackbits(bits, count=tokens).astype(bool) if whole else None)
+        return Verdict.of(error if name and name in error.where else error.at(where), name=name)
 
 
 def _of_file(path: Path, known: Known) -> Verdict:
-    def read() -> RoutedExperts:
-        with contextlib.suppress(*UNREADABLE), plain_file(path) as file:
-            if TensorFile(file).metadata.get("format") == STORE_FORMAT:
-                raise RouteFileError(
-                    "this is one shard of a RouteStore",
-                    where=str(path),
-                    expected="its folder: npu-replay inspect FOLDER",
-                    got="one of its files",
-                )
-        return RoutedExperts.load(path)
-
-    return _judged(read, partial(_view_of_tensors, path), known, str(path))
-
-
-def _view_of_tensors(path: Path, described: dict[str, Any] | None = None, prefix: str = "") -> View | None:
-    """The ids in a safetensors file, whatever else is wrong with it."""
-    with plain_file(path) as file:
-        tensors = TensorFile(file)
-        described = described or json_text.parse(tensors.metadata["routes"])
-        check_header(described)
-        ids, recorded = tensors.arrays(file, f"{prefix}ids", f"{prefix}recorded")
-    return _raw_view(ids, described, recorded)
-
-
-def _raw_view(ids: Array, described: dict[str, Any], recorded: Array | None) -> View | None:
-    labels, experts = described["layers"], described["num_experts"]
-    if not is_ids(ids) or not ids.size:
-        return None
-    good = recorded is not None and recorded.shape == ids.shape[:1] and recorded.dtype == bool
-    return View(
-        ids=ids,
-        layers=tuple(labels) if len(labels) == ids.shape[1] else tuple(range(ids.shape[1])),
-        num_experts=experts,
-        recorded=recorded if good else None,
-    )
+    return _judged(partial(RoutedExperts.load, path), known, str(path))
 
 
 def _store(path: Path, known: Known, sample: str | None) -> tuple[str, Iterable[Verdict]]:
@@ -210,11 +138,7 @@ def _store(path: Path, known: Known, sample: str | None) -> tuple[str, Iterable[
 
 
 def _of_store(store: RouteStore, key: str, known: Known) -> Verdict:
-    def left() -> View | None:
-        shard, described = store.described(key)
-        return _view_of_tensors(shard, described, f"{key}.")
-
-    return _judged(partial(store.__getitem__, key), left, known, f"{store.folder}, {key}", key)
+    return _judged(partial(store.__getitem__, key), known, f"{store.folder}, {key}", key)
 
 
 # What an engine made

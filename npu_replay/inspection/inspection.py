@@ -117,7 +117,7 @@ def inspect(
     >>> routes = npu_replay.RoutedExperts(ids=np.arange(8).reshape(2, 2, 2), layers=(0, 1), num_experts=8)
     >>> _ = Path("routes.bin").write_bytes(routes.to_bytes() + b"!")
     >>> inspect(Path("routes.bin")).bad[0].problem
-    'routes.bin: these routes are incomplete. Expected 9 bytes after the header, got 10. ...'
+    "routes.bin: this file can't be read as routes (it is 411 bytes long, and its header says 410). ..."
     """
     known = Known(
         model=None if config is None else RoutedModel.from_config(config),

@@ -13,7 +13,6 @@ from benchmarks import delivery as bench
 def test_the_job_is_planned_and_its_parts_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("safetensors")
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(bench, "TOKENS", 64)
     out = tmp_path / "bench.json"
@@ -32,8 +31,8 @@ def test_the_job_is_planned_and_its_parts_are_measured(
         for what in ("put", "fetch", "gather")
     }
     assert ways == {
-        "put": ["copy", "seal", "process", "folder"],
-        "fetch": ["copy", "process", "folder", "as Ray's", bench.RANK, bench.SHARE],
+        "put": ["copy", "as over Ray"],
+        "fetch": ["copy", "as over Ray", bench.RANK, bench.SHARE],
         "gather": ["take", bench.ONE, bench.TAKEN, bench.EVERY],
     }
     assert found["planned"]["nodes"] == 1

@@ -86,13 +86,13 @@ def test_with_megatron_it_says_that_replay_works_and_exits_0() -> None:
 def test_without_any_framework_it_says_how_to_get_one_and_exits_1(
     tmp_path: Path, also: tuple[str, ...]
 ) -> None:
-    hidden = ("megatron", "transformers", "safetensors", *also)
+    hidden = ("megatron", "transformers", "matplotlib", *also)
     (tmp_path / "sitecustomize.py").write_text(HIDE.format(hidden=hidden))
     result = run(path=str(tmp_path))
     assert result.code == 1
     assert row(result.text, "replay on Megatron-core") == "missing megatron-core is not installed"
     assert row(result.text, "CPU").startswith("works")
-    assert "pip install 'npu-replay[files]'" in result.text
+    assert "pip install 'npu-replay[plots]'" in result.text
     assert "no framework whose routers are recognised" in result.text
     assert "put Megatron-LM on PYTHONPATH" in result.text
 

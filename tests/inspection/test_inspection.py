@@ -476,18 +476,16 @@ def test_routes_of_ours(desk: Desk, form: str) -> None:
     assert "only --prompt-ids" in desk.refusal(routes, prompt_ids=every)
 
 
-@pytest.mark.parametrize(("kind", "rows"), [("changed", 119), ("incomplete", 102), ("file", 119)])
-def test_damaged_routes_are_refused_and_shown(desk: Desk, kind: str, rows: int) -> None:
-    path = desk.put(desk.routes() if kind == "file" else desk.routes().to_bytes())
-    data = bytearray(path.read_bytes())
-    if kind == "incomplete":
+@pytest.mark.parametrize(
+    ("kind", "words"), [("changed", "changed after they were written"), ("cut", "bytes long")]
+)
+def test_damaged_routes_are_refused(desk: Desk, kind: str, words: str) -> None:
+    data = bytearray(desk.routes().to_bytes())
+    if kind == "cut":
         del data[-500:]
     else:
-        data[-500 if kind == "file" else -100] ^= 1
-    found = desk.look(bytes(data), config=None)
-    assert kind.replace("file", "changed after they were written") in found.bad[0].problem
-    assert len(found.layers) == 7
-    assert found.layers[0].rows == rows
+        data[-500] ^= 1
+    assert words in desk.refusal(bytes(data), config=None)
 
 
 @pytest.fixture
@@ -518,7 +516,6 @@ def test_a_folder_with_a_bad_sample(store: Path, run: Callable[..., Result]) -> 
         assert words in result.stdout
     one = inspect(store, sample="sample-1")
     assert not one.good
-    assert one.layers[0].rows == 81  # still to be seen
     strip = inspect(store).strip
     assert strip is not None
     assert (strip.cells == Cell.REFUSED).any(axis=1).tolist() == [False, True, False, False]
@@ -552,7 +549,6 @@ def test_a_key_that_is_not_there_and_a_shard_alone(store: Path, run: Callable[..
         (b'{"choices": "x", "meta_info": 3}', "vLLM or SGLang|SGLang"),
         (b'{"choices": [], "choices": [], "usage": null}', "'choices' stands twice"),
         (b"\x93NUMPY\x01\x00v\x00{'descr': '|O', 'fortran_order': False, 'shape': (1,)}", "npy|integers"),
-        (b"NPUROUT1\xff\xff\xff\xff", "header"),
         (b"\x10\x00\x00\x00\x00\x00\x00\x00{" + b" " * 40, "can't be read"),
     ],
 )
