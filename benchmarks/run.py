@@ -18,9 +18,9 @@ from benchmarks import capture, cases, decode, gather, imports
 from benchmarks.timing import Row
 from npu_replay import screen
 from npu_replay.compat import probe
-from npu_replay.demo import megatron_model
 from npu_replay.devices import megatron_on, name_of, one_thread, pick
 from npu_replay.options import check_out, write_out
+from npu_replay.smoke import megatron_model
 from npu_replay.tables import Part, Table, print_json, show, to_json
 
 

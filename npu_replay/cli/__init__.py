@@ -15,7 +15,7 @@ ALONE = {
 }
 """The commands that work without, for containers that are left as they are, and read their own options."""
 _MISSING = (
-    "{command} needs the packages typer and rich ({error}): pip install 'npu-replay[{extra}]', or "
+    "{command} needs the packages typer and rich ({error}): pip install 'npu-replay[cli]', or "
     "pip install typer rich. Without them there are npu-replay doctor and npu-replay smoke"
 )
 
@@ -41,9 +41,8 @@ def _run() -> None:
         command = next(iter(sys.argv[1:]), "")
         if command in ALONE:
             _alone(command)
-        extra = "demo" if command == "demo" else "cli"
         asked = f"npu-replay {command}".rstrip()
-        said = _MISSING.format(command=asked, error=error, extra=extra)
+        said = _MISSING.format(command=asked, error=error)
         show_error(said, as_json="--json" in sys.argv)
         raise SystemExit(FAULT) from None
     from npu_replay.cli.commands import app

@@ -16,17 +16,12 @@ from npu_replay import options
 from npu_replay.cli.exits import FAULT, exit_code, failed, leave_pipe
 from npu_replay.errors import ReplayError
 from npu_replay.lazy import lazy
-from npu_replay.options import Device, Option, check_out, ending, write_out
+from npu_replay.options import Option, check_out, ending, write_out
 from npu_replay.smoke import options as smokes
 from npu_replay.tables import print_json, show
 
 _DEBUG, _JSON = "npu_replay.debug", "npu_replay.json"
 _CODES = "Exit codes: 0 all is well, 1 a fault was found, 2 the command line is wrong, 130 Ctrl-C."
-
-
-class DemoEngine(str, Enum):
-    transformers = "transformers"
-    vllm = "vllm"
 
 
 class _Shown:
@@ -72,7 +67,7 @@ app = typer.Typer(
     name="npu-replay",
     cls=_Commands,
     help="Routing replay for mixture-of-experts reinforcement learning.",
-    epilog=ending("docs/cli.md", "npu-replay doctor", "npu-replay demo") + f"\n\n{_CODES}",
+    epilog=ending("docs/cli.md", "npu-replay doctor", "npu-replay inspect routes") + f"\n\n{_CODES}",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -106,7 +101,6 @@ def _out(words: str, metavar: str = "FILE", **more: Any) -> Any:
 
 _NUMBERS = "JSON file for the numbers."
 _AS_JSON, _, _FORCE = options.report("")
-DeviceOption = Annotated[Device, _typed(options.DEVICE)]
 JsonOption = Annotated[bool, _typed(_AS_JSON)]
 ForceOption = Annotated[bool, _typed(_FORCE)]
 DebugOption = Annotated[
@@ -148,38 +142,6 @@ def _add(name: str, about: str, spec: Sequence[Option], end: str, run: str) -> N
 @app.callback()
 def everything(debug: DebugOption = False, version: VersionOption = False) -> None:
     """Take the options that stand before a command."""
-
-
-@app.command(
-    cls=_Command,
-    epilog=ending("docs/cli.md", "npu-replay demo", "npu-replay demo --steps 2 --out /tmp/demo --force"),
-)
-def demo(
-    device: DeviceOption = Device.auto,
-    steps: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Training steps, with and without replay.")
-    ] = 8,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the weights and of the sampling.")] = 0,
-    engine: Annotated[DemoEngine, typer.Option(help="What rolls out.")] = DemoEngine.transformers,
-    as_json: JsonOption = False,
-    out: Annotated[
-        Path, _out("Folder for demo.json, demo.png and demo.log.", "FOLDER", file_okay=False)
-    ] = Path("npu_replay_demo"),
-    force: ForceOption = False,
-    debug: DebugOption = False,
-) -> None:
-    """Train a small MoE model with and without replay, and show the difference (about 15 s on a CPU)."""
-    from npu_replay.demo.run import main
-
-    main(
-        device=device.value,
-        steps=steps,
-        out=out,
-        seed=seed,
-        force=force,
-        engine=engine.value,
-        as_json=as_json,
-    )
 
 
 _add("doctor", doctors.ABOUT, doctors.OPTIONS, doctors.END, "npu_replay.doctor.diagnose:run")

@@ -40,7 +40,7 @@ _VITAL = ("numpy", "megatron-core", "mindspeed", "torch_npu", "transformers")
 _MEGATRON, _TRANSFORMERS = "replay on Megatron-core", "replay on transformers"
 _PRODUCTS = {mindspeed.CAPABILITY: "mindspeed", _MEGATRON: "megatron-core", _TRANSFORMERS: "transformers"}
 """What each of these capabilities is of."""
-_NEED_MEGATRON = ("Megatron's own replay", "Megatron-core on the CPU", "demo")
+_NEED_MEGATRON = ("Megatron's own replay", "Megatron-core on the CPU")
 _ADAPTOR = "mindspeed.megatron_adaptor"  # before Megatron, which it changes as it is imported
 _ROUTER = "megatron.core.transformer.moe.router"
 _QWEN = "transformers.models.qwen3_moe.modeling_qwen3_moe"

@@ -18,10 +18,10 @@ import torch
 
 import npu_replay
 from npu_replay import screen
-from npu_replay.demo import hybrid_model
 from npu_replay.devices import megatron_on, one_thread
 from npu_replay.errors import ReplayError
 from npu_replay.options import message, write_out
+from npu_replay.smoke import hybrid_model
 from npu_replay.smoke.checks import FEATURES, Examination, Trial, left_behind
 from npu_replay.smoke.job import Job, Verdict, Watch, Wrong, caught, first_to_fail, place
 from npu_replay.smoke.model import ROUTINGS, Routing

@@ -23,9 +23,8 @@ import torch
 from npu_replay import RoutedExperts
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("demo", "doctor", "inspect", "compare", "smoke")
+COMMANDS = ("doctor", "inspect", "compare", "smoke")
 ON_MEGATRON = {
-    "demo": ("--steps", "1", "--out", "demo"),
     "smoke": ("--recompute", "--device", "cpu"),
 }
 """The smallest case of each, of those that take a while and import others' code."""
@@ -202,9 +201,8 @@ def test_json_is_one_document_and_alone_on_stdout(desk: Path, command: str) -> N
         told = (desk / log).read_text()
         assert [one for one in NOISES if f"noise {one}" not in told] == []
         assert "noise" not in done.stderr
-        if command != "demo":
-            assert f"npu-replay-{command}" in log.name
-            log.unlink()
+        assert f"npu-replay-{command}" in log.name
+        log.unlink()
 
 
 @pytest.mark.parametrize("command", AT_ONCE)
@@ -229,8 +227,6 @@ def test_out_is_the_same_document_in_a_file(desk: Path, command: str) -> None:
         *(
             pytest.param(command, columns, marks=megatron)
             for command, columns in [
-                ("demo", ""),
-                ("demo", "60"),
                 ("smoke", ""),
             ]
         ),
@@ -247,8 +243,6 @@ def test_in_a_pipe_all_fits_without_colours_and_nothing_is_cut(
     assert [line for line in lines_of(done.stdout) if len(line) > int(columns or 80)] == []
     assert not any(line != line.rstrip() for line in done.stdout.splitlines())
     assert "Warning" not in done.stdout + done.stderr.replace("Warnings of torch", "")
-    if command == "demo":
-        assert len(re.findall(r"(?m)^\d/5 ", done.stderr)) == 5
     if command != "doctor":
         return
     alone = run(desk, command, code=WITHOUT_TYPER, **({"COLUMNS": columns} if columns else {}))
@@ -279,7 +273,6 @@ def test_a_narrow_terminal_has_colours_and_no_line_too_long(desk: Path, command:
         (("compare", "a.routes", "nothing"), 1),
         (("inspect",), 2),
         (("inspect", "a.routes", "--out", "nothing/x.png"), 2),
-        (("demo", "--out", "a.routes/x"), 2),
         (("smoke", "--tp", "2"), 2),
         (("smoke", "--nothing"), 2),
         (("nothing",), 2),
@@ -287,8 +280,6 @@ def test_a_narrow_terminal_has_colours_and_no_line_too_long(desk: Path, command:
     ids=lambda one: " ".join(one) if isinstance(one, tuple) else str(one),
 )
 def test_exit_codes_mean_the_same_everywhere(desk: Path, arguments: tuple[str, ...], code: int) -> None:
-    if arguments[0] == "demo":
-        pytest.importorskip("megatron.core", reason="without it the demo says that, and not that")
     done = run(desk, *arguments)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
@@ -354,7 +345,7 @@ def test_ctrl_c_ends_without_a_traceback(desk: Path, missing: str) -> None:
         (("inspect", "a.routes"), "", 141),
         (("compare", "a.routes", "b.routes", "--json"), "", 141),
         (("doctor",), WITHOUT_TYPER, 141),
-        (("demo", "--help"), "", 1),  # rich prints it, and ends so
+        (("compare", "--help"), "", 1),  # rich prints it, and ends so
     ],
     ids=["inspect", "compare", "doctor without typer", "help"],
 )

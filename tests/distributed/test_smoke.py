@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from npu_replay.demo import hybrid_model
+from npu_replay.smoke import hybrid_model
 
 BROKEN = Path(__file__).with_name("smoke_broken.py")
 FEATURES = (

@@ -163,7 +163,6 @@ def assert_refused(result: Run) -> None:
     assert "Replay works here" not in result.text
     assert "Replay does not work here:" in result.text
     assert row(result.text, "Megatron's own replay").startswith("missing")
-    assert row(result.text, "demo").startswith("missing")
 
 
 def append(source: Path, line: str) -> int:
@@ -304,7 +303,7 @@ def test_a_megatron_that_does_not_import_is_a_fault(fails: dict[tuple[str, ...],
     found = states()
     assert found["replay on Megatron-core"] == "broken"
     assert found["replay on transformers"] == "works"
-    for other in ("Megatron's own replay", "Megatron-core on the CPU", "demo"):
+    for other in ("Megatron's own replay", "Megatron-core on the CPU"):
         assert found.get(other, "missing") == "missing"
 
 

@@ -43,7 +43,7 @@ CONFIG = {
 @pytest.fixture(scope="module")
 def rollout() -> tuple[list[int], Array]:
     """Token ids, and what an engine would say of them: [tokens - 1, layers, topk], layer 0 dense."""
-    from npu_replay.demo.rollout import qwen3_moe
+    from examples.qwen3_moe.model import qwen3_moe
 
     changes: dict[str, Any] = {"mlp_only_layers": [0], "max_position_embeddings": TOKENS}
     model = qwen3_moe(0, torch.device("cpu"), num_hidden_layers=LAYERS, **changes)
