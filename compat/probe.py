@@ -101,8 +101,6 @@ _KNOWN = (
     _Known("verl", "verl"),
     _Known("safetensors", "safetensors"),
     _Known("matplotlib", "matplotlib", "_version.py"),
-    _Known("typer", "typer", "__init__.py"),
-    _Known("rich", "rich"),
 )
 
 
@@ -284,7 +282,6 @@ def capabilities(found: Iterable[Product]) -> tuple[Capability, ...]:
     extras = (
         ("route files", "files", "RoutedExperts.save and load", ("safetensors",)),
         ("plots", "plots", "figures of the mismatch", ("matplotlib",)),
-        ("command line", "cli", "npu-replay", ("typer", "rich")),
     )
     return (
         _megatron(by_name["megatron-core"], by_name["mindspeed"]),

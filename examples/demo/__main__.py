@@ -1,55 +1,40 @@
-"""Reads the command line of python -m examples.demo, and runs the demo."""
+"""The demo: python -m examples.demo, or bash ci/demo.sh, which gets ready what it needs."""
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 from npu_replay import screen
-from npu_replay.cli.exits import INTERRUPTED, exit_code, failed
+from npu_replay.cli.exits import ended
 from npu_replay.compat import probe
 from npu_replay.devices import megatron_on, one_thread, pick
-from npu_replay.errors import ReplayError
-from npu_replay.options import Device, WrongOption, check_out, write_out
+from npu_replay.options import Parser, WrongOption, at_least, check_out, write_out
 from npu_replay.tables import print_json, show, to_json
 
 JSON, PNG, LOG = "demo.json", "demo.png", "demo.log"
 
-ABOUT = "Train a small MoE model with and without replay, and show the difference (about 15 s on a CPU)."
-END = """examples:
-  bash ci/demo.sh
-  bash ci/demo.sh --steps 2 --out /tmp/demo --force
-"""
+
+def read(arguments: Sequence[str]) -> Namespace:
+    """Read a command line."""
+    about = "Train a small MoE model with and without replay, and show the difference (about 15 s on a CPU)."
+    examples = "bash ci/demo.sh", "bash ci/demo.sh --steps 2 --out /tmp/demo --force"
+    reader = Parser("bash ci/demo.sh", about, examples, "docs/cli.md")
+    reader.add_device()
+    words = "Training steps, with and without replay; 8 if not given."
+    reader.add_argument("--steps", type=at_least(1), default=8, metavar="N", help=words)
+    words = "Seed of the weights and of the sampling."
+    reader.add_argument("--seed", type=int, default=0, metavar="N", help=words)
+    words = "What rolls out."
+    reader.add_argument("--engine", choices=("transformers", "vllm"), default="transformers", help=words)
+    reader.add_report(f"Folder for {JSON}, {PNG} and {LOG}.", "FOLDER")
+    reader.set_defaults(out=Path("npu_replay_demo"))
+    return reader.parse_args(arguments)
 
 
-def _steps(value: str) -> int:
-    if int(value) < 1:  # argparse itself says that a word is no int
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return int(value)
-
-
-def options(given: list[str] | None = None) -> argparse.Namespace:
-    """Read a command line into what `run` takes."""
-    reader = argparse.ArgumentParser(
-        prog="bash ci/demo.sh",
-        description=ABOUT,
-        epilog=END,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    reader.add_argument("--device", choices=[one.value for one in Device], default="auto")
-    reader.add_argument("--steps", type=_steps, default=8, metavar="N", help="Training steps.")
-    reader.add_argument("--seed", type=int, default=0, metavar="N", help="Of the weights and of sampling.")
-    reader.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
-    reader.add_argument("--json", action="store_true", help="Print JSON.")
-    out = Path("npu_replay_demo")
-    words = "Folder for demo.json, demo.png and demo.log."
-    reader.add_argument("--out", type=Path, default=out, metavar="FOLDER", help=words)
-    reader.add_argument("--force", action="store_true", help="Overwrite what is there.")
-    return reader.parse_args(given)
-
-
-def run(given: argparse.Namespace) -> None:
+def run(given: Namespace) -> None:
     """Run the demo, print its tables, and write demo.json and demo.png.
 
     Raises:
@@ -68,8 +53,8 @@ def run(given: argparse.Namespace) -> None:
     for name in (JSON, PNG):
         check_out(given.out / name, force=given.force)
     with screen.quiet("demo", given.out / LOG):
-        with one_thread(), megatron_on(where := pick(given.device)), screen.progress(5) as tell:
-            result = job.run(where, given.steps, given.seed, given.engine, tell)
+        with one_thread(), megatron_on(where := pick(given.device)):
+            result = job.run(where, given.steps, given.seed, given.engine, screen.progress(5))
         if given.json:
             print_json(result)
         else:
@@ -78,18 +63,10 @@ def run(given: argparse.Namespace) -> None:
         write_out(given.out / PNG, picture.draw(result), force=given.force)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the demo; show what a user can mend as one message."""
-    given = options(arguments)
-    try:
-        run(given)
-    except (ReplayError, ModuleNotFoundError) as error:
-        failed(error, as_json=given.json)
-        return exit_code(error)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    return 0
+def main(arguments: Sequence[str]) -> int:
+    """Run the demo and return its exit code."""
+    return ended(lambda: run(read(arguments)), arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

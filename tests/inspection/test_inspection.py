@@ -18,11 +18,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner, Result
 
 import npu_replay
+from command_line import Result, invoke
 from npu_replay import ReplayError, RoutedExperts, RouteStore, fingerprint
-from npu_replay.cli.commands import app
 from npu_replay.compat.vllm.decode import from_vllm
 from npu_replay.errors import InvalidRoutes
 from npu_replay.inspection import files, plots
@@ -153,7 +152,7 @@ def desk(tmp_path: Path, rollout: tuple[list[int], Array]) -> Desk:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     monkeypatch.setenv("COLUMNS", "300")
-    return lambda *arguments: CliRunner().invoke(app, ["inspect", *map(str, arguments)])
+    return lambda *arguments: invoke("inspect", *arguments)
 
 
 def npy(rows: Array) -> bytes:
