@@ -83,8 +83,7 @@ def main(
     )
     with screen.quiet("bench"):
         screen.err().write(f"Measuring takes about {0.9 * (pairs + 2) + 5:.0f} s on two idle CPU cores\n")
-        with screen.progress(3) as tell:
-            found = measured(pairs, tell)
+        found = measured(pairs, screen.progress(3))
         result = {"planned": summary(planned), "rows": [asdict(row) for row in found]}
         if as_json:
             print_json(result)

@@ -3,7 +3,7 @@
 The routes are those of a small model of transformers, over a prompt of 300 tokens and 100 more; they are put
 into an answer as vLLM's server gives it, and damaged in four of the ways that engines do it.
 
-    python ci/draw_inspect.py FOLDER [PICTURE]    # answer.json and config.json are written into FOLDER
+    PYTHONPATH=. python ci/draw_inspect.py FOLDER [PICTURE]    # writes answer.json and config.json there
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import npu_replay
-from npu_replay.demo.rollout import qwen3_moe
+from examples.qwen3_moe.model import qwen3_moe
 
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "inspect.png"
 PROMPT, TOKENS, LAYERS = 300, 400, 12

@@ -44,8 +44,6 @@ NOT_IMPORTED = (
     "hydra",
     "safetensors",
     "matplotlib",
-    "typer",
-    "rich",
 )
 CORE = sorted(
     [

@@ -121,7 +121,7 @@ def test_the_output_of_inspect_is_what_it_says(tmp_path: Path) -> None:
     assert shown is not None
     done = subprocess.run(
         [sys.executable, str(ROOT / "ci" / "draw_inspect.py"), str(tmp_path), str(tmp_path / "picture.png")],
-        env=os.environ | {"COLUMNS": "110"},
+        env=os.environ | {"COLUMNS": "110", "PYTHONPATH": str(ROOT)},
         text=True,
         capture_output=True,
         check=False,

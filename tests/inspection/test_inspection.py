@@ -18,11 +18,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner, Result
 
 import npu_replay
+from command_line import Result, invoke
 from npu_replay import ReplayError, RoutedExperts, RouteStore, fingerprint
-from npu_replay.cli.commands import app
 from npu_replay.compat.vllm.decode import from_vllm
 from npu_replay.errors import InvalidRoutes
 from npu_replay.inspection import files, plots
@@ -43,7 +42,7 @@ CONFIG = {
 @pytest.fixture(scope="module")
 def rollout() -> tuple[list[int], Array]:
     """Token ids, and what an engine would say of them: [tokens - 1, layers, topk], layer 0 dense."""
-    from npu_replay.demo.rollout import qwen3_moe
+    from examples.qwen3_moe.model import qwen3_moe
 
     changes: dict[str, Any] = {"mlp_only_layers": [0], "max_position_embeddings": TOKENS}
     model = qwen3_moe(0, torch.device("cpu"), num_hidden_layers=LAYERS, **changes)
@@ -153,7 +152,7 @@ def desk(tmp_path: Path, rollout: tuple[list[int], Array]) -> Desk:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     monkeypatch.setenv("COLUMNS", "300")
-    return lambda *arguments: CliRunner().invoke(app, ["inspect", *map(str, arguments)])
+    return lambda *arguments: invoke("inspect", *arguments)
 
 
 def npy(rows: Array) -> bytes:

@@ -39,7 +39,7 @@ from npu_replay import RoutedModel
 from npu_replay.compat.megatron import parallel_state as megatron_layout
 from npu_replay.compat.verl import delivery
 from npu_replay.delivery import references
-from npu_replay.demo import megatron_model
+from npu_replay.smoke import megatron_model
 from piece_files import FileCarrier
 
 RELEASE: str = verl.__version__
