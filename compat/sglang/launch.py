@@ -36,7 +36,7 @@ def engine_arguments(
             would be wrong or missing, another device, or a model without routes that can be read.
     """
     flags = (str(name) for name in planned or {} if str(name).startswith(("enable_", "disable_")))
-    plan = launch.read_plan(planned or {}, dict.fromkeys(flags, launch.a_flag), _SHORT)
+    plan = launch.read_plan(planned or {}, dict.fromkeys(flags, "flag"), _SHORT)
     if device not in ("cuda", "npu"):
         raise ReplayError("unknown device", where="device", expected="cuda, npu", got=repr(device))
     device = "npu" if plan.get("device") == "npu" else device

@@ -12,9 +12,9 @@ from typing import Any
 from npu_replay.compat.probe import Capability, Product, unusable
 from npu_replay.compat.vllm.releases import BY_BLOCK, CLASHES, FAULTS, NEEDED, SWITCH, V2
 from npu_replay.compat.vllm_ascend import releases as ascend
-from npu_replay.errors import ReplayError, RouterError, whole_number
+from npu_replay.errors import ReplayError, RouterError
 from npu_replay.rollout import launch
-from npu_replay.rollout.launch import EngineArguments, Kind, a_flag, unreadable
+from npu_replay.rollout.launch import EngineArguments, Kind, unreadable
 from npu_replay.rollout.model_config import RoutedModel, is_there
 from npu_replay.rollout.release_rules import release, tells_release
 
@@ -144,37 +144,6 @@ def _refuse_pair(version: str, vllm_ascend: str) -> None:
         )
 
 
-# ---- how its arguments are read
-
-
-def _count(name: str, value: Any) -> int:
-    count = int(value) if isinstance(value, str) and value.isdecimal() else value
-    if isinstance(count, bool) or (count := whole_number(count, name, where="rollout")) < 1:
-        raise unreadable(name, "a whole number from 1 on", repr(value))
-    return count
-
-
-def _size(name: str, value: Any) -> float:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise unreadable(name, "a number", repr(value)) from error
-
-
-def _word(name: str, value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    raise unreadable(name, "text", repr(value))
-
-
-def _keys(name: str, value: Any) -> Any:
-    if isinstance(value, Mapping) or hasattr(value, "__dict__"):
-        return value
-    raise unreadable(name, "a dict, or vLLM's own object", repr(value)[:80])
-
-
 _SHORT = {
     "pp": "pipeline_parallel_size",
     "tp": "tensor_parallel_size",
@@ -187,15 +156,12 @@ _SHORT = {
     "sc": "speculative_config",
 }
 """Its short options: «-pp»."""
-_FLAGS = (
-    *(SWITCH, "enable_eplb", "enable_expert_parallel", "enable_prefix_caching", "async_scheduling"),
-    *("enable_dbo", "enforce_eager"),
-)
-_COUNTS = ("nnodes", *(name for name in _SHORT.values() if name.endswith("_parallel_size")))
 _KINDS: dict[str, Kind] = {
-    **dict.fromkeys(_FLAGS, a_flag),
-    **dict.fromkeys(_COUNTS, _count),
-    **dict.fromkeys(("runner", "moe_backend", "quantization"), _word),
-    **dict.fromkeys(("kv_transfer_config", "speculative_config", "additional_config"), _keys),
-    "kv_offloading_size": _size,
+    **dict.fromkeys((SWITCH, "enable_eplb", "enable_expert_parallel", "enable_prefix_caching"), "flag"),
+    **dict.fromkeys(("async_scheduling", "enable_dbo", "enforce_eager"), "flag"),
+    **dict.fromkeys(("pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"), "count"),
+    **dict.fromkeys(("decode_context_parallel_size", "prefill_context_parallel_size", "nnodes"), "count"),
+    **dict.fromkeys(("runner", "moe_backend", "quantization"), "text"),
+    **dict.fromkeys(("kv_transfer_config", "speculative_config", "additional_config"), "keys"),
+    "kv_offloading_size": "number",
 }

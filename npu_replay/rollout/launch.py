@@ -5,14 +5,22 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from numbers import Integral, Real
+from typing import Any, Literal, TypeAlias
 
 from npu_replay.errors import ReplayError
 from npu_replay.rollout.release_rules import Clash, Fault, Plan, tells_release
 
-Kind: TypeAlias = "Callable[[str, Any], Any]"
-"""Returns the value of one argument, by its name and what was given, or raises `unreadable`."""
+Kind: TypeAlias = Literal["flag", "count", "number", "text", "keys"]
+_KINDS: dict[Kind, tuple[type, str]] = {
+    "flag": (bool, "True or False"),
+    "count": (Integral, "a whole number from 1 on"),
+    "number": (Real, "a number"),
+    "text": (str, "text"),
+    "keys": (Mapping, "a dict, or the engine's own object"),
+}
 
 
 @dataclass(frozen=True)
@@ -147,7 +155,7 @@ def read_plan(
         if written != name:
             raise unreadable(written, f"its Python name: {name}", repr(written))
     return {
-        name: kinds[name](name, value) if name in kinds and value is not None else value
+        name: _read(name, value, kinds[name]) if name in kinds and value is not None else value
         for name, value in planned.items()
     }
 
@@ -170,11 +178,16 @@ def unreadable(name: str, expected: str, got: str) -> ReplayError:
     )
 
 
-def a_flag(name: str, value: Any) -> bool:
-    """Read True or False, and nothing that only stands for one."""
-    if isinstance(value, bool):
+def _read(name: str, value: Any, kind: Kind) -> Any:
+    """Return a value of that kind. A number may be text, as configs have it."""
+    wanted, expected = _KINDS[kind]
+    if isinstance(value, str) and kind in ("count", "number"):
+        with suppress(ValueError):
+            value = int(value) if kind == "count" else float(value)
+    fits = isinstance(value, wanted) or (kind == "keys" and hasattr(value, "__dict__"))
+    if fits and isinstance(value, bool) == (kind == "flag") and (kind != "count" or value > 0):
         return value
-    raise unreadable(name, f"{name}=True or {name}=False", repr(value))
+    raise unreadable(name, expected, repr(value)[:80])
 
 
 def as_mapping(value: Any) -> Mapping[str, Any]:
