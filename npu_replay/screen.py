@@ -57,29 +57,17 @@ def quiet(name: str, log: Path | None = None, *, told: bool = True) -> Iterator[
 def _turned(name: str, descriptor: int, log: TextIO) -> Iterator[None]:
     stream: TextIO = getattr(sys, name)
     stream.flush()
-    before = os.dup(descriptor)
-    real = _descriptor(stream) == descriptor  # not so in a test, which has a stream of its own
-    kept = os.fdopen(os.dup(before), "w", encoding=stream.encoding, errors=stream.errors) if real else stream
-    os.dup2(log.fileno(), descriptor)
-    _kept[name] = kept
-    setattr(sys, name, log)
-    try:
-        yield
-    finally:
-        setattr(sys, name, stream)
-        del _kept[name]
-        stream.flush()  # what others wrote to it meanwhile
-        os.dup2(before, descriptor)
-        os.close(before)
-        if real:
-            kept.close()
-
-
-def _descriptor(stream: TextIO) -> int:
-    try:
-        return stream.fileno()
-    except OSError:
-        return -1
+    with os.fdopen(os.dup(descriptor), "w", encoding=stream.encoding, errors=stream.errors) as kept:
+        os.dup2(log.fileno(), descriptor)
+        _kept[name] = kept
+        setattr(sys, name, log)
+        try:
+            yield
+        finally:
+            setattr(sys, name, stream)
+            del _kept[name]
+            stream.flush()  # what others wrote to it meanwhile
+            os.dup2(kept.fileno(), descriptor)
 
 
 def _drop_if_empty(file: Path) -> None:

@@ -80,7 +80,7 @@ def _release_without_routes(
     if release(product.version)[:2] == (0, 21):
         return ReplayError(
             "no routes",
-            expected="vllm 0.14, 0.16 to 0.20, or 0.22 and later",
+            expected="vllm 0.18 to 0.20, or 0.22 and later",
             got=f"vllm {product.version}",
             cause="0.21 splits what verl takes for one array",  # from_vllm reads it, so it is no fault there
         )

@@ -11,7 +11,7 @@ from benchmarks import delivery as bench
 
 
 def test_the_job_is_planned_and_its_parts_are_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(bench, "TOKENS", 64)
@@ -24,7 +24,7 @@ def test_the_job_is_planned_and_its_parts_are_measured(
         bench.main(**bench._options())
     finally:
         bench.samples.cache_clear()
-    printed = capsys.readouterr().out
+    printed = capfd.readouterr().out
     found = json.loads(out.read_text())
     ways = {
         what: [row["way"] for row in found["rows"] if row["what"] == what and row["way"] != "Ray"]

@@ -18,6 +18,7 @@ import npu_replay
 import npu_replay.inspection.compare
 import npu_replay.inspection.inspection
 from command_line import Result
+from npu_replay import options
 
 
 @pytest.fixture
@@ -86,6 +87,7 @@ def test_options_are_passed_on_and_have_defaults(
         ("inspect", "x", "--start", "-1"),
         ("inspect", "x", "--start", "a"),
         ("inspect", "x", "--engine", "trt"),
+        ("inspect", "x", "--sam", "k"),  # no abbreviation: a later option could take it away
         ("smoke", "--device", "tpu"),
         ("nothing",),
         ("demo",),
@@ -222,6 +224,13 @@ def test_where_nothing_can_be_written_is_said_before_the_work(
     assert result.exit_code == 2
     assert re.search("can't be written", result.stderr)
     assert {path.name for path in tmp_path.rglob("*")} == {"file", "folder"}
+
+
+def test_a_file_that_came_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("theirs")
+    with pytest.raises(npu_replay.ReplayError, match="not overwritten"):
+        options.write_out(tmp_path / "x.json", b"ours", force=False)
+    assert (tmp_path / "x.json").read_text() == "theirs"
 
 
 def test_without_megatron_smoke_says_what_doctor_says(tmp_path: Path) -> None:

@@ -81,13 +81,13 @@ def test_the_model_fits_its_split(sizes: dict[str, int]) -> None:
     ],
 )
 def test_what_cant_be_run_exits_2_and_rank_0_says_why(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
     for rank in ("0", "2"):
         monkeypatch.setenv("RANK", rank)
         assert smoke.main(parsed(arguments)) == 2
-        out, complaint = capsys.readouterr()
+        out, complaint = capfd.readouterr()
         assert out == ""
         assert said in " ".join(complaint.split()) if rank == "0" else complaint == ""
 
@@ -116,7 +116,7 @@ def test_help_and_errors_are_the_command_lines_own(arguments: list[str]) -> None
 
 
 def test_a_start_that_fails_is_a_result_too(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(job, "import_mindspeed", lambda: 1 / 0)
     for name in ("RANK", "WORLD_SIZE"):
@@ -124,7 +124,7 @@ def test_a_start_that_fails_is_a_result_too(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     file = tmp_path / "smoke.json"
     assert smoke.main(Options(device="cpu", out=file)) == 1
-    assert "FAIL  start         ZeroDivisionError: division by zero" in capsys.readouterr().out
+    assert "FAIL  start         ZeroDivisionError: division by zero" in capfd.readouterr().out
     found = json.loads(file.read_text())
     assert [(one["feature"], one["result"]) for one in found["results"]] == [("start", FAIL)]
 
