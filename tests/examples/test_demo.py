@@ -66,6 +66,14 @@ def test_a_wrong_option_is_refused_before_anything_runs(
     assert demo.main(arguments) == 2
 
 
+def test_a_folder_that_cannot_be_made_is_said_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert demo.main(["--json", "--out", str(tmp_path / "file" / "out")]) == 2
+    assert "can't be made" in json.loads(capsys.readouterr().out)["error"]
+
+
 def test_weights_come_back_from_megatron_as_they_went() -> None:
     from examples.qwen3_moe import weights
     from examples.qwen3_moe.model import qwen3_moe
