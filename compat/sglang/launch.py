@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from npu_replay.compat.sglang.releases import CLASHES, EAGLE, FAULTS, HONOURS_START, LIMITS
+from npu_replay.compat.sglang.releases import CLASHES, EAGLE, FAULTS, HONOURS_START
 from npu_replay.errors import ReplayError
 from npu_replay.rollout import launch
-from npu_replay.rollout.launch import EngineArguments, number, unreadable
+from npu_replay.rollout.launch import EngineArguments, number
 from npu_replay.rollout.model_config import RoutedModel, is_there
 from npu_replay.rollout.release_rules import Plan, release
 
@@ -15,29 +15,28 @@ from npu_replay.rollout.release_rules import Plan, release
 def engine_arguments(
     version: str, *, planned: Plan | None = None, device: Literal["cuda", "npu"] = "cuda", model: Any = None
 ) -> EngineArguments:
-    """What makes this release of SGLang return routes, and what it can't do then.
+    """Return the arguments with which SGLang returns routes, or refuse a plan with which it won't.
 
     >>> from npu_replay.compat.sglang import engine_arguments
-    >>> engine_arguments("0.5.23", planned={"tp": 8}).command_line()
+    >>> engine_arguments("0.5.23", planned={"tp_size": 8}).command_line()
     ['--tp-size', '8', '--enable-return-routed-experts']
 
     Args:
         version: of the engine, «0.5.12.post1».
-        planned: the other arguments of the server, as ServerArgs or the command line names them.
+        planned: the other arguments of the server, as ServerArgs names them.
         device: what it runs on.
         model: as `from_sglang` takes it; `model_path` of the plan, if that is a folder here.
 
     Returns:
-        `planned`, under the names that ServerArgs has, with what turns the routes on, and with one draft a
-        step where EAGLE would choose by itself. Each request must ask for them too: `request_arguments`.
+        `planned`, with what turns the routes on, and with one draft a step where EAGLE would choose by
+        itself. Each request must ask for them too: `request_arguments`.
 
     Raises:
-        ReplayError: a release without routes, a plan under which they would be wrong or missing, another
-            device, or a model without routes that can be read.
+        ReplayError: a release without routes, or before 0.5.8, which isn't checked; a plan under which they
+            would be wrong or missing, another device, or a model without routes that can be read.
     """
-    names = {str(name).removeprefix("--").replace("-", "_") for name in planned or {}}
-    kinds = dict.fromkeys((name for name in names if name.startswith(("enable_", "disable_"))), _flag)
-    plan = launch.read_plan(planned or {}, _NAMES, kinds, negates=False)
+    flags = (str(name) for name in planned or {} if str(name).startswith(("enable_", "disable_")))
+    plan = launch.read_plan(planned or {}, dict.fromkeys(flags, "flag"), _SHORT)
     if device not in ("cuda", "npu"):
         raise ReplayError("unknown device", where="device", expected="cuda, npu", got=repr(device))
     device = "npu" if plan.get("device") == "npu" else device
@@ -46,8 +45,7 @@ def engine_arguments(
         RoutedModel.of(known)
     launch.refuse(launch.clash("SGLang", version, device, plan, CLASHES))
     turned_on = {**plan, **_one_draft_a_step(plan), "enable_return_routed_experts": True}
-    said = launch.limits("SGLang", version, device, plan, LIMITS)
-    return EngineArguments(turned_on, said, negates=False)
+    return EngineArguments(turned_on, negates=False)
 
 
 def request_arguments(version: str, *, start_len: int = 0) -> dict[str, Any]:
@@ -63,7 +61,7 @@ def request_arguments(version: str, *, start_len: int = 0) -> dict[str, Any]:
             sends them anyway, and from_sglang leaves them out.
 
     Raises:
-        ReplayError: a release without routes, or a negative start.
+        ReplayError: a release without routes, or that isn't checked, or a negative start.
     """
     _refuse_release(version, "cuda")
     if start_len < 0:
@@ -83,7 +81,7 @@ def _refuse_release(version: str, device: str) -> None:
     launch.refuse(refusal(version, device))
 
 
-_NAMES = {
+_SHORT = {
     "model": "model_path",
     **dict.fromkeys(("tp", "tensor_parallel_size"), "tp_size"),
     **dict.fromkeys(("pp", "pipeline_parallel_size"), "pp_size"),
@@ -91,16 +89,6 @@ _NAMES = {
     **dict.fromkeys(("ep", "expert_parallel_size"), "ep_size"),
 }
 """How its command line names an argument too: by an alias, or as the start of its name."""
-_FLAGS = {"true": True, "1": True, "false": False, "0": False, "": False}
-
-
-def _flag(name: str, value: Any) -> Any:
-    """A bool, where it is text: "False" would turn it on."""
-    if not isinstance(value, str):
-        return value
-    if value.lower() in _FLAGS:
-        return _FLAGS[value.lower()]
-    raise unreadable(name, "on or off, a bool", value)
 
 
 def _one_draft_a_step(plan: Plan) -> dict[str, Any]:

@@ -6,16 +6,15 @@ which it works. Nothing of vLLM is imported or changed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from npu_replay.compat.probe import Capability, Product, unusable
-from npu_replay.compat.vllm.releases import BY_BLOCK, CLASHES, FAULTS, LIMITS, NEEDED, NEWEST, SWITCH, V2
+from npu_replay.compat.vllm.releases import BY_BLOCK, CLASHES, FAULTS, NEEDED, SWITCH, V2
 from npu_replay.compat.vllm_ascend import releases as ascend
-from npu_replay.errors import ReplayError, RouterError, whole_number
+from npu_replay.errors import ReplayError, RouterError
 from npu_replay.rollout import launch
-from npu_replay.rollout.launch import EngineArguments, Kind, a_flag, unreadable
+from npu_replay.rollout.launch import EngineArguments, Kind, unreadable
 from npu_replay.rollout.model_config import RoutedModel, is_there
 from npu_replay.rollout.release_rules import release, tells_release
 
@@ -32,17 +31,17 @@ def engine_arguments(
     soc: ascend.Soc | None = None,
     capture: bool = False,
 ) -> EngineArguments:
-    """What to start vLLM with so that it returns routes, refused before anything starts where it won't.
+    """Return the arguments with which vLLM returns routes, or refuse a plan with which it won't.
 
     >>> from npu_replay.compat.vllm import engine_arguments
-    >>> engine_arguments("0.33.0", planned={"-tp": "4"}).command_line()  # doctest: +NORMALIZE_WHITESPACE
+    >>> planned = {"tensor_parallel_size": 4}
+    >>> engine_arguments("0.33.0", planned=planned).command_line()  # doctest: +NORMALIZE_WHITESPACE
     ['--tensor-parallel-size', '4', '--enable-return-routed-experts', '--enable-prefix-caching']
 
     Args:
         version: vLLM's release, "0.23.0".
-        planned: the arguments that the rollout is planned with, by their Python names or as on a command
-            line ("--enable-eplb", "no_enable_eplb": True, "-pp": "2"); `model` and `quantization` are found
-            there too.
+        planned: the arguments that the rollout is planned with, by their Python names; `model` and
+            `quantization` are found there too.
         model: a RoutedModel, or a Hugging Face config: its path or its folder's, its contents, an object.
         quantization: how the rollout's weights are quantized, if they are.
         vllm_ascend: vllm-ascend's release, if it runs on that; a build between releases goes by vLLM's.
@@ -50,22 +49,20 @@ def engine_arguments(
         capture: is npu_replay's plug-in to capture on vllm-ascend? It mends what its releases lose.
 
     Returns:
-        The planned arguments with those that turn routes on, the environment they need, and what this
-        release can't do, in words.
+        The planned arguments with those that turn routes on, and the environment they need.
 
     Raises:
-        ReplayError: names the argument, the release from which it works, and what happens else.
+        ReplayError: names the argument, the release from which it works, and what happens else; or a release
+            before 0.18.0, which isn't checked.
     """
-    given = launch.read_plan(planned or {}, _NAMES, _KINDS, negates=True)
+    given = launch.read_plan(planned or {}, _KINDS, _SHORT)
     known = model if model is not None else given.get("model")
     plan = {**given, "model": known if is_there(known) else None}
     launch.refuse_untold("vLLM", version, "version", "0.23.0")
-    built = vllm_ascend or ""
     if isinstance(vllm_ascend, str):
         vllm_ascend = ascend.of_release(vllm_ascend, version)
     if vllm_ascend:
         launch.refuse_untold("vllm-ascend", vllm_ascend, "vllm_ascend", "0.23.0")
-    device = device_of(version, vllm_ascend or "")
     if capture and not vllm_ascend:
         raise unreadable("capture", "vllm_ascend= beside it: npu_replay captures there alone", "capture=True")
     launch.refuse(refusal(version, vllm_ascend or ""))
@@ -75,35 +72,18 @@ def engine_arguments(
     launch.refuse(launch.clash("vLLM", version, "", plan, clashes))
     needed = {name: value for run, some in NEEDED if run.holds(version) for name, value in some.items()}
     environment = dict(V2) if release(version) >= release(BY_BLOCK) else {}
-    rows = [row for row in LIMITS if not (capture and row.mended)]
-    said = launch.limits("vLLM", version, device, plan, rows, NEWEST)
     if vllm_ascend:
-        setting = ascend.Setting(
-            model=plan["model"],
-            quantization=quantization or given.get("quantization"),
-            data_parallel_size=given.get("data_parallel_size") or 1,
-            tensor_parallel_size=given.get("tensor_parallel_size") or 1,
-            enable_expert_parallel=bool(given.get("enable_expert_parallel")),
-            soc=soc,
-            async_scheduling=given.get("async_scheduling"),
-            capture=capture,
-            enable_dbo=bool(given.get("enable_dbo")),
-            enforce_eager=bool(given.get("enforce_eager")),
-            additional_config=given.get("additional_config"),
-            compilation_config=given.get("compilation_config"),
-        )
+        named = {name: given[name] for name in ascend.ARGUMENTS if given.get(name) is not None}
+        named |= {"quantization": quantization} if quantization else {}
+        setting = ascend.Setting(**named | {"model": plan["model"]}, soc=soc, capture=capture)
         _refuse_pair(version, vllm_ascend)
         ascend.check(vllm_ascend, setting, version)
         environment |= V2 if ascend.needs_v2(vllm_ascend, setting) else {}
         environment |= ascend.environment() if capture else {}
         if ascend.needs_sync(vllm_ascend):
             needed["async_scheduling"] = False
-        made_for = release(vllm_ascend)[:2]
-        if release(version)[:2] != made_for:
-            said += (f"vllm-ascend {vllm_ascend} is made for vLLM {'.'.join(map(str, made_for))}",)
-        said += ascend.limits(vllm_ascend, setting, built)
     added = {name: value for name, value in needed.items() if given.get(name) is None}
-    return EngineArguments({**given, **added}, said, environment)
+    return EngineArguments({**given, **added}, environment)
 
 
 def capability(product: Product, plugin: Product | None = None) -> Capability:
@@ -164,66 +144,24 @@ def _refuse_pair(version: str, vllm_ascend: str) -> None:
         )
 
 
-# ---- how its arguments are read
-
-
-def _count(name: str, value: Any) -> int:
-    count = int(value) if isinstance(value, str) and value.isdecimal() else value
-    if isinstance(count, bool) or (count := whole_number(count, name, where="rollout")) < 1:
-        raise unreadable(name, "a whole number from 1 on", repr(value))
-    return count
-
-
-def _size(name: str, value: Any) -> float:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise unreadable(name, "a number", repr(value)) from error
-
-
-def _word(name: str, value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    raise unreadable(name, "text", repr(value))
-
-
-def _keys(name: str, value: Any) -> Any:
-    """As it came: a dict, JSON of one, or vLLM's own object."""
-    if isinstance(value, str):
-        try:
-            readable = isinstance(json.loads(value), dict)
-        except (ValueError, RecursionError):
-            readable = False
-    else:
-        readable = isinstance(value, Mapping) or hasattr(value, "__dict__")
-    if readable:
-        return value
-    raise unreadable(name, "a dict, JSON of one, or vLLM's own object", repr(value)[:80])
-
-
-_NAMES = {
-    "_pp": "pipeline_parallel_size",
-    "_tp": "tensor_parallel_size",
-    "_dp": "data_parallel_size",
-    "_dcp": "decode_context_parallel_size",
-    "_pcp": "prefill_context_parallel_size",
-    "_ep": "enable_expert_parallel",
-    "_n": "nnodes",
-    "_q": "quantization",
-    "_sc": "speculative_config",
+_SHORT = {
+    "pp": "pipeline_parallel_size",
+    "tp": "tensor_parallel_size",
+    "dp": "data_parallel_size",
+    "dcp": "decode_context_parallel_size",
+    "pcp": "prefill_context_parallel_size",
+    "ep": "enable_expert_parallel",
+    "n": "nnodes",
+    "q": "quantization",
+    "sc": "speculative_config",
 }
 """Its short options: «-pp»."""
-_FLAGS = (
-    *(SWITCH, "enable_eplb", "enable_expert_parallel", "enable_prefix_caching", "async_scheduling"),
-    *("enable_dbo", "enforce_eager"),
-)
-_COUNTS = ("nnodes", *(name for name in _NAMES.values() if name.endswith("_parallel_size")))
 _KINDS: dict[str, Kind] = {
-    **dict.fromkeys(_FLAGS, a_flag),
-    **dict.fromkeys(_COUNTS, _count),
-    **dict.fromkeys(("runner", "moe_backend", "quantization"), _word),
-    **dict.fromkeys(("kv_transfer_config", "speculative_config", "additional_config"), _keys),
-    "kv_offloading_size": _size,
+    **dict.fromkeys((SWITCH, "enable_eplb", "enable_expert_parallel", "enable_prefix_caching"), "flag"),
+    **dict.fromkeys(("async_scheduling", "enable_dbo", "enforce_eager"), "flag"),
+    **dict.fromkeys(("pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"), "count"),
+    **dict.fromkeys(("decode_context_parallel_size", "prefill_context_parallel_size", "nnodes"), "count"),
+    **dict.fromkeys(("runner", "moe_backend", "quantization"), "text"),
+    **dict.fromkeys(("kv_transfer_config", "speculative_config", "additional_config"), "keys"),
+    "kv_offloading_size": "number",
 }

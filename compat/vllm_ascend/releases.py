@@ -1,8 +1,7 @@
 """vllm-ascend: which release hands out which routes, release by release, as its source has it.
 
     from          up to         captured              ids      place
-                  0.14.0rc1     nothing
-    0.15.0rc1     0.19.1rc1     unquantized           logical  AscendUnquantizedFusedMoEMethod.apply
+    0.18.0        0.19.1rc1     unquantized           logical  AscendUnquantizedFusedMoEMethod.apply
     0.20.2rc1     0.20.2rc1     unquantized           logical  the same, without the capturer's singleton
     0.21.0rc1     0.23.0.post1  unquantized           logical  the same
     0.24.0rc1     0.26.0rc1     nothing: all zeros             the same, behind a config that is never set
@@ -12,13 +11,14 @@
 0.21.0rc1 has a patch that puts together the tokens that data or sequence parallelism split (#9728); on vLLM's
 release of the same number it is installed from 0.25.1rc1 on. All of it was read in the released source;
 0.18.0, 0.23.0 and 0.30.0rc2 were run on a CPU with stand-ins for the NPU's operators. Nothing is imported.
+What holds of a release and changes no verdict stands in docs/dev/engine-limits.md.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from npu_replay.compat.probe import Capability, Product, unusable
@@ -29,10 +29,10 @@ from npu_replay.rollout.launch import on, says, several
 from npu_replay.rollout.release_rules import (
     Clash,
     Fault,
-    Limit,
     Plan,
     Releases,
     Symptom,
+    older,
     release,
     tells_release,
 )
@@ -42,8 +42,8 @@ PLUGIN = "npu_replay"
 """The plug-in's name: VLLM_PLUGINS has to hold it, where it is set."""
 BY_ROUTER = "0.27.0"
 """The first release whose layers choose by vLLM's routers, which tell vLLM's capturer."""
-NEWEST = "0.30.0rc2"
-"""The newest release whose source was read; what comes later is taken for its like."""
+OLDEST = "0.18.0"
+"""The oldest release that is checked."""
 
 Soc = Literal["A2", "A3", "A5", "310P"]
 """Generations of the processor: Atlas 800T A2 (910B), Atlas 800 A3 (910C), 950, and Atlas inference cards."""
@@ -78,9 +78,18 @@ class Setting:
     compilation_config: Any = None
 
     def plan(self) -> dict[str, Any]:
-        """The same by vLLM's names, with what the model says of itself."""
-        quantized = self.quantization or model_config.quantization(self.model)
-        return vars(self) | {"quantization": quantized, "hybrid": model_config.is_hybrid(self.model)}
+        """Return the same by vLLM's names, with what the model says of itself. Sizes may be text or None, as
+        configs have them."""
+        sizes = ("data_parallel_size", "tensor_parallel_size")
+        return vars(self) | {
+            **{name: launch.number(getattr(self, name)) or 1 for name in sizes},
+            "quantization": self.quantization or model_config.quantization(self.model),
+            "hybrid": model_config.is_hybrid(self.model),
+        }
+
+
+ARGUMENTS = tuple(field.name for field in fields(Setting) if field.name not in ("model", "soc", "capture"))
+"""vLLM's arguments among them."""
 
 
 def check(version: str, setting: Setting = Setting(), vllm: str = "") -> None:
@@ -98,11 +107,11 @@ def check(version: str, setting: Setting = Setting(), vllm: str = "") -> None:
 
 
 def refusal(version: str, setting: Setting, vllm: str = "") -> ReplayError | None:
-    """What `check` raises; None where routes are right, as far as the source tells."""
+    """Return what `check` raises; None where routes are right, as far as the source tells."""
     if setting.capture:
         alone = no_pair(version, vllm) if vllm else None
         return alone or capture_refusal(version, setting.plan())
-    never = launch.refusal("vllm-ascend", version, "", FAULTS)
+    never = launch.refusal("vllm-ascend", version, "", (OLDER, *FAULTS))
     return never or launch.clash("vllm-ascend", version, "", setting.plan(), CLASHES)
 
 
@@ -168,22 +177,10 @@ def not_captured(version: str) -> ReplayError:
     )
 
 
-def limits(version: str, setting: Setting = Setting(), built: str = "") -> tuple[str, ...]:
-    """What holds of that release, one sentence each, where `check` can't know whether it matters.
-
-    `built` is the version of a build between releases whose rules are those of `version`.
-    """
-    built = built or version
-    table = (*_V2, _IN_PLUGINS) if setting.capture else LIMITS
-    found = launch.limits("vllm-ascend", version, "", setting.plan(), table, NEWEST)
-    if _is_of_main(built) and release(version) >= release("0.26.0"):
-        found = (f"vllm-ascend {built} is no release: {_OF_MAIN}", *found)
-    return found
-
-
 def needs_v2(version: str, setting: Setting = Setting()) -> bool:
     """Are there routes, or right ones, with VLLM_USE_V2_MODEL_RUNNER=1 alone?"""
-    return any(row.holds(version) and row.when(setting.plan(), row.arguments) for row in _V2)
+    at = release(version)
+    return at >= (0, 30, 0) or (at >= (0, 28, 0) and model_config.is_hybrid(setting.model))
 
 
 def needs_sync(version: str) -> bool:
@@ -195,7 +192,7 @@ def faults(version: str) -> tuple[Fault, ...]:
     """What can be wrong with routes of that release, whichever vLLM it is beside."""
     name = f"vllm-ascend {version}"
     built = f"{name} gives physical ids, if it is of {_OF_MAIN} (vllm-ascend#13268; mended by #13882)"
-    of_main = (Fault(Symptom.RANGE, cause=built),) if _is_of_main(version) else ()
+    of_main = (Fault(Symptom.RANGE, cause=built),) if "dev" in version else ()
     held = (fault for fault in FAULTS if fault.holds(version))
     return (*of_main, *(replace(one, since="", until="", cause=f"{name} {one.cause}") for one in held))
 
@@ -204,8 +201,7 @@ def guesses() -> Iterator[Fault]:
     """The same where nobody says which release it is, or whether there is one: by vLLM's, which has its
     number."""
     for fault in FAULTS:
-        if fault.symptom is not Symptom.MISSING:
-            yield replace(fault, device="npu", always="", cause=f"on Ascend, vllm-ascend {fault.cause}")
+        yield replace(fault, device="npu", always="", cause=f"on Ascend, vllm-ascend {fault.cause}")
 
 
 def capability(product: Product, vllm: str = "") -> Capability:
@@ -222,19 +218,18 @@ def capability(product: Product, vllm: str = "") -> Capability:
         return Capability(CAPABILITY, "works", "but its release isn't known, and some give zeros")
     problem = refusal(version, Setting())
     if problem is not None:
-        return Capability(CAPABILITY, "broken", problem.problem, problem.cause)
-    notes = limits(version) or ("the experts of every layer are captured",)
-    return Capability(CAPABILITY, "works", "; ".join(notes))
-
-
-def _is_of_main(version: str) -> bool:
-    return "dev" in version
+        return Capability(CAPABILITY, "broken", problem.problem, f"take {problem.expected}")
+    some = refusal(version, Setting(quantization="any"))
+    captured = "unquantized experts alone are captured" if some else "the experts of every layer are captured"
+    runner = ", with VLLM_USE_V2_MODEL_RUNNER=1 alone" if needs_v2(version) else ""
+    return Capability(CAPABILITY, "works", captured + runner)
 
 
 # ---- what rows ask a plan
 
-_SPLIT_FROM_EP: dict[Soc | None, int] = {"A2": 16, "A3": 2, "A5": 2, None: 2}
-"""From how many expert-parallel ranks on tokens may be split over tensor-parallel ranks before routing."""
+_SPLIT_FROM_EP: dict[Soc, int] = {"A2": 16, "A3": 2, "A5": 2}
+"""From how many expert-parallel ranks on tokens are split over tensor-parallel ranks before routing. Where
+nobody says the processor, nothing is refused."""
 
 
 def _splits_tokens(plan: Plan, _: Any) -> bool:
@@ -244,14 +239,6 @@ def _splits_tokens(plan: Plan, _: Any) -> bool:
     return bool(spread and least is not None and plan["tensor_parallel_size"] >= least)
 
 
-def _splits_tokens_there(plan: Plan, arguments: tuple[str, ...]) -> bool:
-    return plan["soc"] is not None and _splits_tokens(plan, arguments)
-
-
-def _may_split_tokens(plan: Plan, arguments: tuple[str, ...]) -> bool:
-    return plan["soc"] is None and _splits_tokens(plan, arguments)
-
-
 def _fills_up(plan: Plan, _: Any) -> bool:
     """Are tokens filled up to the longest data-parallel rank's, and not split over tensor-parallel ranks?"""
     ranks, least = plan["data_parallel_size"], _SPLIT_FROM_EP.get(plan["soc"])
@@ -259,23 +246,12 @@ def _fills_up(plan: Plan, _: Any) -> bool:
     return bool(one and least is not None and ranks >= least)
 
 
-def _fills_up_there(plan: Plan, arguments: tuple[str, ...]) -> bool:
-    return plan["soc"] is not None and _fills_up(plan, arguments)
-
-
-def _may_fill_up(plan: Plan, arguments: tuple[str, ...]) -> bool:
-    return plan["soc"] is None and _fills_up(plan, arguments)
-
-
-def _spreads_both(plan: Plan, _: Any = ()) -> bool:
-    """Do layers of experts share tokens out in parts, where flash comm is on? From 0.27 on only so."""
-    ranks = ("data_parallel_size", "tensor_parallel_size")
-    return bool(plan["enable_expert_parallel"]) and all(plan[name] > 1 for name in ranks)
-
-
 def _shares_parts(plan: Plan, _: Any) -> bool:
+    """Do layers of experts share tokens out in parts? From 0.27 on only where flash comm is on."""
     config = launch.as_mapping(plan["additional_config"])
-    return _spreads_both(plan) and any(config.get(name) for name in ("enable_flashcomm1", "enable_dsa_cp"))
+    flash = any(config.get(name) for name in ("enable_flashcomm1", "enable_dsa_cp"))
+    spread = plan["data_parallel_size"] > 1 and plan["tensor_parallel_size"] > 1
+    return bool(flash and spread and plan["enable_expert_parallel"])
 
 
 def _asks(*keys: str) -> Callable[[Plan, tuple[str, ...]], bool]:
@@ -302,22 +278,21 @@ _SNAPSHOTS = "0.23.0"
 """The first release that copies the rows before the next step fills their buffer again."""
 _WORKING = "vllm-ascend 0.23.0 captures unquantized models, 0.27.1rc1 and later all"
 _OF_MAIN = "builds of its main branch between 1 and 12 August 2026 give physical ids"
-_OR_OURS = "; or, from 0.18.0 on, npu_replay's own capture (capture=True)"
+_OR_OURS = "; or npu_replay's own capture (capture=True)"
 _ONE_RANK = "captures one tensor-parallel rank's tokens with expert parallelism and no data parallelism"
 
+OLDER = older(OLDEST, "0.18.0 and later: " + _WORKING)
 FAULTS = (
-    Fault(Symptom.MISSING, until="0.15.0", always="knows no routes", instead="0.15.0rc1 or later",
-          cause=f"an old release: {_WORKING}"),
     Fault(Symptom.ZEROS, since="0.24.0", until="0.27.1", always="gives zeros for every id",
           instead="0.23.0.post1 and earlier, or 0.27.1rc1 and later",
           cause="skips the capture, as 0.24.0rc1 to 0.26.0rc1 all do: it asks for vLLM's config while the "
           f"model runs, when none is set (vllm-ascend#16314). {_WORKING}"),
-    Fault(Symptom.ZEROS, since="0.15.0", until="0.24.0",
+    Fault(Symptom.ZEROS, since=OLDEST, until="0.24.0",
           cause="captures no quantized experts. Take an unquantized model, or 0.27.1rc1 and later"),
-    Fault(Symptom.ZERO_ROWS, since="0.15.0", until="0.30.0",
-          cause="reads a hybrid model's rows from KV cache group 0, which may be another than attention's"),
-    Fault(Symptom.ZERO_ROWS, since="0.15.0", until="0.28.0",
+    Fault(Symptom.ZERO_ROWS, since=OLDEST, until="0.28.0",
           cause=f"{_ONE_RANK}, and the other rows are zeros"),
+    Fault(Symptom.ZERO_ROWS, since="0.28.0", until="0.30.0",
+          cause="reads a hybrid model's rows from KV cache group 0, which may be another than attention's"),
     Fault(Symptom.STALE_ROWS, since="0.28.0",
           cause=f"{_ONE_RANK}, and the other rows are an earlier step's"),
 )
@@ -329,16 +304,13 @@ _SYNCHRONOUS = Clash(
     instead="async_scheduling=False, or vllm-ascend 0.23.0 and later",
     why="rows are read from a buffer that the next step fills again (vllm-ascend#10727)")
 _SPLIT = ("tensor_parallel_size", "enable_expert_parallel", "data_parallel_size")
-_LOST = "captures one token in {tensor_parallel_size} on {soc}: the other rows would be "
-_PART = ("tokens are split over the tensor-parallel ranks before they are routed, and without data "
-         "parallelism the capture takes each rank's part for the whole")
 
 CLASHES = (
-    Clash(("quantization",), on, since="0.15.0", until="0.24.0",
+    Clash(("quantization",), on, until="0.24.0",
           problem="captures no quantized experts: every id would be 0",
           instead="an unquantized model, or vllm-ascend 0.27.1rc1 and later" + _OR_OURS,
           why="each way of quantizing chooses experts by itself there, past the capture"),
-    Clash(("soc",), says("310p"), since="0.15.0", until="0.24.0",
+    Clash(("soc",), says("310p"), until="0.24.0",
           problem="captures nothing on 310P: every id would be 0",
           instead="vllm-ascend 0.27.1rc1 and later" + _OR_OURS,
           why="its MoE layers are others there, which choose experts past the capture"),
@@ -353,15 +325,13 @@ CLASHES = (
           instead="data_parallel_size=1, or vllm-ascend 0.27.1rc1 and later" + _OR_OURS,
           why="vLLM's own capture runs there, which knows no tokens that are padded or put together before "
           "they are routed; what mends it (vllm-ascend#9728) is installed from 0.25.1rc1 on"),
-    Clash(_SPLIT, _splits_tokens_there, until="0.25.1", problem=f"{_LOST}zeros",
-          instead="expert parallelism off" + _OR_OURS, why=_PART),
-    Clash(_SPLIT, _splits_tokens_there, since="0.25.1", until="0.28.0",
-          problem=f"{_LOST}zeros", why=_PART,
-          instead="data_parallel_size above 1, or expert parallelism off" + _OR_OURS),
-    Clash(_SPLIT, _splits_tokens_there, since="0.28.0", problem=f"{_LOST}an earlier step's",
-          instead="data_parallel_size above 1, or expert parallelism off" + _OR_OURS,
-          why=f"{_PART}, in a buffer that is never cleared"),
-    Clash(_SPLIT, _fills_up_there, since="0.27.0",
+    Clash(_SPLIT, _splits_tokens,
+          problem="captures one token in {tensor_parallel_size} on {soc}: the other rows would be zeros or, "
+          "from 0.28.0rc1 on, an earlier step's",
+          instead="expert parallelism off, data_parallel_size above 1 from 0.27.1rc1 on" + _OR_OURS,
+          why="tokens are split over the tensor-parallel ranks before they are routed, and without data "
+          "parallelism the capture takes each rank's part for the whole"),
+    Clash(_SPLIT, _fills_up, since="0.27.0",
           problem="ends in an AssertionError on {soc}, once ranks have different numbers of tokens",
           instead="tensor_parallel_size above 1, or expert parallelism off" + _OR_OURS,
           why="tokens are filled up to the longest rank's before they are routed, which the capture knows "
@@ -399,28 +369,4 @@ CAPTURE_CLASHES = (
 """Where npu_replay captures nothing either."""
 
 _CAPTURED = (Releases(since="0.18.0", until="0.21.0"), Releases(since="0.22.0", until="0.31.0"))
-_IN_PLUGINS = Limit(words="npu_replay has to be installed beside vllm-ascend {version}, and be in "
-                    "VLLM_PLUGINS where that is set")
-_WITH_V2 = ("vllm-ascend {version} gives these routes with Model Runner V2 alone: VLLM_USE_V2_MODEL_RUNNER=1 "
-            "has to be in the engine's environment")
-_MAY_LOSE = ("vllm-ascend {version} loses rows, which are %s then, with expert parallelism over "
-             "tensor_parallel_size={tensor_parallel_size} and no data parallelism, on A3, A5, and A2 from 16 "
-             "ranks on (say soc= to have it checked)")
-_V2 = (
-    Limit(since="0.28.0", until="0.30.0", arguments=("hybrid",), when=on, words=_WITH_V2),
-    Limit(since="0.30.0", words=_WITH_V2),
-)
-
-LIMITS = (
-    Limit(since="0.15.0", until="0.24.0", words="vllm-ascend {version} captures unquantized experts alone"),
-    *_V2,
-    Limit(since="0.27.0", when=_may_fill_up,
-          words="vllm-ascend {version} ends in an AssertionError with expert parallelism over data-parallel "
-          "ranks alone, once they have different numbers of tokens, on A3, A5, and A2 from 16 ranks on (say "
-          "soc= to have it checked)"),
-    Limit(since=BY_ROUTER, when=_spreads_both,
-          words="vllm-ascend {version} hands out wrong rows where VLLM_ASCEND_ENABLE_FLASHCOMM1=1 is set"),
-    Limit(until="0.28.0", when=_may_split_tokens, words=_MAY_LOSE % "zeros"),
-    Limit(since="0.28.0", when=_may_split_tokens, words=_MAY_LOSE % "an earlier step's"),
-)
 # fmt: on

@@ -1,18 +1,26 @@
-"""What an engine is started with: a plan is read, held against the engine's tables, and completed."""
+"""What an engine is started with: a plan is read, and held against the engine's tables."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from numbers import Integral, Real
+from typing import Any, Literal, TypeAlias
 
 from npu_replay.errors import ReplayError
-from npu_replay.rollout.release_rules import Clash, Fault, Limit, Plan, release, tells_release
+from npu_replay.rollout.release_rules import Clash, Fault, Plan, tells_release
 
-Kind: TypeAlias = "Callable[[str, Any], Any]"
-"""Reads one argument, by its name as it was written, or raises `unreadable`."""
+Kind: TypeAlias = Literal["flag", "count", "number", "text", "keys"]
+_KINDS: dict[Kind, tuple[type, str]] = {
+    "flag": (bool, "True or False"),
+    "count": (Integral, "a whole number from 1 on"),
+    "number": (Real, "a number"),
+    "text": (str, "text"),
+    "keys": (Mapping, "a dict, or the engine's own object"),
+}
 
 
 @dataclass(frozen=True)
@@ -22,18 +30,16 @@ class EngineArguments:
     Attributes:
         arguments: by the name of the Python argument (`enable_return_routed_experts`): those planned,
             and those that the capture needs.
-        limits: what this release can't do, or does wrong, one sentence each.
         environment: variables that the engine's processes need beside them.
-        negates: does its server know `--no-...`? Else what is False is what it does anyway.
+        negates: whether its server knows `--no-...`. Else an argument that is False is left out.
     """
 
     arguments: Mapping[str, Any]
-    limits: tuple[str, ...] = field(default=())
     environment: Mapping[str, str] = field(default_factory=dict)
     negates: bool = True
 
     def command_line(self) -> list[str]:
-        """The same as options of the engine's server; what is None is left out.
+        """Return the same as options of the engine's server; what is None is left out.
 
         >>> from npu_replay.rollout.launch import EngineArguments
         >>> EngineArguments({"tp_size": 8, "async_scheduling": False}).command_line()
@@ -76,7 +82,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def refusal(product: str, version: str, device: str, faults: Iterable[Fault]) -> ReplayError | None:
-    """Why that release gives no routes, whatever it is started with; None where it does."""
+    """Return why that release gives no routes, whatever it is started with; None where it does."""
     for fault in faults:
         if fault.always and fault.holds(version, device):
             return ReplayError(
@@ -90,40 +96,21 @@ def refusal(product: str, version: str, device: str, faults: Iterable[Fault]) ->
 
 
 def clash(product: str, version: str, device: str, plan: Plan, table: Iterable[Clash]) -> ReplayError | None:
-    """Why that release gives no routes with this plan, by its first row that holds; None where it does."""
+    """Return why that release gives no routes with this plan, by the first row that holds, or None."""
     for row in table:
         if not row.holds(version, device) or not row.when(plan, row.arguments):
             continue
-        names = ", ".join(row.arguments)
+        given = [name for name in row.arguments if plan.get(name) is not None]
+        names = ", ".join(given)
         problem = row.problem.format_map(plan) or f"gives no routes, or wrong ones, with this {names}"
-        given = (f"{name}={plan[name]!r}" for name in row.arguments if plan.get(name) is not None)
         return ReplayError(
             f"{product} {version} {problem}",
             where="rollout",
             expected=row.instead if row.problem else f"{names}: {row.instead}",
-            got=row.got or ", ".join(given),
+            got=row.got or ", ".join(f"{name}={plan[name]!r}" for name in given),
             cause=row.why,
         )
     return None
-
-
-def limits(
-    product: str, version: str, device: str, plan: Plan, table: Iterable[Limit], newest: str = ""
-) -> tuple[str, ...]:
-    """What holds of that release, one sentence each, where a plan doesn't tell whether it matters.
-
-    Args:
-        newest: the last release that was looked at, if a later one is to be told.
-    """
-    said = f"{product} {version} is newer than {newest}, the newest that was looked at: taken for its like"
-    return (
-        *((said,) if newest and release(version) > release(newest) else ()),
-        *(
-            row.words.format(version=version, **plan) if "{" in row.words else row.words
-            for row in table
-            if row.holds(version, device) and row.when(plan, row.arguments)
-        ),
-    )
 
 
 def refuse(problem: ReplayError | None) -> None:
@@ -148,45 +135,38 @@ def refuse_untold(product: str, version: Any, parameter: str, example: str, numb
 
 
 def read_plan(
-    planned: Mapping[str, Any], names: Mapping[str, str], kinds: Mapping[str, Kind], *, negates: bool
+    planned: Mapping[str, Any], kinds: Mapping[str, Kind], short: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The planned arguments by their Python names, those that are checked as what they mean.
+    """Return the planned arguments, after reading those that are checked.
 
     Args:
-        planned: by name, "enable_eplb", "enable-eplb" or "--enable-eplb".
-        names: other names of an argument, with underscores for dashes.
-        kinds: how those that are checked are read. One that can't be read is refused: taken for its default,
-            it would slip past the checks.
-        negates: is `no_enable_eplb=True` the same as `enable_eplb=False`?
+        planned: by the names of Python arguments, "enable_eplb".
+        kinds: how those that are checked are read. A value that can't be read is refused: if it were taken
+            for the default, it would pass the checks.
+        short: the Python names of arguments that the engine's command line names otherwise, for an error.
 
     Raises:
-        ReplayError: names the argument that can't be read, or is there twice.
+        ReplayError: names the argument that can't be read, and its Python name.
     """
-    found: dict[str, Any] = {}
-    for written, value in planned.items():
+    for written in planned:
         if not isinstance(written, str):
             raise unreadable(repr(written), "names as text", type(written).__name__)
-        name = written.removeprefix("--").replace("-", "_")
-        name = names.get(name, name)
-        if not name or name.startswith("_"):
-            raise unreadable(written, "its Python name, or its long option", repr(written))
-        head, dot, _ = name.partition(".")
-        if dot and head in kinds:
-            raise unreadable(written, "its keys together, as a dict or as JSON", repr(written))
-        if negates and name.startswith("no_"):
-            name, value = name.removeprefix("no_"), False if a_flag(written, value) else None
-        elif value is not None and name in kinds:
-            value = kinds[name](written, value)
-        if value is not None and found.get(name) is not None and found[name] != value:
-            raise ReplayError(
-                f"the argument {written} is planned twice",
-                where="rollout",
-                expected="each argument once",
-                got=f"{found[name]} and {value}",
-            )
-        if found.get(name) is None:
-            found[name] = value
-    return found
+        name = _python_name(written, short)
+        if written != name:
+            raise unreadable(written, f"its Python name: {name}", repr(written))
+    return {
+        name: _read(name, value, kinds[name]) if name in kinds and value is not None else value
+        for name, value in planned.items()
+    }
+
+
+def _python_name(written: str, short: Mapping[str, str]) -> str:
+    """Return what Python calls an argument that is written as on a command line, or with a key of it."""
+    name = written.lstrip("-_").replace("-", "_").partition(".")[0]
+    name = short.get(name, name)
+    if name.startswith("no_"):
+        return f"{name.removeprefix('no_')}=False"
+    return name or "enable_eplb, say"
 
 
 def unreadable(name: str, expected: str, got: str) -> ReplayError:
@@ -198,13 +178,16 @@ def unreadable(name: str, expected: str, got: str) -> ReplayError:
     )
 
 
-def a_flag(name: str, value: Any) -> bool | None:
-    """True, False or None, as text too."""
-    said = value.lower() if isinstance(value, str) else value
-    known = {"true": True, "false": False, True: True, False: False, None: None}
-    if isinstance(said, (bool, str, type(None))) and said in known:
-        return known[said]
-    raise unreadable(name, "True or False", repr(value))
+def _read(name: str, value: Any, kind: Kind) -> Any:
+    """Return a value of that kind. A number may be text, as configs have it."""
+    wanted, expected = _KINDS[kind]
+    if isinstance(value, str) and kind in ("count", "number"):
+        with suppress(ValueError):
+            value = int(value) if kind == "count" else float(value)
+    fits = isinstance(value, wanted) or (kind == "keys" and hasattr(value, "__dict__"))
+    if fits and isinstance(value, bool) == (kind == "flag") and (kind != "count" or value > 0):
+        return value
+    raise unreadable(name, expected, repr(value)[:80])
 
 
 def as_mapping(value: Any) -> Mapping[str, Any]:

@@ -103,68 +103,57 @@ class Fault(Releases):
     """A known fault of an engine.
 
     Attributes:
-        symptom: how it shows.
+        symptom: how it shows; None: in any way.
         cause: for the user: what it is, what to do.
-        sure: it explains the symptom by itself: in its releases no other is named after it.
         only: the ways in which an answer came that have it («http», «stop string»); empty: any.
-        always: what these releases do whatever they are started with («has no routes»); empty for a fault
-            that needs more than the release.
+        always: what these releases do whatever they are started with («gives zeros»); empty for a fault that
+            needs more than the release.
         instead: which releases to take for those.
     """
 
-    symptom: Symptom
+    symptom: Symptom | None
     cause: str
-    sure: bool = False
     only: tuple[str, ...] = ()
     always: str = ""
     instead: str = ""
 
 
+def older(oldest: str, instead: str) -> Fault:
+    """Make the row of all releases before the oldest that is checked, which refuses them."""
+    return Fault(
+        None,
+        until=oldest,
+        always=f"is older than {oldest}, the oldest release that npu_replay is checked with",
+        instead=instead,
+        cause="a release that nobody checks: it may have no routes, or zeros, or those of other tokens",
+    )
+
+
 Plan: TypeAlias = "Mapping[str, Any]"
-"""The arguments that an engine is to be started with, by their Python names, as what they mean."""
-
-
-def _always(plan: Plan, arguments: tuple[str, ...]) -> bool:
-    return True
+"""The arguments that an engine is to be started with, by their Python names."""
 
 
 @dataclass(frozen=True)
-class Planned(Releases):
-    """What holds of releases that are started with some plan.
+class Clash(Releases):
+    """A plan under which releases return no routes, or wrong ones.
 
     Attributes:
         arguments: what is looked at in the plan, and named in an error.
         when: is it so? It is called with the plan and `arguments`.
-        mended: not where npu_replay captures in the engine's place.
-    """
-
-    arguments: tuple[str, ...] = ()
-    when: Callable[[Plan, tuple[str, ...]], bool] = _always
-    mended: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Clash(Planned):
-    """A plan under which releases return no routes, or wrong ones.
-
-    Attributes:
         instead: what to plan instead, or which release to take.
         why: what happens else.
         problem: in other words than that the argument gives no routes. It may hold «{argument}».
         got: what was planned, where the arguments themselves don't say it well.
+        mended: not where npu_replay captures in the engine's place.
     """
 
+    arguments: tuple[str, ...]
+    when: Callable[[Plan, tuple[str, ...]], bool]
     instead: str
     why: str
     problem: str = ""
     got: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limit(Planned):
-    """What releases can't do, or do wrong, where a plan doesn't tell whether it matters: one sentence."""
-
-    words: str
+    mended: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,8 +166,7 @@ class Source:
         device: what it ran on, where known: «cuda», «npu», «cpu».
         sample: «request 17, completion 2».
         field: where in the engine's answer: «choices[0].routed_experts».
-        faults: what is known to be wrong with the engine, the likeliest first; the first few that fit are
-            named.
+        faults: what is known to be wrong with the engine, the likeliest first.
         ways: how the answer came, for `Fault.only`.
     """
 
@@ -217,14 +205,16 @@ class Source:
         return self.error(Symptom.UNREADABLE, problem, expected, got)
 
     def _cause(self, symptom: Symptom) -> str:
-        causes: dict[str, None] = {}
+        """The likeliest cause; where nobody says the device, the likeliest on each; where nobody says the
+        release, the first few of any."""
+        told = tells_release(self.version)
+        causes: dict[str, str] = {}
         for fault in self.faults:
-            if (
-                fault.symptom is symptom
-                and fault.holds(self.version, self.device)
-                and (not fault.only or set(fault.only) & {*self.ways})
-            ):
-                causes[fault.cause] = None
-                if fault.sure and tells_release(self.version):
-                    break
-        return "; or ".join(list(causes)[:_CAUSES])
+            fits = fault.symptom is symptom or (fault.symptom is None and told)
+            came = not fault.only or set(fault.only) & {*self.ways}
+            if fits and came and fault.holds(self.version, self.device):
+                if fault.symptom is None:
+                    return fault.cause
+                one_of = ("" if self.device else fault.device) if told else fault.cause
+                causes.setdefault(one_of, fault.cause)
+        return "; or ".join([*dict.fromkeys(causes.values())][:_CAUSES])

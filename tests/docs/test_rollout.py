@@ -12,12 +12,16 @@ import pytest
 
 from npu_replay import ReplayError
 from npu_replay.compat import sglang, vllm
+from npu_replay.compat.sglang import releases as sglang_releases
+from npu_replay.compat.vllm import releases as vllm_releases
+from npu_replay.compat.vllm_ascend import releases as ascend_releases
 
 ROOT = Path(__file__).parents[1].parent
 DOCS = ROOT / "docs"
 TEXT = "\n".join(
     (DOCS / f"{page}.md").read_text(encoding="utf-8") for page in ("vllm", "vllm-ascend", "sglang")
 )
+RUNNER_V2 = "VLLM_USE_V2_MODEL_RUNNER"
 INSPECT = (DOCS / "inspect.md").read_text(encoding="utf-8")
 
 
@@ -40,7 +44,7 @@ def table(title: str) -> list[list[str]]:
 def test_the_table_of_vllm_is_what_engine_arguments_says() -> None:
     for release, adds, _ in table("release | `engine_arguments` adds"):
         if adds.startswith("refused"):
-            with pytest.raises(ReplayError, match="zeros for every id"):
+            with pytest.raises(ReplayError, match="is older than"):
                 vllm.engine_arguments(release)
             continue
         found = vllm.engine_arguments(release)
@@ -57,12 +61,20 @@ def ends_with_data_parallelism(version: str, vllm_ascend: str, ranks: int) -> bo
     return False
 
 
+def gives_quantized(version: str, vllm_ascend: str) -> bool:
+    try:
+        vllm.engine_arguments(version, vllm_ascend=vllm_ascend, quantization="ascend")
+    except ReplayError as error:
+        return "captures no quantized experts" not in str(error)
+    return True
+
+
 def with_the_plug_in(release: str) -> str:
     """What engine_arguments says of a release with capture=True, in the table's words."""
     beside = "0.23.0" if release == "0.13.0" else release.split("rc")[0]
     asked = {"vllm_ascend": release, "quantization": "ascend", "capture": True}
     try:
-        limits = " ".join(vllm.engine_arguments(beside, **asked).limits)
+        made = vllm.engine_arguments(beside, **asked)
     except ReplayError:
         return "refused"
     hybrid = {"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}
@@ -71,7 +83,7 @@ def with_the_plug_in(release: str) -> str:
         vllm.engine_arguments(beside, **asked, model=hybrid)
     except ReplayError:
         return "all experts, except in hybrid models"
-    return "all experts" + (", with Model Runner V2" if "Model Runner V2 alone" in limits else "")
+    return "all experts" + (", with Model Runner V2" if RUNNER_V2 in made.environment else "")
 
 
 def test_the_table_of_vllm_ascend_is_what_engine_arguments_says() -> None:
@@ -80,38 +92,41 @@ def test_the_table_of_vllm_ascend_is_what_engine_arguments_says() -> None:
         beside = "0.23.0" if release == "0.13.0" else release.split("rc")[0]
         if says.startswith("refused"):
             words = {
-                "refused: knows no routes": "knows no routes",
+                "refused: older than what is checked": "is older than",
                 "refused: every id is 0": "zeros for every",
             }
             with pytest.raises(ReplayError, match=words[says]):
                 vllm.engine_arguments(beside, vllm_ascend=release)
             continue
-        limits = " ".join(vllm.engine_arguments(beside, vllm_ascend=release).limits)
+        made = vllm.engine_arguments(beside, vllm_ascend=release)
         for ranks in (1, 2):
             assert ("without data" in says and ranks > 1) == ends_with_data_parallelism(
                 beside, release, ranks
             )
-        assert ("unquantized experts" in says) == ("unquantized experts alone" in limits), release
-        assert ("Model Runner V2" in says) == ("Model Runner V2 alone" in limits), release
+        assert ("unquantized experts" in says) == (not gives_quantized(beside, release)), release
+        assert ("Model Runner V2" in says) == (RUNNER_V2 in made.environment), release
 
 
 def test_the_table_of_sglang_is_what_engine_arguments_says() -> None:
     says = dict(table("release | routes"))
-    assert list(says) == ["0.5.6", "0.5.7", "0.5.9", "0.5.12", "0.5.13", "0.5.23"]
-    with pytest.raises(ReplayError, match="can't return routes"):
-        sglang.engine_arguments("0.5.6")
+    assert list(says) == ["0.5.7", "0.5.8", "0.5.9", "0.5.12", "0.5.13", "0.5.23"]
+    with pytest.raises(ReplayError, match="is older than"):
+        sglang.engine_arguments("0.5.7")
     with pytest.raises(ReplayError, match="zeros on an NPU"):
         sglang.engine_arguments("0.5.8", device="npu")
     assert sglang.engine_arguments("0.5.9", device="npu").arguments
-    assert "OpenAI endpoints have them from 0.5.9" in " ".join(sglang.engine_arguments("0.5.8").limits)
     assert "routed_experts_start_len" not in sglang.request_arguments("0.5.11", start_len=3)
     assert "routed_experts_start_len" in sglang.request_arguments("0.5.12", start_len=3)
-    for release, all_must_ask in (("0.5.12", True), ("0.5.13", False)):
-        limits = " ".join(sglang.engine_arguments(release).limits)
-        assert ("all requests of the server must ask" in limits) == all_must_ask
     with pytest.raises(ReplayError, match=r"0\.5\.23"):
         sglang.engine_arguments("0.5.22", planned={"enable_eplb": True}, device="npu")
     assert sglang.engine_arguments("0.5.23", planned={"enable_eplb": True}, device="npu").arguments
+
+
+def test_the_page_of_limits_names_the_oldest_releases_that_are_checked() -> None:
+    said = " ".join((DOCS / "dev" / "engine-limits.md").read_text(encoding="utf-8").split())
+    oldest = (vllm_releases.OLDEST, sglang_releases.OLDEST, ascend_releases.OLDEST)
+    assert "Releases before vLLM {}, SGLang {} and vllm-ascend {} are older".format(*oldest) in said
+    assert TEXT.count("(dev/engine-limits.md)") == 3  # a link on each engine's page
 
 
 @pytest.mark.slow

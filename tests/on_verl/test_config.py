@@ -293,8 +293,7 @@ NO_ASYNC = "no_async_scheduling"
     ("found", "gives"),
     [
         ([("vllm", "0.13.0")], False),
-        ([("vllm", "0.14.1")], True),
-        ([("vllm", "0.15.1+empty")], False),
+        ([("vllm", "0.17.1+empty")], False),
         ([("vllm", "0.18.0")], True),
         ([("vllm", "0.21.0")], False),
         ([("vllm", "0.23.0")], True),
@@ -304,9 +303,8 @@ NO_ASYNC = "no_async_scheduling"
         ([("vllm-ascend", "0.24.0rc1")], False),
         ([("vllm-ascend", "0.26.0rc1")], False),
         ([("vllm-ascend", "0.29.0rc1")], True),
-        # The vllm-ascend that captures by itself, as engine_arguments and from_vllm take it.
-        ([("vllm-ascend", "0.15.0rc1"), ("vllm", "0.15.0")], True),
-        ([("sglang", "0.5.6")], False),
+        ([("vllm-ascend", "0.13.0"), ("vllm", "0.14.1")], False),
+        ([("sglang", "0.5.7")], False),
         ([("sglang", "0.5.8")], True),
         ([("sglang", "0.5.8"), NPU], False),  # zeros
     ],
@@ -322,6 +320,17 @@ def test_r3_with_a_release_of_the_engine_that_gives_no_routes_is_refused(
     engine = "sglang" if name == "sglang" else "vllm"
     given = {"key": "R3", "flag": True, "engine": engine, f"{ROLLOUT}.engine_kwargs.vllm.{NO_ASYNC}": True}
     workers.check(None if gives else words, **given)
+
+
+@pytest.mark.parametrize("vllm", ["0.13.0", "0.14.1"])
+def test_the_image_of_cann_8_5_0_runs_r2_and_is_told_what_r3_takes(
+    workers: Workers, engines: list[probe.Product], vllm: str
+) -> None:
+    for name, version in (("vllm-ascend", "0.13.0"), ("vllm", vllm), NPU):
+        engines.append(probe.Product(name, True, version, "/somewhere"))
+    workers.check(None, key="R2")
+    words = r"vllm-ascend 0\.13\.0 gives no routes.*Expected 0\.18\.0 and later.*nobody checks.*R2 needs no"
+    workers.check(words, key="R3", flag=True)
 
 
 @pytest.mark.parametrize(
@@ -380,6 +389,24 @@ def test_a_quantized_rollout_on_ascend_is_refused_where_it_gives_zeros(
         monkeypatch.setenv(name, value)
     given = {"key": "R3", "flag": True, f"{ROLLOUT}.quantization": "ascend"}
     workers.check(rf"vllm-ascend {version} gives no routes.*{says}" if says else None, **given)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "says"),
+    [(None, None), (1, None), ("1", None), (2, "got data_parallel"), ("2", "got data_parallel")],
+)
+def test_sizes_of_a_rollout_may_be_text_or_none(
+    workers: Workers,
+    engines: list[probe.Product],
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: Any,
+    says: str | None,
+) -> None:
+    monkeypatch.delenv("NPU_REPLAY_VLLM_ASCEND", raising=False)
+    engines.extend(probe.Product(name, True, "0.23.0", "/somewhere") for name in ("vllm-ascend", "vllm"))
+    sizes = {"data_parallel_size": ranks, "tensor_model_parallel_size": "4", "expert_parallel_size": "4"}
+    lines = {f"{ROLLOUT}.{name}": size for name, size in sizes.items()}
+    workers.check(says, key="R3", flag=True, **lines)
 
 
 def test_a_capture_on_two_releases_that_are_no_pair_is_refused(

@@ -21,7 +21,7 @@ from npu_replay.errors import InvalidRoutes
 from npu_replay.inspection.inspection import inspect
 from npu_replay.rollout.admit import admit
 from npu_replay.rollout.model_config import RoutedModel
-from npu_replay.rollout.release_rules import Fault, Source, Symptom
+from npu_replay.rollout.release_rules import Fault, Source, Symptom, older
 from npu_replay.routes import checks
 from npu_replay.routes.checks import Array
 
@@ -521,24 +521,31 @@ def test_a_source_of_which_little_is_known_says_what_it_can() -> None:
     assert caught.value.cause == ""
 
 
-def test_a_sure_cause_ends_the_list_and_none_is_named_twice() -> None:
+def test_the_likeliest_cause_is_named_of_the_release_and_device_that_are_known() -> None:
+    """Of an old release it is that nobody checks it; where nobody says the release, each may be it."""
+
     def fault(cause: str, **said: Any) -> Fault:
         return Fault(symptom=Symptom.ZEROS, cause=cause, **said)
 
     faults = (
-        fault("first"),
-        fault("first", since="0.2"),
-        fault("sure", until="0.3", sure=True),
+        older("0.1", "0.1 or later"),
+        fault("first", until="0.3"),
+        fault("on an NPU", until="0.5", device="npu"),
         fault("last"),
+        fault("last", since="0.9"),
     )
-    for version, cause in {
-        "0.1": "first; or sure",
-        "0.4": "first; or last",
-        "": "first; or sure; or last",
-        "nightly": "first; or sure; or last",
-    }.items():
-        error = Source(engine="Engine", version=version, faults=faults).error(Symptom.ZEROS, "zeros")
-        assert error.cause == cause
+    for version, device, cause in [
+        ("0.2", "npu", "first"),
+        ("0.2", "", "first; or on an NPU"),
+        ("0.4", "npu", "on an NPU"),
+        ("0.4", "cuda", "last"),
+        ("0.4", "", "on an NPU; or last"),
+        ("", "", "first; or on an NPU; or last"),
+        ("nightly", "cuda", "first; or last"),
+        ("0.0.9", "", older("0.1", "").cause),
+    ]:
+        source = Source(engine="Engine", version=version, device=device, faults=faults)
+        assert source.error(Symptom.ZEROS, "zeros").cause == cause
 
 
 # Against a slow truth

@@ -21,7 +21,7 @@ MODEL = RoutedModel(layers=(1, 2, 3, 4), num_layers=5, num_experts=128, topk=6)
 MESSAGES = [{"role": "user", "content": "Which experts?"}]
 PROMPT, TOKENS = list(range(40, 60)), 12
 
-SGLANG = ("0.5.7", "0.5.9", "0.5.11", "0.5.12", "0.5.13", "0.5.19", "0.5.23")
+SGLANG = ("0.5.8", "0.5.9", "0.5.11", "0.5.12", "0.5.13", "0.5.19", "0.5.23")
 VLLM = ("0.21.0", "0.22.0", "0.28.0", "0.30.0", "0.33.0")
 
 
@@ -153,12 +153,12 @@ def test_a_start_beyond_the_prompt_is_sglangs_to_refuse() -> None:
         ask_sglang(server, PROMPT, **request_arguments("0.5.23", start_len=21))
 
 
-def test_the_openai_endpoint_of_sglang_0_5_7_has_no_routes() -> None:
-    with EngineServer("sglang", "0.5.7", MODEL) as server:
+def test_the_openai_endpoint_of_sglang_0_5_8_has_no_routes() -> None:
+    with EngineServer("sglang", "0.5.8", MODEL) as server:
         asked = {"prompt": PROMPT, "max_tokens": TOKENS, "return_routed_experts": True}
         body = post(f"{server.url}/v1/completions", asked)
         with pytest.raises(InvalidRoutes, match="no routes in the answer"):
-            from_sglang(body, MODEL, prompt_token_ids=PROMPT, output_ids=[1] * TOKENS, version="0.5.7")
+            from_sglang(body, MODEL, prompt_token_ids=PROMPT, output_ids=[1] * TOKENS, version="0.5.8")
 
 
 # vLLM

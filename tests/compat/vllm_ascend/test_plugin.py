@@ -321,20 +321,18 @@ def test_engine_arguments_lift_what_the_plug_in_mends(monkeypatch: pytest.Monkey
         "0.23.0", vllm_ascend="0.23.0", quantization="ascend", planned=planned, soc="A3", capture=True
     )
     assert made.environment == {"NPU_REPLAY_VLLM_ASCEND": "1"}
-    assert any("VLLM_PLUGINS" in one for one in made.limits)
     assert (
         engine_arguments("0.18.0", vllm_ascend="0.18.0", capture=True).arguments["async_scheduling"] is False
     )
 
 
 MTP = {"speculative_config": {"method": "mtp"}}
-DRAFT = {"speculative_config": {"model": "a draft"}}
 
 
 @pytest.mark.parametrize(
     ("version", "planned", "says"),
     [
-        ("0.18.0", {"-dp": 2, "-ep": True}, "data_parallel_size"),
+        ("0.18.0", {"data_parallel_size": 2, "enable_expert_parallel": True}, "data_parallel_size"),
         ("0.18.0", MTP, "speculative_config"),
         ("0.23.0", MTP, "speculative_config"),
     ],
@@ -348,29 +346,12 @@ def test_engine_arguments_lift_what_the_plug_in_mends_of_vllms_own(
     assert engine_arguments(version, vllm_ascend=version, planned=planned, capture=True)
 
 
-@pytest.mark.parametrize(
-    ("planned", "words"), [({}, "sequence parallelism of MoE layers"), (DRAFT, "overwrites layer 0")], ids=str
-)
-def test_limits_that_the_plug_in_mends_are_not_said(planned: dict[str, object], words: str) -> None:
-    said = [
-        engine_arguments("0.18.0", vllm_ascend="0.18.0", planned=planned, capture=capture).limits
-        for capture in (False, True)
-    ]
-    assert [any(words in limit for limit in limits) for limits in said] == [True, False]
-
-
 @pytest.mark.parametrize("build", ["0.17.1.dev9+g5487946", "0.1.dev1+g5487946"])
 @pytest.mark.parametrize("version", ["0.18.0", "0.23.0"])
 def test_a_build_that_images_carry_goes_by_its_vllm(version: str, build: str) -> None:
     made = engine_arguments(version, vllm_ascend=build, capture=True)
     released = engine_arguments(version, vllm_ascend=version, capture=True)
-    assert (made.arguments, made.environment) == (released.arguments, released.environment)
-    assert not any("is no release" in limit for limit in made.limits)
-
-
-def test_a_build_of_main_still_may_give_physical_ids() -> None:
-    made = engine_arguments("0.27.1", vllm_ascend="0.27.1.dev12+g0f3a", capture=True)
-    assert any("0.27.1.dev12+g0f3a is no release" in limit for limit in made.limits)
+    assert made == released
 
 
 def test_engine_arguments_refuse_two_releases_that_are_no_pair() -> None:
@@ -395,9 +376,12 @@ def test_engine_arguments_let_the_plug_in_pass_a_filter(
 @pytest.mark.parametrize(
     ("planned", "says"),
     [
-        ({"additional_config": '{"xlite_graph_config": {"enabled": true}}'}, "under xlite"),
+        ({"additional_config": {"xlite_graph_config": {"enabled": True}}}, "under xlite"),
         ({"enable_dbo": True}, "two half batches"),
-        ({"compilation_config": {"pass_config": {"enable_sp": True}}, "-tp": 2}, "a compiler's pass"),
+        (
+            {"compilation_config": {"pass_config": {"enable_sp": True}}, "tensor_parallel_size": 2},
+            "a compiler's pass",
+        ),
     ],
     ids=str,
 )
