@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import struct
 import tracemalloc
@@ -221,11 +222,19 @@ def test_what_is_nested_deeply_is_refused(name: str, depth: int) -> None:
         RoutedExperts.from_bytes(forged(routes_said=change))
 
 
-@pytest.mark.parametrize("length", [1 << 63, 1 << 40, 100_000_001])
+@pytest.mark.parametrize("length", [1 << 63, 1 << 40, 100_000_001, 90_000_000])
 def test_a_forged_length_allocates_nothing(form: Form, tmp_path: Path, length: int) -> None:
     form.put(tmp_path / "routes", struct.pack("<Q", length) + forged(key=form.key)[8:])
     with pytest.raises(RouteFileError, match="header is cut short"):
         form.read(tmp_path / "routes")
+
+
+def test_a_header_that_is_longer_than_any_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "routes"
+    path.write_bytes(struct.pack("<Q", 100_000_001))
+    os.truncate(path, 100_000_100)  # sparse: it takes no room
+    with pytest.raises(RouteFileError, match="header is cut short"):
+        RoutedExperts.load(path)
 
 
 def test_what_a_header_forges_is_not_allocated(tmp_path: Path) -> None:
