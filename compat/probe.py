@@ -1,7 +1,8 @@
-"""What is installed and what it can do, found without importing any of it.
+"""Find what is installed and what it can do, without importing any of it.
 
 A product is looked up through the import system's finders and read as source text: importing one takes
 seconds, may fail, and changes what other products do (MindSpeed patches Megatron in the order of imports).
+Whether a product that is found also imports is what `npu-replay doctor` tries, in a process of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from npu_replay.compat.patching import import_hook
 from npu_replay.errors import ReplayError
 
 MEGATRON = "replay on Megatron-core"
+_QWEN = "models/qwen3_moe/modeling_qwen3_moe.py"
 _GET_MEGATRON = "put Megatron-LM on PYTHONPATH, or pip install --no-deps megatron-core"
 
 State = Literal["native", "shimmed", "works", "missing", "broken"]
@@ -31,7 +33,11 @@ missing: not here. broken: here, and it fails."""
 
 @dataclass(frozen=True)
 class Product:
-    """One product: is it there, which, where, and what is wrong with it (empty if nothing is)."""
+    """One product: is it there, which release, where.
+
+    Attributes:
+        problem: why it could not be looked up; empty if it could.
+    """
 
     name: str
     found: bool
@@ -76,21 +82,11 @@ class _Known:
     """What is imported of it."""
     version: str = ""
     """The file in its folder that says which release it is; one on PYTHONPATH alone has no distribution."""
-    needs: tuple[str, ...] = ()
-    """Files without which it can't be imported, or npu_replay can't do its part. Each has to be Python."""
 
 
-_OF_MEGATRON = (
-    "__init__.py",
-    "package_info.py",
-    "parallel_state.py",
-    "transformer/transformer_config.py",
-    "transformer/moe/router.py",
-    "transformer/moe/moe_utils.py",
-)
 _KNOWN = (
     _Known("numpy", "numpy", "version.py"),
-    _Known("megatron-core", "megatron.core", "package_info.py", _OF_MEGATRON),
+    _Known("megatron-core", "megatron.core", "package_info.py"),
     _Known("mindspeed", "mindspeed"),
     _Known("torch_npu", "torch_npu", "version.py"),
     _Known("transformers", "transformers", "__init__.py"),
@@ -160,9 +156,13 @@ def _ask_finders(name: str, path: list[str] | None) -> ModuleSpec | None:
         except ModuleNotFoundError:
             return None  # as an import would end here
         except KeyError as error:
-            if error.args != (name.rpartition(".")[0],):
+            parent, _, inner = name.rpartition(".")
+            if error.args != (parent,):
                 raise
-            return None  # a folder without __init__.py asks for its parent in sys.modules
+            # A folder without __init__.py in another such folder asks for its parent in sys.modules.
+            spec = ModuleSpec(name, None, is_package=True)
+            spec.submodule_search_locations = [str(Path(one, inner)) for one in path or ()]
+            return spec
         if spec is not None:
             return spec
     return None
@@ -182,73 +182,28 @@ def _spec_of_stand_in(module: ModuleType) -> ModuleSpec:
 def _probe(known: _Known) -> Product:
     try:
         spec = find(known.module)
-        if spec is None or _is_bare_folder(spec):
-            return Product(known.name, found=False, problem=_leftover(known))
     except Exception as error:  # noqa: BLE001 - finders are other people's code and raise what they like
-        return Product(known.name, found=False, problem=f"not to be looked up ({_says(error)})")
-    folders = list(spec.submodule_search_locations or ())
-    if not folders:  # one file, or a stand-in
-        return Product(known.name, True, _installed_version(known.name), spec.origin or "")
-    folder = Path(folders[0])
-    problem, version = _lacking(folder, known.needs), ""
-    source = folder / known.version
-    if known.version and source.is_file():
-        try:
-            version = _source_version(source)
-        except (OSError, SyntaxError, ValueError) as error:
-            problem = problem or f"half installed: {known.version} can't be read ({_says(error)})"
-    return Product(known.name, True, version or _installed_version(known.name), str(folder), problem)
-
-
-def _lacking(folder: Path, needs: tuple[str, ...]) -> str:
-    """What is wrong with the files that a product needs: which are missing, or which is no Python."""
-    missing = [name for name in needs if not (folder / name).is_file()]
-    if missing:
-        return f"half installed: {', '.join(missing)} is missing"
-    problems = (f"half installed: {name}{why}" for name in needs if (why := _unreadable(folder / name)))
-    return next(problems, "")
-
-
-def _unreadable(source: Path) -> str:
-    """Why this is no Python that could be imported, written to follow the file's name."""
-    try:
-        ast.parse(source.read_bytes())  # bytes: the file says which encoding it has
-    except SyntaxError as error:
-        return (f", line {error.lineno}" if error.lineno else "") + f": {error.msg}"
-    except (OSError, ValueError) as error:
-        return f" can't be read ({_says(error)})"
-    return ""
+        problem = f"not to be looked up ({type(error).__name__}: {error})"
+        return Product(known.name, found=False, problem=problem)
+    if spec is None or (_is_bare_folder(spec) and "." not in known.module):
+        return Product(known.name, found=False)  # a bare folder at the top may be a checkout
+    folder = next(iter(spec.submodule_search_locations or ()), "")
+    version = _source_version(Path(folder, known.version)) if folder and known.version else ""
+    where = folder or spec.origin or ""  # one file, or a stand-in
+    return Product(known.name, True, version or _installed_version(known.name), where)
 
 
 def _is_bare_folder(spec: ModuleSpec) -> bool:
     return spec.loader is None and spec.origin is None and spec.submodule_search_locations is not None
 
 
-def _leftover(known: _Known) -> str:
-    """What is wrong where a product isn't importable, but a folder of its name is on the path."""
-    top, _, inner = known.module.partition(".")
-    spec = _ask_finders(top, None)
-    if spec is None or not _is_bare_folder(spec):
-        return ""
-    for folder in map(Path, spec.submodule_search_locations or ()):
-        children = list(folder.iterdir()) if folder.is_dir() else []
-        if inner:
-            packages = [child.name for child in children if (child / "__init__.py").is_file()]
-            if (folder / inner).is_dir():
-                return f"half installed: {folder / inner} has no __init__.py"
-            # Other products share the name, megatron-energon for one.
-            if not packages or "training" in packages:
-                return f"half installed: {folder} has no {inner}"
-        # top/top is a checkout, one folder too high
-        elif any(child.suffix == ".py" for child in children) and not (folder / top).is_dir():
-            return f"half installed: {folder} has no __init__.py"
-    return ""
-
-
 def _source_version(source: Path) -> str:
-    """The `__version__` that a file assigns, or MAJOR, MINOR, PATCH and PRE_RELEASE put together."""
+    """Return the `__version__` that a file assigns, or MAJOR, MINOR, PATCH and PRE_RELEASE put together.
+
+    It is empty where the file can't be read or doesn't say.
+    """
     constants: dict[str, object] = {}
-    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+    for node in _statements(source):
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             constants |= {ast.unparse(target): node.value.value for target in targets}
@@ -268,38 +223,29 @@ def _installed_version(name: str) -> str:
         return ""
 
 
-def _says(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
 # Capabilities
 
 
 def capabilities(found: Iterable[Product]) -> tuple[Capability, ...]:
     """What these products make possible, as far as their source tells."""
     by_name = {product.name: product for product in found}
-    extras = (("plots", "plots", "figures of the mismatch", ("matplotlib",)),)
     return (
         _megatron(by_name["megatron-core"], by_name["mindspeed"]),
         _megatrons_own(by_name["megatron-core"]),
         _transformers(by_name["transformers"]),
-        *(
-            _needing(
-                name, [by_name[one].lacking for one in needed], why, f"pip install 'npu-replay[{extra}]'"
-            )
-            for name, extra, why, needed in extras
-        ),
+        _plots(by_name["matplotlib"]),
     )
 
 
-def _needing(name: str, lacking: list[str], why: str, remedy: str) -> Capability:
-    """Works, unless something is lacking."""
-    reasons = "; ".join(filter(None, lacking))
-    return Capability(name, "missing", reasons, remedy) if reasons else Capability(name, "works", why)
+def _plots(product: Product) -> Capability:
+    """Judge what the extra of npu_replay's own brings."""
+    if product.usable:
+        return Capability("plots", "works", "figures of the mismatch")
+    return Capability("plots", "missing", product.lacking, "pip install 'npu-replay[plots]'")
 
 
 def unusable(name: str, product: Product, remedy: str = "") -> Capability:
-    """A capability that is lost with a product: broken with it, or missing."""
+    """Return a capability that is lost with a product: broken with it, or missing."""
     return Capability(name, "broken" if product.problem else "missing", product.lacking, remedy)
 
 
@@ -332,9 +278,7 @@ def _transformers(product: Product) -> Capability:
     name, remedy = "replay on transformers", "pip install 'transformers>=5'"
     if not product.usable:
         return unusable(name, product, remedy)
-    if any(
-        kind.name.endswith("Router") for kind in _classes(product, "models/qwen3_moe/modeling_qwen3_moe.py")
-    ):
+    if any(kind.endswith("Router") for kind in _classes(product, _QWEN)):
         return Capability(name, "works", "router modules are recognised")
     why = "only families whose router is a module; that of Qwen3-MoE is not, here"
     return Capability(name, "works", why, remedy)
@@ -343,14 +287,19 @@ def _transformers(product: Product) -> Capability:
 def _config_fields(megatron_core: Product) -> set[str]:
     """What the source of TransformerConfig declares."""
     kinds = _classes(megatron_core, "transformer/transformer_config.py")
-    body = next((kind.body for kind in kinds if kind.name == "TransformerConfig"), [])
+    body = kinds["TransformerConfig"].body if "TransformerConfig" in kinds else []
     return {ast.unparse(line.target) for line in body if isinstance(line, ast.AnnAssign)}
 
 
-def _classes(product: Product, file: str) -> list[ast.ClassDef]:
-    """The classes of a module; none where it can't be read, which is no reason to fail a report."""
+def _classes(product: Product, file: str) -> dict[str, ast.ClassDef]:
+    """Return the classes of a module by their names."""
+    found = _statements(Path(product.where, file))
+    return {node.name: node for node in found if isinstance(node, ast.ClassDef)}
+
+
+def _statements(source: Path) -> list[ast.stmt]:
+    """Return what stands in a file; nothing where it can't be read, which is no reason to fail a report."""
     try:
-        body = ast.parse(Path(product.where, file).read_text(encoding="utf-8")).body
+        return ast.parse(source.read_bytes()).body  # bytes: the file says which encoding it has
     except (OSError, SyntaxError, ValueError):
         return []
-    return [node for node in body if isinstance(node, ast.ClassDef)]

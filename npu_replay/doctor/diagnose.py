@@ -1,4 +1,4 @@
-"""doctor: does routing replay work on this machine, seen and not guessed, and what to do where it doesn't.
+"""Find out whether routing replay works on this machine, by trying it, and what to do where it doesn't.
 
     python -m npu_replay.doctor.diagnose MODULE ...
 
@@ -13,16 +13,13 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TypeVar
-
-import torch
+from typing import Any, TypeVar
 
 from npu_replay import environment, options
-from npu_replay.compat import torch_npu
+from npu_replay.compat import probe, torch_npu
 from npu_replay.compat.mindspeed import features as mindspeed
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.probe import Capability, Product
@@ -31,13 +28,11 @@ from npu_replay.doctor import self_test
 from npu_replay.doctor.report import Report, report
 from npu_replay.doctor.self_test import Outcome
 from npu_replay.errors import ReplayError
-from npu_replay.tables import Cell, Part, Table, print_json, show
+from npu_replay.tables import Part, Table, print_json, show
 
 _Answer = TypeVar("_Answer")
 
-# Replay can't be trusted while one of these is broken; the others only lose what needs them.
-_VITAL = ("numpy", "megatron-core", "mindspeed", "torch_npu", "transformers")
-_MEGATRON, _TRANSFORMERS = "replay on Megatron-core", "replay on transformers"
+_MEGATRON, _TRANSFORMERS = probe.MEGATRON, "replay on transformers"
 _PRODUCTS = {mindspeed.CAPABILITY: "mindspeed", _MEGATRON: "megatron-core", _TRANSFORMERS: "transformers"}
 """What each of these capabilities is of."""
 _NEED_MEGATRON = ("Megatron's own replay", "Megatron-core on the CPU")
@@ -76,10 +71,15 @@ class Trial:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What doctor found: the report, with what was tried instead of what was only looked up."""
+    """What doctor found.
+
+    Attributes:
+        report: as `npu_replay.report` gives it, with what was tried instead of what was only looked up.
+        trials: how the self-test went on each device.
+        faults: why replay can't work here; empty if it works.
+    """
 
     report: Report
-    capabilities: tuple[Capability, ...]
     trials: tuple[Outcome, ...]
     faults: tuple[Fault, ...]
 
@@ -88,10 +88,10 @@ class Diagnosis:
         return not self.faults
 
     def to_json(self) -> str:
-        """All of it, for programs."""
-        found = asdict(self)
-        about = found.pop("report") | {"self_test": found.pop("trials")}
-        return json.dumps({"works": self.works} | about | found, indent=2)
+        """Return all of it, for programs."""
+        about = asdict(self.report) | {"self_test": [asdict(one) for one in self.trials]}
+        faults = [asdict(one) for one in self.faults]
+        return json.dumps({"works": self.works} | about | {"faults": faults}, indent=2)
 
 
 def diagnose(*, imports: bool = False) -> Diagnosis:
@@ -111,8 +111,9 @@ def diagnose(*, imports: bool = False) -> Diagnosis:
     _import_megatron(capabilities, found)
     if imports and capabilities[_TRANSFORMERS].there:
         _put(capabilities, _TRANSFORMERS, found, _try_import(_QWEN), (_QWEN,))
-    faults = tuple(_faults(found, capabilities, trials))
-    return Diagnosis(found, tuple(capabilities.values()), tuple(trials.values()), faults)
+    faults = tuple(_faults(capabilities))
+    found = replace(found, capabilities=tuple(capabilities.values()))
+    return Diagnosis(found, tuple(trials.values()), faults)
 
 
 # What is tried
@@ -131,7 +132,7 @@ def _try_import(*modules: str) -> Trial:
 
 
 def _asked(kind: type[_Answer], module: str, *arguments: str) -> _Answer | str:
-    """What a module of ours answers in a process of its own, or why it doesn't."""
+    """Return what a module of ours answers in a process of its own, or why it doesn't."""
     last, problem = _child([sys.executable, "-m", module, *arguments])
     try:
         return problem or kind(**json.loads(last))
@@ -140,19 +141,12 @@ def _asked(kind: type[_Answer], module: str, *arguments: str) -> _Answer | str:
 
 
 def _child(command: list[str]) -> tuple[str, str]:
-    """The last line that a command printed, and why it failed (empty if it didn't)."""
-    # Loaded on purpose, and not by `import torch`, which would hide the reason of a failure.
-    environment = os.environ | {torch_npu.AUTOLOAD: "0"}
+    """Return the last line that a command printed, and why it failed (empty if it didn't)."""
+    # torch_npu is imported on purpose, and not by `import torch`, which would hide why it fails.
+    variables = os.environ | {torch_npu.AUTOLOAD: "0"}
+    about: dict[str, Any] = {"text": True, "errors": "replace", "capture_output": True, "check": False}
     try:
-        done = subprocess.run(
-            command,
-            env=environment,
-            text=True,
-            errors="replace",
-            capture_output=True,
-            timeout=_PATIENCE,
-            check=False,
-        )
+        done = subprocess.run(command, env=variables, timeout=_PATIENCE, **about)
     except subprocess.TimeoutExpired:
         return "", f"no answer within {_PATIENCE} s"
     except OSError as error:
@@ -210,7 +204,7 @@ def _put(
     says = f"{product.name} {product.version}".rstrip()  # MindSpeed's source has none
     remedy = "take a release that npu_replay knows (docs/versions.md); NPU_REPLAY_STRICT=0 goes on without"
     if trial.problem:
-        remedy = f"python -c 'import {', '.join(modules)}' has to work"
+        remedy = f"python -c 'import {', '.join(modules)}' has to work with what is in {product.where}"
     capabilities[name] = replace(capability, state="broken", why=f"{says} {'; '.join(why)}", remedy=remedy)
 
 
@@ -231,26 +225,14 @@ def _import(modules: Iterable[str]) -> Trial:
     return Trial(problem, refusal)
 
 
-def _faults(
-    found: Report, capabilities: dict[str, Capability], trials: dict[str, Outcome]
-) -> Iterator[Fault]:
-    for product in found.products:
-        if product.problem and product.name in _VITAL:
-            remedy = f"install {product.name} again"
-            if product.name == "megatron-core":
-                remedy = "copy megatron/ anew, whole, or take it off PYTHONPATH"
-            yield Fault(f"{product.name} is broken: {product.problem}", remedy)
-    recompute = capabilities["recompute"]
-    if not recompute.there:
-        yield Fault(recompute.why, recompute.remedy)
-    for trial in trials.values():
-        if trial.problem:
-            device = trial.device.upper()
-            yield Fault(f"{device}: {trial.problem}", capabilities[device].remedy)
-    for name, product_name in _PRODUCTS.items():
-        one = capabilities[name]
-        if one.state == "broken" and _product(found, product_name).usable:  # it was looked into, and fails
+def _faults(capabilities: dict[str, Capability]) -> Iterator[Fault]:
+    """Yield what makes replay fail or can't be trusted; what else is missing only loses what needs it."""
+    for one in capabilities.values():
+        lost = one.name == "recompute" and not one.there
+        if lost or (one.name in _PRODUCTS and one.state == "broken"):
             yield Fault(one.why, one.remedy)
+        elif one.name.lower() in ("cpu", *_ACCELERATORS) and one.state == "broken":
+            yield Fault(f"{one.name}: {one.why}", one.remedy)
     frameworks = [capabilities[name] for name in (_MEGATRON, _TRANSFORMERS)]
     if not any(one.there for one in frameworks):
         remedy = "; or ".join(one.remedy for one in frameworks)
@@ -262,8 +244,6 @@ def _product(found: Report, name: str) -> Product:
 
 
 # What people see
-
-_STYLES = {"native": "green", "works": "green", "shimmed": "yellow", "missing": "dim", "broken": "bold red"}
 
 
 def run(*, imports: bool, json: bool, out: Path | None, force: bool) -> None:
@@ -279,21 +259,11 @@ def run(*, imports: bool, json: bool, out: Path | None, force: bool) -> None:
 
 
 def parts(diagnosis: Diagnosis) -> Iterator[Part]:
-    """What is installed, what works, what to do about the rest, and the verdict: tables and lines."""
-    found = diagnosis.report
-    yield Table(("Installed", "Version", "Where"), list(_installed(found)))
-    if found.absent:
-        yield f"Not installed: {found.absent}", "dim"
-    yield ""
-    states = [(c.name, (c.state, _STYLES[c.state]), c.why) for c in diagnosis.capabilities]
-    yield Table(("What", "State", "Why"), states)
-    if found.patches:
-        yield ""
-        patches = [(patch.where, patch.why, patch.reason) for patch in found.patches]
-        yield Table(("Changed by npu_replay", "Why", "For"), patches)
+    """Yield the report, what to do about what is missing, and the verdict: tables and lines."""
+    yield from diagnosis.report.parts()
     told = {"", *(fault.remedy for fault in diagnosis.faults)}
-    remedies = [(c.name, (c.remedy, "cyan")) for c in diagnosis.capabilities if c.remedy not in told]
-    if remedies:
+    capabilities = diagnosis.report.capabilities
+    if remedies := [(one.name, (one.remedy, "cyan")) for one in capabilities if one.remedy not in told]:
         yield ""
         yield Table(("If you need it", "Do this"), remedies)
     yield ""
@@ -306,24 +276,8 @@ def parts(diagnosis: Diagnosis) -> Iterator[Part]:
             yield f"  {fault.remedy}", "cyan"
 
 
-def _installed(found: Report) -> Iterable[Sequence[Cell]]:
-    yield "npu_replay", found.version, _place(Path(__file__).parents[1])
-    yield "torch", found.torch.version, _place(Path(torch.__file__).parent)
-    for product in found.products:
-        if product.problem:
-            yield product.name, product.version or "?", (product.problem, "bold red")
-        elif product.found:
-            yield product.name, product.version or "?", _place(Path(product.where))
-
-
-def _place(folder: Path) -> str:
-    """Where a product lies; the environment's own folder needs no long path."""
-    installed = any(folder.is_relative_to(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
-    return "site-packages" if installed else str(folder)
-
-
 def _where_it_works(diagnosis: Diagnosis) -> str:
-    states = {capability.name: capability.there for capability in diagnosis.capabilities}
+    states = {capability.name: capability.there for capability in diagnosis.report.capabilities}
     devices = [trial.device.upper() for trial in diagnosis.trials]
     frameworks = [name.removeprefix("replay ") for name in (_MEGATRON, _TRANSFORMERS) if states[name]]
     return (

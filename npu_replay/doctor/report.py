@@ -1,13 +1,16 @@
-"""What is here, and what npu_replay has changed in it."""
+"""Report what is here, and what npu_replay has changed in it."""
 
 from __future__ import annotations
 
 import platform
+import sysconfig
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from npu_replay import routers
+from npu_replay import routers, tables
 from npu_replay.compat import cuda, probe, torch_npu
 from npu_replay.compat.mindspeed import features as mindspeed
 from npu_replay.compat.patching import patches as patching
@@ -17,6 +20,9 @@ from npu_replay.compat.vllm_ascend import plugin
 from npu_replay.compat.vllm_ascend import releases as vllm_ascend
 from npu_replay.sessions import backward
 from npu_replay.sessions.session import OpenSession, open_sessions
+from npu_replay.tables import Cell, Part, Table
+
+_STYLES = {"native": "green", "works": "green", "shimmed": "yellow", "missing": "dim", "broken": "bold red"}
 
 
 @dataclass(frozen=True)
@@ -58,27 +64,46 @@ class Report:
     router_kinds: tuple[str, ...]
     open_sessions: tuple[OpenSession, ...]
 
-    @property
-    def absent(self) -> str:
-        """The names of the products that aren't here, nor broken."""
-        return ", ".join(one.name for one in self.products if not one.found and not one.problem)
-
     def __str__(self) -> str:
-        installed = [_line(product) for product in self.products if product.found or product.problem]
-        return "\n".join(
+        blocks = ", ".join(map(str, self.open_sessions))
+        return tables.as_text(
             [
-                f"npu_replay {self.version}, Python {self.python}, torch {self.torch.version}",
-                *_section("Installed", installed),
-                *_section("Not installed", [self.absent] if self.absent else []),
-                *_section("What works", [_capability(capability) for capability in self.capabilities]),
-                *_section("Routers that are recognised", [", ".join(self.router_kinds)]),
-                *_section(
-                    "Changed in other modules",
-                    [f"{patch.where}: {patch.why} ({patch.reason})" for patch in self.patches],
-                ),
-                *_section("Open blocks", [str(block) for block in self.open_sessions]),
+                *self.parts(),
+                "",
+                f"Python: {self.python}",
+                f"Routers that are recognised: {', '.join(self.router_kinds)}",
+                f"Changed in other modules: {len(self.patches) or 'nothing'}",
+                f"Open blocks: {blocks or 'none'}",
             ]
         )
+
+    def parts(self) -> Iterator[Part]:
+        """Yield what is installed, what works, and what npu_replay has changed: tables and lines."""
+        yield Table(("Installed", "Version", "Where"), list(self._installed()))
+        if absent := [one.name for one in self.products if not one.found and not one.problem]:
+            yield f"Not installed: {', '.join(absent)}", "dim"
+        yield ""
+        states = [(one.name, (one.state, _STYLES[one.state]), one.why) for one in self.capabilities]
+        yield Table(("What", "State", "Why"), states)
+        if self.patches:
+            yield ""
+            patches = [(patch.where, patch.why, patch.reason) for patch in self.patches]
+            yield Table(("Changed by npu_replay", "Why", "For"), patches)
+
+    def _installed(self) -> Iterator[Sequence[Cell]]:
+        yield "npu_replay", self.version, _place(Path(__file__).parents[1])
+        yield "torch", self.torch.version, _place(Path(torch.__file__).parent)
+        for product in self.products:
+            if product.problem:
+                yield product.name, "?", (product.problem, "bold red")
+            elif product.found:
+                yield product.name, product.version or "?", _place(Path(product.where))
+
+
+def _place(folder: Path) -> str:
+    """Return where a product lies; the environment's own folder needs no long path."""
+    installed = any(folder.is_relative_to(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
+    return "site-packages" if installed else str(folder)
 
 
 def report() -> Report:
@@ -88,17 +113,17 @@ def report() -> Report:
     accelerator it has.
 
     >>> print(npu_replay.report())
-    npu_replay 0.1.0, Python ...
-    Installed:
-      numpy ...
-    What works:
-      replay on Megatron-core: ...
+    Installed      Version ... Where
+    npu_replay     0.1.0 ...
+    What                      State    Why
+    replay on Megatron-core   ...
     """
     from npu_replay import __version__  # here: the package imports this module
 
     facts = torch_facts()
     products = probe.products()
     by_name = {product.name: product for product in products}
+    ascend = by_name["vllm-ascend"]
     return Report(
         version=__version__,
         python=platform.python_version(),
@@ -107,9 +132,9 @@ def report() -> Report:
         capabilities=(
             *probe.capabilities(products),
             mindspeed.capability(*(by_name[name] for name in ("mindspeed", "megatron-core"))),
-            vllm.capability(by_name["vllm"], by_name["vllm-ascend"]),
-            vllm_ascend.capability(by_name["vllm-ascend"], by_name["vllm"].version),
-            *_captures(by_name["vllm-ascend"], by_name["vllm"]),
+            vllm.capability(by_name["vllm"], ascend),
+            vllm_ascend.capability(ascend, by_name["vllm"].version),
+            *([plugin.capability(ascend, by_name["vllm"])] if ascend.found else []),
             _recompute(facts),
             *_devices(facts, products),
         ),
@@ -123,11 +148,6 @@ def torch_facts() -> TorchFacts:
     """Ask torch what it has in this process."""
     accelerator, devices = torch_npu.accelerator()
     return TorchFacts(torch.__version__, backward.probe() or "", accelerator, devices)
-
-
-def _captures(ascend: Product, vllm_beside: Product) -> tuple[Capability, ...]:
-    """Of the plug-in, where there is something that it could capture on."""
-    return (plugin.capability(ascend, vllm_beside),) if ascend.found else ()
 
 
 def _recompute(facts: TorchFacts) -> Capability:
@@ -153,18 +173,3 @@ def _devices(facts: TorchFacts, products: tuple[Product, ...]) -> tuple[Capabili
         cuda.capability(facts.accelerator, facts.devices),
         torch_npu.capability(facts.accelerator, facts.devices, by_name[torch_npu.MODULE]),
     )
-
-
-def _line(product: Product) -> str:
-    parts = [product.name, product.version, f"in {product.where}" if product.where else ""]
-    line = " ".join(part for part in parts if part)
-    return f"{line}: {product.problem}" if product.problem else line
-
-
-def _capability(capability: Capability) -> str:
-    remedy = f" -> {capability.remedy}" if capability.remedy else ""
-    return f"{capability.name}: {capability.state} ({capability.why}){remedy}"
-
-
-def _section(title: str, lines: list[str]) -> list[str]:
-    return [f"{title}:", *(f"  {line}" for line in lines)] if lines else [f"{title}: nothing"]
