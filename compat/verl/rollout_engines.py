@@ -15,6 +15,7 @@ from npu_replay.compat.vllm import releases as vllm_releases
 from npu_replay.compat.vllm_ascend import plugin
 from npu_replay.compat.vllm_ascend import releases as vllm_ascend
 from npu_replay.errors import ReplayError
+from npu_replay.rollout.launch import number
 from npu_replay.rollout.release_rules import release
 
 
@@ -76,7 +77,6 @@ def _release_without_routes(
     if product.name == "sglang":
         return sglang.refusal(product.version, "npu" if "torch_npu" in found else "cuda")
     ascend = found["vllm-ascend"].version if "vllm-ascend" in found else ""
-    ascend = vllm_ascend.of_release(ascend, product.version)
     if release(product.version)[:2] == (0, 21):
         return ReplayError(
             "no routes",
@@ -84,7 +84,7 @@ def _release_without_routes(
             got=f"vllm {product.version}",
             cause="0.21 splits what verl takes for one array",  # from_vllm reads it, so it is no fault there
         )
-    return vllm.refusal(product.version, ascend)
+    return vllm.refusal(product.version, vllm_ascend.of_release(ascend, product.version))
 
 
 def _rollout_setting(config: Any) -> vllm_ascend.Setting:
@@ -93,9 +93,9 @@ def _rollout_setting(config: Any) -> vllm_ascend.Setting:
     return vllm_ascend.Setting(
         model=setting(config, "model", "path"),
         quantization=rollout("quantization"),
-        data_parallel_size=rollout("data_parallel_size") or 1,
-        tensor_parallel_size=rollout("tensor_model_parallel_size") or 1,
-        enable_expert_parallel=(rollout("expert_parallel_size") or 1) > 1,
+        data_parallel_size=rollout("data_parallel_size"),
+        tensor_parallel_size=rollout("tensor_model_parallel_size"),
+        enable_expert_parallel=number(rollout("expert_parallel_size")) > 1,
         capture=plugin.wanted(),
         additional_config=rollout("engine_kwargs", "vllm", "additional_config"),
     )

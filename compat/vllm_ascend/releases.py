@@ -78,9 +78,14 @@ class Setting:
     compilation_config: Any = None
 
     def plan(self) -> dict[str, Any]:
-        """The same by vLLM's names, with what the model says of itself."""
-        quantized = self.quantization or model_config.quantization(self.model)
-        return vars(self) | {"quantization": quantized, "hybrid": model_config.is_hybrid(self.model)}
+        """Return the same by vLLM's names, with what the model says of itself. Sizes may be text or None, as
+        configs have them."""
+        sizes = ("data_parallel_size", "tensor_parallel_size")
+        return vars(self) | {
+            **{name: launch.number(getattr(self, name)) or 1 for name in sizes},
+            "quantization": self.quantization or model_config.quantization(self.model),
+            "hybrid": model_config.is_hybrid(self.model),
+        }
 
 
 ARGUMENTS = tuple(field.name for field in fields(Setting) if field.name not in ("model", "soc", "capture"))

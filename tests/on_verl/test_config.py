@@ -391,6 +391,24 @@ def test_a_quantized_rollout_on_ascend_is_refused_where_it_gives_zeros(
     workers.check(rf"vllm-ascend {version} gives no routes.*{says}" if says else None, **given)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "says"),
+    [(None, None), (1, None), ("1", None), (2, "got data_parallel"), ("2", "got data_parallel")],
+)
+def test_sizes_of_a_rollout_may_be_text_or_none(
+    workers: Workers,
+    engines: list[probe.Product],
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: Any,
+    says: str | None,
+) -> None:
+    monkeypatch.delenv("NPU_REPLAY_VLLM_ASCEND", raising=False)
+    engines.extend(probe.Product(name, True, "0.23.0", "/somewhere") for name in ("vllm-ascend", "vllm"))
+    sizes = {"data_parallel_size": ranks, "tensor_model_parallel_size": "4", "expert_parallel_size": "4"}
+    lines = {f"{ROLLOUT}.{name}": size for name, size in sizes.items()}
+    workers.check(says, key="R3", flag=True, **lines)
+
+
 def test_a_capture_on_two_releases_that_are_no_pair_is_refused(
     workers: Workers, engines: list[probe.Product], monkeypatch: pytest.MonkeyPatch
 ) -> None:

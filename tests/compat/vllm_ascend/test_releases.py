@@ -239,6 +239,7 @@ def test_flash_comm_hands_out_wrong_rows_where_tokens_are_shared_out(version: st
     check(version, Setting(**flash, **spread, capture=True))
     check(version, Setting(**flash, **spread | {"data_parallel_size": 1, "soc": "310P"}))
     check(version, Setting(**flash, **spread | {"enable_expert_parallel": False}))
+    check(version, Setting(**flash, **spread | {"tensor_parallel_size": 1}))
     check(version, Setting(**spread))
 
 
