@@ -218,7 +218,7 @@ def capability(product: Product, vllm: str = "") -> Capability:
         return Capability(CAPABILITY, "works", "but its release isn't known, and some give zeros")
     problem = refusal(version, Setting())
     if problem is not None:
-        return Capability(CAPABILITY, "broken", problem.problem, problem.cause)
+        return Capability(CAPABILITY, "broken", problem.problem, f"take {problem.expected}")
     some = refusal(version, Setting(quantization="any"))
     captured = "unquantized experts alone are captured" if some else "the experts of every layer are captured"
     runner = ", with VLLM_USE_V2_MODEL_RUNNER=1 alone" if needs_v2(version) else ""

@@ -100,14 +100,14 @@ def clash(product: str, version: str, device: str, plan: Plan, table: Iterable[C
     for row in table:
         if not row.holds(version, device) or not row.when(plan, row.arguments):
             continue
-        names = ", ".join(row.arguments)
+        given = [name for name in row.arguments if plan.get(name) is not None]
+        names = ", ".join(given)
         problem = row.problem.format_map(plan) or f"gives no routes, or wrong ones, with this {names}"
-        given = (f"{name}={plan[name]!r}" for name in row.arguments if plan.get(name) is not None)
         return ReplayError(
             f"{product} {version} {problem}",
             where="rollout",
             expected=row.instead if row.problem else f"{names}: {row.instead}",
-            got=row.got or ", ".join(given),
+            got=row.got or ", ".join(f"{name}={plan[name]!r}" for name in given),
             cause=row.why,
         )
     return None

@@ -12,6 +12,9 @@ import pytest
 
 from npu_replay import ReplayError
 from npu_replay.compat import sglang, vllm
+from npu_replay.compat.sglang import releases as sglang_releases
+from npu_replay.compat.vllm import releases as vllm_releases
+from npu_replay.compat.vllm_ascend import releases as ascend_releases
 
 ROOT = Path(__file__).parents[1].parent
 DOCS = ROOT / "docs"
@@ -117,6 +120,13 @@ def test_the_table_of_sglang_is_what_engine_arguments_says() -> None:
     with pytest.raises(ReplayError, match=r"0\.5\.23"):
         sglang.engine_arguments("0.5.22", planned={"enable_eplb": True}, device="npu")
     assert sglang.engine_arguments("0.5.23", planned={"enable_eplb": True}, device="npu").arguments
+
+
+def test_the_page_of_limits_names_the_oldest_releases_that_are_checked() -> None:
+    said = " ".join((DOCS / "dev" / "engine-limits.md").read_text(encoding="utf-8").split())
+    oldest = (vllm_releases.OLDEST, sglang_releases.OLDEST, ascend_releases.OLDEST)
+    assert "Releases before vLLM {}, SGLang {} and vllm-ascend {} are older".format(*oldest) in said
+    assert TEXT.count("(dev/engine-limits.md)") == 3  # a link on each engine's page
 
 
 @pytest.mark.slow

@@ -165,6 +165,11 @@ def test_an_argument_that_the_release_cant_is_refused_by_name(
         engine_arguments(version, planned=planned)
 
 
+def test_an_error_names_those_of_a_rows_arguments_that_are_planned() -> None:
+    with refused("with this kv_offloading_size. Expected kv_offloading_size: no KV connector"):
+        engine_arguments("0.30.0", planned={"kv_offloading_size": 8.0, "kv_transfer_config": None})
+
+
 # fmt: off
 ALLOWED = {
     "one-of-each": (EVERY,
