@@ -17,9 +17,9 @@ import npu_replay
 from benchmarks import capture, decode, gather, imports, layout
 from benchmarks.timing import Case, Row, Way, rows
 from npu_replay import RoutedExperts
-from npu_replay.demo import megatron_model
 from npu_replay.routes import inputs
 from npu_replay.sessions import seam
+from npu_replay.smoke import megatron_model
 
 TOKENS = (64, 1024, 8192)
 ROUTER: dict[str, Any] = {"hidden_size": 2048, "num_moe_experts": 128, "moe_router_topk": 8}

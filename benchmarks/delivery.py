@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import logging
 import pickle
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -34,8 +34,8 @@ from npu_replay import (
     delivery,
     screen,
 )
-from npu_replay.compat import ray
-from npu_replay.delivery.references import seal
+from npu_replay.compat.ray import RayCarrier
+from npu_replay.delivery.references import Cut, Reference, put_away
 from npu_replay.devices import one_thread
 from npu_replay.options import check_out, write_out
 from npu_replay.tables import Cell, Part, Table, print_json, show, to_json
@@ -43,8 +43,9 @@ from npu_replay.tables import Cell, Part, Table, print_json, show, to_json
 SAMPLES, TOKENS = 16, 8192
 LAYERS, TOPK, EXPERTS = 48, 8, 128
 CUT = ParallelLayout(pp=4, pp_rank=1, decoder=DecoderLayers(LAYERS))
+Put: TypeAlias = "Callable[[Sequence[RoutedExperts]], list[Reference]]"
 RANK, SHARE = "and gather, all rows", "and gather, one of cp2 x tp8"
-"""After a fetch of sealed pieces."""
+"""After a fetch of pieces as Ray has them."""
 ONE, EVERY, TAKEN = "gather, one of cp2 x tp8", "gather, all 16", "take, all 16"
 
 
@@ -82,8 +83,7 @@ def main(
     )
     with screen.quiet("bench"):
         screen.err().write(f"Measuring takes about {0.9 * (pairs + 2) + 5:.0f} s on two idle CPU cores\n")
-        with screen.progress(3) as tell:
-            found = measured(pairs, tell)
+        found = measured(pairs, screen.progress(3))
         result = {"planned": summary(planned), "rows": [asdict(row) for row in found]}
         if as_json:
             print_json(result)
@@ -167,7 +167,7 @@ def verdicts(found: list[Row]) -> list[Cell]:
     times = {row.way: row.microseconds for row in found}
     ratios = {row.way: row.ratio for row in found}
     targets = (
-        (f"unpickled, held against seals, {RANK}", ratios[RANK], "x a copy of what it reads", 1.5),
+        (f"unpickled, {RANK}", ratios[RANK], "x a copy of what it reads", 1.5),
         (f"the same, {SHARE}", ratios[SHARE], "x a copy of what it reads", 1.5),
         (ONE, ratios[ONE], "x numpy's take of its rows", 2.0),
         (EVERY, times[EVERY] / times[TAKEN], "x numpy's take of their rows", 2.0),
@@ -181,7 +181,10 @@ def verdicts(found: list[Row]) -> list[Cell]:
 
 def measured(rounds: int, tell: Callable[[str], None]) -> list[Row]:
     """Every part, over so many rounds; `tell` is called with each."""
-    with one_thread(), tempfile.TemporaryDirectory() as folder, _carriers(folder) as carriers:
+    with one_thread(), _joined() as there:
+        carriers: dict[str, Put] = {"as over Ray": out_of_band}
+        if there:
+            carriers["Ray"] = RayCarrier(cut=CUT).put_all
         found: list[Row] = []
         for what, ways in (("put", puts(carriers)), ("fetch", fetches(carriers)), ("gather", gathers())):
             tell(what)
@@ -191,60 +194,64 @@ def measured(rounds: int, tell: Callable[[str], None]) -> list[Row]:
 
 
 @contextlib.contextmanager
-def _carriers(folder: str) -> Iterator[dict[str, delivery.Carrier]]:
-    found: dict[str, delivery.Carrier] = {"process": delivery.ProcessCarrier(cut=CUT)}
-    with contextlib.suppress(ImportError):
-        found["folder"] = delivery.FolderCarrier(folder, cut=CUT)
-    with ray.joined() as there:
-        if there:
-            found["Ray"] = ray.RayCarrier(cut=CUT)
-        yield found
+def _joined() -> Iterator[bool]:
+    """Join the Ray that is started on this machine for the block, if there is one."""
+    try:
+        import ray
+    except ImportError:
+        yield False
+        return
+    if ray.is_initialized():
+        yield True
+        return
+    try:
+        ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError):
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        ray.shutdown()
 
 
-def puts(carriers: dict[str, delivery.Carrier]) -> list[Way]:
+def puts(carriers: dict[str, Put]) -> list[Way]:
     """Ways to put; a copy of all ids comes first."""
     routes = samples()
-
-    def put(carrier: delivery.Carrier) -> None:
-        delivery.free(carrier.put_all(routes))
-
     ways = [Way("copy", lambda: np.concatenate([one.ids.numpy() for one in routes]))]
-    ways.append(Way("seal", lambda: [seal(one) for one in routes]))
-    return ways + [Way(name, functools.partial(put, carrier)) for name, carrier in carriers.items()]
+    return ways + [Way(name, functools.partial(put, routes)) for name, put in carriers.items()]
 
 
-def fetches(carriers: dict[str, delivery.Carrier]) -> list[Way]:
+def fetches(carriers: dict[str, Put]) -> list[Way]:
     """Ways to fetch a stage's layers; a copy of them comes first."""
     stage = samples(SAMPLES * CUT.pp, CUT.moe_layers)
-    whole = TokenLayout.packed([TOKENS] * len(stage))
-    given = carriers | {"as Ray's": _OutOfBand(cut=CUT)}
-    put = {name: carrier.put_all(stage) for name, carrier in given.items()}
+    whole, share = TokenLayout.packed([TOKENS] * len(stage)), _layout(0, len(stage))
+    put = {name: each(stage) for name, each in carriers.items()}
+    last = [*put.values()][-1]
 
     def rank(layout: TokenLayout) -> None:
-        layout.gather(delivery.fetch(put.get("Ray", put["as Ray's"]), CUT), layers=CUT.moe_layers)
+        layout.gather(delivery.fetch(last, CUT), layers=CUT.moe_layers)
 
     ways = [Way("copy", lambda: np.concatenate([one.ids.numpy() for one in stage]))]
-    for name, references in put.items():
-        ways.append(Way(name, functools.partial(delivery.fetch, references, CUT)))
-    share = _layout(0, len(stage))
+    ways += [Way(name, functools.partial(delivery.fetch, each, CUT)) for name, each in put.items()]
     return [*ways, Way(RANK, lambda: rank(whole)), Way(SHARE, lambda: rank(share))]
 
 
-class _OutOfBand(delivery.ProcessCarrier):
-    """What pieces of Ray's store cost a rank beside Ray's own get: unpickled in place, held against seals."""
+def out_of_band(routes: Sequence[RoutedExperts]) -> list[Reference]:
+    """Put what Ray's store would hold: what pieces cost beside Ray's own copy, and its get."""
+    return put_away(routes, Cut(CUT), _pickled, _unpickled)
 
-    sealed = True
 
-    def _store(self, pieces: Sequence[RoutedExperts]) -> Sequence[Any]:
-        buffers: list[list[pickle.PickleBuffer]] = [[] for _ in pieces]
-        return [
-            (pickle.dumps(piece, 5, buffer_callback=each.append), each)
-            for piece, each in zip(pieces, buffers, strict=True)
-        ]
+def _pickled(pieces: Sequence[RoutedExperts]) -> list[Any]:
+    buffers: list[list[pickle.PickleBuffer]] = [[] for _ in pieces]
+    return [
+        (pickle.dumps(piece, 5, buffer_callback=each.append), each)
+        for piece, each in zip(pieces, buffers, strict=True)
+    ]
 
-    @staticmethod
-    def reader() -> Any:
-        return lambda handles, patience: [pickle.loads(data, buffers=each) for data, each in handles]
+
+def _unpickled(handles: Sequence[Any], patience: float) -> Any:
+    return [pickle.loads(data, buffers=each) for data, each in handles]
 
 
 def gathers() -> list[Way]:

@@ -18,9 +18,9 @@ from benchmarks import capture, cases, decode, gather, imports
 from benchmarks.timing import Row
 from npu_replay import screen
 from npu_replay.compat import probe
-from npu_replay.demo import megatron_model
 from npu_replay.devices import megatron_on, name_of, one_thread, pick
 from npu_replay.options import check_out, write_out
+from npu_replay.smoke import megatron_model
 from npu_replay.tables import Part, Table, print_json, show, to_json
 
 
@@ -49,8 +49,7 @@ def main(
         seconds = sum(part.seconds for part in wanted)
         screen.err().write(f"Measuring takes about {_rounded(seconds)} on two idle CPU cores\n")
         begun = time.perf_counter()
-        with screen.progress(len(wanted)) as tell:
-            about, found = _measured(where, wanted, tell)
+        about, found = _measured(where, wanted, screen.progress(len(wanted)))
         screen.err().write(f"Measured in {time.perf_counter() - begun:.0f} s\n")
         result = {"about": about, "rows": [asdict(row) for row in found]}
         if as_json:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the demo with Megatron 0.12.1; NPU_REPLAY_MEGATRON=0.16.1 picks the other release.
-# Arguments go to `npu-replay demo`; without --out it writes to out/demo, over what it wrote there before.
+# Arguments go to `python -m examples.demo`; without --out it writes to out/demo, over what it wrote there before.
 # With --engine vllm it runs in an environment of its own with vLLM for CPUs (3.5 GB, made once).
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
@@ -18,7 +18,7 @@ esac
 demo_started=$SECONDS
 setup_seconds=$((demo_started - setup_started))
 status=0
-with_megatron "$release" npu-replay demo "$@" || status=$?
+PYTHONPATH=$repository${PYTHONPATH:+:$PYTHONPATH} with_megatron "$release" python -m examples.demo "$@" || status=$?
 
 echo "setup $setup_seconds s (downloads included), demo $((SECONDS - demo_started)) s"
 exit $status

@@ -37,7 +37,6 @@ MEMBERS = {
     "Pinning": "metrics",
     "Observation": "shown",
     "Following": "open, close, paused, put, metrics",
-    "delivery.Carrier": "put, put_all",
 }
 """Which of a class are shown, where not all are."""
 _NAME = re.compile(r"\| `([\w.]*\w)` \|")

@@ -21,7 +21,7 @@ from npu_replay import environment
 from npu_replay.compat.patching import import_hook
 from npu_replay.errors import ReplayError
 
-MEGATRON, DEMO = "replay on Megatron-core", "demo"
+MEGATRON = "replay on Megatron-core"
 _GET_MEGATRON = "put Megatron-LM on PYTHONPATH, or pip install --no-deps megatron-core"
 
 State = Literal["native", "shimmed", "works", "missing", "broken"]
@@ -99,10 +99,7 @@ _KNOWN = (
     _Known("vllm-ascend", "vllm_ascend", "_version.py"),
     _Known("sglang", "sglang", "_version.py"),
     _Known("verl", "verl"),
-    _Known("safetensors", "safetensors"),
     _Known("matplotlib", "matplotlib", "_version.py"),
-    _Known("typer", "typer", "__init__.py"),
-    _Known("rich", "rich"),
 )
 
 
@@ -281,11 +278,7 @@ def _says(error: Exception) -> str:
 def capabilities(found: Iterable[Product]) -> tuple[Capability, ...]:
     """What these products make possible, as far as their source tells."""
     by_name = {product.name: product for product in found}
-    extras = (
-        ("route files", "files", "RoutedExperts.save and load", ("safetensors",)),
-        ("plots", "plots", "figures of the mismatch", ("matplotlib",)),
-        ("command line", "cli", "npu-replay", ("typer", "rich")),
-    )
+    extras = (("plots", "plots", "figures of the mismatch", ("matplotlib",)),)
     return (
         _megatron(by_name["megatron-core"], by_name["mindspeed"]),
         _megatrons_own(by_name["megatron-core"]),
@@ -296,7 +289,6 @@ def capabilities(found: Iterable[Product]) -> tuple[Capability, ...]:
             )
             for name, extra, why, needed in extras
         ),
-        _demo(by_name),
     )
 
 
@@ -346,18 +338,6 @@ def _transformers(product: Product) -> Capability:
         return Capability(name, "works", "router modules are recognised")
     why = "only families whose router is a module; that of Qwen3-MoE is not, here"
     return Capability(name, "works", why, remedy)
-
-
-def _demo(by_name: dict[str, Product]) -> Capability:
-    megatron, transformers = by_name["megatron-core"], by_name["transformers"]
-    needed = ("megatron-core", "transformers", "typer", "rich", "matplotlib", "safetensors")
-    lacking = [by_name[name].lacking for name in needed]
-    # What Megatron imports; where it is there by itself, pip was told to leave its requirements out.
-    lacking += [f"{name} is not installed" for name in ("packaging", "einops", "yaml") if find(name) is None]
-    if transformers.usable and _transformers(transformers).remedy:
-        lacking.append("its Qwen3-MoE needs transformers 5")
-    remedy = "pip install 'npu-replay[demo]'" + ("" if megatron.usable else f"; {_GET_MEGATRON}")
-    return _needing(DEMO, lacking, "npu-replay demo", remedy)
 
 
 def _config_fields(megatron_core: Product) -> set[str]:

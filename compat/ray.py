@@ -6,38 +6,52 @@ frees it when the last reference is gone, and spills to disk by its own rules.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from npu_replay.delivery.carriers import DEFAULT_CUT, Carrier
-from npu_replay.delivery.references import Read
+from npu_replay.delivery.references import LAYERS_A_PIECE, Cut, Reference, put_away
 from npu_replay.errors import ReplayError
 from npu_replay.routes.routed_experts import RoutedExperts
 
 
-class RayCarrier(Carrier):
+class RayCarrier:
     """Puts each piece as one object of the job that this process is part of.
 
         carrier = RayCarrier(cut=parallel)
         reference = carrier.put(npu_replay.from_vllm(output, config))
 
+    Args:
+        cut: the job's ParallelLayout, with its decoder: a piece for each pipeline rank, with the layers of
+            all its virtual stages; or the layers of each piece; or how many layers a piece has.
+
     Raises:
         ReplayError: Ray isn't installed, or not started in this process.
     """
 
-    def __init__(self, *, cut: Any = DEFAULT_CUT) -> None:
-        super().__init__(cut=cut)  # a budget is Ray's own business: object_store_memory, and then it spills
+    def __init__(self, *, cut: Any = LAYERS_A_PIECE) -> None:
+        self._cut = Cut(cut)
 
-    def _store(self, pieces: Sequence[RoutedExperts]) -> Sequence[Any]:
-        ray = _ray("put routes into")
-        return [Object(ray.put(piece)) for piece in pieces]
+    def put(self, routes: RoutedExperts, *, step: int = 0) -> Reference:
+        """Put one sample's routes away; what it returns is read by `fetch`, in any process of the job.
 
-    @staticmethod
-    def reader() -> Read:
-        return read_objects
+        Args:
+            routes: checked, as every RoutedExperts is; whoever fetches them checks no id again.
+            step: of the job, which the reference will tell.
+
+        Raises:
+            ReplayError: no routes, or layers that the cut has no piece for.
+        """
+        return self.put_all([routes], step=step)[0]
+
+    def put_all(self, samples: Iterable[RoutedExperts], *, step: int = 0) -> list[Reference]:
+        """The same for several at once."""
+        return put_away(samples, self._cut, _put, read_objects, step)
+
+
+def _put(pieces: Sequence[RoutedExperts]) -> list[Object]:
+    ray = _ray("put routes into")
+    return [Object(ray.put(piece)) for piece in pieces]
 
 
 class Object:
@@ -101,28 +115,6 @@ def _one(ray: Any, ref: Any, ready: bool) -> RoutedExperts | Exception:
         return LookupError(f"{type(error).__name__}: {said[0]}")
 
 
-@contextlib.contextmanager
-def joined() -> Iterator[bool]:
-    """Join the Ray that is started on this machine for the block; is there one?"""
-    try:
-        import ray
-    except ImportError:
-        yield False
-        return
-    if ray.is_initialized():
-        yield True
-        return
-    try:
-        ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError):
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        ray.shutdown()
-
-
 def _ray(what: str) -> Any:
     """Ray, started.
 
@@ -143,6 +135,6 @@ def _ray(what: str) -> Any:
         f"there is no Ray to {what}",
         "ray.init(), or a process that Ray has started",
         "a Ray that isn't started here",
-        "a process of torchrun's; take a FolderCarrier where ranks aren't Ray's",
+        "a process of torchrun's: where ranks aren't Ray's, write a RouteStore into a folder that all see",
     )
     return ray

@@ -1,17 +1,18 @@
-"""A rollout worker puts routes into a shared folder; a trainer process reads and replays them (R3).
+"""A rollout worker writes routes into a shared folder; a trainer process reads and replays them (R3).
 
-    pip install transformers safetensors      # where they are missing
+    pip install transformers      # where it is missing
     python examples/shared_folder.py [FOLDER]
 
-Routes are large. So they lie in the folder, each id once (npu_replay.delivery), and the batch that goes from
-process to process carries references of some hundred bytes. FOLDER is one that all nodes see; left out, a
-temporary one. transformers in bfloat16 stands for the rollout engine: with a real one the routes come from
-npu_replay.from_vllm or from_sglang. Two processes, no accelerator, some fifteen seconds. It prints:
+Routes are large. So they lie in the folder, each id once (npu_replay.RouteStore), and are found there by the
+tokens of a sample: the batch that goes from process to process carries none. FOLDER is one that all nodes
+see; left out, a temporary one. transformers in bfloat16 stands for the rollout engine: with a real one the
+routes come from npu_replay.from_vllm or from_sglang. Two processes, no accelerator, some fifteen seconds. It
+prints:
 
     worker 16984: the routes of 4 samples are in the folder
     trainer 16985, without replay: mismatch 2.53%, KL 6.6e-05, largest log-prob difference 0.06
     trainer 16985, with R3: mismatch 0.00%, KL 2.4e-05, largest log-prob difference 0.02
-    trainer 16985: replayed what the worker put; the folder is free again
+    trainer 16985: replayed what the worker wrote
 """
 
 import multiprocessing
@@ -25,7 +26,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import npu_replay
-from npu_replay import TokenLayout, delivery
+from npu_replay import RouteStore, TokenLayout
 
 VOCABULARY, LENGTHS, PATIENCE = 512, (40, 33, 48, 27), 120  # seconds
 
@@ -54,24 +55,25 @@ def log_probs(model, tokens, mask=None):
 
 
 def rollout_worker(folder, to_trainer):
-    """Puts each sample's routes away as it ends, and sends tokens, log-probs and references."""
+    """Writes each sample's routes, and sends tokens, log-probs and the name of the shard."""
     engine = build(torch.bfloat16)
-    samples, tokens, sampled = [], [], []
+    tokens, sampled = [], []
+    writer = RouteStore.writer(folder, name=f"worker-{os.getpid()}")  # a name for each process that writes
     for length in LENGTHS:
         tokens.append(torch.randint(0, VOCABULARY, (length,)))
         with torch.no_grad(), npu_replay.record(engine) as recording:  # stands for from_vllm(output, config)
             sampled.append(log_probs(engine, tokens[-1][None])[0])
-        samples += recording.routes
-    carrier = delivery.FolderCarrier(folder, cut=2)  # layers a piece; with pipeline stages: cut=parallel
-    references = carrier.put_all(samples)
-    print(f"worker {os.getpid()}: the routes of {len(samples)} samples are in the folder", flush=True)
-    to_trainer.put(pickle.dumps((tokens, sampled, references)))  # the batch
+        writer.add(recording.routes[0].sequence(0, length, npu_replay.fingerprint(tokens[-1])))
+    shard = writer.flush()  # the routes of a step; a file is there whole or not at all
+    print(f"worker {os.getpid()}: the routes of {len(tokens)} samples are in the folder", flush=True)
+    to_trainer.put(pickle.dumps((tokens, sampled, shard)))  # the batch
 
 
-def trainer(from_worker):
-    """Fetches the routes of its batch, lays them out, and replays them."""
-    tokens, sampled, references = pickle.loads(from_worker.get(timeout=PATIENCE))
-    samples = delivery.fetch(references)
+def trainer(folder, from_worker):
+    """Reads the routes of its batch by their tokens, lays them out, and replays them."""
+    tokens, sampled, shard = pickle.loads(from_worker.get(timeout=PATIENCE))
+    store = RouteStore(folder, shard=shard)
+    samples = [store.of(one) for one in tokens]
     fingerprints = [npu_replay.fingerprint(one) for one in tokens]  # routes of other tokens are refused
     layout = TokenLayout.padded(LENGTHS, max(LENGTHS), order="batch", fingerprints=fingerprints)
     routes = layout.gather(samples)
@@ -96,8 +98,7 @@ def trainer(from_worker):
         )
     assert mismatch == 0, "the trainer used other experts than the rollout"
     assert torch.equal(found, old), "the ratio of the first update is 1"
-    delivery.free(references)  # by one process, when all ranks are done
-    print(f"trainer {os.getpid()}: replayed what the worker put; the folder is free again")
+    print(f"trainer {os.getpid()}: replayed what the worker wrote")
 
 
 def main():
@@ -105,7 +106,7 @@ def main():
         folder = sys.argv[1] if len(sys.argv) > 1 else temporary
         context = multiprocessing.get_context("spawn")
         batches = context.Queue()
-        work = [(rollout_worker, (folder, batches)), (trainer, (batches,))]
+        work = [(rollout_worker, (folder, batches)), (trainer, (folder, batches))]
         processes = [context.Process(target=target, args=given, daemon=True) for target, given in work]
         for one in processes:
             one.start()

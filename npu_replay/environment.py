@@ -48,10 +48,10 @@ def check() -> None:
         ReplayError.unless(not meant, "npu_replay reads no such variable", " ".join(meant), name, "a slip")
 
 
-def _word(told: str, name: str, words: Mapping[str, Any], *others: str) -> Any:
-    """Return what a word means; others: what else the error says that the variable may be."""
-    expected = f"one of {', '.join((*words, *others))}"
-    ReplayError.unless(told.lower() in words, "this value can't be used", expected, told, where=name)
+def _word(told: str, name: str, words: Mapping[str, Any], cause: str = "") -> Any:
+    """Return what a word means."""
+    expected = f"one of {', '.join(words)}"
+    ReplayError.unless(told.lower() in words, "this value can't be used", expected, told, cause, name)
     return words[told.lower()]
 
 
@@ -60,17 +60,12 @@ def _count(told: str, name: str) -> int:
     return int(told)
 
 
-def _carrier(told: str, name: str) -> str:
-    """Return what carries routes: "ray", or a folder; "" for nothing but batches."""
-    words = {"ray": "ray"} | dict.fromkeys(_OFF, "")
-    return told if os.path.isabs(told) else str(_word(told, name, words, "the absolute path of a folder"))
-
-
 _ON, _OFF = dict.fromkeys(("1", "true", "yes", "on"), True), dict.fromkeys(("0", "false", "no", "off"), False)
+_NO_FOLDER = "a folder: routes in one are a RouteStore; in verl, router_replay.record_file and replay_file"
 _READINGS: dict[str, Callable[[str, str], Any]] = {
     AUX_LOSS: partial(_word, words={"live": "live", "replayed": "replayed"}),
     BAD_SAMPLES: partial(share, of="samples"),
-    DELIVERY: _carrier,
+    DELIVERY: partial(_word, words={"ray": "ray"} | dict.fromkeys(_OFF, ""), cause=_NO_FOLDER),
     METRICS_EVERY: _count,
     MIN_OVERLAP: partial(share, of="experts that were given"),
     **dict.fromkeys((DISABLE, STRICT, VLLM_ASCEND), partial(_word, words=_ON | _OFF)),

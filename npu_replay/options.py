@@ -1,4 +1,4 @@
-"""What a command takes, written once for two readers: typer, and argparse where typer isn't installed.
+"""What every command takes, and how its command line is read.
 
 Light: every command imports it.
 """
@@ -6,72 +6,76 @@ Light: every command imports it.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from npu_replay import screen
 from npu_replay.errors import ReplayError
 from npu_replay.routes.atomic_file import check_place, write_whole
-from npu_replay.tables import print_json
-
-REPORT = "The report"
-
-
-class Device(str, Enum):
-    """Where to run."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-    npu = "npu"
-
-
-@dataclass(frozen=True)
-class Option:
-    """One option.
-
-    Attributes:
-        name: in the code; on the command line with - for _.
-        default: its type is the option's, except for None.
-        words: for --help.
-        kind: the type, where the default is None.
-        metavar: what --help shows for a value.
-        group: the heading in --help, where it isn't «Options».
-    """
-
-    name: str
-    default: Any
-    words: str
-    kind: type | None = None
-    metavar: str = "N"
-    group: str = ""
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def type(self) -> type:
-        return self.kind or type(self.default)
-
-
-DEVICE = Option("device", Device.auto, "Where to run; auto takes an accelerator if there is one.")
-
-
-def report(out: str, metavar: str = "FILE") -> tuple[Option, ...]:
-    """What all commands take, with `out` saying what they write."""
-    return (
-        Option("json", False, "Print one JSON document, and nothing else, on stdout.", group=REPORT),
-        Option("out", None, out, kind=Path, metavar=metavar, group=REPORT),
-        Option("force", False, "Overwrite what is there.", group=REPORT),
-    )
+from npu_replay.tables import width, wrapped
 
 
 class WrongOption(ReplayError):
     """A command line that can't be run as it stands: commands exit with 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reads a command line, and raises a WrongOption for one that can't be read.
+
+    Args:
+        prog: the command, as people write it.
+        about: what it does.
+        examples: command lines to copy, for the end of --help.
+        page: where more is written.
+    """
+
+    def __init__(self, prog: str, about: str, examples: Sequence[str], page: str, **more: Any) -> None:
+        end = "\n".join(["Examples:", *(f"  {one}" for one in examples), f"More: {page}"])
+        super().__init__(
+            prog,
+            description=wrapped(about, width()),
+            epilog=end,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **more,
+        )
+        # Read by `cli.exits.ended`, since a command line may also fail before it is parsed.
+        words = "Show the traceback of an error."
+        self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=words)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        given, unknown = super().parse_known_args(args, namespace)
+        if unknown:  # said by the command itself: argparse would leave it to npu-replay, and name that
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return given, unknown
+
+    def error(self, message: str) -> NoReturn:
+        raise WrongOption(f"{message}. {self.prog} --help says what it takes")
+
+    def add_device(self) -> None:
+        """Add --device."""
+        words = "Where to run; auto takes an accelerator if there is one."
+        self.add_argument("--device", choices=("auto", "cpu", "cuda", "npu"), default="auto", help=words)
+
+    def add_report(self, words: str, metavar: str = "FILE") -> None:
+        """Add --json, --out and --force, which all commands take; `words` say what --out is for."""
+        group = self.add_argument_group("the report")
+        alone = "Print one JSON document, and nothing else, on stdout."
+        group.add_argument("--json", action="store_true", help=alone)
+        group.add_argument("--out", type=Path, metavar=metavar, help=words)
+        group.add_argument("--force", action="store_true", help="Overwrite what is there.")
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return the type of an option that takes a whole number from `least` on."""
+
+    def number(text: str) -> int:
+        if int(text) < least:  # argparse itself says that a word is no number
+            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        return int(text)
+
+    return number
 
 
 def check_out(out: Path | None, *, force: bool) -> None:
@@ -80,9 +84,12 @@ def check_out(out: Path | None, *, force: bool) -> None:
     Raises:
         WrongOption: it can't.
     """
+    if out is None:
+        return
+    if out.is_dir():
+        raise WrongOption("it can't be written: a folder is there", where=str(out))
     try:
-        if out is not None:
-            check_place(out, overwrite=force)
+        check_place(out, overwrite=force)
     except ReplayError as error:
         raise WrongOption(message(error)) from error
 
@@ -95,52 +102,5 @@ def write_out(out: Path | None, contents: bytes, *, force: bool) -> None:
 
 
 def message(error: ReplayError) -> str:
-    """Without the prefix that it has in a log."""
+    """Return the message without the prefix that it has in a log."""
     return str(error).removeprefix("[npu_replay] ")
-
-
-def ending(page: str, *examples: str) -> str:
-    """The end of a --help: what to copy, and where more stands."""
-    return "\n\n".join(["Examples:" if len(examples) > 1 else "Example:", *examples, f"More: {page}"])
-
-
-def read(
-    command: str, options: Sequence[Option], given: Sequence[str], about: str, end: str
-) -> dict[str, Any]:
-    """Read a command line without typer; exits 2 if it can't be read."""
-    plain = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(
-        prog=f"npu-replay {command}",
-        description=about,
-        epilog=end.replace("\n\n", "\n"),
-        formatter_class=plain,
-    )
-    groups: dict[str, Any] = {"": parser}
-    for option in options:
-        if option.group not in groups:
-            groups[option.group] = parser.add_argument_group(option.group)
-        group = groups[option.group]
-        if option.type is bool:
-            group.add_argument(option.flag, action="store_true", help=option.words)
-        elif issubclass(option.type, Enum):
-            choices = [one.value for one in option.type]
-            group.add_argument(option.flag, choices=choices, default=option.default.value, help=option.words)
-        else:
-            group.add_argument(
-                option.flag,
-                type=option.type,
-                default=option.default,
-                metavar=option.metavar,
-                help=option.words,
-            )
-    parser.as_json = "--json" in given
-    return vars(parser.parse_args(given))
-
-
-class _Parser(argparse.ArgumentParser):
-    as_json = False
-
-    def error(self, message: str) -> NoReturn:
-        if self.as_json:
-            print_json({"error": message})
-        super().error(message)

@@ -7,12 +7,13 @@ ends in the file descriptors 1 and 2, so these are what is turned aside.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 _kept: dict[str, TextIO] = {}
 """Of stdout and stderr, while they are turned aside, what the user sees."""
@@ -56,29 +57,17 @@ def quiet(name: str, log: Path | None = None, *, told: bool = True) -> Iterator[
 def _turned(name: str, descriptor: int, log: TextIO) -> Iterator[None]:
     stream: TextIO = getattr(sys, name)
     stream.flush()
-    before = os.dup(descriptor)
-    real = _descriptor(stream) == descriptor  # not so in a test, which has a stream of its own
-    kept = os.fdopen(os.dup(before), "w", encoding=stream.encoding, errors=stream.errors) if real else stream
-    os.dup2(log.fileno(), descriptor)
-    _kept[name] = kept
-    setattr(sys, name, log)
-    try:
-        yield
-    finally:
-        setattr(sys, name, stream)
-        del _kept[name]
-        stream.flush()  # what others wrote to it meanwhile
-        os.dup2(before, descriptor)
-        os.close(before)
-        if real:
-            kept.close()
-
-
-def _descriptor(stream: TextIO) -> int:
-    try:
-        return stream.fileno()
-    except OSError:
-        return -1
+    with os.fdopen(os.dup(descriptor), "w", encoding=stream.encoding, errors=stream.errors) as kept:
+        os.dup2(log.fileno(), descriptor)
+        _kept[name] = kept
+        setattr(sys, name, log)
+        try:
+            yield
+        finally:
+            setattr(sys, name, stream)
+            del _kept[name]
+            stream.flush()  # what others wrote to it meanwhile
+            os.dup2(kept.fileno(), descriptor)
 
 
 def _drop_if_empty(file: Path) -> None:
@@ -86,32 +75,12 @@ def _drop_if_empty(file: Path) -> None:
         file.unlink()
 
 
-@contextlib.contextmanager
-def progress(count: int) -> Iterator[Callable[[str], None]]:
-    """Call it with the title of each of `count` parts as it begins. On stderr: a bar in a terminal, which
-    goes at the end, else a line each."""
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+def progress(count: int) -> Callable[[str], None]:
+    """Return a function that says on stderr which of `count` parts begins; call it with the part's title."""
+    numbers = itertools.count(1)
 
-    console, done = Console(file=err(), highlight=False), 0
-    columns: list[Any] = [SpinnerColumn(), MofNCompleteColumn(), TextColumn("{task.description}")]
-    bar = Progress(
-        *columns,
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-        redirect_stdout=False,  # a table in a pipe is none of its lines
-    )
-    with bar:
-        task = bar.add_task("", total=count)
+    def tell(title: str) -> None:
+        err().write(f"{next(numbers)}/{count} {title}\n")
+        err().flush()
 
-        def tell(title: str) -> None:
-            nonlocal done
-            done += 1
-            bar.update(task, completed=done, description=title)
-            if not console.is_terminal:
-                err().write(f"{done}/{count} {title}\n")
-                err().flush()
-
-        yield tell
+    return tell

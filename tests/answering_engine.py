@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import npu_replay
-from npu_replay.demo.rollout import qwen3_moe
+from examples.qwen3_moe.model import qwen3_moe
 
 SAMPLED = 24
 

@@ -45,7 +45,7 @@ def _no_pip_in_this_process() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def megatron() -> Iterator[None]:
     """Megatron-core in this process alone, on the CPU where there is no CUDA."""
-    from npu_replay.demo import megatron_model
+    from npu_replay.smoke import megatron_model
 
     # On an accelerator sums are in order only when asked for; a CPU's always are.
     torch.use_deterministic_algorithms(torch.cuda.is_available(), warn_only=True)

@@ -1,6 +1,6 @@
 """A small HybridModel (MambaModel up to 0.17) of real Megatron-core, where its patterns have E.
 
-It is npu_replay.demo's, with layers that no accelerator is needed for in the place of `M` layers (the kernels
+It is smoke's, with layers that no accelerator is needed for in the place of `M` layers (the kernels
 of a state space run on a GPU only), and with multi-token prediction.
 """
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from npu_replay.demo import hybrid_model, megatron_model
-from npu_replay.demo.hybrid_model import missing
+from npu_replay.smoke import hybrid_model, megatron_model
+from npu_replay.smoke.hybrid_model import missing
 from npu_replay.smoke.model import Norm
 
 __all__ = ["chunks", "config", "labels", "missing", "model", "symbols"]
@@ -46,7 +46,7 @@ def config(pattern: str, **changes: Any) -> Any:
 
 
 def model(cfg: Any, pattern: str, *, norm: type = Norm, **about: Any) -> Any:
-    """Build a HybridModel, or a chunk of one; about: arguments of npu_replay.demo's."""
+    """Build a HybridModel, or a chunk of one; about: arguments of smoke's."""
     parts = {"mamba_layer": _state_space(norm)} | ({"mtp_block_spec": _mtp(norm)} if "/" in pattern else {})
     return hybrid_model.model(cfg, pattern, norm=norm, parts=parts, **about)
 

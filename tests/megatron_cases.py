@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import npu_replay
 from npu_replay import RoutedExperts
-from npu_replay.demo import megatron_model
 from npu_replay.devices import pick
 from npu_replay.routers import Router, find
+from npu_replay.smoke import megatron_model
 
 BATCH, LENGTH, VOCAB = 2, 12, 64
 DEVICE = pick("auto")

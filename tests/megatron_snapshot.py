@@ -105,7 +105,7 @@ def _origin(value: Any) -> str:
 def build_a_model() -> None:
     """So that what comes to instances alone is in the report."""
     import npu_replay
-    from npu_replay.demo import megatron_model
+    from npu_replay.smoke import megatron_model
 
     with npu_replay.compat.cpu.lend():
         megatron_model.start()

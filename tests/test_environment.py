@@ -26,7 +26,7 @@ UNUSABLE = {
     environment.MIN_OVERLAP: ["much", "1.01", "-0.1", "nan", "20%", "true"],
     environment.BAD_SAMPLES: ["few", "2", "inf", "1%"],
     environment.METRICS_EVERY: ["often", "-1", "2.5", "1 in 2", "off"],
-    environment.DELIVERY: ["redis", "routes", "./routes", "true", "ray://head"],
+    environment.DELIVERY: ["redis", "routes", "./routes", "/shared/routes", "true", "ray://head"],
 }
 USABLE = {
     environment.DISABLE: ["TRUE", " no "],
@@ -36,7 +36,7 @@ USABLE = {
     environment.MIN_OVERLAP: ["0", " 0.2", "1"],
     environment.BAD_SAMPLES: ["0", "1e-3"],
     environment.METRICS_EVERY: ["0", " 10 "],
-    environment.DELIVERY: ["Ray", "/shared/Routes", "False", "0"],
+    environment.DELIVERY: ["Ray", "False", "0"],
 }
 
 
@@ -85,13 +85,13 @@ def test_what_is_read_is_what_was_meant(monkeypatch: pytest.MonkeyPatch) -> None
         (environment.AUX_LOSS, "Replayed "),
         (environment.MIN_OVERLAP, " 0.25"),
         (environment.METRICS_EVERY, " 3"),
-        (environment.DELIVERY, "/shared/Routes "),
+        (environment.DELIVERY, "Ray "),
     ):
         monkeypatch.setenv(name, value)
     assert environment.read(environment.AUX_LOSS) == "replayed"
     assert environment.read(environment.MIN_OVERLAP) == 0.25
     assert environment.read(environment.METRICS_EVERY) == 3
-    assert environment.read(environment.DELIVERY) == "/shared/Routes"
+    assert environment.read(environment.DELIVERY) == "ray"
     assert environment.read(environment.BAD_SAMPLES, 0.01) == 0.01
     for off in ("off", "No", "0"):
         monkeypatch.setenv(environment.DELIVERY, off)

@@ -38,7 +38,6 @@ FLOORS = (
     ("devices",),
     ("doctor",),
     ("inspection",),
-    ("demo",),
     ("smoke",),
     ("cli",),
 )

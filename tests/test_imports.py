@@ -44,8 +44,6 @@ NOT_IMPORTED = (
     "hydra",
     "safetensors",
     "matplotlib",
-    "typer",
-    "rich",
 )
 CORE = sorted(
     [
@@ -229,6 +227,4 @@ def test_every_shim_can_be_installed() -> None:
 @pytest.mark.parametrize("source", CORE, ids=lambda path: path.stem)
 def test_the_core_needs_torch_and_numpy_alone(source: Path) -> None:
     allowed = sys.stdlib_module_names | {"torch", "numpy", "npu_replay"}
-    if source.parent.name == "routes":
-        allowed |= {"safetensors"}  # on use, with an error that says how to get it
     assert {name.partition(".")[0] for name in imported(source)} <= allowed

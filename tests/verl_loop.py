@@ -17,7 +17,7 @@ import hybrid_model
 import npu_replay
 from megatron_cases import RECOMPUTE, VARIANTS, perturbed, routers
 from npu_replay import RoutedExperts
-from npu_replay.demo import megatron_model
+from npu_replay.smoke import megatron_model
 
 PATCH = "verl.utils.megatron.router_replay_patch"
 UTILS = "verl.utils.megatron.router_replay_utils"

@@ -5,9 +5,9 @@ their layers before a pass, and verl moves only what stands for them: one int16 
 row of routes goes (padded, cut, packed, reordered), and a column of references, which goes with the samples.
 While an engine runs a pass it has a key of five int16 in the place of each mark; R2's batches bring keys.
 
-Switched on by NPU_REPLAY_DELIVERY (ray, or a folder that all nodes see) in the environment of the workers of
-agent loops. Probes nothing. Offers: `Putter` to the rollout, `arrived` to an engine's pass, `routes_of` to
-its micro-batches. It changes nothing by itself.
+Switched on by NPU_REPLAY_DELIVERY=ray in the environment of the workers of agent loops. Probes nothing.
+Offers: `Putter` to the rollout, `arrived` to an engine's pass, `routes_of` to its micro-batches. It changes
+nothing by itself.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class Putter:
         carrier: where.
         model: the policy's.
         keeps: are references kept here until their step is long over? A queue pickles them where Ray doesn't
-            see it, and a folder counts no readers. Otherwise they live as long as the batch.
+            see it. Otherwise they live as long as the batch.
     """
 
-    def __init__(self, carrier: delivery.Carrier, model: RoutedModel, *, keeps: bool) -> None:
+    def __init__(self, carrier: RayCarrier, model: RoutedModel, *, keeps: bool) -> None:
         self._carrier, self._model, self._keeps = carrier, model, keeps
         self._kept: dict[int, list[delivery.Reference]] = {}
 
@@ -80,10 +80,9 @@ class Putter:
         """That of a worker; None where batches carry ids.
 
         Raises:
-            ReplayError: neither "ray" nor a folder, an unknown model, or a metric that reads ids in batches.
+            ReplayError: an unknown model, or a metric that reads ids in batches.
         """
-        value = read(DELIVERY)
-        if not value:
+        if not read(DELIVERY):
             return None
         if model is None:
             raise ReplayError(
@@ -103,8 +102,7 @@ class Putter:
             )
         cut = cut_of(config, model)
         queued = any(kind.__module__ == _QUEUED for kind in type(worker).__mro__)
-        put = RayCarrier(cut=cut) if value == "ray" else delivery.FolderCarrier(value, cut=cut)
-        return cls(put, model, keeps=queued or value != "ray")
+        return cls(RayCarrier(cut=cut), model, keeps=queued)
 
     def put_away(self, output: Any, step: int | None) -> None:
         """The routes of an agent loop's output, which has keys and a reference then; none without a step."""
@@ -126,7 +124,7 @@ class Putter:
             step: of the job, for which it was sampled.
 
         Raises:
-            ReplayError: the carrier can't take them.
+            ReplayError: Ray can't take them.
         """
         reference = None
         try:
@@ -146,10 +144,9 @@ class Putter:
         kept = self._kept.setdefault(step, [])
         kept.append(reference)
         if step < 0:
-            delivery.free(kept[:-_SAMPLES])
             del kept[:-_SAMPLES]
         for old in [one for one in self._kept if one <= step - _STEPS]:
-            delivery.free(self._kept.pop(old))
+            del self._kept[old]
 
 
 # An engine's side

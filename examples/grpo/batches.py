@@ -14,8 +14,8 @@ from policies import Policy
 from settings import Settings
 
 import npu_replay
+from examples.qwen3_moe.sample import Sample
 from npu_replay import RoutedExperts
-from npu_replay.demo.rollout import Sample
 
 
 @dataclass(frozen=True)

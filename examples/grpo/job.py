@@ -23,7 +23,7 @@ from roads import ROADS
 from server import Server
 from settings import ARMS, Settings
 
-from npu_replay.demo.vllm_engine import Vllm
+from examples.qwen3_moe.vllm_engine import Vllm
 from npu_replay.devices import megatron_on
 
 

@@ -55,20 +55,21 @@ class Megatron(Policy):
     order = "sequence"
 
     def __init__(self, folder: Path) -> None:
-        from npu_replay.demo import megatron_model, weights
+        from examples.qwen3_moe import weights
+        from npu_replay.smoke import megatron_model
 
         super().__init__(folder)
         megatron_model.start(torch.device("cpu"))
         self.model = weights.like(self.like, torch.device("cpu"))
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        from npu_replay.demo.megatron_model import causal
+        from npu_replay.smoke.megatron_model import causal
 
         result: torch.Tensor = self.model(input_ids=tokens, **causal(tokens))
         return result
 
     def state(self) -> dict[str, torch.Tensor]:
-        from npu_replay.demo import weights
+        from examples.qwen3_moe import weights
 
         return weights.to_transformers(self.model.state_dict(), self.like.config)
 

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from task import LONGEST
 
+from examples.qwen3_moe.sample import Sample
 from npu_replay import RoutedExperts, RouteStore
-from npu_replay.demo.rollout import Sample
 
 
 class Engine(Protocol):
-    """`npu_replay.demo.vllm_engine.Vllm`, or `server.Server`."""
+    """`examples.qwen3_moe.vllm_engine.Vllm`, or `server.Server`."""
 
     def sample(
         self, prompts: Sequence[Sequence[int]], *, each: int, longest: int, temperature: float = 1.0

@@ -18,10 +18,10 @@ from urllib.request import Request, urlopen
 
 import torch
 
+from examples.qwen3_moe.sample import Sample
+from examples.qwen3_moe.vllm_engine import PLANNED
 from npu_replay import ReplayError, RoutedModel, from_vllm
 from npu_replay.compat.vllm import engine_arguments
-from npu_replay.demo.rollout import Sample
-from npu_replay.demo.vllm_engine import PLANNED
 
 AT_ONCE = 32
 """Requests that are sent before their answers come."""

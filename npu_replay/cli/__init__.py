@@ -1,59 +1,15 @@
-"""The console entry point, which also has something to say where the command line's packages are missing."""
+"""The console entry point."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
-from npu_replay.cli.exits import FAULT, INTERRUPTED, exit_code, failed, leave_pipe
-from npu_replay.errors import ReplayError
-from npu_replay.lazy import lazy
-from npu_replay.tables import show_error
-
-ALONE = {
-    "doctor": "npu_replay.doctor.diagnose:run_command_line",
-    "smoke": "npu_replay.smoke.run:run_command_line",
-}
-"""The commands that work without, for containers that are left as they are, and read their own options."""
-_MISSING = (
-    "{command} needs the packages typer and rich ({error}): pip install 'npu-replay[{extra}]', or "
-    "pip install typer rich. Without them there are npu-replay doctor and npu-replay smoke"
-)
+from npu_replay.cli.commands import run
+from npu_replay.cli.exits import ended
 
 
-def main() -> None:
-    """Run the command that sys.argv asks for."""
-    try:
-        try:
-            _run()
-        finally:
-            sys.stdout.flush()
-    except KeyboardInterrupt:
-        raise SystemExit(INTERRUPTED) from None
-    except BrokenPipeError:
-        leave_pipe()
-
-
-def _run() -> None:
-    try:
-        import rich  # noqa: F401 - typer has worked without it
-        import typer  # noqa: F401
-    except ImportError as error:
-        command = next(iter(sys.argv[1:]), "")
-        if command in ALONE:
-            _alone(command)
-        extra = "demo" if command == "demo" else "cli"
-        asked = f"npu-replay {command}".rstrip()
-        said = _MISSING.format(command=asked, error=error, extra=extra)
-        show_error(said, as_json="--json" in sys.argv)
-        raise SystemExit(FAULT) from None
-    from npu_replay.cli.commands import app
-
-    app()
-
-
-def _alone(command: str) -> None:
-    try:
-        lazy(ALONE[command])(sys.argv[2:])
-    except ReplayError as error:
-        failed(error, as_json="--json" in sys.argv)
-        raise SystemExit(exit_code(error)) from None
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command that `arguments` ask for, those of the process without any."""
+    given = sys.argv[1:] if arguments is None else arguments
+    raise SystemExit(ended(lambda: run(given), given))

@@ -1,292 +1,159 @@
-"""The commands: what each takes, and how an error looks. Their modules are imported when one is run."""
+"""The commands: what each takes and prints. The module of a command is imported when it is run."""
 
 from __future__ import annotations
 
-import inspect as signatures
-from collections.abc import Sequence
-from enum import Enum
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-import typer.core
-
-from npu_replay import doctor as doctors
-from npu_replay import options
-from npu_replay.cli.exits import FAULT, exit_code, failed, leave_pipe
-from npu_replay.errors import ReplayError
-from npu_replay.lazy import lazy
-from npu_replay.options import Device, Option, check_out, ending, write_out
-from npu_replay.smoke import options as smokes
+import npu_replay
+from npu_replay.cli.exits import FAULT, WRONG
+from npu_replay.options import Parser, at_least, check_out, write_out
+from npu_replay.smoke.options import SIZES, Options
 from npu_replay.tables import print_json, show
 
-_DEBUG, _JSON = "npu_replay.debug", "npu_replay.json"
-_CODES = "Exit codes: 0 all is well, 1 a fault was found, 2 the command line is wrong, 130 Ctrl-C."
+ABOUT = """Routing replay for mixture-of-experts reinforcement learning.
+
+Exit codes: 0 all is well, 1 a fault was found, 2 the command line is wrong, 130 Ctrl-C."""
 
 
-class DemoEngine(str, Enum):
-    transformers = "transformers"
-    vllm = "vllm"
+def run(arguments: Sequence[str]) -> int | None:
+    """Read a command line, run its command and return the exit code."""
+    reader = parser()
+    given = reader.parse_args(arguments)
+    if given.command is None:
+        reader.print_help()
+        return WRONG
+    code: int | None = given.run(given)
+    return code
 
 
-class _Shown:
-    """In --help, no type beside a flag."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        for one in found:
-            if getattr(one, "is_flag", False):
-                one.metavar = ""
-        return found
-
-
-class _Command(_Shown, typer.core.TyperCommand):
-    pass
+def parser() -> Parser:
+    """Return what reads the command line of npu-replay."""
+    examples = "npu-replay doctor", "npu-replay inspect routes"
+    reader = Parser("npu-replay", ABOUT, examples, "docs/cli.md")
+    reader.add_argument("--version", action="version", version=npu_replay.__version__)
+    commands = reader.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    _add_doctor(commands)
+    _add_inspect(commands)
+    _add_compare(commands)
+    _add_smoke(commands)
+    return reader
 
 
-class _Commands(_Shown, typer.core.TyperGroup):
-    """Shows what a user can mend as one message; --debug shows where it came from."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta[_JSON] = "--json" in args
-        return super().parse_args(ctx, args)
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except BrokenPipeError:
-            leave_pipe()
-        except (ReplayError, ModuleNotFoundError) as error:
-            if ctx.meta.get(_DEBUG):
-                raise
-            failed(error, "--debug shows where it came from", as_json=ctx.meta[_JSON])
-            raise typer.Exit(exit_code(error)) from None
-        except Exception as error:
-            # What typer says of a wrong option. The rest is a fault of npu_replay's, and keeps its traceback.
-            if ctx.meta[_JSON] and hasattr(error, "format_message"):
-                print_json({"error": error.format_message()})
-            raise
+def _add(
+    commands: Any, name: str, work: Callable[[Namespace], int | None], about: str, *examples: str
+) -> Parser:
+    page = f"docs/{'inspect' if name == 'compare' else name}.md"
+    reader: Parser = commands.add_parser(name, help=about, about=about, examples=examples, page=page)
+    reader.set_defaults(run=work)
+    return reader
 
 
-app = typer.Typer(
-    name="npu-replay",
-    cls=_Commands,
-    help="Routing replay for mixture-of-experts reinforcement learning.",
-    epilog=ending("docs/cli.md", "npu-replay doctor", "npu-replay demo") + f"\n\n{_CODES}",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+def _add_doctor(commands: Any) -> None:
+    about = "Say whether replay works here, and what to do if it doesn't (then exits 1)."
+    examples = "npu-replay doctor", "npu-replay doctor --json > doctor.json"
+    reader = _add(commands, "doctor", _doctor, about, *examples)
+    reader.add_argument("--imports", action="store_true", help="Also import transformers (some seconds).")
+    reader.add_report("JSON file for what was found.")
 
 
-def _set_debug(ctx: typer.Context, value: bool) -> None:
-    if value:
-        ctx.meta[_DEBUG] = True
+def _doctor(given: Namespace) -> None:
+    from npu_replay.doctor.diagnose import run
+
+    run(imports=given.imports, json=given.json, out=given.out, force=given.force)
 
 
-def _print_version(value: bool) -> None:
-    if value:
-        from npu_replay import __version__
+def _add_inspect(commands: Any) -> None:
+    about = "Say what a file or an engine's answer holds, and whether its routes are right (else exits 1)."
+    answer = "npu-replay inspect answer.json --config config.json --out picture.png"
+    reader = _add(commands, "inspect", _inspect, about, answer, "npu-replay inspect routes --json")
+    add = reader.add_argument
+    words = "A file of routes, a folder of them, an .npy array, or an engine's answer."
+    add("path", type=Path, metavar="FILE", help=words)
+    add("--config", type=Path, metavar="PATH", help="The model's config.json, or its folder.")
+    words = "Which engine made it; auto finds out, for an answer."
+    add("--engine", choices=("auto", "vllm", "sglang"), default="auto", help=words)
+    words = "The engine's release, such as 0.23.0: for likelier causes."
+    add("--engine-version", default="", metavar="V", help=words)
+    add("--prompt-ids", type=Path, metavar="FILE", help="JSON of the prompt's ids, or a list of such.")
+    add("--output-ids", type=Path, metavar="FILE", help="The same of the sampled ids.")
+    add("--start", type=at_least(0), default=0, metavar="N", help="Which token the first row is of.")
+    add("--sample", metavar="KEY", help="One sample of a folder, one completion of an answer.")
+    reader.add_report("PNG file for the picture, or .json for the findings.")
 
-        typer.echo(__version__)
-        raise typer.Exit
 
+def _inspect(given: Namespace) -> int:
+    from npu_replay.inspection.inspection import inspect
 
-def _typed(option: Option, **more: Any) -> Any:
-    """typer's kind of an option."""
-    shown = None if issubclass(option.type, Enum) else option.metavar
-    return typer.Option(
-        option.flag, help=option.words, metavar=shown, rich_help_panel=option.group or None, **more
+    check_out(given.out, force=given.force)
+    found = inspect(
+        given.path,
+        config=given.config,
+        engine=None if given.engine == "auto" else given.engine,
+        version=given.engine_version,
+        prompt_ids=given.prompt_ids,
+        output_ids=given.output_ids,
+        start=given.start,
+        sample=given.sample,
     )
-
-
-def _out(words: str, metavar: str = "FILE", **more: Any) -> Any:
-    return _typed(options.report(words, metavar)[1], **more)
-
-
-_NUMBERS = "JSON file for the numbers."
-_AS_JSON, _, _FORCE = options.report("")
-DeviceOption = Annotated[Device, _typed(options.DEVICE)]
-JsonOption = Annotated[bool, _typed(_AS_JSON)]
-ForceOption = Annotated[bool, _typed(_FORCE)]
-DebugOption = Annotated[
-    bool, typer.Option("--debug", callback=_set_debug, help="Show the traceback of an error.")
-]
-VersionOption = Annotated[
-    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-]
-ConfigOption = Annotated[
-    Path | None, typer.Option(metavar="PATH", help="The model's config.json, or its folder.")
-]
-
-
-def _add(name: str, about: str, spec: Sequence[Option], end: str, run: str) -> None:
-    """A command that also works without typer: its options are written for both."""
-
-    def command(**given: Any) -> None:
-        del given["debug"]
-        lazy(run)(**{key: one.value if isinstance(one, Enum) else one for key, one in given.items()})
-
-    types: dict[str, Any] = {
-        one.name: Annotated[one.type if one.default is not None else one.type | None, _typed(one)]
-        for one in spec
-    }
-    types["debug"] = DebugOption
-    defaults = {one.name: one.default for one in spec} | {"debug": False}
-    command.__annotations__ = types
-    command.__signature__ = signatures.Signature(  # type: ignore[attr-defined]
-        [
-            signatures.Parameter(
-                key, signatures.Parameter.KEYWORD_ONLY, default=defaults[key], annotation=types[key]
-            )
-            for key in types
-        ]
-    )
-    app.command(name, cls=_Command, help=about, epilog=end)(command)
-
-
-@app.callback()
-def everything(debug: DebugOption = False, version: VersionOption = False) -> None:
-    """Take the options that stand before a command."""
-
-
-@app.command(
-    cls=_Command,
-    epilog=ending("docs/cli.md", "npu-replay demo", "npu-replay demo --steps 2 --out /tmp/demo --force"),
-)
-def demo(
-    device: DeviceOption = Device.auto,
-    steps: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Training steps, with and without replay.")
-    ] = 8,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the weights and of the sampling.")] = 0,
-    engine: Annotated[DemoEngine, typer.Option(help="What rolls out.")] = DemoEngine.transformers,
-    as_json: JsonOption = False,
-    out: Annotated[
-        Path, _out("Folder for demo.json, demo.png and demo.log.", "FOLDER", file_okay=False)
-    ] = Path("npu_replay_demo"),
-    force: ForceOption = False,
-    debug: DebugOption = False,
-) -> None:
-    """Train a small MoE model with and without replay, and show the difference (about 15 s on a CPU)."""
-    from npu_replay.demo.run import main
-
-    main(
-        device=device.value,
-        steps=steps,
-        out=out,
-        seed=seed,
-        force=force,
-        engine=engine.value,
-        as_json=as_json,
-    )
-
-
-_add("doctor", doctors.ABOUT, doctors.OPTIONS, doctors.END, "npu_replay.doctor.diagnose:run")
-
-
-class RolloutEngine(str, Enum):
-    """Whose answer it is."""
-
-    auto = "auto"
-    vllm = "vllm"
-    sglang = "sglang"
-
-
-@app.command(
-    cls=_Command,
-    epilog=ending(
-        "docs/inspect.md",
-        "npu-replay inspect answer.json --config config.json --out picture.png",
-        "npu-replay inspect routes --json",
-    ),
-)
-def inspect(
-    path: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE", help="A file of routes, a folder of them, an .npy array, or an engine's answer."
-        ),
-    ],
-    config: ConfigOption = None,
-    engine: Annotated[
-        RolloutEngine, typer.Option(help="Which engine made it; auto finds out, for an answer.")
-    ] = RolloutEngine.auto,
-    engine_version: Annotated[
-        str, typer.Option(metavar="V", help="The engine's release, such as 0.23.0: for likelier causes.")
-    ] = "",
-    prompt_ids: Annotated[
-        Path | None,
-        typer.Option(
-            dir_okay=False, metavar="FILE", help="JSON of the prompt's token ids, or a list of such."
-        ),
-    ] = None,
-    output_ids: Annotated[
-        Path | None, typer.Option(dir_okay=False, metavar="FILE", help="The same of the sampled ids.")
-    ] = None,
-    start: Annotated[int, typer.Option(min=0, metavar="N", help="Which token the first row is of.")] = 0,
-    sample: Annotated[
-        str | None, typer.Option(metavar="KEY", help="One sample of a folder, one completion of an answer.")
-    ] = None,
-    as_json: JsonOption = False,
-    out: Annotated[
-        Path | None, _out("PNG file for the picture, or .json for the findings.", dir_okay=False)
-    ] = None,
-    force: ForceOption = False,
-    debug: DebugOption = False,
-) -> None:
-    """Say what a file or an engine's answer holds, and whether its routes are right (else exits 1)."""
-    from npu_replay.inspection.inspection import inspect as look
-
-    check_out(out, force=force)
-    found = look(
-        path,
-        config=config,
-        engine=None if engine is RolloutEngine.auto else engine.value,
-        version=engine_version,
-        prompt_ids=prompt_ids,
-        output_ids=output_ids,
-        start=start,
-        sample=sample,
-    )
-    if as_json:
+    if given.json:
         print_json(found.to_json())
     else:
         from npu_replay.inspection.show import parts
 
         show(parts(found))
-    if out is not None:
+    if given.out is not None:
         from npu_replay.inspection import plots
 
-        whole = found.to_json().encode() if out.suffix == ".json" else plots.routes(found)
-        write_out(out, whole, force=force)
-    raise typer.Exit(0 if found.good else FAULT)
+        whole = found.to_json().encode() if given.out.suffix == ".json" else plots.routes(found)
+        write_out(given.out, whole, force=given.force)
+    return 0 if found.good else FAULT
 
 
-@app.command(
-    cls=_Command,
-    epilog=ending(
-        "docs/inspect.md", "npu-replay compare rollout trainer", "npu-replay compare a.routes b.routes --json"
-    ),
-)
-def compare(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A file of routes, or a folder of them.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="The same kind of thing, to hold against it.")],
-    as_json: JsonOption = False,
-    out: Annotated[Path | None, _out(_NUMBERS, dir_okay=False)] = None,
-    force: ForceOption = False,
-    debug: DebugOption = False,
-) -> None:
-    """Say how far two sets of routes of the same tokens are apart (exits 0 if they differ, too)."""
+def _add_compare(commands: Any) -> None:
+    about = "Say how far two sets of routes of the same tokens are apart (exits 0 if they differ, too)."
+    examples = "npu-replay compare rollout trainer", "npu-replay compare a.routes b.routes --json"
+    reader = _add(commands, "compare", _compare, about, *examples)
+    words = "A file of routes, or a folder of them."
+    reader.add_argument("a", type=Path, metavar="A", help=words)
+    words = "The same kind of thing, to hold against it."
+    reader.add_argument("b", type=Path, metavar="B", help=words)
+    reader.add_report("JSON file for the numbers.")
+
+
+def _compare(given: Namespace) -> None:
     from npu_replay.inspection.compare import compare_paths, parts
 
-    check_out(out, force=force)
-    found = compare_paths(a, b)
-    if as_json:
+    check_out(given.out, force=given.force)
+    found = compare_paths(given.a, given.b)
+    if given.json:
         print_json(found.to_json())
     else:
         show(parts(found))
-    write_out(out, found.to_json().encode(), force=force)
+    write_out(given.out, found.to_json().encode(), force=given.force)
 
 
-_add("smoke", smokes.ABOUT, smokes.OPTIONS, smokes.END, "npu_replay.smoke.run:run")
+def _add_smoke(commands: Any) -> None:
+    about = "Try routing replay on this stack, device and split (exits 1 if something fails)."
+    several = "torchrun --nproc-per-node 4 -m npu_replay smoke --tp 2 --pp 2 --out smoke.json"
+    reader = _add(commands, "smoke", _smoke, about, "python -m npu_replay smoke --recompute", several)
+    words = "Megatron's class: GPTModel, or HybridModel (MambaModel up to 0.17)."
+    reader.add_argument("--model", choices=("gpt", "hybrid"), default="gpt", help=words)
+    reader.add_device()
+    reader.add_argument("--recompute", action="store_true", help="Try full activation recompute too.")
+    words = "Seconds that a rank waits for another before it says so; 60 if not given."
+    reader.add_argument("--patience", type=float, default=60.0, metavar="SECONDS", help=words)
+    split = reader.add_argument_group("the job's split")
+    for name, words in SIZES.items():
+        split.add_argument(f"--{name}", type=int, default=1, metavar="N", help=words)
+    words = "On by itself with --tp 2 or more, as Megatron wants it."
+    split.add_argument("--sequence-parallel", action="store_true", help=words)
+    reader.add_report("JSON file for the results, to attach to a report.")
+
+
+def _smoke(given: Namespace) -> int:
+    from npu_replay.smoke.run import main
+
+    return main(Options.of(given))

@@ -1,10 +1,10 @@
-"""How a command ends."""
+"""How a command ends: its exit code, and what it says of an error."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import NoReturn
+from collections.abc import Callable, Sequence
 
 from npu_replay.errors import ReplayError, cures
 from npu_replay.options import WrongOption, message
@@ -14,23 +14,34 @@ FAULT, WRONG, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141
 """Exit codes, as docs/cli.md has them; the last two are a shell's for the signals SIGINT and SIGPIPE."""
 
 
-def exit_code(error: Exception) -> int:
-    """Of a command that ended in this error."""
-    return WRONG if isinstance(error, WrongOption) else FAULT
+def ended(work: Callable[[], int | None], arguments: Sequence[str]) -> int:
+    """Run a command and return its exit code; show what a user can mend as one message.
 
-
-def failed(error: Exception, *hints: str, as_json: bool) -> None:
-    """Say what a command ended in, and where more of it stands."""
-    if isinstance(error, WrongOption):
+    Args:
+        work: the command, from the reading of its command line on.
+        arguments: the command line: --json and --debug count also where it can't be read.
+    """
+    as_json = "--json" in arguments
+    try:
+        try:
+            return work() or 0
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has gone, such as `head`. Python flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
+    except WrongOption as error:
         show_error(message(error), as_json=as_json)
-    elif isinstance(error, ReplayError):
-        show_error(message(error), cures(), *hints, as_json=as_json)
-    else:
-        doctor = "npu-replay doctor says what is missing, and how to get it"
-        show_error(str(error), doctor, as_json=as_json)
-
-
-def leave_pipe() -> NoReturn:
-    """End as a program does whose reader has gone, such as `head`."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
-    raise SystemExit(CLOSED_PIPE)
+        return WRONG
+    except (ReplayError, ModuleNotFoundError) as error:
+        if "--debug" in arguments:
+            raise
+        if isinstance(error, ReplayError):
+            show_error(message(error), cures(), "--debug shows where it came from", as_json=as_json)
+        else:
+            doctor = "npu-replay doctor says what is missing, and how to get it"
+            show_error(str(error), doctor, as_json=as_json)
+        return FAULT

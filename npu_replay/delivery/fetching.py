@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -31,23 +30,19 @@ def fetch(
         samples = delivery.fetch(batch["routes"], parallel)
         rows = layout.gather(samples, layers=parallel.moe_layers)
 
-    >>> carrier = npu_replay.delivery.ProcessCarrier()
-    >>> npu_replay.delivery.fetch([carrier.put(routes)], layers=[7])
-    [RoutedExperts(3 tokens, 1 layers, top-2 of 4, 1 rows without a route)]
-
-    Each piece is read once, however often its sample stands there, and held against its seal. Ids were
-    checked by whoever put them. Call it once a step: what it returns is for all its passes, chunks, epochs.
+    Each piece is read once, however often its sample stands there. Ids were checked by whoever put them.
+    Call it once a step: what it returns is for all its passes, chunks and epochs.
 
     Args:
-        references: of `Carrier.put`, a list or an object array; with "native" also None.
+        references: of `RayCarrier.put`, a list or an object array; with "native" also None.
         parallel: whose layers; `layers` says them outright; without either all are read.
         on_bad_route: "native" has None in the place of a sample that can't be read, which `gather` takes with
             the same setting, and counts.
         patience: seconds that may pass until all is read.
 
     Raises:
-        InvalidRoutes: something that is no reference; a sample that was freed, lost or changed on the way;
-            layers that were never put.
+        InvalidRoutes: something that is no reference; a sample that was freed or lost; layers that were never
+            put.
     """
     one_of(on_bad_route, ("error", "native"), "on_bad_route")
     given = list(references)
@@ -55,7 +50,7 @@ def fetch(
         InvalidRoutes.unless(
             isinstance(one, Reference) or (one is None and on_bad_route == "native"),
             "this is no reference",
-            "what Carrier.put returned",
+            "what RayCarrier.put returned",
             type(one).__name__,
             "a sample whose routes nobody put: a rollout without them, or a worker without npu_replay",
             f"sample {number}",
@@ -79,55 +74,40 @@ def fetch_each(
             put, problem = tuple(sorted(one.layers)), "the pieces have other labels than the model's"
             fine, cause = layers.among(put) == layers, "a cut by another count of its layers"
             RouterError.unless(fine, problem, layers.whole, put, cause, repr(one))
-    pieces = _read({one.key: one for one in references}, layers, patience)
-    found: dict[int, RoutedExperts | InvalidRoutes] = {}
-    for one in references:
-        if one.key not in found:
-            found[one.key] = _joined(one, pieces[one.key], layers)
-    return [found[one.key] for one in references]
-
-
-def free(references: Sequence[Reference]) -> None:
-    """Give the routes of these samples free, where the carrier can't tell that nobody needs them."""
-    by_carrier: dict[Any, list[Any]] = {}
-    for one in references:
-        if one.release is not None:
-            by_carrier.setdefault(one.release, []).extend(one.handles)
-    for release, handles in by_carrier.items():
-        release(handles)
-
-
-def _read(
-    samples: dict[int, Reference], asked: tuple[int, ...] | None, patience: float
-) -> dict[int, dict[int, object]]:
-    """By sample, the pieces with layers that are asked for, by their number; one call for each carrier."""
-    orders: dict[Any, list[tuple[int, int, Any]]] = {}
-    layers = None if asked is None else {*asked}
-    for key, one in samples.items():
-        for number, block in enumerate(one.blocks):
-            if layers is None or not layers.isdisjoint(block):
-                orders.setdefault(one.read, []).append((key, number, one.handles[number]))
-    found: dict[int, dict[int, object]] = {key: {} for key in samples}
-    until = time.monotonic() + patience
-    for read, order in orders.items():
-        answers = read([handle for _, _, handle in order], max(until - time.monotonic(), 0.0))
-        for (key, number, _), answer in zip(order, answers, strict=True):
-            found[key][number] = answer
-    return found
+    samples, wanted = {one.key: one for one in references}, None if layers is None else {*layers}
+    asked = [
+        (one, handle)
+        for one in samples.values()
+        for block, handle in zip(one.blocks, one.handles, strict=True)
+        if wanted is None or not wanted.isdisjoint(block)
+    ]
+    pieces: dict[int, list[object]] = {key: [] for key in samples}
+    if asked:
+        found = asked[0][0].read([handle for _, handle in asked], patience)
+        for (one, _), piece in zip(asked, found, strict=True):
+            pieces[one.key].append(piece)
+    joined = {key: _joined(one, pieces[key], layers) for key, one in samples.items()}
+    return [joined[one.key] for one in references]
 
 
 def _joined(
-    one: Reference, pieces: dict[int, object], asked: tuple[int, ...] | None
+    one: Reference, pieces: Sequence[object], asked: tuple[int, ...] | None
 ) -> RoutedExperts | InvalidRoutes:
     """A sample's pieces, side by side; or why there is none."""
-    try:
-        parts = [one.check(number, piece) for number, piece in pieces.items()]
-    except InvalidRoutes as error:
-        return error.with_traceback(None)  # its frames would hold the references of the whole step
+    parts = [piece for piece in pieces if isinstance(piece, RoutedExperts)]
+    for piece in pieces:
+        if not isinstance(piece, RoutedExperts):
+            return InvalidRoutes(
+                "the routes of this sample can't be read",
+                where=repr(one),
+                expected="routes that were put and not yet freed",
+                got=f"{type(piece).__name__}: {piece}"[:300],
+                cause="a step that is over, whose routes were freed; a worker or a node that died with them",
+            )
     if len(parts) == 1 and parts[0].layers == asked:  # as a stage's own piece is
         return parts[0]
     labels = one.layers if asked is None else asked
-    if lacking := set(labels) - {layer for part in parts for layer in part.layers}:
+    if lacking := {*labels} - {layer for part in parts for layer in part.layers}:
         return InvalidRoutes(
             f"nobody put decoder layer {min(lacking)} of this sample",
             where=repr(one),
@@ -135,7 +115,7 @@ def _joined(
             got=list(one.layers),
             cause="a rank whose layers are another model's, or counted otherwise",
         )
-    parts = [part.only([layer for layer in part.layers if layer in set(labels)]) for part in parts]
+    parts = [part.only([layer for layer in part.layers if layer in {*labels}]) for part in parts]
     if not parts:  # a rank of dense layers
         return RoutedExperts.unrecorded(one.tokens, layers=(), topk=one.topk, num_experts=one.num_experts)
     return side_by_side(parts)

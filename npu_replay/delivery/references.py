@@ -1,22 +1,21 @@
-"""Reference: what a batch carries in the place of a sample's routes; and the seal of what it stands for."""
+"""Reference: what a batch carries in the place of a sample's routes, which lie elsewhere in pieces."""
 
 from __future__ import annotations
 
 import secrets
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import islice
 from typing import Any, TypeAlias
 
-import numpy as np
-
-from npu_replay.errors import InvalidRoutes
+from npu_replay.errors import InvalidRoutes, ReplayError, listed, whole_number
+from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.routes.routed_experts import RoutedExperts
 
 Read: TypeAlias = "Callable[[Sequence[Any], float], list[RoutedExperts | Exception]]"
 """Reads what lies behind handles, within so many seconds; in the place of what can't be had is why."""
-_BLOCK = 1 << 13
-_AT_ONCE = 1 << 20
-"""Bytes that stay in the processor's cache until both sums have read them."""
+LAYERS_A_PIECE = 8
+"""Where the pipeline's split isn't known."""
 
 
 class Reference:
@@ -31,10 +30,8 @@ class Reference:
         fingerprint: of the tokens, if the routes know it.
         num_experts, topk: of the model.
         blocks: the decoder layers of each piece, ascending.
-        seals: of each piece, held against what is read; None where the carrier has its own digest.
         handles: what each piece is read by.
-        read: reads handles: a function of the carrier's module.
-        release: gives handles free, likewise; None where nobody has to.
+        read: reads handles: a function that can be pickled.
     """
 
     def __init__(
@@ -42,17 +39,14 @@ class Reference:
         sample: RoutedExperts,
         *,
         blocks: Sequence[tuple[int, ...]],
-        seals: Sequence[int | None],
         handles: Sequence[Any],
         read: Read,
-        release: Callable[[Sequence[Any]], None] | None,
         step: int = 0,
     ) -> None:
         self.key, self.step = secrets.randbits(63) or 1, step
         self.tokens, self.fingerprint = len(sample), sample.fingerprint
         self.num_experts, self.topk = sample.num_experts, sample.topk
-        self.blocks, self.seals, self.handles = tuple(blocks), tuple(seals), tuple(handles)
-        self.read, self.release = read, release
+        self.blocks, self.handles, self.read = tuple(blocks), tuple(handles), read
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -63,55 +57,83 @@ class Reference:
         shape = f"{self.tokens} tokens, {len(self.layers)} layers in {len(self.blocks)} pieces"
         return f"Reference({self.key:016x}, {shape}, top-{self.topk} of {self.num_experts})"
 
-    def check(self, number: int, piece: object) -> RoutedExperts:
-        """What was read of one piece, if it is what was put.
 
-        Raises:
-            InvalidRoutes: it couldn't be read, or is something else.
-        """
-        where = "{!r}, piece {}".format  # most pieces are right, and need no words
-        if not isinstance(piece, RoutedExperts):
-            raise InvalidRoutes(
-                "the routes of this sample can't be read",
-                where=where(self, number),
-                expected="routes that were put and not yet freed",
-                got=f"{type(piece).__name__}: {piece}"[:300],
-                cause="a step that is over, whose routes were freed; a worker or a node that died with them",
-            )
-        got = (len(piece), piece.fingerprint, piece.num_experts, piece.topk, piece.layers)
-        wanted = (self.tokens, self.fingerprint, self.num_experts, self.topk, self.blocks[number])
-        if got != wanted:
-            raise InvalidRoutes(
-                "these are the routes of another sample",
-                where=where(self, number),
-                expected=f"(tokens, fingerprint, experts, top-k, layers) {wanted}",
-                got=got,
-                cause="a folder or an object that somebody else wrote to",
-            )
-        sealed = self.seals[number]
-        if sealed is not None and (found := seal(piece)) != sealed:
-            raise InvalidRoutes(
-                "these routes were changed on the way",
-                where=where(self, number),
-                expected=f"the seal {sealed}",
-                got=found,
-                cause="memory or a file that somebody else wrote to",
-            )
-        return piece
+class Cut:
+    """How the layers of samples are cut into pieces.
 
-
-def seal(routes: RoutedExperts) -> int:
-    """64 bits that tell whether routes are the same bytes in the same places, at the speed of memory.
-
-    Bytes lie in blocks of 1,024 words. Words that change places change the sum of their blocks, or that of
-    their places in all blocks. It finds what goes wrong, not what is done on purpose.
+    Args:
+        cut: the job's ParallelLayout, with its decoder: a piece for each pipeline rank, with the layers of
+            all its virtual stages; or the layers of each piece; or how many layers a piece has.
     """
-    data = routes.ids.contiguous().numpy().reshape(-1).view(np.uint8)
-    whole = len(data) // _BLOCK * _BLOCK
-    found = zlib.crc32(routes.recorded.contiguous().numpy().data, zlib.crc32(data[whole:].data))
-    places = np.zeros(_BLOCK // 8, np.uint64)
-    for first in range(0, whole, _AT_ONCE):
-        words = data[first : min(first + _AT_ONCE, whole)].view(np.uint64).reshape(-1, len(places))
-        found = zlib.crc32(np.add.reduce(words, axis=1).data, found)
-        places += np.add.reduce(words, axis=0)
-    return zlib.crc32(places.data) << 32 | found
+
+    def __init__(self, cut: Any) -> None:
+        self._each = LAYERS_A_PIECE
+        self._blocks: list[tuple[int, ...]] | None = None
+        if isinstance(cut, ParallelLayout):
+            problem = "this layout doesn't tell the layers of a pipeline's stages"
+            cause = "a layout made by hand; give the layers of each piece, or how many one has"
+            fine = cut.decoder is not None
+            ReplayError.unless(fine, problem, "a ParallelLayout with decoder=", cut, cause)
+            # Two pieces would be joined by each rank, in memory of its own.
+            self._blocks = [replace(cut, pp_rank=rank).moe_layers for rank in range(cut.pp)]
+        elif isinstance(cut, (list, tuple)):
+            self._blocks = [
+                tuple(whole_number(layer, "a layer") for layer in listed(one, "a piece")) for one in cut
+            ]
+            every = [layer for block in self._blocks for layer in block]
+            ReplayError.unless(
+                len({*every}) == len(every) and all(list(block) == sorted(block) for block in self._blocks),
+                "these pieces overlap, or have layers out of order",
+                "each layer in one piece, ascending",
+                self._blocks,
+                "both ends of a stage counted in",
+            )
+        else:
+            self._each = whole_number(cut, "layers a piece", least=1)
+
+    def pieces(self, routes: RoutedExperts) -> list[RoutedExperts]:
+        """Return the pieces of one sample; an error where the cut has none for a layer."""
+        layers, each = routes.layers, self._each
+        if self._blocks is None:
+            return [routes.only(layers[first : first + each]) for first in range(0, len(layers), each)]
+        blocks = [tuple(layer for layer in block if layer in {*layers}) for block in self._blocks]
+        lost = {*layers} - {layer for block in blocks for layer in block}
+        wanted, cause = (
+            f"a piece for each of {list(layers)}",
+            "the layout of another model, or of a part of the job",
+        )
+        got = f"none for {sorted(lost)}"
+        ReplayError.unless(not lost, "the cut has no piece for some layers", wanted, got, cause)
+        return [routes.only(block) for block in blocks if block]
+
+
+def put_away(
+    samples: Iterable[RoutedExperts],
+    cut: Cut,
+    store: Callable[[Sequence[RoutedExperts]], Sequence[Any]],
+    read: Read,
+    step: int = 0,
+) -> list[Reference]:
+    """Put samples away in pieces.
+
+    Args:
+        samples: checked, as every RoutedExperts is; whoever fetches them checks no id again.
+        store: takes pieces, returns a handle for each.
+        read: reads such handles.
+    """
+    given = listed(list(samples), "the samples that are put")
+    for one in given:
+        fine, kind = isinstance(one, RoutedExperts), type(one).__name__
+        InvalidRoutes.unless(fine, "these are no routes", "RoutedExperts", kind)
+    pieces = [cut.pieces(one) for one in given]
+    handles = iter(store([piece for each in pieces for piece in each]))
+    return [
+        Reference(
+            one,
+            blocks=[piece.layers for piece in each],
+            handles=list(islice(handles, len(each))),
+            read=read,
+            step=step,
+        )
+        for one, each in zip(given, pieces, strict=True)
+    ]

@@ -27,7 +27,7 @@ from npu_replay.compat.mindspeed import features as mindspeed
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.probe import Capability, Product
 from npu_replay.devices import ACCELERATORS
-from npu_replay.doctor import ABOUT, END, OPTIONS, self_test
+from npu_replay.doctor import self_test
 from npu_replay.doctor.report import Report, report
 from npu_replay.doctor.self_test import Outcome
 from npu_replay.errors import ReplayError
@@ -40,7 +40,7 @@ _VITAL = ("numpy", "megatron-core", "mindspeed", "torch_npu", "transformers")
 _MEGATRON, _TRANSFORMERS = "replay on Megatron-core", "replay on transformers"
 _PRODUCTS = {mindspeed.CAPABILITY: "mindspeed", _MEGATRON: "megatron-core", _TRANSFORMERS: "transformers"}
 """What each of these capabilities is of."""
-_NEED_MEGATRON = ("Megatron's own replay", "Megatron-core on the CPU", "demo")
+_NEED_MEGATRON = ("Megatron's own replay", "Megatron-core on the CPU")
 _ADAPTOR = "mindspeed.megatron_adaptor"  # before Megatron, which it changes as it is imported
 _ROUTER = "megatron.core.transformer.moe.router"
 _QWEN = "transformers.models.qwen3_moe.modeling_qwen3_moe"
@@ -266,13 +266,8 @@ def _product(found: Report, name: str) -> Product:
 _STYLES = {"native": "green", "works": "green", "shimmed": "yellow", "missing": "dim", "broken": "bold red"}
 
 
-def run_command_line(arguments: Sequence[str]) -> None:
-    """The command; exits 0 if replay works here, else 1."""
-    run(**options.read("doctor", OPTIONS, arguments, ABOUT, END))
-
-
 def run(*, imports: bool, json: bool, out: Path | None, force: bool) -> None:
-    """The same, with the options read."""
+    """Run the command; exits 0 if replay works here, else 1."""
     options.check_out(out, force=force)
     diagnosis = diagnose(imports=imports)
     if json:

@@ -1,41 +1,59 @@
-"""inspect: what does this file of routes hold, is it right, and if not, what is wrong with it and why."""
+"""inspect: decode what is in a file of routes, or refuse it with the error's own words."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
-import numpy as np
-
-from npu_replay.inspection.answers import Engine
-from npu_replay.inspection.files import Refused, opened, token_lists
-from npu_replay.inspection.judge import WITHOUT_MODEL, Known, Verdict
-from npu_replay.inspection.suspect_rows import Cell, LayerFigures, Tally
+from npu_replay.inspection.load import LayerLoad, Loads
+from npu_replay.inspection.sequences import Engine, Given, Sequence, opened, token_lists
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routes.checks import Array
 
-_TOLD = ("name", "problem", "tokens", "rows", "layers", "columns", "topk", "dtype", "nbytes", "facts")
-"""What a program is told of a sequence."""
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Strip:
-    """The cells of one sequence, [rows, layers], or the worst of each sequence's, [sequences, layers].
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What is thought of one sequence.
 
     Attributes:
-        cells: uint8, values of `Cell`.
-        layers: the decoder layer of each column.
-        first: what the first row is the number of.
-        each: «row» or «sequence».
+        name: «completion 2», a store's key; empty where there is one only.
+        problem: why it is refused, the whole message; empty where it isn't.
+        tokens, rows, layers, topk: of its routes, and the rows that have one; 0 where it is refused.
+        dtype, nbytes: of its ids.
+        facts: what else it says of itself.
     """
 
-    cells: Array
-    layers: tuple[int, ...]
-    first: int
-    each: Literal["row", "sequence"]
+    name: str = ""
+    problem: str = ""
+    tokens: int = 0
+    rows: int = 0
+    layers: int = 0
+    topk: int = 0
+    dtype: str = ""
+    nbytes: int = 0
+    facts: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, found: Sequence) -> Verdict:
+        """The verdict on a sequence, without its routes."""
+        routes = found.routes
+        if routes is None:
+            return cls(name=found.name, problem=found.problem)
+        facts = [f"weights {routes.weight_version}"] if routes.weight_version is not None else []
+        if routes.fingerprint is not None and found.named:
+            facts.append(f"fingerprint {routes.fingerprint:#018x}")
+        return cls(
+            name=found.name,
+            tokens=len(routes),
+            rows=int(routes.recorded.sum()),
+            layers=len(routes.layers),
+            topk=routes.topk,
+            dtype=str(routes.ids.numpy().dtype),
+            nbytes=routes.ids.nbytes,
+            facts=tuple(facts),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,21 +64,18 @@ class Inspection:
         path: of the file or folder.
         what: it is, in words.
         verdicts: one a sequence.
-        layers: figures of each, over all sequences that can be seen.
-        num_experts: of a layer; where `experts_known` isn't set, the highest id and one.
-        load: by layer, how many rows named each expert, [num_experts].
-        strip: the picture of the rows; None where nothing can be seen.
+        layers: the load of each layer, over all sequences that aren't refused.
+        num_experts: of a layer.
+        load: by layer, how often each expert was named, int64 [num_experts].
         unchecked: what couldn't be checked, and what it takes.
     """
 
     path: str
     what: str
     verdicts: tuple[Verdict, ...]
-    layers: tuple[LayerFigures, ...]
+    layers: tuple[LayerLoad, ...]
     num_experts: int
-    experts_known: bool
     load: dict[int, Array]
-    strip: Strip | None
     unchecked: tuple[str, ...]
 
     @property
@@ -70,22 +85,21 @@ class Inspection:
 
     @property
     def good(self) -> bool:
+        """Is there a sequence, and is none refused?"""
         return bool(self.verdicts) and not self.bad
 
     def to_json(self) -> str:
-        """All of it but the pictures, for programs."""
-        return json.dumps(
-            {
-                "ok": self.good,
-                "path": self.path,
-                "what": self.what,
-                "num_experts": self.num_experts if self.experts_known else None,
-                "sequences": [{name: getattr(one, name) for name in _TOLD} for one in self.verdicts],
-                "layers": [asdict(layer) for layer in self.layers],
-                "unchecked": list(self.unchecked),
-            },
-            indent=2,
-        )
+        """All of it but the picture, for programs."""
+        found: dict[str, Any] = {
+            "ok": self.good,
+            "path": self.path,
+            "what": self.what,
+            "num_experts": self.num_experts,
+            "sequences": [asdict(verdict) for verdict in self.verdicts],
+            "layers": [asdict(layer) for layer in self.layers],
+            "unchecked": list(self.unchecked),
+        }
+        return json.dumps(found, indent=2)
 
 
 def inspect(
@@ -99,11 +113,11 @@ def inspect(
     start: int = 0,
     sample: str | None = None,
 ) -> Inspection:
-    """Look at a file or a folder, and hold all that is in it against the checks of an engine's routes.
+    """Decode each sequence of a file or a folder, as `from_vllm`, `from_sglang` and `load` do.
 
     Args:
-        path: see `files.KINDS`.
-        config: the model's config.json, or its folder.
+        path: see `sequences.KINDS`.
+        config: the model's config.json, or its folder; an engine's rows can't be decoded without.
         engine: whose array or answer it is; None finds out, for an answer.
         version: the engine's release, for the causes of errors.
         prompt_ids, output_ids: JSON of token ids, one list, or a list a sequence.
@@ -111,68 +125,38 @@ def inspect(
         sample: a store's key, or the number of an answer's completion: only that one.
 
     Raises:
-        ReplayError: the config or the ids can't be read, or there is no such sample. What is wrong with the
-            data itself is in the Inspection.
+        ReplayError: nothing can be looked into, or what else was given doesn't fit it. Why a sequence is
+            refused is in the Inspection.
 
     >>> routes = npu_replay.RoutedExperts(ids=np.arange(8).reshape(2, 2, 2), layers=(0, 1), num_experts=8)
-    >>> _ = Path("routes.bin").write_bytes(routes.to_bytes() + b"!")
-    >>> inspect(Path("routes.bin")).bad[0].problem
-    'routes.bin: these routes are incomplete. Expected 9 bytes after the header, got 10. ...'
+    >>> routes.save("routes")
+    >>> inspect(Path("routes")).good
+    True
     """
-    known = Known(
+    given = Given(
         model=None if config is None else RoutedModel.from_config(config),
+        engine=engine,
+        version=version,
         prompts=token_lists(prompt_ids),
         outputs=token_lists(output_ids),
         start=start,
+        sample=sample,
     )
-    try:
-        what, found = opened(path, known, engine, version, sample)
-        return _summed_up(path, what, found)
-    except Refused as refused:
-        return _summed_up(path, refused.what, [Verdict.of(refused.problem)])
-
-
-def _summed_up(path: Path, what: str, found: Iterable[Verdict]) -> Inspection:
-    """Views are let go one by one: of several sequences only the worst of each column is kept."""
-    tally = Tally()
+    what, found = opened(path, given)
+    loads = Loads()
     verdicts: list[Verdict] = []
-    worst: list[dict[int, int]] = []
-    strip: Strip | None = None
-    for one in found:
-        verdicts.append(replace(one, view=None))
-        worst.append({})
-        if one.view is not None:
-            cells, layers = tally.add(one.view), one.view.layers
-            strip = Strip(cells=cells, layers=layers, first=one.view.first, each="row")
-            worst[-1] = dict(zip(layers, _worst(cells, one.problem), strict=True))
-    unchecked = tuple(dict.fromkeys(words for one in verdicts for words in one.unchecked))
+    unchecked: dict[str, None] = {}
+    for one in found:  # one at a time: a folder may be larger than the memory
+        verdicts.append(Verdict.of(one))
+        if one.routes is not None:
+            loads.add(one.routes)
+            unchecked |= dict.fromkeys(one.unchecked)
     return Inspection(
         path=str(path),
         what=what,
         verdicts=tuple(verdicts),
-        layers=tally.figures(),
-        num_experts=tally.num_experts,
-        experts_known=WITHOUT_MODEL not in unchecked,
-        load=tally.load,
-        strip=strip if len(verdicts) == 1 else _side_by_side(worst),
-        unchecked=unchecked,
+        layers=loads.figures(),
+        num_experts=loads.num_experts,
+        load=loads.counts,
+        unchecked=tuple(unchecked),
     )
-
-
-def _worst(cells: Array, problem: str) -> list[int]:
-    """Of each column of a sequence's cells; all are refused where no cell shows why it is."""
-    worst = np.where(cells == Cell.NO_ROUTE, Cell.DENSE, cells).max(axis=0, initial=0)
-    worst[(cells == Cell.NO_ROUTE).all(axis=0)] = Cell.NO_ROUTE
-    if problem and (worst <= Cell.NO_ROUTE).all():
-        worst[:] = Cell.REFUSED
-    found: list[int] = worst.tolist()
-    return found
-
-
-def _side_by_side(worst: list[dict[int, int]]) -> Strip | None:
-    """The worst cell of each sequence by layer; one of which nothing is known is refused throughout."""
-    layers = tuple(sorted({layer for one in worst for layer in one}))
-    if not layers:
-        return None
-    cells = [[one.get(layer, Cell.DENSE if one else Cell.REFUSED) for layer in layers] for one in worst]
-    return Strip(cells=np.array(cells, np.uint8), layers=layers, first=0, each="sequence")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable
 from typing import Any, TypeAlias
 
@@ -53,6 +54,14 @@ def ids(ids: Any) -> torch.Tensor:
     fine = tensor.dim() == 3
     InvalidRoutes.unless(fine, "ids has the wrong shape", "[tokens, layers, topk]", shape, cause)
     return tensor
+
+
+def shared_tensor(array: np.ndarray) -> torch.Tensor:
+    """Return a tensor on numpy's memory. Where that is read-only, torch only warns that it knows no such
+    thing, and RoutedExperts never writes to its ids."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array)
 
 
 def labels(layers: Any) -> tuple[int, ...]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from npu_replay.errors import RouteFileError, shown
+from npu_replay.routes.checks import Array
 
 try:
     import fcntl
@@ -52,7 +55,27 @@ def plain_file(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def write_whole(path: Path, data: bytes | memoryview, *, overwrite: bool) -> None:
+def reader(file: BinaryIO) -> Callable[[int, int], Array]:
+    """Return a function that reads the bytes between two places into memory of its own, uint8.
+
+    A memory map would show what the file holds at the moment: whoever writes to it changes ids that were held
+    against their checksum before, and where it has shrunk the process dies of a signal.
+    """
+
+    def read(first: int, end: int) -> Array:
+        found = np.empty(end - first, np.uint8)
+        file.seek(first)
+        there = 0
+        while there < len(found) and (more := file.readinto(found[there:].data)):  # type: ignore[attr-defined]
+            there += more
+        if there < len(found):
+            raise ValueError(f"it ends {len(found) - there} bytes early: somebody writes to it")
+        return found
+
+    return read
+
+
+def write_whole(path: Path, *parts: bytes | memoryview, overwrite: bool) -> None:
     """Write a file so that nobody ever sees half of it; of writers that don't overwrite only one succeeds.
 
     >>> write_whole(as_path("a.json"), b"{}", overwrite=False)
@@ -62,45 +85,28 @@ def write_whole(path: Path, data: bytes | memoryview, *, overwrite: bool) -> Non
     Raises:
         RouteFileError: the file is there and `overwrite` isn't set, or it can't be written.
     """
-    with written(path, data, overwrite=overwrite):
-        pass
+    with _telling(path), _scratch(path, overwrite=overwrite) as (scratch, file):
+        file.writelines(parts)
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()  # where a full disk says so only now, the file that has the name is still there
+        _name(scratch, path, overwrite=overwrite)
 
 
 def check_place(path: Path, *, overwrite: bool) -> None:
     """Refuse before minutes of work what `write_whole` would refuse after them."""
-    scratch, file = _scratch(path, overwrite=overwrite)
-    scratch.unlink(missing_ok=True)
-    file.close()
+    with _telling(path), _scratch(path, overwrite=overwrite) as (scratch, _):
+        scratch.unlink()
 
 
-@contextmanager
-def written(path: Path, data: bytes | memoryview, *, overwrite: bool) -> Iterator[None]:
-    """`write_whole`, and what belongs to the file is done in the block: until it ends, or this process does,
-    nobody takes the file for left behind (`remove_left`)."""
-    scratch, file = _scratch(path, overwrite=overwrite)
-    with file:  # and locked
-        try:
-            with _telling(path):
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-                _name(scratch, path, overwrite=overwrite)
-        except BaseException:
-            with suppress(OSError):
-                scratch.unlink()
-            raise
-        yield
-
-
-def remove_left(path: Path, unless: Path | None = None) -> None:
-    """Remove a file that `written` left half done as its process was killed, and its lock ended with it; not
-    beside the file `unless`, with which it is whole. Without locks nothing is removed."""
+def remove_left(path: Path) -> None:
+    """Remove a scratch file that a writer left as it was killed, with which its lock ended; without locks
+    nothing is removed."""
     if not path.is_file() or path.is_symlink():
         return
     with suppress(OSError), path.open("r+b") as file:  # to be written, or NFS won't lock it
-        _lock(file, wait=False)
-        if unless is None or not unless.exists():
-            path.unlink()
+        _lock(file.fileno(), wait=False)
+        path.unlink()
 
 
 @contextmanager
@@ -111,28 +117,44 @@ def _telling(path: Path) -> Iterator[None]:
         raise RouteFileError(f"the file can't be written ({error})", where=str(path)) from error
 
 
-def _scratch(path: Path, *, overwrite: bool) -> tuple[Path, BinaryIO]:
-    """A new file beside `path`, locked while it is open. What a killed writer left there is removed; what one
-    that lives is writing isn't."""
-    with _telling(path):
-        if not overwrite and path.exists():  # before anything is written
-            raise _is_there(path)
-        for number in itertools.count():
-            scratch = path.with_name(f".{path.name}.{number}.part")
-            remove_left(scratch)
-            try:
-                file = scratch.open("xb")  # with the rights that the umask leaves
-            except FileExistsError:
-                continue
-            with suppress(OSError):  # without locks nothing is removed, either
-                _lock(file, wait=True)
-            if os.fstat(file.fileno()).st_nlink:
-                return scratch, file
-            file.close()  # somebody else removed it before it was locked
+@contextmanager
+def _scratch(path: Path, *, overwrite: bool) -> Iterator[tuple[Path, BinaryIO]]:
+    """A new file beside `path`, locked for the block, so that no other writer removes it (`remove_left`)."""
+    if not overwrite and path.exists():  # before anything is written
+        raise _is_there(path)
+    scratch, file = _created(path)
+    lock = os.dup(file.fileno())  # holds the lock when the file is closed
+    try:
+        yield scratch, file
+    except BaseException:
+        with suppress(OSError):
+            scratch.unlink()
+        raise
+    finally:
+        for close in (file.close, lambda: os.close(lock)):
+            with suppress(OSError):  # of a write that failed already, or with everything on the disk
+                close()
+
+
+def _created(path: Path) -> tuple[Path, BinaryIO]:
+    """Create a scratch file and lock it. What a killed writer left is removed; what one that lives is writing
+    isn't."""
+    for number in itertools.count():
+        scratch = path.with_name(f".{path.name}.{number}.part")
+        remove_left(scratch)
+        try:
+            file = scratch.open("xb")  # with the rights that the umask leaves
+        except FileExistsError:
+            continue
+        with suppress(OSError):  # without locks nothing is removed, either
+            _lock(file.fileno(), wait=True)
+        if os.fstat(file.fileno()).st_nlink:
+            return scratch, file
+        file.close()  # somebody else removed it before it was locked
     raise AssertionError
 
 
-def _lock(file: BinaryIO, *, wait: bool) -> None:
+def _lock(file: int, *, wait: bool) -> None:
     if fcntl is None:
         raise OSError("this system has no such locks")
     fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

@@ -36,6 +36,20 @@ COPIED_TOKENS = 4
 """Copies are a fault where they are more than one in COPIED_PART rows, and of so many different tokens. The
 tokens after the first attend to little else, and two or three may rightly choose what it chose."""
 
+OUTSIDE_CAUSE = (
+    "ids that were narrowed on the way, a sentinel such as -1 (mark those rows with recorded=), ids of "
+    "another model, or physical ids under EPLB"
+)
+TWICE_CAUSE = (
+    "rows that were never captured and are all zeros, or padding that was given expert 0: mark rows without "
+    "a route with recorded="
+)
+CONSTANT_CAUSE = (
+    "the rollout engine didn't capture this layer (its buffer was never bound, or the layer is dense and its "
+    "column must be dropped by label)"
+)
+"""The usual causes, where nothing more is known."""
+
 _MOST_SHIFTS = 64  # a top-k above is sorted: each shift costs a pass, and a mask that is kept
 _BLOCK = 1 << 17  # ids; the fastest of 2**14 to 2**20, for ids of one byte and of two
 

@@ -18,29 +18,17 @@ import numpy as np
 import torch
 
 from npu_replay.errors import InvalidRoutes, RouteFileError, listed, whole_number
-from npu_replay.routes import arguments, checks, serialization
+from npu_replay.routes import arguments, checks
 from npu_replay.routes.arguments import IdArray
-from npu_replay.routes.atomic_file import as_path
+from npu_replay.routes.atomic_file import as_path, write_whole
 from npu_replay.routes.checks import Array, Finding
+from npu_replay.routes.encoding import encode, from_buffer, from_file, reading
 from npu_replay.routes.fingerprint import SampleKey, with_key
 from npu_replay.routes.fingerprint import fingerprint as fingerprint_of
 from npu_replay.routes.labels import StageLabels
 
 if TYPE_CHECKING:
     from npu_replay.routes.inputs import Inputs
-
-_OUTSIDE = (
-    "ids that were narrowed on the way, a sentinel such as -1 (mark those rows with recorded=), ids of "
-    "another model, or physical ids under EPLB"
-)
-_TWICE = (
-    "rows that were never captured and are all zeros, or padding that was given expert 0: mark rows without "
-    "a route with recorded="
-)
-_CONSTANT = (
-    "the rollout engine didn't capture this layer (its buffer was never bound, or the layer is dense and its "
-    "column must be dropped by label)"
-)
 
 
 def narrow_dtype(num_experts: int) -> torch.dtype:
@@ -158,11 +146,11 @@ class RoutedExperts:
         arguments.check_columns(labels, wide.shape[1])
         rows = arguments.mask(recorded, tokens=wide.shape[0])
         num_experts = arguments.num_experts(num_experts, wide.shape[2])
-        _refuse(checks.find_outside(wide.numpy(), num_experts, rows.numpy()), labels, _OUTSIDE)
+        _refuse(checks.find_outside(wide.numpy(), num_experts, rows.numpy()), labels, checks.OUTSIDE_CAUSE)
         narrow = wide.to(narrow_dtype(num_experts))
         if bool(narrow[~rows].any()):
             narrow = narrow.masked_fill(~rows[:, None, None], 0)
-        _refuse(checks.find_twice(narrow.numpy(), rows.numpy()), labels, _TWICE)
+        _refuse(checks.find_twice(narrow.numpy(), rows.numpy()), labels, checks.TWICE_CAUSE)
         return cls.__new__(cls)._about(
             ids=narrow.contiguous(),
             layers=labels,
@@ -371,22 +359,26 @@ class RoutedExperts:
         if not self.vouched:
             ids, rows = self.ids.numpy(), self.recorded.numpy()
             found = checks.find_constant(ids, rows, self.num_experts, tokens, self.layers)
-            _refuse(found, self.layers, _CONSTANT)
+            _refuse(found, self.layers, checks.CONSTANT_CAUSE)
         return self
 
     def to_bytes(self) -> bytes:
-        """Return a byte string that says everything about itself, for the wire."""
+        """Return a byte string that says everything about itself, in the safetensors layout."""
         return b"".join(self.to_buffers())
 
-    def to_buffers(self) -> tuple[bytes, memoryview, bytes]:
+    def to_buffers(self) -> list[bytes | memoryview]:
         """Return `to_bytes` in three pieces, the ids not copied: for `writelines` of a file or a socket."""
-        return serialization.to_buffers(self)
+        return encode({"": self.encodable()})
+
+    def encodable(self) -> dict[str, Any]:
+        """Return what is written of these routes: the arguments that make them, with numpy's arrays."""
+        known = {name: getattr(self, name) for name in (*_FIELDS, "vouched", "from_engine")}
+        return known | {name: known[name].contiguous().numpy() for name in ("ids", "recorded")}
 
     def __reduce__(self) -> tuple[Any, ...]:
         # numpy's arrays go out of band where the pickler can do that (protocol 5): Ray copies the ids neither
         # when it stores them nor when it reads them.
-        arrays = {name: getattr(self, name).contiguous().numpy() for name in ("ids", "recorded")}
-        return _unpickled, (vars(self) | arrays,)
+        return _unpickled, (vars(self) | self.encodable(),)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> RoutedExperts:
@@ -398,17 +390,19 @@ class RoutedExperts:
             RouteFileError: the bytes are foreign, cut short or changed.
             InvalidRoutes: the routes in it are wrong.
         """
-        return cls._adopt(**serialization.from_bytes(data)).check_not_constant()
+        cause = "they were cut short or changed, or are something else"
+        with reading("these bytes can't be read as routes", cause):
+            return cls._adopt(**from_buffer(data)).check_not_constant()
 
     def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> None:
-        """Write a safetensors file, whole or not at all. Needs `pip install npu-replay[files]`.
+        """Write a safetensors file, whole or not at all.
 
         >>> routes.save("step7.routes")
 
         Raises:
             RouteFileError: the file is there and `overwrite` isn't set, or it can't be written.
         """
-        serialization.write_file(self, path, overwrite=overwrite)
+        write_whole(as_path(path), *self.to_buffers(), overwrite=overwrite)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RoutedExperts:
@@ -424,8 +418,8 @@ class RoutedExperts:
         """
         place = as_path(path)
         cause = "it was cut short, damaged, or isn't a safetensors file"
-        with serialization.reading("this file can't be read as routes", cause, place):
-            return cls._adopt(**serialization.from_file(place)).check_not_constant()
+        with reading("this file can't be read as routes", cause, place):
+            return cls._adopt(**from_file(place)).check_not_constant()
 
 
 _FIELDS = tuple(field.name for field in fields(RoutedExperts))
@@ -435,7 +429,7 @@ def _unpickled(values: dict[str, Any]) -> RoutedExperts:
     lacking, problem = {*_FIELDS} - values.keys(), "this pickle is of another version of npu_replay"
     got = f"routes without {', '.join(sorted(lacking))}"
     RouteFileError.unless(not lacking, problem, "one version on all nodes", got)
-    arrays = {name: serialization.shared_tensor(values[name]) for name in ("ids", "recorded")}
+    arrays = {name: arguments.shared_tensor(values[name]) for name in ("ids", "recorded")}
     return RoutedExperts.__new__(RoutedExperts)._about(**values | arrays)
 
 

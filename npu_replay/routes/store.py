@@ -1,53 +1,37 @@
-"""RouteStore: the routes of many samples in one folder: safetensors shards, and an index for each.
+"""RouteStore: the routes of many samples in one folder, in safetensors shards (`encoding`).
 
-A shard, NAME-00000.safetensors, has two tensors a sample, `KEY.ids` and `KEY.recorded`. NAME-00000.index.json
-has the header of each (`serialization`); what is the same for all samples stands there once. Each of the two
-files is written whole or not at all, the index last, so a job that dies leaves what was written; a shard
-without its index is removed by the next writer of its name.
+A shard, NAME-00000.safetensors, has samples of one model. It is written whole or not at all, so a job that
+dies leaves what was written.
 """
 
 from __future__ import annotations
 
 import glob
-import json
 import logging
 import os
-from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
-from npu_replay import json_text
 from npu_replay.errors import RouteFileError, shown, whole_number
-from npu_replay.routes.atomic_file import as_path, check_writer, plain_file, remove_left, write_whole, written
+from npu_replay.routes.atomic_file import as_path, check_writer, plain_file, reader, remove_left, write_whole
 from npu_replay.routes.checks import Array
+from npu_replay.routes.encoding import Header, encode, reading
 from npu_replay.routes.fingerprint import SampleKey, as_token_ids, find_other_tokens, fingerprint, with_key
 from npu_replay.routes.routed_experts import RoutedExperts
-from npu_replay.routes.serialization import (
-    FIELDS,
-    TensorFile,
-    as_tensors,
-    check_header,
-    reading,
-    safetensors_bytes,
-    verified,
+
+SHARD_BYTES = 1 << 28
+SHARD_SAMPLES = 1 << 13
+"""The header of so many is one that the safetensors package reads, with keys of 300 characters, too."""
+_ENDING = ".safetensors"
+_HEADERS = 64  # of shards, that are kept
+_DAMAGED = (
+    "something else, a file that was cut short, changed or taken away, or another version of npu_replay"
 )
 
-FORMAT = "npu_replay.store.1"
-SHARD_BYTES = 1 << 28
-_INDEX = ".index.json"
-_HEADERS = 64  # of shards, that are kept
-
 logger = logging.getLogger(__name__)
-
-
-class _Entry(NamedTuple):
-    """Where one sample lies, and its header: its own, over what all in the shard have."""
-
-    shard: str
-    header: ChainMap[str, Any]
 
 
 class RouteStore(Mapping[str, RoutedExperts]):
@@ -68,28 +52,30 @@ class RouteStore(Mapping[str, RoutedExperts]):
         shard: only this one, by its name without an ending; all when not given.
 
     Raises:
-        RouteFileError: the folder holds no index, or one that can't be read.
+        RouteFileError: the folder holds no shard, or one that can't be read.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, shard: str | None = None) -> None:
         self.folder = as_path(folder)
-        self._samples: dict[str, _Entry] = {}
-        self._files: dict[tuple[Path, int, int, int], TensorFile] = {}
-        indexes = sorted(self.folder.glob(f"{'*' if shard is None else glob.escape(shard)}{_INDEX}"))
+        self._headers: dict[tuple[Path, int, int, int], Header] = {}
+        shards = sorted(self.folder.glob(f"{'*' if shard is None else glob.escape(shard)}{_ENDING}"))
         cause = "another folder, or a job that ended before its first shard was full: close the writer"
         problem, where = "there are no routes in this folder", str(self.folder)
-        RouteFileError.unless(bool(indexes), problem, f"NAME{_INDEX}", "none", cause, where)
-        self._several: dict[str, str] = {}
+        RouteFileError.unless(bool(shards), problem, f"NAME{_ENDING}", "none", cause, where)
+        self._samples: dict[str, tuple[Path, dict[str, Any]]] = {}
+        self._several: dict[str, Path] = {}
         """Of a key that two shards have with other routes, the second shard."""
-        for index in indexes:
-            for key, entry in _read_index(index).items():
-                first = self._samples.setdefault(key, entry)
-                if first.header["digest"] != entry.header["digest"]:
-                    self._several[key] = entry.shard
+        for path in shards:
+            with reading("the shard can't be read", _DAMAGED, path), plain_file(path) as file:
+                samples = self._header(path, file).samples
+            for key, known in samples.items():
+                _, first = self._samples.setdefault(key, (path, known))
+                if first["digest"] != known["digest"]:
+                    self._several[key] = path
         self._of_tokens: dict[int, list[str]] = {}
         """Keys that are fingerprints, by the half that tells the tokens."""
-        for key, entry in self._samples.items():
-            if (mark := entry.header["fingerprint"]) is not None and key == key_of(mark):
+        for key, (_, known) in self._samples.items():
+            if (mark := known["fingerprint"]) is not None and key == key_of(mark):
                 self._of_tokens.setdefault(mark >> 32, []).append(key)
 
     def __repr__(self) -> str:
@@ -121,9 +107,8 @@ class RouteStore(Mapping[str, RoutedExperts]):
         return len(self._samples)
 
     def described(self, key: str) -> tuple[Path, dict[str, Any]]:
-        """The shard that a sample lies in, and its header."""
-        entry = self._samples[key]
-        return self.folder / entry.shard, dict(entry.header)
+        """The shard that a sample lies in, and what is known of it beside its ids."""
+        return self._samples[key]
 
     def of(self, tokens: Any, *, sample_key: SampleKey = None) -> RoutedExperts:
         """The routes of one sequence of token ids, [tokens], with the key that they have, if any.
@@ -150,14 +135,18 @@ class RouteStore(Mapping[str, RoutedExperts]):
         return found
 
     def _read(self, key: str, tokens: Array | None = None) -> RoutedExperts:
-        shard, said = self.described(key)
+        shard, known = self.described(key)
         if key in self._several:
-            raise self._ambiguous(key, f"other routes in {shard.name} and {self._several[key]}")
-        cause = "a file that was cut short, changed or taken away"
-        with reading("the shard can't be read", cause, f"{shard}, {key}"):
-            with plain_file(shard) as file:
-                ids, recorded = self._tensors(shard, file).arrays(file, f"{key}.ids", f"{key}.recorded")
-            return RoutedExperts._adopt(**verified(said, ids, recorded)).check_not_constant(tokens)
+            raise self._ambiguous(key, f"other routes in {shard.name} and {self._several[key].name}")
+        with (
+            reading("the shard can't be read", _DAMAGED, f"{shard}, {key}"),
+            plain_file(shard) as file,
+        ):
+            header = self._header(shard, file)
+            found = header.arguments(reader(file), key)
+            if header.samples[key] != known:
+                raise ValueError("the shard was replaced since the folder was opened")
+            return RoutedExperts._adopt(**found).check_not_constant(tokens)
 
     def _ambiguous(self, key: str, got: str) -> RouteFileError:
         return RouteFileError(
@@ -168,34 +157,33 @@ class RouteStore(Mapping[str, RoutedExperts]):
             cause="the same question about other images, or one answer that two ranks sampled",
         )
 
-    def _tensors(self, shard: Path, file: BinaryIO) -> TensorFile:
+    def _header(self, shard: Path, file: BinaryIO) -> Header:
         """The header of an open shard, which is read once for each file that has had this name."""
         now = os.fstat(file.fileno())
         key = shard, now.st_ino, now.st_size, now.st_mtime_ns
-        if key not in self._files:
-            while len(self._files) >= _HEADERS:
-                del self._files[next(iter(self._files))]
-            tensors = TensorFile(file)
-            _check_format(tensors.metadata.get("format"))
-            self._files[key] = tensors
-        return self._files[key]
+        if key not in self._headers:
+            while len(self._headers) >= _HEADERS:
+                del self._headers[next(iter(self._headers))]
+            self._headers[key] = Header.read(reader(file), now.st_size)
+        return self._headers[key]
 
 
 class RouteWriter(AbstractContextManager["RouteWriter"]):
     """Writes samples into a folder, a shard at a time. See `RouteStore.writer`."""
 
     def __init__(self, folder: Path, name: Any, shard_bytes: int) -> None:
-        self._bytes_of = safetensors_bytes()
         check_writer(name)
         self.folder, self.name, self.shard_bytes = folder, name, shard_bytes
         self._keys: set[str] = set()
         self._waiting: dict[str, RoutedExperts] = {}
+        self._model: tuple[Any, ...] | None = None
         self._bytes = 0
         self._shards = 0
-        first = self._file(0, ".safetensors")
+        first = self._file(0)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._clean_up()
+            for left in folder.glob(f".{glob.escape(name)}-{'[0-9]' * 5}{_ENDING}.*.part"):
+                remove_left(left)  # what a writer of this name was writing when it was killed
             taken = first.exists()
         except OSError as error:
             raise RouteFileError(f"nothing can be written there ({error})", where=str(folder)) from error
@@ -227,6 +215,10 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
             own = "pass a key of your own, add(routes, key), or a sample_key"
             cause = f"two samples of the same tokens: {own}; or one added twice"
             raise self._error("the key is taken", "another key", key, cause)
+        model = routes.layers, routes.topk, routes.num_experts
+        if model != self._model or len(self._waiting) >= SHARD_SAMPLES:
+            self.flush()
+            self._model = model
         self._keys.add(key)
         self._waiting[key] = routes
         self._bytes += routes.ids.nbytes
@@ -237,25 +229,9 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         """Write what is waiting, as one shard; return its name without an ending, None where nothing is."""
         if not self._waiting:
             return None
-        number, self._shards = self._shards, self._shards + 1  # one that failed is not written again
-        shard, headers = self._file(number, ".safetensors"), {}
-        tensors: dict[str, Array] = {}
-        for key, routes in self._waiting.items():
-            arrays, headers[key] = as_tensors(routes, f"{key}.")
-            tensors |= arrays
-        first, *others = headers.values()
-        alike = [name for name in first if all(one.get(name) == first[name] for one in others)]
-        common = {name: first[name] for name in alike if name != "digest"}
-        for said in headers.values():
-            for name in common:
-                del said[name]
-        index = {"format": FORMAT, "shard": shard.name, "common": common, "samples": headers}
-        with written(shard, self._bytes_of(tensors, {"format": FORMAT}), overwrite=False):
-            try:
-                write_whole(self._file(number, _INDEX), json.dumps(index).encode(), overwrite=False)
-            except BaseException:
-                shard.unlink(missing_ok=True)  # nobody reads it without its index
-                raise
+        shard, self._shards = self._file(self._shards), self._shards + 1
+        samples = {key: routes.encodable() for key, routes in self._waiting.items()}
+        write_whole(shard, *encode(samples), overwrite=False)
         self._waiting, self._bytes = {}, 0
         return shard.stem
 
@@ -270,19 +246,11 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
             # What the caller is told of is his own error: it came first, and may be why this one did.
             logger.error("[npu_replay] %s: the routes that were waiting are lost: %s", self.folder, lost)
 
-    def _clean_up(self) -> None:
-        """What a writer of this name left half done when it was killed; other names' are theirs."""
-        own = glob.escape(self.name) + "-" + "[0-9]" * 5
-        for left in self.folder.glob(f".{own}.*.part"):
-            remove_left(left)
-        for shard in self.folder.glob(f"{own}.safetensors"):
-            remove_left(shard, unless=shard.with_suffix(_INDEX))
-
     def _error(self, problem: str, expected: str, got: object, cause: str = "") -> RouteFileError:
         return RouteFileError(problem, where=str(self.folder), expected=expected, got=got, cause=cause)
 
-    def _file(self, number: int, suffix: str) -> Path:
-        return self.folder / f"{self.name}-{number:05d}{suffix}"
+    def _file(self, number: int) -> Path:
+        return self.folder / f"{self.name}-{number:05d}{_ENDING}"
 
 
 def key_of(mark: int) -> str:
@@ -295,23 +263,3 @@ def _is_key(key: Any) -> bool:
         return isinstance(key, str) and bool(key.encode())
     except UnicodeEncodeError:
         return False
-
-
-def _check_format(found: object) -> None:
-    if found != FORMAT:
-        raise ValueError(f"format {found!r}, not {FORMAT!r}")
-
-
-def _read_index(path: Path) -> dict[str, _Entry]:
-    cause = "a file of something else, one that was cut short, or of another version of npu_replay"
-    with reading("this index of routes can't be read", cause, path):
-        with plain_file(path) as file:
-            index = json_text.parse(file.read())
-        _check_format(index["format"])
-        shard, common = index["shard"], {**index["common"]}
-        if Path(shard).name != shard:
-            raise ValueError(f"shard {shard!r}")
-        check_header(common, optional=FIELDS)
-        for own in index["samples"].values():
-            check_header(own, optional=common)
-        return {key: _Entry(shard, ChainMap({**own}, common)) for key, own in index["samples"].items()}

@@ -20,11 +20,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from npu_replay.demo import hybrid_model, megatron_model
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.token_layout import TokenLayout
 from npu_replay.routers import Router, find
 from npu_replay.routes.fingerprint import fingerprint
+from npu_replay.smoke import hybrid_model, megatron_model
 from npu_replay.smoke.options import Split
 
 TOPK = 2

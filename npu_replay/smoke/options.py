@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
+from argparse import Namespace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from npu_replay import options
-from npu_replay.options import Option
 
-ABOUT = "Try routing replay on this stack, device and split (exits 1 if something fails)."
 SIZES = {
     "tp": "Tensor parallel ranks; with more than one sequence parallelism is on too.",
     "pp": "Pipeline stages.",
@@ -20,13 +17,6 @@ SIZES = {
     "vp": "Virtual stages of each pipeline rank.",
     "etp": "Tensor parallel ranks within experts.",
 }
-
-
-class Model(str, Enum):
-    """Which of Megatron's model classes is built."""
-
-    gpt = "gpt"
-    hybrid = "hybrid"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +103,11 @@ class Options(Split):
     force: bool = False
     patience: float = 60.0
 
+    @classmethod
+    def of(cls, given: Namespace) -> Options:
+        """Take them from a command line that was read."""
+        return cls(**{field.name: getattr(given, field.name) for field in fields(cls)})
+
     def problem(self, processes: int) -> str:
         """Why so many processes can't run this; empty if they can.
 
@@ -139,31 +134,3 @@ class Options(Split):
         except options.WrongOption as error:
             return options.message(error)
         return ""
-
-
-_SPLIT = "The job's split"
-OPTIONS = (
-    Option("model", Model.gpt, "Megatron's class: GPTModel, or HybridModel (MambaModel up to 0.17)."),
-    *(Option(name, 1, words, group=_SPLIT) for name, words in SIZES.items()),
-    Option(
-        "sequence_parallel", False, "On by itself with --tp 2 or more, as Megatron wants it.", group=_SPLIT
-    ),
-    options.DEVICE,
-    Option("recompute", False, "Try full activation recompute too."),
-    Option("patience", 60.0, "Seconds that a rank waits for another before it says so.", metavar="SECONDS"),
-    *options.report("JSON file for the results, to attach to a report."),
-)
-END = options.ending(
-    "docs/smoke.md",
-    "python -m npu_replay smoke --recompute",
-    "torchrun --nproc-per-node 4 -m npu_replay smoke --tp 2 --pp 2 --out smoke.json",
-)
-
-
-def parse(arguments: Sequence[str]) -> Options:
-    """Read a command line; exits 2 if it can't be read.
-
-    >>> parse(["--tp", "2", "--recompute"]).tp
-    2
-    """
-    return Options(**options.read("smoke", OPTIONS, arguments, ABOUT, END))

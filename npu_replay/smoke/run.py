@@ -18,14 +18,14 @@ import torch
 
 import npu_replay
 from npu_replay import screen
-from npu_replay.demo import hybrid_model
 from npu_replay.devices import megatron_on, one_thread
 from npu_replay.errors import ReplayError
 from npu_replay.options import message, write_out
+from npu_replay.smoke import hybrid_model
 from npu_replay.smoke.checks import FEATURES, Examination, Trial, left_behind
 from npu_replay.smoke.job import Job, Verdict, Watch, Wrong, caught, first_to_fail, place
 from npu_replay.smoke.model import ROUTINGS, Routing
-from npu_replay.smoke.options import Options, parse
+from npu_replay.smoke.options import Options
 from npu_replay.smoke.report import FAIL, PASS, SKIP, Report, Result
 from npu_replay.tables import print_json, show_error
 
@@ -44,16 +44,6 @@ def main(options: Options) -> int:
         smoke = Smoke(options)
         smoke.run()
         return smoke.end()
-
-
-def run_command_line(arguments: Sequence[str]) -> None:
-    """The command; exits 0 if all features pass, else 1, and 2 for sizes that don't fit."""
-    raise SystemExit(main(parse(arguments)))
-
-
-def run(**given: Any) -> None:
-    """The same, with the options read."""
-    raise SystemExit(main(Options(**given)))
 
 
 def say(text: str, to: TextIO) -> None:

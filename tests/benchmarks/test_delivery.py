@@ -11,9 +11,8 @@ from benchmarks import delivery as bench
 
 
 def test_the_job_is_planned_and_its_parts_are_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("safetensors")
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(bench, "TOKENS", 64)
     out = tmp_path / "bench.json"
@@ -25,15 +24,15 @@ def test_the_job_is_planned_and_its_parts_are_measured(
         bench.main(**bench._options())
     finally:
         bench.samples.cache_clear()
-    printed = capsys.readouterr().out
+    printed = capfd.readouterr().out
     found = json.loads(out.read_text())
     ways = {
         what: [row["way"] for row in found["rows"] if row["what"] == what and row["way"] != "Ray"]
         for what in ("put", "fetch", "gather")
     }
     assert ways == {
-        "put": ["copy", "seal", "process", "folder"],
-        "fetch": ["copy", "process", "folder", "as Ray's", bench.RANK, bench.SHARE],
+        "put": ["copy", "as over Ray"],
+        "fetch": ["copy", "as over Ray", bench.RANK, bench.SHARE],
         "gather": ["take", bench.ONE, bench.TAKEN, bench.EVERY],
     }
     assert found["planned"]["nodes"] == 1

@@ -19,7 +19,7 @@ def clone(tmp_path: Path) -> Path:
     """A copy with what has been fetched here, in a folder whose name has a space in it."""
     copy = tmp_path / "a clone"
     copy.mkdir()
-    for folder in ("npu_replay", "compat", "ci"):
+    for folder in ("npu_replay", "compat", "ci", "examples"):
         shutil.copytree(REPOSITORY / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(REPOSITORY / "pyproject.toml", copy)
     (copy / ".work").symlink_to(REPOSITORY / ".work")
@@ -101,7 +101,7 @@ def test_the_demo_with_vllm_has_the_environment_with_vllm(
     done = script(clone, "demo.sh", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     assert ("the live environment" in done.stdout) == live
-    assert f"npu-replay demo {' '.join(arguments)} --out" in done.stdout
+    assert f"python -m examples.demo {' '.join(arguments)} --out" in done.stdout
 
 
 @pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""The command line: help, options, errors, and what it says where its packages are missing."""
+"""The command line: help, options, errors."""
 
 from __future__ import annotations
 
@@ -9,97 +9,107 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
+import command_line
 import npu_replay
-from npu_replay.cli.commands import app
+import npu_replay.inspection.compare
+import npu_replay.inspection.inspection
+from command_line import Result
+from npu_replay import options
 
 
 @pytest.fixture
 def invoke(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     monkeypatch.setenv("COLUMNS", "200")
-    return lambda *arguments: CliRunner().invoke(app, arguments)
-
-
-@pytest.fixture
-def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the demo was called with; it is replaced by a stand-in that notes it."""
-    seen: dict[str, Any] = {}
-    module = ModuleType("npu_replay.demo.run")
-    module.main = lambda **arguments: seen.update(arguments)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    return seen
+    return command_line.invoke
 
 
 def test_help_and_version(invoke: Callable[..., Result]) -> None:
     result = invoke("--help")
     assert result.exit_code == 0
-    commands = ("demo", "doctor", "inspect", "compare", "smoke")
+    commands = ("doctor", "inspect", "compare", "smoke")
     assert all(command in result.stdout for command in commands)
-    text = invoke("demo", "--help").stdout
-    assert all(choice in text for choice in ("auto", "cpu", "cuda", "npu", "x>=1"))
+    text = invoke("smoke", "--help").stdout
+    assert all(choice in text for choice in ("auto", "cpu", "cuda", "npu"))
     assert invoke("--version").stdout.strip() == npu_replay.__version__
 
 
-DEMO = {
-    "device": "auto",
-    "steps": 8,
-    "out": Path("npu_replay_demo"),
-    "seed": 0,
-    "force": False,
-    "engine": "transformers",
-    "as_json": False,
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What inspect was called with; it is replaced by a stand-in that notes it."""
+    seen: dict[str, Any] = {}
+
+    def look(path: Path, **given: Any) -> Any:
+        seen.update(given, path=path)
+        raise npu_replay.ReplayError("seen")
+
+    monkeypatch.setattr(npu_replay.inspection.inspection, "inspect", look)
+    return seen
+
+
+INSPECT = {
+    "path": Path("x"),
+    "config": None,
+    "engine": None,
+    "version": "",
+    "prompt_ids": None,
+    "output_ids": None,
+    "start": 0,
+    "sample": None,
 }
 
 
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        ("demo", DEMO),
+        ("inspect x --sample k", INSPECT | {"sample": "k"}),
         (
-            "demo --device npu --steps 3 --out x --seed 5 --force --engine vllm",
-            DEMO
-            | {"device": "npu", "steps": 3, "out": Path("x"), "seed": 5, "force": True, "engine": "vllm"},
+            "inspect --engine vllm x --engine-version 1 --config c --prompt-ids p --output-ids o --start 3",
+            INSPECT
+            | {"engine": "vllm", "version": "1", "config": Path("c"), "prompt_ids": Path("p")}
+            | {"output_ids": Path("o"), "start": 3},
         ),
     ],
 )
 def test_options_are_passed_on_and_have_defaults(
-    invoke: Callable[..., Result], called: dict[str, Any], arguments: str, wanted: dict[str, Any]
+    invoke: Callable[..., Result], looked: dict[str, Any], arguments: str, wanted: dict[str, Any]
 ) -> None:
-    assert invoke(*arguments.split()).exit_code == 0
-    assert called == wanted
+    assert "seen" in invoke(*arguments.split()).stderr
+    assert looked == wanted
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("demo", "--steps", "0"),
-        ("demo", "--device", "tpu"),
-        ("demo", "--engine", "sglang"),
+        ("inspect", "x", "--start", "-1"),
+        ("inspect", "x", "--start", "a"),
+        ("inspect", "x", "--engine", "trt"),
+        ("inspect", "x", "--sam", "k"),  # no abbreviation: a later option could take it away
+        ("smoke", "--device", "tpu"),
         ("nothing",),
+        ("demo",),
     ],
 )
 def test_a_wrong_option_is_refused_before_anything_runs(
-    invoke: Callable[..., Result], called: dict[str, Any], arguments: tuple[str, ...]
+    invoke: Callable[..., Result], looked: dict[str, Any], arguments: tuple[str, ...]
 ) -> None:
     result = invoke(*arguments)
     assert result.exit_code == 2
-    assert called == {}
+    assert looked == {}
 
 
 @pytest.fixture
-def fails(called: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], None]:
-    """Make the demo raise an error."""
+def fails(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], None]:
+    """Make compare raise an error."""
 
     def failing(error: Exception) -> None:
-        def main(**_: object) -> None:
+        def compare_paths(*_: object) -> None:
             raise error
 
-        monkeypatch.setattr(sys.modules["npu_replay.demo.run"], "main", main)
+        monkeypatch.setattr(npu_replay.inspection.compare, "compare_paths", compare_paths)
 
     return failing
 
@@ -108,10 +118,10 @@ def test_a_replay_error_is_one_message_without_a_traceback(
     invoke: Callable[..., Result], fails: Callable[[Exception], None]
 ) -> None:
     fails(npu_replay.ReplayError("[it] went wrong", where="layer 3", expected=1, got=2, cause="a test"))
-    result = invoke("demo")
+    result = invoke("compare", "x", "y")
     assert result.exit_code == 1
     assert "Error: layer 3: [it] went wrong. Expected 1, got 2. Usual cause: a test" in result.stderr
-    assert "Traceback" not in result.output
+    assert "Traceback" not in result.stdout + result.stderr
     assert "--debug" in result.stderr
 
 
@@ -120,7 +130,7 @@ def test_an_error_is_folded_and_names_the_page_of_cures(
 ) -> None:
     fails(npu_replay.ReplayError("routes and rows differ", expected="a " * 50, got=2, cause="a test"))
     monkeypatch.setenv("COLUMNS", "60")
-    said = invoke("demo").stderr
+    said = invoke("compare", "x", "y").stderr
     assert max(map(len, said.splitlines())) <= 60
     assert "docs/troubleshooting.md" in said.split("Symptoms and cures: ")[1]
 
@@ -128,14 +138,12 @@ def test_an_error_is_folded_and_names_the_page_of_cures(
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        ("demo --json", 1, "layer 3: wrong"),
-        ("compare nothing x --json", 1, "nothing"),
-        ("demo --json --out file/out", 2, "can't be made"),
+        ("compare x y --json", 1, "layer 3: wrong"),
         ("doctor --json --out nothing/out.json", 2, "can't be written"),
         ("smoke --json --tp 2", 2, "multiple of 2 processes"),
-        ("inspect --json", 2, "Missing argument"),
-        ("doctor --json --nothing", 2, "No such option"),
-        ("nothing --json", 2, "No such command"),
+        ("inspect --json", 2, "arguments are required: FILE"),
+        ("doctor --json --nothing", 2, "unrecognized arguments: --nothing"),
+        ("nothing --json", 2, "invalid choice: 'nothing'"),
     ],
 )
 def test_under_json_a_failure_is_one_document(
@@ -148,9 +156,6 @@ def test_under_json_a_failure_is_one_document(
     words: str,
 ) -> None:
     fails(npu_replay.ReplayError("wrong", where="layer 3"))
-    if arguments.startswith("demo --json --out"):
-        monkeypatch.delitem(sys.modules, "npu_replay.demo.run")
-        monkeypatch.setattr(npu_replay.compat.probe, "require", lambda *_: None)
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     result = invoke(*arguments.split())
@@ -162,89 +167,46 @@ def test_under_json_a_failure_is_one_document(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        ("doctor --json --nothing", 2, "unrecognized arguments"),
-        ("doctor --json --out nothing/x.json", 2, "can't be written"),
-        ("smoke --json --tp 2", 2, "multiple of 2 processes"),
-        ("inspect x --json", 1, "typer and rich"),
-    ],
-)
-def test_so_it_is_without_typer(tmp_path: Path, arguments: str, code: int, words: str) -> None:
-    program = f"""
-import sys
-sys.modules["typer"] = None
-sys.argv = ["npu-replay", *{arguments.split()}]
-from npu_replay.cli import main
-main()
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], text=True, capture_output=True, check=False, cwd=tmp_path
-    )
-    assert done.returncode == code
-    found = json.loads(done.stdout)
-    assert list(found) == ["error"]
-    assert words in found["error"]
-    assert words in " ".join(done.stderr.split())
-
-
-@pytest.mark.parametrize(
     ("error", "arguments"),
     [
-        (npu_replay.ReplayError("wrong"), "--debug demo"),  # on either side of the command
-        (npu_replay.ReplayError("wrong"), "demo --debug"),
-        (ZeroDivisionError(), "demo"),  # a fault of ours keeps its traceback
+        (npu_replay.ReplayError("wrong"), "--debug compare x y"),  # on either side of the command
+        (npu_replay.ReplayError("wrong"), "compare x y --debug"),
+        (ZeroDivisionError(), "compare x y"),  # a fault of ours keeps its traceback
     ],
 )
 def test_debug_and_a_fault_of_ours_let_the_error_through(
     invoke: Callable[..., Result], fails: Callable[[Exception], None], error: Exception, arguments: str
 ) -> None:
     fails(error)
-    assert invoke(*arguments.split()).exception is error
+    with pytest.raises(type(error)) as caught:
+        invoke(*arguments.split())
+    assert caught.value is error
 
 
 def test_a_missing_package_leads_to_doctor(
     invoke: Callable[..., Result], fails: Callable[[Exception], None]
 ) -> None:
     fails(ModuleNotFoundError("No module named 'einops'"))
-    result = invoke("demo")
+    result = invoke("compare", "x", "y")
     assert result.exit_code == 1
     assert "No module named 'einops'" in result.stderr
     assert "npu-replay doctor" in result.stderr
 
 
-@pytest.mark.parametrize("missing", ["typer", "rich"])
-@pytest.mark.parametrize(
-    ("arguments", "extra"),
-    [("inspect x", "cli"), ("compare x y", "cli"), ("demo", "demo"), ("", "cli")],
-)
-def test_without_typer_or_rich_one_message_says_how_to_get_them(
-    missing: str, arguments: str, extra: str
-) -> None:
-    code = f"""
-import runpy, sys
-sys.modules["{missing}"] = None
-sys.argv = ["npu-replay", *{arguments.split()}]
-runpy.run_module("npu_replay", run_name="__main__")
-"""
-    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=False)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    said = " ".join(done.stderr.split())
-    asked = f"npu-replay {arguments.split()[0]}" if arguments else "npu-replay"
-    assert said.startswith(f"Error: {asked} needs")
-    assert f"pip install 'npu-replay[{extra}]'" in said
-    assert "npu-replay doctor and npu-replay smoke" in said
+def test_without_a_command_it_says_which_there_are(invoke: Callable[..., Result]) -> None:
+    result = invoke()
+    assert result.exit_code == 2
+    assert "smoke" in result.stdout
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("demo", "--out", "file/out"),
         ("inspect", "file", "--out", "file/out.png"),
         ("compare", "file", "file", "--out", "nothing/out.json"),
         ("doctor", "--out", "nothing/out.json"),
         ("smoke", "--out", "nothing/out.json"),
+        *((*one, "--out", "folder", "--force") for one in (("inspect", "file"), ("doctor",), ("smoke",))),
     ],
     ids=" ".join,
 )
@@ -257,18 +219,25 @@ def test_where_nothing_can_be_written_is_said_before_the_work(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(npu_replay.compat.probe, "require", lambda *_: None)
     Path("file").touch()
+    Path("folder").mkdir()
     result = invoke(*arguments)
     assert result.exit_code == 2
-    assert re.search("can't be (made|written)", result.stderr)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert re.search("can't be written", result.stderr)
+    assert {path.name for path in tmp_path.rglob("*")} == {"file", "folder"}
 
 
-@pytest.mark.parametrize("command", ["demo", "smoke"])
-def test_without_megatron_a_command_says_what_doctor_says(command: str, tmp_path: Path) -> None:
+def test_a_file_that_came_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("theirs")
+    with pytest.raises(npu_replay.ReplayError, match="not overwritten"):
+        options.write_out(tmp_path / "x.json", b"ours", force=False)
+    assert (tmp_path / "x.json").read_text() == "theirs"
+
+
+def test_without_megatron_smoke_says_what_doctor_says(tmp_path: Path) -> None:
     (tmp_path / "megatron").mkdir()  # another product's half of the name
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-m", "npu_replay", command],
+        [sys.executable, "-m", "npu_replay", "smoke"],
         text=True,
         capture_output=True,
         check=False,

@@ -23,19 +23,12 @@ import torch
 from npu_replay import RoutedExperts
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("demo", "doctor", "inspect", "compare", "smoke")
+COMMANDS = ("doctor", "inspect", "compare", "smoke")
 ON_MEGATRON = {
-    "demo": ("--steps", "1", "--out", "demo"),
     "smoke": ("--recompute", "--device", "cpu"),
 }
 """The smallest case of each, of those that take a while and import others' code."""
 AT_ONCE = {"doctor": (), "inspect": ("a.routes",), "compare": ("a.routes", "b.routes")}
-WITHOUT_TYPER = """
-import sys
-sys.modules["typer"] = sys.modules["rich"] = None
-from npu_replay.cli import main
-main()
-"""
 NOISE = """
 import logging, os, warnings
 from npu_replay import devices
@@ -70,7 +63,7 @@ def desk(tmp_path: Path) -> Path:
 
 
 def environment(**more: str) -> dict[str, str]:
-    gone = ("COLUMNS", "FORCE_COLOR", "NO_COLOR", "RANK", "WORLD_SIZE", "TTY_COMPATIBLE")
+    gone = ("COLUMNS", "NO_COLOR", "RANK", "WORLD_SIZE", "PYTHONUNBUFFERED")
     path = [os.path.abspath(one) for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
     known = {name: value for name, value in os.environ.items() if name not in gone}
     return known | {"TERM": "xterm", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)} | more
@@ -142,7 +135,6 @@ def test_a_help_fits_and_ends_with_what_to_copy_and_its_page(helps: dict[str, st
     text = helps[command]
     assert max(map(len, text.splitlines())) <= 80
     assert "\x1b" not in text
-    assert "<bool>" not in text
     words = " ".join(text.split())
     examples = words.split("Examples: ")[1].split(" More: ")[0]
     shown = re.findall(r"(?:npu-replay|npu_replay) (\w+)(.*?)(?= npu-replay| torchrun| python|$)", examples)
@@ -157,35 +149,10 @@ def test_a_help_fits_and_ends_with_what_to_copy_and_its_page(helps: dict[str, st
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_the_same_words_for_its_report(helps: dict[str, str], command: str) -> None:
-    report = helps[command].split("─ The report ─")[1]
+    report = helps[command].split("the report:\n")[1]
     assert "Print one JSON document, and nothing else, on stdout." in report
-    assert re.findall(r"--[\w-]+", report.split("╰")[0]) == ["--json", "--out", "--force"]
+    assert re.findall(r"--[\w-]+", report.split("\n\n")[0]) == ["--json", "--out", "--force"]
     assert "--debug" in helps[command]
-
-
-@pytest.mark.parametrize("command", ["doctor", "smoke"])
-def test_without_typer_a_help_has_the_same_options_words_and_end(
-    helps: dict[str, str], command: str, tmp_path: Path
-) -> None:
-    found = run(tmp_path, command, "--help", code=WITHOUT_TYPER)
-    assert found.returncode == 0
-    assert "\x1b" not in found.stdout
-    assert max(map(len, lines_of(found.stdout))) <= 80
-    flags = set(re.findall(r"--[a-z][\w-]+", helps[command]))
-    assert set(re.findall(r"--[a-z][\w-]+", found.stdout)) == flags - {"--debug"}
-    for end in re.findall(r"(?m)^ (npu-replay .*|torchrun .*|More: .*)", helps[command]):
-        assert end.strip() in found.stdout
-
-
-def test_the_shell_completes_commands_and_options(tmp_path: Path) -> None:
-    def completed(words: str) -> list[str]:
-        asked = {"_NPU_REPLAY_COMPLETE": "complete_bash", "COMP_WORDS": words}
-        code = "import sys; sys.argv[0] = 'npu-replay'; from npu_replay.cli import main; main()"
-        count = str(len(words.split()) - 1)
-        return run(tmp_path, code=code, COMP_CWORD=count, **asked).stdout.split()
-
-    assert completed("npu-replay ins") == ["inspect"]
-    assert completed("npu-replay smoke --rec") == ["--recompute"]
 
 
 # --json, --out
@@ -202,9 +169,8 @@ def test_json_is_one_document_and_alone_on_stdout(desk: Path, command: str) -> N
         told = (desk / log).read_text()
         assert [one for one in NOISES if f"noise {one}" not in told] == []
         assert "noise" not in done.stderr
-        if command != "demo":
-            assert f"npu-replay-{command}" in log.name
-            log.unlink()
+        assert f"npu-replay-{command}" in log.name
+        log.unlink()
 
 
 @pytest.mark.parametrize("command", AT_ONCE)
@@ -229,8 +195,6 @@ def test_out_is_the_same_document_in_a_file(desk: Path, command: str) -> None:
         *(
             pytest.param(command, columns, marks=megatron)
             for command, columns in [
-                ("demo", ""),
-                ("demo", "60"),
                 ("smoke", ""),
             ]
         ),
@@ -247,12 +211,6 @@ def test_in_a_pipe_all_fits_without_colours_and_nothing_is_cut(
     assert [line for line in lines_of(done.stdout) if len(line) > int(columns or 80)] == []
     assert not any(line != line.rstrip() for line in done.stdout.splitlines())
     assert "Warning" not in done.stdout + done.stderr.replace("Warnings of torch", "")
-    if command == "demo":
-        assert len(re.findall(r"(?m)^\d/5 ", done.stderr)) == 5
-    if command != "doctor":
-        return
-    alone = run(desk, command, code=WITHOUT_TYPER, **({"COLUMNS": columns} if columns else {}))
-    assert [line for line in lines_of(alone.stdout) if len(line) > int(columns or 80)] == []
 
 
 @pytest.mark.parametrize("command", AT_ONCE)
@@ -262,7 +220,7 @@ def test_a_narrow_terminal_has_colours_and_no_line_too_long(desk: Path, command:
     assert [line for line in lines_of(plain(sent)) if len(line) > 60] == []
     assert "…" not in sent
     grey = in_a_terminal(desk, 60, *smallest(command), NO_COLOR="1")
-    assert not re.search(r"\x1b\[[\d;]*3\dm", grey)
+    assert "\x1b" not in grey
     untimed = [re.sub(r"\d+\.\d+ s", "", plain(one)) for one in (sent, grey)]
     assert untimed[0] == untimed[1]
 
@@ -279,7 +237,6 @@ def test_a_narrow_terminal_has_colours_and_no_line_too_long(desk: Path, command:
         (("compare", "a.routes", "nothing"), 1),
         (("inspect",), 2),
         (("inspect", "a.routes", "--out", "nothing/x.png"), 2),
-        (("demo", "--out", "a.routes/x"), 2),
         (("smoke", "--tp", "2"), 2),
         (("smoke", "--nothing"), 2),
         (("nothing",), 2),
@@ -287,8 +244,6 @@ def test_a_narrow_terminal_has_colours_and_no_line_too_long(desk: Path, command:
     ids=lambda one: " ".join(one) if isinstance(one, tuple) else str(one),
 )
 def test_exit_codes_mean_the_same_everywhere(desk: Path, arguments: tuple[str, ...], code: int) -> None:
-    if arguments[0] == "demo":
-        pytest.importorskip("megatron.core", reason="without it the demo says that, and not that")
     done = run(desk, *arguments)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
@@ -304,8 +259,6 @@ def test_the_codes_are_those_of_the_page() -> None:
 
 SLEEPS = """
 import sys, time
-if "{missing}":
-    sys.modules["typer"] = sys.modules["rich"] = None
 from npu_replay.doctor import diagnose
 
 def waits(imports):
@@ -341,32 +294,29 @@ def interrupted(desk: Path, how: Sequence[str], word: str) -> tuple[int, str]:
     return job.returncode, said
 
 
-@pytest.mark.parametrize("missing", ["", "typer"])
-def test_ctrl_c_ends_without_a_traceback(desk: Path, missing: str) -> None:
-    code, said = interrupted(desk, ["-c", SLEEPS.replace("{missing}", missing), "doctor"], "waiting")
+def test_ctrl_c_ends_without_a_traceback(desk: Path) -> None:
+    code, said = interrupted(desk, ["-c", SLEEPS, "doctor"], "waiting")
     assert code == 130
     assert "Traceback" not in said
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "ends"),
+    "arguments",
     [
-        (("inspect", "a.routes"), "", 141),
-        (("compare", "a.routes", "b.routes", "--json"), "", 141),
-        (("doctor",), WITHOUT_TYPER, 141),
-        (("demo", "--help"), "", 1),  # rich prints it, and ends so
+        ("inspect", "a.routes"),
+        ("compare", "a.routes", "b.routes", "--json"),
+        ("doctor",),
+        ("compare", "--help"),
+        ("--version",),
     ],
-    ids=["inspect", "compare", "doctor without typer", "help"],
+    ids=" ".join,
 )
-def test_a_reader_that_goes_leaves_no_traceback(
-    desk: Path, arguments: tuple[str, ...], code: str, ends: int
-) -> None:
+def test_a_reader_that_goes_leaves_no_traceback(desk: Path, arguments: tuple[str, ...]) -> None:
     ours, theirs = os.pipe()
     os.close(ours)
-    how = ["-c", code] if code else ["-m", "npu_replay"]
     with os.fdopen(theirs, "wb") as pipe:
         done: subprocess.CompletedProcess[Any] = subprocess.run(
-            [sys.executable, *how, *arguments],
+            [sys.executable, "-m", "npu_replay", *arguments],
             cwd=desk,
             env=environment(),
             stdout=pipe,
@@ -376,4 +326,4 @@ def test_a_reader_that_goes_leaves_no_traceback(
             timeout=100,
         )
     assert done.stderr == ""
-    assert done.returncode == ends
+    assert done.returncode == 141

@@ -46,7 +46,7 @@ def accelerator(device: torch.device) -> torch.device:
 @pytest.fixture(scope="module")
 def megatron() -> Iterator[None]:
     """Megatron-core in this process alone, on the accelerator."""
-    from npu_replay.demo import megatron_model
+    from npu_replay.smoke import megatron_model
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     with devices.megatron_on(DEVICE):

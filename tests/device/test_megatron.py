@@ -71,7 +71,7 @@ def test_record_and_replay_are_bit_equal_and_recompute_finds_its_own(
 
 
 def test_the_bench_runs_and_names_the_device(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cases, "TOKENS", (16,))
     monkeypatch.setattr(cases, "ROUTER", cases.ROUTER | {"hidden_size": 32})
@@ -94,4 +94,4 @@ def test_the_bench_runs_and_names_the_device(
         "step",
     }
     module = getattr(torch, device.type)
-    assert module.get_device_name() in capsys.readouterr().out
+    assert module.get_device_name() in capfd.readouterr().out

@@ -24,6 +24,7 @@ import npu_replay
 from distributed import parallel_flex
 from distributed import parallel_model as pm
 from npu_replay import RoutedExperts, TokenLayout, delivery
+from piece_files import FileCarrier
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -414,7 +415,7 @@ def _by_reference(sequences: Sequence[RoutedExperts], job: Job, away: Path) -> l
     """What this rank fetches of sequences that the first rank puts into a folder: in its own layers."""
     told: list[Any] = [None]
     if dist.get_rank() == 0:
-        told = [delivery.FolderCarrier(away, cut=job.parallel).put_all(sequences)]
+        told = [FileCarrier(away, cut=job.parallel).put_all(sequences)]
     dist.broadcast_object_list(told)
     found = [one for one in delivery.fetch(told[0], job.parallel) if one is not None]
     assert {one.layers for one in found} == {job.parallel.moe_layers}

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hybrid_model
-from npu_replay.demo import megatron_model
+from npu_replay.smoke import megatron_model
 from npu_replay.smoke.model import Norm
 
 VOCAB, LAYERS, EXPERTS, TOPK = 64, 4, 8, 2

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 import npu_replay
 from npu_replay import ReplayError, RoutedExperts, TokenLayout
+from npu_replay.cli.commands import parser
 from npu_replay.compat.patching import patches as patching
 from npu_replay.sessions import seam
 from npu_replay.sessions.micro_batches import Timeline
@@ -32,7 +33,7 @@ from npu_replay.smoke import model as smoke_model
 from npu_replay.smoke import run as smoke
 from npu_replay.smoke.job import Job
 from npu_replay.smoke.model import ROUTINGS
-from npu_replay.smoke.options import Options, parse
+from npu_replay.smoke.options import Options
 
 Break = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -234,4 +235,4 @@ def hang(job: Job, folder: Path, options: Options) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), parse(sys.argv[2:])))
+    sys.exit(main(Path(sys.argv[1]), Options.of(parser().parse_args(["smoke", *sys.argv[2:]]))))

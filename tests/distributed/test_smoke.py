@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from npu_replay.demo import hybrid_model
+from npu_replay.smoke import hybrid_model
 
 BROKEN = Path(__file__).with_name("smoke_broken.py")
 FEATURES = (
@@ -30,13 +30,6 @@ FEATURES = (
     "bytes",
     "uninstall",
 )
-WITHOUT_TYPER = """
-import sys
-sys.modules["typer"] = sys.modules["rich"] = None
-from npu_replay.cli import main
-main()
-"""
-
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed, pytest.mark.timeout(400)]
 
 
@@ -70,8 +63,7 @@ def smoke(processes: int, folder: Path, *options: str) -> tuple[dict[str, Any], 
     """A run that has to pass: its JSON and what it printed."""
     file = folder / "smoke.json"
     arguments = ["smoke", "--device", "cpu", "--out", str(file), *options]
-    script = ["-m", "npu_replay"] if processes else ["-c", WITHOUT_TYPER]
-    code, out, complaints = launch(processes, script, arguments)
+    code, out, complaints = launch(processes, ["-m", "npu_replay"], arguments)
     assert code == 0, f"{out}\n{complaints}"
     return json.loads(file.read_text()), out
 
@@ -106,7 +98,7 @@ def test_context_parallelism_passes_and_recompute_is_tried_only_if_asked_for(tmp
     assert "SKIP  recompute     not asked for" in out
 
 
-def test_one_process_without_torchrun_typer_and_rich(tmp_path: Path) -> None:
+def test_one_process_without_torchrun(tmp_path: Path) -> None:
     found, out = smoke(0, tmp_path, "--recompute")
     assert tried(found) == {feature: {"PASS"} for feature in FEATURES}
     assert out.startswith("npu-replay smoke: 1 process, on cpu")

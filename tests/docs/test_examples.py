@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import npu_replay
-from npu_replay.demo.rollout import qwen3_moe
+from examples.qwen3_moe.model import qwen3_moe
 from test_house import MODULES
 
 WITH_EXAMPLES = [name for name, path in MODULES.items() if ">>>" in path.read_text(encoding="utf-8")]

@@ -25,7 +25,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
-    from npu_replay.demo import megatron_model
+    from npu_replay.smoke import megatron_model
 
     # Megatron writes the next scale into the first one, which other tests may have left, of another shape.
     monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import tomllib
 
+from examples.demo import tables as demo_tables
 from npu_replay import tables
 from npu_replay.compat.vllm import releases
-from npu_replay.demo import tables as demo_tables
 from npu_replay.doctor import report
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ import torch
 import yaml
 
 import npu_replay
+from examples.qwen3_moe.model import qwen3_moe
 from npu_replay.compat.verl import metrics
-from npu_replay.demo.rollout import qwen3_moe
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

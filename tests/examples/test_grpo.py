@@ -234,7 +234,7 @@ def travel(task: dict[str, Any]) -> dict[str, Any]:
     """On each rank, by each road: the prompt and the number of each sample, which its routes say too."""
     from roads import ROADS
 
-    from npu_replay.demo.rollout import Sample
+    from examples.qwen3_moe.sample import Sample
 
     def sample(prompts: Any, each: int, **_: Any) -> list[Any]:
         pairs = [(prompt[0], number) for prompt in prompts for number in range(each)]

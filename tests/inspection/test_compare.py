@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
+from command_line import Result, invoke
 from npu_replay import ReplayError, RoutedExperts, RouteStore, fingerprint
-from npu_replay.cli.commands import app
 from npu_replay.errors import InvalidRoutes
 from npu_replay.inspection.compare import Comparison, compare_paths, percent
 
@@ -28,7 +27,7 @@ Put = Callable[[Any], Path]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setenv("COLUMNS", "200")
-    return lambda *arguments: CliRunner().invoke(app, ["compare", *map(str, arguments)])
+    return lambda *arguments: invoke("compare", *arguments)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from megatron_cases import (
     random_routes,
     same,
 )
-from npu_replay.demo.hybrid_model import recompute
+from npu_replay.smoke.hybrid_model import recompute
 
 pytestmark = [
     pytest.mark.megatron,

@@ -11,7 +11,7 @@ import torch
 
 import npu_replay
 from megatron_cases import BATCH, LENGTH, SIGMOID_BIAS, Trainer, build, random_routes, routers
-from npu_replay.demo import megatron_model
+from npu_replay.smoke import megatron_model
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 

@@ -57,7 +57,7 @@ def import_half() -> None:
 
 
 def trainer() -> tuple[Callable[[], torch.Tensor], Any]:
-    from npu_replay.demo import megatron_model
+    from npu_replay.smoke import megatron_model
 
     model = megatron_model.model(megatron_model.config(num_layers=2, num_moe_experts=8, moe_router_topk=2))
     tokens = torch.randint(0, 64, (2, 8))

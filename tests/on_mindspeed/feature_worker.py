@@ -249,7 +249,7 @@ class Trainer:
     """A model, its micro-batches, and one step over them."""
 
     def __init__(self, case: Case, *, recompute: bool) -> None:
-        from npu_replay.demo import megatron_model
+        from npu_replay.smoke import megatron_model
 
         self.case = case
         torch.manual_seed(7)
@@ -281,7 +281,7 @@ class Trainer:
         return losses, [_gradient(parameter) for parameter in self.parameters]
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        from npu_replay.demo import megatron_model
+        from npu_replay.smoke import megatron_model
 
         return self.model(input_ids=tokens, labels=tokens.roll(-1, 1), **megatron_model.causal(tokens)).mean()
 

@@ -99,7 +99,7 @@ class Trainer:
     def __init__(self) -> None:
         from megatron.core.transformer.moe.router import TopKRouter
 
-        from npu_replay.demo import megatron_model
+        from npu_replay.smoke import megatron_model
 
         config = megatron_model.config(
             num_layers=LAYERS, num_moe_experts=EXPERTS, moe_router_topk=TOPK, **FULL

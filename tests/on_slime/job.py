@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import npu_replay
-from npu_replay.demo import megatron_model
+from npu_replay.smoke import megatron_model
 
 EXPERTS, TOPK, MOE = 8, 2, [0, 1, 1, 1]
 LENGTHS = (7, 12, 9)

@@ -38,8 +38,9 @@ from distributed.parallel_model import EXPERTS, TOPK, Split, share
 from npu_replay import RoutedModel
 from npu_replay.compat.megatron import parallel_state as megatron_layout
 from npu_replay.compat.verl import delivery
-from npu_replay.delivery import FolderCarrier, references
-from npu_replay.demo import megatron_model
+from npu_replay.delivery import references
+from npu_replay.smoke import megatron_model
+from piece_files import FileCarrier
 
 RELEASE: str = verl.__version__
 VOCAB, PROMPT, RESPONSE = 64, 6, 12
@@ -590,7 +591,7 @@ def delivered(tiny: Any) -> Iterator[Callable[[DataProto], DataProto]]:
         return data
 
     with TemporaryDirectory() as folder:
-        putter = delivery.Putter(FolderCarrier(folder, cut=2), model, keeps=False)
+        putter = delivery.Putter(FileCarrier(Path(folder), cut=2), model, keeps=False)
         delivery.fetch_each, random = counted, references.secrets
         first = mine(tiny.split)[0]
         references.secrets = SimpleNamespace(randbits=lambda bits: next(_puts) * len(LENGTHS) + first)
@@ -598,7 +599,7 @@ def delivered(tiny: Any) -> Iterator[Callable[[DataProto], DataProto]]:
             yield by_reference
         finally:
             delivery.fetch_each, references.secrets = read, random
-        assert sum(asked) == len(list(Path(folder).glob("*.safetensors"))) > 0
+        assert sum(asked) == len(list(Path(folder).glob("*.pieces"))) > 0
 
 
 def without_padding(data: DataProto, **more: Any) -> TensorDict:

@@ -28,7 +28,7 @@ def functions(task: dict[str, Any]) -> dict[str, Any]:
 
     adaptor.repatch({"use_flash_attn": False})
     with npu_replay.compat.cpu.lend():
-        from npu_replay.demo import megatron_model
+        from npu_replay.smoke import megatron_model
         from verl_loop import Job, Verl, batches, compare_with_the_core
 
         megatron_model.start()

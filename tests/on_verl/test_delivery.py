@@ -8,9 +8,11 @@ from __future__ import annotations
 import copy
 import importlib
 import pickle
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -28,8 +30,8 @@ from npu_replay.errors import RouterError
 from npu_replay.routes.labels import StageLabels
 from on_verl import test_rollout as loops
 from on_verl.test_rollout import SAMPLED, Engine, Turn, deep, guarded, installed, make_worker
+from piece_files import FileCarrier
 
-pytest.importorskip("safetensors")
 __all__ = ["installed"]
 pytestmark = pytest.mark.verl
 LAYERS, COUNT = (1, 2, 3, 4), 8
@@ -37,7 +39,9 @@ LAYERS, COUNT = (1, 2, 3, 4), 8
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(DELIVERY, str(tmp_path / "routes"))
+    """Where what a worker puts lies, in the place of Ray's object store."""
+    monkeypatch.setenv(DELIVERY, "ray")
+    monkeypatch.setattr(delivery, "RayCarrier", partial(FileCarrier, tmp_path / "routes"))
     monkeypatch.setattr(delivery, "arrived", delivery.Arrived())
     return tmp_path / "routes"
 
@@ -84,7 +88,7 @@ def test_a_rollout_puts_its_routes_away(folder: Path) -> None:
     data, model = batch_of()
     assert data.batch["routed_experts"].dtype == torch.int16
     assert tuple(data.batch["routed_experts"].shape[2:]) == (1, 1)
-    assert len(list(folder.glob("*.safetensors"))) == COUNT
+    assert len(list(folder.glob("*.pieces"))) == COUNT
     check(data, model)
     check(data, model, layers=(2, 3))
 
@@ -122,7 +126,7 @@ PIPELINES: dict[str, tuple[int, int, int, dict[str, Any], list[list[int]]]] = {
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_each_stage_of_the_actors_pipeline_reads_one_piece_of_its_own(name: str) -> None:
+def test_each_stage_of_the_actors_pipeline_reads_one_piece_of_its_own(name: str, tmp_path: Path) -> None:
     count, dense, pp, override, wanted = PIPELINES[name]
     if "layout" in name:
         pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
@@ -134,7 +138,7 @@ def test_each_stage_of_the_actors_pipeline_reads_one_piece_of_its_own(name: str)
     config = OmegaConf.create({"actor_rollout_ref": {"actor": {"megatron": megatron}}})
     ids = torch.rand(3, len(layers), 8).topk(2).indices
     routes = RoutedExperts(ids=ids, layers=layers, num_experts=8)
-    blocks = npu_replay.delivery.ProcessCarrier(cut=cut_of(config, model)).put(routes).blocks
+    blocks = FileCarrier(tmp_path, cut=cut_of(config, model)).put(routes).blocks
     assert list(map(list, blocks)) == [stage for stage in wanted if stage]
 
 
@@ -217,10 +221,8 @@ def test_references_go_where_their_samples_go_in_the_workers(monkeypatch: pytest
         assert sum(check_jagged(one, model) for one in micro) == 4
 
 
-@pytest.mark.parametrize(("value", "lora"), [("", False), ("folder", False), ("", True)])
-def test_the_reference_is_sent_no_routes(
-    value: str, lora: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("value", "lora"), [("", False), ("ray", False), ("", True)])
+def test_the_reference_is_sent_no_routes(value: str, lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither ids nor what stands for them; whoever else gets the batch has them, an actor that stands in for
     the reference too."""
     module = pytest.importorskip("verl.trainer.ppo.ray_trainer")
@@ -228,7 +230,7 @@ def test_the_reference_is_sent_no_routes(
     monkeypatch.setattr(module, "left_right_2_no_padding", lambda batch: batch)  # older ones want flash-attn
     if not hasattr(trainer, "_compute_ref_log_prob"):
         pytest.skip("0.7.0's trainer sends it in line")
-    monkeypatch.setenv(DELIVERY, value and str(tmp_path))
+    monkeypatch.setenv(DELIVERY, value)
     npu_replay.install()
     data, _ = batch_of()
     sent: list[set[str]] = []
@@ -328,7 +330,7 @@ def test_a_reference_that_stayed_behind_is_named() -> None:
     assert "the column npu_replay_routes beside routed_experts" in str(bad[0])
 
 
-def test_a_folder_that_was_emptied_is_a_bad_sample_that_says_why(folder: Path) -> None:
+def test_what_was_lost_is_a_bad_sample_that_says_why(folder: Path) -> None:
     data, model = batch_of(Turn(SAMPLED[:4], change=deep))
     for file in folder.iterdir():
         file.unlink()
@@ -393,15 +395,18 @@ def test_without_steps_of_the_job_nothing_grows_without_end(
 ) -> None:
     monkeypatch.setattr(delivery, "_SAMPLES", 5)
     made = worker(*(Turn(SAMPLED[: 3 + n], change=deep) for n in range(COUNT)))
-    putter, tokens, batches = delivery.Putter.of(made, model_of(made)), np.arange(8), list[Any]()
-    assert putter is not None
+    putter = delivery.Putter(FileCarrier(folder), model_of(made), keeps=True)
+    tokens, batches = np.arange(8), list[Any]()
     routes = np.concatenate([deep(tokens[:-1]), deep(tokens[:1]) * 0])
+    alive = WeakSet[Any]()
     for number in range(8):
         batches.append([putter.put(routes, tokens + number, -1)[1]])
+        alive.add(batches[-1][0])
         for part in (batches[-1], batches[-1], [], batches[max(0, number - 1)]):
             delivery.arrived.receive(part, LAYERS)
         assert len(delivery.arrived._held) == min(number + 1, 4)
-    assert len(list(folder.glob("*.safetensors"))) == 5
+    batches.clear()
+    assert len(list(alive)) == 5
 
 
 def test_the_weights_version_stands_for_a_step_where_the_trainer_says_none(folder: Path) -> None:
@@ -419,24 +424,31 @@ def test_the_weights_version_stands_for_a_step_where_the_trainer_says_none(folde
         assert output.extra_fields[delivery.COLUMN].step == step
 
 
-def test_a_folder_keeps_what_may_still_be_trained_on(folder: Path) -> None:
+@pytest.mark.parametrize("queued", [True, False])
+def test_references_live_as_long_as_may_be_trained_on_them(
+    queued: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A queue pickles them past Ray: the worker that put them keeps those of the last three steps."""
     made = worker(*(Turn(SAMPLED[: 3 + n], change=deep) for n in range(COUNT)))
+    if queued:
+        monkeypatch.setattr(type(made), "__module__", "verl.trainer.ppo.v1.agent_loop_tq")
     putter = delivery.Putter.of(made, model_of(made))
     assert putter is not None
-    tokens = np.arange(8)
+    tokens, alive = np.arange(8), WeakSet[Any]()
     for step in range(6):
-        putter.put(np.concatenate([deep(tokens[:-1]), deep(tokens[:1]) * 0]), tokens + step, step)
-        assert len(list(folder.glob("*.safetensors"))) == min(step + 1, 3)
+        rows = np.concatenate([deep(tokens[:-1]), deep(tokens[:1]) * 0])
+        alive.add(putter.put(rows, tokens + step, step)[1])
+        assert len(alive) == (min(step + 1, 3) if queued else 0)
 
 
 @pytest.mark.parametrize("topk", [1, 2])
-def test_a_token_without_a_route_has_none_behind_its_reference_either(topk: int) -> None:
+def test_a_token_without_a_route_has_none_behind_its_reference_either(topk: int, tmp_path: Path) -> None:
     """Nor with a top-k of 1, where its zeros would be expert 0; as in a batch that carries the ids."""
     model = RoutedModel(layers=LAYERS, num_layers=5, num_experts=8, topk=topk)
     rows = np.zeros((8, 5, topk), np.int16)
     rows[:, LAYERS] = np.arange(1, 1 + topk)
     rows[[3, 7]] = 0
-    putter = delivery.Putter(npu_replay.delivery.ProcessCarrier(), model, keeps=False)
+    putter = delivery.Putter(FileCarrier(tmp_path), model, keeps=False)
     _, reference = putter.put(rows, np.arange(8), 0)
     (found,) = npu_replay.delivery.fetch([reference])
     batch = torch.nested.nested_tensor([torch.from_numpy(rows)], layout=torch.jagged)
@@ -446,7 +458,10 @@ def test_a_token_without_a_route_has_none_behind_its_reference_either(topk: int)
 
 @pytest.mark.parametrize(
     ("value", "words"),
-    [("redis", "the absolute path of a folder, got redis"), ("relative/folder", "got relative/folder")],
+    [
+        ("redis", "Expected one of ray,.*got redis"),
+        ("/a/folder", "got /a/folder.*RouteStore.*record_file"),
+    ],
 )
 def test_what_is_no_carrier_is_refused(value: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DELIVERY, value)
@@ -475,7 +490,7 @@ def test_nothing_is_put_away_for_a_validation(folder: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(type(made), "_run_agent_loop", validates)
     assert loops.run(worker=made).routed_experts is None
-    assert not list(folder.glob("*.safetensors"))
+    assert not list(folder.glob("*.pieces"))
 
 
 @pytest.mark.parametrize("value", ["", "0", "off"])
@@ -486,10 +501,10 @@ def test_switched_off_batches_carry_ids(value: str, monkeypatch: pytest.MonkeyPa
     assert delivery.COLUMN not in data.non_tensor_batch
 
 
-def test_pieces_that_count_layers_otherwise_than_a_hybrid_models_pattern_are_refused() -> None:
+def test_pieces_that_count_layers_otherwise_than_a_hybrid_models_pattern_are_refused(tmp_path: Path) -> None:
     """The config counts symbols and the pattern pairs of them: layer 1 is in both, and another one."""
     ids = torch.rand(3, 2, 8).topk(2).indices
     routes = RoutedExperts(ids=ids, layers=(1, 3), num_experts=8)
-    reference = npu_replay.delivery.ProcessCarrier().put(routes)
+    reference = FileCarrier(tmp_path).put(routes)
     with pytest.raises(RouterError, match=r"the pieces have other labels.*Expected \(0, 1\), got \(1, 3\)"):
         delivery.Arrived().receive([reference], StageLabels([1], whole=[0, 1]))

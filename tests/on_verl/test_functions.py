@@ -21,8 +21,8 @@ from npu_replay import RoutedExperts
 from npu_replay.compat.megatron_backports import router_init, router_methods
 from npu_replay.compat.verl import functions
 from npu_replay.compat.verl.actions import switch
-from npu_replay.demo import megatron_model
 from npu_replay.errors import InvalidRoutes, ReplayError
+from npu_replay.smoke import megatron_model
 from verl_loop import (
     LENGTHS,
     Job,

@@ -229,7 +229,7 @@ def test_the_clone_that_is_asked_is_the_clone_that_answers(
 
 
 def test_it_runs_as_a_module(environment: Environment) -> None:
-    """doctor, since it needs neither typer nor rich; and it starts processes that import npu_replay too."""
+    """doctor, since it needs torch and numpy alone; and it starts processes that import npu_replay too."""
     diagnosis = json.loads(environment.run("-m", "npu_replay", "doctor", "--json"))
     assert diagnosis["works"]
     assert [trial["problem"] for trial in diagnosis["self_test"]] == [""]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from npu_replay.errors import RouterError
 from npu_replay.routers import Router, labels_of
 from npu_replay.routes.labels import StageLabels
 from npu_replay.sessions.replay import DeviceRoutes
+from piece_files import FileCarrier
 
 TOKENS, EXPERTS = 3, 64
 
@@ -91,13 +93,13 @@ def test_a_stage_takes_its_own_part_of_rows_with_other_labels_of_the_whole_model
             TokenLayout.packed([TOKENS]).gather([routes], layers=here.moe_layers)
 
 
-def test_pieces_that_were_cut_by_other_labels_are_refused_by_name() -> None:
+def test_pieces_that_were_cut_by_other_labels_are_refused_by_name(tmp_path: Path) -> None:
     decoder = DecoderLayers.of_pattern("*E|*E|*E|*E")
-    told = delivery.ProcessCarrier(cut=1).put(rows((1, 3, 5, 7)))
+    told = FileCarrier(tmp_path, cut=1).put(rows((1, 3, 5, 7)))
     here = ParallelLayout(pp=4, pp_rank=3, decoder=decoder)
     with pytest.raises(RouterError, match=r"other labels than the model's.*\(0, 1, 2, 3\).*\(1, 3, 5, 7\)"):
         delivery.fetch([told], here)
-    same = delivery.ProcessCarrier(cut=1).put(rows((0, 1, 2, 3)))
+    same = FileCarrier(tmp_path, cut=1).put(rows((0, 1, 2, 3)))
     (found,) = delivery.fetch([same], here)
     assert found is not None
     assert says(found) == [3]

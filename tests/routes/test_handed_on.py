@@ -18,6 +18,7 @@ from npu_replay.compat.verl.recorded import Recorded
 from npu_replay.parallel.merge import Block, Union, side_by_side
 from npu_replay.routes.by_tokens import RoutesByTokens
 from npu_replay.routes.inputs import Inputs
+from piece_files import FileCarrier
 from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters
 
 TOKENS, LAYERS = 80, (1, 3)
@@ -53,7 +54,7 @@ def stored(one: RoutedExperts, folder: Path) -> RoutedExperts:
 
 
 def fetched(one: RoutedExperts, folder: Path) -> RoutedExperts:
-    (found,) = delivery.fetch([delivery.FolderCarrier(folder).put(one)], layers=LAYERS)
+    (found,) = delivery.fetch([FileCarrier(folder).put(one)], layers=LAYERS)
     assert found is not None
     return found
 

@@ -16,7 +16,7 @@ import torch
 import npu_replay
 import tiny_qwen
 from npu_replay.compat.verl import delivery
-from npu_replay.demo import megatron_model
+from npu_replay.smoke import megatron_model
 from verl_live import tiny
 
 TRANSFORMER_ENGINE = "megatron.core.extensions.transformer_engine"

@@ -15,9 +15,9 @@ import npu_replay
 from megatron_cases import random_routes
 from npu_replay import ParallelLayout, ReplayError, TokenLayout
 from npu_replay.compat.megatron import parallel_state as megatron_layout
-from npu_replay.demo import megatron_model
 from npu_replay.errors import RouterError
 from npu_replay.routers import find
+from npu_replay.smoke import megatron_model
 from router_replay_api import FLAG, upstream_api
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]

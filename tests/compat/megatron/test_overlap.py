@@ -11,7 +11,7 @@ import npu_replay
 from judged_rows import check, rounded
 from megatron_cases import DEVICE, SIGMOID_BIAS, VOCAB, routers
 from npu_replay import RoutedExperts
-from npu_replay.demo import megatron_model
+from npu_replay.smoke import megatron_model
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 

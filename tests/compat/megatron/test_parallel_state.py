@@ -15,9 +15,9 @@ from torch import nn
 import npu_replay
 from npu_replay import DecoderLayers, ParallelLayout, ReplayError
 from npu_replay.compat.megatron import parallel_state as megatron_layout
-from npu_replay.demo import megatron_model
 from npu_replay.devices import pick
 from npu_replay.errors import RouterError
+from npu_replay.smoke import megatron_model
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 

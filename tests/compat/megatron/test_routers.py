@@ -27,8 +27,8 @@ from megatron_cases import (
     same,
 )
 from npu_replay import RoutedExperts, TokenLayout, fingerprint
-from npu_replay.demo import megatron_model
 from npu_replay.errors import MicroBatchError, RouterError
+from npu_replay.smoke import megatron_model
 
 pytestmark = [
     pytest.mark.megatron,

@@ -16,9 +16,9 @@ import npu_replay
 from megatron_cases import BATCH, DEVICE, LENGTH, VOCAB
 from npu_replay import RoutedExperts
 from npu_replay.compat.megatron import parallel_state as megatron_layout
-from npu_replay.demo import megatron_model
 from npu_replay.errors import RouterError
 from npu_replay.routers import find
+from npu_replay.smoke import megatron_model
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 

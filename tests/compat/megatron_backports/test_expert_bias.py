@@ -18,7 +18,7 @@ import megatron_cases as cases
 import npu_replay
 from npu_replay.compat.megatron_backports import router_methods
 from npu_replay.compat.patching.patches import Patches
-from npu_replay.demo import megatron_model
+from npu_replay.smoke import megatron_model
 
 MASKS = {
     # rows: as many as experts (there the wrong counts come without an error), and others

@@ -24,8 +24,8 @@ from megatron_cases import BATCH, LENGTH, SIGMOID_BIAS, VARIANTS, Trainer, pertu
 from npu_replay import RoutedExperts
 from npu_replay.compat.megatron_backports import router_init, router_methods, router_replay
 from npu_replay.compat.patching import import_hook
-from npu_replay.demo import megatron_model
 from npu_replay.errors import NoEffect, ReplayError, RouterError
+from npu_replay.smoke import megatron_model
 from upstream_loop import FLAG, api, build_replayed
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]

@@ -19,7 +19,7 @@ from npu_replay.compat.megatron import config_flags
 from npu_replay.compat.megatron_backports import router_methods
 from npu_replay.compat.patching import patches as patching
 from npu_replay.compat.patching.patches import Patches
-from npu_replay.demo import megatron_model
+from npu_replay.smoke import megatron_model
 
 NAMES = ("get_aux_loss_coeff", "is_aux_loss_enabled")
 SIGNATURES = {"get_aux_loss_coeff": ["self", "aux_loss_type"], "is_aux_loss_enabled": ["self"]}

@@ -24,8 +24,8 @@ from megatron_cases import DEVICE, RECOMPUTE, Trainer, hooks_left, perturbed, ra
 from npu_replay import DecoderLayers, ParallelLayout, ReplayError, RoutedExperts
 from npu_replay.compat.megatron.parallel_state import check_chunks
 from npu_replay.compat.mindspeed import llm
-from npu_replay.demo import megatron_model
 from npu_replay.errors import NoEffect, RouterError
+from npu_replay.smoke import megatron_model
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 

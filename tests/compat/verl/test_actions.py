@@ -11,8 +11,8 @@ import torch
 
 import npu_replay
 from npu_replay.compat.verl.actions import RECORD, REPLAY, Switch
-from npu_replay.demo import megatron_model
 from npu_replay.errors import MicroBatchError
+from npu_replay.smoke import megatron_model
 from verl_loop import Job, batches
 
 pytestmark = [pytest.mark.megatron, pytest.mark.first_release]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from npu_replay.inspection.plots import NAMES
+from examples.demo.picture import NAMES
 from npu_replay.tables import Part, Table
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from npu_replay.demo import megatron_model
+from npu_replay.smoke import megatron_model
 
 _LAYER = {
     "input_layernorm.weight": "input_layernorm.weight",

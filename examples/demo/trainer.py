@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 import npu_replay
+from examples.qwen3_moe.sample import Sample
 from npu_replay import RoutedExperts, TokenLayout
-from npu_replay.demo import megatron_model
-from npu_replay.demo.rollout import Sample
+from npu_replay.smoke import megatron_model
 
 MICRO_BATCHES = 2
 LEARNING_RATE = 1e-5
@@ -90,20 +90,16 @@ class Trainer:
             old: the log-probs before the first step, float32 [sampled].
         """
         optimizer = torch.optim.Adam(self.model.parameters(), lr=LEARNING_RATE)
-        history: dict[str, list[float]] = {
-            name: [] for name in ("flipped", "ratio_min", "ratio_max", "ratio_kl")
-        }
-        first = None
+        rows, first = [], None
         for _ in range(steps):
             optimizer.zero_grad()
             log_probs, shown = self._watched(lambda: self._backward(old), routes)
             first = first or shown
             flips, ratio = npu_replay.compare(first, shown), npu_replay.compare(old, log_probs)
-            now = flips.differing, ratio.ratio_min, ratio.ratio_max, ratio.kl
-            for kept, figure in zip(history.values(), now, strict=True):
-                kept.append(figure)
+            rows.append((flips.differing, ratio.ratio_min, ratio.ratio_max, ratio.kl))
             optimizer.step()
-        return history | {"token_layers": flips.token_layers}
+        columns = zip(("flipped", "ratio_min", "ratio_max", "ratio_kl"), zip(*rows, strict=True), strict=True)
+        return {name: list(column) for name, column in columns} | {"token_layers": flips.token_layers}
 
     def _watched(
         self, work: Callable[[], torch.Tensor], routes: Routes

@@ -11,7 +11,7 @@ import inspect
 from typing import Any
 from unittest import mock
 
-from npu_replay.demo import megatron_model
+from npu_replay.smoke import megatron_model
 
 _NEW, _OLD = "megatron.core.models.hybrid", "megatron.core.ssm"
 

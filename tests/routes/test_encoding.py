@@ -1,0 +1,427 @@
+"""Bytes, files and folders: what comes back is what went in, or a ReplayError. And what is bytes' own."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import numpy as package
+from safetensors.torch import load_file
+
+from forged_routes import KNOWN, MODEL, forged, routes
+from npu_replay import ReplayError, RoutedExperts, RouteStore
+from npu_replay.errors import InvalidRoutes, RouteFileError
+from npu_replay.routes import encoding
+
+
+class Form(NamedTuple):
+    """A form that routes have outside a process.
+
+    Attributes:
+        write, read: at a path.
+        put: puts an encoding there.
+        key: of the sample in it.
+    """
+
+    write: Callable[[RoutedExperts, Path], object]
+    read: Callable[[Path], RoutedExperts]
+    put: Callable[[Path, bytes], object]
+    key: str = ""
+
+
+def store(found: RoutedExperts, folder: Path) -> None:
+    with RouteStore.writer(folder) as writer:
+        writer.add(found, "k")
+
+
+def put_shard(folder: Path, data: bytes) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "routes-00000.safetensors").write_bytes(data)
+
+
+FORMS = {
+    "bytes": Form(
+        lambda found, path: path.write_bytes(found.to_bytes()),
+        lambda path: RoutedExperts.from_bytes(path.read_bytes()),
+        Path.write_bytes,
+    ),
+    "file": Form(RoutedExperts.save, RoutedExperts.load, Path.write_bytes),
+    "folder": Form(store, lambda path: RouteStore(path)["k"], put_shard, "k"),
+}
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> Form:
+    return FORMS[request.param]
+
+
+# In all forms
+
+
+@pytest.mark.parametrize("experts", [8, 300])
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+@pytest.mark.parametrize("version", [None, 3, "v1"])
+def test_what_comes_back_is_what_went_in(
+    form: Form, tmp_path: Path, tokens: int, experts: int, version: Any
+) -> None:
+    before = routes(tokens, experts, weight_version=version)
+    form.write(before, tmp_path / "routes")
+    after = form.read(tmp_path / "routes")
+    assert after == before
+    assert after.ids.dtype == before.ids.dtype
+
+
+def test_what_is_cut_short_or_of_which_any_bit_is_flipped_is_refused(form: Form, tmp_path: Path) -> None:
+    place = tmp_path / "routes"
+    form.write(routes(tokens=8), place)
+    [file] = place.iterdir() if place.is_dir() else [place]
+    good = file.read_bytes()
+    for at in range(len(good)):
+        flipped = [good[:at] + bytes([good[at] ^ flip]) + good[at + 1 :] for flip in FLIPS]
+        for bad in (good[:at], *flipped):
+            form.put(place, bad)
+            with pytest.raises(ReplayError):
+                form.read(place)
+    form.put(place, good)
+    assert form.read(place) == routes(tokens=8)
+
+
+FLIPS = (*(1 << bit for bit in range(8)), 0x29, 0xFF)  # 0x29 makes a tab of a space
+
+
+def test_what_is_forged_here_is_what_is_written(form: Form, tmp_path: Path) -> None:
+    form.write(routes(), tmp_path / "routes")
+    written = tmp_path / "routes"
+    [file] = written.iterdir() if written.is_dir() else [written]
+    assert file.read_bytes() == forged(key=form.key)
+
+
+def replaced(before: str, after: str) -> Callable[[str], str]:
+    def change(said: str) -> str:
+        assert before in said, said
+        return said.replace(before, after, 1)
+
+    return change
+
+
+HUGE = 2**64
+CRAFTED: dict[str, tuple[dict[str, Any], str]] = {
+    # of the tensors
+    "another dtype": ({"said": replaced('"U8"', '"I8"')}, "isn't the one"),
+    "a dtype that is a list": ({"said": replaced('"BOOL"', '["BOOL"]')}, "isn't the one"),
+    "a mask of another dtype": ({"said": replaced('"BOOL"', '"U8"')}, "isn't the one"),
+    "another shape of as many": ({"said": replaced("[5,2,2]", "[5,4,1]")}, "isn't the one"),
+    "a shape of True": ({"said": replaced('"shape":[5]', '"shape":[true,5]')}, "isn't the one"),
+    "a negative shape": ({"said": replaced('"shape":[5]', '"shape":[-5]')}, "isn't the one"),
+    "a huge shape": ({"said": replaced('"shape":[5]', f'"shape":[{HUGE},0]')}, "isn't the one"),
+    "a hole": ({"said": replaced('"data_offsets":[0,', '"data_offsets":[1,')}, "isn't the one"),
+    "an overlap": ({"said": replaced('"data_offsets":[20,', '"data_offsets":[19,')}, "isn't the one"),
+    "three offsets": ({"said": replaced('"data_offsets":[', '"data_offsets":[0,')}, "isn't the one"),
+    "one tensor more": (
+        {"said": replaced('"ids":{', '"more":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"ids":{')},
+        "isn't the one",
+    ),
+    "a tensor that is a list": ({"said": replaced('"ids":{', '"more":[],"ids":{')}, "isn't the one"),
+    "a tensor twice": (
+        {"said": replaced('"ids":{', '"ids":{"dtype":"U8","shape":[5,2,2],"data_offsets":[0,20]},"ids":{')},
+        "stands twice",
+    ),
+    "a shape twice": ({"said": replaced('"shape":[5]', '"shape":[5],"shape":[5]')}, "stands twice"),
+    "other names": ({"said": lambda said: said.replace('ids":', 'IDS":')}, "isn't the one"),
+    # of the metadata
+    "metadata that are no text": ({"said": replaced('{"format"', '{"more":3,"format"')}, "isn't the one"),
+    "a format twice": ({"said": replaced('"format":', '"format":"x","format":')}, "stands twice"),
+    "another format": ({"said": replaced(encoding.FORMAT, "npu_replay.routes.1")}, "doesn't hold routes"),
+    "no routes": ({"said": replaced('"routes"', '"roots"')}, "can't be read"),
+    "white space": ({"said": replaced(":{", ": {")}, "isn't the one"),
+    "escapes": ({"said": replaced('"U8"', '"\\u0055' + '8"')}, "isn't the one"),
+    "metadata that are a list": ({"said": lambda said: '{"__metadata__":[]}'}, "doesn't hold routes"),
+    **{
+        f"a header of {one[:5]}": ({"said": lambda said, one=one: one}, "")
+        for one in ("[]", "3", "{}", "[" * 5000)
+    },
+    # of the routes in them
+    "nothing of the routes": ({"routes_said": lambda said: "null"}, "can't be read"),
+    "routes nested deeply": ({"routes_said": lambda said: "[" * 100_000}, "nested too deeply"),
+    "a number of 5,000 digits": (
+        {"routes_said": replaced('"tokens":5', '"tokens":' + "9" * 5000)},
+        "can't be read",
+    ),
+    "NaN": ({"routes_said": replaced('"tokens":5', '"tokens":NaN')}, "tokens nan"),
+    "a float": ({"routes_said": replaced('"tokens":5', '"tokens":5.0')}, r"tokens 5\.0"),
+    "a top-k twice": ({"routes_said": replaced('"topk":2', '"topk":2,"topk":2')}, "stands twice"),
+    "one thing more": ({"known": {**KNOWN, "more": 3}}, "isn't the one"),
+    "one thing more of the model": ({"model": {**MODEL, "more": 3}}, "isn't the one"),
+    "another order": ({"known": dict(reversed(KNOWN.items()))}, "isn't the one"),
+    "no digest": ({"digest": None}, "no digest"),
+    "a digest that is no text": ({"digest": 5}, "digest 5"),
+    "another digest": ({"digest": "x"}, "changed after"),
+    "no layers": ({"model": MODEL | {"layers": []}}, "isn't the one"),
+    "fewer tokens": ({"known": KNOWN | {"tokens": 4}}, "isn't the one"),
+    "tokens that nobody could have": ({"known": KNOWN | {"tokens": 1 << 48}}, "isn't the one"),
+    "a mask of 2": ({"recorded": b"\1\0\1\2\1"}, "isn't a mask"),
+    "a byte less": ({"recorded": b"\1\0\1\1"}, "isn't the one|bytes long"),
+    "a byte more": ({"recorded": b"\1\0\1\1\1\1"}, "isn't the one|bytes long"),
+}
+BAD = (True, -1, HUGE, "x", None, [], {}, 1.5)
+RIGHT = {
+    "layers": ([],),
+    "fingerprint": (None,),
+    "weight_version": ("x", None, -1, HUGE),
+    "vouched": (True,),
+    "from_engine": (True,),
+}
+for _name in (*MODEL, *KNOWN):
+    _part, _whole = ("model", MODEL) if _name in MODEL else ("known", KNOWN)
+    _others = {name: value for name, value in _whole.items() if name != _name}
+    CRAFTED[f"no {_name}"] = {_part: _others}, f"no {_name}"
+    for _value in BAD:
+        if not any(type(_value) is type(one) and _value == one for one in RIGHT.get(_name, ())):
+            CRAFTED[f"{_name} {_value!r}"] = {_part: _whole | {_name: _value}}, _name
+
+
+def named(change: Callable[[str], str], key: str) -> Callable[[str], str]:
+    """The same change of the tensors' entries, where the sample has a key."""
+
+    def changed(said: str) -> str:
+        bare = change(said.replace(f'"{key}.', '"'))
+        return bare.replace('"ids"', f'"{key}.ids"').replace('"recorded"', f'"{key}.recorded"')
+
+    return changed
+
+
+@pytest.mark.parametrize("what", CRAFTED)
+def test_a_crafted_header_is_refused_though_its_digest_is_right(
+    form: Form, tmp_path: Path, what: str
+) -> None:
+    changes, words = CRAFTED[what]
+    if form.key and "said" in changes:
+        changes = changes | {"said": named(changes["said"], form.key)}
+    form.put(tmp_path / "routes", forged(key=form.key, **changes))
+    with pytest.raises(RouteFileError, match=words or None):
+        form.read(tmp_path / "routes")
+
+
+@pytest.mark.parametrize("depth", range(850, 1000, 5))
+@pytest.mark.parametrize("name", ["layers", "weight_version"])
+def test_what_is_nested_deeply_is_refused(name: str, depth: int) -> None:
+    """Some can be read, and are too deep only when somebody looks into them."""
+    deep = "[" * depth + "]" * depth
+    change = replaced("[1,4]" if name == "layers" else '"v1"', deep)
+    with pytest.raises(RouteFileError):
+        RoutedExperts.from_bytes(forged(routes_said=change))
+
+
+@pytest.mark.parametrize("length", [1 << 63, 1 << 40, 100_000_001, 90_000_000])
+def test_a_forged_length_allocates_nothing(form: Form, tmp_path: Path, length: int) -> None:
+    form.put(tmp_path / "routes", struct.pack("<Q", length) + forged(key=form.key)[8:])
+    with pytest.raises(RouteFileError, match="header is cut short"):
+        form.read(tmp_path / "routes")
+
+
+def test_a_header_that_is_longer_than_any_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "routes"
+    path.write_bytes(struct.pack("<Q", 100_000_001))
+    os.truncate(path, 100_000_100)  # sparse: it takes no room
+    with pytest.raises(RouteFileError, match="header is cut short"):
+        RoutedExperts.load(path)
+
+
+def test_what_a_header_forges_is_not_allocated(tmp_path: Path) -> None:
+    """A file whose header promises 2**48 tokens, in tensors that fit it."""
+    tokens = 1 << 48
+    entries = {
+        "ids": {"dtype": "U8", "shape": [tokens, 2, 2], "data_offsets": [0, 4 * tokens]},
+        "recorded": {"dtype": "BOOL", "shape": [tokens], "data_offsets": [4 * tokens, 5 * tokens]},
+    }
+    data = forged(known=KNOWN | {"tokens": tokens}, tensors=entries)
+    (tmp_path / "routes").write_bytes(data)
+    tracemalloc.start()
+    for read in (lambda: RoutedExperts.from_bytes(data), lambda: RoutedExperts.load(tmp_path / "routes")):
+        with pytest.raises(RouteFileError, match=f"{len(data)} bytes long, and its header says"):
+            read()
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("experts", [8, 300])
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_the_safetensors_package_opens_all_that_is_written(tmp_path: Path, tokens: int, experts: int) -> None:
+    one, other = routes(tokens, experts), routes(tokens + 1, experts)
+    one.save(tmp_path / "routes")
+    for found in (package.load(one.to_bytes()), package.load_file(tmp_path / "routes")):
+        assert found.keys() == {"ids", "recorded"}
+        for name, array in found.items():
+            np.testing.assert_array_equal(array, getattr(one, name).numpy())
+    with RouteStore.writer(tmp_path / "folder") as writer:
+        writer.add(one, "é/a.b")
+        writer.add(other, "\U0001f600")
+    [shard] = (tmp_path / "folder").iterdir()
+    tensors = load_file(shard)
+    assert len(tensors) == 4
+    assert torch.equal(tensors["é/a.b.ids"], one.ids)
+    assert torch.equal(tensors["\U0001f600.ids"], other.ids)
+    assert torch.equal(tensors["\U0001f600.recorded"], other.recorded)
+
+
+def test_a_file_that_is_replaced_between_its_header_and_its_ids_is_read_as_the_one_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each load beside `save(overwrite=True)` gives one of the two: it opens the path once."""
+    path = tmp_path / "routes"
+    one, other = routes(40), routes(30)
+    one.save(path)
+    whole = encoding.Header.arguments
+
+    def meanwhile(header: Any, *given: Any) -> Any:
+        other.save(path, overwrite=True)
+        return whole(header, *given)
+
+    monkeypatch.setattr(encoding.Header, "arguments", meanwhile)
+    assert RoutedExperts.load(path) == one
+    assert RoutedExperts.load(path) == other
+
+
+def test_what_is_read_is_checked_as_data_from_outside_t32(form: Form, tmp_path: Path) -> None:
+    same = RoutedExperts(ids=torch.tensor([[[0, 1]]]).expand(64, 1, 2), layers=[3], num_experts=8)
+    form.write(same, tmp_path / "routes")
+    with pytest.raises(InvalidRoutes, match="layer 3: all 64 recorded rows are the same"):
+        form.read(tmp_path / "routes")
+
+
+# Bytes
+
+
+@st.composite
+def any_routes(draw: st.DrawFn) -> RoutedExperts:
+    tokens, layers = draw(st.integers(0, 20)), draw(st.integers(1, 4))
+    experts = draw(st.sampled_from([1, 2, 8, 255, 256, 257, 32_767]))
+    topk = draw(st.integers(1, min(experts, 4)))
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    first = random.integers(experts, size=(tokens, layers, 1))
+    return RoutedExperts(
+        ids=(first + np.arange(topk)) % experts,
+        layers=sorted(draw(st.sets(st.integers(0, 200), min_size=layers, max_size=layers))),
+        num_experts=experts,
+        recorded=random.random(tokens) < draw(st.sampled_from([0.0, 0.5, 1.0])),
+        fingerprint=draw(st.none() | st.integers(0, 2**64 - 1)),
+        weight_version=draw(st.none() | st.integers(-(2**63), 2**63 - 1) | st.text(max_size=8)),
+    )
+
+
+@given(any_routes())
+@settings(max_examples=100, deadline=None)
+def test_any_routes_come_back_from_bytes(before: RoutedExperts) -> None:
+    after = RoutedExperts.from_bytes(before.to_bytes())
+    assert after == before
+    assert after.ids.dtype == before.ids.dtype
+    assert after.to_bytes() == before.to_bytes()
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda data: np.frombuffer(data, np.uint8)])
+@pytest.mark.parametrize("experts", [8, 256])
+def test_any_bytes_are_read_and_the_ids_are_not_copied(kind: Any, experts: int) -> None:
+    data = kind(routes(experts=experts).to_bytes())
+    read = RoutedExperts.from_bytes(data)
+    assert read == routes(experts=experts)
+    start = np.frombuffer(data, np.uint8).ctypes.data
+    assert start < read.ids.data_ptr() < start + len(data)
+
+
+def test_two_byte_ids_are_not_copied_either() -> None:
+    data = routes(experts=300, recorded=None).to_bytes()
+    padded = bytearray(len(data) + 1)
+    for offset in (0, 1):  # int16 at an odd address too
+        padded[offset : offset + len(data)] = data
+        read = RoutedExperts.from_bytes(memoryview(padded)[offset : offset + len(data)])
+        assert read == routes(experts=300, recorded=None)
+        start = np.frombuffer(padded, np.uint8).ctypes.data
+        assert start <= read.ids.data_ptr() < start + len(padded)
+
+
+def test_buffers_share_the_ids() -> None:
+    given = routes(tokens=500)
+    about, ids, recorded = given.to_buffers()
+    assert np.frombuffer(ids, np.uint8).ctypes.data == given.ids.data_ptr()
+    assert given.to_bytes() == about + ids + recorded
+
+
+def test_the_size_is_the_ids_and_a_byte_a_token() -> None:
+    """What a header costs is paid once, not for every token."""
+    small, large = (len(routes(tokens=tokens).to_bytes()) for tokens in (1000, 9000))
+    assert 0 <= large - small - 8000 * (2 * 2 + 1) < 100
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_several_changed_bytes_are_refused(data: st.DataObject) -> None:
+    good = routes().to_bytes()
+    changed = bytearray(good)
+    for _ in range(data.draw(st.integers(1, 4))):
+        changed[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
+    if changed == good:
+        return
+    with pytest.raises(ReplayError):
+        RoutedExperts.from_bytes(changed)
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [b"", b"\0" * 1000, pickle.dumps([1, 2]), b"NPUROUT1" + b"\0" * 100, b"\x93NUMPY", package.save({})],
+    ids=str,
+)
+def test_foreign_bytes_are_refused(foreign: bytes) -> None:
+    with pytest.raises(RouteFileError, match=r"these bytes can't be read as routes|doesn't hold routes"):
+        RoutedExperts.from_bytes(foreign)
+
+
+def test_what_is_no_bytes_and_bytes_with_more_after_them_are_refused() -> None:
+    for other in ("routes", 5, None, [1], object()):
+        with pytest.raises(RouteFileError, match="can't be read as routes"):
+            RoutedExperts.from_bytes(other)  # type: ignore[arg-type]
+    with pytest.raises(RouteFileError, match="bytes long, and its header says"):
+        RoutedExperts.from_bytes(routes().to_bytes() + b"\0")
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=100, deadline=None)
+def test_anything_in_the_place_of_a_header_is_refused_with_an_error_of_ours(rest: bytes) -> None:
+    for length in (len(rest), len(rest) // 2):
+        with pytest.raises(ReplayError):
+            RoutedExperts.from_bytes(struct.pack("<Q", length) + rest)
+
+
+# Pickles
+
+
+def test_pickles_carry_the_ids_out_of_band() -> None:
+    given = routes(tokens=5000)
+    buffers: list[pickle.PickleBuffer] = []
+    small = pickle.dumps(given, protocol=5, buffer_callback=buffers.append)
+    assert len(small) < 1000
+    assert sum(buffer.raw().nbytes for buffer in buffers) == given.ids.nbytes + len(given)
+    again = pickle.loads(small, buffers=buffers)
+    assert again == given
+    assert again.ids.data_ptr() == given.ids.data_ptr()
+    assert pickle.loads(pickle.dumps(given, protocol=4)) == given
+
+
+def test_a_pickled_slice_is_no_larger_than_it_is() -> None:
+    part = routes(tokens=50_000).sequence(10, 20)
+    tracemalloc.start()
+    data = pickle.dumps(part)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(data) < 2000
+    assert peak < 100_000
+    assert torch.equal(pickle.loads(data).ids, part.ids)
