@@ -42,7 +42,7 @@ LINES = {
     "compat.transformers": 280,
     "compat.megatron": 1127,
     "compat.megatron_backports": 1193,
-    "compat.vllm_ascend": 1671,
+    "compat.vllm_ascend": 1664,
     "compat.vllm": 941,
     "compat.sglang": 909,
     "compat.slime": 184,

@@ -1,9 +1,7 @@
 """vllm-ascend: which release hands out which routes, release by release, as its source has it.
 
     from          up to         captured              ids      place
-    0.18.0        0.19.1rc1     unquantized           logical  AscendUnquantizedFusedMoEMethod.apply
-    0.20.2rc1     0.20.2rc1     unquantized           logical  the same, without the capturer's singleton
-    0.21.0rc1     0.23.0.post1  unquantized           logical  the same
+    0.18.0        0.23.0.post1  unquantized           logical  AscendUnquantizedFusedMoEMethod.apply
     0.24.0rc1     0.26.0rc1     nothing: all zeros             the same, behind a config that is never set
     0.27.1rc1     0.29.0rc1     all                   logical  the routers, by vLLM's own binder
     0.30.0rc1     0.30.0rc2     all                   logical  the same, by Model Runner V2 alone
@@ -116,12 +114,8 @@ def refusal(version: str, setting: Setting, vllm: str = "") -> ReplayError | Non
 
 
 def of_release(version: str, vllm: str) -> str:
-    """The release whose rules hold. A build between releases has those of the vLLM that it runs on: images
-    carry «0.18.1.dev45», and «0.1.dev1» from a shallow clone.
-
-    Args:
-        version, vllm: of vllm-ascend and of vLLM.
-    """
+    """Return the release whose rules hold. A build between releases has those of the vLLM that it runs on:
+    images carry «0.18.1.dev45», and «0.1.dev1» from a shallow clone."""
     between = "dev" in version or not tells_release(version)
     return vllm if version and between and tells_release(vllm) else version
 
@@ -191,15 +185,14 @@ def needs_sync(version: str) -> bool:
 def faults(version: str) -> tuple[Fault, ...]:
     """What can be wrong with routes of that release, whichever vLLM it is beside."""
     name = f"vllm-ascend {version}"
-    built = f"{name} gives physical ids, if it is of {_OF_MAIN} (vllm-ascend#13268; mended by #13882)"
+    built = f"{name} gives physical ids, if it is {_OF_MAIN} (vllm-ascend#13268; mended by #13882)"
     of_main = (Fault(Symptom.RANGE, cause=built),) if "dev" in version else ()
     held = (fault for fault in FAULTS if fault.holds(version))
     return (*of_main, *(replace(one, since="", until="", cause=f"{name} {one.cause}") for one in held))
 
 
 def guesses() -> Iterator[Fault]:
-    """The same where nobody says which release it is, or whether there is one: by vLLM's, which has its
-    number."""
+    """Yield the same where nobody says which release it is: vLLM's number stands for it."""
     for fault in FAULTS:
         yield replace(fault, device="npu", always="", cause=f"on Ascend, vllm-ascend {fault.cause}")
 
@@ -277,7 +270,7 @@ def _splits_by_pass(plan: Plan, arguments: tuple[str, ...]) -> bool:
 _SNAPSHOTS = "0.23.0"
 """The first release that copies the rows before the next step fills their buffer again."""
 _WORKING = "vllm-ascend 0.23.0 captures unquantized models, 0.27.1rc1 and later all"
-_OF_MAIN = "builds of its main branch between 1 and 12 August 2026 give physical ids"
+_OF_MAIN = "a build of its main branch between 1 and 12 August 2026"
 _OR_OURS = "; or npu_replay's own capture (capture=True)"
 _ONE_RANK = "captures one tensor-parallel rank's tokens with expert parallelism and no data parallelism"
 
