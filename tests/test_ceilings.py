@@ -52,7 +52,7 @@ LINES = {
     "devices": 86,
     "doctor": 631,
     "inspection": 1065,
-    "smoke": 1926,
+    "smoke": 1835,
     "cli": 221,
 }
 """The most lines of each room, by `wc -l`."""
@@ -65,7 +65,7 @@ PRIVATE = 24
 """Places where a room uses a private part of another."""
 LEVELS = 4
 """The most classes of ours above each other."""
-TWICE = 12
+TWICE = 11
 """Names that several classes have."""
 
 TORCHS = vars(nn.Module())
