@@ -1,16 +1,17 @@
-"""What `npu-replay smoke` examines: one function a feature, each able to fail alone.
+"""Examine what `npu-replay smoke` reports: one function a feature, each able to fail alone.
 
 A feature looks on its own rank, yields what it found there, gets back what all ranks found, and returns one
-line that says what was seen. It makes what it needs by itself: the routes to replay are read by the smoke
-test's own witness, so that a broken `record` leaves `replay` its own verdict.
+line that says what was seen. What the routers choose is read by `npu_replay.observe`, the routes to replay
+too, so a broken `record` leaves `replay` its own verdict.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import tempfile
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,8 +24,7 @@ from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.routes.mismatch import differing_token_layers
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.smoke.job import Job, Wrong
-from npu_replay.smoke.model import Outcome, Routing, build, losses_apart, perturbed, plan, step
-from npu_replay.smoke.witness import Seen, Witness, calls, differing, shown_by
+from npu_replay.smoke.model import Outcome, Routing, build, losses_apart, perturbed, plan, routers_of, step
 
 CLOSE = 1e-3
 """How far losses and gradients may be apart where a device doesn't add in the same order twice. Other experts
@@ -45,16 +45,21 @@ class Trial:
         self.batches = plan(job.options, self.parallel, job.device)
 
     @functools.cached_property
-    def untouched(self) -> tuple[Outcome, Witness]:
-        """What came of the model by itself."""
-        with Witness(self.chunks) as witness:
+    def untouched(self) -> tuple[Outcome, list[RoutedExperts]]:
+        """The outcome of the model by itself, and the experts that its routers showed."""
+        with npu_replay.observe(self.chunks) as observation:
             outcome = self.step()
-        return outcome, witness
+        return outcome, observation.shown
 
-    @functools.cached_property
+    @property
     def routes(self) -> list[RoutedExperts]:
-        """The routes of the model by itself, as the witness saw them."""
-        return self.untouched[1].routes()
+        """The routes of the model by itself."""
+        return self.untouched[1]
+
+    @property
+    def token_layers(self) -> int:
+        """The token-layers of a step on this rank."""
+        return _token_layers(self.routes)
 
     def step(self, **how: bool) -> Outcome:
         """A training step over the micro-batches."""
@@ -123,7 +128,7 @@ def model(trial: Trial) -> Examination:
 
 def record(trial: Trial) -> Examination:
     """The recorded ids are those that the routers show, and the step is as it is without."""
-    untouched, witness = trial.untouched
+    untouched, routes = trial.untouched
     with npu_replay.observe(trial.chunks) as observation, npu_replay.record(trial.chunks) as recording:
         outcome = trial.step()
     recorded = recording.routes
@@ -131,14 +136,13 @@ def record(trial: Trial) -> Examination:
         raise Wrong(f"{len(recorded)} micro-batches were recorded, of {len(trial.batches)}")
     if lacking := sum(int((~one.recorded).sum()) for one in recorded):
         raise Wrong(f"{lacking} rows were recorded without a route")
-    shown = zip(recorded, observation.shown, strict=True)
-    for who, count in (
-        ("npu_replay.observe", sum(int(differing_token_layers(*pair).sum()) for pair in shown)),
-        ("the witness", differing(witness.forwards, recorded)),
+    for whose, other in (
+        ("npu_replay.observe saw them", observation.shown),
+        ("the untouched step chose", routes),
     ):
-        if count:
-            raise Wrong(f"{count} token-layers were recorded otherwise than {who} saw them")
-    everyone = yield witness.rows, outcome.distance(untouched)
+        if count := differing(recorded, other):
+            raise Wrong(f"{count} token-layers were recorded otherwise than {whose}")
+    everyone = yield _token_layers(observation.shown), outcome.distance(untouched)
     rows, apart = zip(*everyone, strict=True)
     close = _close(apart, "a recorded step and an untouched one are")
     return f"{sum(rows)} token-layers as the routers show, step {close}"
@@ -177,9 +181,9 @@ def collect(trial: Trial) -> Examination:
 def mismatch(trial: Trial) -> Examination:
     """Without replay, other router weights choose otherwise."""
     routes = trial.routes
-    with perturbed(trial.chunks), Witness(trial.chunks) as witness:
+    with perturbed(trial.chunks), npu_replay.observe(trial.chunks) as observation:
         trial.step()
-    everyone = yield differing(witness.forwards, routes), witness.rows
+    everyone = yield differing(observation.shown, routes), trial.token_layers
     wrong, rows = map(sum, zip(*everyone, strict=True))
     if not wrong:
         raise Wrong("other router weights choose the same experts, so a replay would show nothing")
@@ -190,30 +194,41 @@ def replay(trial: Trial) -> Examination:
     """With other router weights, the routers show the recorded experts."""
     routes = trial.routes
     session = npu_replay.replay(trial.chunks, routes)
-    with perturbed(trial.chunks), Witness(trial.chunks) as witness, session:
+    with perturbed(trial.chunks), npu_replay.observe(trial.chunks) as observation, session:
         outcome = trial.step()
-    _check_shown(witness, routes)
+    _check_shown(observation.shown, routes)
     _check_finite(outcome)
-    everyone = yield witness.rows
+    everyone = yield trial.token_layers
     return f"with them, all {sum(everyone)} token-layers show the recorded experts"
 
 
 def recompute(trial: Trial) -> Examination:
-    """Each recompute shows the experts of its own forward."""
+    """Each recompute takes the experts of its own forward: the gradients tell."""
     foreign = trial.foreign()
     with npu_replay.replay(trial.chunks, foreign):
         kept = trial.step()
     chunks = build(trial.job.options, trial.routing, trial.job.device, recompute=True)
-    with Witness(chunks) as witness, npu_replay.replay(chunks, foreign):
+    session = npu_replay.replay(chunks, foreign)
+    with counted(chunks) as calls, npu_replay.observe(chunks) as observation, session:
         again = step(chunks, trial.batches)
-    _check_shown(witness, foreign)
-    if lacking := calls(witness.forwards) - calls(witness.recomputes):
-        raise Wrong(f"{len(lacking)} calls of routers were not recomputed, of {len(witness.forwards)}")
-    if wrong := differing(witness.recomputes, foreign):
-        raise Wrong(f"{wrong} token-layers of the recompute show other experts than their forward")
+    _check_shown(observation.shown, foreign)
+    due = len(routers_of(chunks)) * len(trial.batches)
+    if len(calls) != 2 * due:
+        raise Wrong(f"{2 * due - len(calls)} calls of routers were not recomputed, of {due}")
     everyone = yield again.distance(kept)
     close = _close(everyone, "gradients with recompute and without are", ", under the same routes")
     return f"each takes the routes of its own forward; gradients {close}"
+
+
+@contextlib.contextmanager
+def counted(chunks: Iterable[nn.Module]) -> Iterator[list[int]]:
+    """Yield a list that grows by the label of a router with each of its calls, recomputes too."""
+    calls: list[int] = []
+    with contextlib.ExitStack() as undo:
+        for router in routers_of(list(chunks)):
+            note = functools.partial(lambda label, *_: calls.append(label), router.label)
+            undo.callback(router.module.register_forward_hook(note).remove)
+        yield calls
 
 
 def gradients(trial: Trial) -> Examination:
@@ -228,25 +243,30 @@ def gradients(trial: Trial) -> Examination:
 
 
 def own_choice(trial: Trial) -> Examination:
-    """A row without a route takes what the router, called again by itself, gives for the same input."""
-    routes = trial.foreign(holes=True)
-    with Witness(trial.chunks) as witness, npu_replay.replay(trial.chunks, routes) as session:
+    """A row without a route takes what its router chooses in the model by itself.
+
+    It can be told, since no token of this model looks at another: a row without a route in any layer goes
+    its own way through all of them, whatever the others are given.
+    """
+    own, routes = trial.routes, trial.foreign(holes=True)
+    session = npu_replay.replay(trial.chunks, routes)
+    with npu_replay.observe(trial.chunks) as observation, session:
         trial.step()
-    _check_shown(witness, routes)
+    _check_shown(observation.shown, routes)
     holes = sum(int((~one.recorded).sum()) for one in routes)
     if session.metrics()["rows_without_route"] != holes:
         raise Wrong(f"{holes} rows have no route; metrics() says otherwise: {session.metrics()}")
-    everyone = yield sum(_other_than_own(seen, routes[seen.number]) for seen in witness.forwards), holes
+    pairs = [zip(found, routes, strict=True) for found in (observation.shown, own)]
+    shown, chosen = (
+        [one.take((~route.recorded).nonzero().flatten()) for one, route in part] for part in pairs
+    )
+    everyone = yield differing(shown, chosen), holes
     wrong, rows = map(sum, zip(*everyone, strict=True))
     if wrong:
-        raise Wrong(f"{wrong} rows without a route show other experts than the router's own choice")
+        raise Wrong(
+            f"{wrong} token-layers of rows without a route show other experts than the router's own choice"
+        )
     return f"{rows} rows without a route take the router's own choice"
-
-
-def _other_than_own(seen: Seen, routes: RoutedExperts) -> int:
-    with torch.no_grad():
-        own = shown_by(seen.router, seen.router.module(*seen.args, **seen.kwargs)).cpu()
-    return int(((own != seen.shown).any(dim=1) & ~routes.recorded).sum())
 
 
 def as_bytes(trial: Trial) -> Examination:
@@ -296,13 +316,23 @@ def left_behind(chunks: Iterable[nn.Module], topk: tuple[Any, Any]) -> str:
     return "; ".join(dict.fromkeys(found))
 
 
-def _check_shown(witness: Witness, routes: list[RoutedExperts]) -> None:
-    wanted = {(router.label, number) for router in witness.routers for number in range(len(routes))}
-    seen = calls(witness.forwards)
-    if seen != wanted:
-        raise Wrong(f"{len(seen)} calls of routers were seen, of {len(wanted)}")
-    if wrong := differing(witness.forwards, routes):
-        raise Wrong(f"{wrong} of {witness.rows} token-layers show other experts than were replayed")
+def differing(ours: list[RoutedExperts], theirs: list[RoutedExperts]) -> int:
+    """Count the token-layers whose experts differ, where both have a route."""
+    return sum(int(differing_token_layers(*pair).sum()) for pair in zip(ours, theirs, strict=True))
+
+
+def _token_layers(routes: list[RoutedExperts]) -> int:
+    return sum(len(one) * len(one.layers) for one in routes)
+
+
+def _check_shown(shown: list[RoutedExperts], routes: list[RoutedExperts]) -> None:
+    rows, wanted = ([len(one) for one in part] for part in (shown, routes))
+    if rows != wanted:
+        raise Wrong(f"micro-batches of {rows} rows were seen, of {wanted}")
+    if lacking := sum(int((~one.recorded).sum()) for one in shown):
+        raise Wrong(f"{lacking} rows show fewer experts than top-k")
+    if wrong := differing(shown, routes):
+        raise Wrong(f"{wrong} of {_token_layers(shown)} token-layers show other experts than were replayed")
 
 
 def _check_finite(outcome: Outcome) -> None:
