@@ -113,7 +113,7 @@ def report() -> Report:
     accelerator it has.
 
     >>> print(npu_replay.report())
-    Installed      Version ... Where
+    Installed      Version     Where
     npu_replay     0.1.0 ...
     What                      State    Why
     replay on Megatron-core   ...
