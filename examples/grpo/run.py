@@ -23,6 +23,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import clone  # noqa: F401  before what imports examples.qwen3_moe
 import curves
 import task
 import torch
