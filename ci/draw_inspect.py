@@ -27,8 +27,11 @@ PROMPT, TOKENS, LAYERS = 300, 400, 12
 
 
 def main(folder: Path, picture: Path = PICTURE) -> int:
-    """Writes the answers, their config and the picture, prints what inspect says; returns its exit statuses'
-    sum: 0 for the one that is right and 1 for the other."""
+    """Write the answers, their config and the picture, and print what inspect says.
+
+    Returns:
+        How many of the answers are refused.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     model = qwen3_moe(
         0,
@@ -44,12 +47,12 @@ def main(folder: Path, picture: Path = PICTURE) -> int:
     (folder / "answer.json").write_text(json.dumps(answer(tokens.tolist(), rows)))
     rows[:64] = 0
     (folder / "damaged.json").write_text(json.dumps(answer(tokens.tolist(), rows)))
-    statuses = 0
+    refused = 0
     for name, more in (("answer.json", ["--force", "--out", str(picture.absolute())]), ("damaged.json", [])):
         words = f"inspect {name} --config config.json --engine-version 0.23.0".split()
         command = [sys.executable, "-m", "npu_replay", *words, *more]
-        statuses += subprocess.run(command, cwd=folder, check=False).returncode
-    return statuses
+        refused += subprocess.run(command, cwd=folder, check=False).returncode
+    return refused
 
 
 def routed(model: Any, tokens: torch.Tensor) -> np.ndarray[Any, Any]:

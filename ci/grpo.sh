@@ -9,7 +9,6 @@ cd "$(dirname "$0")/.."
 source ci/environment.sh
 live_environment
 export OMP_NUM_THREADS=1 # two runs share the cores
-export PYTHONPATH=$repository${PYTHONPATH:+:$PYTHONPATH}
 
 release=0.12.1
 if [[ $# != 0 ]]; then

@@ -51,7 +51,7 @@ LINES = {
     "compat.roll": 366,
     "devices": 86,
     "doctor": 631,
-    "inspection": 1060,
+    "inspection": 1053,
     "smoke": 1831,
     "cli": 221,
 }

@@ -15,14 +15,14 @@ from npu_replay.routes.checks import Array
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What is thought of one sequence.
+    """Says whether one sequence is right, and its sizes.
 
     Attributes:
         name: «completion 2», a store's key; empty where there is one only.
         problem: why it is refused, the whole message; empty where it isn't.
         tokens, rows, layers, topk: of its routes, and the rows that have one; 0 where it is refused.
         dtype, nbytes: of its ids.
-        facts: what else it says of itself.
+        facts: the weights that chose, and the fingerprint of its tokens, where it has them.
     """
 
     name: str = ""
@@ -37,7 +37,7 @@ class Verdict:
 
     @classmethod
     def of(cls, found: Sequence) -> Verdict:
-        """The verdict on a sequence, without its routes."""
+        """Return the verdict on a sequence, without its routes."""
         routes = found.routes
         if routes is None:
             return cls(name=found.name, problem=found.problem)
@@ -80,7 +80,7 @@ class Inspection:
 
     @property
     def bad(self) -> tuple[Verdict, ...]:
-        """The sequences that are refused."""
+        """Return the sequences that are refused."""
         return tuple(verdict for verdict in self.verdicts if verdict.problem)
 
     @property
@@ -89,7 +89,7 @@ class Inspection:
         return bool(self.verdicts) and not self.bad
 
     def to_json(self) -> str:
-        """All of it but the picture, for programs."""
+        """Return all of it but the picture, for programs."""
         found: dict[str, Any] = {
             "ok": self.good,
             "path": self.path,

@@ -1,8 +1,7 @@
-"""How often each expert of a layer was named, over all sequences."""
+"""Count how often each expert of a layer was named, over all sequences."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,7 +56,7 @@ class Loads:
             self._rows[layer] = self._rows.get(layer, 0) + rows
 
     def figures(self) -> tuple[LayerLoad, ...]:
-        """The figures of each layer, ascending."""
+        """Return the figures of each layer, ascending."""
         return tuple(self._figure(layer) for layer in sorted(self.counts))
 
     def _figure(self, layer: int) -> LayerLoad:
@@ -71,8 +70,3 @@ class Loads:
             busiest_share=float(shares.max(initial=0)),
             entropy=abs(float(-(shares * np.log2(shares)).sum())),
         )
-
-
-def even_entropy(num_experts: int) -> float:
-    """The entropy in bits of a layer whose experts are used alike."""
-    return math.log2(max(1, num_experts))

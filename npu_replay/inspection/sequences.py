@@ -18,6 +18,7 @@ from npu_replay.compat.sglang.decode import routes_of as sglang_routes_of
 from npu_replay.compat.vllm import answers as vllm_answers
 from npu_replay.compat.vllm.decode import routes_of as vllm_routes_of
 from npu_replay.errors import MicroBatchError, ReplayError, RouteFileError, RouterError
+from npu_replay.options import message
 from npu_replay.rollout import payloads, server_answers
 from npu_replay.rollout.admit import admit
 from npu_replay.rollout.model_config import RoutedModel
@@ -65,11 +66,11 @@ class Given:
     sample: str | None = None
 
     def ids(self, number: int) -> tuple[Array | None, Array | None]:
-        """The prompt and the output of one sequence."""
+        """Return the prompt and the output of one sequence."""
         return _one_of(self.prompts, number, "--prompt-ids"), _one_of(self.outputs, number, "--output-ids")
 
     def tokens(self) -> Array | None:
-        """The prompt and the output of the only sequence together.
+        """Return the prompt and the output of the only sequence together.
 
         Raises:
             ReplayError: one of them was given and the other wasn't.
@@ -86,7 +87,7 @@ class Given:
         )
 
     def needed_model(self, what: str) -> RoutedModel:
-        """The model, without which an engine's rows can't be decoded."""
+        """Return the model, without which an engine's rows can't be decoded."""
         if self.model is None:
             raise ReplayError(
                 "an engine's rows don't say which layers and experts they are of",
@@ -129,7 +130,7 @@ class Sequence:
 
 
 def opened(path: Path, given: Given) -> tuple[str, Iterator[Sequence]]:
-    """What it is, in words, and its sequences, each decoded when it is asked for.
+    """Return what a path holds, in words, and its sequences; those of a folder are decoded one by one.
 
     Raises:
         ReplayError: nothing in it can be looked into, or what the caller gave doesn't fit it.
@@ -140,7 +141,7 @@ def opened(path: Path, given: Given) -> tuple[str, Iterator[Sequence]]:
     if start.startswith(b"\x93NUMPY"):
         whole = _contents(path)
         return _of_array("an .npy array", path, partial(payloads.from_npy, whole, most=len(whole)), given)
-    if is_saved(start):
+    if start[7:9] == b"\0{":  # eight bytes of a length, then JSON; in a text no byte is 0
         _refuse_sample(path, given)
         saved = _of_saved(lambda: RoutedExperts.load(path), given, str(path))
         return "a file of RoutedExperts.save or to_bytes", iter([saved])
@@ -151,13 +152,8 @@ def opened(path: Path, given: Given) -> tuple[str, Iterator[Sequence]]:
     return _of_answer(path, answer, given)
 
 
-def is_saved(start: bytes) -> bool:
-    """Does a file that begins so hold routes that npu_replay wrote?"""
-    return start[8:9] == b"{"
-
-
 def _contents(path: Path, most: int | None = None) -> bytes:
-    """The bytes of a plain file, or its first ones; its size is checked before it is read."""
+    """Return the bytes of a plain file, or its first ones; its size is checked before it is read."""
     try:
         if not path.exists():
             raise RouteFileError("there is no such file", where=str(path))
@@ -185,12 +181,12 @@ def _refuse_sample(path: Path, given: Given) -> None:
 
 
 def _decoded(read: Callable[[], RoutedExperts], *, where: str = "", **about: Any) -> Sequence:
-    """What `read` returns, or why it doesn't; the other arguments are a Sequence's."""
+    """Call `read`, and keep the routes or the error's message; the other arguments are a Sequence's."""
     try:
         return Sequence(routes=read(), **about)
     except ReplayError as error:
         said = error.at(where) if where and where not in str(error) else error
-        return Sequence(problem=str(said).removeprefix("[npu_replay] "), **about)
+        return Sequence(problem=message(said), **about)
 
 
 # ---- routes that npu_replay wrote
@@ -262,7 +258,7 @@ def _check_tokens(routes: RoutedExperts, tokens: Array, where: str) -> None:
 def _of_array(
     what: str, path: Path, read: Callable[..., Array], given: Given
 ) -> tuple[str, Iterator[Sequence]]:
-    """Rows without an answer around them, [rows, columns, topk]."""
+    """Decode rows without an answer around them, [rows, columns, topk]."""
     _refuse_sample(path, given)
     model, tokens = given.needed_model(str(path)), given.tokens()
     if given.engine is None:
@@ -274,7 +270,7 @@ def _of_array(
 
     def routes() -> RoutedExperts:
         rows = read(source=source)
-        # Where nobody names the tokens they may all be the same, so that no row is another token's.
+        # Where nobody names the tokens, all get one id: rows that are alike are then no fault.
         ids = np.zeros(given.start + len(rows) + 1, np.int64) if tokens is None else tokens
         return admit(rows, model=model, tokens=ids, source=source, start=given.start)
 
@@ -309,7 +305,7 @@ def _of_answer(path: Path, answer: Any, given: Given) -> tuple[str, Iterator[Seq
 
 
 def whose(answer: Any) -> Engine | None:
-    """The engine that gave this answer, by the names of its fields; None if it can't be told."""
+    """Return the engine that gave this answer, by the names of its fields; None if it can't be told."""
     if isinstance(answer, list):
         return "sglang" if answer and all(whose(one) == "sglang" for one in answer) else None
     if not isinstance(answer, Mapping):
@@ -327,13 +323,8 @@ def whose(answer: Any) -> Engine | None:
 def _of_vllm(answer: Any, version: str, model: RoutedModel, given: Given) -> Iterator[Sequence]:
     found = vllm_answers.read(answer, version)
     for one in found:
-        prompt, output, named = _ids_of(one, *given.ids(one.number))
-        yield _decoded(
-            partial(vllm_routes_of, one, model, prompt, output, given.start),
-            name=f"completion {one.number}" if len(found) > 1 else "",
-            named=named,
-            unchecked=() if named else (_NO_TOKENS,),
-        )
+        name = f"completion {one.number}" if len(found) > 1 else ""
+        yield _of_one(vllm_routes_of, one, one.number, name, model, given)
 
 
 def _of_sglang(answer: Any, version: str, model: RoutedModel, given: Given) -> Iterator[Sequence]:
@@ -343,22 +334,30 @@ def _of_sglang(answer: Any, version: str, model: RoutedModel, given: Given) -> I
         try:
             read = sglang_answers.read(one, version)
         except ReplayError as error:
-            yield Sequence(name=name, problem=str(error).removeprefix("[npu_replay] "))
+            yield Sequence(name=name, problem=message(error))
             continue
-        prompt, output, named = _ids_of(read, *given.ids(number))
-        yield _decoded(
-            partial(sglang_routes_of, read, model, prompt, output, given.start),
-            name=name,
-            named=named,
-            unchecked=() if named else (_NO_TOKENS,),
-        )
+        yield _of_one(sglang_routes_of, read, number, name, model, given)
+
+
+def _of_one(
+    routes_of: Callable[..., RoutedExperts],
+    one: server_answers.Answer,
+    number: int,
+    name: str,
+    model: RoutedModel,
+    given: Given,
+) -> Sequence:
+    """Decode one sequence of an answer by its engine's decoder."""
+    prompt, output, named = _ids_of(one, *given.ids(number))
+    read = partial(routes_of, one, model, prompt, output, given.start)
+    return _decoded(read, name=name, named=named, unchecked=() if named else (_NO_TOKENS,))
 
 
 def _ids_of(
     one: server_answers.Answer, prompt: Array | None, output: Array | None
 ) -> tuple[Array | None, Array | None, bool]:
-    """The ids to decode with, and whether they are the sequence's own. Where an answer only counts its
-    tokens they may all be the same, so that no row is another token's."""
+    """Return the ids to decode with, and whether they are the sequence's own. Where an answer only counts its
+    tokens, all get one id: rows that are alike are then no fault."""
     named = True
     if prompt is None and one.prompt_ids is None:
         prompt, named = _counted(one.prompt_tokens), False
@@ -379,7 +378,7 @@ def _named(engine: Engine, version: str) -> str:
 
 
 def _parsed(path: Path, data: bytes) -> Any:
-    """JSON, without the byte order mark and the headers that `curl -i` writes before it."""
+    """Parse JSON after a byte order mark and the headers that `curl -i` writes."""
     if len(data) > MOST_TEXT:
         raise _too_large(path, len(data), MOST_TEXT)
     text = data.removeprefix(codecs.BOM_UTF8).lstrip(b" \t\r\n")
@@ -399,7 +398,7 @@ def _parsed(path: Path, data: bytes) -> Any:
 
 
 def token_lists(path: Path | None) -> tuple[Array, ...]:
-    """Token ids in a JSON file: one list, or a list of them; [tokens] int64 each.
+    """Read token ids from a JSON file: one list, or a list of them; [tokens] int64 each.
 
     Raises:
         ReplayError: something else is in it.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from npu_replay.inspection.inspection import Inspection
-from npu_replay.inspection.load import even_entropy
 from npu_replay.tables import Cell, Part, Table
 
 _REFUSED = 20
@@ -45,7 +45,7 @@ def _table(found: Inspection) -> Table:
         "Rows",
         f"Experts used\nof {experts}",
         f"Busiest\neven: {1 / max(1, experts):.2%}",
-        f"Entropy, bits\nof {even_entropy(experts):.2f}",
+        f"Entropy, bits\nof {math.log2(max(1, experts)):.2f}",
     )
     rows: list[list[Cell]] = [
         [

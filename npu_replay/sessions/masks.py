@@ -57,7 +57,6 @@ class Masks:
         name = getattr(func, "__name__", "")
         short = name.strip("_")
         made: Any
-        may_mask = short in _MAY_MASK and not (short in _COMPUTES and self._learns(args, kwargs))
         written = _written(name, short, args)
         if written is not None and self._is_scores(written):
             made, sources = written, [(written.clone(), written.data_ptr())]
@@ -70,6 +69,7 @@ class Masks:
         if isinstance(made, torch.Tensor) and self._is_scores(made):
             place = made.data_ptr()
             if written is not None or all(lay != place for _, lay in sources):  # else a view of its source
+                may_mask = short in _MAY_MASK and not (short in _COMPUTES and self._learns(args, kwargs))
                 self._steps.append(_Step(short, place, made, sources if may_mask else []))
         return result
 

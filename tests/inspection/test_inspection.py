@@ -504,6 +504,7 @@ def test_a_key_that_is_not_there_and_a_shard_alone(store: Path, run: Callable[..
         (b'data: {"choices": []}\n\n', "stream=false"),
         (b'{"error": {"message": "no such model"}}', "no such model"),
         (b'{"answer": 42}', "can't be told"),
+        (b'{"data":{"routes": 42}}', "can't be told"),  # its ninth byte is that of a saved file
         (b"[]", "can't be told"),
         (b"[[1, 2]]", "nested lists"),
         (b"[" * 100_000, "nobody knows"),
