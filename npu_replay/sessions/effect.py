@@ -8,7 +8,6 @@ the device, and is read once, at the end of a forward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -19,6 +18,47 @@ from npu_replay.sessions import seam
 from npu_replay.sessions.micro_batches import Forward
 from npu_replay.sessions.recompute import Key
 from npu_replay.sessions.shown_ids import Asked, ShownIds
+
+_WRITTEN = "the ids that the top-k gave were written into before the forward ended"
+_NOT_SHOWN = "the router's output doesn't show the chosen experts"
+_RULED_OUT = "an expert of the routes has a weight that was made from a mask's number"
+_MASKED_BEFORE = (
+    "the router masks experts and then makes the scores of its top-k (by a softmax, or a bias), so an expert "
+    "that it masks now has a weight of 0 or so, and its own can't be told. Mask after the softmax; or "
+    "describe the router with masks=False where its weights come from other scores than the top-k's"
+)
+_OTHERS_IN_BLOCK = "the block goes on with other experts than its top-k gave"
+_TOPKS = (
+    "the block takes another number of top-ks of that shape than in the micro-batch that was checked, so it "
+    "can't be told which of them routes"
+)
+_PAST_CALL = (
+    "a graph that was compiled or captured and runs no hook (torch.compile: pass the compiled module itself, "
+    "and compile before the block), another path to the experts than the router's __call__, or a layer that "
+    "this forward skipped"
+)
+_NO_TOPK = (
+    "a fused router kernel, a selection without torch.topk (a hash, a kernel; or somebody has replaced "
+    "torch.topk inside the block), or a compiled function around the model (torch.compile: pass the compiled "
+    "module itself, and compile before the block)"
+)
+_PAST_TORCH = (
+    "a kernel that is given them past torch's functions, or a block that doesn't route by this top-k: no "
+    "function of torch was given an integer tensor [rows, topk] after it"
+)
+_CHANGED_IN_BLOCK = (
+    "code after the top-k that changes the ids (a forced load balance), or another integer tensor "
+    "[rows, topk] in the block, from a second choice for one"
+)
+CHANGED = (
+    "code after the top-k that changes the ids (a forced load balance), or an output that npu_replay misreads"
+)
+_OTHERS_IN_RECOMPUTE = "the recompute of this router goes on with other experts than its forward"
+_OTHERS_IN_KERNEL = "a fused router chose other experts in a recompute than in its forward"
+_NEAR_TIE = (
+    "a near tie, which fell the other way, and the kernel can't be given experts; with moe_router_fusion "
+    "off, a recompute takes the experts of its forward"
+)
 
 
 class Count:
@@ -49,48 +89,23 @@ def is_due(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-class _Shown(NamedTuple):
-    """What one output showed.
-
-    Attributes:
-        map: bool [rows, experts], which experts are shown.
-        ids: int64 [rows, topk], those that the router was given.
-        values: float [rows, topk], the scores of these, unmasked; None for a fused kernel.
-    """
-
-    map: torch.Tensor
-    ids: torch.Tensor
-    values: torch.Tensor | None
-
-
-_NOBODY = (-1, -1)
-_HELD = 2**22
-"""Bytes of maps that are held until they are counted together."""
-
-
 class Witness:
     """What the calls of a session's routers have shown.
 
     Attributes:
-        dropped: chosen experts that an output didn't show, over their capacity.
+        dropped: counts chosen experts that an output didn't show, over their capacity.
         chosen: how many experts were chosen in these outputs.
-        strayed: calls of a fused router whose recompute chose others than its forward.
     """
 
     def __init__(self) -> None:
-        self.dropped = 0
+        self.dropped = Count()
         self.chosen = 0
-        self.strayed = Count()
         self._ids = ShownIds()
         self._topks: dict[int, int] = {}
-        """How many further top-ks each block took in a micro-batch that was checked, by layer."""
-        self._shown: dict[Key, _Shown] = {}
-        self._bytes = 0
-        self._counted: list[tuple[list[Key], int, torch.Tensor, torch.Tensor]] = []
-        """Calls, how many experts each chose, and int64 [calls], how many of these are shown and how many are
-        in all."""
-        self._counts: dict[Key, tuple[int, int, int]] = {}
-        """The same, read."""
+        """How many further top-ks each block took in a micro-batch that was checked, by layer. One that takes
+        some is followed in each call: the one that was answered may be somebody's figure."""
+        self._lost: dict[Key, torch.Tensor] = {}
+        """Of each call whose forward runs, which of its experts were dropped."""
         self._refused: dict[Key, tuple[str, str]] = {}
         """Problem and cause of a call that is known to be wrong."""
 
@@ -101,63 +116,98 @@ class Witness:
             self._refused[router.label, forward.number] = "the router never reached its top-k", cause
             return
         forward.ended.append((router, ids, call.handed, call.written))
+        if call.ruled_out is not None:
+            self._ids.add(Asked(router, forward.number, False, "weights"), ~call.ruled_out)
         if router.shows is None:
             self._saw_block(router, forward, call)
         elif forward.checked or router.drops:
-            key = router.label, forward.number
-            self._saw_all(key, router, call, as_map(router.shows(output), router))
+            self._saw_all(router, forward, call, as_map(router.shows(output), router))
         elif (shown := router.shows(output)) is not ids:
             self._ids.look(router, forward.number, shown, ids)
 
+    def follows(self, label: int) -> bool:
+        """Has this block to be followed in every call?"""
+        return self._topks.get(label, 0) > 0
+
     def saw_again(self, router: Router, number: int, call: seam.Call, output: object) -> None:
         """A recompute of a call has ended."""
-        if router.shows is None or call.ids is None:
+        if call.ids is None:
             return
         asked = Asked(router, number, True)
-        if seam.is_written(call.handed, call.written, call.ids):
+        if call.strayed is not None:
+            self._ids.add(Asked(router, number, True, "fused"), ~call.strayed[None, None])
+            self.check_ids(on_accelerators=False)
+            return
+        if router.shows is None:
+            if call.again != self._topks.get(router.label, 0):
+                raise _strayed(asked, _TOPKS, _CHANGED_IN_BLOCK)
+            if call.taken is not None:
+                self._ids.look(router, number, call.taken.shown(), call.ids, again=True)
+                self.check_ids(on_accelerators=False)
+            return
+        if _is_written(call.handed, call.written, call.ids):
             raise _strayed(asked)
         self._ids.look(router, number, router.shows(output), call.ids, again=True)
         self.check_ids(on_accelerators=False)
 
+    def saw_stopped(self, router: Router, number: int, call: seam.Call) -> None:
+        """A block's recompute was stopped early, as its checkpoint had what it wanted. torch silences errors
+        here, so what is wrong is told later."""
+        if call.again > self._topks.get(router.label, 0):
+            self._ids.add(Asked(router, number, True), torch.zeros(1, 1, dtype=torch.bool))
+
+    def saw_last(
+        self, router: Router, number: int, ids: torch.Tensor, output: object, *, again: bool
+    ) -> None:
+        """The hooks of others have made another output of a call's."""
+        if router.shows is not None and (shown := router.shows(output)) is not ids:
+            self._ids.look(router, number, shown, ids, again=again)
+
     def _saw_block(self, router: Router, forward: Forward, call: seam.Call) -> None:
         """A block's output shows nothing: what takes its ids in does, or at least how many top-ks it took."""
         key = router.label, forward.number
-        if not forward.checked:
-            if call.again != self._topks.get(router.label, 0):
-                self._refused[key] = _TOPKS, _CHANGED_IN_BLOCK
-            elif call.handed is not None and call.ids is not None and call.handed is not call.ids:
-                self._ids.look(router, forward.number, call.handed, call.ids)
+        if forward.checked:
+            self._topks[router.label] = call.again
+        elif call.again != self._topks.get(router.label, 0):
+            self._refused[key] = _TOPKS, _CHANGED_IN_BLOCK
             return
-        self._topks[router.label] = call.again
-        if call.taken is None or not call.taken.count:
+        if not call.follows:
+            if call.handed is not None and call.ids is not None and call.handed is not call.ids:
+                self._ids.look(router, forward.number, call.handed, call.ids)
+        elif call.taken is None or not call.taken.count:
             self._refused[key] = "nothing takes in the ids of the block's top-k", _PAST_TORCH
         else:
-            self._saw_all(key, router, call, call.taken.shown())
+            self._saw_all(router, forward, call, call.taken.shown())
 
-    def _saw_all(self, key: Key, router: Router, call: seam.Call, shown: torch.Tensor) -> None:
-        if call.ids is None or shown.shape != (call.rows, router.num_experts):
-            self._refused[key] = _NOT_SHOWN, CHANGED
+    def _saw_all(self, router: Router, forward: Forward, call: seam.Call, shown: torch.Tensor) -> None:
+        """Ask whether an output shows each of the ids and no other expert, and look at their weights."""
+        ids, number = call.ids, forward.number
+        if ids is None or shown.shape != (call.rows, router.num_experts):
+            self._refused[router.label, number] = _NOT_SHOWN, CHANGED
             return
-        values = None if call.values is None else call.values.detach()
-        if values is not None and call.made is not None and not call.made.sees(call.scores):
-            shown = shown | _zeroed(values, call.scores.detach())  # all of them, which is wrong
-        # A copy: what comes after the router may write into its output.
-        self._shown[key] = _Shown(shown.clone(), call.ids, values)
-        self._bytes += shown.numel()
-        if self._bytes > _HELD:
-            self._count()
+        held = shown.gather(1, ids)
+        if router.drops:
+            right = shown.scatter(1, ids, False).any(dim=1, keepdim=True).logical_not().expand_as(held)
+            if forward.checked:
+                self._lost[router.label, number] = ~held
+        else:
+            right = held & (shown.sum(dim=1, keepdim=True) == router.topk)
+        if call.values is not None:
+            values = call.values.detach()
+            right = right & ~(held & values.isneginf())  # a mask's that nobody saw; NaN is a diverged step's
+            if call.made is not None and not call.made.sees(call.scores):
+                right = right & ~_zeroed(values, call.scores.detach())
+        self._ids.add(Asked(router, number, False), right)
 
     def forget(self, key: Key) -> None:
         """The forward of this call raised."""
-        for kept in (self._shown, self._counts, self._refused):
-            kept.pop(key, None)
+        self._lost.pop(key, None)
+        self._refused.pop(key, None)
         self._ids.forget(*key)
-        for keys, *_ in self._counted:
-            keys[:] = [_NOBODY if one == key else one for one in keys]
 
     def clear(self) -> None:
         """The block is over."""
-        for kept in (self._shown, self._counted, self._counts, self._refused, self._ids):
+        for kept in (self._lost, self._refused, self._ids):
             kept.clear()
 
     def check(self, found: Sequence[Router], forward: Forward) -> None:
@@ -169,17 +219,15 @@ class Witness:
         if self._refused or len(forward.ended) != len(found):
             self._check_called(found, forward)
         for router, ids, handed, written in forward.ended:
-            # Asked here first, as the call of is_written costs more than what it asks of most tensors.
-            if (written is None or handed._version != written) and seam.is_written(handed, written, ids):
+            # Asked here first, as the call costs more than what it asks of most tensors.
+            if (written is None or handed._version != written) and _is_written(handed, written, ids):
                 raise _no_effect(router, forward.number, _WRITTEN, CHANGED)
         forward.ended.clear()
         self.check_ids(on_accelerators=forward.checked)
-        if self._shown or self._counted:
-            self._count()
-            self._read()
-            for router in found:
-                if (counted := self._counts.pop((router.label, forward.number), None)) is not None:
-                    self._check_counts(router, forward, *counted)
+        for router in found if self._lost else ():
+            if (lost := self._lost.pop((router.label, forward.number), None)) is not None:
+                self.dropped.add(lost)
+                self.chosen += lost.numel()
 
     def _check_called(self, found: Sequence[Router], forward: Forward) -> None:
         seen = {router.label for router, *_ in forward.ended}
@@ -200,44 +248,32 @@ class Witness:
         """
         wrong = self._ids.first_wrong(on_accelerators=on_accelerators)
         if wrong is not None:
-            raise _strayed(wrong) if wrong.again else _no_effect(*wrong[:2], _NOT_SHOWN, CHANGED)
+            if wrong.about == "fused":
+                raise _strayed(wrong, _OTHERS_IN_KERNEL, _NEAR_TIE)
+            if wrong.again:
+                raise _strayed(wrong)
+            why = (_NOT_SHOWN, CHANGED)
+            if wrong.about == "weights":
+                why = _RULED_OUT, _MASKED_BEFORE
+            elif wrong.router.shows is None:
+                why = _OTHERS_IN_BLOCK, _CHANGED_IN_BLOCK
+            raise _no_effect(wrong.router, wrong.number, *why)
 
-    def _check_counts(self, router: Router, forward: Forward, chosen: int, inside: int, total: int) -> None:
-        if inside != total or not (router.drops or total == chosen):
-            if router.shows is None:
-                raise _no_effect(router, forward.number, _OTHERS_IN_BLOCK, _CHANGED_IN_BLOCK)
-            raise _no_effect(router, forward.number, _NOT_SHOWN, CHANGED)
-        if router.drops and forward.checked:
-            self.dropped += chosen - inside
-            self.chosen += chosen
 
-    def _count(self) -> None:
-        """Count what outputs have shown. Those of one size go together: each operation has its price."""
-        alike: dict[object, list[Key]] = {}
-        for key, one in self._shown.items():
-            scored = None if one.values is None else one.values.dtype
-            alike.setdefault((one.map.device, one.map.shape, one.ids.shape, scored), []).append(key)
-        for keys in alike.values():
-            maps, ids, values = zip(*(self._shown[key] for key in keys), strict=True)
-            shown = torch.stack(maps)
-            inside = shown.gather(2, torch.stack(ids))
-            if values[0] is not None:  # -inf is a mask's that nobody saw, and NaN a step's that diverged
-                inside = inside > torch.stack(values).isneginf()
-            self._counted.append((keys, ids[0].numel(), inside.sum(dim=(1, 2)), shown.sum(dim=(1, 2))))
-        self._shown.clear()
-        self._bytes = 0
+def _is_written(handed: torch.Tensor | None, written: int | None, ids: torch.Tensor | None) -> bool:
+    """Has anybody written into the ids that a router got? What does so past torch isn't counted.
 
-    def _read(self) -> None:
-        """Read what was counted. Waits for each device once."""
-        for device in {inside.device for *_, inside, _ in self._counted}:
-            here = [one for one in self._counted if one[2].device == device]
-            figures = torch.cat([part for *_, inside, total in here for part in (inside, total)]).tolist()
-            for keys, chosen, *_ in here:
-                count = len(keys)
-                for key, inside, total in zip(keys, figures, figures[count:], strict=False):
-                    self._counts[key] = chosen, inside, total
-                del figures[: 2 * count]
-        self._counted.clear()
+    Args:
+        handed: these ids; None from a kernel.
+        written: how often they had been written into before; None for a tensor of inference, which counts no
+            writing.
+        ids: the same, and nobody else's.
+    """
+    if handed is None:
+        return False
+    if written is None:
+        return ids is None or not torch.equal(handed, ids)
+    return handed._version != written
 
 
 def _zeroed(values: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -274,41 +310,11 @@ def _no_effect(router: Router, number: int, problem: str, cause: str) -> NoEffec
     )
 
 
-def _strayed(asked: Asked) -> RecomputeError:
+def _strayed(asked: Asked, problem: str = _OTHERS_IN_RECOMPUTE, cause: str = CHANGED) -> RecomputeError:
     return RecomputeError(
-        "the recompute of this router goes on with other experts than its forward",
+        problem,
         where=micro_batch(asked.number, asked.router.label),
         expected="those of the forward in the output of the recompute, too",
         got="others",
-        cause=CHANGED,
+        cause=cause,
     )
-
-
-_WRITTEN = "the ids that the top-k gave were written into before the forward ended"
-_NOT_SHOWN = "the router's output doesn't show the chosen experts"
-_OTHERS_IN_BLOCK = "the block goes on with other experts than its top-k gave"
-_TOPKS = (
-    "the block takes another number of top-ks of that shape than in the micro-batch that was checked, so it "
-    "can't be told which of them routes"
-)
-_PAST_CALL = (
-    "a graph that was compiled or captured and runs no hook (torch.compile: pass the compiled module itself, "
-    "and compile before the block), another path to the experts than the router's __call__, or a layer that "
-    "this forward skipped"
-)
-_NO_TOPK = (
-    "a fused router kernel, a selection without torch.topk (a hash, a kernel; or somebody has replaced "
-    "torch.topk inside the block), or a compiled function around the model (torch.compile: pass the compiled "
-    "module itself, and compile before the block)"
-)
-_PAST_TORCH = (
-    "a kernel that is given them past torch's functions, or a block that doesn't route by this top-k: no "
-    "function of torch was given an integer tensor [rows, topk] after it"
-)
-_CHANGED_IN_BLOCK = (
-    "code after the top-k that changes the ids (a forced load balance), or another integer tensor "
-    "[rows, topk] in the block, from a second choice for one"
-)
-CHANGED = (
-    "code after the top-k that changes the ids (a forced load balance), or an output that npu_replay misreads"
-)

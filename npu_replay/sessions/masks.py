@@ -1,10 +1,16 @@
-"""Scores before they were masked: what a router made the argument of its top-k from.
+"""Finds the scores that a router had before it masked them.
 
 A replayed expert may lie in a group that the router masked, and then needs its own score and not the mask's
-number. `seam.Watch` sees each function that the router calls. A step back from the top-k's argument is taken
-if the function may mask, and if the earlier scores agree with the later ones in what the router itself would
-choose, and differ elsewhere: a mask leaves these as they are. An expert bias or a scale doesn't; nor is a sum
-or a product a mask that makes any score higher, or whose other operand learns.
+number. `seam.Watch` sees each function that the router calls, and this module walks back from the argument
+of the top-k through the functions that made it.
+
+A function may be a mask by its name alone (a fill, an assignment), or by what it did: a sum or a product is
+one where it changes experts so much that they are ruled out, so that an expert bias or a scale is none. In
+either case it was a mask in those rows only where the router chose nothing that it changed. A row of padding
+that is filled with zeros has a choice among zeros, which are its scores.
+
+A mask whose scores go through another function before the top-k (a softmax, a bias) can't be taken back: a
+replayed expert that it ruled out has a weight that nobody meant, and is reported.
 """
 
 from __future__ import annotations
@@ -17,14 +23,14 @@ import torch
 from npu_replay.sessions.hooks import outside_modes
 
 _FILLS = frozenset({"masked_fill", "where"})
-"""These mask whatever the scores are, if they have one tensor of scores."""
 _WRITES = frozenset({"setitem", "index_put", "index_fill", "scatter", "masked_scatter", "fill", "zero"})
-_COMPUTES = frozenset({"add", "iadd", "sub", "isub", "mul", "imul", "div", "minimum", "maximum"})
+_PRODUCTS = frozenset({"mul", "imul", "div"})
+_COMPUTES = _PRODUCTS | {"add", "iadd", "sub", "isub", "minimum", "maximum"}
 _COPIES = frozenset({"clone", "contiguous", "to", "float", "double", "half", "bfloat16"})
 _MAY_MASK = _FILLS | _WRITES | _COMPUTES | _COPIES
 
-Path: TypeAlias = "list[tuple[int, int]]"
-"""The steps back, by number, and in each the number of the tensor that was masked."""
+Own: TypeAlias = "Callable[[], torch.Tensor]"
+"""Gives the router's own choice, int64 [rows, topk]."""
 
 
 class _Step(NamedTuple):
@@ -37,6 +43,19 @@ class _Step(NamedTuple):
     place: int
     made: torch.Tensor
     sources: list[tuple[torch.Tensor, int]]
+    may_mask: bool
+
+
+class Path(NamedTuple):
+    """Where the masks of a router are: a step by number, and in it the number of the tensor it was made from.
+
+    Attributes:
+        open: the steps back to the scores before the last mask that can be taken back.
+        shut: the masks before these, whose scores went through another function.
+    """
+
+    open: list[tuple[int, int]]
+    shut: list[tuple[int, int]]
 
 
 class Masks:
@@ -44,7 +63,7 @@ class Masks:
 
     Args:
         rows, num_experts: of the scores.
-        paths: the steps back that earlier calls of the router took, by the names of all steps.
+        paths: where the masks were in earlier calls of the router, by the names of all steps.
     """
 
     def __init__(self, rows: int, num_experts: int, paths: dict[tuple[str, ...], Path] | None = None) -> None:
@@ -59,69 +78,122 @@ class Masks:
         made: Any
         written = _written(name, short, args)
         if written is not None and self._is_scores(written):
-            made, sources = written, [(written.clone(), written.data_ptr())]
+            made, sources = written, [(written.clone(), address(written))]
             result = func(*args, **kwargs)
         else:
             given = (*args, *(value for name, value in kwargs.items() if name != "out"))
             found = (value for value in given if isinstance(value, torch.Tensor))
-            sources = [(one, one.data_ptr()) for one in found if self._is_scores(one)]
+            sources = [(one, address(one)) for one in found if self._is_scores(one)]
             made = result = func(*args, **kwargs)
         if isinstance(made, torch.Tensor) and self._is_scores(made):
-            place = made.data_ptr()
+            place = address(made)
             if written is not None or all(lay != place for _, lay in sources):  # else a view of its source
                 may_mask = short in _MAY_MASK and not (short in _COMPUTES and self._learns(args, kwargs))
-                self._steps.append(_Step(short, place, made, sources if may_mask else []))
+                self._steps.append(_Step(short, place, made, sources, may_mask))
         return result
 
     def sees(self, scores: torch.Tensor) -> bool:
         """Were these made by a function that was seen?"""
-        place = scores.data_ptr()
+        place = address(scores)
         return any(step.place == place for step in self._steps)
 
-    def unmasked(self, scores: torch.Tensor, own: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The scores [rows, experts] before they were masked; themselves where no mask was seen.
+    def unmasked(
+        self, scores: torch.Tensor, own: Own, take: Callable[[torch.Tensor], torch.Tensor] = lambda part: part
+    ) -> torch.Tensor:
+        """Return the scores [rows, experts] before they were masked; themselves where no mask was seen.
 
         Args:
-            own: the router's own choice, [rows, topk]; asked only where the names of the steps leave it open.
+            own: asked only where a mask was seen, or may have been.
+            take: returns the part of scores that is wanted, row by row, such as those of some experts.
         """
+        values, kept = take(scores), None
+        for earlier, later, step in self._pairs(self._path(scores, own).open, scores):
+            with outside_modes():
+                keeps = _keeps(step.name, earlier.detach(), later.detach(), own())
+                kept = keeps if kept is None else kept & keeps
+            values = torch.where(kept, take(earlier), values)
+        return values
+
+    def ruled_out(self, scores: torch.Tensor, own: Own, ids: torch.Tensor) -> torch.Tensor | None:
+        """Return bool [rows, topk]: which of these ids have a weight that was made from a mask's number.
+
+        None where no such mask was seen. Runs outside of modes.
+        """
+        found = None
+        for earlier, later, step in self._pairs(self._path(scores, own).shut, scores):
+            earlier, later = earlier.detach(), later.detach()
+            differ = _keeps(step.name, earlier, later, own()) & (
+                earlier.gather(1, ids) != later.gather(1, ids)
+            )
+            found = differ if found is None else found | differ
+        return found
+
+    def _pairs(self, steps: list[tuple[int, int]], scores: torch.Tensor) -> Any:
+        """Of each step the scores before and after it, and the step."""
+        for number, source in steps:
+            step = self._steps[number]
+            earlier = self._as_scores(step.sources[source][0], scores)
+            yield earlier, self._after(number, scores), step
+
+    def _after(self, number: int, scores: torch.Tensor) -> torch.Tensor:
+        """What a step made: a later write in place keeps a copy of what it wrote over."""
+        place = self._steps[number].place
+        for step in self._steps[number + 1 :]:
+            if step.place == place and step.sources and step.sources[0][1] == place:
+                return self._as_scores(step.sources[0][0], scores)
+        return self._as_scores(self._steps[number].made, scores)
+
+    def _path(self, scores: torch.Tensor, own: Own) -> Path:
         names = tuple(step.name for step in self._steps)
         path = self._paths.get(names)
         if path is None:
             with outside_modes():
-                path, is_sure = self._path(scores, own)
+                path, is_sure = self._walk(scores, own)
             if is_sure:
                 self._paths[names] = path
-        for step, source in path:
-            scores = self._as_scores(self._steps[step].sources[source][0], scores)
-        return scores
+        return path
 
-    def _path(self, scores: torch.Tensor, own: Callable[[], torch.Tensor]) -> tuple[Path, bool]:
-        """The steps back from these scores, and whether another call's would be the same."""
-        path: Path = []
-        masks = 0  # how much of the path leads up to a mask: a step that changes nothing may yet learn
-        place, later, is_sure = scores.data_ptr(), scores.detach(), True
+    def _walk(self, scores: torch.Tensor, own: Own) -> tuple[Path, bool]:
+        """Walk back from these scores; tell where the masks are, and whether another call's are there too."""
+        path, masks = Path([], []), 0  # masks: so much of the open path leads up to a mask
+        place, later, is_sure, is_open = address(scores), scores.detach(), True, True
         for number in reversed(range(len(self._steps))):
             step = self._steps[number]
             if step.place != place:
                 continue
-            for source, (tensor, lay) in enumerate(step.sources):
-                earlier = self._as_scores(tensor.detach(), later)
-                is_mask = step.name in _FILLS and len(step.sources) == 1
-                if not is_mask:
-                    ids = own()
-                    if not torch.equal(earlier.gather(1, ids), later.gather(1, ids)):
-                        continue
-                    is_mask = not torch.equal(earlier, later)
-                    if step.name in _COMPUTES and bool((later > earlier).any()):
-                        continue
-                    is_sure &= is_mask or step.name in _COPIES
-                path.append((number, source))
-                masks = len(path) if is_mask else masks
-                place, later = lay, earlier
-                break
+            source, is_mask = self._judge(step, later, own)
+            if source is None:
+                is_open, source = False, 0
+                if len(step.sources) != 1:
+                    break
+            elif is_open:
+                path.open.append((number, source))
+                masks = len(path.open) if is_mask else masks
+                is_sure &= is_mask or step.name in _COPIES
             else:
-                break
-        return path[:masks], is_sure
+                if is_mask:
+                    path.shut.append((number, source))
+                is_sure &= is_mask or step.name in _COPIES
+            place, later = step.sources[source][1], self._as_scores(step.sources[source][0].detach(), scores)
+        del path.open[masks:]
+        return path, is_sure
+
+    def _judge(self, step: _Step, later: torch.Tensor, own: Own) -> tuple[int | None, bool]:
+        """Which of its sources are the scores that the step may have masked, and did it change any?"""
+        if not step.may_mask or not step.sources:
+            return None, False
+        if step.name in _FILLS | _WRITES and len(step.sources) == 1:
+            return 0, True
+        most, found, is_mask = 0, None, False
+        # Of two that hold the same scores the one that leads to the router's weights is meant.
+        for source, (tensor, _) in sorted(
+            enumerate(step.sources), key=lambda one: not one[1][0].requires_grad
+        ):
+            earlier = self._as_scores(tensor.detach(), later)
+            keeps = _keeps(step.name, earlier, later, own())
+            if (count := int(keeps.sum())) > most:
+                most, found, is_mask = count, source, bool((keeps & (earlier != later)).any())
+        return found, is_mask
 
     def _learns(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Is one of these a tensor that takes a gradient, but no scores: a bias?"""
@@ -132,8 +204,30 @@ class Masks:
         rows, experts = self._shape
         return tensor.numel() == rows * experts and tensor.is_floating_point()
 
-    def _as_scores(self, tensor: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
-        return tensor.reshape(self._shape).to(later.dtype)
+    def _as_scores(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return tensor.reshape(self._shape).to(like.dtype)
+
+
+def _keeps(name: str, earlier: torch.Tensor, later: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Return bool [rows, 1]: in which rows may this step have been a mask?
+
+    What it changed has to lie below all that the router chose. In a row of equal zeros the router chooses
+    some that were filled, or others that are as good.
+    """
+    chosen = later.gather(1, own)
+    rules_out = later < chosen.amin(dim=1, keepdim=True)
+    if name in _COMPUTES:
+        # A mask lowers by more than scores lie apart (-1e4, -inf), or multiplies by 0. A bias does neither.
+        lowers = earlier - later > 2 * chosen.abs().amax(dim=1, keepdim=True)
+        rules_out &= lowers | (later == 0) if name in _PRODUCTS else lowers
+    return (rules_out | (earlier == later)).all(dim=1, keepdim=True)
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's data, under the wrappers of torch.func."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.data_ptr()
 
 
 def _written(name: str, short: str, args: Sequence[Any]) -> torch.Tensor | None:

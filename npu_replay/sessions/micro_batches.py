@@ -63,7 +63,7 @@ class Timeline:
     def begin(self, chunk: int) -> Forward:
         """A chunk's forward starts; one that was left by an exception is dropped."""
         self._check_thread(chunk)
-        if (left := self._open[chunk]) is not None:  # by an interrupt, which runs no forward hook
+        if (left := self.running(chunk)) is not None:  # by an interrupt, which runs no forward hook
             self._owners.withdraw((left.chunk, left.number))
         grad = torch.is_grad_enabled()
         self.had_grad |= grad
@@ -73,6 +73,10 @@ class Timeline:
         self._owners.note(enclosing, (chunk, forward.number))
         self._open[chunk] = forward
         return forward
+
+    def running(self, chunk: int) -> Forward | None:
+        """The forward of a chunk that has begun and not ended."""
+        return self._open[chunk]
 
     def end(self, chunk: int, output: object) -> tuple[Forward, bool] | None:
         """A chunk's forward is over; return it, and whether it came to its end. None if it never began.

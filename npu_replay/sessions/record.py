@@ -12,6 +12,7 @@ from npu_replay.routes.inputs import Called, Inputs, copied
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype, without_layers
 from npu_replay.sessions import seam
 from npu_replay.sessions.block import to_enter
+from npu_replay.sessions.masks import address
 from npu_replay.sessions.micro_batches import Forward
 from npu_replay.sessions.recompute import Key
 from npu_replay.sessions.router_calls import FEW
@@ -100,9 +101,23 @@ class Recording(Session):
         alike: dict[object, list[Key]] = {}
         for key, (ids, narrow) in wide.items():
             alike.setdefault((ids.shape, ids.device, narrow), []).append(key)
+        self._check_apart(wide)
         for keys in alike.values():
             cast = torch.stack([wide[key][0] for key in keys]).to(wide[keys[0]][1])
             self._ids.update(zip(keys, cast.unbind(), strict=True))
+
+    def _check_apart(self, wide: dict[Key, tuple[torch.Tensor, torch.dtype]]) -> None:
+        """Refuse ids of several routers that lie in one buffer: only the last of them are in it now."""
+        places = {address(ids): key for key, (ids, _) in wide.items() if ids.numel()}
+        if len(places) < sum(bool(ids.numel()) for ids, _ in wide.values()):
+            layer, number = next(key for key in wide if key not in places.values())
+            raise RouterError(
+                "the top-ks of several routers return their ids in one buffer, which is overwritten",
+                where=micro_batch(number, layer),
+                expected="a tensor of its own from each top-k",
+                got="the same memory",
+                cause="a patched torch.topk, or a mode, that returns a static buffer (for graph capture)",
+            )
 
     def _tokens_wanted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called | None:
         return copied(args, kwargs, self._chunks[0]) if self._keeps_inputs else None

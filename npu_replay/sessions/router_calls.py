@@ -19,6 +19,7 @@ from npu_replay.routers import Router
 from npu_replay.routes.routed_experts import narrow_dtype
 from npu_replay.sessions import backward, seam
 from npu_replay.sessions.capacity import CapacityCall
+from npu_replay.sessions.hooks import Hook
 from npu_replay.sessions.masks import Path
 from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, Marks, Timeline
 
@@ -54,6 +55,11 @@ class RouterCalls:
         self._ways: dict[bool, str | None] = {}
         """How its top-k was caught last time in this block, in eval mode and in training: saves the net."""
         self._paths: dict[tuple[str, ...], Path] = {}
+        self.last: Hook | None = None
+        """The hook behind all others: that which ends the call, or, where others come later, `leaves`."""
+        self._behind: Hook | None = None
+        self._ended: tuple[object, seam.Call] | None = None
+        """The call that has just ended, and its output, where hooks of others come later."""
         self.block = session._undo
         self.router = router
         self.label = router.label
@@ -83,7 +89,8 @@ class RouterCalls:
             given=session.foreign,
             paths=self._paths,
         )
-        call.expected, call.counts = expected, self._is_block
+        call.expected, call.counts, call.chooses_itself = expected, self._is_block, not session.foreign
+        call.follows = self._is_block and self._witness.follows(self.label)
         if number is None:
             call.forward, enclosed = self._live()
             call.free = self._frees and not enclosed
@@ -96,6 +103,8 @@ class RouterCalls:
         else:
             call.number = number
             call.routes = self._again(number, rows, hidden.device)
+        if next(reversed(router.module._forward_hooks.values())) is not self.last and not self._is_block:
+            self._look_behind()
         call.owner = self
         call.inside = sys._getframe(self._depth)
         call.begin()
@@ -118,8 +127,31 @@ class RouterCalls:
                 self._note_again(call, output)
             if self._mend is not None and call.ids is not None:
                 mended = self._mend(output, call.ids)
+            if self._behind is not None:
+                self._ended = (output if mended is None else mended), call
+        elif call.forward is None and self._is_block:
+            self._witness.saw_stopped(self.router, call.number, call)
         self._session._seconds += time.perf_counter() - started
         return mended
+
+    def leaves(self, args: tuple[Any, ...], output: object) -> None:
+        """The hooks of others are through with the output too, and may have made another of it."""
+        (ours, call), self._ended = self._ended or (output, None), None
+        if output is None or output is ours or call is None or call.ids is None:
+            return
+        again = call.forward is None
+        number = call.number if again else call.forward.number
+        self._witness.saw_last(self.router, number, call.ids, output, again=again)
+
+    def _look_behind(self) -> None:
+        """Hang a hook behind those of others, which were there before the block or have come since."""
+        module, session = self.router.module, self._session
+        if self._behind is None:
+            self._behind = Hook(self, session._may_wait(RouterCalls.leaves), module)
+            session._undo.callback(self._behind.take_off)
+        self._behind.take_off()
+        module.register_forward_hook(self._behind)
+        self.last = self._behind
 
     def _live(self) -> tuple[Forward, bool]:
         """The forward that this call belongs to, and whether anything may run the call again."""
@@ -156,8 +188,6 @@ class RouterCalls:
                 cause=routers.explained(self.router, call.seen)
                 or "a recompute that takes another path than the forward",
             )
-        elif call.strayed is not None:
-            self._witness.strayed.add(call.strayed)
         else:
             self._witness.saw_again(self.router, call.number, call, output)
 

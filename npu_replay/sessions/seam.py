@@ -24,7 +24,8 @@ from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch import overrides
+from torch.overrides import TorchFunctionMode
 
 from npu_replay.errors import RouterError
 from npu_replay.sessions import compiler_names
@@ -38,6 +39,7 @@ Choose: TypeAlias = "Callable[[Call], torch.Tensor]"
 _depth: Callable[[], int] = torch._C._len_torch_function_stack
 _push: Callable[[Any], None] = torch._C._push_on_torch_function_stack
 _pop: Callable[[], Any] = torch._C._pop_torch_function_stack
+_modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
 
 
 class _Here(threading.local):
@@ -128,9 +130,11 @@ class Call:
         values: what the router got beside the ids, float [rows, topk].
         scores: what the top-k was asked over.
         own_ids: the router's own choice of all rows, where anybody has asked for it.
+        chooses_itself: what is wanted is the router's own choice, now or in the forward of this recompute.
         seen: what the router called until its top-k was caught, as far as it was watched.
         follows: Watch stays on to the end of the call.
         taken: what was given to functions after the top-k, of a call that is followed; None before.
+        ruled_out: see Masks.ruled_out.
         strayed: a flag on the device that a kernel chose others than were wanted; None from a top-k.
         free: no checkpoint can compare what this call saves with its recompute, and the ids are the router's
             own: so its top-k runs as it is.
@@ -150,8 +154,10 @@ class Call:
     values: torch.Tensor | None = None
     scores: Any = None
     own_ids: torch.Tensor | None = None
+    chooses_itself = False
     follows = False
     taken: Taken | None = None
+    ruled_out: torch.Tensor | None = None
     strayed: torch.Tensor | None = None
     free = False
     owner: Any = None
@@ -246,7 +252,7 @@ class Call:
         """Answer the top-k, once: later ones in this call are the router's own business."""
         _here.armed = None
         if self.ids is not None:
-            return self._answer_none(native, args, kwargs)
+            return self._answer_again(native, args, kwargs)
         if way == "guard":
             self._stop_watching()
         scores = args[0] if args else kwargs.pop("input")
@@ -267,7 +273,8 @@ class Call:
         if self.follows:
             self.taken = Taken(self.rows, self.topk, self.num_experts, ids)
             _here.takers = (*_here.takers, self.taken)
-        _here.armed = self if self.counts else None
+        self._asked = scores._version if not scores.is_inference() else None
+        _here.armed = self if self.counts or self.given else None
         return torch.return_types.topk((values, handed))
 
     def _to_hand(self, ids: torch.Tensor) -> torch.Tensor:
@@ -275,10 +282,15 @@ class Call:
         with outside_modes():
             return ids.clone()
 
-    def _answer_none(self, native: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """A further top-k, which is counted and runs as it is."""
+    def _answer_again(self, native: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """A further top-k, which is counted. Of the same scores it has the same answer, as a router may ask
+        for ids and weights one after the other; another runs as it is."""
         self.again += 1
+        scores = args[0] if args else kwargs["input"]
+        is_same = scores is self.scores and (scores.is_inference() or scores._version == self._asked)
         try:
+            if self.given and is_same:
+                return torch.return_types.topk((self.values, self.handed))  # type: ignore[arg-type]
             return native(*args, **kwargs)
         finally:
             _here.armed = self
@@ -287,9 +299,14 @@ class Call:
         """What the top-k returns: values and ids."""
         if self.free:
             values, self.own_ids = self._native(scores, *self._args, **self._kwargs)
+        elif self.chooses_itself and _others_answer(scores):
+            # In a recompute for nothing, but a mode of somebody's may count operations in both passes.
+            self.own_ids = self._native_ids(scores.detach())
         with outside_modes():
             ids = self.choose(self)
-        return values if self.free else self.unmasked(scores).gather(1, ids), ids
+            if self.made is not None and self.given:
+                self.ruled_out = self.made.ruled_out(scores, self.own, ids)
+        return values if self.free else self.unmasked(scores, lambda part: part.gather(1, ids)), ids
 
     def own(self, rows: torch.Tensor | None = None) -> torch.Tensor:
         """The router's own choice, int64 [rows, topk], of all rows or of these. Costs a top-k, once."""
@@ -305,26 +322,19 @@ class Call:
         ids: torch.Tensor = self._native(scores, *self._args, **self._kwargs)[1]
         return ids
 
-    def unmasked(self, scores: torch.Tensor) -> torch.Tensor:
-        """These scores before they were masked, where other experts may be given; else as they are."""
+    def unmasked(
+        self, scores: torch.Tensor, take: Callable[[torch.Tensor], torch.Tensor] = lambda part: part
+    ) -> torch.Tensor:
+        """Return what `take` takes of the scores: of those before a mask where other experts may be given."""
         made = self.made if self.given else None
-        return scores if made is None else made.unmasked(scores, self.own)
+        return take(scores) if made is None else made.unmasked(scores, self.own, take)
 
 
-def is_written(handed: torch.Tensor | None, written: int | None, ids: torch.Tensor | None) -> bool:
-    """Has anybody written into the ids that a router got? What does so past torch isn't counted.
-
-    Args:
-        handed: these ids; None from a kernel.
-        written: how often they had been written into before; None for a tensor of inference, which counts no
-            writing.
-        ids: the same, and nobody else's.
-    """
-    if handed is None:
-        return False
-    if written is None:
-        return ids is None or not torch.equal(handed, ids)
-    return handed._version != written
+def _others_answer(scores: torch.Tensor) -> bool:
+    """May a mode of somebody's answer the top-k, or a subclass of Tensor?"""
+    if torch._C._len_torch_dispatch_stack() or type(scores) is not torch.Tensor:
+        return True
+    return bool(_depth()) and any(mode is not _watch for mode in _modes())
 
 
 class Watch(TorchFunctionMode):
@@ -339,7 +349,7 @@ class Watch(TorchFunctionMode):
             _pop()
 
     def is_innermost(self) -> bool:
-        return _get_current_function_mode() is self  # type: ignore[no-untyped-call]
+        return overrides._get_current_function_mode() is self  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -118,7 +118,7 @@ class Session(Block):
         return {
             "routers": self._count,
             "microseconds": int(self._seconds * 1e6),
-            "dropped": self._witness.dropped,
+            "dropped": int(self._witness.dropped),
             "chosen": self._witness.chosen,
         }
 
@@ -157,7 +157,8 @@ class Session(Block):
         self._undo.callback(_sessions.pop, id(module), None)
         _sessions[id(module)] = self
         self._before(module, Hook(calls, self._may_wait(RouterCalls.begins), module))
-        self._after(module, Hook(calls, self._may_wait(RouterCalls.ends), module))
+        calls.last = Hook(calls, self._may_wait(RouterCalls.ends), module)
+        self._after(module, calls.last)
 
     def _clear(self) -> None:
         """Keep neither the model nor ids that only a recompute would want."""
@@ -172,6 +173,8 @@ class Session(Block):
         if seam.is_running():
             seam.unwind(self._undo)
         self._pending.settle()
+        if (left := self._timeline.running(chunk)) is not None:  # by an interrupt, which runs no forward hook
+            self._abandon(left)
         self._witness.check_ids()
         forward = super()._begin(chunk, args, kwargs)
         forward.checked = self._is_checked(forward.number)
@@ -193,12 +196,16 @@ class Session(Block):
             return ended
         if chunk == 0:
             self._tokens.pop(forward.number, None)
+        self._abandon(forward)
+        return ended
+
+    def _abandon(self, forward: Forward) -> None:
+        """Forget the calls of a forward that raised, or was interrupted."""
         for layer in forward.called:
             key = layer, forward.number
             self._witness.forget(key)
             self._pending.drop(key)
             self._forget(key)
-        return ended
 
     def _check_in_backward(self, output: object, number: int) -> None:
         """Check the places of the routers again when backward begins, with the nodes of the output."""
@@ -222,14 +229,6 @@ class Session(Block):
         """Also: is nothing still to come?"""
         super()._check_complete()
         self._witness.check_ids()
-        if int(self._witness.strayed):
-            raise RecomputeError(
-                "a fused router chose other experts in a recompute than in its forward",
-                expected="the same ones: its kernel can't be given them",
-                got="others, in one call of a router at least",
-                cause="a near tie, which fell the other way; with moe_router_fusion=False a recompute takes "
-                "the experts of its forward",
-            )
         due = self._pending.due()
         if due:
             gc.collect()  # a graph in a cycle of garbage is nobody's

@@ -14,20 +14,26 @@ from npu_replay.routers import Router
 
 
 class Asked(NamedTuple):
-    """A call of a router. `again`: it was a recompute."""
+    """A call of a router.
+
+    Attributes:
+        again: it was a recompute.
+        about: what was asked: whether its output shows its "ids", whether its "weights" were made from a
+            mask's number, or whether a "fused" router chose what its forward chose.
+    """
 
     router: Router
     number: int
     again: bool
+    about: str = "ids"
 
 
 class ShownIds:
     """Looks at outputs, and tells of the first that doesn't show its ids."""
 
     def __init__(self) -> None:
-        self._looked: list[tuple[Router, int, bool, torch.Tensor]] = []
-        """Of each call the router, the micro-batch, whether it was a recompute, and bool [rows, topk]: which
-        of the ids does its output show?"""
+        self._looked: list[tuple[Router, int, bool, str, torch.Tensor]] = []
+        """What was asked (see Asked), and bool [rows, topk]: for which of the ids is it right?"""
 
     def look(
         self, router: Router, number: int, shown: torch.Tensor, ids: torch.Tensor, *, again: bool = False
@@ -47,15 +53,19 @@ class ShownIds:
             )  # a router may return them in another order
         else:
             held = torch.zeros_like(ids, dtype=torch.bool)
-        self._looked.append((router, number, again, held))
+        self._looked.append((router, number, again, "ids", held))
+
+    def add(self, asked: Asked, right: torch.Tensor) -> None:
+        """Add what else was asked of a call, and bool [rows, topk]: for which of its ids is it right?"""
+        self._looked.append((*asked, right))
 
     def first_wrong(self, *, on_accelerators: bool) -> Asked | None:
         """The first call whose output doesn't show all of its ids, so far as it is to be read now."""
         looked, self._looked = self._looked, []
-        if looked and not (on_accelerators or looked[0][3].is_cpu):
+        if looked and not (on_accelerators or looked[0][4].is_cpu):
             self._looked = looked
-        elif looked and not _all([one[3] for one in looked]):
-            return next((Asked(*one[:3]) for one in looked if not bool(one[3].all())), None)
+        elif looked and not _all([one[4] for one in looked]):
+            return next((Asked(*one[:4]) for one in looked if not bool(one[4].all())), None)
         return None
 
     def forget(self, label: int, number: int) -> None:

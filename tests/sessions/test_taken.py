@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import npu_replay
 from npu_replay import RoutedExperts, routers
-from npu_replay.errors import NoEffect
+from npu_replay.errors import NoEffect, RecomputeError
 from npu_replay.routers import Router, RouterKind
-from npu_replay.sessions import seam
+from npu_replay.sessions import backward, seam
 from toys import EXPERTS, HIDDEN, ROWS, TOPK, hooks, run, same, tokens
 
 Ids = torch.Tensor
@@ -31,15 +31,18 @@ class Block(nn.Module):
         self.experts = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN))
         self.use = use
         self.got: list[Ids] = []
+        self.figure: Callable[[torch.Tensor], object] = lambda scores: None
+        self.bend: Callable[[torch.Tensor], torch.Tensor] = torch.tanh
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         scores = (hidden @ self.weight.T).softmax(dim=-1)
+        self.figure(scores)
         values, ids = torch.topk(scores, TOPK, dim=-1)
         chosen = self.use(self, scores, ids)
         with torch._C.DisableTorchFunction():  # as a kernel: nobody sees it
             self.got.append(chosen.detach().long().clone())
             mixed = torch.einsum("tk,tkhg,th->tg", values, self.experts[chosen.long()], hidden)
-        return hidden + mixed.tanh()
+        return hidden + self.bend(mixed)
 
 
 class Model(nn.Module):
@@ -286,3 +289,60 @@ def test_an_exception_and_an_interrupt_leave_no_watch() -> None:
                 run(model)
             assert not seam._watch.is_innermost()
             assert seam._here.takers == ()
+
+
+def load(scores: torch.Tensor) -> object:
+    """A figure of somebody's, by a top-k of the routing's shape, that comes before it."""
+    return torch.topk(scores.detach() * 1.0, TOPK).indices.flatten().bincount(minlength=EXPERTS)
+
+
+@pytest.mark.parametrize("number", [3, 5])
+def test_a_figure_by_a_top_k_before_the_routing_is_refused_where_the_routes_differ_at_last(
+    number: int,
+) -> None:
+    """In the checked micro-batches before, the routes were what the block would choose anyway."""
+    model = Model(by_one_hot)
+    for block in model.layers:
+        block.figure = load
+    with npu_replay.record(model) as recording:
+        run(model, *range(7))
+    routes = [*recording.routes]
+    routes[number] = foreign()[0]
+    with pytest.raises(NoEffect, match=f"micro-batch {number}"), npu_replay.replay(model, routes):
+        run(model, *range(7))
+
+
+@pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant", "stopped early"])
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_figure_that_is_taken_in_the_recompute_alone_is_refused(recompute: str, number: int) -> None:
+    """Without a function that saves its result at its end, a block's recompute stops inside of it."""
+    model, calls = Model(by_one_hot, recompute), []
+
+    def figure(scores: torch.Tensor) -> None:
+        calls.append(1)
+        if backward.in_backward() and len(calls) > number * 4:
+            load(scores)
+
+    for block in model.layers:
+        block.figure = figure
+        if recompute == "stopped early":
+            block.bend = lambda mixed: mixed
+    with (
+        pytest.raises(RecomputeError, match=f"micro-batch {number}"),
+        npu_replay.replay(model, [foreign()[0]] * 5),
+    ):
+        for one in range(5):
+            model(tokens(one).requires_grad_()).square().mean().backward()
+
+
+def test_a_top_k_of_a_block_after_its_routing_is_let_be_in_the_recompute_too() -> None:
+    def use(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
+        torch.topk(scores * 1.0, TOPK).values.mean()
+        return by_one_hot(block, scores, ids)
+
+    routes = [foreign()[0]] * 5
+    model = Model(use, "non-reentrant")
+    with npu_replay.replay(model, routes):
+        run(model, *range(5))
+    for layer, got in enumerate(model.got()):
+        assert all(torch.equal(ids, routes[0].layer_ids(layer).long()) for ids in got)

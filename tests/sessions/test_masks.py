@@ -1,0 +1,399 @@
+"""What a router does to its scores before its top-k: what is taken for a mask, and what isn't.
+
+The truth is the router's own code over the scores that a hook has seen, or an untouched run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import npu_replay
+from npu_replay import NoEffect, RoutedExperts, RouterError, routers
+from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, run, same, tokens
+
+Scores = torch.Tensor
+Pair = Any
+Select = Callable[[ToyRouter, Scores], Pair]
+
+PADDING = torch.arange(ROWS) % 3 == 1
+GROUPS = torch.arange(EXPERTS) // (EXPERTS // 4)
+
+
+@pytest.fixture(autouse=True)
+def toy_routers() -> Iterator[None]:
+    routers.register("toy", ToyRouters())
+    yield
+    routers.unregister("toy")
+
+
+def outside(scores: Scores) -> torch.Tensor:
+    """Bool [rows, experts]: outside of the best two of four groups."""
+    best = scores.view(len(scores), 4, -1).amax(dim=2)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter(
+        1, best.sort(dim=1, descending=True).indices[:, :2], True
+    )
+    return ~kept[:, GROUPS]
+
+
+def padding_filled(router: ToyRouter, scores: Scores) -> Pair:
+    return scores.masked_fill(PADDING[:, None], 0.0).topk(router.topk)
+
+
+def padding_by_where(router: ToyRouter, scores: Scores) -> Pair:
+    return torch.where(PADDING[:, None], 0.0, scores).topk(router.topk)
+
+
+def padding_assigned(router: ToyRouter, scores: Scores) -> Pair:
+    scores = scores.clone()
+    scores[PADDING] = 0.0
+    return scores.topk(router.topk)
+
+
+def padding_behind_groups(router: ToyRouter, scores: Scores) -> Pair:
+    return scores.masked_fill(outside(scores), 0.0).masked_fill(PADDING[:, None], 0.0).topk(router.topk)
+
+
+def above_a_threshold(router: ToyRouter, scores: Scores) -> Pair:
+    return scores.masked_fill(scores < 0.3, 0.0).topk(router.topk)
+
+
+def above_zero(router: ToyRouter, scores: Scores) -> Pair:
+    logits = scores - scores.mean()
+    return torch.where(logits > 0, logits, 0.0).topk(router.topk)
+
+
+def capped(router: ToyRouter, scores: Scores) -> Pair:
+    return torch.where(scores > 0.5, 0.5, scores).topk(router.topk)
+
+
+def lowered(router: ToyRouter, scores: Scores) -> Pair:
+    return torch.topk(scores - 0.05 * (GROUPS > 1), router.topk)
+
+
+def groups_behind_a_bias(router: ToyRouter, scores: Scores) -> Pair:
+    biased = scores + torch.linspace(-0.01, 0.01, EXPERTS)
+    return biased.masked_fill(outside(biased), float("-inf")).topk(router.topk)
+
+
+@pytest.mark.parametrize(
+    "select",
+    [
+        *(padding_filled, padding_by_where, padding_assigned, padding_behind_groups, above_a_threshold),
+        *(above_zero, capped, lowered, groups_behind_a_bias),
+    ],
+)
+def test_a_replay_of_its_own_record_changes_nothing(select: Select) -> None:
+    model = ToyModel(*(ToyRouter(select=select, masks=True) for _ in range(2)))
+    untouched = run(model, 0, 1, 2, 3)
+    with npu_replay.record(model) as recording:
+        assert same(run(model, 0, 1, 2, 3), untouched)
+    with npu_replay.replay(model, recording.routes):
+        assert same(run(model, 0, 1, 2, 3), untouched)
+
+
+def given(model: nn.Module, routes: RoutedExperts, count: int = 4) -> list[Pair]:
+    outputs: list[Pair] = []
+    handle = model.layers[0].router.register_forward_hook(lambda *about: outputs.append(about[2]))
+    with npu_replay.replay(model, [routes] * count):
+        for number in range(count):
+            model(tokens(number))
+    handle.remove()
+    return outputs
+
+
+def foreign() -> RoutedExperts:
+    """Two neighbours of the experts: often in groups that are masked."""
+    first = torch.arange(ROWS) * 5 % (EXPERTS - TOPK + 1)
+    ids = first[:, None, None] + torch.arange(TOPK)
+    return RoutedExperts(ids=ids, layers=range(1), num_experts=EXPERTS)
+
+
+def test_a_bias_without_gradient_that_lowers_experts_nobody_chose_is_no_mask() -> None:
+    bias, seldom = torch.where(GROUPS == 3, -0.1, 0.0), torch.where(GROUPS == 3, 1e-3, 1.0)
+    seen: list[tuple[Scores, Pair]] = []
+
+    def select(router: ToyRouter, scores: Scores) -> Pair:
+        biased = scores * seldom + bias
+        seen.append((biased, found := torch.topk(biased, router.topk)))
+        return found
+
+    given(ToyModel(ToyRouter(select=select, masks=True)), foreign())
+    for biased, (values, ids) in seen:
+        assert torch.equal(values, biased.gather(1, ids))
+
+
+def test_padding_keeps_its_fill_and_other_rows_lose_their_mask() -> None:
+    seen: list[Scores] = []
+
+    def select(router: ToyRouter, scores: Scores) -> Pair:
+        seen.append(scores)
+        return padding_behind_groups(router, scores)
+
+    for scores, (values, ids) in zip(
+        seen, given(ToyModel(ToyRouter(select=select, masks=True)), foreign()), strict=True
+    ):
+        wanted = scores.gather(1, ids).masked_fill(PADDING[:, None], 0.0)
+        assert torch.equal(values, wanted)
+
+
+def softmax_of_the_rest(router: ToyRouter, scores: Scores) -> Pair:
+    logits = scores.log()
+    return logits.masked_fill(outside(logits), float("-inf")).softmax(dim=1).topk(router.topk)
+
+
+def softmax_of_a_sum(router: ToyRouter, scores: Scores) -> Pair:
+    logits = scores.log()
+    return (logits + outside(logits) * -1e4).softmax(dim=1).topk(router.topk)
+
+
+def biased_after_a_mask(router: ToyRouter, scores: Scores) -> Pair:
+    masked = scores.masked_fill(outside(scores), 0.0)
+    return (masked + torch.linspace(-0.01, 0.01, EXPERTS)).topk(router.topk)
+
+
+@pytest.mark.parametrize("select", [softmax_of_the_rest, softmax_of_a_sum, biased_after_a_mask])
+@pytest.mark.parametrize("number", [0, 3, 5])
+def test_a_mask_whose_scores_go_through_another_function_is_refused(select: Select, number: int) -> None:
+    """In the micro-batch where a masked expert is given, checked or not; and its own record is right."""
+    model = ToyModel(ToyRouter(select=select, masks=True))
+    untouched = run(model, *range(6))
+    with npu_replay.record(model) as recording:
+        assert same(run(model, *range(6)), untouched)
+    with npu_replay.replay(model, recording.routes):
+        assert same(run(model, *range(6)), untouched)
+    routes = [*recording.routes]
+    routes[number] = foreign()
+    with (
+        pytest.raises(NoEffect, match=rf"micro-batch {number}.*masks=False"),
+        npu_replay.replay(model, routes),
+    ):
+        run(model, *range(6))
+
+
+def test_a_sharp_softmax_without_a_mask_is_replayed() -> None:
+    """Its probabilities are zeros, and rightly so."""
+    model = ToyModel(ToyRouter(select=lambda me, s: (s.log() * 400).softmax(dim=1).topk(me.topk), masks=True))
+    assert any(bool((values == 0).any()) for values, _ in given(model, foreign()))
+
+
+def test_of_two_tensors_with_the_same_scores_the_one_with_a_gradient_is_meant() -> None:
+    def select(router: ToyRouter, scores: Scores) -> Pair:
+        twins = torch.where(scores > 0.1, scores.detach(), scores) * 1.0
+        both = torch.where(twins > 9, scores.detach(), scores)
+        return both.masked_fill(outside(scores), 0.0).topk(router.topk)
+
+    model = ToyModel(ToyRouter(select=select, masks=True))
+    untouched = run(model, 0, 1)
+    with npu_replay.record(model) as recording:
+        run(model, 0, 1)
+    with npu_replay.replay(model, recording.routes):
+        assert same(run(model, 0, 1), untouched)
+
+
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
+def test_ids_and_weights_may_be_asked_for_by_two_top_ks_of_the_same_scores(
+    masks: bool, recompute: str | None
+) -> None:
+    """Both give what the routes say; a top-k of other scores is the router's own."""
+    others: list[torch.Tensor] = []
+    seen: list[tuple[Scores, torch.Tensor, torch.Tensor]] = []
+
+    def select(router: ToyRouter, scores: Scores) -> Pair:
+        ids = torch.topk(scores, router.topk).indices
+        others.append(torch.topk(scores.detach() * 1.0, router.topk).indices)
+        values = scores.topk(router.topk, dim=-1).values
+        seen.append((scores, values, ids))
+        return values, ids
+
+    model = ToyModel(ToyRouter(select=select, masks=masks), recompute=recompute)
+    routes = foreign()
+    with npu_replay.replay(model, [routes] * 4):
+        run(model, 0, 1, 2, 3)
+    assert len(seen) == (8 if recompute else 4)
+    for scores, values, ids in seen:
+        assert torch.equal(ids, routes.layer_ids(0).long())
+        assert torch.equal(values, scores.gather(1, ids))
+    assert not any(torch.equal(one, routes.layer_ids(0).long()) for one in others)
+
+
+class LastExperts(torch.overrides.TorchFunctionMode):
+    """Answers every top-k over the experts by the last of them. Torch has it off in backward."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") != "topk" or args[0].shape[-1] != EXPERTS:
+            return func(*args, **(kwargs or {}))
+        ids = torch.arange(EXPERTS - TOPK, EXPERTS).expand(len(args[0]), TOPK).clone()
+        return torch.return_types.topk((args[0].gather(1, ids), ids))
+
+
+class FirstExperts(torch.utils._python_dispatch.TorchDispatchMode):
+    """Answers every top-k over the experts by the first of them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.topk.default or args[0].shape[-1] != EXPERTS:
+            return func(*args, **(kwargs or {}))
+        ids = torch.arange(TOPK).expand(len(args[0]), TOPK).clone()
+        return args[0].gather(1, ids), ids
+
+
+@pytest.mark.parametrize("mode", [LastExperts, FirstExperts])
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("block", [npu_replay.record, npu_replay.pin_recompute])
+def test_a_mode_of_somebodys_that_answers_the_top_k_is_heard(
+    mode: Any, masks: bool, recompute: str | None, block: Any
+) -> None:
+    wanted = torch.arange(TOPK) + (EXPERTS - TOPK if mode is LastExperts else 0)
+
+    def answered(router: ToyRouter, scores: Scores) -> Pair:
+        ids = wanted.expand(len(scores), TOPK)
+        return scores.gather(1, ids), ids
+
+    untouched = run(ToyModel(ToyRouter(select=answered)), 0, 1, 2, 3)
+    model = ToyModel(ToyRouter(masks=masks), recompute=recompute)
+    with mode(), block(model) as session:
+        assert same(run(model, 0, 1, 2, 3), untouched)
+    if block is npu_replay.record:
+        assert all(torch.equal(one.layer_ids(0).long(), wanted.expand(ROWS, TOPK)) for one in session.routes)
+
+
+def test_ids_of_several_routers_in_one_buffer_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer, native = torch.empty(ROWS, TOPK, dtype=torch.int64), torch.topk
+
+    def static(*args: Any, **kwargs: Any) -> Any:
+        values, ids = native(*args, **kwargs)
+        calls.append(1)
+        if len(calls) <= 6:
+            return torch.return_types.topk((values, ids))
+        buffer.data.copy_(ids)
+        return torch.return_types.topk((values, buffer))
+
+    calls: list[int] = []
+    monkeypatch.setattr(torch, "topk", static)
+    model = ToyModel()
+    with pytest.raises(RouterError, match=r"micro-batch 3.*in one buffer"), npu_replay.record(model):
+        model(tokens(0)), model(tokens(1)), model(tokens(2)), model(tokens(3))
+
+
+@pytest.mark.parametrize("when", ["before", "inside", "inside, twice"])
+@pytest.mark.parametrize("number", [0, 3])
+@pytest.mark.parametrize("block", ["record", "replay"])
+def test_a_hook_of_somebodys_that_returns_other_experts_is_refused(
+    when: str, number: int, block: str
+) -> None:
+    model = ToyModel()
+    router, calls = model.layers[1].router, []
+
+    def moves(module: nn.Module, args: Any, output: Pair) -> Pair:
+        calls.append(1)
+        return (output[0], (output[1] + 1) % EXPERTS) if len(calls) == number + 1 else None
+
+    handles = [router.register_forward_hook(moves)] if when == "before" else []
+    twin = ToyModel()
+    with npu_replay.record(twin) as recording:
+        run(twin, 0, 1, 2, 3)
+    made = npu_replay.record(model) if block == "record" else npu_replay.replay(model, recording.routes)
+    with pytest.raises(NoEffect, match=rf"micro-batch {number}"), made:
+        if not handles:
+            handles += [router.register_forward_hook(moves)]
+        for one in range(4):
+            if when == "inside, twice" and one == 1:
+                handles += [router.register_forward_hook(lambda *_: None)]
+            model(tokens(one))
+    for handle in handles:
+        handle.remove()
+    assert not router._forward_hooks
+
+
+def test_a_hook_that_returns_the_same_experts_is_let_be() -> None:
+    model = ToyModel(recompute="non-reentrant")
+    for layer in model.layers:
+        layer.router.register_forward_hook(lambda module, args, output: (output[0] * 1, output[1].clone()))
+    untouched = run(model, 0, 1, 2)
+    with npu_replay.record(model) as recording:
+        assert same(run(model, 0, 1, 2), untouched)
+    with npu_replay.replay(model, recording.routes):
+        assert same(run(model, 0, 1, 2), untouched)
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_gradients_of_torch_func_go_through_a_replay(masks: bool) -> None:
+    select = (lambda me, s: s.masked_fill(outside(s), 0.0).topk(me.topk)) if masks else None
+    model = ToyModel(ToyRouter(masks=masks, **({"select": select} if select else {})))
+    parameters = {name: one.detach() for name, one in model.named_parameters()}
+
+    def loss(given: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, given, (tokens(),)).square().mean()
+
+    untouched = torch.func.grad(loss)(parameters)
+    with npu_replay.record(model) as recording:
+        recorded = torch.func.grad(loss)(parameters)
+    with npu_replay.replay(model, recording.routes):
+        replayed = torch.func.grad(loss)(parameters)
+    for name, wanted in untouched.items():
+        assert torch.equal(recorded[name], wanted)
+        assert torch.equal(replayed[name], wanted)
+
+
+def test_vmap_over_parameters_is_refused_by_name() -> None:
+    model = ToyModel()
+    many = {name: torch.stack([one.detach()] * 2) for name, one in model.named_parameters()}
+    batch = tokens()
+
+    def loss(given: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, given, (batch,)).square().mean()
+
+    with pytest.raises(RouterError, match="vmap"), npu_replay.record(model):
+        torch.func.vmap(loss)(many)
+
+
+def test_a_retry_after_an_interrupt_does_not_get_the_errors_of_what_was_left() -> None:
+    """The interrupted forward had a router that goes on with other experts."""
+    model = ToyModel()
+    model.wrong = True
+
+    def changes(router: ToyRouter, scores: Scores) -> Pair:
+        values, ids = torch.topk(scores, router.topk)
+        return values, (ids + 1) % EXPERTS if model.wrong else ids
+
+    def stops(router: ToyRouter, scores: Scores) -> Pair:
+        if model.wrong:
+            raise KeyboardInterrupt
+        return torch.topk(scores, router.topk)
+
+    model.layers[0].router.select, model.layers[1].router.select = changes, stops
+    with npu_replay.record(model) as recording:
+        for number in range(4):
+            model.wrong = number == 3
+            if model.wrong:
+                with pytest.raises(KeyboardInterrupt):
+                    model(tokens(number))
+            model.wrong = False
+            model(tokens(number))
+    assert len(recording.routes) == 4
+
+
+def test_a_checkpoint_with_a_mode_of_somebodys_counts_alike_in_both_passes() -> None:
+    """The recompute of a record asks for the top-k that its forward asked for."""
+    model, counted = ToyModel(ToyRouter()), []
+
+    class Counts(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counted[-1] += func is torch.ops.aten.topk.default
+            return func(*args, **(kwargs or {}))
+
+    def watched(x: torch.Tensor) -> torch.Tensor:
+        counted.append(0)
+        with Counts():
+            return model(x)
+
+    with npu_replay.record(model):
+        checkpoint(watched, tokens().requires_grad_(), use_reentrant=False).sum().backward()
+    assert counted == [1, 1]
