@@ -1,4 +1,4 @@
-"""SGLang: the routes in its answers, as checked RoutedExperts.
+"""SGLang: the routes in its answers, whichever endpoint gave them, as checked RoutedExperts.
 
 The ids come flat and say nothing of their shape: [rows, decoder layers, top-k], int32, with a row for each
 token but the last. Only their count can tell a wrong model, a missing row or another request's routes, so it
@@ -9,28 +9,39 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from npu_replay.compat.sglang.answers import Answer, read
-from npu_replay.compat.sglang.releases import HONOURS_START, STOPS_EXACTLY
-from npu_replay.errors import InvalidRoutes, ReplayError, whole_number
-from npu_replay.rollout.admit import Missing, admit
+from npu_replay.compat.sglang.releases import FAULTS, HONOURS_START, STOPS_EXACTLY
+from npu_replay.errors import whole_number
+from npu_replay.rollout import server_answers
+from npu_replay.rollout.admit import Missing
 from npu_replay.rollout.model_config import RoutedModel
-from npu_replay.rollout.payloads import TokenIds, as_numpy, from_base64, token_ids
-from npu_replay.rollout.release_rules import Symptom, release, tells_release
+from npu_replay.rollout.payloads import TokenIds, as_numpy, from_base64, named
+from npu_replay.rollout.release_rules import Source, Symptom, release, tells_release
 from npu_replay.rollout.server_answers import Tokens
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts
 
 logger = logging.getLogger(__name__)
 
+_FORMS = "meta_info, or the whole answer of /generate or of an OpenAI endpoint"
+_OUTPUT = ("output_ids", "token_ids", "response_token_ids")  # by endpoint
+_DRAFTS = (  # verifications, drafts accepted and drafts proposed: by their names until 0.5.10, 0.5.11, later
+    ("spec_verify_ct",),
+    ("spec_accept_token_num", "spec_accepted_drafts", "spec_num_correct_drafts"),
+    ("spec_draft_token_num", "spec_proposed_drafts", "spec_num_proposed_drafts"),
+)
+_KIMI_STUB = 3
+"""0.5.17 and later leave so many tokens of a Kimi-K3 chat's prompt out of its usage."""
 _TAKEN_BACK = 64
 """So many of the engine's tokens at most may the caller have taken off the end: a stop string's."""
 _STOPPED = ("stop", "tool_calls", "function_call")
 """How a request ends at a stop string, whose tokens the caller may have taken away."""
+_SHORT = 80  # characters of somebody else's text in a message
 
 
 def from_sglang(
@@ -44,7 +55,7 @@ def from_sglang(
     weight_version: int | str | None = None,
     missing: Missing = "error",
 ) -> RoutedExperts:
-    """The routes of one sequence, out of one answer of SGLang's.
+    """Return the routes of one sequence, out of one answer of SGLang's.
 
     >>> import base64
     >>> ids = np.array([[[3, 1]], [[2, 0]]], "<i4")
@@ -78,127 +89,95 @@ def from_sglang(
     start = whole_number(start_len, "start_len", where="from_sglang")
     release(version or "")  # or an error, for what is no text
     answer = read(meta_info, version if version and tells_release(version, numbers=3) else "")
-    return routes_of(answer, known, prompt_token_ids, output_ids, start, missing, weight_version)
+    return answer.routes(known, prompt_token_ids, output_ids, start, missing, weight_version)
 
 
-def rows_in(answer: Answer, model: RoutedModel | None) -> Array | None:
-    """As many whole rows of the model's as there are; None where nothing can be read.
+# ---- what an answer says
 
-    Raises:
-        InvalidRoutes: there is no model.
+
+class WeightSpan(NamedTuple):
+    """Output tokens from `start` to before `end` were sampled under the weights `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SglangAnswer(server_answers.Answer):
+    """One answer of SGLang's.
+
+    Attributes:
+        drafted_past: so many tokens were drafted and accepted behind the end, by the engine's counts of
+            speculation; they may have been run.
+        weight_spans: the weights that sampled each part of the output, in SGLang 0.5.19 and later.
+        retractions: how often the request was put back and computed again.
     """
-    if model is None:
-        raise replace(answer.source, faults=()).error(
-            Symptom.SHAPE,
-            "SGLang sends ids without their shape",
-            "the model's config, to know it: --config",
-            "no config",
-        )
-    if not isinstance(answer.payload, str):
-        return None
-    try:
-        data = from_base64(answer.payload, source=answer.source, most=len(answer.payload))
-    except ReplayError:
-        return None  # the decoder says so
-    flat = np.frombuffer(data[: len(data) // 4 * 4], "<i4")
-    row = model.num_layers * model.topk
-    return flat[: len(flat) // row * row].reshape(-1, model.num_layers, model.topk)
 
+    drafted_past: int = 0
+    weight_spans: tuple[WeightSpan, ...] = ()
+    retractions: int = 0
+    arguments = ("prompt_token_ids", "output_ids")
 
-def routes_of(
-    answer: Answer,
-    model: RoutedModel,
-    prompt: TokenIds | None,
-    output: TokenIds | None,
-    start: int,
-    missing: Missing = "error",
-    weight_version: int | str | None = None,
-) -> RoutedExperts:
-    """The routes of an answer that was read; else as `from_sglang`."""
-    tokens = _tokens(answer, prompt, output)
-    weights = None if len(answer.weight_spans) > 1 else answer.weight_version  # of all rows
-    routes = admit(
-        _Rows.of(answer, model, tokens, start).read(),
-        model=model,
-        tokens=tokens.ids,
-        source=answer.source,
-        start=start,
-        ended=answer.ended,
-        missing=missing,
-        weight_version=weights if weight_version is None else weight_version,
-    )
-    return _sampled_by_them(routes, answer, tokens, missing)
+    def rows(self, model: RoutedModel, tokens: Tokens, start: int, missing: Missing) -> Array | None:
+        source, taken_off = self.source, tokens.taken_off
+        repeated = self.output_ids is not None and len(self.output_ids) == tokens.sampled
+        if taken_off > _TAKEN_BACK or (taken_off and not repeated and self.finish not in _STOPPED):
+            raise self.other_tokens(1, f"{tokens.sampled} ids", tokens.sampled - taken_off)
+        due = _Due.of(self, model, tokens, start)
+        data = as_numpy(self.payload)
+        if data is None or (isinstance(data, list) and not data):  # 0.5.8 says [] for none
+            if due.start == due.end or not self.ended:
+                return None
+            problem = "there are no routes in the answer"
+            raise source.error(Symptom.MISSING, problem, f"{due.end - due.start} rows", "none")
+        if not isinstance(data, np.ndarray) or data.dtype.kind not in "iu":
+            data = bytes(data) if isinstance(data, (bytearray, memoryview)) else data
+            if not isinstance(data, (str, bytes)):
+                got = getattr(data, "dtype", type(data).__name__)
+                raise source.unreadable("these aren't expert ids", "base64 of int32, or integers", got)
+            # Bytes may be ids already: the fourth of an id is 0, or -1's, and neither is base64.
+            if isinstance(data, str) or data[3:4] not in (b"\x00", b"\xff"):
+                end = data[-2:]
+                size = len(data) // 4 * 3 - (end.count("=") if isinstance(end, str) else end.count(b"="))
+                if size % 4 == 0:  # a wrong count is found before the text is decoded
+                    due.skipped(size // 4)
+                most = (due.end + due.past) * model.num_layers * model.topk * 4
+                data = from_base64(data, source=source, most=most)
+            if len(data) % 4:
+                raise source.unreadable("these aren't int32", "a multiple of 4 bytes", len(data))
+            data = np.frombuffer(data, "<i4")
+        first = due.skipped(data.size, len(data) if data.ndim == 3 else None)
+        rows: Array = data if data.ndim == 3 else data.reshape(-1, model.num_layers, model.topk)
+        return rows[first : first + max(0, due.end - due.start)]
 
+    def trusted(self, routes: RoutedExperts, tokens: Tokens, missing: Missing) -> RoutedExperts:
+        """Keep rows apart from log-probs that other weights made.
 
-def _tokens(answer: Answer, prompt: TokenIds | None, output: TokenIds | None) -> Tokens:
-    given = {"prompt_token_ids": (prompt, answer.prompt_ids), "output_ids": (output, answer.output_ids)}
-    found: list[Array] = []
-    for name, (ours, theirs) in given.items():
-        if ours is None and theirs is None:
-            problem = f"the answer doesn't repeat the tokens: give {name}"
-            raise InvalidRoutes(problem, where=answer.source.sample or "SGLang")
-        found.append(theirs if ours is None else token_ids(ours, replace(answer.source, field=name)))
-    ids, sampled = found
-    if answer.prompt_ids is not None and not np.array_equal(ids, answer.prompt_ids):
-        raise _other_tokens(answer, "prompt_token_ids", "those of the answer", "others")
-    if answer.prompt_tokens is not None and len(ids) - answer.prompt_tokens not in (0, answer.unbilled):
-        raise _other_tokens(answer, "prompt_token_ids", answer.prompt_tokens, len(ids))
-    ran = len(sampled) if answer.completion_tokens is None else answer.completion_tokens
-    whole = answer.output_ids if answer.output_ids is not None and len(answer.output_ids) == ran else None
-    if whole is not None and not np.array_equal(whole[: len(sampled)], sampled):
-        raise _other_tokens(answer, "output_ids", "those of the answer", "others")
-    trimmed = ran - len(sampled)
-    if not 0 <= trimmed <= _TAKEN_BACK or (trimmed and whole is None and answer.finish not in _STOPPED):
-        raise _other_tokens(answer, "output_ids", ran, len(sampled))
-    return Tokens(np.concatenate([ids, sampled]), len(ids), trimmed)
-
-
-def _other_tokens(answer: Answer, name: str, expected: object, got: object) -> InvalidRoutes:
-    where = ", ".join(
-        part for part in (f"SGLang {answer.source.version}".rstrip(), answer.source.sample) if part
-    )
-    return InvalidRoutes(
-        f"{name} aren't the tokens that the engine counted",
-        where=where,
-        expected=expected,
-        got=got,
-        cause="text that was tokenised again (take output_ids from the answer, and cut the result with "
-        "Rollout.truncate), a prompt without the BOS that the engine adds to text, one chunk of a stream, "
-        "another sample's tokens, or pictures in the prompt that the engine turned into tokens",
-    )
-
-
-def _sampled_by_them(
-    routes: RoutedExperts, answer: Answer, tokens: Tokens, missing: Missing
-) -> RoutedExperts:
-    """Keep rows apart from log-probs that other weights made.
-
-    A request that is retracted keeps its tokens and their log-probs, and its routes are computed again. If
-    the weights were changed in between, they are those of other log-probs.
-    """
-    if not answer.retractions:
-        return routes
-    if not answer.weight_spans:
-        _warn_of_retractions(answer.source.version)
-    if len(answer.weight_spans) < 2:
-        return routes
-    newest = answer.weight_spans[-1].start
-    if missing == "error":
-        raise replace(answer.source, faults=()).error(
-            Symptom.STALE_ROWS,
-            f"the request was retracted {answer.retractions} times, and the weights changed under it: the "
-            f"routes of its first {newest} output tokens were computed again, their log-probs weren't",
-            "routes that sampled the tokens (missing='native' leaves those rows without a route)",
-            ", ".join(
-                f"weights {span.version} for tokens {span.start} to {span.end}"
-                for span in answer.weight_spans
-            ),
-        )
-    recorded = routes.recorded.clone()
-    first = max(0, tokens.prompt - 1)  # the row that the first output token was sampled from
-    recorded[first : min(len(routes), max(0, first + newest))] = False
-    ids = routes.ids.masked_fill(~recorded[:, None, None], 0)
-    return routes._derived(ids, recorded, fingerprint=routes.fingerprint)
+        A request that is retracted keeps its tokens and their log-probs, and its routes are computed again.
+        If the weights were changed in between, they are those of other log-probs.
+        """
+        if self.retractions and not self.weight_spans:
+            _warn_of_retractions(self.source.version)
+        if not self.retractions or len(self.weight_spans) < 2:
+            return routes
+        newest = self.weight_spans[-1].start
+        if missing == "error":
+            spans = (
+                f"weights {one.version} for tokens {one.start} to {one.end}" for one in self.weight_spans
+            )
+            raise replace(self.source, faults=()).error(
+                Symptom.STALE_ROWS,
+                f"the request was retracted {self.retractions} times, and the weights changed under it: the "
+                f"routes of its first {newest} output tokens were computed again, their log-probs weren't",
+                "routes that sampled the tokens (missing='native' leaves those rows without a route)",
+                ", ".join(spans),
+            )
+        recorded = routes.recorded.clone()
+        first = max(0, tokens.prompt - 1)  # the row that the first output token was sampled from
+        recorded[first : first + newest] = False
+        ids = routes.ids.masked_fill(~recorded[:, None, None], 0)
+        return routes._derived(ids, recorded, fingerprint=routes.fingerprint)
 
 
 @functools.lru_cache(maxsize=8)  # once a process
@@ -211,149 +190,92 @@ def _warn_of_retractions(version: str) -> None:
     )
 
 
-# ---- rows
-
-
-def _is_before(answer: Answer, version: str) -> bool:
-    """Is the engine known to be of an earlier release?"""
-    known = answer.source.version
-    return bool(known) and release(known) < release(version)
+# ---- how many rows there may be
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """The rows of an answer, held against how many there may be.
+class _Due:
+    """The rows that may come.
 
     Attributes:
-        start: rows before it aren't wanted, and this release leaves them out or sends them.
-        wanted: of the sequence, from `start` on.
-        ran: that the engine has from there on: for tokens too that the caller took off the end.
+        start, end: of those that are wanted, and of those whose tokens the caller took off the end.
+        sent_from: the first row that this release sends.
         past: exactly so many more lie behind the end, or none.
     """
 
-    answer: Answer
+    answer: SglangAnswer
     model: RoutedModel
     start: int
-    wanted: int
-    ran: int
+    end: int
+    sent_from: int
     past: int
 
     @classmethod
-    def of(cls, answer: Answer, model: RoutedModel, tokens: Tokens, start: int) -> _Rows:
-        count = len(tokens.ids)
-        if not 0 <= start <= count:
-            problem = "start_len isn't in the sequence"
-            raise answer.source.error(Symptom.SHAPE, problem, f"0 to {count}", start)
-        last, past = max(0, count - 1), 0
-        if _is_before(answer, STOPS_EXACTLY):
+    def of(cls, answer: SglangAnswer, model: RoutedModel, tokens: Tokens, start: int) -> _Due:
+        def is_before(version: str) -> bool:
+            return bool(known := answer.source.version) and release(known) < release(version)
+
+        past = 0
+        if is_before(STOPS_EXACTLY):
             # One row for each token that it ran, and two kinds are in no count: the drafts that were accepted
             # together with the end, and the token that a prefill samples though none was asked for.
             past = 1 if tokens.sampled == 0 and answer.ended else answer.drafted_past
-        end = last + tokens.taken_off
-        return cls(answer, model, min(start, end), max(0, last - start), max(0, end - start), past)
+        end = max(0, len(tokens.ids) - 1) + tokens.taken_off
+        start = min(start, end)
+        return cls(answer, model, start, end, 0 if is_before(HONOURS_START) else start, past)
 
-    @property
-    def whole(self) -> int:
-        """The rows from the first token on."""
-        return self.start + self.ran
+    def skipped(self, size: int, rows: int | None = None) -> int:
+        """Return how many of the rows that came weren't asked for, of the first ones.
 
-    @property
-    def first(self) -> int:
-        """The token of the first row that this release sends."""
-        return 0 if _is_before(self.answer, HONOURS_START) else self.start
-
-    @property
-    def count(self) -> int:
-        """The rows that this release sends."""
-        return self.whole - self.first
-
-    def readings(self, count: int) -> set[int]:
-        """How many of the first of so many rows weren't asked for: one number, none where no release sends so
-        many, or two where it can't be told."""
-        more = (0, self.past)
-        found = {self.start} if count - self.whole in more else set()
-        if self.first == self.start and count - self.ran in more:
-            found.add(0)
-        return found or ({0} if count == 0 and not self.answer.ended else set())
-
-    def read(self) -> Array:
-        """Those of the sequence from its start on, [n, columns, topk], of any integer dtype.
+        Args:
+            size: so many ids came.
+            rows: in so many rows, if they have a shape.
 
         Raises:
-            InvalidRoutes: there are none, they can't be read, or there are as many as no release sends.
+            InvalidRoutes: no release sends so many, or it can't be told where they begin. Names a model
+                that has as many ids for these tokens, if there is one.
         """
-        ids = self.ids()
-        if ids.ndim != 3:
-            self.check_count(ids.size)
-            ids = ids.reshape(-1, self.model.num_layers, self.model.topk)
-        first = self.readings(len(ids))
-        if len(first) != 1:
-            raise self.wrong(len(ids))
-        (first_wanted,) = first
-        return ids[first_wanted : first_wanted + self.wanted]
-
-    def ids(self) -> Array:
-        """The ids as they came: flat, or in the shape that a tensor has."""
-        data, source = as_numpy(self.answer.payload), self.answer.source
-        if data is None or (isinstance(data, list) and not data):  # 0.5.8 says [] for none
-            if self.ran == 0 or not self.answer.ended:
-                return np.zeros(0, np.int32)
-            problem = "there are no routes in the answer"
-            raise source.error(Symptom.MISSING, problem, f"{self.ran} rows", "none")
-        if isinstance(data, np.ndarray) and data.dtype.kind in "iu":
-            return data
-        data = bytes(data) if isinstance(data, (bytearray, memoryview)) else data
-        if not isinstance(data, (str, bytes)):
-            got = getattr(data, "dtype", type(data).__name__)
-            raise source.unreadable("these aren't expert ids", "base64 of int32, or integers", got)
-        # Bytes may be ids already: the fourth of an id is 0, or -1's, and neither is base64.
-        if isinstance(data, str) or data[3:4] not in (b"\x00", b"\xff"):
-            padding = data[-2:].count("=") if isinstance(data, str) else data[-2:].count(b"=")
-            size = len(data) // 4 * 3 - padding
-            if size % 4 == 0:  # a wrong count is found before the text is decoded
-                self.check_count(size // 4)
-            most = (self.whole + self.past) * self.model.num_layers * self.model.topk * 4
-            data = from_base64(data, source=source, most=most)
-        if len(data) % 4:
-            raise source.unreadable("these aren't int32", "a multiple of 4 bytes", len(data))
-        return np.frombuffer(data, "<i4")
-
-    def check_count(self, count: int) -> None:
-        """Refuse so many ids, naming the model that has as many for these tokens, if there is one."""
-        layers, topk = self.model.num_layers, self.model.topk
-        rows, rest = divmod(count, layers * topk)
-        if not rest and self.readings(rows):
-            return
-        other = _that_fits(count, self.ran, self.model) or _that_fits(count, self.whole, self.model)
-        if not rest and not other:
-            raise self.wrong(rows)
-        raise self.answer.source.error(
-            Symptom.COLUMNS,
-            f"{count} ids can't be shaped",
-            f"{self.count * layers * topk}: {self.count} rows of {layers} layers with top-{topk}",
-            f"what fits {other or 'no model of so many tokens'}",
-        )
-
-    def wrong(self, rows: int) -> InvalidRoutes:
-        """So many rows are none of those that a release sends, or may be either of two."""
-        if self.readings(rows):
-            return replace(self.answer.source, faults=()).error(
+        layers, topk, source = self.model.num_layers, self.model.topk, self.answer.source
+        shaped, rest = rows is not None, 0
+        if rows is None:
+            rows, rest = divmod(size, layers * topk)
+        wanted, more = self.end - self.start, (0, self.past)
+        found = {self.start} if rows - self.end in more else set()
+        if self.sent_from == self.start and rows - wanted in more:
+            found.add(0)
+        if not found and rows == 0 and not self.answer.ended:
+            found.add(0)
+        if len(found) == 1 and not rest:
+            return found.pop()
+        if found and not rest:
+            raise replace(source, faults=()).error(
                 Symptom.TOO_MANY_ROWS,
                 "so many rows may begin at the first token or at start_len",
-                f"{self.ran} from token {self.start} on, or {self.whole} from the first on",
+                f"{wanted} from token {self.start} on, or {self.end} from the first on",
                 f"{rows}: the whole sequence's, or those asked for and {self.past} that drafts ran past its "
                 "end (ask without a start, or with another)",
             )
-        return self.answer.source.error(
-            Symptom.TOO_FEW_ROWS if rows < self.count else Symptom.TOO_MANY_ROWS,
+        due = self.end - self.sent_from
+        fits = (
+            "" if shaped else _that_fits(size, wanted, self.model) or _that_fits(size, self.end, self.model)
+        )
+        if rest or fits:
+            raise source.error(
+                Symptom.COLUMNS,
+                f"{size} ids can't be shaped",
+                f"{due * layers * topk}: {due} rows of {layers} layers with top-{topk}",
+                f"what fits {fits or 'no model of so many tokens'}",
+            )
+        raise source.error(
+            Symptom.TOO_FEW_ROWS if rows < due else Symptom.TOO_MANY_ROWS,
             "the engine has rows for other tokens than these",
-            f"{self.count} rows, from token {self.first} on; the last token has none",
+            f"{due} rows, from token {self.sent_from} on; the last token has none",
             rows,
         )
 
 
 def _that_fits(size: int, rows: int, model: RoutedModel) -> str:
-    """The model that would have so many ids in so many rows, in words."""
+    """Name the model that would have so many ids in so many rows; empty where there is none."""
     row, rest = divmod(size, rows) if rows else (0, 0)
     if rest or row in (0, model.num_layers * model.topk):
         return ""
@@ -364,3 +286,154 @@ def _that_fits(size: int, rows: int, model: RoutedModel) -> str:
     fits = [] if no_layers else [f"{layers} layers with top-{model.topk}"]
     fits += [] if no_topk else [f"top-{topk} in {model.num_layers} layers"]
     return " or ".join(fits) or f"{row} ids a token"
+
+
+# ---- where it says it
+
+
+def source(version: str = "") -> Source:
+    """Return whose routes these are, for messages, with SGLang's known faults."""
+    return Source(engine="SGLang", version=version, faults=FAULTS)
+
+
+def read(found: Any, version: str) -> SglangAnswer:
+    """Find the fields in an answer: a meta_info, an answer of /generate, a choice or an answer of OpenAI's;
+    a dict, JSON, or an object of OpenAI's client.
+
+    Raises:
+        InvalidRoutes: it is something else, or a field of it is.
+    """
+    about = source(version)
+    found = server_answers.opened(found, f"SGLang {version}".rstrip(), _FORMS)
+    if not isinstance(found, Mapping):
+        got = f"a list of {len(found)}: give them one by one" if isinstance(found, list) else named(found)
+        raise about.unreadable("this is no answer of SGLang's", _FORMS, got)
+    if "choices" in found or "sglext" in found:
+        return _of_openai(found, about)
+    if "meta_info" not in found:
+        return _of_meta_info(found, about)
+    answer = _of_meta_info(_mapping(found, "meta_info", about), about)
+    return replace(answer, prompt_ids=found.get("prompt_token_ids"), output_ids=_first(found, _OUTPUT))
+
+
+def _of_meta_info(info: Mapping[Any, Any], source: Source) -> SglangAnswer:
+    source = _about(source, info.get("id"), "meta_info.routed_experts")
+    key = "num_retractions" if "num_retractions" in info else "total_retractions"  # until 0.5.11
+    retractions, sampled = _count(info, key, source) or 0, _count(info, "completion_tokens", source)
+    # What speculation sampled, less what counts: the prefill's token, one a verification, and the drafts that
+    # were accepted. The last verification accepts what lies behind the end, too. A retraction runs tokens
+    # again.
+    past = 0
+    if not retractions and sampled is not None:
+        counts = ([_count(info, key, source) for key in keys] for keys in _DRAFTS)
+        rounds, accepted, proposed = (next((n for n in each if n is not None), None) for each in counts)
+        if rounds and accepted is not None and proposed is not None:
+            past = 1 + rounds + accepted - sampled
+            past = past if 0 < past <= proposed // rounds else 0
+    return SglangAnswer(
+        source=source,
+        payload=info.get("routed_experts"),
+        prompt_tokens=_count(info, "prompt_tokens", source),
+        completion_tokens=sampled,
+        drafted_past=past,
+        finish=_finish(info.get("finish_reason")),
+        retractions=retractions,
+        **_weights(info, source),
+    )
+
+
+def _of_openai(found: Mapping[Any, Any], source: Source) -> SglangAnswer:
+    """SGLang puts the routes beside the choices, so that they stay out of the message."""
+    source = _about(source, found.get("id"), "sglext.routed_experts")
+    choices = found.get("choices", [])
+    if not isinstance(choices, list) or not all(isinstance(choice, Mapping) for choice in choices):
+        raise source.unreadable("choices aren't a list of choices", _FORMS, named(choices))
+    if len(choices) > 1:
+        raise replace(source, faults=()).error(
+            Symptom.MISSING,
+            "an OpenAI endpoint of SGLang gives the routes of its first choice only",
+            "n=1; or /generate, one answer at a time; or, from 0.5.13 on, a chat with "
+            "return_meta_info=True and choices[i] one by one",
+            f"{len(choices)} choices",
+        )
+    choice: Mapping[Any, Any] = choices[0] if choices else {}
+    beside, info = _mapping(found, "sglext", source), _mapping(choice, "meta_info", source)
+    payload = beside.get("routed_experts")
+    if info:
+        answer = _of_meta_info(info, source)
+        if payload is not None:
+            answer = replace(answer, payload=payload, source=replace(answer.source, field=source.field))
+    else:
+        usage = _mapping(found, "usage", source)
+        answer = SglangAnswer(
+            source=source,
+            payload=payload,
+            prompt_tokens=_count(usage, "prompt_tokens", source) or None,  # 0: it never ran
+            completion_tokens=_count(usage, "completion_tokens", source),
+            unbilled=0 if str(found.get("object")) == "text_completion" else _KIMI_STUB,
+            finish=_finish(choice.get("finish_reason")),
+            **_weights(_mapping(found, "metadata", source), source),
+        )
+    prompt_ids, output_ids, outputs = (
+        choice.get("prompt_token_ids"),
+        _first(choice, _OUTPUT),
+        beside.get("output_ids"),
+    )
+    if output_ids is None and isinstance(outputs, list) and len(outputs) == 1:  # a list for each choice
+        output_ids = outputs[0]
+    prompt_ids = beside.get("input_ids") if prompt_ids is None else prompt_ids
+    return replace(answer, prompt_ids=prompt_ids, output_ids=output_ids)
+
+
+def _about(source: Source, request: Any, field: str) -> Source:
+    sample = f"request {str(request)[:_SHORT]}" if isinstance(request, (str, int)) else ""
+    return replace(source, sample=sample, field=field)
+
+
+def _mapping(found: Mapping[Any, Any], key: str, source: Source) -> Mapping[Any, Any]:
+    value = found.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise source.unreadable(f"{key} is no object", "a dict", named(value))
+    return value
+
+
+def _count(found: Mapping[Any, Any], key: str, source: Source) -> int | None:
+    value = found.get(key)
+    if value is None:
+        return None
+    if type(value) is not int or value < 0:
+        raise source.unreadable(f"{key} is no count", "a whole number", str(value)[:_SHORT])
+    return value
+
+
+def _first(found: Mapping[Any, Any], keys: tuple[str, ...]) -> Any:
+    return next((found[key] for key in keys if found.get(key) is not None), None)
+
+
+def _finish(reason: Any) -> str:
+    kind = reason.get("type") if isinstance(reason, Mapping) else reason
+    return kind if isinstance(kind, str) else ""
+
+
+def _weights(found: Mapping[Any, Any], source: Source) -> dict[str, Any]:
+    """Return the weights' fields of an answer: the version, where one made all rows, and the spans."""
+    version, spans = found.get("weight_version"), found.get("weight_versions")
+    try:
+        read = tuple(
+            WeightSpan(str(one["version"])[:_SHORT], int(one["start"]), int(one["end"]))
+            for one in (() if spans is None else spans)
+        )
+        at = [edge for span in read for edge in (span.start, span.end)]
+        if at != sorted(at) or any(edge < 0 for edge in at):
+            raise ValueError("spans that overlap, or lie in no order")
+    except (TypeError, LookupError, ValueError, OverflowError) as error:
+        raise source.unreadable(
+            "weight_versions isn't a list of spans, one after the other",
+            "dicts of version, start and end, from 0 on",
+            str(spans)[:_SHORT],
+        ) from error
+    # SGLang's own «default» says nothing.
+    known = isinstance(version, (str, int)) and version != "default" and len(read) < 2
+    return {"weight_version": str(version)[:_SHORT] if known else None, "weight_spans": read}

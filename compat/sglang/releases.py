@@ -33,6 +33,10 @@ _OTHER_TOKENS = (
 FAULTS = (
     older(OLDEST, "0.5.8 or later"),
     Fault(Symptom.MISSING, cause=_ASK),
+    Fault(Symptom.TOKENS,
+          cause="text that was tokenised again (take output_ids from the answer, and cut the result with "
+          "Rollout.truncate), a prompt without the BOS that the engine adds to text, one chunk of a stream, "
+          "another sample's tokens, or pictures in the prompt that the engine turned into tokens"),
     Fault(Symptom.TOO_FEW_ROWS,
           cause="the request carried a routed_experts_start_len that from_sglang wasn't told as start_len; "
           "before 0.5.13 another's routes, from a batch of requests with and without return_routed_experts "

@@ -15,8 +15,8 @@ import numpy as np
 
 from npu_replay import environment
 from npu_replay.compat import probe
-from npu_replay.compat.sglang import answers as sglang
-from npu_replay.compat.vllm import answers as vllm
+from npu_replay.compat.sglang import decode as sglang
+from npu_replay.compat.vllm import decode as vllm
 from npu_replay.errors import InvalidRoutes, ReplayError
 from npu_replay.rollout.admit import admit
 from npu_replay.rollout.model_config import RoutedModel

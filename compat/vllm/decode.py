@@ -1,35 +1,52 @@
-"""vLLM: its outputs as RoutedExperts.
+"""vLLM: its RequestOutput, and its answers over HTTP, as RoutedExperts.
 
-Five layouts are in use, told apart by what is there and not by the release:
+    in-process       RequestOutput: prompt_token_ids, outputs[i].token_ids, .routed_experts
+    /v1/completions  choices[i].routed_experts; the ids only with return_token_ids, in each choice
+    /v1/chat/...     the same, but the prompt's ids stand at the top
+    /inference/v1/generate   choices[i].token_ids always; the prompt's from 0.30 on, with return_token_ids
+
+Three layouts of rows are in use, told apart by what is there and not by the release:
 
     0.14, 0.16 to 0.20  [tokens - 1, layers, topk], int32, in-process alone
-    0.21                the prompt's rows apart from the completion's, MoE layers only, int16; lists over HTTP
+    0.21                the prompt's rows apart, once for all completions, as `prompt_routed_experts`; MoE
+                        layers only, int16; lists over HTTP
     0.22 to 0.33        [tokens - 1 - start, layers, topk], uint8 up to 256 experts and uint16 above;
                         base64 of .npy over HTTP
 
-The last token that was sampled never has a row: the engine hasn't run it. Releases only choose the words of
-an error. Nothing of vLLM is imported or changed.
+The last token that was sampled never has a row: the engine hasn't run it. Answers over HTTP count their
+tokens in `usage`, over all choices. Of a stream, the last output in-process (DELTA) and the last piece of
+/inference/v1/generate have all rows, and the last token ids alone; other streams have none. Releases only
+choose the words of an error. Nothing of vLLM is imported or changed.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
-from npu_replay.compat.vllm.answers import Answer, differ, read
-from npu_replay.compat.vllm.releases import DROPPED_AT_STOP_STRING
-from npu_replay.errors import ReplayError, whole_number
-from npu_replay.rollout.admit import Missing, admit
+from npu_replay.compat import probe
+from npu_replay.compat.vllm.launch import device_of
+from npu_replay.compat.vllm.releases import BEAMS, DROPPED_AT_STOP_STRING, FAULTS
+from npu_replay.compat.vllm_ascend import releases as ascend
+from npu_replay.errors import InvalidRoutes, ReplayError, whole_number
+from npu_replay.rollout import server_answers
+from npu_replay.rollout.admit import Missing
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.payloads import any_array, token_ids
-from npu_replay.rollout.release_rules import Source, Symptom
+from npu_replay.rollout.release_rules import Source, Symptom, release
 from npu_replay.rollout.server_answers import Tokens
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts
 
+_ANSWER = "an answer of /v1/completions, /v1/chat/completions or /inference/v1/generate"
+_NOT_FOUND = (
+    "a path that this server hasn't got. From 0.30.0 on it serves /inference/v1/generate with "
+    "--enable-scale-out alone (or --tokens-only)"
+)
 _SPARE = 1024
 """So many rows too many are read, for an error that counts them and says what is usual."""
 
@@ -46,7 +63,7 @@ def from_vllm(
     weight_version: int | str | None = None,
     missing: Missing = "error",
 ) -> list[RoutedExperts]:
-    """The checked routes of one request, one RoutedExperts for each of its completions.
+    """Return the checked routes of one request, one RoutedExperts for each of its completions.
 
     >>> choice = {"prompt_token_ids": [11, 12], "token_ids": [13], "routed_experts": [[[3, 1]], [[2, 0]]]}
     >>> model = npu_replay.RoutedModel(layers=(0,), num_layers=1, num_experts=4, topk=2)
@@ -85,43 +102,21 @@ def from_vllm(
     start = whole_number(start, "start", where="from_vllm")
     prompts = _one_each(prompt_token_ids, len(found), "prompt_token_ids")
     outputs = _one_each(output_token_ids, len(found), "output_token_ids")
-    if found[0].prompt_payload is not None and len(found) > 1:
-        known_ids = [_tokens(*each) for each in zip(found, prompts, outputs, strict=True)]
-        ids = [each.ids[: each.prompt] for each in known_ids]
-        found = [
-            replace(one, another_prompt=differ(ids[0], own)) for one, own in zip(found, ids, strict=True)
-        ]
+    if found[0].first_prompt is None:
+        found = [replace(one, first_prompt=prompts[0]) for one in found]
     return [
-        routes_of(one, known, prompt, sampled, start, missing, weight_version)
+        one.routes(known, prompt, sampled, start, missing, weight_version)
         for one, prompt, sampled in zip(found, prompts, outputs, strict=True)
     ]
 
 
-def rows_in(answer: Answer, model: RoutedModel | None) -> Array | None:
-    """The rows as they came, whatever the model; None where there are none.
-
-    Raises:
-        InvalidRoutes: they can't be read.
-    """
-    given = (answer.prompt_payload, answer.payload)
-    parts = [any_array(value, source=answer.source) for value in given if value is not None]
-    filled = [part for part in parts if part.size]
-    if len({part.shape[1:] for part in filled}) > 1:
-        return parts[-1]
-    return np.concatenate(filled) if len(filled) > 1 else next(iter(filled + parts), None)
-
-
-# ---- token ids
-
-
 def _one_each(given: Any, count: int, name: str) -> list[Any]:
-    """What the caller gave for each completion: the same list for all, or one list each."""
-    if given is None:
-        return [None] * count
-    nested = _axes(given) == 2 or (
-        isinstance(given, (list, tuple)) and len(given) > 0 and _axes(given[0]) > 0
-    )
-    if not nested and (name == "prompt_token_ids" or count == 1):
+    """Return what the caller gave for each completion: the same list for all, or one list each."""
+    if isinstance(given, (list, tuple)):
+        nested = bool(given) and (isinstance(given[0], (list, tuple)) or getattr(given[0], "ndim", 0) > 0)
+    else:
+        nested = getattr(given, "ndim", 0) == 2
+    if not nested and (given is None or name == "prompt_token_ids" or count == 1):
         return [given] * count
     if not nested or len(given) != count:
         raise ReplayError(
@@ -133,178 +128,236 @@ def _one_each(given: Any, count: int, name: str) -> list[Any]:
     return list(given)
 
 
-def _axes(value: Any) -> int:
-    """Of an array; a list has one, whatever is in it."""
-    if isinstance(value, (np.ndarray, torch.Tensor)):
-        return value.ndim
-    return int(isinstance(value, (list, tuple)))
+# ---- what an answer says
 
 
-def _tokens(one: Answer, prompt: Any, output: Any) -> Tokens:
-    """What the caller gave, held against what the answer says; else what the answer says."""
-    source = replace(one.source, field="prompt_token_ids")
-    ids, theirs = _given(prompt, one.prompt_ids, "prompt", "prompt_token_ids", source)
-    if theirs is None and one.prompt_tokens not in (None, len(ids)):
-        raise _counted(f"the prompt's token ids given here are {len(ids)}", one.prompt_tokens, source)
-    if theirs is not None and not np.array_equal(ids, theirs):
-        raise _others(
-            "the prompt's token ids given here aren't those that the engine ran", theirs, ids, source
+@dataclass(frozen=True, kw_only=True)
+class VllmAnswer(server_answers.Answer):
+    """One completion of vLLM's.
+
+    Attributes:
+        number: which of the request's completions it is, as the engine counts them.
+        http: did it come over HTTP?
+        prompt_payload: the prompt's rows, where they are kept apart; they are the first completion's.
+        first_prompt: the ids of the first completion's prompt, if known.
+        stop_string: did a stop string end it? vLLM looks for those outside of its scheduler.
+    """
+
+    number: int
+    http: bool
+    prompt_payload: Any = None
+    first_prompt: Any = None
+    stop_string: bool = False
+    aborts = ("abort", "error")
+    asks = "return_token_ids=true in the request, or "
+
+    def rows(self, model: RoutedModel, tokens: Tokens, start: int, missing: Missing) -> Array | None:
+        apart = self.prompt_payload is not None
+        if apart and self.first_prompt is not None:
+            source = replace(self.source, field="prompt_routed_experts")
+            if not np.array_equal(token_ids(self.first_prompt, source), tokens.ids[: tokens.prompt]):
+                raise source.error(
+                    Symptom.TOO_FEW_ROWS,
+                    "the answer is to several prompts, and has the rows of the first alone",
+                    "one prompt a request",
+                    "another prompt than the first completion's",
+                )
+        if self.payload is None:
+            # The prompt's rows, where they are kept apart, are no routes of a completion whose own are lost.
+            due = tokens.sampled > 1 if apart else tokens.prompt + tokens.sampled - 1 > start
+            dropped = self.stop_string and DROPPED_AT_STOP_STRING.holds(self.source.version)
+            if due and self.ended and not (dropped and missing == "native"):
+                raise self._lacking()
+            if due or not apart:
+                return None
+        if apart:
+            return self._rows_of_two_parts(model, tokens, start)
+        return _array(self.payload, tokens.prompt + tokens.sampled, model, self.source)
+
+    def _lacking(self) -> InvalidRoutes:
+        if not self.finish and not self.http:
+            return self.source.error(
+                Symptom.SHAPE,
+                "the request isn't finished, and routes come with its last output",
+                "the output whose finish_reason is set",
+                "finish_reason None",
+            )
+        got = f"None, finished by «{self.finish or None}»"
+        return self.source.error(
+            Symptom.MISSING, "the completion has no routes", "an array of expert ids", got
         )
-    source = replace(one.source, field=f"{one.place}.token_ids")
-    sampled, theirs = _given(output, one.output_ids, "sampled", "output_token_ids", source)
-    ran = one.completion_tokens if theirs is None else len(theirs)
-    taken_off = 0 if ran is None else ran - len(sampled)
-    if theirs is None and taken_off < 0:
-        raise _counted(f"the sampled token ids given here are {len(sampled)}", ran, source)
-    if theirs is not None and not np.array_equal(sampled, theirs[: len(sampled)]):
-        known = len(theirs) or not one.ended  # an aborted stream's last output has none
-        if not known or not np.array_equal(sampled[len(sampled) - len(theirs) :], theirs):
-            problem = "the sampled token ids given here aren't those that the engine sampled"
-            raise _others(problem, theirs, sampled, source, ", or fewer off their end")
-        taken_off = 0  # a stream, whose last output has the last ids alone
-    return Tokens(np.concatenate([ids, sampled]), len(ids), taken_off)
 
-
-def _given(ours: Any, theirs: Any, which: str, argument: str, source: Source) -> tuple[Array, Array | None]:
-    """The ids to go by, and the engine's own, where it names them."""
-    if ours is None and theirs is None:
-        raise source.error(
-            Symptom.SHAPE,
-            f"the answer hasn't got the {which} token ids",
-            f"return_token_ids=true in the request, or {argument}= here",
-            "neither",
-        )
-    ids = token_ids(theirs if ours is None else ours, source)
-    return ids, None if theirs is None else ids if ours is None else token_ids(theirs, source)
-
-
-def _others(problem: str, theirs: Array, ours: Array, source: Source, more: str = "") -> Exception:
-    expected = f"{len(theirs)} ids, as in the output{more}"
-    return source.error(Symptom.SHAPE, problem, expected, f"{len(ours)} others")
-
-
-def _counted(problem: str, count: int | None, source: Source) -> Exception:
-    return source.error(
-        Symptom.SHAPE,
-        f"{problem}, the engine ran {count}",
-        "the ids that it ran, not those of its text tokenised again (return_token_ids=true in the "
-        "request puts them into the answer)",
-        f"others than the {count} in its usage",
-    )
-
-
-# ---- rows
-
-
-def routes_of(
-    one: Answer,
-    model: RoutedModel,
-    prompt: Any,
-    output: Any,
-    start: int,
-    missing: Missing = "error",
-    weight_version: int | str | None = None,
-) -> RoutedExperts:
-    """The routes of a completion that was read; else as `from_vllm`."""
-    source, tokens = one.source, _tokens(one, prompt, output)
-    if one.another_prompt:
-        raise replace(source, field="prompt_routed_experts").error(
-            Symptom.TOO_FEW_ROWS,
-            "the answer is to several prompts, and has the rows of the first alone",
-            "one prompt a request",
-            "another prompt than the first completion's",
-        )
-    lacking = _lacks_rows(one, tokens, start)
-    dropped = missing == "native" and one.stop_string and DROPPED_AT_STOP_STRING.holds(source.version)
-    if lacking and one.ended and not dropped:
-        raise _no_rows(one)
-    rows = _none(model) if lacking else _rows(one, tokens, model, start)
-    if source.never_captures and len(rows) and not rows.any():
-        raise source.error(  # with a top-k of 1 too, where the ids alone don't show it
-            Symptom.ZEROS, f"all {len(rows)} rows are zeros", "ids of experts", "nothing that was captured"
-        )
-    return admit(
-        rows,
-        model=model,
-        tokens=tokens.ids,
-        source=source,
-        start=start,
-        ended=one.ended and not lacking,
-        surplus=tokens.taken_off,
-        missing=missing,
-        weight_version=one.weight_version if weight_version is None else weight_version,
-    )
-
-
-def _lacks_rows(one: Answer, tokens: Tokens, start: int) -> bool:
-    """Are there none, though the engine ran tokens whose rows they would be? The prompt's, where they are
-    kept apart, are no routes of a completion whose own are lost."""
-    if one.payload is not None:
-        return False
-    if one.prompt_payload is not None:
-        return tokens.sampled > 1  # the last has no row
-    return tokens.prompt + tokens.sampled - 1 > start
-
-
-def _no_rows(one: Answer) -> Exception:
-    if not one.finish and not one.http:
-        return one.source.error(
-            Symptom.SHAPE,
-            "the request isn't finished, and routes come with its last output",
-            "the output whose finish_reason is set",
-            "finish_reason None",
-        )
-    return one.source.error(
-        Symptom.MISSING,
-        "the completion has no routes",
-        "an array of expert ids",
-        f"None, finished by «{one.finish or None}»",
-    )
-
-
-def _none(model: RoutedModel) -> Array:
-    return np.zeros((0, model.num_layers, model.topk), np.uint8)
-
-
-def _rows(one: Answer, tokens: Tokens, model: RoutedModel, start: int) -> Array:
-    """All rows of the completion as one array, [rows, layers, topk], of whichever dtype they came in."""
-    source = one.source
-    if one.prompt_payload is None:
-        most = tokens.prompt + tokens.sampled
-        return _none(model) if one.payload is None else _array(one.payload, most, model, source)
-    if start:
-        raise source.error(Symptom.SHAPE, "this release gives all rows of the prompt", "start=0", start)
-    parts = [_prompt_rows(one, tokens, model)]
-    if one.payload is not None:
-        sampled = max(1, tokens.sampled)
-        part = _array(one.payload, sampled, model, source)
-        parts.append(part[:-1] if len(part) == sampled else part)  # with MTP it keeps as many as tokens
-    filled = [part for part in parts if len(part)]
-    if len({part.shape[1:] for part in filled}) > 1:
-        raise source.error(
-            Symptom.SHAPE,
-            "the rows of the prompt and of the completion have other shapes",
-            f"[..., {', '.join(map(str, parts[0].shape[1:]))}]",
-            list(parts[1].shape),
-        )
-    rows = np.concatenate(filled) if filled else parts[0]
-    # 0.21.0 gives MoE layers the first columns, one after the other, and may have empty ones after them: it
-    # overlooks first_k_dense_replace when it counts. vllm-ascend 0.21.0rc1 fills the same columns by label.
-    used = len(model.sparse)
-    return rows if rows[:, used:].any() else rows[:, :used]
-
-
-def _prompt_rows(one: Answer, tokens: Tokens, model: RoutedModel) -> Array:
-    """The prompt's part, exact: what follows would shift. Without a sample its last token never ran."""
-    source = replace(one.source, field="prompt_routed_experts")
-    rows = _array(one.prompt_payload, tokens.prompt, model, source)
-    if len(rows) != tokens.prompt:
-        raise source.error(
-            Symptom.SHAPE, "the prompt has another number of rows than tokens", tokens.prompt, len(rows)
-        )
-    return rows if tokens.sampled else rows[:-1]
+    def _rows_of_two_parts(self, model: RoutedModel, tokens: Tokens, start: int) -> Array:
+        """Join the prompt's rows and the completion's, as 0.21.0 gives them."""
+        source, prompt = self.source, replace(self.source, field="prompt_routed_experts")
+        if start:
+            raise source.error(Symptom.SHAPE, "this release gives all rows of the prompt", "start=0", start)
+        head = _array(self.prompt_payload, tokens.prompt, model, prompt)
+        if len(head) != tokens.prompt:  # what follows would shift
+            problem = "the prompt has another number of rows than tokens"
+            raise prompt.error(Symptom.SHAPE, problem, tokens.prompt, len(head))
+        parts = [head if tokens.sampled else head[:-1]]  # without a sample its last token never ran
+        if self.payload is not None:
+            sampled = max(1, tokens.sampled)
+            part = _array(self.payload, sampled, model, source)
+            parts.append(part[:-1] if len(part) == sampled else part)  # with MTP it keeps as many as tokens
+        filled = [part for part in parts if len(part)]
+        if len({part.shape[1:] for part in filled}) > 1:
+            raise source.error(
+                Symptom.SHAPE,
+                "the rows of the prompt and of the completion have other shapes",
+                f"[..., {', '.join(map(str, parts[0].shape[1:]))}]",
+                list(parts[1].shape),
+            )
+        rows = np.concatenate(filled) if filled else parts[0]
+        # 0.21.0 gives MoE layers the first columns, one after the other, and may have empty ones after them:
+        # it overlooks first_k_dense_replace when it counts. vllm-ascend 0.21.0rc1 fills the same columns by
+        # label.
+        used = len(model.sparse)
+        return rows if rows[:, used:].any() else rows[:, :used]
 
 
 def _array(value: Any, most: int, model: RoutedModel, source: Source) -> Array:
-    """`value` as an array, of little more than `most` rows where its size could be anything."""
+    """Return `value` as an array, of little more than `most` rows where its size could be anything."""
     return any_array(value, source=source, most=(most + _SPARE, model.num_layers, model.topk))
+
+
+# ---- where it says it
+
+
+def read(output: Any, version: str | None = None, vllm_ascend: str | None = None) -> list[VllmAnswer]:
+    """Take an answer of vLLM apart, in the order of its choices' own numbers. Nothing is decoded yet.
+
+    Args:
+        output: a RequestOutput, or anything with its attributes; an answer over HTTP as a dict, as JSON, or
+            as the object that OpenAI's client makes of it.
+        version, vllm_ascend: the releases, as far as the caller says. Else an answer over HTTP is asked for
+            vLLM's; for an output of this process it is what is installed.
+
+    Raises:
+        InvalidRoutes: it is something else, an error message, or a piece of a chat's stream.
+    """
+    output = server_answers.opened(output, "vLLM", _ANSWER, not_found=_NOT_FOUND)
+    http = isinstance(output, Mapping)
+    choices = _choices(output) if http else _outputs(output)
+    if not choices:
+        raise _wrong("the answer has no completions", "one at least", 0)
+    for said in (version, vllm_ascend):
+        release(said or "")  # or an error, for what is no text
+    if http and version is None:
+        version = said_release(output)
+    elif not http and version is None and vllm_ascend is None:
+        version, vllm_ascend = probe.installed("vllm"), probe.installed("vllm-ascend")
+    request = _text(_said(output, "id", "request_id"))
+    usage = output.get("usage") if http and len(choices) == 1 else None
+    place = "choices" if http else "outputs"
+    captured = any(_said(choice, "routed_experts") is not None for _, choice in choices)
+    found: list[VllmAnswer] = []
+    for number, choice in choices:
+        finish, rows = _text(_said(choice, "finish_reason")), _said(choice, "routed_experts")
+        stop_string = _text(_said(choice, "stop_reason")) is not None and finish in ("stop", "tool_calls")
+        way = "alone" if captured and rows is None else "http" if http else "in-process"
+        about = source(version or "", vllm_ascend or "", (way, "stop string") if stop_string else (way,))
+        sample = f"completion {number}"
+        sample = f"request {request[:80]}, {sample}" if request else sample
+        prompt, ids = _said(choice, "prompt_token_ids"), _said(choice, "token_ids")
+        prompt = _said(output, "prompt_token_ids") if prompt is None else prompt
+        # The engine's own weight version, where it names one for all tokens; 0.32's «default» says nothing.
+        spans = _said(choice, "weight_versions")
+        named = [_said(span, "version") for span in spans] if isinstance(spans, (list, tuple)) else []
+        alike = bool(named) and named[0] != "default" and all(one == named[0] for one in named)
+        found.append(
+            VllmAnswer(
+                source=replace(about, sample=sample, field=f"{place}[{number}].routed_experts"),
+                number=number,
+                http=http,
+                prompt_ids=prompt,
+                output_ids=ids,
+                prompt_tokens=_count(usage, "prompt_tokens") if prompt is None else None,
+                completion_tokens=_count(usage, "completion_tokens") if ids is None else None,
+                payload=rows,
+                prompt_payload=_said(output, "prompt_routed_experts"),
+                first_prompt=found[0].prompt_ids if found else prompt,
+                finish=finish or "",
+                stop_string=stop_string,
+                weight_version=_text(named[0]) if alike else None,
+            )
+        )
+    return found
+
+
+def source(version: str = "", vllm_ascend: str = "", ways: tuple[str, ...] = ("in-process",)) -> Source:
+    """Return whose routes these are, for messages about what vLLM made, with its known faults.
+
+    Args:
+        version, vllm_ascend: the releases; empty where nobody says.
+        ways: how they came, for `Fault.only`: «in-process», «http» or «alone», and «stop string».
+    """
+    faults = (*ascend.faults(vllm_ascend), *FAULTS) if vllm_ascend else (*FAULTS, *ascend.guesses())
+    device = device_of(version, vllm_ascend)
+    return Source(engine="vLLM", version=version, device=device, faults=faults, ways=ways)
+
+
+def said_release(answer: Mapping[str, Any]) -> str:
+    """Return the release that an answer over HTTP says itself, or nothing: its fingerprint is
+    «vllm-0.30.0-tp2-3ea666b7», or another's, or the user's own words."""
+    fingerprint = answer.get("system_fingerprint")
+    found = re.match(r"vllm-(\d+\.[\w.+]+)", fingerprint) if isinstance(fingerprint, str) else None
+    return found[1][:80] if found else ""
+
+
+def _choices(answer: Mapping[str, Any]) -> list[tuple[int, Any]]:
+    """List those of an answer over HTTP, by their own numbers where each has one; else as they lie."""
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or not all(isinstance(choice, Mapping) for choice in choices):
+        keys = f"the keys {sorted(map(str, answer))[:8]}"
+        raise _wrong("the answer has no choices", _ANSWER, keys, "another endpoint")
+    if any("delta" in choice for choice in choices):
+        raise _wrong(
+            "this is a piece of a stream of a chat, which carries no routes",
+            "stream=False",
+            f"object {answer.get('object')!r}",
+            "vLLM puts routes into whole answers, and into the last piece of /inference/v1/generate's stream",
+        )
+    said = [_count(choice, "index") for choice in choices]
+    numbers = [number for number in said if number is not None]
+    if len(set(numbers)) < len(choices):
+        numbers = list(range(len(choices)))
+    return sorted(zip(numbers, choices, strict=True), key=lambda one: one[0])
+
+
+def _outputs(output: Any) -> list[tuple[int, Any]]:
+    """List those of a RequestOutput, in its own order."""
+    outputs = getattr(output, "outputs", None)
+    if hasattr(output, "sequences") and outputs is None:
+        raise _wrong("beam search gives no routes", "a RequestOutput", type(output).__name__, BEAMS)
+    if isinstance(output, Sequence) or not isinstance(outputs, (list, tuple)):
+        several = isinstance(output, Sequence) and any(
+            hasattr(one, "outputs") or isinstance(one, Mapping) for one in output[:1]
+        )
+        raise _wrong(
+            "this isn't what vLLM gives for one request",
+            "a RequestOutput, or an answer over HTTP as a dict or as JSON",
+            f"{type(output).__name__} of {len(output)}" if several else type(output).__name__,
+            "a list, as LLM.generate() returns it: take what is in it one by one" if several else "",
+        )
+    return list(enumerate(outputs))
+
+
+def _said(of: Any, *names: str) -> Any:
+    """Return the first of these that is there, of a dict or of an object."""
+    said = (of.get(name) if isinstance(of, Mapping) else getattr(of, name, None) for name in names)
+    return next((value for value in said if value is not None), None)
+
+
+def _count(of: Any, name: str) -> int | None:
+    value = of.get(name) if isinstance(of, Mapping) else None
+    return value if type(value) is int and value >= 0 else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _wrong(problem: str, expected: object, got: object, cause: str = "") -> InvalidRoutes:
+    return InvalidRoutes(problem, where="vLLM", expected=expected, got=got, cause=cause)

@@ -63,7 +63,9 @@ FAULTS = (
     Fault(Symptom.MISSING,
           cause=f"the engine was started without {SWITCH}=True (compat.vllm.engine_arguments says what to "
           "pass)"),
-
+    Fault(Symptom.TOKENS,
+          cause=f"{_RETOKENISED} (return_token_ids=true in the request puts the engine's own into the "
+          "answer); or a BOS that it puts in front"),
     Fault(Symptom.ZEROS, until="0.27.0", device="cuda",
           cause="on NVIDIA, FlashInfer's monolithic MoE kernels (chosen by themselves on Blackwell, and for "
           "NVFP4) choose experts past the capture, refused from 0.27.0 on (vllm#44116)"),

@@ -13,10 +13,8 @@ from typing import Any, Literal
 import numpy as np
 
 from npu_replay import json_text
-from npu_replay.compat.sglang import answers as sglang_answers
-from npu_replay.compat.sglang.decode import routes_of as sglang_routes_of
-from npu_replay.compat.vllm import answers as vllm_answers
-from npu_replay.compat.vllm.decode import routes_of as vllm_routes_of
+from npu_replay.compat.sglang import decode as sglang
+from npu_replay.compat.vllm import decode as vllm
 from npu_replay.errors import MicroBatchError, ReplayError, RouteFileError, RouterError
 from npu_replay.options import message
 from npu_replay.rollout import payloads, server_answers
@@ -264,7 +262,7 @@ def _of_array(
     if given.engine is None:
         source = Source(engine=str(path))
     else:
-        answers = vllm_answers if given.engine == "vllm" else sglang_answers
+        answers = vllm if given.engine == "vllm" else sglang
         source = replace(answers.source(given.version), field=str(path))
         what += f" of {_named(given.engine, given.version)}"
 
@@ -291,7 +289,7 @@ def _of_answer(path: Path, answer: Any, given: Given) -> tuple[str, Iterator[Seq
             "--engine vllm or sglang names the engine",
         )
     if engine == "vllm" and not version and isinstance(answer, dict):
-        version = vllm_answers.said_release(answer)
+        version = vllm.said_release(answer)
     model = given.needed_model(str(path))
     read = _of_vllm if engine == "vllm" else _of_sglang
     found = list(read(answer, version, model, given))
@@ -321,10 +319,10 @@ def whose(answer: Any) -> Engine | None:
 
 
 def _of_vllm(answer: Any, version: str, model: RoutedModel, given: Given) -> Iterator[Sequence]:
-    found = vllm_answers.read(answer, version)
+    found = vllm.read(answer, version)
     for one in found:
         name = f"completion {one.number}" if len(found) > 1 else ""
-        yield _of_one(vllm_routes_of, one, one.number, name, model, given)
+        yield _of_one(one, one.number, name, model, given)
 
 
 def _of_sglang(answer: Any, version: str, model: RoutedModel, given: Given) -> Iterator[Sequence]:
@@ -332,15 +330,14 @@ def _of_sglang(answer: Any, version: str, model: RoutedModel, given: Given) -> I
     for number, one in enumerate(several):
         name = f"answer {number}" if len(several) > 1 else ""
         try:
-            read = sglang_answers.read(one, version)
+            read = sglang.read(one, version)
         except ReplayError as error:
             yield Sequence(name=name, problem=message(error))
             continue
-        yield _of_one(sglang_routes_of, read, number, name, model, given)
+        yield _of_one(read, number, name, model, given)
 
 
 def _of_one(
-    routes_of: Callable[..., RoutedExperts],
     one: server_answers.Answer,
     number: int,
     name: str,
@@ -349,7 +346,7 @@ def _of_one(
 ) -> Sequence:
     """Decode one sequence of an answer by its engine's decoder."""
     prompt, output, named = _ids_of(one, *given.ids(number))
-    read = partial(routes_of, one, model, prompt, output, given.start)
+    read = partial(one.routes, model, prompt, output, given.start)
     return _decoded(read, name=name, named=named, unchecked=() if named else (_NO_TOKENS,))
 
 

@@ -42,24 +42,20 @@ class Keys:
             config = cls.of_file(Path(config))
         for _ in range(_DEEPEST):
             found = cls(config, type(config).__name__)
-            config = found._inner()
-            if config is None:
+            # A config inside this one, that of the language model, say, is to be read in its place.
+            inner = None if isinstance(config, Mapping) else getattr(config, "config", None)
+            if inner is None or hasattr(config, "num_hidden_layers"):
+                own = any(found[expert] is not None for expert in EXPERTS)
+                inner = None if own else next((found[key] for key in _TEXT if found[key] is not None), None)
+            if inner is None:
                 return found
+            config = inner
         raise ReplayError(
             "this config holds configs without end",
             where=found.name,
             expected=f"that of the language model, at most {_DEEPEST} deep",
             got="another one inside that",
         )
-
-    def _inner(self) -> Any:
-        """The config inside this one that is to be read instead; None if there is none."""
-        inner = None if isinstance(self.config, Mapping) else getattr(self.config, "config", None)
-        if inner is not None and not hasattr(self.config, "num_hidden_layers"):
-            return inner
-        if any(self[expert] is not None for expert in EXPERTS):
-            return None
-        return next((self[key] for key in _TEXT if self[key] is not None), None)
 
     @staticmethod
     def of_file(path: Path) -> dict[str, Any]:

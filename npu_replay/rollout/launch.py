@@ -48,27 +48,26 @@ class EngineArguments:
         Raises:
             ReplayError: an argument can't be written as text.
         """
-        return [word for name, value in self.arguments.items() for word in self._option(name, value)]
-
-    def _option(self, name: str, value: Any) -> list[str]:
-        dashed = name.replace("_", "-")
-        if value is None or (value is False and not self.negates):
-            return []
-        if isinstance(value, bool):
-            return [f"--{dashed}" if value else f"--no-{dashed}"]
-        if isinstance(value, (list, tuple)):
-            return [f"--{dashed}", *(_text(name, one) for one in value)] if value else []
-        return [f"--{dashed}", _text(name, value)]
+        words: list[str] = []
+        for name, value in self.arguments.items():
+            dashed = name.replace("_", "-")
+            if value is None or (value is False and not self.negates):
+                continue
+            if isinstance(value, bool):
+                words.append(f"--{dashed}" if value else f"--no-{dashed}")
+            elif not isinstance(value, (list, tuple)):
+                words += [f"--{dashed}", _text(name, value)]
+            elif value:
+                words += [f"--{dashed}", *(_text(name, one) for one in value)]
+        return words
 
 
 def _text(name: str, value: Any) -> str:
-    if isinstance(value, (str, int, float, os.PathLike)):
-        return str(value)
-    try:
+    with suppress(TypeError, ValueError):  # something in it
+        if isinstance(value, (str, int, float, os.PathLike)):
+            return str(value)
         if isinstance(value, Mapping):
             return json.dumps(dict(value))
-    except (TypeError, ValueError):
-        pass  # something in it
     raise ReplayError(
         "this argument can't be given on a command line",
         where=name,
@@ -78,21 +77,13 @@ def _text(name: str, value: Any) -> str:
     )
 
 
-# ---- the tables, asked
-
-
 def refusal(product: str, version: str, device: str, faults: Iterable[Fault]) -> ReplayError | None:
     """Return why that release gives no routes, whatever it is started with; None where it does."""
-    for fault in faults:
-        if fault.always and fault.holds(version, device):
-            return ReplayError(
-                f"{product} {version} {fault.always}",
-                where="rollout",
-                expected=fault.instead,
-                got=version,
-                cause=fault.cause,
-            )
-    return None
+    never = next((fault for fault in faults if fault.always and fault.holds(version, device)), None)
+    if never is None:
+        return None
+    problem = f"{product} {version} {never.always}"
+    return ReplayError(problem, where="rollout", expected=never.instead, got=version, cause=never.cause)
 
 
 def clash(product: str, version: str, device: str, plan: Plan, table: Iterable[Clash]) -> ReplayError | None:
@@ -114,7 +105,7 @@ def clash(product: str, version: str, device: str, plan: Plan, table: Iterable[C
 
 
 def refuse(problem: ReplayError | None) -> None:
-    """Raise it, if there is one."""
+    """Raise the error, if there is one."""
     if problem is not None:
         raise problem
 
@@ -129,9 +120,6 @@ def refuse_untold(product: str, version: Any, parameter: str, example: str, numb
             got=repr(version),
             cause="a nightly build, or one from a clone without tags",
         )
-
-
-# ---- a plan, read
 
 
 def read_plan(
@@ -151,22 +139,16 @@ def read_plan(
     for written in planned:
         if not isinstance(written, str):
             raise unreadable(repr(written), "names as text", type(written).__name__)
-        name = _python_name(written, short)
+        # What Python calls an argument that is written as on a command line, or with a key of it.
+        name = written.lstrip("-_").replace("-", "_").partition(".")[0]
+        name = short.get(name, name)
+        name = f"{name.removeprefix('no_')}=False" if name.startswith("no_") else name or "enable_eplb, say"
         if written != name:
             raise unreadable(written, f"its Python name: {name}", repr(written))
     return {
         name: _read(name, value, kinds[name]) if name in kinds and value is not None else value
         for name, value in planned.items()
     }
-
-
-def _python_name(written: str, short: Mapping[str, str]) -> str:
-    """Return what Python calls an argument that is written as on a command line, or with a key of it."""
-    name = written.lstrip("-_").replace("-", "_").partition(".")[0]
-    name = short.get(name, name)
-    if name.startswith("no_"):
-        return f"{name.removeprefix('no_')}=False"
-    return name or "enable_eplb, say"
 
 
 def unreadable(name: str, expected: str, got: str) -> ReplayError:
@@ -200,9 +182,6 @@ def as_mapping(value: Any) -> Mapping[str, Any]:
     if isinstance(value, Mapping):
         return {str(key).replace("-", "_"): one for key, one in value.items()}
     return getattr(value, "__dict__", {})
-
-
-# ---- what rows of a table ask a plan
 
 
 def number(value: Any) -> int:

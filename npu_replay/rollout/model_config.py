@@ -109,15 +109,11 @@ class RoutedModel:
         """The decoder layers with experts, `layers` and `hashed`, ascending."""
         return tuple(sorted((*self.layers, *self.hashed)))
 
-    def labels(self, columns: int) -> tuple[int, ...] | None:
-        """The decoder layer of each of an engine's columns: all layers, or those with experts; None where it
-        has another number of columns."""
-        every = tuple(range(self.num_layers))
-        return next((layers for layers in (every, self.sparse) if len(layers) == columns), None)
-
     def routed_columns(self, columns: int) -> slice | list[int] | None:
-        """Where `layers` are among an engine's columns; neighbours are a slice, and so aren't copied."""
-        if (labels := self.labels(columns)) is None:
+        """Return where `layers` are among an engine's columns: all decoder layers, or those with experts;
+        None where it has another number of them. Neighbours are a slice, and so aren't copied."""
+        labels = range(self.num_layers) if columns == self.num_layers else self.sparse
+        if len(labels) != columns:
             return None
         wanted = [labels.index(layer) for layer in self.layers]
         return slice(wanted[0], wanted[-1] + 1) if wanted[-1] - wanted[0] == len(wanted) - 1 else wanted
@@ -176,45 +172,34 @@ class RoutedModel:
         counted = isinstance(blocks, (list, tuple)) and found["num_hidden_layers"] is None
         num_layers = len(blocks) if counted else found.number(_LAYERS, "the number of decoder layers")
         _check_most(num_layers, MAX_LAYERS, "decoder layers", found.name)  # each is looked at below
-        _refuse_zero_experts(found)
+        # LongCat has ids above those of the routed experts, and counts two layers as one.
+        if found.whole("zero_expert_num"):
+            raise ReplayError(
+                "a model with zero experts can't be read from its config",
+                where=found.name,
+                expected="routed experts only",
+                got=f"zero_expert_num={shown(found['zero_expert_num'])}",
+                cause=f"a family that counts layers and experts in its own way: {BY_HAND}",
+            )
         own = found.by_layer()
         without = {layer for layer, one in own.items() if 0 in map(one.__getitem__, EXPERTS)}
         sparse = [layer for layer in _sparse_layers(found, num_layers) if layer not in without]
-        hashed = tuple(layer for layer in sparse if _is_hashed(found, layer))
-        return cls(
-            layers=tuple(layer for layer in sparse if layer not in hashed),
-            num_layers=num_layers,
-            hashed=hashed,
-            **_numbers({layer: own.get(layer, found) for layer in sparse or [0]}),
-        )
+        # DeepSeek-V4 looks the experts of some layers up by token id.
+        kinds, first = found.kinds("mlp_layer_types", num_layers), found.whole("num_hash_layers") or 0
+        hashed = tuple(one for one in sparse if (kinds[one] == "hash_moe" if kinds else one < first))
+        numbers = {}
+        for layer in sparse or [0]:
+            config = own.get(layer, found)
+            experts = config.number(EXPERTS, "the number of routed experts", layer)
+            topk = config.number(_TOPK, "the experts a token", layer)
+            numbers[f"{config.name}, layer {layer}"] = topk, experts
+        check_alike(numbers)
+        layers = tuple(layer for layer in sparse if layer not in hashed)
+        return cls(layers=layers, num_layers=num_layers, num_experts=experts, topk=topk, hashed=hashed)
 
 
 def _check_most(given: int, most: int, what: str, where: str) -> None:
-    if given > most:
-        raise ReplayError(f"no model has so many {what}", where=where, expected=f"at most {most}", got=given)
-
-
-def _numbers(each: Mapping[int, Keys]) -> dict[str, int]:
-    """The top-k and the number of experts that all these layers have."""
-    found = {}
-    for layer, config in each.items():
-        experts = config.number(EXPERTS, "the number of routed experts", layer)
-        topk = config.number(_TOPK, "the experts a token", layer)
-        found[f"{config.name}, layer {layer}"] = topk, experts
-    check_alike(found)
-    return {"topk": topk, "num_experts": experts}
-
-
-def _refuse_zero_experts(config: Keys) -> None:
-    """LongCat: ids above those of the routed experts, and two layers counted as one."""
-    if config.whole("zero_expert_num"):
-        raise ReplayError(
-            "a model with zero experts can't be read from its config",
-            where=config.name,
-            expected="routed experts only",
-            got=f"zero_expert_num={shown(config['zero_expert_num'])}",
-            cause=f"a family that counts layers and experts in its own way: {BY_HAND}",
-        )
+    ReplayError.unless(given <= most, f"no model has so many {what}", f"at most {most}", given, where=where)
 
 
 def _sparse_layers(config: Keys, num_layers: int) -> list[int]:
@@ -234,23 +219,20 @@ def _sparse_layers(config: Keys, num_layers: int) -> list[int]:
         if config[key] is not None:
             return [layer for layer in range(num_layers) if layer in named]
     if all(config[key] is None for key in _RULES) and not isinstance(config["moe_layer_freq"], (list, tuple)):
-        _refuse_two_widths(config)
+        # Dense layers and sparse ones: which is which is only in the family's class in transformers.
+        dense, width = config["intermediate_size"], config["moe_intermediate_size"]
+        widths = width if isinstance(width, (list, tuple)) else (width,)
+        if dense is not None and width is not None and dense not in widths:
+            raise ReplayError(
+                "the model's config has dense layers, and doesn't say which they are",
+                where=config.name,
+                expected=f"one of {', '.join((*_KINDS, *_RULES))}",
+                got=f"intermediate_size={shown(dense)}, moe_intermediate_size={shown(width)} and none of "
+                "them",
+                cause="a config.json that leaves it to the family's class: give transformers' config of the "
+                f"model (AutoConfig.from_pretrained), or {BY_HAND}",
+            )
     return [layer for layer in range(num_layers) if _by_rules(config, layer)]
-
-
-def _refuse_two_widths(config: Keys) -> None:
-    """Dense layers and sparse ones, and which is which is only in the family's class in transformers."""
-    dense, sparse = config["intermediate_size"], config["moe_intermediate_size"]
-    if None in (dense, sparse) or dense in (sparse if isinstance(sparse, (list, tuple)) else (sparse,)):
-        return
-    raise ReplayError(
-        "the model's config has dense layers, and doesn't say which they are",
-        where=config.name,
-        expected=f"one of {', '.join((*_KINDS, *_RULES))}",
-        got=f"intermediate_size={shown(dense)}, moe_intermediate_size={shown(sparse)} and none of them",
-        cause="a config.json that leaves it to the family's class: give transformers' config of the model "
-        f"(AutoConfig.from_pretrained), or {BY_HAND}",
-    )
 
 
 def _by_rules(config: Keys, layer: int) -> bool:
@@ -272,12 +254,6 @@ def _by_rules(config: Keys, layer: int) -> bool:
         and all((layer + 1) % (config.whole(key) or 1) == 0 for key in _STEP)
         and layer not in config.numbers("mlp_only_layers")
     )
-
-
-def _is_hashed(config: Keys, layer: int) -> bool:
-    """Does this layer look its experts up by token id? (DeepSeek-V4)"""
-    kinds = config.kinds("mlp_layer_types", layer)
-    return kinds[layer] == "hash_moe" if kinds else layer < (config.whole("num_hash_layers") or 0)
 
 
 # ---- what engines stumble over in a config besides; one that can't be read says nothing here

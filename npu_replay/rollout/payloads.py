@@ -133,7 +133,23 @@ def from_npy(data: bytes | memoryview, *, source: Source, most: int) -> Array:
     except TypeError as error:
         raise source.unreadable("this isn't an .npy array", "bytes", type(data).__name__) from error
     head = io.BytesIO(view[:_HEADER])
-    shape, by_column, dtype = _header(head, source)
+    try:
+        version = np.lib.format.read_magic(head)
+        if version not in ((1, 0), (2, 0)):
+            raise ValueError(f"version {version}")
+        read = np.lib.format.read_array_header_1_0 if version[0] == 1 else np.lib.format.read_array_header_2_0
+        shape, by_column, dtype = read(head, max_header_size=_HEADER)
+    except Exception as error:  # numpy reads it as Python, and lets through whatever that raises
+        raise source.unreadable("this isn't an .npy array", "its header", str(error)[:200]) from error
+    if dtype.kind not in "iu":
+        raise source.unreadable("this isn't an array of integers", "integers", dtype)
+    if len(shape) != 3 or not all(type(length) is int and 0 <= length < _LONGEST for length in shape):
+        raise source.error(
+            Symptom.SHAPE,
+            "this isn't an array of expert ids",
+            f"[tokens, layers, topk], each below {_LONGEST}",
+            str(shape)[:200],
+        )
     size = math.prod(shape) * dtype.itemsize
     if size > most:
         raise source.error(
@@ -146,29 +162,6 @@ def from_npy(data: bytes | memoryview, *, source: Source, most: int) -> Array:
     if len(body) != size:
         raise source.unreadable("the .npy was cut short or lengthened", f"{size} bytes", len(body))
     return np.frombuffer(body, dtype).reshape(shape, order="F" if by_column else "C")
-
-
-def _header(head: io.BytesIO, source: Source) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    try:
-        version = np.lib.format.read_magic(head)
-        if version == (1, 0):
-            shape, by_column, dtype = np.lib.format.read_array_header_1_0(head, max_header_size=_HEADER)
-        elif version == (2, 0):
-            shape, by_column, dtype = np.lib.format.read_array_header_2_0(head, max_header_size=_HEADER)
-        else:
-            raise ValueError(f"version {version}")
-    except Exception as error:  # numpy reads it as Python, and lets through whatever that raises
-        raise source.unreadable("this isn't an .npy array", "its header", str(error)[:200]) from error
-    if dtype.kind not in "iu":
-        raise source.unreadable("this isn't an array of integers", "integers", dtype)
-    if len(shape) != 3 or not all(type(length) is int and 0 <= length < _LONGEST for length in shape):
-        raise source.error(
-            Symptom.SHAPE,
-            "this isn't an array of expert ids",
-            f"[tokens, layers, topk], each below {_LONGEST}",
-            str(shape)[:200],
-        )
-    return shape, by_column, dtype
 
 
 def from_lists(value: Any, *, source: Source, most: tuple[int, int, int]) -> Array:
@@ -188,7 +181,13 @@ def from_lists(value: Any, *, source: Source, most: tuple[int, int, int]) -> Arr
         if isinstance(value, list) and len(value) <= most[0]:
             rows = np.array(value, np.int64) if value else np.zeros((0, 0, 0), np.int64)
             fits = rows.ndim == 3 and all(size <= limit for size, limit in zip(rows.shape, most, strict=True))
-            if fits and (not value or rows.size) and _are_integers(value):
+            # numpy takes 2.5 for 2, True for 1, "3" for 3, a tuple for a list.
+            if (
+                fits
+                and (not value or rows.size)
+                and all(type(row) is list and all(type(ids) is list for ids in row) for row in value)
+                and all(type(one) is int for row in value for ids in row for one in ids)
+            ):
                 return rows
     except (ValueError, TypeError, OverflowError, RecursionError):
         pass  # ragged, of other things than numbers, or too large ones
@@ -197,13 +196,3 @@ def from_lists(value: Any, *, source: Source, most: tuple[int, int, int]) -> Arr
         f"integers, [tokens, layers, topk], at most {list(most)}",
         f"{type(value).__name__} of {len(value)}" if isinstance(value, list) else type(value).__name__,
     )
-
-
-def _are_integers(rows: list[Any]) -> bool:
-    """Lists of lists of nothing else? numpy takes 2.5 for 2, True for 1, "3" for 3, a tuple for a list."""
-    for row in rows:
-        if type(row) is not list or not all(type(ids) is list for ids in row):
-            return False
-        if not all(type(one) is int for ids in row for one in ids):
-            return False
-    return True

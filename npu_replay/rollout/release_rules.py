@@ -83,6 +83,7 @@ class Symptom(str, Enum):
     """What is seen to be wrong with an engine's routes."""
 
     MISSING = "missing"
+    TOKENS = "other tokens"
     UNREADABLE = "unreadable"
     SHAPE = "shape"
     COLUMNS = "columns"
@@ -178,35 +179,11 @@ class Source:
     faults: tuple[Fault, ...] = ()
     ways: tuple[str, ...] = ()
 
-    @property
-    def never_captures(self) -> bool:
-        """Is every id of that release 0, whatever it ran?"""
-        zeros = (fault for fault in self.faults if fault.always and fault.symptom is Symptom.ZEROS)
-        return tells_release(self.version) and any(
-            one.holds(self.version, self.device or "cuda") for one in zeros
-        )
-
     def error(
         self, symptom: Symptom, problem: str, expected: object = None, got: object = None, *, where: str = ""
     ) -> InvalidRoutes:
-        """An error about this data, with the likeliest known causes."""
-        engine = f"{self.engine} {self.version}".rstrip()
-        parts = (engine, self.sample, self.field, where)
-        return InvalidRoutes(
-            problem,
-            where=", ".join(part for part in parts if part),
-            expected=expected,
-            got=got,
-            cause=self._cause(symptom),
-        )
-
-    def unreadable(self, problem: str, expected: object, got: object) -> InvalidRoutes:
-        """An error about data of another kind than it should be."""
-        return self.error(Symptom.UNREADABLE, problem, expected, got)
-
-    def _cause(self, symptom: Symptom) -> str:
-        """The likeliest cause; where nobody says the device, the likeliest on each; where nobody says the
-        release, the first few of any."""
+        """Make an error about this data, with the likeliest cause; where nobody says the device, with that of
+        each; where nobody says the release, with the first few of any."""
         told = tells_release(self.version)
         causes: dict[str, str] = {}
         for fault in self.faults:
@@ -214,7 +191,19 @@ class Source:
             came = not fault.only or set(fault.only) & {*self.ways}
             if fits and came and fault.holds(self.version, self.device):
                 if fault.symptom is None:
-                    return fault.cause
+                    causes = {"": fault.cause}
+                    break
                 one_of = ("" if self.device else fault.device) if told else fault.cause
                 causes.setdefault(one_of, fault.cause)
-        return "; or ".join([*dict.fromkeys(causes.values())][:_CAUSES])
+        parts = (f"{self.engine} {self.version}".rstrip(), self.sample, self.field, where)
+        return InvalidRoutes(
+            problem,
+            where=", ".join(part for part in parts if part),
+            expected=expected,
+            got=got,
+            cause="; or ".join([*dict.fromkeys(causes.values())][:_CAUSES]),
+        )
+
+    def unreadable(self, problem: str, expected: object, got: object) -> InvalidRoutes:
+        """Make an error about data of another kind than it should be."""
+        return self.error(Symptom.UNREADABLE, problem, expected, got)

@@ -1,4 +1,6 @@
-"""What a rollout engine sends back: an `Answer` with its `Tokens`; JSON, or a refusal in one of three forms.
+"""What a rollout engine sends back: an `Answer`, of which routes are made by the same steps for every engine.
+
+A server may also refuse, in one of three forms:
 
 OpenAI's      {"error": {"message": "...", "code": 404}}, or {"object": "error", "message": "..."}
 FastAPI's     {"detail": "Not Found"}, or a list of what is wrong with which field
@@ -8,45 +10,20 @@ a stream's    «data: {...}» lines; whoever has the piece with the routes gives
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import numpy as np
 
 from npu_replay.errors import InvalidRoutes
-from npu_replay.rollout.release_rules import Source
+from npu_replay.rollout.admit import Missing, admit
+from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.rollout.payloads import token_ids
+from npu_replay.rollout.release_rules import Source, Symptom, tells_release
 from npu_replay.routes.checks import Array
-
-_MOST = 300  # characters of somebody else's words
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What an answer says of one sequence; None or empty where it says nothing.
-
-    Attributes:
-        source: for messages: the release, the request, the field of the routes, and the known faults.
-        payload: the routes, in whatever form.
-        prompt_ids, output_ids: those that the engine was given and those that it sampled.
-        prompt_tokens, completion_tokens: how many of each the engine counted.
-        finish: the engine's word for why it ended: «stop», «length», «abort».
-        weight_version: the engine's own.
-    """
-
-    source: Source
-    payload: Any = None
-    prompt_ids: Any = None
-    output_ids: Any = None
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    finish: str = ""
-    weight_version: str | None = None
-
-    aborts: ClassVar[tuple[str, ...]] = ("abort",)
-
-    @property
-    def ended(self) -> bool:
-        """Did it end by itself? One that was aborted may have no rows."""
-        return self.finish not in self.aborts
+from npu_replay.routes.routed_experts import RoutedExperts
 
 
 @dataclass(frozen=True)
@@ -63,6 +40,133 @@ class Tokens:
         return len(self.ids) + self.taken_off - self.prompt
 
 
+@dataclass(frozen=True, kw_only=True)
+class Answer(ABC):
+    """What an answer says of one sequence; None or empty where it says nothing.
+
+    `routes` is the decoder of every engine. An engine's own class finds the rows, and may leave some out.
+
+    Attributes:
+        source: for messages: the release, the request, the field of the routes, and the known faults.
+        payload: the routes, in whatever form.
+        prompt_ids, output_ids: those that the engine was given and those that it sampled, in any form.
+        prompt_tokens, completion_tokens: how many of each the engine counted.
+        unbilled: so many tokens of the prompt may be missing in `prompt_tokens`.
+        finish: the engine's word for why it ended: «stop», «length», «abort».
+        weight_version: the engine's own, where it is that of all rows.
+    """
+
+    source: Source
+    payload: Any = None
+    prompt_ids: Any = None
+    output_ids: Any = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    unbilled: int = 0
+    finish: str = ""
+    weight_version: str | None = None
+
+    aborts: ClassVar[tuple[str, ...]] = ("abort",)
+    arguments: ClassVar[tuple[str, str]] = ("prompt_token_ids", "output_token_ids")
+    """What the decoder calls the token ids that its caller gives."""
+    asks: ClassVar[str] = ""
+    """What a request says to have them in the answer."""
+
+    @property
+    def ended(self) -> bool:
+        """Did it end by itself? One that was aborted may have no rows."""
+        return self.finish not in self.aborts
+
+    def routes(
+        self,
+        model: RoutedModel,
+        prompt: Any = None,
+        output: Any = None,
+        start: int = 0,
+        missing: Missing = "error",
+        weight_version: int | str | None = None,
+    ) -> RoutedExperts:
+        """Decode and check the routes; the arguments are those of `from_vllm` and `from_sglang`.
+
+        Raises:
+            InvalidRoutes: names the request, the field, and the likeliest fault of that release.
+        """
+        tokens = self.tokens(prompt, output)
+        rows = self.rows(model, tokens, start, missing)
+        source, device = self.source, self.source.device or "cuda"
+        zeros = [one for one in source.faults if one.always and one.symptom is Symptom.ZEROS]
+        never = tells_release(source.version) and any(one.holds(source.version, device) for one in zeros)
+        if never and rows is not None and len(rows) and not rows.any():
+            problem, got = f"all {len(rows)} rows are zeros", "nothing that was captured"
+            # With a top-k of 1 the ids alone don't show it.
+            raise source.error(Symptom.ZEROS, problem, "ids of experts", got)
+        found = admit(
+            np.zeros((0, model.num_layers, model.topk), np.uint8) if rows is None else rows,
+            model=model,
+            tokens=tokens.ids,
+            source=source,
+            start=start,
+            ended=self.ended and rows is not None,
+            surplus=tokens.taken_off,
+            missing=missing,
+            weight_version=self.weight_version if weight_version is None else weight_version,
+        )
+        return self.trusted(found, tokens, missing)
+
+    @abstractmethod
+    def rows(self, model: RoutedModel, tokens: Tokens, start: int, missing: Missing) -> Array | None:
+        """Read the rows from `start` on, [rows, columns, topk], those of tokens that were taken off too; None
+        where there are none, and needn't be.
+
+        Raises:
+            InvalidRoutes: they are missing, or can't be read.
+        """
+
+    def trusted(self, routes: RoutedExperts, tokens: Tokens, missing: Missing) -> RoutedExperts:
+        """Leave rows without a route that the engine computed again since."""
+        return routes
+
+    def tokens(self, prompt: Any, output: Any) -> Tokens:
+        """Hold the caller's token ids against what the answer says; where none are given, take its own."""
+        ids, theirs = self._both(0, prompt, self.prompt_ids)
+        if theirs is not None and not np.array_equal(ids, theirs):
+            raise self.other_tokens(0, f"{len(theirs)} ids, as in the answer", f"{len(ids)} others")
+        if self.prompt_tokens is not None and len(ids) - self.prompt_tokens not in (0, self.unbilled):
+            raise self.other_tokens(0, f"{self.prompt_tokens} ids", len(ids))
+        sampled, theirs = self._both(1, output, self.output_ids)
+        ran = len(sampled) if self.completion_tokens is None else self.completion_tokens
+        if theirs is not None and self.completion_tokens in (None, len(theirs)):
+            ran = len(theirs)
+            if not np.array_equal(sampled, theirs[: len(sampled)]):
+                # A stream's last output has the last ids alone, and an aborted one's may have none.
+                is_last = self.completion_tokens is None and (ran > 0 or not self.ended)
+                if not is_last or not np.array_equal(sampled[len(sampled) - ran :], theirs):
+                    expected = f"{ran} ids, as in the answer, or fewer off their end"
+                    raise self.other_tokens(1, expected, f"{len(sampled)} others")
+                ran = len(sampled)
+        if ran < len(sampled):
+            raise self.other_tokens(1, f"{ran} ids", len(sampled))
+        return Tokens(np.concatenate([ids, sampled]), len(ids), ran - len(sampled))
+
+    def _both(self, which: Literal[0, 1], ours: Any, theirs: Any) -> tuple[Array, Array | None]:
+        """Return the ids to go by, and the answer's own, where it has them."""
+        source = replace(self.source, field=self.arguments[which])
+        if ours is None and theirs is None:
+            problem = f"the answer hasn't got the {('prompt', 'sampled')[which]} token ids"
+            raise source.error(Symptom.SHAPE, problem, f"{self.asks}{source.field}= here", "neither")
+        ids = token_ids(theirs if ours is None else ours, source)
+        return ids, ids if ours is None else None if theirs is None else token_ids(theirs, source)
+
+    def other_tokens(self, which: Literal[0, 1], expected: object, got: object) -> InvalidRoutes:
+        """Make the error about token ids, of the prompt or sampled, that aren't those of the engine."""
+        return replace(self.source, field=self.arguments[which]).error(
+            Symptom.TOKENS,
+            f"the token ids given here aren't those that the engine {('ran', 'sampled')[which]}",
+            expected,
+            got,
+        )
+
+
 def opened(found: Any, engine: str, expected: str, *, not_found: str = "") -> Any:
     """An answer as it can be looked into: text parsed, an object of OpenAI's client as its dict, and what is
     neither as it is.
@@ -77,48 +181,39 @@ def opened(found: Any, engine: str, expected: str, *, not_found: str = "") -> An
         InvalidRoutes: it is no JSON, or the server's refusal, whose words are quoted.
     """
     if isinstance(found, (str, bytes, bytearray)):
-        found = _parsed(found, engine, expected)
+        try:
+            found = json.loads(found)
+        except (ValueError, RecursionError) as error:
+            shown = found[:40] if isinstance(found, str) else bytes(found[:40])
+            began = shown.lstrip()[:1] in ("{", "[", b"{", b"[")
+            raise InvalidRoutes(
+                "the answer isn't JSON",
+                where=engine,
+                expected=f"{expected}, whole",
+                got=f"{shown!r} ({type(error).__name__})",
+                cause="an answer that was cut off on its way, or several in one text"
+                if began
+                else "a stream, whose pieces begin with «data:», or an error page of something between",
+            ) from error
     elif hasattr(found, "choices") and callable(getattr(found, "model_dump", None)):
         found = found.model_dump()
-    said = _refusal(found) if isinstance(found, Mapping) else ""
-    if said:
-        known = not_found if said == "Not Found" else ""
+    if not isinstance(found, Mapping):
+        return found
+    answered = any(
+        isinstance(one := found.get(name), (list, Mapping)) and one for name in ("choices", "meta_info")
+    )
+    refusal = next((said for name in ("error", "detail", "message") if (said := found.get(name))), None)
+    if refusal is not None and not answered:
+        said = _words(refusal)
         raise InvalidRoutes(
             "the server refused the request",
             where=engine,
             expected=expected,
-            got=f"«{' '.join(said[:_MOST].split())}»",
-            cause=known or "the answer's HTTP status says so too, and wasn't looked at",
+            got=f"«{' '.join(said[:300].split())}»",
+            cause=(said == "Not Found" and not_found)
+            or "the answer's HTTP status says so too, and wasn't looked at",
         )
     return found
-
-
-def _parsed(text: str | bytes | bytearray, engine: str, expected: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        shown = text[:40] if isinstance(text, str) else bytes(text[:40])
-        began = shown.lstrip()[:1] in ("{", "[", b"{", b"[")
-        raise InvalidRoutes(
-            "the answer isn't JSON",
-            where=engine,
-            expected=f"{expected}, whole",
-            got=f"{shown!r} ({type(error).__name__})",
-            cause="an answer that was cut off on its way, or several in one text"
-            if began
-            else "a stream, whose pieces begin with «data:», or an error page of something between",
-        ) from error
-
-
-def _refusal(answer: Mapping[Any, Any]) -> str:
-    """The server's own words, where this is an error and no answer."""
-    if any(isinstance(one := answer.get(name), (list, Mapping)) and one for name in ("choices", "meta_info")):
-        return ""
-    for name in ("error", "detail", "message"):
-        said = answer.get(name)
-        if said:
-            return _words(said)
-    return ""
 
 
 def _words(said: Any) -> str:

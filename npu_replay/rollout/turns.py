@@ -66,27 +66,20 @@ class Rows:
 
     @classmethod
     def empty(cls, tokens: int, columns: tuple[int, ...], dtype: Any) -> Rows:
-        """Rows of which nothing is known; `columns` are (layers, topk)."""
-        return cls(
-            np.zeros((tokens, *columns), dtype),
-            np.zeros(tokens, bool),
-            np.zeros(tokens, bool),
-            np.full(tokens, None, object),
-        )
-
-    def arrays(self) -> tuple[Array, ...]:
-        return self.ids, self.recorded, self.settled, self.versions
+        """Make rows of which nothing is known; `columns` are (layers, topk)."""
+        recorded, settled = np.zeros((2, tokens), bool)
+        return cls(np.zeros((tokens, *columns), dtype), recorded, settled, np.full(tokens, None, object))
 
     def first(self, tokens: int) -> Rows:
         """A copy of so many. What comes after the last of them isn't known, so it is sampled from anew."""
-        found = Rows(*(array[:tokens].copy() for array in self.arrays()))
+        found = Rows(*(array[:tokens].copy() for array in vars(self).values()))
         found.settled[-1:] = False
         return found
 
     def followed_by(self, tokens: int) -> Rows:
         """A copy, and so many more tokens."""
         more = Rows.empty(tokens, self.ids.shape[1:], self.ids.dtype)
-        return Rows(*map(np.concatenate, zip(self.arrays(), more.arrays(), strict=True)))
+        return Rows(*map(np.concatenate, zip(vars(self).values(), vars(more).values(), strict=True)))
 
     def take(self, others: Rows, keep: Keep = "first") -> None:
         """Fill in rows of the same tokens, or of the first of them. The first count, but not for a row that
@@ -206,8 +199,9 @@ class Rollout:
             ReplayError: other tokens than those so far, routes of another sequence or model, or no routes.
         """
         one_of(keep, _KEEP, "way to keep rows", "Rollout")
-        if not isinstance(turn, Turn):
-            raise ReplayError("this is no turn", where=self._where, expected="a Turn", got=shown(turn))
+        ReplayError.unless(
+            isinstance(turn, Turn), "this is no turn", "a Turn", shown(turn), where=self._where
+        )
         prompt, sampled = _ids(turn.prompt), _ids(turn.sampled)
         whole = np.concatenate([prompt, sampled])
         self._check_goes_on(whole)
@@ -215,7 +209,8 @@ class Rollout:
         sampled_from = max(len(prompt), len(self)) - 1
         if len(whole) - 1 > sampled_from:
             rows.settled[max(0, sampled_from) : len(whole) - 1] = True
-        self._merge(whole, rows, keep)
+        self._grow(whole)
+        self._rows.take(rows, keep)
         if self._first_sampled is None and len(sampled):
             self._first_sampled = len(prompt)
         self.turns += 1
@@ -240,7 +235,8 @@ class Rollout:
         merged = cls(samples[0].model, samples[0].missing, samples[0].name, samples[0].sample_key)
         for sample in samples:
             merged._check_goes_on(sample._tokens)
-            merged._merge(sample._tokens, sample._rows.first(len(sample)), keep)
+            merged._grow(sample._tokens)
+            merged._rows.take(sample._rows.first(len(sample)), keep)
             merged.turns += sample.turns
             if merged._first_sampled is None:
                 merged._first_sampled = sample._first_sampled
@@ -252,10 +248,7 @@ class Rollout:
         The last row that is left is sampled from anew, if a turn goes on from here.
         """
         length = whole_number(length, "the length to truncate to", self._where)
-        if length < 0:
-            raise ReplayError(
-                "bad length to truncate to", where=self._where, expected="0 or more", got=length
-            )
+        ReplayError.unless(length >= 0, "bad length to truncate to", "0 or more", length, where=self._where)
         self._tokens = self._tokens[:length].copy()
         if length < len(self._rows.settled):
             self._rows = self._rows.first(length)
@@ -265,10 +258,6 @@ class Rollout:
     def _no_rows(self, tokens: int) -> Rows:
         columns = len(self.model.layers), self.model.topk
         return Rows.empty(tokens, columns, narrow_array_dtype(self.model.num_experts))
-
-    def _merge(self, whole: Array, rows: Rows, keep: Keep) -> None:
-        self._grow(whole)
-        self._rows.take(rows, keep)
 
     def _grow(self, tokens: Array) -> None:
         self._rows = self._rows.followed_by(len(tokens) - len(self))
@@ -280,19 +269,22 @@ class Rollout:
         if len(differ) == 0 and len(whole) >= len(self):
             return
         at = int(differ[0]) if len(differ) else length
+        ours, theirs = (
+            f"... {ids[max(0, at - 2) : at + 3].tolist()} ({len(ids)} tokens)"
+            for ids in (self._tokens, whole)
+        )
         raise ReplayError(
             f"turn {self.turns + 1} doesn't go on from the tokens so far: they part at token {at}",
             where=self._where,
-            expected=f"{_around(self._tokens, at)} ({len(self)} tokens)",
-            got=f"{_around(whole, at)} ({len(whole)} tokens)",
+            expected=ours,
+            got=theirs,
             cause="text that was decoded and tokenised again (pass token ids on), a chat template that "
             "rewrites earlier turns (it drops their reasoning, say), or a turn of another sample",
         )
 
     def _rows_of(self, turn: Turn, whole: Array) -> Rows:
-        """The rows that a turn brings, one a token of it."""
-        rows = self._no_rows(len(whole))
-        routes = turn.routes
+        """Return the rows that a turn brings, one a token of it, if they are this sample's."""
+        rows, routes, tokens = self._no_rows(len(whole)), turn.routes, len(whole)
         if routes is None:
             if not turn.aborted and self.missing == "error":
                 raise ReplayError(
@@ -304,31 +296,6 @@ class Rollout:
                     'missing="native" leaves such rows to the router',
                 )
             return rows
-        self._check_routes(routes, whole)
-        there = len(routes)
-        rows.ids[:there] = routes.ids.numpy()
-        rows.recorded[:there] = routes.recorded.numpy()
-        versions = np.full(len(whole), routes.weight_version, object)
-        if turn.weight_versions is not None:
-            versions = self._given_versions(turn.weight_versions, len(whole))
-        rows.versions[rows.recorded] = versions[rows.recorded]
-        return rows
-
-    def _given_versions(self, given: Sequence[Version], tokens: int) -> Array:
-        given = listed(given, "weight_versions", self._where)
-        if len(given) != tokens:
-            raise self._bad(
-                "another number of weight versions than tokens",
-                f"{tokens}, one a token of prompt and sampled tokens",
-                len(given),
-            )
-        if not all(version is None or isinstance(version, (int, str)) for version in given):
-            raise self._bad("weight versions must be integers or strings", "int, str or None", given)
-        versions = np.empty(tokens, object)
-        versions[:] = given
-        return versions
-
-    def _check_routes(self, routes: RoutedExperts, whole: Array) -> None:
         if not isinstance(routes, RoutedExperts):
             raise self._bad("these are no routes", "RoutedExperts", shown(routes))
         wanted = (self.model.layers, self.model.topk, self.model.num_experts)
@@ -337,9 +304,22 @@ class Rollout:
         mark = fingerprint(whole)
         if routes.fingerprint != mark:  # an engine's routes have no key
             mark = with_key(mark, self.sample_key)
-        other = find_other_tokens(len(routes), routes.fingerprint, len(whole), mark)
+        other = find_other_tokens(len(routes), routes.fingerprint, tokens, mark)
         if other is not None:
             raise other.error(MicroBatchError, f"{self._where}, turn {self.turns + 1}")
+        rows.ids[: len(routes)] = routes.ids.numpy()
+        rows.recorded[: len(routes)] = routes.recorded.numpy()
+        versions = np.full(tokens, routes.weight_version, object)
+        if turn.weight_versions is not None:
+            given = listed(turn.weight_versions, "weight_versions", self._where)
+            if len(given) != tokens:
+                expected = f"{tokens}, one a token of prompt and sampled tokens"
+                raise self._bad("another number of weight versions than tokens", expected, len(given))
+            if not all(version is None or isinstance(version, (int, str)) for version in given):
+                raise self._bad("weight versions must be integers or strings", "int, str or None", given)
+            versions[:] = given
+        rows.versions[rows.recorded] = versions[rows.recorded]
+        return rows
 
     def _bad(self, problem: str, expected: object, got: object) -> MicroBatchError:
         where = f"{self._where}, turn {self.turns + 1}"
@@ -358,7 +338,3 @@ def _ids(tokens: TokenIds) -> Array:
         got=shown(tokens),
         cause="text, or a batch of several sequences",
     )
-
-
-def _around(tokens: Array, at: int) -> str:
-    return f"... {tokens[max(0, at - 2) : at + 3].tolist()}"

@@ -9,8 +9,6 @@ import logging
 import os
 import subprocess
 import sys
-import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +21,9 @@ from npu_replay import fingerprint
 from npu_replay.compat.sglang import decode, old_path
 from npu_replay.compat.sglang.decode import from_sglang
 from npu_replay.compat.sglang.launch import engine_arguments, request_arguments
-from npu_replay.compat.sglang.releases import FAULTS
 from npu_replay.errors import InvalidRoutes, ReplayError
 from npu_replay.rollout.model_config import RoutedModel
-from npu_replay.rollout.release_rules import Source, Symptom, release
+from npu_replay.rollout.release_rules import release
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts
 from sglang_outputs import RELEASES, WITH_SGLEXT, Request, true_rows
@@ -101,23 +98,6 @@ def test_a_choice_with_its_own_meta_info_of_sglang(version: str) -> None:
     assert_true(decoded(body, asked), asked)
     for choice in asked.openai(choices=2, meta_info=True)["choices"]:
         assert_true(decoded(choice, asked), asked)
-
-
-class Completion:
-    """As OpenAI's client gives an answer: an object that keeps what it doesn't know."""
-
-    def __init__(self, body: dict[str, Any]) -> None:
-        self.choices = body["choices"]
-        self.model_dump = lambda: body
-
-
-def test_json_as_it_came_over_http_and_the_object_of_openais_client() -> None:
-    asked = request("0.5.23")
-    for answer in (asked.generate(), asked.meta_info(), asked.openai()):
-        text = json.dumps(answer)
-        for form in (text, text.encode(), bytearray(text.encode())):
-            assert_true(decoded(form, asked), asked)
-    assert_true(decoded(Completion(asked.openai()), asked), asked)
 
 
 def test_the_openai_endpoint_gives_one_choices_routes_only() -> None:
@@ -212,13 +192,6 @@ def test_T31_a_row_repeated_at_the_edge_of_a_chunk(version: str) -> None:
         decoded(asked.generate(), asked)
 
 
-def test_rows_of_zeros_may_be_left_native() -> None:
-    asked = request("0.5.23")
-    LATE(asked.rows)
-    routes = decoded(asked.generate(), asked, missing="native")
-    assert routes.recorded.tolist() == [True] * PROMPT + [False] * OUTPUT
-
-
 def test_layers_that_route_by_a_table_of_tokens_have_no_routes() -> None:
     asked = request("0.5.23")
     asked.rows[:, 1] = 0
@@ -243,21 +216,6 @@ def test_T32_zeros_of_a_top_1_model_are_called_so(version: str) -> None:
     with refused(r"69 of 81 rows are zeros in all layers.*NGRAM"):
         read(asked.rows)
     assert read(asked.rows, missing="native").recorded.tolist() == [True] * PROMPT + [False] * OUTPUT
-
-
-@pytest.mark.parametrize("symptom", Symptom)
-@pytest.mark.parametrize("version", ["", "0.5.6", "0.5.7", "0.5.9", "0.5.10", "0.5.12", "0.5.13", "0.5.23"])
-def test_no_cause_is_named_twice(version: str, symptom: Symptom) -> None:
-    cause = Source(engine="SGLang", version=version, faults=FAULTS).error(symptom, "").cause
-    for words in (
-        "sglang#26423",
-        "the engine's own",
-        "HiCache",
-        "MoE runner",
-        "another model",
-        "decode node",
-    ):
-        assert cause.count(words) < 2, cause
 
 
 # What a server is started with, and what each request carries
@@ -461,12 +419,6 @@ def test_no_release_of_sglang(version: Any, words: str) -> None:
             decoded(asked.generate(), asked, version=version)
 
 
-@pytest.mark.parametrize("version", ["main", "", "0.1.dev1+g1a2b3c4"])
-def test_a_version_that_is_none_reads_as_unknown(version: str) -> None:
-    asked = request("0.5.23", asked_from=7)
-    assert_true(decoded(asked.generate(), asked, version=version, start_len=7), asked, 7)
-
-
 def test_the_forms_of_the_encoders() -> None:
     """As the releases have them: sglext from 0.5.9 on, text under skip_tokenizer_init from 0.5.10 on."""
     assert set(request("0.5.9").openai()["sglext"]) == {"routed_experts"}
@@ -654,19 +606,6 @@ def test_T30_two_turns_make_one_sequence_of_sglang(version: str) -> None:
     assert rest.recorded.tolist() == [held <= row < tokens - 1 for row in range(tokens)]
 
 
-@pytest.mark.parametrize(
-    ("start", "words"),
-    [
-        *((start, "start_len isn't in the sequence") for start in (-1, 83)),
-        *((start, "from_sglang: start_len must be a whole number") for start in (1.5, None, "3")),
-    ],
-)
-def test_a_start_that_is_none(start: Any, words: str) -> None:
-    asked = request("0.5.23")
-    with pytest.raises(ReplayError, match=words):
-        decoded(asked.generate(), asked, start_len=start)
-
-
 @pytest.mark.parametrize("start", [81, 82])
 def test_a_start_at_the_end_has_no_rows_and_may_be_numpys(start: int) -> None:
     asked = request("0.5.23", asked_from=start)
@@ -719,29 +658,11 @@ def test_tokens_are_taken_away_only_at_a_stop_or_where_the_answer_shows_them() -
     asked = request("0.5.23", finish="length")
     trimmed = replace(asked, output=asked.output[:-3])
     assert_true(decoded(asked.generate(), trimmed), trimmed)
-    with refused(r"output_ids aren't the tokens.*Expected 70, got 67"):
+    with refused(r"output_ids: .*aren't those that the engine sampled.*Expected 70 ids, got 67"):
         decoded(asked.meta_info(), trimmed)
 
 
 # Whose tokens they are
-
-
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        (lambda one: replace(one, prompt=[*one.prompt, 1]), "prompt_token_ids"),
-        (lambda one: replace(one, prompt=one.prompt[1:]), "prompt_token_ids"),
-        (lambda one: replace(one, output=[*one.output, 1]), "output_ids"),
-        (lambda one: replace(one, output=[1, *one.output[1:]]), "output_ids"),
-        (lambda one: replace(one, output=one.output[1:]), "output_ids"),
-        (lambda one: replace(one, output=one.output[:2]), "output_ids"),
-    ],
-    ids=["longer prompt", "shorter prompt", "longer", "another token", "first token gone", "far too short"],
-)
-def test_text_that_was_tokenised_again_is_caught(change: Any, name: str) -> None:
-    asked = request("0.5.23")
-    with refused(rf"request 3f9d: {name} aren't the tokens.*tokenised again"):
-        decoded(asked.generate(), change(asked))
 
 
 @pytest.mark.parametrize("place", ["answer", "sglext"])
@@ -753,7 +674,7 @@ def test_a_prompt_of_as_many_other_tokens_is_caught_where_the_answer_repeats_it(
         answer = asked.openai("chat.completion")
         answer["sglext"] = answer["sglext"] | {"input_ids": list(asked.prompt)}
     assert len(decoded(answer, asked)) == len(asked.prompt) + len(asked.output)
-    with refused(r"prompt_token_ids aren't the tokens.*those of the answer"):
+    with refused(r"prompt_token_ids: .*aren't those that the engine ran.*12 ids, as in the answer"):
         decoded(answer, replace(asked, prompt=[1, *asked.prompt[1:]]))
 
 
@@ -764,7 +685,7 @@ def test_a_prompt_that_lacks_the_engines_first_token(version: str, kind: str) ->
     asked = request(version, finish="stop")
     shorter = replace(asked, prompt=asked.prompt[1:])
     for output in (asked.output, [*asked.output, 1], asked.output[:-1]):
-        with refused(r"prompt_token_ids aren't the tokens.*Expected 12, got 11.*BOS"):
+        with refused(r"prompt_token_ids: .*aren't those that the engine ran.*Expected 12 ids, got 11.*BOS"):
             decoded(asked.openai(kind), replace(shorter, output=output))
     with refused(r"rows for other tokens.*Expected 80 rows.*got 81"):
         decoded({"sglext": asked.openai()["sglext"]}, shorter)
@@ -776,7 +697,7 @@ def test_a_usage_that_leaves_the_stub_of_a_kimi_k3_chat_out() -> None:
     body = asked.openai()
     body["usage"]["prompt_tokens"] -= 3
     assert_true(decoded(body, asked), asked)
-    with refused(r"Expected 9, got 12"):
+    with refused(r"Expected 9 ids, got 12"):
         decoded({**body, "object": "text_completion"}, asked)
     with refused(r"rows for other tokens"):
         decoded(asked.openai(), replace(asked, prompt=[1, 2, 3, *asked.prompt]))
@@ -793,7 +714,7 @@ def test_the_last_chunk_of_a_stream_holds_its_own_tokens_only() -> None:
     asked = request("0.5.23")
     chunk = {**asked.generate(), "output_ids": asked.output[-1:]}
     assert_true(decoded(chunk, asked), asked)
-    with refused(r"Expected 70, got 1.*one chunk of a stream"):
+    with refused(r"Expected 70 ids, got 1.*one chunk of a stream"):
         from_sglang(chunk, MODEL, prompt_token_ids=asked.prompt)
 
 
@@ -811,9 +732,9 @@ def test_the_engines_own_ids_are_found_in_an_openai_answer() -> None:
     body = asked.openai()
     body["sglext"] |= {"input_ids": asked.prompt, "output_ids": [asked.output]}
     assert_true(from_sglang(body, MODEL), asked)
-    with refused("give prompt_token_ids"):
+    with refused("Expected prompt_token_ids= here"):
         from_sglang(asked.generate(), MODEL)
-    with refused("give output_ids"):
+    with refused("Expected output_ids= here"):
         from_sglang(asked.meta_info(), MODEL, prompt_token_ids=asked.prompt)
 
 
@@ -891,36 +812,6 @@ def test_T29_a_release_that_cant_say_so_is_warned_of_once(version: str, caplog: 
 
 
 # The other bugs of the list
-
-
-@pytest.fixture
-def read_only_is_an_error() -> Iterator[None]:
-    """torch says once a process that it was given an array that can't be written, and goes on."""
-    before = torch.is_warn_always_enabled()
-    torch.set_warn_always(True)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            with pytest.raises(UserWarning, match="not writable"):
-                torch.from_numpy(np.frombuffer(b"1234", np.int32))
-            yield
-    finally:
-        torch.set_warn_always(before)
-
-
-@pytest.mark.usefixtures("read_only_is_an_error")
-@pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.int16])
-def test_T10_read_only_ids_become_routes_that_can_be_written(dtype: type) -> None:
-    """verl #5519: what is decoded from text is read-only, and torch warns or crashes."""
-    asked = request("0.5.23")
-    rows = asked.rows.astype(dtype)
-    payload = np.frombuffer(rows.tobytes(), dtype).reshape(rows.shape)
-    assert not payload.flags.writeable
-    for found in (payload, payload[:, 1:], payload.reshape(-1), text_of(rows), asked.rows.tobytes()):
-        routes = decoded(with_payload(asked, found), asked)
-        assert_true(routes, asked)
-        routes.ids.zero_()
-        np.testing.assert_array_equal(payload, rows)
 
 
 def test_T10_routes_share_no_memory_with_the_answer() -> None:
@@ -1044,7 +935,7 @@ def test_text_far_too_long_is_refused_before_it_is_decoded(
         "completion_tokens": 10**12,
         "routed_experts": text,
     }
-    with refused("aren't the tokens that the engine counted"):
+    with refused("aren't those that the engine sampled"):
         decoded(info, request("0.5.23"))
 
 
@@ -1070,28 +961,6 @@ def test_a_count_of_something_else(key: str, count: Any) -> None:
     asked = request("0.5.23")
     with refused(rf"{key} is no count"):
         decoded({**asked.meta_info(), key: count}, asked)
-
-
-@pytest.mark.parametrize(
-    "ids", [[1.5], "abc", [[1, 2]], {"a": 1}, [None], torch.ones(2), [2**70], torch.ones(2).to_sparse()]
-)
-@pytest.mark.parametrize("name", ["prompt_token_ids", "output_ids"])
-def test_token_ids_of_something_else(ids: Any, name: str) -> None:
-    asked = request("0.5.23")
-    with refused(rf"{name}: these aren't token ids"):
-        decoded(asked.generate(), asked, **{name: ids})
-
-
-def test_token_ids_in_any_array() -> None:
-    asked = request("0.5.23")
-    prompt, output = torch.tensor(asked.prompt, dtype=torch.int32), np.array(asked.output, dtype=np.uint16)
-    assert_true(decoded(asked.generate(), asked, prompt_token_ids=prompt, output_ids=output), asked)
-
-
-def test_a_model_that_says_too_little() -> None:
-    asked = request("0.5.23")
-    with pytest.raises(ReplayError, match="doesn't say"):
-        from_sglang(asked.generate(), {"hidden_size": 8}, prompt_token_ids=asked.prompt)
 
 
 def test_a_model_that_cannot_be_replayed_is_refused_before_the_server_starts(tmp_path: Path) -> None:
