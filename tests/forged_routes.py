@@ -27,7 +27,7 @@ KNOWN = {
     "tokens": 5,
     "fingerprint": 2**64 - 1,
     "weight_version": "v1",
-    "vouched": False,
+    "constant_layers_ok": False,
     "from_engine": False,
 }
 

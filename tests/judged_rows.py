@@ -70,7 +70,7 @@ WRONG: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 def of_engine(ids: torch.Tensor, like: RoutedExperts) -> RoutedExperts:
     """Routes as a decoder makes them: of these ids, in the layers of others."""
-    return like._derived(ids.to(narrow_dtype(like.num_experts)), like.recorded)._about(from_engine=True)
+    return like.with_rows(ids.to(narrow_dtype(like.num_experts)), like.recorded, from_engine=True)
 
 
 def verdict(call: Callable[[], Any], model: Any, routes: RoutedExperts, **options: Any) -> float | str:

@@ -175,9 +175,9 @@ class SglangAnswer(server_answers.Answer):
             )
         recorded = routes.recorded.clone()
         first = max(0, tokens.prompt - 1)  # the row that the first output token was sampled from
-        recorded[first : first + newest] = False
+        recorded[first : max(0, first + newest)] = False
         ids = routes.ids.masked_fill(~recorded[:, None, None], 0)
-        return routes._derived(ids, recorded, fingerprint=routes.fingerprint)
+        return routes.with_rows(ids, recorded, fingerprint=routes.fingerprint)
 
 
 @functools.lru_cache(maxsize=8)  # once a process

@@ -340,4 +340,4 @@ def routes_of(rows: torch.Tensor, keep: torch.Tensor | None, model: RoutedModel)
     )
     here = marked if keep is None else marked & keep.detach().cpu().bool()
     # Ids aren't copied: whoever lays a micro-batch out copies the rows that it has.
-    return found._derived(found.ids, found.recorded & here[: len(found)])
+    return found.with_rows(found.ids, found.recorded & here[: len(found)])

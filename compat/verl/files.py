@@ -20,7 +20,7 @@ from npu_replay.compat.verl import tensors
 from npu_replay.compat.verl.delivery import listed
 from npu_replay.errors import ReplayError
 from npu_replay.routes.fingerprint import fingerprint
-from npu_replay.routes.input_digest import input_key, other_inputs
+from npu_replay.routes.inputs import input_key, other_inputs
 from npu_replay.routes.routed_experts import narrow_dtype
 from npu_replay.routes.store import RouteStore, RouteWriter, key_of
 
@@ -84,7 +84,7 @@ class Files:
             return
         batch = tensors.MicroBatch(routes, None, config)
         zeros_are_none = mode == "R3" or batch.model["topk"] > 1
-        good, problems = batch.routes(zeros_are_none=zeros_are_none, vouched=mode != "R3")
+        good, problems = batch.routes(zeros_are_none=zeros_are_none, from_engine=mode == "R3")
         for number, (tokens, key) in enumerate(_samples(data)):
             mark, one = fingerprint(tokens, sample_key=key), good.get(number)
             if mark in self._written:

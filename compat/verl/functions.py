@@ -324,7 +324,7 @@ def give(
     from_rollout = mask is not None if job is None else job.r3
     # A row of one expert a layer may well be all zeros in a record.
     zeros_are_none = from_rollout or batch.model["topk"] > 1
-    good, problems = batch.routes(mask=mask, zeros_are_none=zeros_are_none, vouched=not from_rollout)
+    good, problems = batch.routes(mask=mask, zeros_are_none=zeros_are_none, from_engine=from_rollout)
     problems |= getattr(batch.tokens, _BAD, {})
     samples = len(good | problems)
     # Of a sample that verl has rejected, or without a response, no row is to be replayed.

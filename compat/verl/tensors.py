@@ -148,7 +148,7 @@ class MicroBatch:
         return [one[kept] for one, kept in zip(each, self.kept, strict=True)]
 
     def routes(
-        self, *, mask: torch.Tensor | None = None, zeros_are_none: bool, vouched: bool = False
+        self, *, mask: torch.Tensor | None = None, zeros_are_none: bool, from_engine: bool = True
     ) -> tuple[dict[int, RoutedExperts], dict[int, ReplayError]]:
         """The routes of each sequence, by its number, and why those of others can't be used. The tokens are
         routes: [batch, tokens, layers, topk] of all decoder layers, or of the MoE layers.
@@ -156,7 +156,7 @@ class MicroBatch:
         Args:
             mask: jagged or [batch, tokens], the rows to replay; all when not given.
             zeros_are_none: a row of zeros in all layers is a token that the engine gave no route.
-            vouched: this trainer's own routers chose.
+            from_engine: False where this trainer's own routers chose.
 
         Raises:
             MicroBatchError: layers that are neither, or another number of masks than sequences.
@@ -172,7 +172,7 @@ class MicroBatch:
         routed = self.routed
 
         keys = delivery.are_keys(self.tokens)
-        read = partial(from_batch, zeros_are_none=zeros_are_none, vouched=vouched)
+        read = partial(from_batch, zeros_are_none=zeros_are_none, from_engine=from_engine)
 
         def take(number: int, ids: torch.Tensor, keep: torch.Tensor | None) -> None:
             try:

@@ -39,7 +39,7 @@ class Block:
             topk=routes.topk,
             num_experts=routes.num_experts,
             weight_version=routes.weight_version,
-            vouched=routes.vouched,
+            constant_layers_ok=routes.constant_layers_ok,
             from_engine=routes.from_engine,
             content=blake2b(self.rows(0, len(routes)).numpy().data, digest_size=16).hexdigest(),
         )
@@ -64,7 +64,7 @@ class Part:
     topk: int
     num_experts: int
     weight_version: int | str | None
-    vouched: bool
+    constant_layers_ok: bool
     from_engine: bool
     content: str
 
@@ -139,11 +139,12 @@ class Union:
                 cause="layouts that don't cover the batch, or a rank that isn't in the group",
             )
         self._ids[~self._recorded] = 0  # recorded by some ranks, and not by others
-        routes = RoutedExperts._adopt(
-            self._ids,
-            self._labels,
-            self._parts[0].num_experts,
+        routes = RoutedExperts(
+            ids=self._ids,
+            layers=self._labels,
+            num_experts=self._parts[0].num_experts,
             recorded=self._recorded,
+            copy=False,
             **known_of_all(self._parts),
         )
         return Block(self._held, routes)
@@ -160,4 +161,4 @@ def side_by_side(parts: Sequence[RoutedExperts]) -> RoutedExperts:
     if together != order:
         ids = ids[:, [together.index(layer) for layer in order]]
     known = known_of_all(parts) | {"layers": tuple(order), "fingerprint": first.fingerprint}
-    return first._derived(ids, first.recorded, **known)
+    return first.with_rows(ids, first.recorded, **known)

@@ -96,7 +96,7 @@ def pick(
     for number, one in used.items():
         if one.topk != topk or one.num_experts != experts:
             raise _of_other_models(number, one, like)
-    columns = {of: one._columns(labels) for of, one in {one.layers: one for one in used.values()}.items()}
+    columns = {of: one.columns(labels) for of, one in {one.layers: one for one in used.values()}.items()}
     width = len(labels) * topk
     given = {
         number: (one.ids.numpy()[:, columns[one.layers]].reshape(len(one), width), one.recorded.numpy())
@@ -114,7 +114,7 @@ def pick(
             _records(out)[run.rows] = _records(flat)[run.tokens]
     if not flags.all():
         out[~flags] = 0
-    return like._derived(
+    return like.with_rows(
         torch.from_numpy(out).view(rows, len(labels), topk),
         torch.from_numpy(flags),
         layers=tuple(labels),

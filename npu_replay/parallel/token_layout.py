@@ -275,10 +275,9 @@ class TokenLayout:
         gathered = self.rows_of(good, layers=labels, topk=like.topk, num_experts=like.num_experts)
         if self.fingerprints is None and any(routes.fingerprint is not None for routes in real.values()):
             _say_unchecked()
-        gathered._about(bad_samples=len(bad), row_order=self.order)
-        if self.fed is not None and self.fingerprints is not None:
-            gathered._about(inputs=Inputs(self.fed, self.lengths, self.fingerprints))
-        return gathered
+        fed, marks = self.fed, self.fingerprints
+        inputs = None if fed is None or marks is None else Inputs(fed, self.lengths, marks)
+        return gathered.with_known(bad_samples=len(bad), row_order=self.order, inputs=inputs)
 
     def rows_of(
         self, good: Mapping[int, RoutedExperts], *, layers: Sequence[int], topk: int, num_experts: int
@@ -292,7 +291,7 @@ class TokenLayout:
         if not good:
             return RoutedExperts.unrecorded(len(self.rows), layers=layers, topk=topk, num_experts=num_experts)
         picked = picking.pick(self._runs, len(self.rows), good, layers)
-        return picked._about(placed=(self.rows, self.lengths))
+        return picked.with_known(placed=(self.rows, self.lengths))
 
     @functools.cached_property
     def _runs(self) -> list[picking.Run]:

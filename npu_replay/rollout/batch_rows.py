@@ -20,7 +20,7 @@ def from_batch(
     keep: torch.Tensor | None = None,
     zeros_are_none: bool | Array,
     tokens: Array | None = None,
-    vouched: bool = False,
+    from_engine: bool = True,
 ) -> RoutedExperts:
     """Rows of ids, checked and labelled.
 
@@ -31,7 +31,7 @@ def from_batch(
         zeros_are_none: is a row of zeros in all MoE layers a token without a route, too? Or where, bool
             [tokens].
         tokens: [tokens], their ids; without them each counts as another where a layer is the same throughout.
-        vouched: a trainer's own routers chose; then a layer may be the same for every token.
+        from_engine: False where a trainer's own routers chose; then a layer may be the same for every token.
 
     Raises:
         MicroBatchError: columns that are neither.
@@ -61,5 +61,11 @@ def from_batch(
     recorded[blank_rows(given, -1)] = False
     zeros = blank_rows(given)
     recorded[zeros[np.broadcast_to(zeros_are_none, len(ids))[zeros]]] = False
-    built = RoutedExperts(ids=ids, layers=model.layers, num_experts=model.num_experts, recorded=recorded)
-    return built._about(vouched=vouched, from_engine=not vouched).check_not_constant(tokens)
+    return RoutedExperts(
+        ids=ids,
+        layers=model.layers,
+        num_experts=model.num_experts,
+        recorded=recorded,
+        constant_layers_ok=not from_engine,
+        from_engine=from_engine,
+    ).check_not_constant(tokens)

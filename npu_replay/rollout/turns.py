@@ -19,7 +19,7 @@ from npu_replay.errors import MicroBatchError, ReplayError, as_text, listed, one
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.payloads import TokenIds
 from npu_replay.routes.arguments import common
-from npu_replay.routes.checks import Array
+from npu_replay.routes.checks import Array, find_constant
 from npu_replay.routes.fingerprint import SampleKey, as_token_ids, find_other_tokens, fingerprint, with_key
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_array_dtype
 
@@ -160,14 +160,18 @@ class Rollout:
     def routes(self) -> RoutedExperts:
         """One row a token so far, with the fingerprint of `tokens`; and the weight version, if all rows have
         the same."""
-        return RoutedExperts._checked(
-            ids=torch.from_numpy(self._rows.ids.copy()),
-            layers=self.model.layers,
-            num_experts=self.model.num_experts,
-            recorded=torch.from_numpy(self._rows.recorded.copy()),
-            tokens=self._tokens,
-            weight_version=common(self._rows.versions[self._rows.recorded]),
-        ).of_sample(self.sample_key)
+        ids, recorded, model = self._rows.ids.copy(), self._rows.recorded.copy(), self.model
+        constant = find_constant(ids, recorded, model.num_experts, self._tokens, model.layers)
+        return RoutedExperts.of_checked(
+            ids=torch.from_numpy(ids),
+            layers=model.layers,
+            num_experts=model.num_experts,
+            recorded=torch.from_numpy(recorded),
+            fingerprint=fingerprint(self._tokens, sample_key=self.sample_key),
+            weight_version=common(self._rows.versions[recorded]),
+            constant_layers_ok=constant is None,
+            from_engine=True,
+        )
 
     @property
     def weight_versions(self) -> list[Version]:

@@ -120,11 +120,11 @@ def common(versions: Iterable[int | str | None]) -> int | str | None:
 
 
 def known_of_all(parts: Collection[Any]) -> dict[str, Any]:
-    """What is known of the parts together: their weight version if all have it, whether each is vouched for,
-    and whether an engine chose one of them."""
+    """What is known of the parts together: their weight version if all have it, whether each may have
+    constant layers, and whether an engine chose one of them."""
     return {
         "weight_version": common(part.weight_version for part in parts),
-        "vouched": all(part.vouched for part in parts),
+        "constant_layers_ok": all(part.constant_layers_ok for part in parts),
         "from_engine": any(part.from_engine for part in parts),
     }
 

@@ -1,7 +1,7 @@
-"""Every rule about an array of expert ids, [tokens, layers, topk], once.
+"""Holds every rule about an array of expert ids, [tokens, layers, topk], once.
 
-An array is read in blocks that stay in the processor's cache. What is wrong is told as a `Finding`, or as the
-places; the caller adds whose array it is and the usual cause.
+An array is read in blocks that stay in the processor's cache. What is wrong is returned as a `Finding`, or as
+the places; the caller adds whose array it is and the usual cause.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ CONSTANT_CAUSE = (
 )
 """The usual causes, where nothing more is known."""
 
-_MOST_SHIFTS = 64  # a top-k above is sorted: each shift costs a pass, and a mask that is kept
+_MOST_SHIFTS = 64  # a top-k above is sorted: each shift is a pass
 _BLOCK = 1 << 17  # ids; the fastest of 2**14 to 2**20, for ids of one byte and of two
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What breaks a rule, in the words of an error.
+    """Says what breaks a rule, in the words of an error.
 
     Attributes:
         problem, expected, got, cause: as in `ReplayError`.
@@ -70,18 +70,18 @@ class Finding:
     cause: str = field(default="", repr=False)
 
     def layer(self, layers: tuple[int, ...]) -> str:
-        """«layer 5», by the labels of the columns."""
+        """Name the layer, «layer 5», by the labels of the columns."""
         return "" if self.column is None else f"layer {layers[self.column]}"
 
     def error(self, kind: type[_Error], where: str, cause: str = "") -> _Error:
-        """Of this kind, with the caller's cause if he knows a better one."""
+        """Make an error of this kind, with the caller's cause if he knows a better one."""
         cause = cause or self.cause
         return kind(self.problem, where=where, expected=self.expected, got=self.got, cause=cause)
 
 
 @functools.lru_cache(maxsize=16)
 def choice(num_experts: int, topk: int) -> float:
-    """How much choice a token has in a layer, in bits.
+    """Return how much choice a token has in a layer, in bits.
 
     >>> round(choice(128, 8), 1)
     40.4
@@ -90,20 +90,20 @@ def choice(num_experts: int, topk: int) -> float:
 
 
 def tells_apart(layers: int, num_experts: int, topk: int) -> bool:
-    """Is there so much choice in all layers together that two tokens never choose alike by chance?"""
+    """Return whether all layers leave so much choice that two tokens never choose alike by chance."""
     return layers * choice(num_experts, topk) >= SURE_BITS
 
 
 def is_ids(value: Any) -> TypeGuard[Array]:
-    """Is it an array of integers, [tokens, layers, topk]?"""
+    """Return whether this is an array of integers, [tokens, layers, topk]."""
     return isinstance(value, np.ndarray) and value.ndim == 3 and value.dtype.kind in "iu"
 
 
 def find_outside(
     ids: Array, num_experts: int, recorded: Array | None = None, first_row: int = 0
 ) -> Finding | None:
-    """An id that is no expert's, or a dtype that can't hold every expert: an id that was cut off on the way
-    is a wrong one that no other check sees.
+    """Find an id that is no expert's, or a dtype that can't hold every expert: an id that was cut off on the
+    way is a wrong one that no other check sees.
 
     Args:
         ids: [tokens, layers, topk].
@@ -119,7 +119,15 @@ def find_outside(
         return Finding(
             "the ids' dtype can't hold every expert", f"0 to {num_experts - 1}", f"{ids.dtype}, 0 to {most}"
         )
-    places = outside(ids, num_experts, recorded)
+    found = [np.empty((0, 3), np.int64)]
+    unsigned = ids.view(ids.dtype.str.replace("i", "u"))  # an id below 0 is a large one: one look at each
+    for first, block in _blocks(unsigned):
+        if block.max() >= num_experts:
+            wrong = block >= num_experts
+            if recorded is not None:
+                wrong &= recorded[first : first + len(block), None, None]
+            found.append(np.argwhere(wrong) + np.array([first, 0, 0]))
+    places = np.concatenate(found)
     if not len(places):
         return None
     row, column, slot = places[0].tolist()
@@ -133,7 +141,7 @@ def find_outside(
 
 
 def find_twice(ids: Array, recorded: Array, first_row: int = 0) -> Finding | None:
-    """An expert that a token-layer names twice; see `find_outside` for the arguments.
+    """Find an expert that a token-layer names twice; see `find_outside` for the arguments.
 
     >>> find_twice(np.array([[[0, 1], [2, 2]]]), np.array([True])).got
     [2, 2]
@@ -198,26 +206,12 @@ def _warn_of_dead_routers(layers: tuple[int, ...]) -> None:
     )
 
 
-def outside(ids: Array, num_experts: int, recorded: Array | None = None) -> Array:
-    """The ids that are no expert's: [n, 3] int64, the row, the column and the slot of each, in order."""
-    found = [np.empty((0, 3), np.int64)]
-    unsigned = ids.view(ids.dtype.str.replace("i", "u"))  # an id below 0 is a large one: one look at each
-    for first, block in _blocks(unsigned):
-        if block.max() < num_experts:
-            continue
-        wrong = block >= num_experts
-        if recorded is not None:
-            wrong &= recorded[first : first + len(block), None, None]
-        found.append(np.argwhere(wrong) + np.array([first, 0, 0]))
-    return np.concatenate(found)
-
-
 def named_twice(ids: Array, recorded: Array) -> Array:
-    """The recorded token-layers that name an expert twice: [n, 2] int64, row and column, in order."""
+    """Return the recorded token-layers that name an expert twice: [n, 2] int64, row and column, in order."""
     topk = ids.shape[2]
     found = [np.empty((0, 2), np.int64)]
     for first, block in _blocks(ids) if topk > 1 else ():
-        if topk > _MOST_SHIFTS or _any_twice(np.ascontiguousarray(block)):
+        if topk > _MOST_SHIFTS or _may_name_twice(block):
             rows = np.flatnonzero(recorded[first : first + len(block)])
             ordered = np.sort(block[rows], axis=2)
             at = np.argwhere((ordered[..., 1:] == ordered[..., :-1]).any(axis=2))
@@ -226,7 +220,7 @@ def named_twice(ids: Array, recorded: Array) -> Array:
 
 
 def constant_columns(ids: Array) -> Array:
-    """The columns in which all rows are the same, [n] int64; none where there are no rows."""
+    """Return the columns in which all rows are the same, [n] int64; none where there are no rows."""
     if ids.size == 0:
         return np.empty(0, np.int64)
     suspects = np.flatnonzero((ids[0] == ids[-1]).all(axis=1))
@@ -243,8 +237,7 @@ def blank_rows(ids: Array, value: int = 0) -> Array:
 
 
 def repeated_rows(ids: Array, tokens: Array) -> Array:
-    """The rows that are the same as an earlier one throughout, the nearest of which is another token's,
-    [n] int64.
+    """Return the rows, [n] int64, that equal an earlier one, the nearest of which is another token's.
 
     Args:
         ids: [tokens, layers, topk].
@@ -253,7 +246,16 @@ def repeated_rows(ids: Array, tokens: Array) -> Array:
     if len(ids) < 2 or ids.size == 0:
         return np.empty(0, np.int64)
     flat = np.ascontiguousarray(ids).reshape(len(ids), -1).view(np.uint8)
-    rows, others = _alike(flat)
+    word = next(size for size in (8, 4, 2, 1) if flat.shape[1] % size == 0)
+    weights = np.random.default_rng(0).integers(0, 2**63, flat.shape[1] // word, dtype=np.uint64) * 2 + 1
+    # Plain numbers sort fast: the upper half of each is a hash of its row, the lower half the row's place.
+    upper, half = np.uint64(0xFFFF_FFFF_0000_0000), np.uint64(0xFFFF_FFFF)
+    keys = np.arange(len(flat), dtype=np.uint64)
+    for first, block in _blocks(flat):
+        keys[first : first + len(block)] |= (block.view(f"u{word}") @ weights) & upper
+    keys.sort()
+    at = np.flatnonzero((keys[1:] ^ keys[:-1]) <= half)  # the same hash as the one before
+    rows, others = (keys[at + 1] & half).astype(np.int64), (keys[at] & half).astype(np.int64)
     apart = tokens[rows] != tokens[others]
     rows, others = rows[apart], others[apart]
     return np.sort(rows[(flat[rows] == flat[others]).all(axis=1)])
@@ -274,43 +276,28 @@ def copied_rows(ids: Array, recorded: Array, num_experts: int, tokens: Array) ->
 
 
 def _blocks(ids: Array) -> Iterator[tuple[int, Array]]:
-    """Some rows at a time, and the number of the first; nothing of an array without ids."""
+    """Yield some rows at a time, with the number of the first; nothing of an array without ids."""
     step = max(1, _BLOCK // ids[0].size) if ids.size else 1
     for first in range(0, len(ids) if ids.size else 0, step):
         yield first, ids[first : first + step]
 
 
-def _any_twice(block: Array) -> bool:
-    """Does any token-layer name an expert twice? The flat ids are held against themselves, shifted by 1 to
-    topk - 1 places: that compares the ids of neighbours too, which a mask takes out again."""
-    topk = block.shape[-1]
-    flat = block.reshape(-1)
+def _may_name_twice(block: Array) -> bool:
+    """Return False only where no token-layer names an expert twice.
+
+    The flat ids are held against themselves, shifted by 1 to topk - 1 places. That compares the ids of
+    neighbouring token-layers, too: every second one gets a bit that no id has, so these are never equal.
+    """
+    topk = block.shape[2]
+    narrow = np.uint8 if block.max() < 1 << 7 else np.uint16
+    flat: Array = block.astype(narrow, order="C").reshape(-1)
+    flat ^= _marks(topk, max(_BLOCK, len(flat)), flat.dtype)[: len(flat)]
     equal = np.empty(len(flat), bool)
-    for shift, same_row in enumerate(_masks(topk, max(_BLOCK, len(flat))), start=1):
-        there = equal[: len(flat) - shift]
-        np.equal(flat[shift:], flat[:-shift], out=there)
-        np.logical_and(there, same_row[: len(there)], out=there)
-        if there.any():
-            return True
-    return False
+    return any(np.equal(flat[by:], flat[:-by], out=equal[by:]).any() for by in range(1, topk))
 
 
 @functools.lru_cache(maxsize=4)
-def _masks(topk: int, length: int) -> list[Array]:
-    """For each shift: is a flat id's token-layer that of the one `shift` places on, too?"""
-    place = np.resize(np.arange(topk, dtype=np.uint16), length)
-    return [place < topk - shift for shift in range(1, topk)]
-
-
-def _alike(flat: Array) -> tuple[Array, Array]:
-    """Pairs of rows of bytes that may be equal, and of each the nearest earlier one: a number that equal rows
-    share is the upper half of what is sorted, the row is the lower."""
-    word = next(size for size in (8, 4, 2, 1) if flat.shape[1] % size == 0)
-    weights = np.random.default_rng(0).integers(0, 2**63, flat.shape[1] // word, dtype=np.uint64) * 2 + 1
-    upper, half = np.uint64(0xFFFF_FFFF_0000_0000), np.uint64(0xFFFF_FFFF)
-    keys = np.arange(len(flat), dtype=np.uint64)
-    for first, block in _blocks(flat):
-        keys[first : first + len(block)] |= (block.view(f"u{word}") @ weights) & upper
-    keys.sort()
-    at = np.flatnonzero((keys[1:] ^ keys[:-1]) <= half)
-    return (keys[at + 1] & half).astype(np.int64), (keys[at] & half).astype(np.int64)
+def _marks(topk: int, length: int, dtype: np.dtype[Any]) -> Array:
+    """Return for each flat id the highest bit where its token-layer has an odd number, else 0."""
+    odd = np.repeat(np.array([0, 1 << 8 * dtype.itemsize - 1], dtype), topk)
+    return np.resize(odd, length)

@@ -18,14 +18,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from npu_replay import json_text
 from npu_replay.errors import ReplayError, RouteFileError, shown
 from npu_replay.routes.arguments import shared_tensor
 from npu_replay.routes.atomic_file import plain_file, reader
@@ -36,6 +35,7 @@ Read: TypeAlias = "Callable[[int, int], Array]"
 """Returns the bytes between two places, uint8."""
 
 _LONGEST_HEADER = 100_000_000  # that of the safetensors package
+_OTHER_HEADER = "its header isn't the one that npu_replay writes for these routes"
 
 
 class Header:
@@ -43,7 +43,7 @@ class Header:
 
     Args:
         model: layers, topk and num_experts.
-        samples: by key, tokens, fingerprint, weight_version, vouched, from_engine and digest.
+        samples: by key, tokens, fingerprint, weight_version, constant_layers_ok, from_engine and digest.
 
     Attributes:
         text: as it is written, with its length.
@@ -76,7 +76,7 @@ class Header:
         if end > min(size, 8 + _LONGEST_HEADER):
             raise ValueError("its header is cut short, or it isn't in the safetensors layout")
         text = read(0, end).tobytes()
-        about = json_text.parse(text[8:]).get("__metadata__") or {}
+        about = json.loads(text[8:]).get("__metadata__") or {}
         RouteFileError.unless(
             about.get("format") == FORMAT,
             "this doesn't hold routes",
@@ -84,10 +84,12 @@ class Header:
             about.get("format"),
             "safetensors of something else (a checkpoint?), or of another version of npu_replay",
         )
-        model, samples = json_text.parse(about["routes"])
-        found = cls(_checked(model, _MODEL), {key: _checked(one, _SAMPLE) for key, one in samples.items()})
+        model, samples = json.loads(about["routes"])
+        _check([model], _MODEL)
+        _check(samples.values(), _SAMPLE)
+        found = cls(model, samples)
         if found.text != text:
-            raise ValueError("its header isn't the one that npu_replay writes for these routes")
+            raise ValueError(_OTHER_HEADER)
         if found.size != size:
             raise ValueError(f"it is {size} bytes long, and its header says {found.size}")
         return found
@@ -175,6 +177,8 @@ def reading(problem: str, cause: str, where: object = "") -> Iterator[None]:
         raise error.at(where) from error.__cause__
     except FileNotFoundError as error:
         raise RouteFileError("there is no such file", where=str(where)) from error
+    except RecursionError as error:
+        raise RouteFileError(f"{problem} (it is nested too deeply)", where=str(where), cause=cause) from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError, MemoryError) as error:
         said = error if isinstance(error, (OSError, ValueError)) else repr(error)
         raise RouteFileError(f"{problem} ({said})", where=str(where), cause=cause) from error
@@ -196,32 +200,36 @@ def _json(said: Any) -> str:
     return json.dumps(said, separators=(",", ":"))
 
 
-# What a header says, and what may stand there
+# What a header says: of each value its types, and between what a number lies
 
+_Field: TypeAlias = "tuple[set[type], int, int]"
 
-def _whole(least: int, most: int) -> Callable[[Any], bool]:
-    return lambda value: type(value) is int and least <= value <= most  # True is an int, too
-
-
-def _are_labels(value: Any) -> bool:
-    return type(value) is list and all(map(_whole(0, MAX_LAYERS - 1), value))
-
-
-_CARRIED: dict[str, Callable[[Any], bool]] = {
-    "fingerprint": lambda value: value is None or _whole(0, (1 << 64) - 1)(value),
-    "weight_version": lambda value: value is None or type(value) in (int, str),
-    "vouched": lambda value: type(value) is bool,
-    "from_engine": lambda value: type(value) is bool,
+_CARRIED: dict[str, _Field] = {
+    "fingerprint": ({int, type(None)}, 0, (1 << 64) - 1),
+    "weight_version": ({int, str, type(None)}, -(1 << 64), 1 << 64),
+    "constant_layers_ok": ({bool}, 0, 1),
+    "from_engine": ({bool}, 0, 1),
 }
-_SAMPLE = {"tokens": _whole(0, 1 << 48), **_CARRIED, "digest": lambda value: type(value) is str}
-_MODEL = {"layers": _are_labels, "topk": _whole(1, MAX_EXPERTS), "num_experts": _whole(1, MAX_EXPERTS)}
+_SAMPLE: dict[str, _Field] = {"tokens": ({int}, 0, 1 << 48), **_CARRIED, "digest": ({str}, 0, 0)}
+_MODEL: dict[str, _Field] = {
+    "layers": ({list}, 0, MAX_LAYERS - 1),
+    "topk": ({int}, 1, MAX_EXPERTS),
+    "num_experts": ({int}, 1, MAX_EXPERTS),
+}
 
 
-def _checked(said: dict[str, Any], fields: Mapping[str, Callable[[Any], bool]]) -> dict[str, Any]:
-    """Return these fields, in the order in which they are written."""
-    for name, fits in fields.items():
-        if name not in said:
-            raise ValueError(f"no {name}")
-        if not fits(said[name]):
-            raise ValueError(f"{name} {shown(said[name])}")
-    return {name: said[name] for name in fields}
+def _check(said: Collection[dict[str, Any]], fields: Mapping[str, _Field]) -> None:
+    """Refuse what a header may not say; a field of all samples at a time, as that is fast."""
+    for one in said:
+        if [*one] != [*fields]:
+            raise ValueError(next((f"no {name}" for name in fields if name not in one), _OTHER_HEADER))
+    for name, (types, least, most) in fields.items():
+        values = [one[name] for one in said]
+        wrong = [value for value in values if type(value) not in types]
+        parts = [part for value in values if type(value) is list for part in value]
+        numbers = [number for number in [*values, *parts] if type(number) is int]
+        wrong += [part for part in parts if type(part) is not int]
+        if numbers and not least <= min(numbers) <= max(numbers) <= most:
+            wrong.append(max(numbers, key=abs))
+        if wrong:
+            raise ValueError(f"{name} {shown(wrong[0])}")

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import InitVar, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from npu_replay.routes.atomic_file import as_path, write_whole
 from npu_replay.routes.checks import Array, Finding
 from npu_replay.routes.encoding import encode, from_buffer, from_file, reading
 from npu_replay.routes.fingerprint import SampleKey, with_key
-from npu_replay.routes.fingerprint import fingerprint as fingerprint_of
 from npu_replay.routes.labels import StageLabels
 
 if TYPE_CHECKING:
@@ -57,6 +56,10 @@ class RoutedExperts:
             other rows are stored as 0 and never looked at: such a row takes the router's own choice.
         fingerprint: `npu_replay.fingerprint` of the sequence, if this is one sequence.
         weight_version: which weights chose, if known.
+        constant_layers_ok: a layer may be the same in all rows, and `load` takes it: the trainer's own
+            routers chose so, or the tokens explain it. `dataclasses.replace` with other ids sets it to False.
+        from_engine: a rollout engine chose; `replay` holds the rows against the routers' own choice.
+        copy: False keeps the array where that is possible. Nobody may write to it any more.
 
     >>> ids = np.array([[[0, 3], [1, 2]], [[2, 1], [0, 1]], [[-1, -1], [-1, -1]]])
     >>> routes = npu_replay.RoutedExperts(
@@ -83,24 +86,21 @@ class RoutedExperts:
     recorded: torch.Tensor
     fingerprint: int | None
     weight_version: int | str | None
+    constant_layers_ok: bool
+    from_engine: bool
     _like: InitVar[RoutedExperts | None]
 
-    bad_samples: ClassVar[int] = 0
-    """Sequences in it whose routes couldn't be used; `TokenLayout.gather` says so of what it returns."""
-    row_order: ClassVar[str | None] = None
+    # What follows is known of the rows of a micro-batch. It goes into a pickle, and not into bytes or files.
+    bad_samples: int = field(default=0, init=False)
+    """Sequences in it whose routes couldn't be used, as `TokenLayout.gather` counts them."""
+    row_order: str | None = field(default=None, init=False)
     """How [batch, sequence] became its rows, "sequence" or "batch", where `TokenLayout.gather` knows."""
-    inputs: ClassVar[Inputs | None] = None
-    """The tokens of its micro-batch, of a record also a digest of its images; `record` and
-    `TokenLayout.gather` say so. Like what is above it goes into a pickle, and not into bytes or files."""
-    vouched: ClassVar[bool] = False
-    """Is it known that a layer which is the same in all rows is right? Where the trainer's own router chose
-    so, or `admit` saw the tokens. It goes wherever they go, through files and bytes too."""
-    from_engine: ClassVar[bool] = False
-    """Did a rollout engine choose? Then a replay holds the first rows against the routers' own choice. It
-    goes wherever they go, as `vouched` does."""
-    placed: ClassVar[tuple[torch.Tensor, tuple[int, ...]] | None] = None
-    """The packed token in each row, int64 [rows], -1 for padding, and the lengths of the sequences, where
-    a `TokenLayout` put the rows there. It goes into a pickle, as `inputs` does."""
+    inputs: Inputs | None = field(default=None, init=False)
+    """The tokens of its micro-batch, where `record` or `TokenLayout.gather` knows them; of a record also a
+    digest of its images."""
+    placed: tuple[torch.Tensor, tuple[int, ...]] | None = field(default=None, init=False)
+    """The packed token in each row, int64 [rows], -1 for padding, and the lengths of the sequences, where a
+    `TokenLayout` put the rows there."""
 
     def __init__(
         self,
@@ -111,86 +111,63 @@ class RoutedExperts:
         recorded: IdArray | None = None,
         fingerprint: int | None = None,
         weight_version: int | str | None = None,
+        constant_layers_ok: bool = False,
+        from_engine: bool = False,
+        copy: bool = True,
         _like: RoutedExperts | None = None,
     ) -> None:
-        made = self._adopt(ids, layers, num_experts, recorded, fingerprint, weight_version)
-        if _like is not None:  # nobody has vouched for ids that replace its own
-            self._about(**vars(_like) if ids is _like.ids else {"from_engine": _like.from_engine})
-        self._about(**{name: getattr(made, name) for name in _FIELDS})
-        if self.ids.data_ptr() == (ids.ctypes.data if isinstance(ids, np.ndarray) else ids.data_ptr()):
-            self._about(ids=self.ids.clone())  # what the caller does to his array later must not show here
-
-    @property
-    def _like(self) -> RoutedExperts:
-        return self  # `dataclasses.replace` reads each argument of the copy from an attribute of its name
-
-    def _about(self, **known: object) -> RoutedExperts:
-        """Keep these values, which nobody checks; return self."""
-        vars(self).update(known)
-        return self
-
-    @classmethod
-    def _adopt(
-        cls,
-        ids: IdArray,
-        layers: Sequence[int],
-        num_experts: int,
-        recorded: IdArray | None = None,
-        fingerprint: int | None = None,
-        weight_version: int | str | None = None,
-        vouched: bool = False,
-        from_engine: bool = False,
-    ) -> RoutedExperts:
-        """Build one around an array that nobody else will write to, with every check and no copy."""
         wide, labels = arguments.ids(ids), tuple(arguments.labels(layers))
         arguments.check_columns(labels, wide.shape[1])
-        rows = arguments.mask(recorded, tokens=wide.shape[0])
+        rows = arguments.mask(recorded, tokens=len(wide))
         num_experts = arguments.num_experts(num_experts, wide.shape[2])
         _refuse(checks.find_outside(wide.numpy(), num_experts, rows.numpy()), labels, checks.OUTSIDE_CAUSE)
         narrow = wide.to(narrow_dtype(num_experts))
         if bool(narrow[~rows].any()):
             narrow = narrow.masked_fill(~rows[:, None, None], 0)
         _refuse(checks.find_twice(narrow.numpy(), rows.numpy()), labels, checks.TWICE_CAUSE)
-        return cls.__new__(cls)._about(
-            ids=narrow.contiguous(),
+        narrow = narrow.contiguous()
+        given = ids.ctypes.data if isinstance(ids, np.ndarray) else ids.data_ptr()
+        if _like is not None and ids is _like.ids:
+            self._set(**{name: getattr(_like, name) for name in _OF_MICRO_BATCH})
+        self._set(
+            ids=narrow.clone() if copy and narrow.data_ptr() == given else narrow,
             layers=labels,
             num_experts=num_experts,
             recorded=rows,
             fingerprint=arguments.fingerprint(fingerprint),
             weight_version=arguments.weight_version(weight_version),
-            vouched=vouched,
+            # Of ids that take the place of others in a copy, nobody has said that they may be constant.
+            constant_layers_ok=constant_layers_ok and (_like is None or ids is _like.ids),
             from_engine=from_engine,
         )
 
-    @classmethod
-    def _checked(
-        cls,
-        *,
-        ids: torch.Tensor,
-        layers: tuple[int, ...],
-        num_experts: int,
-        recorded: torch.Tensor,
-        tokens: Array,
-        weight_version: int | str | None,
-    ) -> RoutedExperts:
-        """Build one of these tokens' narrow ids, which an engine chose and which were checked just now, with
-        zeros in rows without a route."""
-        return cls.__new__(cls)._about(
-            ids=ids,
-            layers=layers,
-            num_experts=arguments.num_experts(num_experts, ids.shape[2]),
-            recorded=recorded,
-            fingerprint=fingerprint_of(tokens),
-            weight_version=arguments.weight_version(weight_version),
-            vouched=not checks.find_constant(ids.numpy(), recorded.numpy(), num_experts, tokens, layers),
-            from_engine=True,
-        )
+    @property
+    def _like(self) -> RoutedExperts:
+        return self  # `dataclasses.replace` reads each argument of the copy from an attribute of its name
 
-    def _derived(self, ids: torch.Tensor, recorded: torch.Tensor, **changed: object) -> RoutedExperts:
-        """Rows and columns of ours, which were checked when they came in."""
-        known = {name: getattr(self, name) for name in (*_FIELDS, "vouched", "from_engine")}
-        known |= {"ids": ids, "recorded": recorded, "fingerprint": None}
-        return RoutedExperts.__new__(RoutedExperts)._about(**known | changed)
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def of_checked(cls, **values: Any) -> RoutedExperts:
+        """Build routes of values that were checked before; nothing is checked, narrowed or copied again."""
+        made = cls.__new__(cls)
+        made._set(**values)
+        return made
+
+    def with_known(self, **values: Any) -> RoutedExperts:
+        """Return the same rows, of which other values are known, too; nothing is checked."""
+        return self.of_checked(**vars(self) | values)
+
+    def with_rows(self, ids: torch.Tensor, recorded: torch.Tensor, **values: Any) -> RoutedExperts:
+        """Return other rows made of these routes, with zeros where none is recorded; nothing is checked.
+
+        They have no fingerprint, unless it is among the values, and nothing is known of their micro-batch.
+        """
+        kept = {name: value for name, value in vars(self).items() if name not in _OF_MICRO_BATCH}
+        known = {"ids": ids, "recorded": recorded, "fingerprint": None}
+        return self.of_checked(**kept | known | values)
 
     @property
     def topk(self) -> int:
@@ -221,7 +198,7 @@ class RoutedExperts:
 
     def layer_ids(self, layer: int) -> torch.Tensor:
         """The ids of one decoder layer, [tokens, topk], narrow dtype."""
-        return self.ids[:, self._columns(arguments.labels([layer]))][:, 0]
+        return self.ids[:, self.columns(arguments.labels([layer]))][:, 0]
 
     def take(self, rows: torch.Tensor | np.ndarray | Sequence[int]) -> RoutedExperts:
         """Return the routes at these rows, in this order.
@@ -262,7 +239,7 @@ class RoutedExperts:
         if bool(missing.any()):
             found[missing] = 0
             known &= ~missing
-        return self._derived(found, known)
+        return self.with_rows(found, known)
 
     @classmethod
     def concat(cls, parts: Sequence[RoutedExperts], layers: Sequence[int] | None = None) -> RoutedExperts:
@@ -288,8 +265,8 @@ class RoutedExperts:
                     problem = f"part {number} of concat() has other {what}"
                     raise InvalidRoutes(problem, expected=wanted, got=found, cause=cause)
         labels = first.layers if layers is None else arguments.labels(layers)
-        columns = {of: part._columns(labels) for of, part in {part.layers: part for part in parts}.items()}
-        return first._derived(
+        columns = {of: part.columns(labels) for of, part in {part.layers: part for part in parts}.items()}
+        return first.with_rows(
             torch.cat([part.ids[:, columns[part.layers]] for part in parts]),
             torch.cat([part.recorded for part in parts]),
             layers=tuple(labels),
@@ -304,7 +281,14 @@ class RoutedExperts:
         tokens = whole_number(tokens, "number of tokens", least=0, most=checks.MAX_TOKENS, kind=InvalidRoutes)
         ids = torch.zeros(tokens, len(labels), topk, dtype=narrow_dtype(num_experts))
         none = torch.zeros(tokens, dtype=torch.bool)
-        return cls._adopt(ids, labels, num_experts, recorded=none, vouched=True)
+        return cls(
+            ids=ids,
+            layers=labels,
+            num_experts=num_experts,
+            recorded=none,
+            constant_layers_ok=True,
+            copy=False,
+        )
 
     def only(self, layers: Sequence[int]) -> RoutedExperts:
         """Return the routes of these decoder layers, ascending.
@@ -316,11 +300,10 @@ class RoutedExperts:
             InvalidRoutes: one of them isn't here.
         """
         labels = arguments.labels(layers)
-        ids = self.ids[:, self._columns(labels)]
-        # The rows stay what they are, and so does all that is known of them.
-        return RoutedExperts.__new__(RoutedExperts)._about(**vars(self))._about(ids=ids, layers=tuple(labels))
+        ids = self.ids[:, self.columns(labels)]
+        return self.with_known(ids=ids, layers=tuple(labels))
 
-    def _columns(self, labels: tuple[int, ...]) -> slice | list[int]:
+    def columns(self, labels: tuple[int, ...]) -> slice | list[int]:
         """The columns of these layers; a slice, which copies nothing, where they are neighbours."""
         if isinstance(labels, StageLabels):
             labels = labels.among(self.layers)
@@ -339,7 +322,7 @@ class RoutedExperts:
         """Return the rows from `first` to before `end` as one sequence; the ids are shared, not copied."""
         rows = slice(whole_number(first, "the first row"), whole_number(end, "the end"))
         mark = arguments.fingerprint(fingerprint)
-        return self._derived(self.ids[rows], self.recorded[rows], fingerprint=mark)
+        return self.with_rows(self.ids[rows], self.recorded[rows], fingerprint=mark)
 
     def of_sample(self, sample_key: SampleKey) -> RoutedExperts:
         """Return these routes with this key in their fingerprint: see `npu_replay.fingerprint`."""
@@ -354,9 +337,9 @@ class RoutedExperts:
         whose experts somebody chose is a dead router's, and let in with one WARNING.
 
         Args:
-            tokens: [tokens], their ids; without them each counts as another, unless the routes are `vouched`.
+            tokens: [tokens], their ids; without them each counts as another, unless `constant_layers_ok`.
         """
-        if not self.vouched:
+        if not self.constant_layers_ok:
             ids, rows = self.ids.numpy(), self.recorded.numpy()
             found = checks.find_constant(ids, rows, self.num_experts, tokens, self.layers)
             _refuse(found, self.layers, checks.CONSTANT_CAUSE)
@@ -372,13 +355,13 @@ class RoutedExperts:
 
     def encodable(self) -> dict[str, Any]:
         """Return what is written of these routes: the arguments that make them, with numpy's arrays."""
-        known = {name: getattr(self, name) for name in (*_FIELDS, "vouched", "from_engine")}
-        return known | {name: known[name].contiguous().numpy() for name in ("ids", "recorded")}
+        arrays = {"ids": self.ids.contiguous().numpy(), "recorded": self.recorded.contiguous().numpy()}
+        return vars(self) | arrays
 
     def __reduce__(self) -> tuple[Any, ...]:
         # numpy's arrays go out of band where the pickler can do that (protocol 5): Ray copies the ids neither
         # when it stores them nor when it reads them.
-        return _unpickled, (vars(self) | self.encodable(),)
+        return _unpickled, (self.encodable(),)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> RoutedExperts:
@@ -392,7 +375,7 @@ class RoutedExperts:
         """
         cause = "they were cut short or changed, or are something else"
         with reading("these bytes can't be read as routes", cause):
-            return cls._adopt(**from_buffer(data)).check_not_constant()
+            return cls(**from_buffer(data), copy=False).check_not_constant()
 
     def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> None:
         """Write a safetensors file, whole or not at all.
@@ -419,18 +402,18 @@ class RoutedExperts:
         place = as_path(path)
         cause = "it was cut short, damaged, or isn't a safetensors file"
         with reading("this file can't be read as routes", cause, place):
-            return cls._adopt(**from_file(place)).check_not_constant()
+            return cls(**from_file(place), copy=False).check_not_constant()
 
 
-_FIELDS = tuple(field.name for field in fields(RoutedExperts))
+_OF_MICRO_BATCH = ("bad_samples", "row_order", "inputs", "placed")
 
 
 def _unpickled(values: dict[str, Any]) -> RoutedExperts:
-    lacking, problem = {*_FIELDS} - values.keys(), "this pickle is of another version of npu_replay"
-    got = f"routes without {', '.join(sorted(lacking))}"
+    lacking = {one.name for one in fields(RoutedExperts)} - values.keys() - {*_OF_MICRO_BATCH}
+    problem, got = "this pickle is of another version of npu_replay", f"routes without {sorted(lacking)}"
     RouteFileError.unless(not lacking, problem, "one version on all nodes", got)
     arrays = {name: arguments.shared_tensor(values[name]) for name in ("ids", "recorded")}
-    return RoutedExperts.__new__(RoutedExperts)._about(**values | arrays)
+    return RoutedExperts.of_checked(**values | arrays)
 
 
 def without_layers() -> RoutedExperts:

@@ -146,7 +146,7 @@ class RouteStore(Mapping[str, RoutedExperts]):
             found = header.arguments(reader(file), key)
             if header.samples[key] != known:
                 raise ValueError("the shard was replaced since the folder was opened")
-            return RoutedExperts._adopt(**found).check_not_constant(tokens)
+            return RoutedExperts(**found, copy=False).check_not_constant(tokens)
 
     def _ambiguous(self, key: str, got: str) -> RouteFileError:
         return RouteFileError(

@@ -35,7 +35,7 @@ class DeviceRoutes:
         self.routes = routes
         self.rows = len(routes)
         self.columns = {label: column for column, label in enumerate(labels)}
-        self._of_all = routes._columns(labels)
+        self._of_all = routes.columns(labels)
         missing = (~routes.recorded).nonzero()[:, 0]
         self.missing: torch.Tensor | None = missing if len(missing) else None
         self.on: dict[torch.device, _OnDevice] = {}

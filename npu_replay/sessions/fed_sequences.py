@@ -14,8 +14,7 @@ from npu_replay.errors import MicroBatchError, listed
 from npu_replay.routers import Router, labels_of
 from npu_replay.routes.checks import Array
 from npu_replay.routes.fingerprint import fingerprint, with_key
-from npu_replay.routes.input_digest import input_key, other_inputs
-from npu_replay.routes.inputs import parameter_names
+from npu_replay.routes.inputs import input_key, other_inputs, parameter_names
 from npu_replay.routes.routed_experts import RoutedExperts
 
 _IDS = ("input_ids", "tokens")

@@ -129,12 +129,12 @@ class Observation(Block):
             if (router.label, number) not in self._seen:
                 raise not_called(router, number)
         seen = [self._seen[router.label, number] for router in routers]
-        return RoutedExperts._adopt(
-            torch.stack([ids for ids, _ in seen], dim=1),
-            [router.label for router in routers],
-            routers[0].num_experts,
+        return RoutedExperts(
+            ids=torch.stack([ids for ids, _ in seen], dim=1),
+            layers=[router.label for router in routers],
+            num_experts=routers[0].num_experts,
             recorded=torch.stack([whole for _, whole in seen]).all(dim=0),
-            vouched=True,
+            constant_layers_ok=True,
         )
 
 

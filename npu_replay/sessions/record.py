@@ -134,9 +134,9 @@ class Recording(Session):
     def _finish(self) -> None:
         count = self._timeline.ended[0]
         self._routes = [micro_batch_routes(self._ids, self._all_routers(), number) for number in range(count)]
-        for number, called in self._tokens.items():
-            if number < count:
-                self._routes[number]._about(inputs=Inputs.recorded(called.on_host()))
+        for number in self._tokens.keys() & range(count):
+            inputs = Inputs.recorded(self._tokens[number].on_host())
+            self._routes[number] = self._routes[number].with_known(inputs=inputs)
 
 
 def micro_batch_routes(ids: dict[Key, torch.Tensor], routers: list[Router], number: int) -> RoutedExperts:
@@ -151,6 +151,6 @@ def micro_batch_routes(ids: dict[Key, torch.Tensor], routers: list[Router], numb
     found = [ids[router.label, number] for router in routers]
     if len({one.device for one in found}) > 1:
         found = [one.cpu() for one in found]
-    stacked = torch.stack(found, dim=1).to(narrow_dtype(routers[0].num_experts))
-    labels = [router.label for router in routers]
-    return RoutedExperts._adopt(stacked.cpu(), labels, routers[0].num_experts, vouched=True)
+    experts, labels = routers[0].num_experts, [router.label for router in routers]
+    stacked = torch.stack(found, dim=1).to(narrow_dtype(experts)).cpu()
+    return RoutedExperts(ids=stacked, layers=labels, num_experts=experts, constant_layers_ok=True, copy=False)

@@ -320,7 +320,7 @@ def test_a_layer_that_the_tokens_explain_is_taken_from_a_batch_as_at_the_door() 
     assert isinstance(found(None), InvalidRoutes)
     batch = MicroBatch(nested(rows), None, model)
     assert list(batch.routes(zeros_are_none=True)[1]) == [0]
-    assert list(batch.routes(zeros_are_none=True, vouched=True)[0]) == [0]
+    assert list(batch.routes(zeros_are_none=True, from_engine=False)[0]) == [0]
 
 
 def test_a_reference_that_stayed_behind_is_named() -> None:

@@ -59,7 +59,7 @@ def test_each_row_has_its_tokens_route(lengths: list[int], seed: int, kind: str)
 def test_rows_that_are_marked_afterwards_have_no_ids(rows: list[int]) -> None:
     """Who takes a row's route away by the mark alone leaves its ids; zeros are what a native row has."""
     whole = RoutedExperts(ids=torch.arange(3).expand(4, LAYERS, 3) + 1, layers=range(LAYERS), num_experts=9)
-    marked = whole._derived(whole.ids, torch.tensor([True, False, True, False]))
+    marked = whole.with_rows(whole.ids, torch.tensor([True, False, True, False]))
     found = pick(plan(torch.tensor(rows), [4]), len(rows), {0: marked}, (1, 2))
     assert found.recorded.tolist() == [row in (0, 2) for row in rows]
     assert found.ids[found.recorded].eq(torch.arange(3) + 1).all()

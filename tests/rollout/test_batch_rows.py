@@ -36,7 +36,7 @@ def test_few_different_tokens_explain_it_as_they_do_at_the_door() -> None:
 
 def test_a_trainers_own_routers_may_choose_so() -> None:
     """R2's record says what the model did: an engine's faults aren't looked for."""
-    routes = from_batch(rows_with_a_constant_layer(), MODEL, zeros_are_none=True, vouched=True)
+    routes = from_batch(rows_with_a_constant_layer(), MODEL, zeros_are_none=True, from_engine=False)
     assert routes.recorded.all()
     assert len(RoutedExperts.from_bytes(routes.to_bytes())) == TOKENS, "a file of the record is read again"
 

@@ -134,13 +134,13 @@ CRAFTED: dict[str, tuple[dict[str, Any], str]] = {
     "a tensor that is a list": ({"said": replaced('"ids":{', '"more":[],"ids":{')}, "isn't the one"),
     "a tensor twice": (
         {"said": replaced('"ids":{', '"ids":{"dtype":"U8","shape":[5,2,2],"data_offsets":[0,20]},"ids":{')},
-        "stands twice",
+        "isn't the one",
     ),
-    "a shape twice": ({"said": replaced('"shape":[5]', '"shape":[5],"shape":[5]')}, "stands twice"),
+    "a shape twice": ({"said": replaced('"shape":[5]', '"shape":[5],"shape":[5]')}, "isn't the one"),
     "other names": ({"said": lambda said: said.replace('ids":', 'IDS":')}, "isn't the one"),
     # of the metadata
     "metadata that are no text": ({"said": replaced('{"format"', '{"more":3,"format"')}, "isn't the one"),
-    "a format twice": ({"said": replaced('"format":', '"format":"x","format":')}, "stands twice"),
+    "a format twice": ({"said": replaced('"format":', '"format":"x","format":')}, "isn't the one"),
     "another format": ({"said": replaced(encoding.FORMAT, "npu_replay.routes.1")}, "doesn't hold routes"),
     "no routes": ({"said": replaced('"routes"', '"roots"')}, "can't be read"),
     "white space": ({"said": replaced(":{", ": {")}, "isn't the one"),
@@ -159,7 +159,7 @@ CRAFTED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "NaN": ({"routes_said": replaced('"tokens":5', '"tokens":NaN')}, "tokens nan"),
     "a float": ({"routes_said": replaced('"tokens":5', '"tokens":5.0')}, r"tokens 5\.0"),
-    "a top-k twice": ({"routes_said": replaced('"topk":2', '"topk":2,"topk":2')}, "stands twice"),
+    "a top-k twice": ({"routes_said": replaced('"topk":2', '"topk":2,"topk":2')}, "isn't the one"),
     "one thing more": ({"known": {**KNOWN, "more": 3}}, "isn't the one"),
     "one thing more of the model": ({"model": {**MODEL, "more": 3}}, "isn't the one"),
     "another order": ({"known": dict(reversed(KNOWN.items()))}, "isn't the one"),
@@ -178,7 +178,7 @@ RIGHT = {
     "layers": ([],),
     "fingerprint": (None,),
     "weight_version": ("x", None, -1, HUGE),
-    "vouched": (True,),
+    "constant_layers_ok": (True,),
     "from_engine": (True,),
 }
 for _name in (*MODEL, *KNOWN):

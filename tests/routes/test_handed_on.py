@@ -29,7 +29,7 @@ def favourite(**known: Any) -> RoutedExperts:
     ids = torch.rand(TOKENS, 2, 8, generator=torch.Generator().manual_seed(0)).topk(2).indices
     ids[:, 1] = torch.tensor([0, 1])
     mark = npu_replay.fingerprint(range(TOKENS))
-    return RoutedExperts(ids=ids, layers=LAYERS, num_experts=8, fingerprint=mark)._about(**known)
+    return RoutedExperts(ids=ids, layers=LAYERS, num_experts=8, fingerprint=mark).with_known(**known)
 
 
 def merged(one: RoutedExperts) -> RoutedExperts:
@@ -119,25 +119,25 @@ def do(tmp_path: Path) -> Callable[[str, RoutedExperts], RoutedExperts]:
 
 
 @pytest.mark.parametrize("way", [*SAME_ROWS, *OTHER_ROWS])
-def test_what_is_vouched_for_stays_so_and_is_read_again(way: str, do: Any) -> None:
-    again = do(way, favourite(vouched=True))
-    assert again.vouched
+def test_that_layers_may_be_constant_stays_known_and_is_read_again(way: str, do: Any) -> None:
+    again = do(way, favourite(constant_layers_ok=True))
+    assert again.constant_layers_ok
     assert RoutedExperts.from_bytes(again.to_bytes()) == again
     assert not again.from_engine
 
 
 @pytest.mark.parametrize("way", [*SAME_ROWS, *OTHER_ROWS])
-def test_nothing_is_vouched_for_on_the_way(way: str, do: Any) -> None:
+def test_no_way_says_that_layers_may_be_constant(way: str, do: Any) -> None:
     if way in ("bytes", "a file", "a folder"):
         with pytest.raises(InvalidRoutes, match="layer 3: all"):
             do(way, favourite())
     else:
-        assert not do(way, favourite()).vouched
+        assert not do(way, favourite()).constant_layers_ok
 
 
 @pytest.mark.parametrize("way", [*SAME_ROWS, *OTHER_ROWS])
 def test_that_an_engine_chose_stays_known(way: str, do: Any) -> None:
-    assert do(way, favourite(vouched=True, from_engine=True)).from_engine
+    assert do(way, favourite(constant_layers_ok=True, from_engine=True)).from_engine
 
 
 @pytest.mark.parametrize("way", SAME_ROWS)
@@ -154,28 +154,36 @@ def test_the_same_rows_keep_all_that_is_known_of_their_micro_batch(way: str, do:
     assert torch.equal(again.placed[0], torch.arange(TOKENS))
 
 
+@pytest.mark.parametrize("way", ["take", "sequence", "of a sample", "concat", "layers side by side"])
+def test_of_other_rows_nothing_is_known_of_a_micro_batch(way: str, do: Any) -> None:
+    given = favourite(bad_samples=3, row_order="batch", placed=(torch.arange(TOKENS), (TOKENS,)))
+    parts = [given.only([layer]) for layer in LAYERS]
+    again = side_by_side(parts) if way == "layers side by side" else do(way, given)
+    assert (again.bad_samples, again.row_order, again.placed) == (0, None, None)
+
+
 @pytest.mark.parametrize("marks", [(True, False), (False, True)])
 def test_parts_are_together_what_each_of_them_is(marks: tuple[bool, bool]) -> None:
-    """Vouched for where all are, an engine's where one is: whichever comes first."""
-    wholes = [favourite(vouched=mark, from_engine=mark) for mark in marks]
+    """Constant layers are right where they are in all, and an engine chose where it chose one."""
+    wholes = [favourite(constant_layers_ok=mark, from_engine=mark) for mark in marks]
     parts = [one.only([layer]) for one, layer in zip(wholes, LAYERS, strict=True)]
     for made in (side_by_side(parts), RoutedExperts.concat(wholes)):
-        assert (made.vouched, made.from_engine) == (False, True)
+        assert (made.constant_layers_ok, made.from_engine) == (False, True)
 
 
-def test_other_ids_are_not_vouched_for_by_those_whose_place_they_take() -> None:
+def test_of_other_ids_in_their_place_nobody_has_said_that_they_may_be_constant() -> None:
     """They are an engine's all the same, if those were."""
-    given = favourite(vouched=True, from_engine=True, row_order="batch")
+    given = favourite(constant_layers_ok=True, from_engine=True, row_order="batch")
     for ids in (given.ids.clone(), given.ids[:70], given.ids.numpy()):
         rows = torch.ones(len(ids), dtype=torch.bool)
         again = replace(given, ids=ids, recorded=rows)
-        assert (again.vouched, again.from_engine, again.row_order) == (False, True, None)
+        assert (again.constant_layers_ok, again.from_engine, again.row_order) == (False, True, None)
         with pytest.raises(InvalidRoutes, match="layer 3: all"):
             RoutedExperts.from_bytes(again.to_bytes())
 
 
 def test_a_copy_with_other_values_shares_no_memory_and_checks_them() -> None:
-    given = favourite(vouched=True)
+    given = favourite(constant_layers_ok=True)
     given_ids = given.ids.clone()
     replace(given).ids.zero_()
     assert torch.equal(given.ids, given_ids)
@@ -184,7 +192,7 @@ def test_a_copy_with_other_values_shares_no_memory_and_checks_them() -> None:
 
 
 def test_whose_copy_it_is_is_no_field() -> None:
-    assert [one.name for one in fields(RoutedExperts)][-1] == "weight_version"
+    assert "_like" not in {one.name for one in fields(RoutedExperts)}
     assert asdict(favourite()).keys() == {one.name for one in fields(RoutedExperts)}
     assert "_like" not in vars(replace(favourite()))
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import npu_replay
 from npu_replay import MicroBatchError, routers
-from npu_replay.routes.input_digest import digest, input_key, other_inputs
+from npu_replay.routes.inputs import digest, input_key, other_inputs
 from toys import HIDDEN, ToyModel, ToyRouter, ToyRouters
 
 BATCH, LENGTH = 2, 5
@@ -199,9 +199,9 @@ def test_the_host_does_not_wait_and_the_digest_stays_where_its_input_is() -> Non
 
 
 def test_a_digest_made_under_inference_mode_leaves_nothing_behind() -> None:
-    from npu_replay.routes import input_digest
+    from npu_replay.routes import inputs
 
-    input_digest._weights.cache_clear()
+    inputs._weights.cache_clear()
     with torch.inference_mode():
         first = int(digest(noise(5, 5)))
     assert int(digest(noise(5, 5).requires_grad_())) == first

@@ -192,7 +192,7 @@ def test_the_header_of_a_full_shard_is_one_that_can_be_read() -> None:
         "weight_version": "a version of 32 characters, ...",
         "digest": "f" * 32,
     }
-    known |= {"tokens": 1 << 48, "vouched": False, "from_engine": False}
+    known |= {"tokens": 1 << 48, "constant_layers_ok": False, "from_engine": False}
     keys = (f"{number:04d}" + "\x01" * 296 for number in range(64))
     header = encoding.Header(
         {"layers": [*range(4096)], "topk": 8, "num_experts": 300}, dict.fromkeys(keys, known)
@@ -403,8 +403,8 @@ def test_a_constant_layer_in_a_folder_is_refused_but_where_the_tokens_explain_it
         assert "routes-00000.safetensors" in caught.value.where
 
 
-def test_what_was_vouched_for_and_what_was_not_lie_in_one_shard(tmp_path: Path) -> None:
-    vouched = RoutedExperts.unrecorded(9, layers=(1, 2, 5), topk=4, num_experts=64)
-    found = store(tmp_path, (vouched, "vouched"), (sample(1), "not"))
-    assert (found["vouched"], found["not"]) == (vouched, sample(1))
-    assert (found["vouched"].vouched, found["not"].vouched) == (True, False)
+def test_routes_whose_layers_may_be_constant_and_others_lie_in_one_shard(tmp_path: Path) -> None:
+    may_be = RoutedExperts.unrecorded(9, layers=(1, 2, 5), topk=4, num_experts=64)
+    found = store(tmp_path, (may_be, "may be"), (sample(1), "not"))
+    assert (found["may be"], found["not"]) == (may_be, sample(1))
+    assert (found["may be"].constant_layers_ok, found["not"].constant_layers_ok) == (True, False)

@@ -45,7 +45,7 @@ def own(model: Any, *inputs: torch.Tensor) -> list[RoutedExperts]:
 def random(rows: int, layers: tuple[int, ...] = (0, 1), seed: int = 9) -> RoutedExperts:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.rand(rows, len(layers), EXPERTS, generator=generator).topk(TOPK).indices
-    return RoutedExperts(ids=ids, layers=layers, num_experts=EXPERTS)._about(from_engine=True)
+    return RoutedExperts(ids=ids, layers=layers, num_experts=EXPERTS, from_engine=True)
 
 
 def run(model: Any, routes: list[RoutedExperts], *inputs: torch.Tensor, **options: Any) -> dict[str, float]:
@@ -64,7 +64,7 @@ def test_routes_of_an_engine_are_judged_and_others_are_not() -> None:
     assert run(model, [right], inputs)["overlap"] == 1.0
     with pytest.raises(MicroBatchError, match=rf"micro-batch 0, chunk 0, .*{FAR}.*min_overlap="):
         run(model, [random(RUN)], inputs)
-    by_hand = random(RUN)._about(from_engine=False)
+    by_hand = random(RUN).with_known(from_engine=False)
     assert "overlap" not in run(model, [by_hand], inputs)
     with pytest.raises(MicroBatchError, match=FAR):
         run(model, [by_hand], inputs, min_overlap=0.5)
@@ -125,7 +125,7 @@ def stored(one: RoutedExperts, folder: Path) -> RoutedExperts:
 def test_that_an_engine_chose_is_known_wherever_routes_go(way: str, tmp_path: Path) -> None:
     act = WAYS | {"a file": saved, "a folder": stored}
     assert act[way](random(RUN), tmp_path).from_engine
-    assert not act[way](random(RUN)._about(from_engine=False), tmp_path / "other").from_engine
+    assert not act[way](random(RUN).with_known(from_engine=False), tmp_path / "other").from_engine
 
 
 def test_what_a_decoder_admits_is_an_engines() -> None:
@@ -245,7 +245,7 @@ def test_rows_without_a_route_are_not_judged() -> None:
     ids = right.ids.clone()
     ids[:RUN] = 0
     partly = RoutedExperts(ids=ids, layers=right.layers, num_experts=EXPERTS, recorded=recorded)
-    assert run(model, [partly._about(from_engine=True)], inputs)["overlap"] == 1.0
+    assert run(model, [partly.with_known(from_engine=True)], inputs)["overlap"] == 1.0
 
 
 # Who is spared

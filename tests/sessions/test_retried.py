@@ -54,9 +54,7 @@ def routes(of: ToyModel) -> list[RoutedExperts]:
         ids = torch.where(half, one.ids.long(), other)
         kept = torch.arange(ROWS) % 5 != 0
         found.append(
-            RoutedExperts(ids=ids, layers=one.layers, num_experts=EXPERTS, recorded=kept)._about(
-                from_engine=True
-            )
+            RoutedExperts(ids=ids, layers=one.layers, num_experts=EXPERTS, recorded=kept, from_engine=True)
         )
     return found
 
@@ -147,7 +145,7 @@ def test_an_error_of_one_chunk_that_waits_leaves_nothing_to_be_judged_with_the_n
         ToyModel(ToyRouter(layer=2), ToyRouter(layer=3)),
     ]
     ids = torch.rand(80, 4, EXPERTS, generator=torch.Generator().manual_seed(0)).topk(TOPK).indices
-    given = RoutedExperts(ids=ids, layers=range(4), num_experts=EXPERTS)._about(from_engine=True)
+    given = RoutedExperts(ids=ids, layers=range(4), num_experts=EXPERTS, from_engine=True)
     with (
         pytest.raises(NoEffect, match="layer 1"),
         StepReplay(chunks, errors_wait=True, min_overlap=0.001, live_mismatch=True) as session,
