@@ -142,10 +142,10 @@ def _ask_finders(name: str, path: list[str] | None) -> ModuleSpec | None:
     if loaded is not None and getattr(loaded, "__spec__", None):
         return loaded.__spec__
     if loaded is not None:  # somebody made it by hand, and put it there
-        spec = ModuleSpec(name, None, origin=getattr(loaded, "__file__", None) or "sys.modules")
-        path = getattr(loaded, "__path__", None)
-        spec.submodule_search_locations = None if path is None else list(path)
-        return spec
+        made = ModuleSpec(name, None, origin=getattr(loaded, "__file__", None) or "sys.modules")
+        folders = getattr(loaded, "__path__", None)
+        made.submodule_search_locations = None if folders is None else list(folders)
+        return made
     for finder in sys.meta_path:
         try:
             with import_hook.asking.about(name):
@@ -191,7 +191,9 @@ def _probe(name: str) -> Product:
 
 def _source_version(source: Path) -> str:
     """Return the `__version__` that a file assigns, or MAJOR, MINOR, PATCH and PRE_RELEASE put together."""
-    found = {name: number or text for name, number, _, text in _CONSTANT.findall(_text(source))}
+    found: dict[str, str] = {
+        name: number or text for name, number, _, text in _CONSTANT.findall(_text(source))
+    }
     if version := found.get("__version__") or found.get("version"):
         return version
     if not {"MAJOR", "MINOR", "PATCH"} <= found.keys():

@@ -119,7 +119,8 @@ class _ToyModel(nn.Module):
     def _layer(self, hidden: torch.Tensor) -> torch.Tensor:
         values, ids = self.router(hidden @ self.gate.t())
         weights = values.new_zeros(len(hidden), _EXPERTS).scatter(1, ids, values)
-        return hidden + (weights @ self.experts).tanh()
+        output: torch.Tensor = hidden + (weights @ self.experts).tanh()
+        return output
 
 
 class _ToyRouters(routers.RouterKind):

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 import npu_replay
 from command_line import Result, invoke
 from npu_replay import ReplayError, RoutedExperts, RouteStore, fingerprint
+from npu_replay.compat import probe
 from npu_replay.compat.vllm.decode import from_vllm
 from npu_replay.errors import InvalidRoutes
 from npu_replay.inspection import inspection, plots
@@ -645,6 +646,17 @@ def test_a_picture_is_not_overwritten_unasked(desk: Desk, run: Callable[..., Res
     assert out.read_bytes() == b"mine"
     assert run(path, "--out", out, "--force").exit_code == 0
     assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_a_picture_is_refused_before_the_work(
+    desk: Desk, run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(probe._KNOWN, "matplotlib", ("no_such_module", ""))
+    path = desk.put(desk.routes())
+    result = run(path, "--out", desk.folder / "picture.png")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "pip install matplotlib" in result.stderr
+    assert run(path, "--out", desk.folder / "found.json").exit_code == 0
 
 
 def test_loads_of_other_layers_and_sizes_add_up() -> None:
