@@ -7,6 +7,7 @@ Whether a product that is found also imports is what `npu-replay doctor` tries, 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import re
 import sys
@@ -182,18 +183,15 @@ def _probe(name: str) -> Product:
         return Product(name, False)  # a bare folder at the top may be a checkout
     version = _source_version(Path(folder, file)) if folder and file else ""
     if not version:
-        try:
+        with contextlib.suppress(Exception):  # no distribution, or its metadata is damaged
             version = importlib.metadata.version(name) or ""
-        except Exception:  # noqa: BLE001 - not installed as a distribution, or its metadata is damaged
-            version = ""
     return Product(name, True, version, folder or spec.origin or "")  # one file, or a stand-in
 
 
 def _source_version(source: Path) -> str:
     """Return the `__version__` that a file assigns, or MAJOR, MINOR, PATCH and PRE_RELEASE put together."""
-    found: dict[str, str] = {
-        name: number or text for name, number, _, text in _CONSTANT.findall(_text(source))
-    }
+    constants = _CONSTANT.findall(_text(source))
+    found: dict[str, str] = {name: number or text for name, number, _, text in constants}
     if version := found.get("__version__") or found.get("version"):
         return version
     if not {"MAJOR", "MINOR", "PATCH"} <= found.keys():
