@@ -485,6 +485,11 @@ def test_a_folder_with_a_bad_sample(store: Path, run: Callable[..., Result]) -> 
     assert inspect(store).layers[0].rows == 80 + 82 + 83
 
 
+def test_ids_are_one_samples(store: Path, desk: Desk) -> None:
+    with pytest.raises(ReplayError, match="these ids are one sample's"):
+        inspect(store, **desk.ids)
+
+
 def test_a_key_that_is_not_there_and_a_shard_alone(store: Path, run: Callable[..., Result]) -> None:
     result = run(store, "--sample", "sample-9")
     assert result.exit_code == 1
