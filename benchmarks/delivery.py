@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import json
 import logging
 import pickle
 import time
@@ -38,7 +39,7 @@ from npu_replay.compat.ray import RayCarrier
 from npu_replay.delivery.references import Cut, Reference, put_away
 from npu_replay.devices import one_thread
 from npu_replay.options import check_out, write_out
-from npu_replay.tables import Cell, Part, Table, print_json, show, to_json
+from npu_replay.tables import Cell, Part, Table, print_json, show
 
 SAMPLES, TOKENS = 16, 8192
 LAYERS, TOPK, EXPERTS = 48, 8, 128
@@ -86,10 +87,10 @@ def main(
         found = measured(pairs, screen.progress(3))
         result = {"planned": summary(planned), "rows": [asdict(row) for row in found]}
         if as_json:
-            print_json(result)
+            print_json(json.dumps(result, indent=1))
         else:
             show(_shown(planned, found))
-    write_out(out, to_json(result).encode(), force=force)
+    write_out(out, json.dumps(result, indent=1).encode(), force=force)
     return planned, found
 
 

@@ -6,6 +6,7 @@ A table shows the median of the rounds' ratios to the first way, and the quartil
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -21,7 +22,7 @@ from npu_replay.compat import probe
 from npu_replay.devices import megatron_on, name_of, one_thread, pick
 from npu_replay.options import check_out, write_out
 from npu_replay.smoke import megatron_model
-from npu_replay.tables import Part, Table, print_json, show, to_json
+from npu_replay.tables import Part, Table, print_json, show
 
 
 def main(
@@ -53,10 +54,10 @@ def main(
         screen.err().write(f"Measured in {time.perf_counter() - begun:.0f} s\n")
         result = {"about": about, "rows": [asdict(row) for row in found]}
         if as_json:
-            print_json(result)
+            print_json(json.dumps(result, indent=1))
         else:
             show(_shown(about, found))
-    write_out(out, to_json(result).encode(), force=force)
+    write_out(out, json.dumps(result, indent=1).encode(), force=force)
     return found
 
 

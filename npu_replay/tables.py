@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +16,7 @@ Cell: TypeAlias = "str | tuple[str, str]"
 """Text, or text and its style, such as "bold red", which a terminal shows and a pipe doesn't."""
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _GAP = "  "
+_WORDS: dict[str, Any] = {"break_on_hyphens": False, "expand_tabs": False}
 _LEAST = 10
 """A column of words isn't made narrower than this."""
 
@@ -37,38 +37,36 @@ class Table:
 
     def lines(self, columns: int, colours: bool) -> Iterator[str]:
         """Yield its lines, folded to so many columns."""
-        rows = [[_styled(cell) for cell in row] for row in self.rows]
-        rows.insert(0, [(title, "bold") for title in self.titles])
+        rows = [[(title, "bold") for title in self.titles], *(list(map(_styled, row)) for row in self.rows)]
         widths = self._widths([[text for text, _ in column] for column in zip(*rows, strict=True)], columns)
         for number, row in enumerate(rows):
-            folded = [_folded(text, wide) for (text, _), wide in zip(row, widths, strict=True)]
+            # A long word is folded too: the columns after it stay in their place.
+            folded = [
+                [piece for line in text.split("\n") for piece in textwrap.wrap(line, wide, **_WORDS) or [""]]
+                for (text, _), wide in zip(row, widths, strict=True)
+            ]
             height = max(map(len, folded))
             for line in range(height):
                 cells = []
                 for column, texts in enumerate(folded):
                     at = line if number else line - height + len(texts)  # titles stand right above the cells
                     text = texts[at] if 0 <= at < len(texts) else ""
-                    painted, blanks = (
-                        _paint(text, row[column][1], colours),
-                        " " * (widths[column] - len(text)),
-                    )
-                    cells.append(blanks + painted if column in self.numbers else painted + blanks)
+                    cell = _paint(text, row[column][1], colours), " " * (widths[column] - len(text))
+                    cells.append("".join(reversed(cell) if column in self.numbers else cell))
                 yield _GAP.join(cells).rstrip()
 
     def _widths(self, texts: list[list[str]], columns: int) -> list[int]:
         """Return each column's width: the one with the most to give gives way, blank by blank."""
         widths = [max(len(line) for text in column for line in text.split("\n")) for column in texts]
         least = [min(wide, _LEAST) for wide in widths]
-        for whole in (True, False):  # first the titles of numbers, then what stands beside a number
-            for column in self.numbers:
-                title, *cells = texts[column]
-                words = [*title.split(), *(cells if whole else " ".join(cells).split())]
-                least[column] = max(map(len, words), default=0)
-            while sum(widths) + len(_GAP) * (len(widths) - 1) > columns:
-                room = [one - low for one, low in zip(widths, least, strict=True)]
-                if max(room) <= 0:
-                    break
-                widths[room.index(max(room))] -= 1
+        for column in self.numbers:
+            title, *cells = texts[column]
+            least[column] = max(map(len, [*title.split(), *cells]), default=0)
+        while sum(widths) + len(_GAP) * (len(widths) - 1) > columns:
+            room = [one - low for one, low in zip(widths, least, strict=True)]
+            if max(room) <= 0:
+                break
+            widths[room.index(max(room))] -= 1
         return widths
 
 
@@ -103,46 +101,28 @@ def as_text(parts: Iterable[Part]) -> str:
     return stream.getvalue().removesuffix("\n")
 
 
-def show_error(said: str, *hints: str, as_json: bool) -> None:
-    """Say on stderr what a command ended in; under --json stdout has it as its one document."""
-    show([[("Error: ", "bold red"), said], *((hint, "dim") for hint in hints)], to=screen.err())
-    if as_json:
-        print_json({"error": said})
-
-
-def print_json(found: Any) -> None:
-    """Print one JSON document on stdout, from what json can write or from its text."""
-    screen.out().write(f"{found if isinstance(found, str) else to_json(found)}\n")
+def print_json(text: str) -> None:
+    """Print one JSON document on stdout."""
+    screen.out().write(f"{text}\n")
     screen.out().flush()
-
-
-def to_json(found: Any) -> str:
-    """Return the text that commands print and write."""
-    return json.dumps(found, indent=1)
 
 
 def wrapped(text: str, columns: int, indent: str = "") -> str:
     """Fold between words; a longer word, such as a path, stays whole."""
-    fold = textwrap.TextWrapper(
-        columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, expand_tabs=False
-    )
-    return "\n".join(fold.fill(line) for line in text.split("\n"))
+    how: dict[str, Any] = {"subsequent_indent": indent, "break_long_words": False}
+    return "\n".join(textwrap.fill(line, columns, **how, **_WORDS) for line in text.split("\n"))
 
 
 def _line(part: Cell | list[Cell], colours: bool) -> str:
-    """Fold a line. Blanks become line ends, so each cell keeps its length, and its style."""
+    """Fold a line, indented as it begins. Blanks become line ends, so each cell keeps its length."""
     cells = [_styled(cell) for cell in (part if isinstance(part, list) else [part])]
-    text, found = wrapped("".join(cell for cell, _ in cells), width()), ""
+    text, found = "".join(cell for cell, _ in cells), ""
+    indent = len(text) - len(text.lstrip(" -"))
+    text = text[:indent] + wrapped(text[indent:], width() - indent)
     for cell, style in cells:
         found += _paint(text[: len(cell)], style, colours)
         text = text[len(cell) :]
-    return found
-
-
-def _folded(text: str, columns: int) -> list[str]:
-    """Fold a cell. A long word is folded too: the columns after it stay in their place."""
-    lines = [textwrap.wrap(line, columns, break_on_hyphens=False) or [""] for line in text.split("\n")]
-    return [line for some in lines for line in some]
+    return found.replace("\n", "\n" + " " * indent)
 
 
 def _styled(cell: Cell) -> tuple[str, str]:

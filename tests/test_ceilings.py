@@ -61,11 +61,11 @@ SLACK = 20
 
 CIRCLES = 6
 """Modules in circles."""
-PRIVATE = 20
+PRIVATE = 8
 """Places where a room uses a private part of another."""
 LEVELS = 4
 """The most classes of ours above each other."""
-TWICE = 10
+TWICE = 7
 """Names that several classes have."""
 
 TORCHS = {*vars(nn.Module()), "_version"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from npu_replay.cli.exits import ended
 from npu_replay.compat import probe
 from npu_replay.devices import megatron_on, one_thread, pick
 from npu_replay.options import Parser, WrongOption, at_least, check_out, write_out
-from npu_replay.tables import print_json, show, to_json
+from npu_replay.tables import print_json, show
 
 JSON, PNG, LOG = "demo.json", "demo.png", "demo.log"
 
@@ -56,10 +57,10 @@ def run(given: Namespace) -> None:
         with one_thread(), megatron_on(where := pick(given.device)):
             result = job.run(where, given.steps, given.seed, given.engine, screen.progress(5))
         if given.json:
-            print_json(result)
+            print_json(json.dumps(result, indent=1))
         else:
             show(tables.parts(result))
-        write_out(given.out / JSON, to_json(result).encode(), force=given.force)
+        write_out(given.out / JSON, json.dumps(result, indent=1).encode(), force=given.force)
         write_out(given.out / PNG, picture.draw(result), force=given.force)
 
 

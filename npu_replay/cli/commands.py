@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import npu_replay
 from npu_replay.cli.exits import FAULT, WRONG
+from npu_replay.compat import probe
 from npu_replay.options import Parser, at_least, check_out, write_out
 from npu_replay.smoke.options import SIZES, Options
 from npu_replay.tables import print_json, show
@@ -35,10 +37,53 @@ def parser() -> Parser:
     reader = Parser("npu-replay", ABOUT, examples, "docs/cli.md")
     reader.add_argument("--version", action="version", version=npu_replay.__version__)
     commands = reader.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    _add_doctor(commands)
-    _add_inspect(commands)
-    _add_compare(commands)
-    _add_smoke(commands)
+
+    about = "Say whether replay works here, and what to do if it doesn't (then exits 1)."
+    examples = "npu-replay doctor", "npu-replay doctor --json > doctor.json"
+    doctor = _add(commands, "doctor", _doctor, about, *examples)
+    doctor.add_argument("--imports", action="store_true", help="Also import transformers (some seconds).")
+    doctor.add_report("JSON file for what was found.")
+
+    about = "Say what a file or an engine's answer holds, and whether its routes are right (else exits 1)."
+    answer = "npu-replay inspect answer.json --config config.json --out picture.png"
+    inspect = _add(commands, "inspect", _inspect, about, answer, "npu-replay inspect routes --json")
+    add = inspect.add_argument
+    words = "A file of routes, a folder of them, an .npy array, or an engine's answer."
+    add("path", type=Path, metavar="FILE", help=words)
+    add("--config", type=Path, metavar="PATH", help="The model's config.json, or its folder.")
+    words = "Which engine made it; auto finds out, for an answer."
+    add("--engine", choices=("auto", "vllm", "sglang"), default="auto", help=words)
+    words = "The engine's release, such as 0.23.0: for likelier causes."
+    add("--engine-version", default="", metavar="V", help=words)
+    add("--prompt-ids", type=Path, metavar="FILE", help="JSON of the prompt's ids, or a list of such.")
+    add("--output-ids", type=Path, metavar="FILE", help="The same of the sampled ids.")
+    add("--start", type=at_least(0), default=0, metavar="N", help="Which token the first row is of.")
+    add("--sample", metavar="KEY", help="One sample of a folder, one completion of an answer.")
+    inspect.add_report("PNG file for the picture, or .json for the findings.")
+
+    about = "Say how far two sets of routes of the same tokens are apart (exits 0 if they differ, too)."
+    examples = "npu-replay compare rollout trainer", "npu-replay compare a.routes b.routes --json"
+    compare = _add(commands, "compare", _compare, about, *examples)
+    compare.add_argument("a", type=Path, metavar="A", help="A file of routes, or a folder of them.")
+    words = "The same kind of thing, to hold against it."
+    compare.add_argument("b", type=Path, metavar="B", help=words)
+    compare.add_report("JSON file for the numbers.")
+
+    about = "Try routing replay on this stack, device and split (exits 1 if something fails)."
+    several = "torchrun --nproc-per-node 4 -m npu_replay smoke --tp 2 --pp 2 --out smoke.json"
+    smoke = _add(commands, "smoke", _smoke, about, "python -m npu_replay smoke --recompute", several)
+    words = "Megatron's class: GPTModel, or HybridModel (MambaModel up to 0.17)."
+    smoke.add_argument("--model", choices=("gpt", "hybrid"), default="gpt", help=words)
+    smoke.add_device()
+    smoke.add_argument("--recompute", action="store_true", help="Try full activation recompute too.")
+    words = "Seconds that a rank waits for another before it says so; 60 if not given."
+    smoke.add_argument("--patience", type=float, default=60.0, metavar="SECONDS", help=words)
+    split = smoke.add_argument_group("the job's split")
+    for name, words in SIZES.items():
+        split.add_argument(f"--{name}", type=int, default=1, metavar="N", help=words)
+    words = "On by itself with --tp 2 or more, as Megatron wants it."
+    split.add_argument("--sequence-parallel", action="store_true", help=words)
+    smoke.add_report("JSON file for the results, to attach to a report.")
     return reader
 
 
@@ -51,43 +96,31 @@ def _add(
     return reader
 
 
-def _add_doctor(commands: Any) -> None:
-    about = "Say whether replay works here, and what to do if it doesn't (then exits 1)."
-    examples = "npu-replay doctor", "npu-replay doctor --json > doctor.json"
-    reader = _add(commands, "doctor", _doctor, about, *examples)
-    reader.add_argument("--imports", action="store_true", help="Also import transformers (some seconds).")
-    reader.add_report("JSON file for what was found.")
+def _end(given: Namespace, found: Any, picture: Callable[[], bytes] | None = None) -> None:
+    """Print what was found, and write what --out asks for: the same as JSON, or a picture."""
+    if given.json:
+        print_json(found.to_json())
+    else:
+        show(found.parts())
+    write_out(given.out, picture() if picture else found.to_json().encode(), force=given.force)
 
 
-def _doctor(given: Namespace) -> None:
-    from npu_replay.doctor.diagnose import run
+def _doctor(given: Namespace) -> int:
+    from npu_replay.doctor.diagnose import diagnose
 
-    run(imports=given.imports, json=given.json, out=given.out, force=given.force)
-
-
-def _add_inspect(commands: Any) -> None:
-    about = "Say what a file or an engine's answer holds, and whether its routes are right (else exits 1)."
-    answer = "npu-replay inspect answer.json --config config.json --out picture.png"
-    reader = _add(commands, "inspect", _inspect, about, answer, "npu-replay inspect routes --json")
-    add = reader.add_argument
-    words = "A file of routes, a folder of them, an .npy array, or an engine's answer."
-    add("path", type=Path, metavar="FILE", help=words)
-    add("--config", type=Path, metavar="PATH", help="The model's config.json, or its folder.")
-    words = "Which engine made it; auto finds out, for an answer."
-    add("--engine", choices=("auto", "vllm", "sglang"), default="auto", help=words)
-    words = "The engine's release, such as 0.23.0: for likelier causes."
-    add("--engine-version", default="", metavar="V", help=words)
-    add("--prompt-ids", type=Path, metavar="FILE", help="JSON of the prompt's ids, or a list of such.")
-    add("--output-ids", type=Path, metavar="FILE", help="The same of the sampled ids.")
-    add("--start", type=at_least(0), default=0, metavar="N", help="Which token the first row is of.")
-    add("--sample", metavar="KEY", help="One sample of a folder, one completion of an answer.")
-    reader.add_report("PNG file for the picture, or .json for the findings.")
+    check_out(given.out, force=given.force)
+    diagnosis = diagnose(imports=given.imports)
+    _end(given, diagnosis)
+    return 0 if diagnosis.works else FAULT
 
 
 def _inspect(given: Namespace) -> int:
     from npu_replay.inspection.inspection import inspect
 
     check_out(given.out, force=given.force)
+    drawn = given.out is not None and given.out.suffix != ".json"
+    if drawn:
+        probe.require(probe.PLOTS, "the picture of --out")
     found = inspect(
         given.path,
         config=given.config,
@@ -98,59 +131,20 @@ def _inspect(given: Namespace) -> int:
         start=given.start,
         sample=given.sample,
     )
-    if given.json:
-        print_json(found.to_json())
-    else:
-        from npu_replay.inspection.show import parts
-
-        show(parts(found))
-    if given.out is not None:
+    if drawn:
         from npu_replay.inspection import plots
 
-        whole = found.to_json().encode() if given.out.suffix == ".json" else plots.routes(found)
-        write_out(given.out, whole, force=given.force)
+        _end(given, found, partial(plots.routes, found))
+    else:
+        _end(given, found)
     return 0 if found.good else FAULT
 
 
-def _add_compare(commands: Any) -> None:
-    about = "Say how far two sets of routes of the same tokens are apart (exits 0 if they differ, too)."
-    examples = "npu-replay compare rollout trainer", "npu-replay compare a.routes b.routes --json"
-    reader = _add(commands, "compare", _compare, about, *examples)
-    words = "A file of routes, or a folder of them."
-    reader.add_argument("a", type=Path, metavar="A", help=words)
-    words = "The same kind of thing, to hold against it."
-    reader.add_argument("b", type=Path, metavar="B", help=words)
-    reader.add_report("JSON file for the numbers.")
-
-
 def _compare(given: Namespace) -> None:
-    from npu_replay.inspection.compare import compare_paths, parts
+    from npu_replay.inspection.compare import compare_paths
 
     check_out(given.out, force=given.force)
-    found = compare_paths(given.a, given.b)
-    if given.json:
-        print_json(found.to_json())
-    else:
-        show(parts(found))
-    write_out(given.out, found.to_json().encode(), force=given.force)
-
-
-def _add_smoke(commands: Any) -> None:
-    about = "Try routing replay on this stack, device and split (exits 1 if something fails)."
-    several = "torchrun --nproc-per-node 4 -m npu_replay smoke --tp 2 --pp 2 --out smoke.json"
-    reader = _add(commands, "smoke", _smoke, about, "python -m npu_replay smoke --recompute", several)
-    words = "Megatron's class: GPTModel, or HybridModel (MambaModel up to 0.17)."
-    reader.add_argument("--model", choices=("gpt", "hybrid"), default="gpt", help=words)
-    reader.add_device()
-    reader.add_argument("--recompute", action="store_true", help="Try full activation recompute too.")
-    words = "Seconds that a rank waits for another before it says so; 60 if not given."
-    reader.add_argument("--patience", type=float, default=60.0, metavar="SECONDS", help=words)
-    split = reader.add_argument_group("the job's split")
-    for name, words in SIZES.items():
-        split.add_argument(f"--{name}", type=int, default=1, metavar="N", help=words)
-    words = "On by itself with --tp 2 or more, as Megatron wants it."
-    split.add_argument("--sequence-parallel", action="store_true", help=words)
-    reader.add_report("JSON file for the results, to attach to a report.")
+    _end(given, compare_paths(given.a, given.b))
 
 
 def _smoke(given: Namespace) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 
+from npu_replay import screen
 from npu_replay.errors import ReplayError, cures
 from npu_replay.options import WrongOption, message
-from npu_replay.tables import show_error
+from npu_replay.tables import print_json, show
 
 FAULT, WRONG, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141
 """Exit codes, as docs/cli.md has them; the last two are a shell's for the signals SIGINT and SIGPIPE."""
@@ -21,7 +23,7 @@ def ended(work: Callable[[], int | None], arguments: Sequence[str]) -> int:
         work: the command, from the reading of its command line on.
         arguments: the command line: --json and --debug count also where it can't be read.
     """
-    as_json = "--json" in arguments
+    hints: list[str] = []
     try:
         try:
             return work() or 0
@@ -34,14 +36,16 @@ def ended(work: Callable[[], int | None], arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
     except WrongOption as error:
-        show_error(message(error), as_json=as_json)
-        return WRONG
+        said, code = message(error), WRONG
     except (ReplayError, ModuleNotFoundError) as error:
         if "--debug" in arguments:
             raise
         if isinstance(error, ReplayError):
-            show_error(message(error), cures(), "--debug shows where it came from", as_json=as_json)
+            said, hints = message(error), [cures(), "--debug shows where it came from"]
         else:
-            doctor = "npu-replay doctor says what is missing, and how to get it"
-            show_error(str(error), doctor, as_json=as_json)
-        return FAULT
+            said, hints = str(error), ["npu-replay doctor says what is missing, and how to get it"]
+        code = FAULT
+    show([[("Error: ", "bold red"), said], *((hint, "dim") for hint in hints)], to=screen.err())
+    if "--json" in arguments:
+        print_json(json.dumps({"error": said}, indent=1))
+    return code

@@ -65,17 +65,7 @@ class Report:
     open_sessions: tuple[OpenSession, ...]
 
     def __str__(self) -> str:
-        blocks = ", ".join(map(str, self.open_sessions))
-        return tables.as_text(
-            [
-                *self.parts(),
-                "",
-                f"Python: {self.python}",
-                f"Routers that are recognised: {', '.join(self.router_kinds)}",
-                f"Changed in other modules: {len(self.patches) or 'nothing'}",
-                f"Open blocks: {blocks or 'none'}",
-            ]
-        )
+        return tables.as_text([*self.parts(), *self._process()])
 
     def parts(self) -> Iterator[Part]:
         """Yield what is installed, what works, and what npu_replay has changed: tables and lines."""
@@ -85,10 +75,21 @@ class Report:
         yield ""
         states = [(one.name, (one.state, _STYLES[one.state]), one.why) for one in self.capabilities]
         yield Table(("What", "State", "Why"), states)
-        if self.patches:
-            yield ""
-            patches = [(patch.where, patch.why, patch.reason) for patch in self.patches]
-            yield Table(("Changed by npu_replay", "Why", "For"), patches)
+
+    def _process(self) -> Iterator[Part]:
+        """Yield what is so in this process alone. A name has a line of its own, so that it can be copied."""
+        yield ""
+        yield f"Python: {self.python}"
+        yield f"Routers that are recognised: {', '.join(self.router_kinds)}"
+        yield f"Open blocks: {', '.join(map(str, self.open_sessions)) or 'none'}"
+        yield f"Changed in other modules: {len(self.patches) or 'nothing'}"
+        reason = ""
+        for patch in self.patches:
+            if patch.reason != reason:
+                reason = patch.reason
+                yield f"  for {reason}:", "bold"
+            yield f"  - {patch.where}"
+            yield f"    {patch.why}", "dim"
 
     def _installed(self) -> Iterator[Sequence[Cell]]:
         yield "npu_replay", self.version, _place(Path(__file__).parents[1])

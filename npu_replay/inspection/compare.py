@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 
-import torch
-
 from npu_replay.errors import InvalidRoutes, ReplayError, RouteFileError
 from npu_replay.routes.mismatch import check_comparable, differing_token_layers
 from npu_replay.routes.routed_experts import RoutedExperts
@@ -45,6 +43,10 @@ class Counts:
     @property
     def expert_share(self) -> float:
         return self.differing_experts / max(1, self.experts)
+
+    @property
+    def percents(self) -> tuple[str, str]:
+        return percent(self.token_share), percent(self.expert_share)
 
     def described(self) -> dict[str, int | float]:
         return asdict(self) | {"token_share": self.token_share, "expert_share": self.expert_share}
@@ -92,15 +94,31 @@ class Comparison:
         Raises:
             InvalidRoutes: they can't be compared; says where.
         """
+        InvalidRoutes.unless(
+            a.layers == b.layers,
+            "these routings are of other layers",
+            f"layers {_spans(a.layers)}",
+            f"layers {_spans(b.layers)}",
+            "routes of two models, or of one pipeline stage against all of them",
+            where,
+        )
+        unsure = a.fingerprint is None or b.fingerprint is None
+        InvalidRoutes.unless(
+            unsure or a.fingerprint == b.fingerprint,
+            "these routings are of other sequences",
+            f"fingerprint {a.fingerprint or 0:016x}",
+            f"{b.fingerprint or 0:016x}",
+            "another sample, one that was sampled anew, or text that was tokenised again",
+            where,
+        )
         # One sample of many whose routes were lost is no reason to say nothing of the others.
         lost = self.folders and len(a) == len(b) and not (a.recorded & b.recorded).any()
         try:
-            _check_alike(a, b)
             tokens = 0 if lost else check_comparable(a, b)[1]
         except InvalidRoutes as error:
             raise error.at(where) from error
         self.samples += 1
-        self.unsure += a.fingerprint is None or b.fingerprint is None
+        self.unsure += unsure
         self.rows += len(a)
         self.without_route_in_a += int((~a.recorded).sum())
         self.without_route_in_b += int((~b.recorded).sum())
@@ -111,14 +129,48 @@ class Comparison:
         self.differing_tokens += int(differ.any(dim=1).sum())
         for column, layer in enumerate(a.layers):
             rows = differ[:, column].nonzero()[:, 0]
-            others = _only_in_first(a.ids[rows, column], b.ids[rows, column])
+            ours, theirs = a.ids[rows, column], b.ids[rows, column]
+            # Slot by slot, to save memory: ids that the same row of `theirs` hasn't got.
+            others = sum(int((slot[:, None] != theirs).all(dim=1).sum()) for slot in ours.unbind(dim=1))
             counts = Counts(tokens, len(rows), tokens * a.topk, others)
             self.layers[layer] = self.layers.get(layer, Counts()) + counts
 
     def to_json(self) -> str:
-        """All of it, for programs. Shares are of one."""
+        """Return all of it, for programs. Shares are of one."""
         layers = [{"layer": layer} | counts.described() for layer, counts in sorted(self.layers.items())]
         return json.dumps(asdict(self) | self.whole.described() | {"layers": layers}, indent=2)
+
+    def parts(self) -> Iterator[Part]:
+        """Yield what was compared and what couldn't be, each layer, and the verdict: lines and a table."""
+        yield [("A: ", "bold"), self.a]
+        yield [("B: ", "bold"), self.b]
+        if self.folders:
+            alone = f"{self.alone_in_a:,} of A, {self.alone_in_b:,} of B"
+            yield f"{self.samples:,} samples compared; without a partner: {alone}"
+        without = f"{self.without_route_in_a:,} in A, {self.without_route_in_b:,} in B"
+        yield f"{self.tokens:,} of {self.rows:,} tokens compared; rows without a route: {without}"
+        if self.unsure:
+            of = f"{self.unsure:,} of {self.samples:,} samples have" if self.folders else "there is"
+            yield f"not checked: that the tokens are the same, since {of} no fingerprint on one side or both"
+        yield ""
+        titles = ("Layer", "Tokens compared", "Tokens with\nother experts", "Experts that\nare others")
+        whole = self.whole
+        lines = [(str(layer), one.token_layers, one, "") for layer, one in sorted(self.layers.items())]
+        rows = [
+            [
+                (cell, style)
+                for cell in (name, f"{tokens:,}", *map(percent, (one.token_share, one.expert_share)))
+            ]
+            for name, tokens, one, style in [*lines, ("all", self.tokens, whole, "bold")]
+        ]
+        yield Table(titles, rows, numbers=range(1, 4))
+        yield ""
+        if whole.differing:
+            shares = f"{percent(whole.token_share)} of token-layers, {percent(whole.expert_share)} of experts"
+            anywhere = percent(self.differing_tokens / self.tokens)
+            yield f"different: {shares}; {anywhere} of tokens differ in some layer", "bold yellow"
+        else:
+            yield "the same: every token compared has the same experts in every layer", "bold green"
 
 
 def compare_paths(a: Path, b: Path) -> Comparison:
@@ -141,7 +193,10 @@ def compare_paths(a: Path, b: Path) -> Comparison:
             cause="one shard of a RouteStore in the place of its folder",
         )
     found = Comparison(a=str(a), b=str(b), folders=a.is_dir())
-    pairs = _in_folders(RouteStore(a), RouteStore(b), found) if found.folders else _of_files(a, b)
+    if found.folders:
+        pairs = _in_folders(RouteStore(a), RouteStore(b), found)
+    else:
+        pairs = iter([(f"{a} and {b}", RoutedExperts.load(a), RoutedExperts.load(b))])
     for pair in pairs:
         found.add(*pair)
     if not found.tokens:
@@ -155,32 +210,14 @@ def compare_paths(a: Path, b: Path) -> Comparison:
     return found
 
 
-def _of_files(a: Path, b: Path) -> Iterator[tuple[str, RoutedExperts, RoutedExperts]]:
-    yield f"{a} and {b}", RoutedExperts.load(a), RoutedExperts.load(b)
-
-
 def _in_folders(
     a: RouteStore, b: RouteStore, found: Comparison
 ) -> Iterator[tuple[str, RoutedExperts, RoutedExperts]]:
-    """The samples of both, one at a time: a folder may be larger than the memory."""
-    partners = _partners(a, b)
-    found.alone_in_a, found.alone_in_b = len(a) - len(partners), len(b) - len(partners)
-    if not partners:
-        raise ReplayError(
-            "no sample of one folder is in the other",
-            where=f"{a.folder} and {b.folder}",
-            expected="the same keys, or the same fingerprints",
-            got=f"{len(a):,} and {len(b):,} samples with nothing in common",
-            cause="two runs over other prompts, or answers that were sampled anew",
-        )
-    for ours, theirs in partners.items():
-        key = ours if ours == theirs else f"{ours} and {theirs}"
-        yield f"{a.folder} and {b.folder}, {key}", a[ours], b[theirs]
+    """Yield the samples of both, one at a time: a folder may be larger than the memory.
 
-
-def _partners(a: RouteStore, b: RouteStore) -> dict[str, str]:
-    """The key in `b` of each key in `a` that has a partner: the same, else one of the same tokens, by the
-    fingerprints in their indexes, which nobody has checked yet."""
+    Partners have the same key, else the same tokens, by the fingerprints in their indexes, which nobody has
+    checked yet.
+    """
     partners = {key: key for key in a if key in b}
     left: dict[object, list[str]] = {}
     for key in b:
@@ -190,25 +227,19 @@ def _partners(a: RouteStore, b: RouteStore) -> dict[str, str]:
         mark = a.described(key)[1]["fingerprint"]
         if key not in partners and mark is not None and left.get(mark):
             partners[key] = left[mark].pop(0)
-    return partners
-
-
-def _check_alike(a: RoutedExperts, b: RoutedExperts) -> None:
-    """Refuse what `check_comparable` allows: it takes the layers that both have, and any two sequences."""
-    if a.layers != b.layers:
-        raise InvalidRoutes(
-            "these routings are of other layers",
-            expected=f"layers {_spans(a.layers)}",
-            got=f"layers {_spans(b.layers)}",
-            cause="routes of two models, or of one pipeline stage against all of them",
-        )
-    if a.fingerprint != b.fingerprint and a.fingerprint is not None and b.fingerprint is not None:
-        raise InvalidRoutes(
-            "these routings are of other sequences",
-            expected=f"fingerprint {a.fingerprint:016x}",
-            got=f"{b.fingerprint:016x}",
-            cause="another sample, one that was sampled anew, or text that was tokenised again",
-        )
+    found.alone_in_a, found.alone_in_b = len(a) - len(partners), len(b) - len(partners)
+    where = f"{a.folder} and {b.folder}"
+    ReplayError.unless(
+        bool(partners),
+        "no sample of one folder is in the other",
+        "the same keys, or the same fingerprints",
+        f"{len(a):,} and {len(b):,} samples with nothing in common",
+        "two runs over other prompts, or answers that were sampled anew",
+        where,
+    )
+    for ours, theirs in partners.items():
+        key = ours if ours == theirs else f"{ours} and {theirs}"
+        yield f"{where}, {key}", a[ours], b[theirs]
 
 
 def _spans(layers: tuple[int, ...]) -> str:
@@ -217,49 +248,6 @@ def _spans(layers: tuple[int, ...]) -> str:
     ends = [layer for layer in layers if layer + 1 not in layers]
     spans = zip(starts, ends, strict=True)
     return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in spans)
-
-
-def _only_in_first(ours: torch.Tensor, theirs: torch.Tensor) -> int:
-    """How many ids of [rows, topk] the same row of `theirs` hasn't got, slot by slot to save memory."""
-    return sum(int((slot[:, None] != theirs).all(dim=1).sum()) for slot in ours.unbind(dim=1))
-
-
-def parts(found: Comparison) -> Iterator[Part]:
-    """What was compared and what couldn't be, each layer, and the verdict: lines and a table."""
-    yield [("A: ", "bold"), found.a]
-    yield [("B: ", "bold"), found.b]
-    if found.folders:
-        yield (
-            f"{found.samples:,} samples compared; without a partner: "
-            f"{found.alone_in_a:,} of A, {found.alone_in_b:,} of B"
-        )
-    yield (
-        f"{found.tokens:,} of {found.rows:,} tokens compared; rows without a route: "
-        f"{found.without_route_in_a:,} in A, {found.without_route_in_b:,} in B"
-    )
-    if found.unsure:
-        of = f"{found.unsure:,} of {found.samples:,} samples have" if found.folders else "there is"
-        yield f"not checked: that the tokens are the same, since {of} no fingerprint on one side or both"
-    yield ""
-    yield _table(found)
-    yield ""
-    whole = found.whole
-    if whole.differing:
-        shares = f"{percent(whole.token_share)} of token-layers, {percent(whole.expert_share)} of experts"
-        anywhere = percent(found.differing_tokens / found.tokens)
-        yield f"different: {shares}; {anywhere} of tokens differ in some layer", "bold yellow"
-    else:
-        yield "the same: every token compared has the same experts in every layer", "bold green"
-
-
-def _table(found: Comparison) -> Table:
-    titles = ("Layer", "Tokens compared", "Tokens with\nother experts", "Experts that\nare others")
-    lines = [(str(layer), one.token_layers, one, "") for layer, one in sorted(found.layers.items())]
-    rows = [
-        [(cell, style) for cell in (name, f"{tokens:,}", percent(one.token_share), percent(one.expert_share))]
-        for name, tokens, one, style in [*lines, ("all", found.tokens, found.whole, "bold")]
-    ]
-    return Table(titles, rows, numbers=range(1, 4))
 
 
 def percent(share: float) -> str:

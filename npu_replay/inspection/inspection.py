@@ -1,105 +1,46 @@
-"""inspect: decode what is in a file of routes, or refuse it with the error's own words."""
+"""inspect: decode each sequence in a file or folder of routes, or say in the error's own words why not."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+import codecs
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from npu_replay.inspection.load import LayerLoad, Loads
-from npu_replay.inspection.sequences import Engine, Given, Sequence, opened, token_lists
+import numpy as np
+
+from npu_replay import json_text
+from npu_replay.compat.sglang import decode as sglang
+from npu_replay.compat.vllm import decode as vllm
+from npu_replay.errors import MicroBatchError, ReplayError, RouteFileError, RouterError
+from npu_replay.inspection.found import Inspection
+from npu_replay.rollout import payloads, server_answers
+from npu_replay.rollout.admit import admit
 from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.rollout.release_rules import Source
+from npu_replay.routes.atomic_file import plain_file
 from npu_replay.routes.checks import Array
+from npu_replay.routes.fingerprint import find_other_tokens, fingerprint
+from npu_replay.routes.routed_experts import RoutedExperts
+from npu_replay.routes.store import RouteStore
 
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """Says whether one sequence is right, and its sizes.
-
-    Attributes:
-        name: «completion 2», a store's key; empty where there is one only.
-        problem: why it is refused, the whole message; empty where it isn't.
-        tokens, rows, layers, topk: of its routes, and the rows that have one; 0 where it is refused.
-        dtype, nbytes: of its ids.
-        facts: the weights that chose, and the fingerprint of its tokens, where it has them.
-    """
-
-    name: str = ""
-    problem: str = ""
-    tokens: int = 0
-    rows: int = 0
-    layers: int = 0
-    topk: int = 0
-    dtype: str = ""
-    nbytes: int = 0
-    facts: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, found: Sequence) -> Verdict:
-        """Return the verdict on a sequence, without its routes."""
-        routes = found.routes
-        if routes is None:
-            return cls(name=found.name, problem=found.problem)
-        facts = [f"weights {routes.weight_version}"] if routes.weight_version is not None else []
-        if routes.fingerprint is not None and found.named:
-            facts.append(f"fingerprint {routes.fingerprint:#018x}")
-        return cls(
-            name=found.name,
-            tokens=len(routes),
-            rows=int(routes.recorded.sum()),
-            layers=len(routes.layers),
-            topk=routes.topk,
-            dtype=str(routes.ids.numpy().dtype),
-            nbytes=routes.ids.nbytes,
-            facts=tuple(facts),
-        )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Inspection:
-    """All that was found.
-
-    Attributes:
-        path: of the file or folder.
-        what: it is, in words.
-        verdicts: one a sequence.
-        layers: the load of each layer, over all sequences that aren't refused.
-        num_experts: of a layer.
-        load: by layer, how often each expert was named, int64 [num_experts].
-        unchecked: what couldn't be checked, and what it takes.
-    """
-
-    path: str
-    what: str
-    verdicts: tuple[Verdict, ...]
-    layers: tuple[LayerLoad, ...]
-    num_experts: int
-    load: dict[int, Array]
-    unchecked: tuple[str, ...]
-
-    @property
-    def bad(self) -> tuple[Verdict, ...]:
-        """Return the sequences that are refused."""
-        return tuple(verdict for verdict in self.verdicts if verdict.problem)
-
-    @property
-    def good(self) -> bool:
-        """Is there a sequence, and is none refused?"""
-        return bool(self.verdicts) and not self.bad
-
-    def to_json(self) -> str:
-        """Return all of it but the picture, for programs."""
-        found: dict[str, Any] = {
-            "ok": self.good,
-            "path": self.path,
-            "what": self.what,
-            "num_experts": self.num_experts,
-            "sequences": [asdict(verdict) for verdict in self.verdicts],
-            "layers": [asdict(layer) for layer in self.layers],
-            "unchecked": list(self.unchecked),
-        }
-        return json.dumps(found, indent=2)
+Engine = Literal["vllm", "sglang"]
+NAMES: dict[Engine, str] = {"vllm": "vLLM", "sglang": "SGLang"}
+KINDS = (
+    "routes that RoutedExperts.save or to_bytes made, a folder of RouteStore, an .npy array, or a whole "
+    "answer of vLLM or SGLang as JSON"
+)
+MOST_TEXT = 2 << 30
+"""Bytes of JSON that are read; parsed, they take several times as much memory."""
+MOST_BYTES = 16 << 30
+"""Bytes of an .npy array that are read."""
+_MOST_TOKENS = 1 << 23  # of a sequence whose tokens are only counted
+_NO_MODEL = "layers and experts against the model: give --config"
+_NO_IDS = "its tokens: give the ids (--prompt-ids, --output-ids)"
+_NO_TOKENS = "rows and layers that are alike for other tokens: give the ids (--prompt-ids, --output-ids)"
 
 
 def inspect(
@@ -116,7 +57,7 @@ def inspect(
     """Decode each sequence of a file or a folder, as `from_vllm`, `from_sglang` and `load` do.
 
     Args:
-        path: see `sequences.KINDS`.
+        path: see `KINDS`.
         config: the model's config.json, or its folder; an engine's rows can't be decoded without.
         engine: whose array or answer it is; None finds out, for an answer.
         version: the engine's release, for the causes of errors.
@@ -133,30 +74,296 @@ def inspect(
     >>> inspect(Path("routes")).good
     True
     """
-    given = Given(
+    given = _Given(
+        path=path,
+        found=Inspection(path=str(path)),
         model=None if config is None else RoutedModel.from_config(config),
         engine=engine,
         version=version,
-        prompts=token_lists(prompt_ids),
-        outputs=token_lists(output_ids),
+        prompts=_token_lists(prompt_ids),
+        outputs=_token_lists(output_ids),
         start=start,
         sample=sample,
     )
-    what, found = opened(path, given)
-    loads = Loads()
-    verdicts: list[Verdict] = []
-    unchecked: dict[str, None] = {}
-    for one in found:  # one at a time: a folder may be larger than the memory
-        verdicts.append(Verdict.of(one))
-        if one.routes is not None:
-            loads.add(one.routes)
-            unchecked |= dict.fromkeys(one.unchecked)
-    return Inspection(
-        path=str(path),
-        what=what,
-        verdicts=tuple(verdicts),
-        layers=loads.figures(),
-        num_experts=loads.num_experts,
-        load=loads.counts,
-        unchecked=tuple(unchecked),
-    )
+    if path.is_dir():
+        given.add_folder()
+        return given.found
+    begins = _contents(path, 9)
+    if begins.startswith(b"\x93NUMPY"):
+        whole = _contents(path)
+        given.add_array("an .npy array", partial(payloads.from_npy, whole, most=len(whole)))
+    elif begins[7:9] == b"\0{":  # eight bytes of a length, then JSON; in a text no byte is 0
+        given.refuse_sample()
+        given.found.what = "a file of RoutedExperts.save or to_bytes"
+        given.add_saved(lambda: RoutedExperts.load(path), str(path))
+    else:
+        answer = _parsed(path, _contents(path))
+        if isinstance(answer, list) and answer and isinstance(answer[0], list):
+            most = (len(answer), 4096, 1024)
+            given.add_array("nested lists of ids", partial(payloads.from_lists, answer, most=most))
+        else:
+            given.add_answer(answer)
+    return given.found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Given:
+    """What the caller says beside the data, and what was found by it.
+
+    Attributes:
+        path: to look into.
+        found: takes each sequence.
+        model: which layers route; None where nobody said.
+        prompts, outputs: [tokens] int64 each; one for all sequences, or one each; empty where nobody said.
+        engine, version, start, sample: as `inspect` has them.
+    """
+
+    path: Path
+    found: Inspection
+    model: RoutedModel | None
+    engine: Engine | None
+    version: str
+    prompts: tuple[Array, ...]
+    outputs: tuple[Array, ...]
+    start: int
+    sample: str | None
+
+    def ids(self, number: int) -> tuple[Array | None, Array | None]:
+        """Return the prompt and the output of one sequence."""
+        found: list[Array | None] = []
+        for option, lists in (("--prompt-ids", self.prompts), ("--output-ids", self.outputs)):
+            ReplayError.unless(
+                len(lists) < 2 or number < len(lists),
+                f"{option} has fewer lists than there are sequences",
+                "one list of ids, or a list for each",
+                f"{len(lists)}, none for sequence {number}",
+            )
+            found.append(lists[number if len(lists) > 1 else 0] if lists else None)
+        return found[0], found[1]
+
+    def tokens(self) -> Array | None:
+        """Return the prompt and the output of the only sequence together."""
+        prompt, output = self.ids(0)
+        ReplayError.unless(
+            (prompt is None) == (output is None),
+            "an array of routes needs the ids of the prompt and of the output",
+            "--prompt-ids and --output-ids (a file with [] where there are none)",
+            f"only {'--output-ids' if prompt is None else '--prompt-ids'}",
+        )
+        return None if prompt is None or output is None else np.concatenate([prompt, output])
+
+    def needed_model(self) -> RoutedModel:
+        """Return the model, without which an engine's rows can't be decoded."""
+        if self.model is None:
+            raise ReplayError(
+                "an engine's rows don't say which layers and experts they are of",
+                where=str(self.path),
+                expected="--config, the model's config.json or its folder",
+                got="no --config",
+            )
+        return self.model
+
+    def refuse_sample(self) -> None:
+        """Refuse --sample for what holds one sequence."""
+        problem, got = "there is one sequence in this file", f"--sample {self.sample}"
+        ReplayError.unless(self.sample is None, problem, "no --sample", got, where=str(self.path))
+
+    # Routes that npu_replay wrote
+
+    def add_folder(self) -> None:
+        """Add the samples of a RouteStore, one by one."""
+        store, where = RouteStore(self.path), str(self.path)
+        several = f"one of {len(store)} keys, such as {next(iter(store), 'none')}"
+        known, alone = self.sample is None or self.sample in store, not (self.prompts or self.outputs)
+        ReplayError.unless(known, "no such sample in this folder", several, self.sample, where=where)
+        problem = "these ids are one sample's"
+        alone = alone or self.sample is not None
+        ReplayError.unless(alone, problem, "--sample KEY with them", "no --sample", where=where)
+        self.found.what = f"a folder of RouteStore, {len(store):,} samples"
+        for key in list(store) if self.sample is None else [self.sample]:
+            self.add_saved(partial(store.__getitem__, key), f"{where}, {key}", key)
+
+    def add_saved(self, read: Callable[[], RoutedExperts], where: str, name: str = "") -> None:
+        """Add routes as they were saved, held against the model and the tokens where they are known."""
+        model, tokens = self.model, self.tokens()
+
+        def checked() -> RoutedExperts:
+            routes = read()
+            RouteFileError.unless(
+                bool(routes.layers and routes.recorded.any()),
+                "there is no route in it",
+                "a row with a route",
+                f"none of {len(routes)}",
+            )
+            if model is not None:
+                alike = (routes.num_experts, routes.topk) == (model.num_experts, model.topk)
+                RouterError.unless(
+                    alike and {*routes.layers} <= {*model.layers},
+                    "these are routes of another model",
+                    f"top-{model.topk} of {model.num_experts} experts in some of layers {model.layers}",
+                    f"top-{routes.topk} of {routes.num_experts} in layers {routes.layers}",
+                )
+            if tokens is not None:
+                problem, count = "these are routes of another number of tokens", len(tokens)
+                MicroBatchError.unless(count == len(routes), problem, count, len(routes))
+                other = find_other_tokens(count, routes.fingerprint, count, fingerprint(tokens))
+                if other is not None:
+                    raise other.error(MicroBatchError, where)
+            return routes
+
+        lacking = ((_NO_MODEL, model), (_NO_IDS, tokens))
+        self.found.add(
+            checked, where=where, name=name, unchecked=[what for what, one in lacking if one is None]
+        )
+
+    # What an engine made
+
+    def add_array(self, what: str, read: Callable[..., Array]) -> None:
+        """Add rows without an answer around them, [rows, columns, topk]."""
+        self.refuse_sample()
+        model, tokens = self.needed_model(), self.tokens()
+        source = Source(engine=str(self.path))
+        if self.engine is not None:
+            decoder = vllm if self.engine == "vllm" else sglang
+            source = replace(decoder.source(self.version), field=str(self.path))
+            what += f" of {_named(self.engine, self.version)}"
+        self.found.what = what
+
+        def routes() -> RoutedExperts:
+            rows = read(source=source)
+            # Where nobody names the tokens, all get one id: rows that are alike are then no fault.
+            ids = np.zeros(self.start + len(rows) + 1, np.int64) if tokens is None else tokens
+            return admit(rows, model=model, tokens=ids, source=source, start=self.start)
+
+        unchecked = [] if tokens is not None else [f"rows against tokens, {_NO_TOKENS}"]
+        self.found.add(routes, named=tokens is not None, unchecked=unchecked)
+
+    def add_answer(self, answer: Any) -> None:
+        """Add the sequences of an engine's answer, decoded as its decoder does."""
+        engine, version = self.engine or whose(answer), self.version
+        if engine is None:
+            server_answers.opened(
+                answer, str(self.path), KINDS
+            )  # raises the server's own words, if these are such
+            raise RouteFileError(
+                "there are no routes in this JSON, and whose answer it is can't be told",
+                where=str(self.path),
+                expected="routed_experts or prompt_routed_experts (vLLM), meta_info or sglext (SGLang)",
+                got=sorted(map(str, answer))[:8] if isinstance(answer, dict) else type(answer).__name__,
+                cause="an engine or a request that wasn't asked for routes, or a file of something else; "
+                "--engine vllm or sglang names the engine",
+            )
+        self.needed_model()
+        if engine == "vllm":
+            version = version or (vllm.said_release(answer) if isinstance(answer, dict) else "")
+            read = vllm.read(answer, version)
+            several = [(f"completion {one.number}", one.number, one) for one in read]
+        else:
+            listed = answer if isinstance(answer, list) else [answer]
+            several = [(f"answer {number}", number, one) for number, one in enumerate(listed)]
+        self.found.what = f"an answer of {_named(engine, version)}"
+        chosen = [one for at, one in enumerate(several) if self.sample in (None, str(at), one[0])]
+        problem, wanted = "no such sequence in this answer", f"0 to {len(several) - 1}"
+        ReplayError.unless(bool(chosen), problem, wanted, self.sample, where=str(self.path))
+        for name, number, one in chosen:
+            self._add_one(engine, version, one, number, name if len(several) > 1 else "")
+
+    def _add_one(self, engine: Engine, version: str, one: Any, number: int, name: str) -> None:
+        """Add one sequence of an answer. Where it only counts its tokens, all get one id: rows that are alike
+        are then no fault."""
+        if engine == "sglang":
+            try:
+                one = sglang.read(one, version)
+            except ReplayError as error:
+                self.found.refuse(name, error)
+                return
+        given, named = list(self.ids(number)), True
+        said = ((one.prompt_ids, one.prompt_tokens), (one.output_ids, one.completion_tokens))
+        for part, (ids, count) in enumerate(said):
+            if given[part] is None and ids is None:
+                known = count is not None and count < _MOST_TOKENS
+                given[part], named = (np.zeros(count or 0, np.int64) if known else None), False
+        unchecked = [] if named else [_NO_TOKENS]
+        self.found.add(
+            lambda: one.routes(self.needed_model(), *given, self.start),
+            name=name,
+            named=named,
+            unchecked=unchecked,
+        )
+
+
+def whose(answer: Any) -> Engine | None:
+    """Return the engine that gave this answer, by the names of its fields; None if it can't be told."""
+    if isinstance(answer, list):
+        return "sglang" if answer and all(whose(one) == "sglang" for one in answer) else None
+    if not isinstance(answer, Mapping):
+        return None
+    listed = answer.get("choices")
+    choices = [one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
+    if "prompt_routed_experts" in answer or any("routed_experts" in one for one in choices):
+        return "vllm"
+    fields = {*answer, *(field for one in choices for field in one)}
+    if fields & {"sglext", "meta_info", "matched_stop", "routed_experts"}:
+        return "sglang"
+    return "vllm" if fields & {"stop_reason", "prompt_logprobs", "kv_transfer_params"} else None
+
+
+def _named(engine: Engine, version: str) -> str:
+    return f"{NAMES[engine]} {version or '(release not given)'}"
+
+
+# Files
+
+
+def _contents(path: Path, most: int | None = None) -> bytes:
+    """Return the bytes of a plain file, or its first ones; its size is checked before it is read."""
+    try:
+        RouteFileError.unless(path.exists(), "there is no such file", where=str(path))
+        with plain_file(path) as file:
+            if most is None:
+                _check_size(path, os.fstat(file.fileno()).st_size, MOST_BYTES)
+            data: bytes = file.read() if most is None else file.read(most)
+    except (OSError, ValueError, MemoryError) as error:
+        raise RouteFileError(f"the file can't be read ({error})", where=str(path)) from error
+    RouteFileError.unless(bool(data), "the file is empty", where=str(path))
+    return data
+
+
+def _check_size(path: Path, size: int, most: int) -> None:
+    problem, wanted = "the file is too large to look at", f"at most {most:,} bytes"
+    RouteFileError.unless(size <= most, problem, wanted, f"{size:,}", where=str(path))
+
+
+def _parsed(path: Path, data: bytes) -> Any:
+    """Parse JSON after a byte order mark and the headers that `curl -i` writes."""
+    _check_size(path, len(data), MOST_TEXT)
+    text = data.removeprefix(codecs.BOM_UTF8).lstrip(b" \t\r\n")
+    while text.startswith(b"HTTP/"):  # 100 Continue has headers of its own
+        text = text.replace(b"\r\n\r\n", b"\n\n", 1).partition(b"\n\n")[2]
+    try:
+        return json_text.parse(text)
+    except ValueError as error:
+        streamed = text[:5] == b"data:"
+        raise RouteFileError(
+            "this is a stream of pieces" if streamed else "nobody knows what this file is",
+            where=str(path),
+            expected=KINDS,
+            got=f"a file that begins with {text[:24]!r} ({str(error)[:200]})",
+            cause="routes come with whole answers: ask for one with stream=false" if streamed else "",
+        ) from error
+
+
+def _token_lists(path: Path | None) -> tuple[Array, ...]:
+    """Read token ids from a JSON file: one list, or a list of them; [tokens] int64 each."""
+    if path is None:
+        return ()
+    value = _parsed(path, _contents(path))
+    nested = isinstance(value, list) and bool(value) and isinstance(value[0], list)
+    try:
+        lists = [np.asarray(one) for one in (value if nested else [value])]
+        if any(ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu") for ids in lists):
+            raise ValueError("no list of integers")
+        return tuple(ids.astype(np.int64) for ids in lists)
+    except (ValueError, OverflowError) as error:
+        wanted = "JSON: [1, 2, 3], or a list of such"
+        raise ReplayError("these aren't token ids", where=str(path), expected=wanted, got=error) from error

@@ -1,4 +1,4 @@
-"""The picture of `npu-replay inspect`. Needs `pip install npu-replay[plots]`."""
+"""The picture of `npu-replay inspect`. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from npu_replay.inspection.inspection import Inspection
+    from npu_replay.inspection.found import Inspection
 
 _WRONG, _RIGHT = "#b3452c", "#2f8a5b"
 _COLOURS = ("#ffffff", "#9dbbd8", "#3b6ea5", "#12263d")
 
 
 def routes(found: Inspection) -> bytes:
-    """What `npu-replay inspect` found, as PNG: layers against experts, and how often each was named."""
+    """Draw what `npu-replay inspect` found, as PNG: layers against experts, and how often each was named."""
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
 

@@ -56,11 +56,6 @@ class Trial:
         """The routes of the model by itself."""
         return self.untouched[1]
 
-    @property
-    def token_layers(self) -> int:
-        """The token-layers of a step on this rank."""
-        return _token_layers(self.routes)
-
     def step(self, **how: bool) -> Outcome:
         """A training step over the micro-batches."""
         return step(self.chunks, self.batches, **how)
@@ -84,42 +79,34 @@ class Trial:
 
 
 def collectives(trial: Trial) -> Examination:
-    """The collectives that npu_replay uses, in the groups that it uses."""
+    """The collectives that npu_replay uses give the right numbers, in the groups that it uses."""
+    device, rank, problems = trial.job.device, trial.job.rank, []
     groups = [dist.group.WORLD, *(one for one in trial.parallel.groups if dist.get_world_size(one) > 1)]
-    if problems := [
-        problem for number, group in enumerate(groups) for problem in _sums(trial, number, group)
-    ]:
-        raise Wrong("; ".join(problems))
+    for number, group in enumerate(groups):
+        ranks = dist.get_process_group_ranks(group)
+        where = f"group {number} of {len(ranks)} ranks"
+        for dtype, one in ((torch.int64, 2**40 + 1), (torch.float32, 0.5)):  # above what a float32 can count
+            given = torch.tensor([one, rank], dtype=dtype, device=device)
+            dist.all_reduce(given, group=group)
+            expected = [one * len(ranks), sum(ranks)]
+            if given.tolist() != expected:
+                problems.append(f"all_reduce of {dtype} over {where} gave {given.tolist()}, not {expected}")
+        data = torch.full((5,), rank % 251, dtype=torch.uint8, device=device)
+        dist.broadcast(data, ranks[-1], group)
+        if data.tolist() != [ranks[-1] % 251] * 5:
+            problems.append(f"broadcast of uint8 over {where} gave {data.tolist()}")
+    Wrong.unless(not problems, "; ".join(problems))
     everyone = yield None
     return (
         f"int64 and float32 summed right, bytes sent right, over {len(everyone)} ranks, {len(groups)} groups"
     )
 
 
-def _sums(trial: Trial, number: int, group: Any) -> list[str]:
-    """What is wrong with the collectives of one group."""
-    device, rank = trial.job.device, trial.job.rank
-    ranks = dist.get_process_group_ranks(group)
-    where = f"group {number} of {len(ranks)} ranks"
-    problems = []
-    for dtype, one in ((torch.int64, 2**40 + 1), (torch.float32, 0.5)):  # above what a float32 can count
-        given = torch.tensor([one, rank], dtype=dtype, device=device)
-        dist.all_reduce(given, group=group)
-        expected = [one * len(ranks), sum(ranks)]
-        if given.tolist() != expected:
-            problems.append(f"all_reduce of {dtype} over {where} gave {given.tolist()}, not {expected}")
-    data = torch.full((5,), rank % 251, dtype=torch.uint8, device=device)
-    dist.broadcast(data, ranks[-1], group)
-    if data.tolist() != [ranks[-1] % 251] * 5:
-        problems.append(f"broadcast of uint8 over {where} gave {data.tolist()}")
-    return problems
-
-
 def model(trial: Trial) -> Examination:
     """The model trains without npu_replay, twice alike."""
     outcome, again = trial.untouched[0], trial.step()
-    if problem := outcome.problem() or again.problem():
-        raise Wrong(f"{problem}, without npu_replay")
+    problem = outcome.problem() or again.problem()
+    Wrong.unless(not problem, f"{problem}, without npu_replay")
     everyone = yield sum(outcome.losses.values()), len(outcome.losses), again.distance(outcome)
     losses, tokens, apart = zip(*everyone, strict=True)
     close = _close(apart, "two runs of the same step are", ", without npu_replay")
@@ -131,18 +118,15 @@ def record(trial: Trial) -> Examination:
     untouched, routes = trial.untouched
     with npu_replay.observe(trial.chunks) as observation, npu_replay.record(trial.chunks) as recording:
         outcome = trial.step()
-    recorded = recording.routes
-    if len(recorded) != len(trial.batches):
-        raise Wrong(f"{len(recorded)} micro-batches were recorded, of {len(trial.batches)}")
-    if lacking := sum(int((~one.recorded).sum()) for one in recorded):
-        raise Wrong(f"{lacking} rows were recorded without a route")
-    for whose, other in (
-        ("npu_replay.observe saw them", observation.shown),
-        ("the untouched step chose", routes),
-    ):
-        if count := differing(recorded, other):
-            raise Wrong(f"{count} token-layers were recorded otherwise than {whose}")
-    everyone = yield _token_layers(observation.shown), outcome.distance(untouched)
+    recorded, due = recording.routes, len(trial.batches)
+    Wrong.unless(len(recorded) == due, f"{len(recorded)} micro-batches were recorded, of {due}")
+    lacking = holes(recorded)
+    Wrong.unless(not lacking, f"{lacking} rows were recorded without a route")
+    seen = {"npu_replay.observe saw them": observation.shown, "the untouched step chose": routes}
+    for whose, other in seen.items():
+        count = differing(recorded, other)
+        Wrong.unless(not count, f"{count} token-layers were recorded otherwise than {whose}")
+    everyone = yield token_layers(recorded), outcome.distance(untouched)
     rows, apart = zip(*everyone, strict=True)
     close = _close(apart, "a recorded step and an untouched one are")
     return f"{sum(rows)} token-layers as the routers show, step {close}"
@@ -159,9 +143,7 @@ def collect(trial: Trial) -> Examination:
     samples = dict(zip(numbers, merged or [], strict=True))
     other = plan(trial.job.options, trial.parallel, trial.job.device, other=True)
     layers = trial.parallel.moe_layers
-    routes = trial.job.together(
-        lambda: [one.layout.gather([samples[n] for n in one.numbers], layers=layers) for one in other]
-    )
+    routes = [one.layout.gather([samples[n] for n in one.numbers], layers=layers) for one in other]
     with npu_replay.replay(trial.chunks, routes):
         again = step(trial.chunks, other, forward_only=True)
     # By data-parallel rank too, which has sequences of its own.
@@ -183,10 +165,9 @@ def mismatch(trial: Trial) -> Examination:
     routes = trial.routes
     with perturbed(trial.chunks), npu_replay.observe(trial.chunks) as observation:
         trial.step()
-    everyone = yield differing(observation.shown, routes), trial.token_layers
+    everyone = yield differing(observation.shown, routes), token_layers(routes)
     wrong, rows = map(sum, zip(*everyone, strict=True))
-    if not wrong:
-        raise Wrong("other router weights choose the same experts, so a replay would show nothing")
+    Wrong.unless(wrong > 0, "other router weights choose the same experts, so a replay would show nothing")
     return f"without replay, other router weights choose otherwise in {wrong / rows:.0%} of token-layers"
 
 
@@ -197,8 +178,8 @@ def replay(trial: Trial) -> Examination:
     with perturbed(trial.chunks), npu_replay.observe(trial.chunks) as observation, session:
         outcome = trial.step()
     _check_shown(observation.shown, routes)
-    _check_finite(outcome)
-    everyone = yield trial.token_layers
+    Wrong.unless(not outcome.problem(), outcome.problem())
+    everyone = yield token_layers(routes)
     return f"with them, all {sum(everyone)} token-layers show the recorded experts"
 
 
@@ -213,8 +194,8 @@ def recompute(trial: Trial) -> Examination:
         again = step(chunks, trial.batches)
     _check_shown(observation.shown, foreign)
     due = len(routers_of(chunks)) * len(trial.batches)
-    if len(calls) != 2 * due:
-        raise Wrong(f"{2 * due - len(calls)} calls of routers were not recomputed, of {due}")
+    again_due = 2 * due - len(calls)
+    Wrong.unless(not again_due, f"{again_due} calls of routers were not recomputed, of {due}")
     everyone = yield again.distance(kept)
     close = _close(everyone, "gradients with recompute and without are", ", under the same routes")
     return f"each takes the routes of its own forward; gradients {close}"
@@ -236,7 +217,7 @@ def gradients(trial: Trial) -> Examination:
     untouched, routes = trial.untouched[0], trial.routes
     with npu_replay.replay(trial.chunks, routes):
         outcome = trial.step()
-    _check_finite(outcome)
+    Wrong.unless(not outcome.problem(), outcome.problem())
     everyone = yield outcome.distance(untouched)
     close = _close(everyone, "a replay of the routers' own choice and an untouched step are")
     return f"finite; a replay of the routers' own choice is {close}"
@@ -253,19 +234,17 @@ def own_choice(trial: Trial) -> Examination:
     with npu_replay.observe(trial.chunks) as observation, session:
         trial.step()
     _check_shown(observation.shown, routes)
-    holes = sum(int((~one.recorded).sum()) for one in routes)
-    if session.metrics()["rows_without_route"] != holes:
-        raise Wrong(f"{holes} rows have no route; metrics() says otherwise: {session.metrics()}")
-    pairs = [zip(found, routes, strict=True) for found in (observation.shown, own)]
+    count, said = holes(routes), session.metrics()
+    right = said["rows_without_route"] == count
+    Wrong.unless(right, f"{count} rows have no route; metrics() says otherwise: {said}")
     shown, chosen = (
-        [one.take((~route.recorded).nonzero().flatten()) for one, route in part] for part in pairs
+        [one.take((~route.recorded).nonzero().flatten()) for one, route in zip(found, routes, strict=True)]
+        for found in (observation.shown, own)
     )
-    everyone = yield differing(shown, chosen), holes
+    everyone = yield differing(shown, chosen), count
     wrong, rows = map(sum, zip(*everyone, strict=True))
-    if wrong:
-        raise Wrong(
-            f"{wrong} token-layers of rows without a route show other experts than the router's own choice"
-        )
+    others = "token-layers of rows without a route show other experts than the router's own choice"
+    Wrong.unless(not wrong, f"{wrong} {others}")
     return f"{rows} rows without a route take the router's own choice"
 
 
@@ -273,13 +252,12 @@ def as_bytes(trial: Trial) -> Examination:
     """Routes come back the same from their bytes, and from a file."""
     routes = [*trial.routes, *trial.foreign(holes=True)]
     sent = [one.to_bytes() for one in routes]
-    if [RoutedExperts.from_bytes(data) for data in sent] != routes:
-        raise Wrong("routes come back from their bytes as others")
+    back = [RoutedExperts.from_bytes(data) for data in sent]
+    Wrong.unless(back == routes, "routes come back from their bytes as others")
     with tempfile.TemporaryDirectory(prefix="npu_replay_smoke_") as folder:
         path = Path(folder, "routes.safetensors")
         routes[0].save(path)
-        if RoutedExperts.load(path) != routes[0]:
-            raise Wrong("routes come back from their file as others")
+        Wrong.unless(RoutedExperts.load(path) == routes[0], "routes come back from their file as others")
     everyone = yield sum(map(len, sent))
     return f"{sum(everyone)} bytes come back as the same routes, and from a file"
 
@@ -321,23 +299,22 @@ def differing(ours: list[RoutedExperts], theirs: list[RoutedExperts]) -> int:
     return sum(int(differing_token_layers(*pair).sum()) for pair in zip(ours, theirs, strict=True))
 
 
-def _token_layers(routes: list[RoutedExperts]) -> int:
+def token_layers(routes: list[RoutedExperts]) -> int:
     return sum(len(one) * len(one.layers) for one in routes)
+
+
+def holes(routes: list[RoutedExperts]) -> int:
+    """Count the rows without a route."""
+    return sum(int((~one.recorded).sum()) for one in routes)
 
 
 def _check_shown(shown: list[RoutedExperts], routes: list[RoutedExperts]) -> None:
     rows, wanted = ([len(one) for one in part] for part in (shown, routes))
-    if rows != wanted:
-        raise Wrong(f"micro-batches of {rows} rows were seen, of {wanted}")
-    if lacking := sum(int((~one.recorded).sum()) for one in shown):
-        raise Wrong(f"{lacking} rows show fewer experts than top-k")
-    if wrong := differing(shown, routes):
-        raise Wrong(f"{wrong} of {_token_layers(shown)} token-layers show other experts than were replayed")
-
-
-def _check_finite(outcome: Outcome) -> None:
-    if problem := outcome.problem():
-        raise Wrong(problem)
+    Wrong.unless(rows == wanted, f"micro-batches of {rows} rows were seen, of {wanted}")
+    lacking = holes(shown)
+    Wrong.unless(not lacking, f"{lacking} rows show fewer experts than top-k")
+    wrong, of = differing(shown, routes), token_layers(shown)
+    Wrong.unless(not wrong, f"{wrong} of {of} token-layers show other experts than were replayed")
 
 
 def _close(everyone: Iterable[float], begins: str, ends: str = "") -> str:
@@ -347,7 +324,6 @@ def _close(everyone: Iterable[float], begins: str, ends: str = "") -> str:
         Wrong: «BEGINS 1.0e-01 apartENDS», where they are further apart than `CLOSE`.
     """
     apart = max(everyone)
-    if apart > CLOSE:
-        far = "not comparable: a loss or a gradient is missing"
-        raise Wrong(f"{begins} {f'{apart:.1e} apart' if math.isfinite(apart) else far}{ends}")
+    far = f"{apart:.1e} apart" if math.isfinite(apart) else "not comparable: a loss or a gradient is missing"
+    Wrong.unless(apart <= CLOSE, f"{begins} {far}{ends}")
     return "the same to the last bit" if apart == 0 else f"within {apart:.0e}"

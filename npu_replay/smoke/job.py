@@ -2,24 +2,21 @@
 
 A rank that fails in the middle of a schedule leaves the others in a collective that nobody will complete.
 gloo gives up there after the job's patience, and a new set of groups goes on with the next feature. NCCL and
-HCCL don't give up in a way that can be caught: there `Watch` ends the job, with what is known by then.
+HCCL don't give up in a way that can be caught: there a timer ends the job, with what is known by then.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import os
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,14 +24,27 @@ import torch.distributed as dist
 from npu_replay import devices
 from npu_replay.compat import probe
 from npu_replay.errors import ReplayError
+from npu_replay.options import message
 from npu_replay.smoke.model import config
-from npu_replay.smoke.options import Options, Split
+from npu_replay.smoke.options import Options
 
-Made = TypeVar("Made")
+_ADAPTOR = "mindspeed.megatron_adaptor"
+_READ_BY_MINDSPEED = (
+    *("num_layers", "hidden_size", "num_attention_heads", "moe_router_topk", "moe_ffn_hidden_size"),
+    *("moe_token_dispatcher_type", "moe_grouped_gemm", "moe_expert_capacity_factor"),
+    *("moe_shared_expert_intermediate_size", "moe_permute_fusion", "tensor_model_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size", "pipeline_model_parallel_size"),
+    *("context_parallel_size", "sequence_parallel", "gradient_accumulation_fusion", "fp8"),
+)
+"""Of Megatron's config."""
+
+
+class Wrong(ReplayError):
+    """A feature doesn't do what it has to; said after all collectives have ended."""
 
 
 def place() -> tuple[int, int]:
-    """This process's rank and their number, as torchrun says; one process without torchrun."""
+    """Return this process's rank and their number, as torchrun says; one process without torchrun."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -56,22 +66,29 @@ class Verdict:
     broken: bool = False
     at: float = field(default_factory=time.time)
 
+    @classmethod
+    def of(cls, error: Exception) -> Verdict:
+        """Return the verdict of a rank on which an exception was raised."""
+        if isinstance(error, Wrong):
+            return cls(message(error))
+        whose = "" if isinstance(error, ReplayError) else f"{type(error).__name__}: "
+        # Of a path the last folders: the rest is nobody's business.
+        trace = [
+            f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} {frame.name}"
+            for frame in traceback.extract_tb(error.__traceback__)[-6:]
+        ]
+        return cls(f"{whose}{message(error)}".strip() or "no message", trace, broken=True)
+
 
 def first_to_fail(verdicts: list[Verdict], patience: float) -> int | None:
-    """The lowest rank that failed by itself, and not for having waited for another; None if none failed.
+    """Return the lowest rank that failed by itself, and not for having waited for another; None if none did.
 
     >>> first_to_fail([Verdict("timed out", at=60.0), Verdict(), Verdict("no memory", at=1.0)], patience=60.0)
     2
     """
     failed = [(rank, one.at) for rank, one in enumerate(verdicts) if one.problem]
-    if not failed:
-        return None
-    first = min(at for _, at in failed)
-    return min(rank for rank, at in failed if at - first < patience / 2)
-
-
-class Wrong(Exception):
-    """A feature doesn't do what it has to; said after all collectives have ended."""
+    first = min((at for _, at in failed), default=0.0)
+    return min((rank for rank, at in failed if at - first < patience / 2), default=None)
 
 
 class Job:
@@ -85,17 +102,18 @@ class Job:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.rank, self.world = place()
-        patience = options.patience
         # A back end that ends the process when a collective takes too long would take the report with it.
-        longest = 20 * patience
-        store = _store()
-        self.store = _within("smoke", store)
+        longest = 20 * options.patience
+        store: Any = dist.HashStore()  # type: ignore[attr-defined]
+        if "RANK" in os.environ:
+            store = next(iter(dist.rendezvous("env://")))[0]  # type: ignore[attr-defined]
+        self.store = dist.PrefixStore("smoke", store)  # type: ignore[attr-defined]
         self.device = self._prepared()
         self.backend = devices.backend(self.device)
-        self._timeout = patience if self.backend == "gloo" else longest
+        self._timeout = options.patience if self.backend == "gloo" else longest
         dist.init_process_group(
             self.backend,
-            store=_within("model", store),
+            store=dist.PrefixStore("model", store),  # type: ignore[attr-defined]
             rank=self.rank,
             world_size=self.world,
             timeout=timedelta(seconds=self._timeout),
@@ -105,7 +123,7 @@ class Job:
             self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=longest))
 
     def _prepared(self) -> torch.device:
-        """This rank's device, with Megatron imported; an error of any rank is one on all of them."""
+        """Pick this rank's device and import Megatron; an error of any rank is one on all of them."""
         verdict, device = Verdict(), torch.device("cpu")
         try:
             device = devices.pick(self.options.device)
@@ -115,7 +133,7 @@ class Job:
             probe.require(probe.MEGATRON, "smoke")
             importlib.import_module("megatron.core.parallel_state")
         except Exception as error:  # noqa: BLE001  whatever it is, the other ranks wait for us
-            verdict = caught(error)
+            verdict = Verdict.of(error)
         self.store.set(f"start/{self.rank}", verdict.problem)
         for rank in range(self.world):
             self.store.wait([f"start/{rank}"], timedelta(seconds=10 * self.options.patience))
@@ -124,28 +142,15 @@ class Job:
         return device
 
     def about(self) -> str:
-        """One line about this job."""
+        """Return one line about this job."""
         whose = "MindSpeed's and Megatron's" if _ADAPTOR in sys.modules else "Megatron's"
         return f"{whose} process groups over {self.backend}"
 
     def share(self, verdict: Verdict) -> list[Verdict]:
-        """Every rank's verdict. All ranks come here after each feature."""
+        """Return every rank's verdict. All ranks come here after each feature."""
         verdicts: list[Any] = [None] * self.world
         dist.all_gather_object(verdicts, verdict, group=self._control)
         return verdicts
-
-    def together(self, make: Callable[[], Made]) -> Made:
-        """What `make` returns, if it returns on every rank; else its error on all, before any goes on."""
-        made: Made | None = None
-        problem = ""
-        try:
-            made = make()
-        except Exception as error:  # noqa: BLE001  whatever it is, the other ranks wait for us
-            problem = caught(error).problem
-        for rank, one in enumerate(self.share(Verdict(problem))):
-            if one.problem:
-                raise Wrong(one.problem if rank == self.rank else f"rank {rank}: {one.problem}")
-        return made  # type: ignore[return-value]
 
     def initialise(self) -> None:
         """Make Megatron's process groups anew: those of a rank that waited in vain are of no more use."""
@@ -169,23 +174,18 @@ class Job:
             importlib.import_module("megatron.training.global_vars").set_args(arguments.get_mindspeed_args())
         if hasattr(adaptor, "repatch"):  # MindSpeed 2.1: what it was given when it was imported holds
             defaults = vars(arguments.get_mindspeed_args(get_defaults=True))
-            adaptor.repatch(defaults | _mindspeed_arguments(self.options))
-
-
-def _store() -> Any:
-    if "RANK" not in os.environ:
-        return dist.HashStore()  # type: ignore[attr-defined]
-    return next(iter(dist.rendezvous("env://")))[0]  # type: ignore[attr-defined]
-
-
-def _within(name: str, store: Any) -> Any:
-    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
-
-
-# MindSpeed
-
-
-_ADAPTOR = "mindspeed.megatron_adaptor"
+            about = config(self.options)
+            given = {name: getattr(about, name) for name in _READ_BY_MINDSPEED if hasattr(about, name)}
+            given |= {
+                "optimization_level": 2,
+                "num_experts": self.options.experts,
+                "gemm_gradient_accumulation_fusion": False,
+                "use_gmm_fp8": False,
+                "context_parallel_algo": "megatron_cp_algo",  # a piece from each end, as Megatron cuts
+                "reset_position_ids": False,
+                "reset_attention_mask": False,
+            }
+            adaptor.repatch(defaults | given)
 
 
 def import_mindspeed() -> None:
@@ -209,92 +209,3 @@ def import_mindspeed() -> None:
         ) from error
     finally:
         sys.argv = given
-
-
-_READ_BY_MINDSPEED = (
-    *("num_layers", "hidden_size", "num_attention_heads", "moe_router_topk", "moe_ffn_hidden_size"),
-    *("moe_token_dispatcher_type", "moe_grouped_gemm", "moe_expert_capacity_factor"),
-    *("moe_shared_expert_intermediate_size", "moe_permute_fusion", "tensor_model_parallel_size"),
-    *("expert_model_parallel_size", "expert_tensor_parallel_size", "pipeline_model_parallel_size"),
-    *("context_parallel_size", "sequence_parallel", "gradient_accumulation_fusion", "fp8"),
-)
-"""Of Megatron's config."""
-
-
-def _mindspeed_arguments(split: Split) -> dict[str, Any]:
-    """Megatron's arguments that MindSpeed reads, as this model's config has them."""
-    about = config(split)
-    return {name: getattr(about, name) for name in _READ_BY_MINDSPEED if hasattr(about, name)} | {
-        "optimization_level": 2,
-        "num_experts": split.experts,
-        "gemm_gradient_accumulation_fusion": False,
-        "use_gmm_fp8": False,
-        "context_parallel_algo": "megatron_cp_algo",  # a piece from each end, as Megatron cuts
-        "reset_position_ids": False,
-        "reset_attention_mask": False,
-    }
-
-
-# Leaving together
-
-
-class Watch:
-    """Ends the job where a rank waits for one that won't come, so that the report gets out.
-
-    Args:
-        job: whose store tells of failures.
-        conclude: called with the feature's name and the reason, on the thread of the watch.
-    """
-
-    def __init__(self, job: Job, conclude: Callable[[str, str], None]) -> None:
-        self._store, self._rank, self._patience = job.store, job.rank, job.options.patience
-        self._conclude = conclude
-        self._number = 0
-
-    @contextlib.contextmanager
-    def over(self, name: str) -> Iterator[None]:
-        """Watch over one feature, the ranks' meeting at its end included."""
-        self._number += 1
-        ended = threading.Event()
-        watches = functools.partial(self._watch, name, self._key, ended)
-        thread = threading.Thread(target=watches, name="npu_replay smoke", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
-
-    @property
-    def _key(self) -> str:
-        return f"failed/{self._number}"
-
-    def failed(self, problem: str) -> None:
-        """Tell the other ranks, which may be stuck in a collective, that this one won't come."""
-        self._store.set(self._key, f"rank {self._rank}: {problem}")
-
-    def _watch(self, name: str, key: str, ended: threading.Event) -> None:
-        deadline, heard = time.monotonic() + 4 * self._patience, False
-        reason = f"no end within {4 * self._patience:.0f} s: a rank waits in a collective"
-        while not ended.wait(0.5):
-            if not heard and self._store.check([key]):
-                heard, reason = True, self._store.get(key).decode()
-                deadline = min(deadline, time.monotonic() + 2 * self._patience)
-            if time.monotonic() > deadline:
-                self._conclude(name, reason)
-                return
-
-
-def caught(error: Exception) -> Verdict:
-    """The verdict of a rank on which an exception was raised."""
-    problem = str(error).removeprefix("[npu_replay] ").strip()
-    if isinstance(error, Wrong):
-        return Verdict(problem)
-    if not isinstance(error, ReplayError):
-        problem = f"{type(error).__name__}: {problem}"
-    # Of a path the last folders: the rest is nobody's business.
-    trace = [
-        f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} {frame.name}"
-        for frame in traceback.extract_tb(error.__traceback__)[-6:]
-    ]
-    return Verdict(problem or "no message", trace, broken=True)

@@ -60,7 +60,7 @@ class Routing:
 
 
 def _config_defaults() -> dict[str, Any]:
-    """The fields of Megatron's config, and their defaults."""
+    """Return the fields of Megatron's config, and their defaults."""
     from megatron.core.transformer import TransformerConfig
 
     return {one.name: one.default for one in dataclasses.fields(TransformerConfig)}
@@ -250,30 +250,17 @@ def plan(split: Split, parallel: ParallelLayout, device: torch.device, *, other:
     if other:
         order = [*order[:0:-1], 0]
         padded += 2 * split.alignment
-    return [
-        _batch(order[first : first + BATCH], whole, padded, parallel, device)
-        for first in range(0, count, BATCH)
-    ]
-
-
-def _batch(
-    numbers: list[int],
-    whole: Sequence[torch.Tensor],
-    padded: int,
-    parallel: ParallelLayout,
-    device: torch.device,
-) -> Batch:
-    here = [whole[number] for number in numbers]
-    tokens = torch.stack([nn.functional.pad(ids, (0, padded + 1 - len(ids))) for ids in here])
-    places = share(padded, parallel.cp, parallel.cp_rank)
-    layout = TokenLayout.padded(
-        [len(ids) for ids in here],
-        padded,
-        parallel=parallel,
-        fingerprints=[fingerprint(ids) for ids in here],
-    )
-    given, following = (part[:, places].to(device) for part in (tokens[:, :-1], tokens[:, 1:]))
-    return Batch(numbers, places, given, following, layout)
+    batches = []
+    for first in range(0, count, BATCH):
+        numbers = order[first : first + BATCH]
+        here = [whole[number] for number in numbers]
+        tokens = torch.stack([nn.functional.pad(ids, (0, padded + 1 - len(ids))) for ids in here])
+        places = share(padded, parallel.cp, parallel.cp_rank)
+        marks = [fingerprint(ids) for ids in here]
+        layout = TokenLayout.padded(list(map(len, here)), padded, parallel=parallel, fingerprints=marks)
+        given, following = (part[:, places].to(device) for part in (tokens[:, :-1], tokens[:, 1:]))
+        batches.append(Batch(numbers, places, given, following, layout))
+    return batches
 
 
 # A step
@@ -334,7 +321,10 @@ def step(chunks: Sequence[nn.Module], batches: Sequence[Batch], *, forward_only:
         )
 
         def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            _note(found.losses, one, losses)
+            for number, size, line in zip(one.numbers, one.layout.lengths, losses.tolist(), strict=True):
+                for place, value in zip(one.places, line, strict=True):
+                    if place < size - 1:  # the last token predicts nothing
+                        found.losses[number, place] = value
             counts = one.labels > 0
             total = (losses * counts).sum() / sum(one.layout.lengths)
             return total, counts.sum().int(), total.detach().clone()
@@ -355,10 +345,3 @@ def step(chunks: Sequence[nn.Module], batches: Sequence[Batch], *, forward_only:
     for weight in weights:
         weight.grad = None
     return found
-
-
-def _note(losses: dict[Token, float], batch: Batch, found: torch.Tensor) -> None:
-    for number, size, line in zip(batch.numbers, batch.layout.lengths, found.tolist(), strict=True):
-        for place, loss in zip(batch.places, line, strict=True):
-            if place < size - 1:  # the last token predicts nothing
-                losses[number, place] = loss

@@ -104,21 +104,16 @@ class Report:
         )
 
     def heading(self) -> str:
-        """What is run on what."""
-        sizes = ", ".join(
-            f"{axis} {size}"
-            for axis in ("tp", "cp", "pp", "vp", "ep", "etp")
-            if (size := getattr(self.options, axis)) > 1
-        )
-        known = versions()
+        """Say what is run on what."""
+        axes = ("tp", "cp", "pp", "vp", "ep", "etp")
+        sizes = [f"{axis} {size}" for axis in axes if (size := getattr(self.options, axis)) > 1]
+        known, about = versions(), machine(self.device)
         names = [f"{name} {version}" for name, version in known.items() if version and name != "numpy"]
-        about = machine(self.device)
         where = about["name"] or about["device"] or "no device"
-        if about["cann"]:
-            where += f", CANN {about['cann']}"
+        where += f", CANN {about['cann']}" if about["cann"] else ""
         processes = f"{self.processes} process{'es' if self.processes > 1 else ''}"
-        model = "HybridModel" if self.options.model == "hybrid" else ""
-        what = ", ".join(filter(None, (model, processes, sizes)))
+        model = ["HybridModel"] if self.options.model == "hybrid" else []
+        what = ", ".join([*model, processes, *sizes])
         return wrapped(f"npu-replay smoke: {what}, on {where}\n{', '.join(names)}", width())
 
     def lines(self, feature: str) -> str:
@@ -126,7 +121,12 @@ class Report:
         mine = [one for one in self.results if one.feature == feature]
         failed = [one for one in mine if one.result == FAIL]
         if failed:
-            return "\n".join(_line(one.result, feature, _told(one)) for one in failed)
+            told = []
+            for one in failed:
+                rank = f"rank {one.rank}" if one.rank is not None else ""
+                why = ": ".join(filter(None, (one.case, rank, " ".join(one.why.split()))))
+                told.append(_line(one.result, feature, why))
+            return "\n".join(told)
         tried = [one for one in mine if one.result == PASS]
         if not tried:
             return _line(SKIP, feature, mine[0].why)
@@ -148,12 +148,6 @@ class Report:
 
 def _line(result: str, feature: str, why: str) -> str:
     return wrapped(f"{result}  {feature:<{_WIDTH}} {why}", width(), " " * (_WIDTH + 7))
-
-
-def _told(one: Result) -> str:
-    case = f"{one.case}: " if one.case else ""
-    rank = f"rank {one.rank}: " if one.rank is not None else ""
-    return f"{case}{rank}{' '.join(one.why.split())}"
 
 
 # What is here

@@ -21,7 +21,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder that is the only place where a product can be found."""
     stdlib = [entry for entry in sys.path if entry.endswith((".zip", "lib-dynload")) or _has_stdlib(entry)]
     monkeypatch.setattr(sys, "path", [str(tmp_path), *stdlib])
-    names = {known.module.partition(".")[0] for known in probe._KNOWN}
+    names = {module.partition(".")[0] for module, _ in probe._KNOWN.values()}
     for name in [name for name in sys.modules if name.partition(".")[0] in names]:
         monkeypatch.delitem(sys.modules, name)
     return tmp_path

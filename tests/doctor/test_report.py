@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -76,8 +76,25 @@ def test_report_reads_as_plain_words(patches: Patches, monkeypatch: pytest.Monke
     assert lines[0] == "Installed Version Where"
     assert lines[1].startswith(f"npu_replay {npu_replay.__version__} ")
     assert "recompute works each takes the routes of its own forward" in lines
-    assert "attribute of one types.SimpleNamespace because a test runs" in lines
-    assert lines[-1] == "Open blocks: none"
+    assert "Open blocks: none" in lines
+    assert lines[-4:] == [
+        "Changed in other modules: 1",
+        "for a test runs:",
+        "- attribute of one types.SimpleNamespace",
+        "because",
+    ]
+
+
+def test_a_long_name_of_a_change_stays_whole_in_80_columns(
+    patches: Patches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    module = ModuleType("megatron.core.transformer.moe.moe_utils")
+    patches.set(module, "compute_routing_scores_for_aux_loss", 1, "one two three four five " * 6)
+    lines = str(npu_replay.report()).splitlines()
+    assert "  - megatron.core.transformer.moe.moe_utils.compute_routing_scores_for_aux_loss" in lines
+    assert max(map(len, lines)) <= 80
+    assert all(line.startswith("    ") for line in lines[lines.index("  for a test runs:") + 2 :])
 
 
 def test_report_lists_an_open_block_once_with_its_layers(model: ToyModel) -> None:

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from hypothesis import strategies as st
 import npu_replay
 from command_line import Result, invoke
 from npu_replay import ReplayError, RoutedExperts, RouteStore, fingerprint
+from npu_replay.compat import probe
 from npu_replay.compat.vllm.decode import from_vllm
 from npu_replay.errors import InvalidRoutes
-from npu_replay.inspection import plots, sequences
-from npu_replay.inspection.inspection import Inspection, inspect
-from npu_replay.inspection.load import Loads
+from npu_replay.inspection import inspection, plots
+from npu_replay.inspection.found import Inspection
+from npu_replay.inspection.inspection import inspect
 from npu_replay.routes.checks import Array
 
 PROMPT, TOKENS, LAYERS, EXPERTS, TOPK = 90, 120, 8, 32, 4
@@ -239,7 +241,7 @@ def test_a_broken_answer_is_refused_with_the_words_of_from_vllm(
     assert result.exit_code == 1
     message = str(caught.value).removeprefix("[npu_replay] ")
     assert f"refused: {message}" in " ".join(result.stdout.split())
-    assert desk.look(desk.answer).layers == ()
+    assert desk.look(desk.answer).layers == []
 
 
 def test_an_engines_rows_need_the_models_config(desk: Desk) -> None:
@@ -336,7 +338,7 @@ def test_an_answer_of_sglang(desk: Desk) -> None:
     found = desk.look(desk.sglang, prompt_ids=desk.ids["prompt_ids"])
     assert found.good
     assert found.what == "an answer of SGLang (release not given)"
-    assert found.unchecked == ()
+    assert found.unchecked == []
     counted = desk.look(desk.sglang)
     assert counted.good
     assert "alike for other tokens" in counted.unchecked[0]
@@ -364,7 +366,7 @@ def test_engine_decides_where_the_answer_does_not(desk: Desk) -> None:
 def test_an_array_with_its_tokens(desk: Desk) -> None:
     found = desk.look(desk.rows.astype(np.int32), **desk.ids)
     assert found.good
-    assert found.unchecked == ()
+    assert found.unchecked == []
     stale(desk.rows)
     problem = desk.refusal(desk.rows, engine="vllm", **desk.ids)
     assert all(words in problem for words in ("another token's", "Usual cause"))
@@ -424,7 +426,7 @@ def test_routes_of_ours(desk: Desk, form: str) -> None:
     every, none = desk.put(desk.tokens, "all.json"), desk.put([], "none.json")
     found = desk.look(routes, prompt_ids=every, output_ids=none)
     assert found.good
-    assert found.unchecked == ()
+    assert found.unchecked == []
     assert "weights step 3" in found.verdicts[0].facts
     assert [layer.rows for layer in found.layers] == [119] * 7
     assert desk.look(routes, config=None).good
@@ -483,6 +485,11 @@ def test_a_folder_with_a_bad_sample(store: Path, run: Callable[..., Result]) -> 
     assert inspect(store).layers[0].rows == 80 + 82 + 83
 
 
+def test_ids_are_one_samples(store: Path, desk: Desk) -> None:
+    with pytest.raises(ReplayError, match="these ids are one sample's"):
+        inspect(store, **desk.ids)
+
+
 def test_a_key_that_is_not_there_and_a_shard_alone(store: Path, run: Callable[..., Result]) -> None:
     result = run(store, "--sample", "sample-9")
     assert result.exit_code == 1
@@ -539,10 +546,10 @@ def test_a_pickle_is_never_loaded(tmp_path: Path) -> None:
 
 def test_sizes_are_checked_before_anything_is_read(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     path = desk.put(npy(np.ones((3, 2, 2), np.uint8)))
-    os.truncate(path, sequences.MOST_BYTES + 1)  # sparse: it takes no room
+    os.truncate(path, inspection.MOST_BYTES + 1)  # sparse: it takes no room
     with pytest.raises(ReplayError, match="too large"):
         inspect(path)
-    monkeypatch.setattr(sequences, "MOST_TEXT", 10)
+    monkeypatch.setattr(inspection, "MOST_TEXT", 10)
     with pytest.raises(ReplayError, match="too large"):
         desk.look(desk.rows, prompt_ids=desk.put(list(range(100)), "ids.json"))
 
@@ -646,13 +653,24 @@ def test_a_picture_is_not_overwritten_unasked(desk: Desk, run: Callable[..., Res
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
+def test_without_matplotlib_a_picture_is_refused_before_the_work(
+    desk: Desk, run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(probe._KNOWN, "matplotlib", ("no_such_module", ""))
+    path = desk.put(desk.routes())
+    result = run(path, "--out", desk.folder / "picture.png")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "pip install matplotlib" in result.stderr
+    assert run(path, "--out", desk.folder / "found.json").exit_code == 0
+
+
 def test_loads_of_other_layers_and_sizes_add_up() -> None:
-    generator, loads = np.random.default_rng(5), Loads()
+    generator, loads = np.random.default_rng(5), Inspection(path="x")
     for rows, layers, experts in ((30, (0, 1, 2), 16), (10, (2, 3, 4), 32)):
         ids = np.argsort(generator.random((rows, 3, experts)), axis=2)[..., :2]
         recorded = np.arange(rows) % 5 > 0
-        loads.add(RoutedExperts(ids=ids, layers=layers, num_experts=experts, recorded=recorded))
-    assert {one.layer: one.rows for one in loads.figures()} == {0: 24, 1: 24, 2: 32, 3: 8, 4: 8}
-    assert [int(loads.counts[layer].sum()) for layer in range(5)] == [48, 48, 64, 16, 16]
+        loads.add(partial(RoutedExperts, ids=ids, layers=layers, num_experts=experts, recorded=recorded))
+    assert {one.layer: one.rows for one in loads.layers} == {0: 24, 1: 24, 2: 32, 3: 8, 4: 8}
+    assert [int(loads.load[layer].sum()) for layer in range(5)] == [48, 48, 64, 16, 16]
     assert loads.num_experts == 32
-    assert all(one.used <= 32 and 0 < one.entropy <= 5 for one in loads.figures())
+    assert all(one.used <= 32 and 0 < one.entropy <= 5 for one in loads.layers)

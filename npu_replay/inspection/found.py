@@ -1,0 +1,231 @@
+"""Hold what `npu-replay inspect` found: a verdict on each sequence, and the load of each layer."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from npu_replay.errors import ReplayError
+from npu_replay.options import message
+from npu_replay.routes.checks import Array
+from npu_replay.routes.routed_experts import RoutedExperts
+from npu_replay.tables import Part, Table
+
+_REFUSED = 20
+"""So many refused sequences are named one by one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Says whether one sequence is right, and its sizes.
+
+    Attributes:
+        name: «completion 2», a store's key; empty where there is one only.
+        problem: why it is refused, the whole message; empty where it isn't.
+        tokens, rows, layers, topk: of its routes, and the rows that have one; 0 where it is refused.
+        dtype, nbytes: of its ids.
+        facts: the weights that chose, and the fingerprint of its tokens, where it has them.
+    """
+
+    name: str = ""
+    problem: str = ""
+    tokens: int = 0
+    rows: int = 0
+    layers: int = 0
+    topk: int = 0
+    dtype: str = ""
+    nbytes: int = 0
+    facts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LayerLoad:
+    """The load of one layer.
+
+    Attributes:
+        layer: 0-based, of the decoder.
+        rows: with a route.
+        used: experts that were named at all.
+        busiest, busiest_share: the expert that was named most, and its share of all.
+        entropy: of the shares, in bits; log2 of num_experts where all are used alike.
+    """
+
+    layer: int
+    rows: int
+    used: int
+    busiest: int
+    busiest_share: float
+    entropy: float
+
+
+@dataclass(kw_only=True)
+class Inspection:
+    """All that was found. A sequence is counted in and let go: a folder may be larger than the memory.
+
+    Attributes:
+        path: of the file or folder.
+        what: it is, in words.
+        verdicts: one a sequence.
+        num_experts: of a layer, the most of any sequence.
+        load: by layer, how often each expert was named, int64 [num_experts].
+        rows: by layer, how many have a route.
+        unchecked: what couldn't be checked, and what it takes.
+    """
+
+    path: str
+    what: str = ""
+    verdicts: list[Verdict] = field(default_factory=list)
+    num_experts: int = 0
+    load: dict[int, Array] = field(default_factory=dict)
+    rows: dict[int, int] = field(default_factory=dict)
+    unchecked: list[str] = field(default_factory=list)
+
+    def add(
+        self,
+        read: Callable[[], RoutedExperts],
+        *,
+        name: str = "",
+        where: str = "",
+        named: bool = True,
+        unchecked: Iterable[str] = (),
+    ) -> None:
+        """Decode a sequence by `read` and count it in, or note why it is refused.
+
+        Args:
+            where: it lies, for an error that doesn't say so.
+            named: are its token ids known, so that its fingerprint means something?
+            unchecked: what can't be checked, and what it takes.
+        """
+        try:
+            routes = read()
+        except ReplayError as error:
+            self.refuse(name, error.at(where) if where not in str(error) else error)
+            return
+        self.unchecked += [words for words in unchecked if words not in self.unchecked]
+        self.num_experts = max(self.num_experts, routes.num_experts)
+        recorded, ids = routes.recorded.numpy(), routes.ids.numpy()
+        rows = int(recorded.sum())
+        for column, layer in enumerate(routes.layers):
+            counted = np.bincount(ids[recorded, column].ravel(), minlength=self.num_experts)
+            before = self.load.get(layer, np.zeros(0, np.int64))
+            self.load[layer] = np.pad(before, (0, len(counted) - len(before))) + counted
+            self.rows[layer] = self.rows.get(layer, 0) + rows
+        facts = [f"weights {routes.weight_version}"] if routes.weight_version is not None else []
+        facts += (
+            [f"fingerprint {routes.fingerprint:#018x}"] if routes.fingerprint is not None and named else []
+        )
+        self.verdicts.append(
+            Verdict(
+                name=name,
+                tokens=len(routes),
+                rows=rows,
+                layers=len(routes.layers),
+                topk=routes.topk,
+                dtype=str(ids.dtype),
+                nbytes=ids.nbytes,
+                facts=tuple(facts),
+            )
+        )
+
+    def refuse(self, name: str, error: ReplayError) -> None:
+        """Note why a sequence is refused."""
+        self.verdicts.append(Verdict(name=name, problem=message(error)))
+
+    @property
+    def layers(self) -> list[LayerLoad]:
+        """The load of each layer, over all sequences that aren't refused."""
+        found = []
+        for layer, counts in sorted(self.load.items()):
+            shares = counts[counts > 0] / max(1, counts.sum())
+            found.append(
+                LayerLoad(
+                    layer=layer,
+                    rows=self.rows[layer],
+                    used=len(shares),
+                    busiest=int(counts.argmax()),
+                    busiest_share=float(shares.max(initial=0)),
+                    entropy=abs(float(-(shares * np.log2(shares)).sum())),
+                )
+            )
+        return found
+
+    @property
+    def bad(self) -> list[Verdict]:
+        """The sequences that are refused."""
+        return [verdict for verdict in self.verdicts if verdict.problem]
+
+    @property
+    def good(self) -> bool:
+        """Is there a sequence, and is none refused?"""
+        return bool(self.verdicts) and not self.bad
+
+    def to_json(self) -> str:
+        """Return all of it but the picture, for programs."""
+        found = {
+            "ok": self.good,
+            "path": self.path,
+            "what": self.what,
+            "num_experts": self.num_experts,
+            "sequences": [asdict(verdict) for verdict in self.verdicts],
+            "layers": [asdict(layer) for layer in self.layers],
+            "unchecked": self.unchecked,
+        }
+        return json.dumps(found, indent=2)
+
+    def parts(self) -> Iterator[Part]:
+        """Yield the heading, the load of each layer, what couldn't be checked, and the verdict."""
+        yield [(f"{self.path}: ", "bold"), self.what]
+        if seen := [verdict for verdict in self.verdicts if verdict.layers]:
+            first = seen[0]
+            tokens, rows, size = (
+                sum(getattr(one, name) for one in seen) for name in ("tokens", "rows", "nbytes")
+            )
+            several = f"{len(seen):,} sequences, " if len(seen) > 1 else ""
+            model = f"top-{first.topk} of {self.num_experts} experts in {first.layers} layers"
+            yield f"{several}{tokens:,} tokens, {rows:,} with a route; {model}; {first.dtype}, {size:,} bytes"
+            if len(seen) == 1 and first.facts:
+                yield ", ".join(first.facts)
+            yield ""
+            yield self._table()
+            yield ""
+        for words in self.unchecked:
+            yield f"not checked: {words}", "dim"
+        count, bad = len(self.verdicts), self.bad
+        if self.good:
+            all_of_them = f" ({count:,} sequences)" if count > 1 else ""
+            limited = ", as far as it could be checked" if self.unchecked else ""
+            yield f"ok{all_of_them}{limited}", "bold green"
+        elif not bad:
+            yield "refused: there is no sequence in it", "bold red"
+        elif count == 1:
+            yield [("refused: ", "bold red"), bad[0].problem]
+        else:
+            yield f"refused: {len(bad):,} of {count:,} sequences", "bold red"
+            yield from (f"- {verdict.name}: {verdict.problem}" for verdict in bad[:_REFUSED])
+            if len(bad) > _REFUSED:
+                yield f"- and {len(bad) - _REFUSED:,} more: --json has them all", "dim"
+
+    def _table(self) -> Table:
+        experts = max(1, self.num_experts)
+        titles = (
+            "Layer",
+            "Rows",
+            f"Experts used\nof {experts}",
+            f"Busiest\neven: {1 / experts:.2%}",
+            f"Entropy, bits\nof {math.log2(experts):.2f}",
+        )
+        rows = [
+            (
+                str(one.layer),
+                f"{one.rows:,}",
+                f"{one.used:,}",
+                f"{one.busiest_share:.2%} (expert {one.busiest})",
+                f"{one.entropy:.2f}",
+            )
+            for one in self.layers
+        ]
+        return Table(titles, rows, numbers=range(1, 5))
