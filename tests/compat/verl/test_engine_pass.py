@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from npu_replay import routers
-from npu_replay.compat.verl import engine as verl_engine
-from npu_replay.compat.verl.actions import RECORD, REPLAY, switch
+from npu_replay.compat.verl.engine_adapter import EngineAdapter, refuse_engines
+from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, Actions, EnginePass, current, wrapped
 from npu_replay.errors import MicroBatchError, ReplayError
+from npu_replay.sessions.stepwise import StepReplay
 from toys import ROWS, TOPK, ToyModel, ToyRouters, hooks, tokens
 
 
@@ -21,9 +22,9 @@ def toy_routers() -> Iterator[None]:
     routers.register("toys", ToyRouters())
     yield
     routers.unregister("toys")
-    assert switch.job is None
-    assert not switch._sessions
-    switch.clear()
+    assert current().engine is None
+    assert not current().sessions
+    current().clear()
 
 
 class Engine:
@@ -31,30 +32,27 @@ class Engine:
 
     def __init__(self, mode: str = "R2") -> None:
         self.module = [ToyModel()]
-        self.settings = SimpleNamespace(mode=mode)
+        self.engine_config = SimpleNamespace(router_replay=SimpleNamespace(mode=mode))
 
     def forward_backward_batch(self, data: Any, forward_only: bool = False) -> Any:
         data(self.module[0])
         return {"metrics": {}}
 
 
-Engine.forward_backward_batch = verl_engine.wrapped(  # type: ignore[method-assign]
-    Engine.forward_backward_batch,
-    verl_engine.Asked(lambda self: self.module, lambda self: self.settings, lambda self: None),
-)
+Engine.forward_backward_batch = wrapped(Engine.forward_backward_batch, EngineAdapter)  # type: ignore[method-assign]
 
 
 def record(engine: Engine) -> list[Any]:
     routes: list[Any] = []
 
     def schedule(model: ToyModel) -> None:
-        switch.set(REPLAY)
-        switch.set(RECORD)
+        current().set(REPLAY)
+        current().set(RECORD)
         with torch.no_grad():
             model(tokens(0))
-        tap, chunk = switch.recording(None, None, 0)
+        tap, chunk = current().recording(None, None, 0)
         routes.append(tap.take(chunk))
-        switch.clear()
+        current().clear()
 
     engine.forward_backward_batch(schedule, forward_only=True)
     return routes
@@ -62,11 +60,11 @@ def record(engine: Engine) -> list[Any]:
 
 def replay(engine: Engine, routes: list[Any]) -> Any:
     def schedule(model: ToyModel) -> None:
-        switch.set(REPLAY)
-        feed, chunk = switch.replaying(None, None, 0)
+        current().set(REPLAY)
+        feed, chunk = current().replaying(None, None, 0)
         feed.give(chunk, routes[0])
         model(tokens(0)).sum().backward()
-        switch.clear()
+        current().clear()
 
     return engine.forward_backward_batch(schedule)
 
@@ -91,21 +89,36 @@ def test_nothing_is_left_when_a_pass_raises() -> None:
     engine = Engine()
 
     def schedule(model: ToyModel) -> None:
-        switch.set(RECORD)
+        current().set(RECORD)
         model(tokens(0))
         raise MemoryError
 
     with pytest.raises(MemoryError):
         engine.forward_backward_batch(schedule)
-    assert not switch.action
+    assert not current().action
     assert hooks(engine.module[0]) == 0
 
 
 def test_an_action_doesnt_outlive_what_expected_it() -> None:
-    with pytest.raises(ZeroDivisionError), switch.expecting():
-        switch.set(RECORD)
+    with pytest.raises(ZeroDivisionError), Actions(waits=True).entered():
+        current().set(RECORD)
         raise ZeroDivisionError
-    assert not switch.action
+    assert not current().action
+
+
+def test_no_action_has_an_effect_in_a_reference_pass_whatever_runs_inside() -> None:
+    """0.7's worker sets the action in its log-probs, which a LoRA actor's reference pass asks for."""
+    engine = Engine()
+    with Actions(is_off=True).entered(), Actions(waits=True).entered():
+        current().set(RECORD)
+        engine.forward_backward_batch(lambda model: model(tokens(0)), forward_only=True)
+        assert not current().action
+    assert hooks(engine.module[0]) == 0
+    assert not current().action
+    with Actions(waits=True).entered():
+        current().set(RECORD)
+        assert current().action == RECORD
+        current().clear()
 
 
 def test_a_pass_without_an_action_is_left_alone() -> None:
@@ -120,7 +133,7 @@ def test_a_forward_without_routes_is_raised_when_the_pass_ends() -> None:
     after: list[str] = []
 
     def schedule(model: ToyModel) -> None:
-        switch.set(REPLAY)
+        current().set(REPLAY)
         model(tokens(0)).sum().backward()
         after.append("went on")
 
@@ -132,7 +145,7 @@ def test_a_forward_without_routes_is_raised_when_the_pass_ends() -> None:
 def test_an_engine_refuses_to_go_on_in_silence_after_uninstall() -> None:
     engine = Engine()
     record(engine)
-    verl_engine.refuse_engines()
+    refuse_engines()
     with pytest.raises(ReplayError, match="uninstalled after this engine"):
         engine.forward_backward_batch(lambda model: None)
 
@@ -147,19 +160,30 @@ def test_a_setting_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.parametrize(
-    ("updates", "trains", "compares", "tolerant", "least"),
-    [
-        (0, True, True, False, None),
-        (0, False, False, False, None),
-        (1, True, False, True, 0),
-        (10, True, True, True, 0),
-    ],
+    ("updates", "trains", "compares"), [(0, True, True), (0, False, False), (1, True, False)]
 )
 def test_what_a_pass_checks_depends_on_the_updates_before_it(
-    updates: int, trains: bool, compares: bool, tolerant: bool, least: float | None
+    updates: int, trains: bool, compares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = verl_engine.Pass([], "R3", verl_engine._Engine(updates=updates), trains)
-    assert (job.compares(), job.tolerant, job.min_overlap()) == (compares, tolerant, least)
+    asked: list[dict[str, Any]] = []
+
+    class Opened(StepReplay):
+        def __init__(self, model: Any, **options: Any) -> None:
+            asked.append(options)
+            super().__init__(model, **options)
+
+    monkeypatch.setattr("npu_replay.compat.verl.engine_pass.StepReplay", Opened)
+    engine = Engine("R3")
+    adapter = EngineAdapter.of(engine)
+    adapter.updates = updates
+    with (
+        pytest.raises(MicroBatchError, match="nothing ran"),
+        EnginePass(adapter, trains=trains).entered() as one,
+    ):
+        assert one.tolerant == (updates > 0)
+        one.set(REPLAY)
+    told = {"errors_wait": True, "live_mismatch": compares, "min_overlap": 0 if updates else None}
+    assert asked == [told]
 
 
 def test_an_fsdp_engine_whose_mode_lacks_its_key_is_refused() -> None:
@@ -167,7 +191,9 @@ def test_an_fsdp_engine_whose_mode_lacks_its_key_is_refused() -> None:
     from npu_replay.compat.verl import fsdp
 
     config = {"strategy": "fsdp2", "router_replay": {"mode": "R2"}}
-    assert fsdp.settings_of(SimpleNamespace(engine_config=config)).mode == "R2"
+    engine = Engine()
+    engine.engine_config = config  # type: ignore[assignment]
+    assert fsdp.FsdpAdapter(engine).mode == "R2"
     config["router_replay"] = "R2"
     with pytest.raises(ReplayError, match=r"Expected \S+router_replay.mode=R2"):
-        fsdp.settings_of(SimpleNamespace(engine_config=config))
+        fsdp.FsdpAdapter(engine)
