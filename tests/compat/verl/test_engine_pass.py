@@ -197,3 +197,23 @@ def test_an_fsdp_engine_whose_mode_lacks_its_key_is_refused() -> None:
     config["router_replay"] = "R2"
     with pytest.raises(ReplayError, match=r"Expected \S+router_replay.mode=R2"):
         fsdp.FsdpAdapter(engine)
+
+
+def test_what_a_batch_lends_to_a_pass_goes_with_it_and_a_disabled_engine_is_not_kept() -> None:
+    engine = Engine("R3")
+    adapter = EngineAdapter.of(engine)
+    running = EnginePass(adapter, trains=False)
+    with running.entered():
+        assert current() is running
+        assert adapter.routes.lent is running.found.carried
+    assert adapter.routes.lent == {}
+    assert EngineAdapter.of(engine) is adapter
+    assert EngineAdapter.of(Engine("disabled")) is None
+
+
+def test_what_was_open_without_an_engine_is_dropped_when_an_engine_runs() -> None:
+    engine, alone = Engine(), current()
+    alone.sessions.append(StepReplay(engine.module).__enter__())
+    record(engine)
+    assert not alone.sessions
+    assert hooks(engine.module[0]) == 0
