@@ -94,7 +94,13 @@ def check_actor(config: Any, *, legacy: bool | None = None) -> None:
     Raises:
         ReplayError: says which keys, what is wrong with them, and what to set instead.
     """
-    problems = list(_problems(config, legacy))
+    key = _key_that_is_read(config, legacy)
+    mode = OFF if key is None else _mode_at(config, key)
+    bare = (without_keys(setting(config, *place), ".".join((ROOT, *place))) for place in _PLACES)
+    problems = [one for one in bare if one is not None]
+    problems += [*_misspelt_keys(config), *_misplaced_modes(config, key, mode)]
+    if mode != OFF and key is not None:
+        problems += _unfit_settings(config, key, mode)
     if not problems:
         return
     if environment.strict():
@@ -105,18 +111,6 @@ def check_actor(config: Any, *, legacy: bool | None = None) -> None:
 
 
 # ---- what is wrong with a config
-
-
-def _problems(config: Any, legacy: bool | None) -> Iterator[ReplayError]:
-    key = _key_that_is_read(config, legacy)
-    mode = OFF if key is None else _mode_at(config, key)
-    for place in _PLACES:  # a line without .mode
-        if (bare := without_keys(setting(config, *place), ".".join((ROOT, *place)))) is not None:
-            yield bare
-    yield from _misspelt_keys(config)
-    yield from _misplaced_modes(config, key, mode)
-    if mode != OFF and key is not None:
-        yield from _unfit_settings(config, key, mode)
 
 
 def _misspelt_keys(config: Any) -> Iterator[ReplayError]:

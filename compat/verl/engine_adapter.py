@@ -29,7 +29,6 @@ class EngineAdapter:
         kind: whose engine it is; what is installed again by itself.
         entry: its method that refuses to run when npu_replay was uninstalled.
         stack: what it runs on, for the line that says that replay is on; Megatron where it is empty.
-        mode: "R2", "R3" or "disabled".
         files: of its routes, if they are written or read.
         routes: those that are here, by key, for the passes of a step; `r2` and `r3` put them there.
         updates: passes that trained.
@@ -45,9 +44,7 @@ class EngineAdapter:
 
     def __init__(self, engine: Any) -> None:
         self._engine = weakref.ref(engine)
-        settings = self.settings
-        self.mode: str = settings.mode
-        self.files = Files.of(settings)
+        self.files = Files.of(self.settings)
         self.routes = RoutesByKey()
         self.r2, self.r3 = R2Store(self.routes), R3Store(self.routes)
         self.updates = self.microseconds = 0
@@ -56,12 +53,10 @@ class EngineAdapter:
     @classmethod
     def of(cls, engine: Any) -> Any:
         """Return the one of an engine; None where its mode is disabled."""
-        if (known := _adapters.get(engine)) is None:
-            known = cls(engine)
-            if known.mode == OFF:
-                return None
-            _adapters[engine] = known
-        return known
+        known = _adapters.get(engine) or cls(engine)
+        if known.mode == OFF:
+            return None
+        return _adapters.setdefault(engine, known)
 
     @property
     def engine(self) -> Any:
@@ -72,6 +67,11 @@ class EngineAdapter:
     def settings(self) -> Any:
         """Its settings of router_replay: mode, record_file, replay_file."""
         return self.engine.engine_config.router_replay
+
+    @property
+    def mode(self) -> str:
+        """R2, R3 or disabled, as it is told at the time."""
+        return self.settings.mode  # type: ignore[no-any-return]
 
     @property
     def chunks(self) -> Sequence[nn.Module]:

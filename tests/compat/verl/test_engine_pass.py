@@ -209,6 +209,10 @@ def test_what_a_batch_lends_to_a_pass_goes_with_it_and_a_disabled_engine_is_not_
     assert adapter.routes.lent == {}
     assert EngineAdapter.of(engine) is adapter
     assert EngineAdapter.of(Engine("disabled")) is None
+    engine.engine_config.router_replay.mode = "disabled"  # for some passes
+    assert EngineAdapter.of(engine) is None
+    engine.engine_config.router_replay.mode = "R3"
+    assert EngineAdapter.of(engine) is adapter
 
 
 def test_what_was_open_without_an_engine_is_dropped_when_an_engine_runs() -> None:
