@@ -120,8 +120,6 @@ class _Batch:
             return
         self.job = EnginePass(self.adapter, trains=self.trains, flagged=True)
         self.open.enter_context(self.job.entered())
-        self.open.callback(self.job.clear)
-        self.job.set(REPLAY if self.job.r3 or self.trains else RECORD)
 
     def next(self, tokens: torch.Tensor) -> dict[str, Any]:
         """The rows of the next micro-batch, which holds these tokens."""

@@ -29,6 +29,7 @@ class EngineAdapter:
         kind: whose engine it is; what is installed again by itself.
         entry: its method that refuses to run when npu_replay was uninstalled.
         stack: what it runs on, for the line that says that replay is on; Megatron where it is empty.
+        acts: its passes set the action themselves, since no code of the framework's does.
         files: of its routes, if they are written or read.
         routes: those that are here, by key, for the passes of a step; `r2` and `r3` put them there.
         updates: passes that trained.
@@ -41,6 +42,7 @@ class EngineAdapter:
     kind = "Megatron"
     entry = "forward_backward_batch"
     stack = ""
+    acts = False
 
     def __init__(self, engine: Any) -> None:
         self._engine = weakref.ref(engine)

@@ -260,9 +260,13 @@ class EnginePass(Actions):
         try:
             with super().entered():
                 try:
-                    if self.action:
+                    if self.engine.acts and self.flagged:
+                        self.set(REPLAY if self.r3 or self.trains else RECORD)
+                    elif self.action:
                         self._open()
                     yield self
+                    if self.engine.acts:
+                        self.clear()
                 except ReplayError as error:
                     if not error.shared:
                         logger.error("%s", error)  # before a collective that others may never come to

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,7 +60,7 @@ def install() -> None:
 def _wrap(module: Any) -> None:
     known_names.check(module, _NEEDED, "verl's FSDP engine", "verl")
     base, language_model = module.FSDPEngine, module.FSDPEngineWithLMHead
-    ours = wrapped(_with_action(base.forward_backward_batch), FsdpAdapter)
+    ours = wrapped(base.forward_backward_batch, FsdpAdapter)
     _patches.set(base, "forward_backward_batch", ours, "one pass: ranks leave together, figures")
     _patches.wrap(language_model, "forward_step", _step, "gives and takes the routes of a micro-batch")
     _patches.wrap(base, "disable_adapter", without_adapter, "a reference pass is never replayed")
@@ -76,6 +75,7 @@ class WholeModelAdapter(EngineAdapter):
     """
 
     strategy: object = ""
+    acts = True
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
@@ -129,23 +129,6 @@ class FsdpAdapter(WholeModelAdapter):
 
 
 # A pass
-
-
-def _with_action(original: Callable[..., Any]) -> Any:
-    """Return `forward_backward_batch` with the action that verl's Megatron engine sets in its own."""
-
-    @functools.wraps(original)
-    def acting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        running = current()
-        if running.engine is None or not running.flagged:
-            return original(self, *args, **kwargs)
-        running.set(REPLAY if running.r3 or running.trains else RECORD)
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            running.clear()
-
-    return acting
 
 
 def _step(original: Any, self: Any, micro_batch: Any, *args: Any, **kwargs: Any) -> Any:

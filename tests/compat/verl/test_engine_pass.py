@@ -12,7 +12,7 @@ import torch
 from npu_replay import routers
 from npu_replay.compat.verl.engine_adapter import EngineAdapter, refuse_engines
 from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, Actions, EnginePass, current, wrapped
-from npu_replay.errors import MicroBatchError, ReplayError
+from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
 from npu_replay.sessions.stepwise import StepReplay
 from toys import ROWS, TOPK, ToyModel, ToyRouters, hooks, tokens
 
@@ -115,10 +115,23 @@ def test_no_action_has_an_effect_in_a_reference_pass_whatever_runs_inside() -> N
         assert not current().action
     assert hooks(engine.module[0]) == 0
     assert not current().action
+
+
+def test_an_action_that_waits_is_the_engines_and_over_when_the_engine_ends_it() -> None:
+    engine = Engine()
+
+    def schedule(model: ToyModel) -> None:
+        model(tokens(0))
+        current().recording(None, None, 0)
+
     with Actions(waits=True).entered():
         current().set(RECORD)
+        assert not current().sessions
+        engine.forward_backward_batch(schedule, forward_only=True)
         assert current().action == RECORD
-        current().clear()
+        engine.forward_backward_batch(lambda model: (schedule(model), current().clear()), forward_only=True)
+        assert not current().action
+    assert hooks(engine.module[0]) == 0
 
 
 def test_a_pass_without_an_action_is_left_alone() -> None:
@@ -203,6 +216,7 @@ def test_what_a_batch_lends_to_a_pass_goes_with_it_and_a_disabled_engine_is_not_
     engine = Engine("R3")
     adapter = EngineAdapter.of(engine)
     running = EnginePass(adapter, trains=False)
+    running.found.carried[1] = InvalidRoutes("bad", expected="good", got="bad")
     with running.entered():
         assert current() is running
         assert adapter.routes.lent is running.found.carried
