@@ -115,3 +115,13 @@ def test_what_another_rank_cannot_read_is_bad_here_and_other_layers_drop_all() -
     assert len(held) == 1
     held.has((1,))
     assert not len(held)
+
+
+def test_keys_do_not_depend_on_the_passes_before() -> None:
+    """A rank that was started anew has seen none, and works the same keys out."""
+    (_, old), (_, new) = filled(), filled()
+    old.begin(1, 0)
+    old.keep(0, 2, [routes()] * 2)
+    for store in (old, new):
+        store.begin(2, 0)
+    assert old.keep(0, 2, [routes()] * 2) == new.keep(0, 2, [routes()] * 2)
