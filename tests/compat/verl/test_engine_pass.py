@@ -235,3 +235,47 @@ def test_what_was_open_without_an_engine_is_dropped_when_an_engine_runs() -> Non
     record(engine)
     assert not alone.sessions
     assert hooks(engine.module[0]) == 0
+
+
+def test_what_goes_wrong_in_a_schedule_is_raised_behind_it_and_an_update_is_counted() -> None:
+    engine = Engine()
+    routes, after = record(engine), list[str]()
+    assert EngineAdapter.of(engine).updates == 0
+
+    def schedule(model: ToyModel) -> None:
+        current().set(REPLAY)
+        current().defer(ReplayError("a sample of this rank is bad"))
+        after.append("went on")
+
+    with pytest.raises(ReplayError, match="this rank is bad"):
+        engine.forward_backward_batch(schedule)
+    assert after == ["went on"]
+    assert EngineAdapter.of(engine).updates == 0
+    replay(engine, routes)
+    assert EngineAdapter.of(engine).updates == 1
+
+
+class ActingAdapter(EngineAdapter):
+    acts = True
+
+
+@pytest.mark.parametrize(
+    ("mode", "trains", "action"), [("R2", False, RECORD), ("R2", True, REPLAY), ("R3", False, REPLAY)]
+)
+def test_a_pass_of_an_engine_without_an_action_of_its_own_sets_it(
+    mode: str, trains: bool, action: str
+) -> None:
+    routes, engine = record(Engine()), Engine(mode)
+    adapter = ActingAdapter(engine)
+    with EnginePass(adapter, trains=trains, flagged=True).entered() as one:
+        assert one.action == action
+        if action == REPLAY:
+            session, chunk = one.replaying(None, None, None)
+            session.give(chunk, routes[0])
+        with torch.set_grad_enabled(trains):
+            output = engine.module[0](tokens(0)).sum()
+        if trains:
+            output.backward()
+    assert not current().action
+    with EnginePass(adapter, trains=trains).entered() as one:
+        assert not one.action, "its flag isn't in the batch"
