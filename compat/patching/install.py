@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 _SHIMS = {
     # verl first: it takes back what verl has done to Megatron
-    "verl": ("verl.install", "verl.fsdp", "verl.agent_loop", "verl.reference_pass", "verl.config"),
+    "verl": ("verl.install", "verl.fsdp", "verl.agent_loop", "verl.config"),
     "megatron.core": (
         "megatron.config_flags",
         "megatron_backports.router_replay",

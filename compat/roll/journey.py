@@ -16,8 +16,8 @@ from typing import Any
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.roll import strategy
-from npu_replay.compat.verl.config import OFF
 from npu_replay.compat.verl.files import ROUTES
+from npu_replay.compat.verl.settings import OFF
 
 CONFIG = "roll.configs.worker_config"
 WORKER = "roll.pipeline.base_worker"

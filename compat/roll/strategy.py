@@ -15,18 +15,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from npu_replay import environment
 from npu_replay.compat.patching import import_hook, known_names
 from npu_replay.compat.patching.patches import Patches
-from npu_replay.compat.verl import engine, functions, tensors
-from npu_replay.compat.verl.actions import RECORD, REPLAY, problem_of, switch
-from npu_replay.compat.verl.config import OFF
+from npu_replay.compat.verl import engine_adapter, functions, tensors
+from npu_replay.compat.verl.engine_adapter import problem_of
+from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, Actions, EnginePass, current
 from npu_replay.compat.verl.files import ROUTES, TOKENS
-from npu_replay.compat.verl.fsdp import model_of, stack_of
+from npu_replay.compat.verl.fsdp import WholeModelAdapter
+from npu_replay.compat.verl.settings import OFF
 from npu_replay.errors import MicroBatchError
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.token_layout import TokenLayout
@@ -53,7 +53,7 @@ def install() -> None:
         return
     import_hook.when_imported(STRATEGY, _WHAT, _wrap)
     if any(_patches):
-        engine.restore_engines(NAME)
+        engine_adapter.restore_engines(NAME)
 
 
 def _wrap(module: Any) -> None:
@@ -72,16 +72,24 @@ def mode_of(config: Any) -> str:
     return mode if arguments is not None and arguments.strategy_name == NAME and mode in ("R2", "R3") else OFF
 
 
-_ASKED = engine.Asked(
-    chunks=lambda strategy: [strategy.model],
-    settings=lambda strategy: SimpleNamespace(
-        mode=mode_of(strategy.worker_config), record_file=None, replay_file=None
-    ),
-    model=lambda strategy: model_of(strategy.model),
-    stack=lambda strategy: stack_of("fsdp2"),
-    kind=NAME,
-    entry="_fsdp2_forward",
-)
+class StrategyAdapter(WholeModelAdapter):
+    """Of a strategy."""
+
+    kind, entry, strategy = NAME, "_fsdp2_forward", "fsdp2"
+    batch: _Batch | None = None
+    """The one that it was called with."""
+    recorded: torch.Tensor | None = None
+    """What the last `forward_step` recorded, [batch, sequence, layers, topk], until it is asked for."""
+
+    @property
+    def settings(self) -> SimpleNamespace:
+        """Its mode; it has no files."""
+        return SimpleNamespace(mode=mode_of(self.engine.worker_config))
+
+    @property
+    def chunks(self) -> list[Any]:
+        """The model."""
+        return [self.engine.model]
 
 
 # A pass
@@ -98,7 +106,7 @@ class _Batch:
         job: the last pass that was opened.
     """
 
-    strategy: Any
+    adapter: StrategyAdapter
     data: Any
     trains: bool
     open: ExitStack = field(default_factory=ExitStack)
@@ -108,12 +116,10 @@ class _Batch:
 
     def begin(self) -> None:
         """Open a record or a replay, unless one is open. Every rank comes here with each micro-batch."""
-        if switch.job is not None:
+        if current().engine is not None:
             return
-        self.job = engine.pass_of(self.strategy, _ASKED, trains=self.trains, flagged=True)
-        self.open.enter_context(switch.running(self.job))
-        self.open.callback(switch.clear)
-        switch.set(REPLAY if self.job.r3 or self.trains else RECORD)
+        self.job = EnginePass(self.adapter, trains=self.trains, flagged=True)
+        self.open.enter_context(self.job.entered())
 
     def next(self, tokens: torch.Tensor) -> dict[str, Any]:
         """The rows of the next micro-batch, which holds these tokens."""
@@ -133,23 +139,22 @@ class _Batch:
         return rows
 
 
-_batches: WeakKeyDictionary[Any, _Batch] = WeakKeyDictionary()
-_recorded: WeakKeyDictionary[Any, torch.Tensor] = WeakKeyDictionary()
-
-
 def recorded(strategy: Any) -> torch.Tensor | None:
-    """What the last `forward_step` recorded, [batch, sequence, layers, topk]; None of another. Asked once."""
-    return _recorded.pop(strategy, None)
+    """Return what the last `forward_step` recorded, [batch, sequence, layers, topk]; None of another."""
+    if (adapter := StrategyAdapter.of(strategy)) is None:
+        return None
+    found, adapter.recorded = adapter.recorded, None
+    return found  # type: ignore[no-any-return]
 
 
 def _forward_step(original: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    _recorded.pop(self, None)
+    recorded(self)
     if batch.meta_info.get("disable_adapter", False):  # the reference of a LoRA actor
-        with switch.off():
+        with Actions(is_off=True).entered():
             return original(self, batch, *args, **kwargs)
     output, ran = _run(original, self, batch, False, *args, **kwargs)
     if ran is not None and ran.taken:
-        _recorded[self] = torch.cat(ran.taken)
+        ran.adapter.recorded = torch.cat(ran.taken)
     return output
 
 
@@ -163,19 +168,20 @@ def _train_step(original: Callable[..., Any], self: Any, batch: Any, *args: Any,
 def _run(
     original: Callable[..., Any], self: Any, batch: Any, trains: bool, *args: Any, **kwargs: Any
 ) -> tuple[Any, _Batch | None]:
-    if mode_of(self.worker_config) == OFF:
+    if (adapter := StrategyAdapter.of(self)) is None:
         return original(self, batch, *args, **kwargs), None
-    _batches[self] = running = _Batch(self, batch, trains)
+    adapter.batch = running = _Batch(adapter, batch, trains)
     try:
         with running.open:
             return original(self, batch, *args, **kwargs), running
     finally:
-        del _batches[self]
+        adapter.batch = None
 
 
 def _clip_grad_norm(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    if self in _batches:
-        _batches[self].open.close()
+    running = getattr(StrategyAdapter.of(self), "batch", None)
+    if running is not None:
+        running.open.close()
     return original(self, *args, **kwargs)
 
 
@@ -183,24 +189,29 @@ def _clip_grad_norm(original: Callable[..., Any], self: Any, *args: Any, **kwarg
 
 
 def _fsdp2_forward(original: Callable[..., Any], self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-    running = _batches.get(self)
+    running = getattr(StrategyAdapter.of(self), "batch", None)
     if running is None:
         return original(self, input_ids, *args, **kwargs)
     running.begin()
-    rows: dict[str, Any] = {}
+    job, rows = current(), dict[str, Any]()
     problem = problem_of("tell which micro-batch it is", lambda: rows.update(running.next(input_ids)))
-    if problem is None and switch.is_(REPLAY):
-        problem = problem_of("give this micro-batch its routes", _give, self, rows)
+    if problem is None and job.action == REPLAY:
+        problem = problem_of("give this micro-batch its routes", _give, running.adapter, rows)
     if problem is not None:
-        switch.defer(problem)  # the other ranks are in this forward's collectives
+        job.defer(problem)  # the other ranks are in this forward's collectives
     logits = original(self, input_ids, *args, **kwargs)
-    if switch.is_(RECORD) and rows:
-        running.taken.append(_taken(self, rows))
+    if job.action == RECORD and rows:
+        from roll.utils.context_parallel import get_ulysses_group
+
+        batch = tensors.MicroBatch(rows[TOKENS], rows[_MASK], running.adapter.model)
+        groups = [get_ulysses_group()] if self.worker.rank_info.cp_size > 1 else []
+        record, dtype = job.recording(None, None, None), narrow_dtype(batch.model["num_experts"])
+        running.taken.append(functions.take(*record, batch, lambda: _layout(self, batch), groups, dtype))
     return logits
 
 
 @functions.timed
-def _give(self: Any, rows: dict[str, Any]) -> None:
+def _give(adapter: StrategyAdapter, rows: dict[str, Any]) -> None:
     """Give the model the routes of its next forward."""
     if ROUTES not in rows:
         raise MicroBatchError(
@@ -211,26 +222,13 @@ def _give(self: Any, rows: dict[str, Any]) -> None:
             "enable_old_logprobs_recompute has to be true); R3: actor_infer isn't sglang with "
             "router_replay.mode: R3, the only engine of which ROLL takes routes",
         )
-    replay, chunk = switch.replaying(None, None, None)
+    replay, chunk = current().replaying(None, None, None)
     mask = None
-    if switch.job is not None and switch.job.r3:
+    if current().r3:
         kept = [one[there.bool()] for one, there in zip(rows[TOKENS], rows[_MASK], strict=True)]
         mask = functions.build_r3_replay_mask(tensors.batched(kept, jagged=True), rows[_RESPONSE])
-    batch = tensors.MicroBatch(rows[ROUTES], rows[_MASK], model_of(self.model))
-    functions.give(replay, chunk, batch, _layout(self, batch), mask)
-
-
-@functions.timed
-def _taken(self: Any, rows: dict[str, Any]) -> torch.Tensor:
-    """What the routers chose in the last forward, for whole sequences; zeros for padding."""
-    from roll.utils.context_parallel import get_ulysses_group
-
-    record, chunk = switch.recording(None, None, None)
-    model = model_of(self.model)
-    batch = tensors.MicroBatch(rows[TOKENS], rows[_MASK], model)
-    groups = [get_ulysses_group()] if self.worker.rank_info.cp_size > 1 else []
-    found = functions.collected(record, chunk, batch, lambda: _layout(self, batch), groups)
-    return batch.filled(found, narrow_dtype(model.num_experts))
+    batch = tensors.MicroBatch(rows[ROUTES], rows[_MASK], adapter.model)
+    functions.give(replay, chunk, batch, _layout(adapter.engine, batch), mask)
 
 
 def _layout(self: Any, batch: tensors.MicroBatch) -> TokenLayout:

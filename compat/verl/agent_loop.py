@@ -9,18 +9,7 @@ all zeros: no real row is, since a top-k of 2 and more never chooses an expert t
 can't be told from expert 0 in every layer.) An engine has no row for the token that it sampled last; the next
 turn has.
 
-What is wrong without it, by release:
-
-- 0.7.0: the tool loop drops routes; an engine's read-only array goes to torch; `max_tokens` may exceed the
-  response length; R2 with routes of the rollout fails in a union.
-- 0.7.1: the tool loop doesn't cut routes with the response.
-- 0.8.0: a resume adds numpy arrays with torch; its `max_tokens` grows with each resume where none was given,
-  and shrinks the caller's where one was.
-- 0.7.1 to 0.9.0: the trainers of `experimental.separation` read R2 from a key that is no longer the one to
-  set, and keep the rollout's routes; 0.9.1 replays these instead of recording.
-- 0.8.0 and later: a turn without routes shifts what is added after it.
-- all: each turn replaces the rows of the turns before it; ids of 16 unsigned bits, which torch can hardly
-  work with; a batch of which one sample has no routes fails, or loses them all.
+What verl's releases get wrong without it: docs/dev/verl.md.
 """
 
 from __future__ import annotations
@@ -30,7 +19,6 @@ import itertools
 import logging
 from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -40,9 +28,11 @@ import torch
 from npu_replay import environment
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.patches import Patches
-from npu_replay.compat.verl import delivery
-from npu_replay.compat.verl.arrivals import Arrivals
-from npu_replay.compat.verl.settings import setting
+from npu_replay.compat.verl.batch_routes import COLUMN
+from npu_replay.compat.verl.files import ROUTES
+from npu_replay.compat.verl.r3_store import Putter
+from npu_replay.compat.verl.rollout_checks import RolloutChecks
+from npu_replay.compat.verl.settings import FLAG, ROOT, setting
 from npu_replay.errors import ReplayError
 from npu_replay.rollout.turns import Rows
 from npu_replay.routes.checks import Array, is_ids
@@ -56,6 +46,7 @@ CLIENTS = {
     "verl.experimental.fully_async_policy.fully_async_rollouter": ("FullyAsyncLLMServerClient",),
 }
 """Where a release may have the classes that ask the engine, by module."""
+TRAINER = "verl.trainer.ppo.ray_trainer"
 
 _WHAT = "routes from verl's rollout"
 _KEEP = "keeps each token's row of the turn that sampled it, and resumes without doubling or shifting"
@@ -66,7 +57,8 @@ _WIDEST = np.iinfo(np.int16).max
 
 
 def install() -> None:
-    """Have verl's agent loops keep routes, now or when their modules are imported."""
+    """Have verl's agent loops keep routes, and its trainer, now or when their modules are imported."""
+    import_hook.when_imported(TRAINER, f"{_WHAT}: what the reference is sent", _wrap_trainer)
     import_hook.when_imported(AGENT_LOOP, _WHAT, _wrap_worker)
     for module in CLIENTS:
         import_hook.when_imported(module, f"{_WHAT}: the clients of {module}", _wrap_clients)
@@ -92,6 +84,23 @@ def _wrap_clients(module: Any) -> None:
         kind = getattr(module, name, None)
         if kind is not None and "generate" in vars(kind):
             _patches.wrap(kind, "generate", _generate, _KEEP)
+
+
+def _wrap_trainer(module: Any) -> None:
+    if hasattr(module.RayPPOTrainer, "_compute_ref_log_prob"):  # 0.7.1 on
+        why = "a reference is never replayed, and a dispatch carries all of a batch to every rank"
+        _patches.wrap(module.RayPPOTrainer, "_compute_ref_log_prob", _without_routes, why)
+
+
+def _without_routes(original: Any, self: Any, batch: Any) -> Any:
+    """Send the reference a batch without routes, unless it is the actor without its adapter.
+
+    Then 0.7 wants them. The trainers over TransferQueue send keys alone, and their workers fetch every field.
+    """
+    names, columns = (set(part.keys()) for part in (batch.batch, batch.non_tensor_batch))
+    if ROUTES not in names or getattr(self, "ref_in_actor", False):
+        return original(self, batch)
+    return original(self, batch.select(names - {ROUTES}, columns - {COLUMN}))
 
 
 # One sample: what its turns have shown
@@ -146,8 +155,8 @@ class Turns:
             )
         tokens = np.concatenate([prompt, sampled])
         ids = None if routes is None else _usable(_as_array(routes), len(prompt), len(tokens), aborted)
-        if ids is not None and job is not None and job.arrivals is not None and not checked:
-            ids = job.arrivals.admitted(ids, tokens, ended=not aborted)
+        if ids is not None and job is not None and job.checks is not None and not checked:
+            ids = job.checks.admitted(ids, tokens, ended=not aborted)
         rows = Rows.empty(len(tokens), (0, 0), np.uint8) if ids is None else self._rows_of(ids, len(tokens))
         rows.settled[max(len(prompt) - 1, 0) : -1] = True  # the last token has not run yet
         if self._ran:
@@ -189,7 +198,6 @@ class Turns:
         return found.ids, seen
 
 
-@dataclass(eq=False)
 class _Job:
     """What a worker of agent loops was told.
 
@@ -198,39 +206,28 @@ class _Job:
         wanted: the rollout was told to return routes.
         dropped: R2 records its own.
         lengths: of the longest prompt and response, in tokens; None where the config doesn't tell.
-        arrivals: checks what the engine returns, where the model is known.
+        checks: checks what the engine returns, where the model is known.
         putter: takes the routes, and the batch has references; None where it carries them.
         like: [0, layers, topk], of the routes so far, for samples that have none of their own.
     """
 
-    client: Any
-    wanted: bool
-    dropped: bool
-    lengths: tuple[int, int] | None
-    arrivals: Arrivals | None
-    putter: delivery.Putter | None = None
-    like: Array | None = None
-
-    @classmethod
-    def of(cls, worker: Any) -> _Job:
-        if worker in _jobs:
-            return _jobs[worker]
+    def __init__(self, worker: Any) -> None:
         config = getattr(worker, "config", None)
-        rollout = getattr(worker, "rollout_config", None) or setting(config, "actor_rollout_ref", "rollout")
+        rollout = getattr(worker, "rollout_config", None) or setting(config, ROOT, "rollout")
+        self.client = getattr(worker, "llm_client", None) or getattr(worker, "server_manager", None)
         lengths = (setting(rollout, "prompt_length"), setting(rollout, "response_length"))
-        wanted = bool(setting(rollout, "enable_rollout_routing_replay"))
-        dropped = wanted and _records_itself(setting(config, "actor_rollout_ref", "actor"))
-        arrivals = Arrivals.of(worker, str(setting(rollout, "name"))) if wanted and not dropped else None
-        model = None if arrivals is None else arrivals.model
-        _jobs[worker] = cls(
-            getattr(worker, "llm_client", None) or getattr(worker, "server_manager", None),
-            wanted,
-            dropped,
-            (int(lengths[0]), int(lengths[1])) if all(isinstance(n, int) for n in lengths) else None,
-            arrivals,
-            delivery.Putter.of(worker, model) if wanted and not dropped else None,
-        )
-        return _jobs[worker]
+        self.lengths = lengths if all(isinstance(one, int) for one in lengths) else None
+        self.wanted = bool(setting(rollout, FLAG))
+        # Does the actor replay what it recorded itself? Releases have the mode in different places.
+        places = ((), ("megatron",), ("veomni",))
+        modes = {setting(config, ROOT, "actor", *place, "router_replay", "mode") for place in places}
+        self.dropped = self.wanted and "R2" in modes and "R3" not in modes
+        self.checks: RolloutChecks | None = None
+        self.putter: Putter | None = None
+        if self.wanted and not self.dropped:
+            self.checks = RolloutChecks.of(worker, str(setting(rollout, "name")))
+            self.putter = Putter.of(worker, None if self.checks is None else self.checks.model)
+        self.like: Array | None = None
 
     def with_budget(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments of `generate` with sampling parameters of their own, since a resume counts down in
@@ -315,7 +312,8 @@ async def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 async def _run_agent_loop(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs an agent loop, and hands its output to `_agent_loop_postprocess`."""
-    job = _Job.of(self)
+    if (job := _jobs.get(self)) is None:
+        job = _jobs[self] = _Job(self)
     if not job.wanted or not list(_patches):
         return await original(self, *args, **kwargs)
     if "_agent_loop_postprocess" not in vars(self):
@@ -408,13 +406,6 @@ def _common(first: Array, second: Array) -> int:
 
 def _is_aborted(output: Any) -> bool:
     return output.stop_reason in ("aborted", "abort")
-
-
-def _records_itself(actor: Any) -> bool:
-    """Does the actor replay what it recorded itself (R2)? Releases have the mode in different places."""
-    places = ((), ("megatron",), ("veomni",))
-    modes = {setting(actor, *place, "router_replay", "mode") for place in places}
-    return "R2" in modes and "R3" not in modes
 
 
 @functools.cache

@@ -24,7 +24,17 @@ from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.install import undo_everything
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl.rollout_engines import engine_without_routes, late_rows
-from npu_replay.compat.verl.settings import FLAG, ROOT, names, refused, setting, whole, without_keys
+from npu_replay.compat.verl.settings import (
+    FLAG,
+    FSDP,
+    OFF,
+    ROOT,
+    names,
+    refused,
+    setting,
+    whole,
+    without_keys,
+)
 from npu_replay.errors import ReplayError
 
 logger = logging.getLogger(__name__)
@@ -33,7 +43,6 @@ CONFIG = "verl.utils.config"
 ENGINE_WORKERS = "verl.workers.engine_workers"
 LEGACY_WORKERS = ("verl.workers.megatron_workers", "verl.workers.fsdp_workers")
 
-OFF = "disabled"
 _MODE = "router_replay"
 _KEYS = ("mode", "record_file", "replay_file")
 """Those of verl's EngineRouterReplayConfig."""
@@ -46,8 +55,6 @@ _PLACES = tuple(
 """Where a line of some release, strategy or recipe puts a mode."""
 _OWN_REPLAY = ("megatron", "veomni")
 """The strategies whose mode verl's engine workers read. What VeOmni's does is its own."""
-FSDP = ("fsdp", "fsdp2")
-"""Those that npu_replay reads it for: verl's engines carry the key, and do nothing with it."""
 _FSDP_KEY = ("fsdp_config", _MODE)
 _NO_LEGACY = "trainer.use_legacy_worker_impl=disable"
 
@@ -87,7 +94,13 @@ def check_actor(config: Any, *, legacy: bool | None = None) -> None:
     Raises:
         ReplayError: says which keys, what is wrong with them, and what to set instead.
     """
-    problems = list(_problems(config, legacy))
+    key = _key_that_is_read(config, legacy)
+    mode = OFF if key is None else _mode_at(config, key)
+    bare = (without_keys(setting(config, *place), ".".join((ROOT, *place))) for place in _PLACES)
+    problems = [one for one in bare if one is not None]
+    problems += [*_misspelt_keys(config), *_misplaced_modes(config, key, mode)]
+    if mode != OFF and key is not None:
+        problems += _unfit_settings(config, key, mode)
     if not problems:
         return
     if environment.strict():
@@ -98,24 +111,6 @@ def check_actor(config: Any, *, legacy: bool | None = None) -> None:
 
 
 # ---- what is wrong with a config
-
-
-def _problems(config: Any, legacy: bool | None) -> Iterator[ReplayError]:
-    key = _key_that_is_read(config, legacy)
-    mode = OFF if key is None else _mode_at(config, key)
-    yield from _bare_modes(config)
-    yield from _misspelt_keys(config)
-    yield from _misplaced_modes(config, key, mode)
-    if mode != OFF and key is not None:
-        yield from _unfit_settings(config, key, mode)
-
-
-def _bare_modes(config: Any) -> Iterator[ReplayError]:
-    """A line without .mode."""
-    for place in _PLACES:
-        problem = without_keys(setting(config, *place), ".".join((ROOT, *place)))
-        if problem is not None:
-            yield problem
 
 
 def _misspelt_keys(config: Any) -> Iterator[ReplayError]:
@@ -142,7 +137,22 @@ def _misplaced_modes(config: Any, key: tuple[str, ...] | None, mode: str) -> Ite
         if (role, other) == ("actor", key) or asked in (OFF, mode):
             continue
         if key is None:
-            yield _unread(f"{_dotted(other, role)}={asked}", strategy, f"+{_dotted(_FSDP_KEY)}={asked}")
+            expected = "strategy megatron, fsdp or fsdp2, in a release and with workers that replay"
+            got = f"strategy {strategy}"
+            cause = (
+                "the lines of another strategy's recipe. Take this one out, or train with a strategy that "
+                "replays (fsdp_turbo cuts its batches in a way of its own; verl 0.7.0 replays in its legacy "
+                "workers alone)"
+            )
+            if strategy in FSDP:
+                line = f"+{_dotted(_FSDP_KEY)}={asked}"
+                expected = f"engine workers: {_NO_LEGACY} (verl 0.7.1 on), and {line}"
+                got, cause = f"{got} with workers that drop routes", "0.7's default are its legacy workers"
+            problem = (
+                f"{_dotted(other, role)}={asked} is set, and nothing reads it: these workers know no replay "
+                f"for actor.strategy={strategy}"
+            )
+            yield refused(problem, expected=expected, got=got, cause=cause)
         else:
             yield refused(
                 f"{_dotted(other, role)}={asked} is set, and these workers don't read it",
@@ -151,28 +161,6 @@ def _misplaced_modes(config: Any, key: tuple[str, ...] | None, mode: str) -> Ite
                 cause="a line of another verl release or strategy, or of the reference, which never replays. "
                 f"Set {'+' * (key == _FSDP_KEY)}{_dotted(key)}={asked}",
             )
-
-
-def _unread(given: str, strategy: object, line: str) -> ReplayError:
-    """A mode in a job whose workers read none; `line` is the one for FSDP."""
-    problem = (
-        f"{given} is set, and nothing reads it: these workers know no replay for actor.strategy={strategy}"
-    )
-    if strategy in FSDP:
-        return refused(
-            problem,
-            expected=f"engine workers: {_NO_LEGACY} (verl 0.7.1 on), and {line}",
-            got=f"strategy {strategy} with workers that drop routes",
-            cause="0.7's default are its legacy workers",
-        )
-    return refused(
-        problem,
-        expected="strategy megatron, fsdp or fsdp2, in a release and with workers that replay",
-        got=f"strategy {strategy}",
-        cause="the lines of another strategy's recipe. Take this one out, or train with a strategy that "
-        "replays (fsdp_turbo cuts its batches in a way of its own; verl 0.7.0 replays in its legacy workers "
-        "alone)",
-    )
 
 
 def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[ReplayError]:
@@ -259,26 +247,25 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
 
 def _key_that_is_read(config: Any, legacy: bool | None) -> tuple[str, ...] | None:
     """Below `actor`: where these workers read the mode; None if they know no replay for this strategy."""
-    strategy = setting(config, "actor", "strategy")
-    if legacy is None:
-        legacy = _legacy(config)
+    strategy, own = setting(config, "actor", "strategy"), setting(config, "actor", _MODE)
+    if legacy is None:  # 0.7's are the default there, and later releases lack the switch
+        told = setting(whole(config), "trainer", "use_legacy_worker_impl")
+        # 0.8.0 has the old key in jobs of all strategies.
+        old = (
+            strategy == "megatron" and own is not None and setting(config, "actor", "megatron", _MODE) is None
+        )
+        legacy = old if told is None else bool(told != "disable")
     if strategy in FSDP:
-        return None if legacy or not _engines_carry_flag() else _FSDP_KEY
+        # Do engine workers tell their engines of a replay? Not in 0.7.0.
+        where = next((product.where for product in probe.products() if product.name == "verl"), "")
+        source = Path(where, "workers", "engine_workers.py")
+        carried = source.is_file() and "enable_routing_replay" in source.read_text(encoding="utf-8")
+        return _FSDP_KEY if carried and not legacy else None
     if legacy:
-        return (_MODE,) if strategy == "megatron" and setting(config, "actor", _MODE) is not None else None
+        return (_MODE,) if strategy == "megatron" and own is not None else None
     if strategy in _OWN_REPLAY and setting(config, "actor", strategy, _MODE) is not None:
         return (strategy, _MODE)
     return None
-
-
-def _legacy(config: Any) -> bool:
-    """Are the workers 0.7's legacy ones? They are the default there, and later releases lack the switch."""
-    switch = setting(whole(config), "trainer", "use_legacy_worker_impl")
-    if switch is not None:
-        return bool(switch != "disable")
-    if setting(config, "actor", "strategy") != "megatron":
-        return False  # 0.8.0 has the old key in jobs of all strategies
-    return setting(config, "actor", "megatron", _MODE) is None and setting(config, "actor", _MODE) is not None
 
 
 def _mode_at(config: Any, key: tuple[str, ...], role: str = "actor") -> str:
@@ -287,16 +274,6 @@ def _mode_at(config: Any, key: tuple[str, ...], role: str = "actor") -> str:
 
 def _dotted(key: tuple[str, ...], role: str = "actor") -> str:
     return ".".join((ROOT, role, *key, "mode"))
-
-
-# ---- asking verl and the engines
-
-
-def _engines_carry_flag() -> bool:
-    """Do engine workers tell their engines of a replay? Not in 0.7.0."""
-    where = next((product.where for product in probe.products() if product.name == "verl"), "")
-    source = Path(where, "workers", "engine_workers.py")
-    return source.is_file() and "enable_routing_replay" in source.read_text(encoding="utf-8")
 
 
 # ---- where it is asked

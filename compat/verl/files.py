@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from npu_replay.compat.verl import tensors
-from npu_replay.compat.verl.delivery import listed
+from npu_replay.compat.verl.batch_routes import listed
 from npu_replay.errors import ReplayError
 from npu_replay.routes.fingerprint import fingerprint
 from npu_replay.routes.inputs import input_key, other_inputs

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -24,11 +22,11 @@ from torch import nn
 from npu_replay import environment
 from npu_replay.compat.patching import import_hook, known_names
 from npu_replay.compat.patching.patches import Patches
-from npu_replay.compat.verl import engine, functions, tensors
-from npu_replay.compat.verl.actions import RECORD, REPLAY, problem_of, switch, without_adapter
-from npu_replay.compat.verl.config import FSDP, OFF
+from npu_replay.compat.verl import engine_adapter, functions, tensors
+from npu_replay.compat.verl.engine_adapter import EngineAdapter, problem_of
+from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, current, without_adapter, wrapped
 from npu_replay.compat.verl.files import IMAGES, ROUTES, TOKENS
-from npu_replay.compat.verl.settings import ROOT, setting, without_keys
+from npu_replay.compat.verl.settings import FSDP, OFF, ROOT, setting, without_keys
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.token_layout import TokenLayout
 from npu_replay.rollout.model_config import RoutedModel
@@ -48,8 +46,6 @@ _MOST_LAYOUTS = 128
 """Layouts that are kept of an engine: those of a step's micro-batches. Each has 8 bytes a token."""
 
 _patches = Patches(_WHAT)
-_models: WeakKeyDictionary[nn.Module, RoutedModel] = WeakKeyDictionary()
-_layouts: WeakKeyDictionary[Any, dict[Any, TokenLayout]] = WeakKeyDictionary()
 
 
 def install() -> None:
@@ -58,123 +54,121 @@ def install() -> None:
         return
     import_hook.when_imported(ENGINE, _WHAT, _wrap)
     if any(_patches):
-        engine.restore_engines("FSDP")
+        engine_adapter.restore_engines(FsdpAdapter.kind)
 
 
 def _wrap(module: Any) -> None:
     known_names.check(module, _NEEDED, "verl's FSDP engine", "verl")
     base, language_model = module.FSDPEngine, module.FSDPEngineWithLMHead
-    asked = engine.Asked(
-        lambda self: [self.module], settings_of, lambda self: model_of(self.module), _stack_of, kind="FSDP"
-    )
-    ours = engine.wrapped(_with_action(base.forward_backward_batch), asked)
+    ours = wrapped(base.forward_backward_batch, FsdpAdapter)
     _patches.set(base, "forward_backward_batch", ours, "one pass: ranks leave together, figures")
     _patches.wrap(language_model, "forward_step", _step, "gives and takes the routes of a micro-batch")
     _patches.wrap(base, "disable_adapter", without_adapter, "a reference pass is never replayed")
 
 
-# What is known of an engine
+class WholeModelAdapter(EngineAdapter):
+    """Of an engine whose model is one module of transformers.
 
-
-def settings_of(engine: Any) -> SimpleNamespace:
-    """Its router_replay settings. The user's line makes a plain dict of them: verl's yaml has no such key."""
-    names = ("mode", "record_file", "replay_file")
-    config = engine.engine_config
-    bare = without_keys(setting(config, "router_replay"), f"{ROOT}.actor.fsdp_config.router_replay")
-    if bare is not None:
-        raise bare
-    found = {name: setting(config, "router_replay", name) for name in names}
-    known = setting(config, "strategy") in FSDP  # FSDP-Turbo cuts its batches otherwise
-    return SimpleNamespace(**found | {"mode": (known and found["mode"]) or OFF})
-
-
-def model_of(module: nn.Module) -> RoutedModel:
-    """A model of transformers, by the routers that are in it.
-
-    Raises:
-        RouterError: it has none, or such as can't be replayed.
+    Attributes:
+        strategy: what the line that says that replay is on calls it.
+        layouts: of the last micro-batches, by all that the engine's preprocessing goes by.
     """
-    if module not in _models:
-        routers = [router for chunk in find([module]) for router in chunk]
-        _models[module] = RoutedModel.of_module(module, routers)
-    return _models[module]
+
+    strategy: object = ""
+    acts = True
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self.layouts: dict[Any, TokenLayout] = {}
+        self._model: RoutedModel | None = None
+
+    @property
+    def stack(self) -> str:  # type: ignore[override]
+        """Its release and strategy."""
+        release = getattr(sys.modules.get("transformers"), "__version__", "?")
+        return f"transformers {release}, {str(self.strategy).upper()}"
+
+    @property
+    def chunks(self) -> list[nn.Module]:
+        """The model."""
+        return [self.engine.module]
+
+    @property
+    def model(self) -> RoutedModel:
+        """The model by the routers that are in it.
+
+        Raises:
+            RouterError: it has none, or such as can't be replayed.
+        """
+        if self._model is None:
+            routers = [router for chunk in find(self.chunks) for router in chunk]
+            self._model = RoutedModel.of_module(self.chunks[0], routers)
+        return self._model
 
 
-def _stack_of(engine: Any) -> str:
-    return stack_of(setting(engine.engine_config, "strategy"))
+class FsdpAdapter(WholeModelAdapter):
+    """Of verl's FSDP engine."""
 
+    kind = "FSDP"
 
-def stack_of(strategy: object) -> str:
-    """What such a job runs on, for the line that says that replay is on."""
-    release = getattr(sys.modules.get("transformers"), "__version__", "?")
-    return f"transformers {release}, {str(strategy).upper()}"
+    @property
+    def strategy(self) -> object:  # type: ignore[override]
+        """fsdp or fsdp2."""
+        return setting(self.engine.engine_config, "strategy")
+
+    @property
+    def settings(self) -> SimpleNamespace:
+        """Its settings. The user's line makes a plain dict of them: verl's yaml has no such key."""
+        given = setting(self.engine.engine_config, "router_replay")
+        bare = without_keys(given, f"{ROOT}.actor.fsdp_config.router_replay")
+        if bare is not None:
+            raise bare
+        found = {name: setting(given, name) for name in ("mode", "record_file", "replay_file")}
+        known = self.strategy in FSDP  # FSDP-Turbo cuts its batches otherwise
+        return SimpleNamespace(**found | {"mode": (known and found["mode"]) or OFF})
 
 
 # A pass
 
 
-def _with_action(original: Callable[..., Any]) -> Any:
-    """`forward_backward_batch` with the action that verl's Megatron engine sets in its own."""
-
-    @functools.wraps(original)
-    def acting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        job = switch.job
-        if job is None or not job.flagged:
-            return original(self, *args, **kwargs)
-        switch.set(REPLAY if job.r3 or job.trains else RECORD)
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            switch.clear()
-
-    return acting
-
-
 def _step(original: Any, self: Any, micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """`forward_step`. An error waits for the end of the pass: the other ranks are in its collectives."""
-    job = switch.job
-    if job is None or not job.flagged or job.chunks[0] is not self.module:
+    """Run `forward_step`. An error waits for the end of the pass: the other ranks are in its collectives."""
+    running = current()
+    engine: Any = running.engine
+    if engine is None or not running.flagged or engine.engine is not self:
         return original(self, micro_batch, *args, **kwargs)
-    if switch.is_(REPLAY):
-        problem = problem_of("give this micro-batch its routes", _give, self, micro_batch)
+    if running.action == REPLAY:
+        problem = problem_of("give this micro-batch its routes", _give, engine, micro_batch)
         if problem is not None:
-            switch.defer(problem)
+            running.defer(problem)
     loss, output = original(self, micro_batch, *args, **kwargs)
-    if switch.is_(RECORD):
-        output["model_output"][ROUTES] = _taken(self, micro_batch)
+    if running.action == RECORD:
+        batch = tensors.MicroBatch(micro_batch[TOKENS], None, engine.model)
+        groups = [] if self.ulysses_parallel_group is None else [self.ulysses_parallel_group]
+        layout = functools.partial(layout_of, self, micro_batch, engine.layouts)
+        record, dtype = running.recording(None, None, None), narrow_dtype(engine.model.num_experts)
+        output["model_output"][ROUTES] = functions.take(*record, batch, layout, groups, dtype)
     return loss, output
 
 
 @functions.timed
-def _give(self: Any, micro_batch: Any) -> None:
+def _give(adapter: FsdpAdapter, micro_batch: Any) -> None:
     """Give the model the routes of its next forward."""
-    replay, chunk = switch.replaying(None, None, None)
-    routes = functions.present(micro_batch.get(ROUTES, None))
-    aligned = functions.align_r3_router_replay_data(routes, micro_batch[TOKENS])
+    replay, chunk = current().replaying(None, None, None)
+    tokens, routes = micro_batch[TOKENS], functions.present(micro_batch.get(ROUTES, None))
+    aligned = functions.align_r3_router_replay_data(routes, tokens)
     mask = None
-    if switch.job is not None and switch.job.r3:
-        mask = functions.build_r3_replay_mask(micro_batch[TOKENS], micro_batch["response_mask"])
-    batch = tensors.MicroBatch(aligned, None, model_of(self.module))
-    functions.give(replay, chunk, batch, layout_of(self, micro_batch), mask)
-
-
-@functions.timed
-def _taken(self: Any, micro_batch: Any) -> torch.Tensor:
-    """What the routers chose in the last forward, for whole sequences: jagged [tokens, layers, topk]."""
-    record, chunk = switch.recording(None, None, None)
-    model = model_of(self.module)
-    batch = tensors.MicroBatch(micro_batch[TOKENS], None, model)
-    group = self.ulysses_parallel_group
-    groups = [] if group is None else [group]
-    found = functions.collected(record, chunk, batch, lambda: layout_of(self, micro_batch), groups)
-    return functions.handed_on(batch, chunk, found, narrow_dtype(model.num_experts))
+    if current().r3:
+        mask = functions.build_r3_replay_mask(tokens, micro_batch["response_mask"])
+    batch = tensors.MicroBatch(aligned, None, adapter.model)
+    functions.give(replay, chunk, batch, layout_of(adapter.engine, micro_batch, adapter.layouts), mask)
 
 
 # The rows of a micro-batch
 
 
-def layout_of(engine: Any, micro_batch: Any) -> TokenLayout:
-    """The rows of this rank's routers; kept for the next micro-batch of such lengths."""
+def layout_of(engine: Any, micro_batch: Any, kept: dict[Any, TokenLayout]) -> TokenLayout:
+    """Return the rows of this rank's routers; they are kept for the next micro-batch of such lengths."""
     size = int(engine.ulysses_sequence_parallel_size)
     rank = engine.ulysses_device_mesh["sp"].get_local_rank() if size > 1 else 0
     lengths = tuple(tensors.MicroBatch(micro_batch[TOKENS], None, None).lengths)
@@ -182,7 +176,6 @@ def layout_of(engine: Any, micro_batch: Any) -> TokenLayout:
     padding = [getattr(engine, name, None) for name in ("pad_to_length", "pad_to_length_bucket")]
     unpad = micro_batch.get("use_remove_padding", True)
     key = (lengths, size, rank, bool(getattr(unpad, "data", unpad)), *padding)
-    kept = _layouts.setdefault(engine, {})
     if key in kept:
         kept[key] = kept.pop(key)  # the last that was asked for goes last
     else:

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from npu_replay.compat.verl import tensors
-from npu_replay.compat.verl.actions import BACKWARD, RECORD, REPLAY, problem_of, switch
-from npu_replay.compat.verl.recorded import Keeper
+from npu_replay.compat.verl.engine_adapter import problem_of
+from npu_replay.compat.verl.engine_pass import BACKWARD, RECORD, REPLAY, current
 from npu_replay.compat.verl.router_replay import RouterReplay
 from npu_replay.errors import MicroBatchError, ReplayError
 from npu_replay.parallel.collect import collect
@@ -39,53 +39,14 @@ def timed(function: Any) -> Any:
         try:
             return function(*args, **kwargs)
         finally:
-            if switch.job is not None:
-                switch.job.count(microseconds=int((time.perf_counter() - started) * 1e6))
+            current().count(microseconds=int((time.perf_counter() - started) * 1e6))
 
     return timed
-
-
-# Layers
-
-
-def get_num_layers_to_build(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
-    """Decoder layers of a pipeline stage."""
-    return len(_stage(config, vp_stage, pp_rank))
-
-
-def is_moe_layer(tf_config: Any, layer_idx: int) -> bool:
-    """Is this decoder layer, 0-based, a MoE layer?"""
-    return layer_idx in tensors.decoder_of(tf_config).moe
-
-
-def get_moe_num_layers_to_build(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
-    """MoE layers of a pipeline stage."""
-    return len(set(tensors.decoder_of(config).moe) & set(_stage(config, vp_stage, pp_rank)))
-
-
-def get_current_rank_layer_info(tf_config: Any, vp_rank: int | None = None) -> dict[str, int]:
-    """The decoder layers of a stage of this rank: start, end, count."""
-    layers = _stage(tf_config, vp_rank, None)
-    start = layers[0] if layers else 0
-    return {"start": start, "end": start + len(layers), "count": len(layers)}
-
-
-def _stage(config: Any, vp_stage: int | None, pp_rank: int | None) -> tuple[int, ...]:
-    """The 0-based decoder layers of a stage. Its rank is this one's where it isn't given."""
-    if pp_rank is None:
-        from megatron.core import parallel_state
-
-        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-    stages = config.virtual_pipeline_model_parallel_size or 1
-    return tensors.decoder_of(config).stage(
-        config.pipeline_model_parallel_size, stages, int(pp_rank), vp_stage or 0
-    )
 
 
 # Record
 
 
-@timed
 def merge_router_topk_indices(
     attention_mask: torch.Tensor | None,
     input_ids: torch.Tensor,
@@ -101,68 +62,59 @@ def merge_router_topk_indices(
     context parallel group has to call it. An error waits for the end of the schedule; rows are blank then.
     """
     batch = tensors.MicroBatch(input_ids, attention_mask, tf_config, local_cp_size)
-    record, chunk = switch.recording(model, tf_config, vp_rank)
-    labels = [router.label for router in record._routers[chunk]]
-    whole = []
-    if labels:
-        whole = collected(record, chunk, batch, batch.layout, _row_groups(local_cp_size))
-    dtype, as_bytes = tensors.wire_dtype(tf_config, keys=keeps())
-    merged = handed_on(batch, chunk, whole, dtype)
+    groups: list[Any] = []  # over which the rows of one stage are spread
+    if dist.is_initialized():
+        from megatron.core import parallel_state
+
+        groups = [parallel_state.get_tensor_and_context_parallel_group()]
+        if local_cp_size is not None:
+            dynamic = parallel_state.get_dynamic_data_context_parallel_groups(group_size=local_cp_size)
+            groups = [parallel_state.get_tensor_model_parallel_group(), dynamic]
+    dtype, as_bytes = tensors.wire_dtype(tf_config, keys=current().keeps)
+    merged = take(*current().recording(model, tf_config, vp_rank), batch, batch.layout, groups, dtype)
     mini_layer_topk_idx_list.append(tensors.viewed(merged, torch.uint8) if as_bytes else merged)
 
 
-def keeps() -> bool:
-    """Does what this pass records stay in this rank?"""
-    return _keeper() is not None
-
-
-def _keeper() -> Keeper | None:
-    return None if switch.job is None else switch.job.keeper
-
-
-def handed_on(
-    batch: tensors.MicroBatch, chunk: int, whole: Sequence[RoutedExperts], dtype: torch.dtype
+@timed
+def take(
+    session: StepRecording,
+    chunk: int,
+    batch: tensors.MicroBatch,
+    layout_of: Callable[[], TokenLayout],
+    groups: Sequence[Any],
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """What a batch gets of the routes that a chunk recorded: themselves, or keys where they stay here."""
-    if (keeper := _keeper()) is None:
-        return batch.filled(whole, dtype)
-    return batch.keyed(keeper.keep(chunk, len(batch.lengths), whole))
+    """Return what a batch gets of a chunk's last forward: ids of whole sequences, or keys if they stay here.
 
+    Every rank of the groups has to call it. An error waits for the end of the schedule; rows are blank then.
 
-def collected(
-    record: StepRecording, chunk: int, batch: tensors.MicroBatch, layout_of: Callable[[], Any], groups: Any
-) -> list[RoutedExperts]:
-    """The sequences of the micro-batch that a chunk has just recorded, of all ranks of `groups`.
-
-    Every rank of these has to call it. An error waits for the end of the schedule; rows are blank then.
+    Args:
+        session: the open record, and `chunk`, which of its chunks.
+        batch: the tokens.
+        layout_of: makes the rows of this rank's routers.
+        groups: over which the rows of whole sequences are spread.
+        dtype: of ids.
     """
     layouts: list[TokenLayout] = []
     routes: list[RoutedExperts] = []
+    running, labels = current(), [router.label for router in session._routers[chunk]]
 
     def lay_out() -> None:
         layouts.append(layout_of())
-        routes.append(record.take(chunk))
+        routes.append(session.take(chunk))
 
-    problem = problem_of("lay out what it recorded", lay_out)
-    try:
-        # A stage's ranks run their micro-batches together; only a checkpoint or a slow step parts them.
-        return collect(routes, layouts, groups, patience=600.0, error=problem) or []
-    except ReplayError as error:
-        switch.defer(error)
-    labels = [router.label for router in record._routers[chunk]]
-    return [RoutedExperts.unrecorded(size, layers=labels, **batch.model) for size in batch.lengths]
-
-
-def _row_groups(local_cp_size: int | None) -> list[Any]:
-    """The groups over which the rows of one stage are spread."""
-    if not dist.is_initialized():
-        return []
-    from megatron.core import parallel_state
-
-    if local_cp_size is None:
-        return [parallel_state.get_tensor_and_context_parallel_group()]
-    dynamic = parallel_state.get_dynamic_data_context_parallel_groups(group_size=local_cp_size)
-    return [parallel_state.get_tensor_model_parallel_group(), dynamic]
+    whole: list[RoutedExperts] = []
+    if labels:
+        problem = problem_of("lay out what it recorded", lay_out)
+        try:
+            # A stage's ranks run their micro-batches together; only a checkpoint or a slow step parts them.
+            whole = collect(routes, layouts, groups, patience=600.0, error=problem) or []
+        except ReplayError as error:
+            running.defer(error)
+            whole = [RoutedExperts.unrecorded(size, layers=labels, **batch.model) for size in batch.lengths]
+    if running.engine is None or not running.keeps:
+        return batch.filled(whole, dtype)
+    return batch.keyed(running.engine.r2.keep(chunk, len(batch.lengths), whole))
 
 
 def reorder_and_merge_vpp_layers(
@@ -185,10 +137,11 @@ def reorder_and_merge_vpp_layers(
             got=len(micro_batch_tensor_list),
             cause="a chunk whose forwards weren't recorded, or a schedule with another group size",
         )
+    keeps = current().keeps  # the keys of each chunk are the same
     of_chunk: list[list[torch.Tensor]] = [[] for _ in range(vpp_size)]
     for (_, chunk), one in zip(table, micro_batch_tensor_list, strict=True):
         of_chunk[chunk].extend(one.unbind())
-    samples = [parts[0] if keeps() else torch.cat(parts, dim=1) for parts in zip(*of_chunk, strict=True)]
+    samples = [parts[0] if keeps else torch.cat(parts, dim=1) for parts in zip(*of_chunk, strict=True)]
     return tensors.batched(samples, jagged=micro_batch_tensor_list[0].is_nested)
 
 
@@ -205,8 +158,8 @@ def pp_gather(local_layers_router_map: torch.Tensor, tf_config: Any) -> torch.Te
 
     Every rank of the pipeline has to call it, one without MoE layers too. An error on one is raised on all.
     """
-    dtype, as_bytes = tensors.wire_dtype(tf_config, keys=keeps())
-    if int(tf_config.pipeline_model_parallel_size) > 1 and not keeps():
+    dtype, as_bytes = tensors.wire_dtype(tf_config, keys=current().keeps)
+    if int(tf_config.pipeline_model_parallel_size) > 1 and not current().keeps:
         whole = _of_all_stages(local_layers_router_map, tf_config)
     else:
         whole = local_layers_router_map.detach().cpu()
@@ -278,14 +231,14 @@ def set_router_replay_data(
         ReplayError: no routes, or routes that don't fit. While an engine's schedule runs it waits for its
             end.
     """
-    replay, chunk = switch.replaying(model, tf_config, vp_rank)
+    replay, chunk = current().replaying(model, tf_config, vp_rank)
     if not replay.labels(chunk):
         return
     try:
         batch = tensors.MicroBatch(present(layers_topk_idx), attention_mask, tf_config, local_cp_size)
         give(replay, chunk, batch, batch.layout(), replay_mask)
     except ReplayError as error:
-        switch.defer(error)
+        current().defer(error)
 
 
 def present(routes: torch.Tensor | None) -> torch.Tensor:
@@ -320,27 +273,31 @@ def give(
     Raises:
         ReplayError: routes that can't be used, where none is tolerated.
     """
-    job, labels = switch.job, replay.labels(chunk)
-    from_rollout = mask is not None if job is None else job.r3
+    running, labels = current(), replay.labels(chunk)
+    alone = running.engine is None
+    from_rollout = mask is not None if alone else running.r3
     # A row of one expert a layer may well be all zeros in a record.
     zeros_are_none = from_rollout or batch.model["topk"] > 1
-    good, problems = batch.routes(mask=mask, zeros_are_none=zeros_are_none, from_engine=from_rollout)
+    held = None if running.engine is None else running.engine.routes
+    good, problems = batch.routes(
+        mask=mask, zeros_are_none=zeros_are_none, from_engine=from_rollout, held=held
+    )
     problems |= getattr(batch.tokens, _BAD, {})
     samples = len(good | problems)
     # Of a sample that verl has rejected, or without a response, no row is to be replayed.
     wanted = [True] * samples if mask is None else [one.any() for one in mask.unbind()]
     bad = {number: error for number, error in problems.items() if wanted[number]}
-    if bad and not (job is not None and job.tolerant):
+    if bad and not running.tolerant:
         raise bad[min(bad)]
     for number, error in bad.items():
         logger.warning("[npu_replay] sample %d takes the routers' own choice: %s", number, error)
     good = {number: one for number, one in good.items() if number not in problems}
     here = layout.rows_of(good, layers=labels, **batch.model)
     replay.give(chunk, here)
-    if job is not None and chunk == replay.first_chunk:
-        job.count(rows=int((layout.rows >= 0).sum()), routed=int(here.recorded.sum()))
+    if not alone and chunk == replay.first_chunk:
+        running.count(rows=int((layout.rows >= 0).sum()), routed=int(here.recorded.sum()))
         if tensors.speaks_for_samples(layout.parallel):
-            job.count(samples=samples, bad_samples=len(bad))
+            running.count(samples=samples, bad_samples=len(bad))
 
 
 def build_r3_replay_mask(input_ids: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
@@ -363,7 +320,7 @@ def align_r3_router_replay_data(layers_topk_idx: torch.Tensor, input_ids: torch.
     lengths = tensors.MicroBatch(input_ids, None, None).lengths
     parts = list(layers_topk_idx.unbind())
     if len(parts) != len(lengths):
-        switch.defer(
+        current().defer(
             MicroBatchError(
                 "another number of route sequences than samples", expected=len(lengths), got=len(parts)
             )
@@ -375,7 +332,7 @@ def align_r3_router_replay_data(layers_topk_idx: torch.Tensor, input_ids: torch.
         if error is not None:
             bad[number], routes = error, routes[:0]
         aligned.append(torch.cat([routes, routes.new_zeros(length - len(routes), *routes.shape[1:])]))
-    if bad and switch.job is None:
+    if bad and current().engine is None:
         raise next(iter(bad.values()))
     whole = tensors.batched(aligned, jagged=True)
     # In a schedule the other ranks wait for this one: it is set_router_replay_data that says what is wrong.
@@ -409,23 +366,24 @@ class RouterReplayHelper:
     @staticmethod
     def get_micro_batch_router_list(tf_config: Any, vp_rank: int | None = None) -> list[RouterReplay]:
         """The RouterReplays of a chunk's routers, ascending; none while no action is on."""
-        if not switch.action:
+        running = current()
+        if not running.action:
             return []
-        session_of: Any = switch.recording if switch.is_(RECORD) else switch.replaying
+        session_of: Any = running.recording if running.action == RECORD else running.replaying
         session, chunk = session_of(None, tf_config, vp_rank)
         return [RouterReplay.of(router.module) for router in session._routers[chunk]]
 
     @staticmethod
     def is_r2_record_action(tf_config: Any, vp_rank: int | None = None, model: Any = None) -> bool:
         """Is a record on? Also on a stage of dense layers, whose ranks have to join what gathers."""
-        return switch.is_(RECORD)
+        return current().action == RECORD
 
     @staticmethod
     def is_replay_forward_action(tf_config: Any, vp_rank: int | None = None, model: Any = None) -> bool:
         """Is a replay on, and a forward next?"""
-        return switch.is_(REPLAY)
+        return current().action == REPLAY
 
     @staticmethod
     def is_replay_backward_action(tf_config: Any, vp_rank: int | None = None, model: Any = None) -> bool:
         """Is a replay on, and a backward next?"""
-        return switch.is_(BACKWARD)
+        return current().action == BACKWARD

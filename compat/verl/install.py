@@ -20,17 +20,16 @@ from npu_replay import environment
 from npu_replay.compat.megatron_backports import router_init
 from npu_replay.compat.patching import class_source, import_hook, known_names
 from npu_replay.compat.patching.patches import Patch, Patches
-from npu_replay.compat.verl import engine, functions
-from npu_replay.compat.verl.actions import switch, without_adapter
+from npu_replay.compat.verl import engine_adapter, functions, legacy_actor
+from npu_replay.compat.verl.engine_adapter import EngineAdapter
+from npu_replay.compat.verl.engine_pass import without_adapter, wrapped
 from npu_replay.compat.verl.router_replay import PATCH, RouterReplay
 from npu_replay.compat.verl.tensors import UTILS
 from npu_replay.errors import ReplayError, described
 
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
-ACTOR = "verl.workers.actor.megatron_actor"
-WORKERS = "verl.workers.megatron_workers"
 MINDSPEED = "verl.workers.engine.mindspeed.transformer_impl"
-_USERS = (UTILS, ENGINE, MINDSPEED, ACTOR, WORKERS)
+_USERS = (UTILS, ENGINE, MINDSPEED, legacy_actor.ACTOR, legacy_actor.WORKERS)
 """Modules that bind names of PATCH and UTILS with `from ... import`."""
 
 _WHAT = "router replay of verl"
@@ -74,14 +73,14 @@ def install() -> None:
         (PATCH, _replace_patch),
         (UTILS, _replace_functions),
         (ENGINE, _wrap_engine),
-        (ACTOR, _wrap_actor),
-        (WORKERS, _wrap_workers),
+        (legacy_actor.ACTOR, _wrap_actor),
+        (legacy_actor.WORKERS, _wrap_workers),
         (MINDSPEED, lambda module: None),
     ):
         apply = functools.partial(_all_or_nothing, shim)
         import_hook.when_imported(module, f"{_WHAT} ({module})", apply)
     if any(_patches) and not _given_up:
-        engine.restore_engines()
+        engine_adapter.restore_engines()
         if _handed_over:
             _hand_over()
 
@@ -131,57 +130,43 @@ def _replace_functions(module: Any) -> None:
     for name, ours in vars(functions).items():
         mine = getattr(ours, "__module__", "") == functions.__name__ and not name.startswith("_")
         if mine and hasattr(module, name):
-            _check_signature(module, name, getattr(module, name), ours)
+            theirs = getattr(module, name)
+            if not inspect.isclass(theirs):
+                known = inspect.signature(ours).parameters.keys()
+                if more := inspect.signature(theirs).parameters.keys() - known:
+                    also = f"also {', '.join(sorted(more))}"
+                    raise _unknown(module.__name__, f"{name} with known arguments", also)
             _put(module, name, ours, "right on every Megatron-core")
 
 
 def _wrap_engine(module: Any) -> None:
     cls = module.MegatronEngine
     if hasattr(module, "apply_router_replay_patch"):  # 0.7.0's engine has no router replay
-        _wrap_pass(cls, lambda self: self.module, lambda self: self.engine_config.router_replay)
+        _wrap_pass(cls, EngineAdapter)
     if hasattr(cls, "disable_adapter"):
         _patches.wrap(cls, "disable_adapter", without_adapter, _REFERENCE)
 
 
 def _wrap_actor(module: Any) -> None:
-    cls = module.MegatronPPOActor
-    _wrap_pass(cls, lambda self: self.actor_module, lambda self: self.config.router_replay)
-    _patches.wrap(cls, "update_policy", _expecting, _WAITS)
-
-
-def _wrap_pass(cls: Any, chunks_of: Callable[[Any], Any], settings_of: Callable[[Any], Any]) -> None:
-    name = "forward_backward_batch"
-    original = getattr(cls, name, None)
-    if original is None:
-        raise _unknown(described(cls), f"a method {name}", "none")
-    asked = engine.Asked(chunks_of, settings_of, model=lambda self: self.tf_config)
-    ours = engine.wrapped(original, asked)
-    _patches.set(cls, name, ours, "one pass: ranks leave together, figures")
+    _wrap_pass(module.MegatronPPOActor, legacy_actor.LegacyActorAdapter)
+    _patches.wrap(module.MegatronPPOActor, "update_policy", legacy_actor.waiting, _WAITS)
 
 
 def _wrap_workers(module: Any) -> None:
     cls = module.ActorRolloutRefWorker
-    _patches.wrap(cls, "compute_ref_log_prob", _reference, _REFERENCE)
-    _patches.wrap(cls, "compute_log_prob", _expecting, _WAITS)
+    _patches.wrap(cls, "compute_ref_log_prob", legacy_actor.reference, _REFERENCE)
+    _patches.wrap(cls, "compute_log_prob", legacy_actor.waiting, _WAITS)
 
 
 _REFERENCE, _WAITS = "a reference pass is never replayed", "the action waits for the pass"
 
 
-def _expecting(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """0.7's workers set the action before the pass; which chunks it means is known in it."""
-    with switch.expecting():
-        return original(*args, **kwargs)
-
-
-def _reference(original: Any, self: Any, data: Any) -> Any:
-    """0.7's reference pass of a LoRA actor goes through compute_log_prob, which would record or replay it."""
-    with switch.off():
-        output = original(self, data)
-    batch = getattr(output, "batch", None)
-    if batch is not None and "routed_experts" in batch.keys():  # noqa: SIM118  a TensorDict iterates over rows
-        del batch["routed_experts"]
-    return output
+def _wrap_pass(cls: Any, kind: type[EngineAdapter]) -> None:
+    name = "forward_backward_batch"
+    original = getattr(cls, name, None)
+    if original is None:
+        raise _unknown(described(cls), f"a method {name}", "none")
+    _patches.set(cls, name, wrapped(original, kind), "one pass: ranks leave together, figures")
 
 
 def apply_router_replay_patch() -> None:
@@ -192,7 +177,20 @@ def apply_router_replay_patch() -> None:
     """
     import_hook.refuse_failures()
     _undo_verls()
-    _refuse_strangers()
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    routing: Any = inspect.getattr_static(TopKRouter, "routing")
+    if str(getattr(routing, "__module__", "")).split(".")[0] not in (
+        "megatron",
+        "mindspeed",
+        "mindspeed_llm",
+    ):
+        raise _somebody_elses(
+            "somebody else's routing is in the place of Megatron's",
+            where="TopKRouter.routing",
+            expected="Megatron's own, or MindSpeed's",
+            got=routing,
+        )
     _hand_over()
 
 
@@ -218,23 +216,6 @@ def _undo_verls() -> None:
                 inner = dict(zip(code.co_freevars, theirs.__closure__ or (), strict=True)).get(kept)
                 setattr(cls, method, inner.cell_contents if inner else class_source.method(cls, method))
         delattr(cls, mark)
-
-
-def _refuse_strangers() -> None:
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    routing: Any = inspect.getattr_static(TopKRouter, "routing")
-    if str(getattr(routing, "__module__", "")).split(".")[0] not in (
-        "megatron",
-        "mindspeed",
-        "mindspeed_llm",
-    ):
-        raise _somebody_elses(
-            "somebody else's routing is in the place of Megatron's",
-            where="TopKRouter.routing",
-            expected="Megatron's own, or MindSpeed's",
-            got=routing,
-        )
 
 
 def _somebody_elses(problem: str, *, where: str, expected: str, got: Any) -> ReplayError:
@@ -281,14 +262,6 @@ def _check_names(module: Any) -> None:
             raise _somebody_elses(
                 f"somebody else has replaced {name}", where=module.__name__, expected="verl's own", got=found
             )
-
-
-def _check_signature(module: Any, name: str, theirs: Any, ours: Any) -> None:
-    if inspect.isclass(theirs):
-        return
-    more = inspect.signature(theirs).parameters.keys() - inspect.signature(ours).parameters.keys()
-    if more:
-        raise _unknown(module.__name__, f"{name} with known arguments", f"also {', '.join(sorted(more))}")
 
 
 def _unknown(where: str, expected: str, got: str) -> ReplayError:

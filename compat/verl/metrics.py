@@ -67,14 +67,13 @@ def summary(mode: str, sums: dict[str, int], stack: str = "") -> str:
     routed = sums["routed"] / max(sums["rows"], 1)
     percent = "100%" if routed == 1 else f"{min(routed * 100, 99.99):.2f}%"  # never 100% of what is less
     ranks = "1 rank" if sums["ranks"] == 1 else f"{sums['ranks']} ranks agree"
-    by = ", ".join(["seam", *([stack] if stack else _megatron())])
+    if not stack:
+        called = {"megatron-core": "Megatron"}
+        called |= {"mindspeed": "MindSpeed"} if "mindspeed" in sys.modules else {}
+        found = {product.name: product.version or "?" for product in probe.products() if product.found}
+        stack = ", ".join(f"{called[name]} {found[name]}" for name in called if name in found)
+    by = ", ".join(["seam", *([stack] if stack else ())])
     return f"{mode}: {routers} routers, {replayed} replayed, {percent} of rows had a route, {ranks} ({by})"
-
-
-def _megatron() -> list[str]:
-    names = {"megatron-core": "Megatron"} | ({"mindspeed": "MindSpeed"} if "mindspeed" in sys.modules else {})
-    found = {product.name: product.version or "?" for product in probe.products() if product.found}
-    return [f"{names[name]} {found[name]}" for name in names if name in found]
 
 
 def announce(line: str) -> None:

@@ -22,7 +22,12 @@ from npu_replay.rollout.release_rules import release
 def engine_without_routes(config: Any) -> Iterator[ReplayError]:
     """A rollout engine, or a release of it, that has no routes to give."""
     name = str(setting(config, "rollout", "name"))
-    asked = _rollouts()
+    # Each of verl's rollout engines: does its server ask it for routes?
+    where = next((product.where for product in probe.products() if product.name == "verl"), "")
+    asked = {"hf": False, "naive": False}
+    for folder in Path(where, "workers", "rollout").glob("*_rollout") if where else ():
+        sources = (file.read_text(encoding="utf-8", errors="replace") for file in folder.rglob("*.py"))
+        asked[folder.name.removesuffix("_rollout")] = any(FLAG in source for source in sources)
     if asked.get(name, True) is False:  # one that isn't verl's own is let through
         yield refused(
             f"{ROOT}.rollout.name={name} gives no routes: this verl never asks {name} for them",
@@ -73,7 +78,17 @@ def _release_without_routes(
     if product.name == "vllm-ascend":
         beside = found["vllm"].version if "vllm" in found else ""
         known = vllm_ascend.of_release(product.version, beside)
-        return plugin.left_out() or vllm_ascend.refusal(known, _rollout_setting(config), beside)
+        rollout = functools.partial(setting, config, "rollout")
+        told = vllm_ascend.Setting(  # what decides whether its routes are right, as far as a config says it
+            model=setting(config, "model", "path"),
+            quantization=rollout("quantization"),
+            data_parallel_size=rollout("data_parallel_size"),
+            tensor_parallel_size=rollout("tensor_model_parallel_size"),
+            enable_expert_parallel=number(rollout("expert_parallel_size")) > 1,
+            capture=plugin.wanted(),
+            additional_config=rollout("engine_kwargs", "vllm", "additional_config"),
+        )
+        return plugin.left_out() or vllm_ascend.refusal(known, told, beside)
     if product.name == "sglang":
         return sglang.refusal(product.version, "npu" if "torch_npu" in found else "cuda")
     ascend = found["vllm-ascend"].version if "vllm-ascend" in found else ""
@@ -85,29 +100,3 @@ def _release_without_routes(
             cause="0.21 splits what verl takes for one array",  # from_vllm reads it, so it is no fault there
         )
     return vllm.refusal(product.version, vllm_ascend.of_release(ascend, product.version))
-
-
-def _rollout_setting(config: Any) -> vllm_ascend.Setting:
-    """What decides whether vllm-ascend's routes are right, as far as verl's config says it."""
-    rollout = functools.partial(setting, config, "rollout")
-    return vllm_ascend.Setting(
-        model=setting(config, "model", "path"),
-        quantization=rollout("quantization"),
-        data_parallel_size=rollout("data_parallel_size"),
-        tensor_parallel_size=rollout("tensor_model_parallel_size"),
-        enable_expert_parallel=number(rollout("expert_parallel_size")) > 1,
-        capture=plugin.wanted(),
-        additional_config=rollout("engine_kwargs", "vllm", "additional_config"),
-    )
-
-
-def _rollouts() -> dict[str, bool]:
-    """Each of verl's rollout engines, and whether its server asks it for routes."""
-    where = next((product.where for product in probe.products() if product.name == "verl"), "")
-    folders = Path(where, "workers", "rollout").glob("*_rollout") if where else ()
-    return {"hf": False, "naive": False} | {
-        folder.name.removesuffix("_rollout"): any(
-            FLAG in file.read_text(encoding="utf-8", errors="replace") for file in folder.rglob("*.py")
-        )
-        for folder in folders
-    }

@@ -1,11 +1,12 @@
 """verl's RouterReplay, of which there is one a router: the same face, over npu_replay's sessions.
 
 verl's own keeps a list of all that were ever made, a queue of targets for the backward, and what was recorded
-last. Here it holds nothing but its router: the switch knows what is on.
+last. Here it holds nothing but its router: the pass that runs knows what is on.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from typing import Any
@@ -16,8 +17,10 @@ from torch import nn
 
 from npu_replay.compat.megatron_backports.router_replay import AnotherNumber
 from npu_replay.compat.verl import live_models
-from npu_replay.compat.verl.actions import BACKWARD, RECORD, REPLAY, switch
+from npu_replay.compat.verl.engine_pass import BACKWARD, RECORD, REPLAY, current
 from npu_replay.errors import RouterError
+from npu_replay.routes.routed_experts import RoutedExperts
+from npu_replay.sessions.stepwise import StepRecording, StepReplay
 
 PATCH = "verl.utils.megatron.router_replay_patch"
 _made: WeakKeyDictionary[nn.Module, RouterReplay] = WeakKeyDictionary()
@@ -30,8 +33,12 @@ class _Live(type):
         return [RouterReplay.of(router) for router in live_models.routers()]
 
 
+def _no_router() -> None:
+    """Stands for the router of a RouterReplay that was made by hand."""
+
+
 class RouterReplay(metaclass=_Live):
-    """One router's replay. Ask `RouterReplay.of(router)`, or the router; it is not made by hand.
+    """One router's replay. Ask `RouterReplay.of(router)`, or the router: one made by hand belongs to none.
 
     It is also what Megatron's own API reaches while verl's replay is on, so it has that one's methods too.
     What is set on one router holds for all, as verl uses it.
@@ -41,18 +48,12 @@ class RouterReplay(metaclass=_Live):
     """The session that it opens answers the router's top-k; nobody else has to."""
 
     def __init__(self, router: nn.Module | None = None) -> None:
-        if router is None:
-            raise RouterError(
-                "a RouterReplay belongs to a router",
-                expected="RouterReplay.of(router), or the routers of a model",
-                got="RouterReplay()",
-                cause="code that makes its own, beside npu_replay",
-            )
-        self._router = weakref.ref(router)
+        self._router = _no_router if router is None else weakref.ref(router)
         self.layer_number: int | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RouterReplay.of, (self._router(),)  # a copy's belongs to the router's copy
+        router = self._router()  # a copy's belongs to the router's copy
+        return (RouterReplay, ()) if router is None else (RouterReplay.of, (router,))
 
     @classmethod
     def of(cls, router: nn.Module) -> RouterReplay:
@@ -66,13 +67,18 @@ class RouterReplay(metaclass=_Live):
         """verl's action, or None."""
         module: Any = sys.modules.get(PATCH)
         known = [] if module is None else module.RouterReplayAction
-        return next((action for action in known if action.value == switch.action), None)
+        return next((action for action in known if action.value == current().action), None)
 
     @property
     def recorded_topk_idx(self) -> torch.Tensor | None:
         """What was recorded in this router's last call, int64 [rows, topk]."""
-        router = self._router()
-        return None if router is None else switch.recorded(router)
+        running, router = current(), self._router()
+        found = None if router is None else running.last.get(router)
+        for session in running.sessions:
+            for one in itertools.chain.from_iterable(session._routers):
+                if one.module is router and isinstance(session, StepRecording):
+                    found = session.last(one)
+        return None if found is None else found.long()
 
     def get_recorded_indices(self) -> torch.Tensor | None:
         """The same."""
@@ -80,10 +86,32 @@ class RouterReplay(metaclass=_Live):
 
     def set_target_indices(self, topk_indices: torch.Tensor, replay_mask: torch.Tensor | None = None) -> None:
         """The ids of this router's next forward, [rows, topk]; where the mask is False it chooses itself."""
-        router = self._router()
+        router, running = self._router(), current()
         if router is None:
-            raise RouterError("this router is gone", expected="a live model", got="a target for a dead one")
-        switch.target(router, topk_indices, replay_mask)
+            raise RouterError(
+                "this RouterReplay has no router", expected="a live router's", got="a target for none"
+            )
+        running.targets[id(router)] = topk_indices, replay_mask
+        for session in running.sessions:
+            for chunk, routers in enumerate(session._routers):
+                if not isinstance(session, StepReplay) or all(one.module is not router for one in routers):
+                    continue
+                if all(id(one.module) in running.targets for one in routers):  # all of this chunk
+                    given = [running.targets.pop(id(one.module)) for one in routers]
+                    masks = [mask.reshape(-1).bool().cpu() for _, mask in given if mask is not None]
+                    routes = RoutedExperts(
+                        ids=torch.stack([ids.cpu() for ids, _ in given], dim=1),
+                        layers=[one.label for one in routers],
+                        num_experts=routers[0].num_experts,
+                        recorded=torch.stack(masks).all(dim=0) if masks else None,
+                    )
+                    session.give(chunk, routes)
+                return
+        raise RouterError(
+            "this router is in no open replay",
+            expected="set_global_router_replay_action(REPLAY_FORWARD) before its target is set",
+            got=f"action {running.action or None}",
+        )
 
     def get_replay_topk(
         self,
@@ -144,7 +172,7 @@ class RouterReplay(metaclass=_Live):
                 "clear_..._action() for none",
                 got=router_replay_action,
             )
-        switch.set(value)
+        current().set(value)
 
     @staticmethod
     def clear_global_router_replay_action() -> None:
@@ -153,12 +181,12 @@ class RouterReplay(metaclass=_Live):
         Raises:
             ReplayError: where no engine runs it: what was done isn't complete, or had no effect.
         """
-        switch.clear()
+        current().clear()
 
     @staticmethod
     def clear_global_indices() -> None:
         """Forget what was recorded, and targets that were not used yet."""
-        switch.drop_targets()
+        current().forget()
 
     set_router_replay_action = set_global_router_replay_action
     clear_router_replay_action = clear_global_router_replay_action

@@ -7,7 +7,9 @@ from typing import Any
 
 from npu_replay.errors import ReplayError
 
-ROOT = "actor_rollout_ref"
+ROOT, OFF = "actor_rollout_ref", "disabled"
+FSDP = ("fsdp", "fsdp2")
+"""The strategies whose mode npu_replay reads: verl's engines carry the key, and do nothing with it."""
 FLAG = "enable_rollout_routing_replay"
 """Of the rollout: is the engine asked for routes?"""
 

@@ -20,7 +20,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from npu_replay.compat.megatron import hybrid, parallel_state
-from npu_replay.compat.verl import delivery
+from npu_replay.compat.verl.batch_routes import Routes, RoutesByKey, are_keys, rows_of
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.pipeline_layers import DecoderLayers
@@ -148,44 +148,79 @@ class MicroBatch:
         return [one[kept] for one, kept in zip(each, self.kept, strict=True)]
 
     def routes(
-        self, *, mask: torch.Tensor | None = None, zeros_are_none: bool, from_engine: bool = True
+        self,
+        *,
+        mask: torch.Tensor | None = None,
+        zeros_are_none: bool,
+        from_engine: bool = True,
+        held: RoutesByKey | None = None,
     ) -> tuple[dict[int, RoutedExperts], dict[int, ReplayError]]:
-        """The routes of each sequence, by its number, and why those of others can't be used. The tokens are
-        routes: [batch, tokens, layers, topk] of all decoder layers, or of the MoE layers.
+        """Return the routes of each sequence, by its number, and why those of others can't be used.
+
+        The tokens are routes, [batch, tokens, layers, topk] of all decoder layers or of the MoE layers, or
+        keys in their place.
 
         Args:
             mask: jagged or [batch, tokens], the rows to replay; all when not given.
             zeros_are_none: a row of zeros in all layers is a token that the engine gave no route.
             from_engine: False where this trainer's own routers chose.
+            held: has the routes behind keys.
 
         Raises:
             MicroBatchError: layers that are neither, or another number of masks than sequences.
         """
         each = self.samples()
         masks = [None] * len(each) if mask is None else list(mask.unbind())
-        if len(masks) != len(each):
-            raise MicroBatchError(
-                "another number of masks than sequences", expected=len(each), got=len(masks)
-            )
+        problem = "another number of masks than sequences"
+        MicroBatchError.unless(len(masks) == len(each), problem, len(each), len(masks))
+        held, routed = RoutesByKey() if held is None else held, self.routed
+        keys = are_keys(self.tokens, fetched=bool(held.layers))
         good: dict[int, RoutedExperts] = {}
         bad: dict[int, ReplayError] = {}
-        routed = self.routed
-
-        keys = delivery.are_keys(self.tokens)
-        read = partial(from_batch, zeros_are_none=zeros_are_none, from_engine=from_engine)
 
         def take(number: int, ids: torch.Tensor, keep: torch.Tensor | None) -> None:
+            how: Any = {"keep": keep, "zeros_are_none": zeros_are_none, "from_engine": from_engine}
             try:
-                if keys:
-                    good[number] = delivery.routes_of(ids, keep, routed)
-                else:
-                    good[number] = read(ids, routed, keep=keep)
+                one = held.of_sample(ids, keep, routed) if keys else from_batch(ids, routed, **how)
             except InvalidRoutes as error:
                 bad[number] = error.with_traceback(None).at(f"sample {number} of the micro-batch")
+            else:
+                good[number] = one
 
         for number, (ids, keep) in enumerate(zip(each, masks, strict=True)):
             take(number, ids, keep)
         return good, bad
+
+    def checked(self, layers: Sequence[int], tokens: torch.Tensor | None) -> dict[int, Routes]:
+        """Check the ids of a whole batch, once for all chunks, and keep some layers of them.
+
+        Args:
+            layers: this rank's.
+            tokens: jagged, the token ids of the same samples.
+
+        Returns:
+            By key, from 1 on, the routes of each sample, or why it has none.
+
+        Raises:
+            MicroBatchError: another shape than verl's, or columns that are neither.
+        """
+        # All layers are checked: a dead router is told from a lost layer by what the others hold.
+        take = partial(from_batch, model=self.routed, zeros_are_none=True)
+        own = [layer for layer in self.routed.layers if layer in {*layers}]
+        each = self.samples()
+        words = [None] * len(each) if tokens is None else [one.cpu().numpy() for one in tokens.unbind()]
+        found: dict[int, Routes] = {}
+        for key, (rows, ids) in enumerate(zip(each, words, strict=True), start=1):
+            of_sample = ids if ids is not None and len(ids) == len(rows) else None
+            try:
+                found[key] = take(rows, tokens=of_sample).only(own)
+            except InvalidRoutes as error:
+                # verl's mask leaves the last row out: its token is never fed to the engine.
+                with contextlib.suppress(InvalidRoutes):
+                    keep = torch.arange(len(rows)) < len(rows) - 1
+                    found[key] = take(rows, tokens=of_sample, keep=keep).only(own)
+                found.setdefault(key, error.with_traceback(None))
+        return found
 
     def filled(self, found: Sequence[RoutedExperts], dtype: torch.dtype) -> torch.Tensor:
         """Sequences in the form of this batch: jagged, or padded with zeros. Where none are given there are
@@ -197,9 +232,7 @@ class MicroBatch:
 
     def keyed(self, keys: Sequence[int]) -> torch.Tensor:
         """The keys of sequences in the form of this batch, in the place of their ids, int16."""
-        return self._shaped(
-            [delivery.rows_of(key, size) for key, size in zip(keys, self.lengths, strict=True)]
-        )
+        return self._shaped([rows_of(key, size) for key, size in zip(keys, self.lengths, strict=True)])
 
     def _shaped(self, each: Sequence[torch.Tensor]) -> torch.Tensor:
         if self.tokens.is_nested:

@@ -261,11 +261,12 @@ def refused(actor: Actor, batch: Any) -> str:
 
 
 def nothing_is_on() -> None:
-    from npu_replay.compat.roll import strategy
-    from npu_replay.compat.verl.actions import switch
+    from npu_replay.compat.verl import engine_adapter
+    from npu_replay.compat.verl.engine_pass import current
     from npu_replay.sessions.session import open_sessions
 
-    assert (switch.action, switch.job, len(strategy._batches)) == ("", None, 0)
+    assert (current().action, current().engine) == ("", None)
+    assert not any(getattr(one, "batch", None) for one in engine_adapter._adapters.values())
     assert not open_sessions()
 
 

@@ -23,8 +23,10 @@ import torch.distributed as dist
 import npu_replay
 from distributed.parallel_model import EXPERTS
 from npu_replay import RoutedExperts
-from npu_replay.compat.verl import delivery, engine, recorded
-from npu_replay.compat.verl.actions import switch
+from npu_replay.compat.verl import engine_adapter, found_routes, r2_store, r3_store
+from npu_replay.compat.verl.batch_routes import RoutesByKey
+from npu_replay.compat.verl.engine_adapter import EngineAdapter
+from npu_replay.compat.verl.engine_pass import current
 from npu_replay.environment import DELIVERY
 from npu_replay.errors import InvalidRoutes, ReplayError
 from npu_replay.parallel import exchange
@@ -152,8 +154,8 @@ def same_tokens(ours: Any, theirs: Any, tiny: Tiny) -> None:
 
 
 def nothing_is_on() -> None:
-    assert not switch.action
-    assert switch.job is None
+    assert not current().action
+    assert current().engine is None
     assert not npu_replay.report().open_sessions
 
 
@@ -196,7 +198,7 @@ def recorded_batch(actor: Any) -> tuple[Any, list[torch.Tensor]]:
 # R2 and R3
 
 
-def _r2(kind: Any, settings: dict[str, Any], *, stays: bool = False) -> None:
+def _r2(kind: Any, settings: dict[str, Any], *, stays: bool = False) -> Any:
     tiny = begin(mode="R2", **settings)
     actor = kind(tiny)
     plain, columns = plain_of(actor), moe_layers(tiny)
@@ -230,6 +232,7 @@ def _r2(kind: Any, settings: dict[str, Any], *, stays: bool = False) -> None:
     assert 0.1 < metrics["npu_replay/live_mismatch"][0] <= 1
     assert metrics["npu_replay/seconds"][0] > 0
     nothing_is_on()
+    return actor
 
 
 def _r3(kind: Any, settings: dict[str, Any], prepared: Callable[[Any], Any] | None = None) -> None:
@@ -298,7 +301,7 @@ def _r3_by_reference(settings: dict[str, Any]) -> None:
 def lost_on_rank_1() -> Iterator[None]:
     """The first sample that it fetches can't be read there; the other rank has all of its own."""
     fetch, gone = (
-        delivery.fetch_each,
+        r3_store.fetch_each,
         InvalidRoutes("the routes can't be read", expected="a piece", got="none"),
     )
 
@@ -307,7 +310,7 @@ def lost_on_rank_1() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(delivery, "fetch_each", without_first)
+            patch.setattr(r3_store, "fetch_each", without_first)
         yield
 
 
@@ -350,9 +353,9 @@ def _slow() -> None:
     tiny = begin(mode="R3")
     actor, routes = Actor(tiny), job.rollout_routes(tiny)
     with job.delivered(tiny) as by_reference, pytest.MonkeyPatch.context() as patch:
-        data, fetch = by_reference(r3_batch(tiny, routes)), delivery.fetch_each
+        data, fetch = by_reference(r3_batch(tiny, routes)), r3_store.fetch_each
         slow = lambda given, *how: time.sleep(1.5 * bool(given)) or fetch(given, *how)  # noqa: E731
-        patch.setattr(delivery, "fetch_each", slow)
+        patch.setattr(r3_store, "fetch_each", slow)
         actor.log_probs(data)
         assert actor.update(data)["npu_replay/seconds"][0] > 1.5
         assert actor.update(data)["npu_replay/seconds"][0] < 1.5
@@ -362,11 +365,18 @@ def _r2_by_reference(settings: dict[str, Any]) -> None:
     """Batches have keys, and ids stay in the ranks that recorded them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(DELIVERY, "ray")
-        patch.setattr(recorded, "exchange", None)  # nothing is elsewhere, for a stage of dense layers neither
-        _r2(Actor, settings, stays=True)
-        engine.refuse_engines()  # as uninstall() does
-        assert recorded.recorded.nbytes == 0
-        engine.restore_engines()
+        patch.setattr(r2_store, "exchange", None)  # nothing is elsewhere, for a stage of dense layers neither
+        held = held_of(actor := _r2(Actor, settings, stays=True))
+        assert bool(held.nbytes) == any(actor.tiny.moe[layer] for layer in held.layers)
+        engine_adapter.refuse_engines()  # as uninstall() does
+        assert held.nbytes == 0
+        engine_adapter.restore_engines()
+
+
+def held_of(actor: Any) -> RoutesByKey:
+    """The routes that an actor's engine has in this process."""
+    found: RoutesByKey = EngineAdapter.of(actor.engine).routes
+    return found
 
 
 @case("R2 by reference: samples that another replica trains on")
@@ -379,13 +389,13 @@ def _moved() -> None:
         with npu_replay.observe(actor.chunks) as seen:
             data, _ = recorded_batch(actor)
         wanted = elsewhere(seen.shown)
-        moves, real = list[int](), recorded.exchange
+        moves, real = list[int](), r2_store.exchange
 
         def counted(held: Any, lacking: Any, group: Any) -> Any:
             moves.append(len(lacking))
             return real(held, lacking, group)
 
-        patch.setattr(recorded, "exchange", counted)
+        patch.setattr(r2_store, "exchange", counted)
         for _ in range(2):
             with npu_replay.observe(actor.chunks) as second, job.other_routers(actor.chunks):
                 metrics = actor.update(elsewhere(data))
@@ -393,24 +403,24 @@ def _moved() -> None:
                 assert torch.equal(sets(a.ids), sets(b.ids))
             assert set(metrics["npu_replay/bad_samples"]) == {0.0}
         assert moves == [len(data)]
-        recorded.recorded.clear()
+        kept = held_of(actor)
+        kept.clear()
         with pytest.raises(ReplayError, match=r"routes that can't be used|so does this one"):
             actor.update(data)
-        patch.setattr(recorded, "_STEPS", 1)
+        patch.setattr(r2_store, "_STEPS", 1)
         recorded_batch(actor)
-        held = len(recorded.recorded)
+        held = len(kept)
         recorded_batch(actor)
-        assert len(recorded.recorded) == 2 * held, "nothing was trained on yet"
+        assert len(kept) == 2 * held, "nothing was trained on yet"
         actor.update(recorded_batch(actor)[0])
         recorded_batch(actor)
-        assert len(recorded.recorded) == held
-        patch.setattr(recorded, "_PASSES", 3)
+        assert len(kept) == held
+        patch.setattr(r2_store, "_PASSES", 3)
         for _ in range(7):  # only a critic is trained
             recorded_batch(actor)
-        assert len(recorded.recorded) <= 3 * held
-        patch.setattr(recorded, "recorded", recorded.Recorded())  # workers that were started anew
-        patch.setattr(engine, "recorded", recorded.recorded)
-        patch.setattr(delivery, "recorded", recorded.recorded)
+        assert len(kept) <= 3 * held
+        kept.clear()  # workers that were started anew
+        EngineAdapter.of(actor.engine).r2 = r2_store.R2Store(kept)
         recorded_batch(actor)
         with pytest.raises(ReplayError, match=r"routes that can't be used|so does this one"):
             actor.update(data)
@@ -428,12 +438,12 @@ def _again() -> None:
             data = elsewhere(recorded_batch(actor)[0])
         batch = job.log_prob_batch(data)
         batch["routed_experts"] = job.update_batch(data)["routed_experts"]
-        held = len(recorded.recorded)
+        held = len(held_of(actor))
         with npu_replay.observe(actor.chunks) as second, job.other_routers(actor.chunks):
             actor.output(actor.worker.compute_log_prob(batch))
         for a, b in zip(elsewhere(seen.shown), second.shown, strict=True):
             assert torch.equal(sets(a.ids), sets(b.ids))
-        assert len(recorded.recorded) == held + len(data)
+        assert len(held_of(actor)) == held + len(data)
     nothing_is_on()
 
 
@@ -450,7 +460,7 @@ def _stays_and_fails() -> None:
         patch.setenv(DELIVERY, "ray")
         data, _ = recorded_batch(actor)
         there = elsewhere(data)
-        for module, name in ((delivery, "keys_in"), (exchange, "_room")):
+        for module, name in ((found_routes, "keys_in"), (exchange, "_room")):
             with pytest.MonkeyPatch.context() as breaking:
                 if dist.get_rank() == 1:
                     breaking.setattr(module, name, broken)
@@ -889,7 +899,7 @@ def _failing_on_rank_1(where: str) -> Iterator[None]:
 def _unthought() -> None:
     """Where it opens a pass, and where pipeline stages gather: the others don't wait for it."""
     actor = Actor(begin(mode="R2", split=Split(pp=2)))
-    with _failing_on_rank_1("verl.actions.StepRecording"):
+    with _failing_on_rank_1("verl.engine_pass.StepRecording"):
         leave(partial(recorded_batch, actor), "this rank can't record")
     with (
         _failing_on_rank_1("verl.functions._of_this_stage"),

@@ -37,7 +37,8 @@ from distributed import parallel_model
 from distributed.parallel_model import EXPERTS, TOPK, Split, share
 from npu_replay import RoutedModel
 from npu_replay.compat.megatron import parallel_state as megatron_layout
-from npu_replay.compat.verl import delivery
+from npu_replay.compat.verl import r3_store
+from npu_replay.compat.verl.batch_routes import COLUMN
 from npu_replay.delivery import references
 from npu_replay.smoke import megatron_model
 from piece_files import FileCarrier
@@ -572,7 +573,7 @@ def delivered(tiny: Any) -> Iterator[Callable[[DataProto], DataProto]]:
     layers = [layer for layer, moe in enumerate(tiny.moe) if moe]
     model = RoutedModel(layers=tuple(layers), num_layers=len(tiny.moe), num_experts=EXPERTS, topk=TOPK)
     asked: list[int] = []
-    read = delivery.fetch_each
+    read = r3_store.fetch_each
 
     def counted(given: Any, *how: Any) -> Any:
         asked.append(len(given))
@@ -587,18 +588,18 @@ def delivered(tiny: Any) -> Iterator[Callable[[DataProto], DataProto]]:
             marks[number, mask] = torch.from_numpy(found)
             put.append(reference)
         data.batch["routed_experts"] = marks
-        data.non_tensor_batch[delivery.COLUMN] = np.array([*put, None], dtype=object)[:-1]
+        data.non_tensor_batch[COLUMN] = np.array([*put, None], dtype=object)[:-1]
         return data
 
     with TemporaryDirectory() as folder:
-        putter = delivery.Putter(FileCarrier(Path(folder), cut=2), model, keeps=False)
-        delivery.fetch_each, random = counted, references.secrets
+        putter = r3_store.Putter(FileCarrier(Path(folder), cut=2), model, keeps=False)
+        r3_store.fetch_each, random = counted, references.secrets
         first = mine(tiny.split)[0]
         references.secrets = SimpleNamespace(randbits=lambda bits: next(_puts) * len(LENGTHS) + first)
         try:
             yield by_reference
         finally:
-            delivery.fetch_each, references.secrets = read, random
+            r3_store.fetch_each, references.secrets = read, random
         assert sum(asked) == len(list(Path(folder).glob("*.pieces"))) > 0
 
 

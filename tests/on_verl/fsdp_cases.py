@@ -23,7 +23,8 @@ import sharded_qwen
 import tiny_qwen
 import tiny_vision
 from distributed.parallel_model import EXPERTS
-from npu_replay.compat.verl import delivery
+from npu_replay.compat.verl.batch_routes import keys_in
+from npu_replay.compat.verl.fsdp import FsdpAdapter
 from npu_replay.environment import DELIVERY
 from npu_replay.errors import ReplayError
 from on_verl import engine_job
@@ -130,8 +131,8 @@ def _r2(tiny: Tiny, *, stays: bool = False) -> list[torch.Tensor]:
         data, routes = recorded(actor)
     if stays:
         assert {tuple(one.shape[1:]) for one in routes} == {(1, 5)}
-        keys = delivery.keys_in(data.batch["routed_experts"])
-        routes = [here.ids for key in keys if (here := delivery.recorded.of(key)) is not None]
+        held = FsdpAdapter.of(actor.engine).routes.usable
+        routes = [held[key].ids for key in keys_in(data.batch["routed_experts"]) if key in held]
     assert [tuple(one.shape) for one in routes] == [
         (sum(LENGTHS[number]), len(LABELS), 2) for number in engine_job.mine(tiny.split)
     ]
@@ -504,7 +505,7 @@ def _images() -> None:
     places = range(dist.get_rank() * piece, (dist.get_rank() + 1) * piece)
     wanted = [place if place < total else -1 for place in places]
     assert total % 2, "else no rank has padding"
-    assert layout_of(actor.engine, data).rows.tolist() == wanted
+    assert layout_of(actor.engine, data, {}).rows.tolist() == wanted
 
 
 def vision_batch(split: Any, images: Sequence[int]) -> Any:

@@ -22,8 +22,9 @@ from omegaconf import OmegaConf
 import npu_replay
 from benchmarks.delivery_plan import MARKS
 from npu_replay import InvalidRoutes, ReplayError, RoutedExperts, RoutedModel, fingerprint
-from npu_replay.compat.verl import arrivals, carried, delivery
+from npu_replay.compat.verl import batch_routes, r3_store, rollout_checks
 from npu_replay.compat.verl.actor_pipeline import cut_of
+from npu_replay.compat.verl.batch_routes import COLUMN, RoutesByKey, keys_in
 from npu_replay.compat.verl.tensors import MicroBatch
 from npu_replay.environment import DELIVERY
 from npu_replay.errors import RouterError
@@ -41,8 +42,7 @@ LAYERS, COUNT = (1, 2, 3, 4), 8
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where what a worker puts lies, in the place of Ray's object store."""
     monkeypatch.setenv(DELIVERY, "ray")
-    monkeypatch.setattr(delivery, "RayCarrier", partial(FileCarrier, tmp_path / "routes"))
-    monkeypatch.setattr(delivery, "arrived", delivery.Arrived())
+    monkeypatch.setattr(r3_store, "RayCarrier", partial(FileCarrier, tmp_path / "routes"))
     return tmp_path / "routes"
 
 
@@ -51,7 +51,7 @@ def worker(*turns: Turn) -> Any:
 
 
 def model_of(made: Any) -> Any:
-    return delivery.RoutedModel.of(made.model_config.hf_config)
+    return RoutedModel.of(made.model_config.hf_config)
 
 
 def batch_of(*turns: Turn) -> tuple[Any, Any]:
@@ -62,17 +62,25 @@ def batch_of(*turns: Turn) -> tuple[Any, Any]:
 
 def keyed(data: Any) -> torch.Tensor:
     """What an engine's batch has while a pass runs: a key in the place of each mark."""
-    marks, references = data.batch["routed_experts"], data.non_tensor_batch[delivery.COLUMN]
-    keys = [delivery.rows_of(key, marks.shape[1]) for key in delivery.keys_of(marks, references)]
+    marks, references = data.batch["routed_experts"], data.non_tensor_batch[COLUMN]
+    keys = [batch_routes.rows_of(key, marks.shape[1]) for key in keys_in(marks, references)]
     return torch.stack(keys) * (marks != 0)
+
+
+def received(references: Any, layers: tuple[int, ...] = LAYERS, tokens: Any = None) -> RoutesByKey:
+    """What an engine's rank of these layers has of a batch's references."""
+    held = RoutesByKey()
+    held.has(layers)
+    r3_store.R3Store(held).receive(references, tokens)
+    return held
 
 
 def check(data: Any, model: Any, layers: tuple[int, ...] = LAYERS) -> None:
     """Each row of a batch gets the routes of its own tokens."""
-    references = data.non_tensor_batch[delivery.COLUMN]
-    delivery.arrived.receive(list(references), layers)
+    references = data.non_tensor_batch[COLUMN]
+    held = received(list(references), layers)
     mask = data.batch["attention_mask"].bool()
-    good, bad = MicroBatch(keyed(data), mask, model).routes(zeros_are_none=True)
+    good, bad = MicroBatch(keyed(data), mask, model).routes(zeros_are_none=True, held=held)
     assert not bad
     assert len(good) == len(data)
     for number, routes in good.items():
@@ -176,12 +184,13 @@ def test_references_go_where_their_samples_go() -> None:
 
 def check_jagged(data: Any, model: Any) -> int:
     """Each row of a worker's batch gets the routes of its own tokens; how many samples it has."""
-    references, tokens = delivery.references_in(data), data["input_ids"].unbind()
+    references, tokens = batch_routes.references_in(data), data["input_ids"].unbind()
     assert references is not None
-    keys = delivery.keys_of(data["routed_experts"], references)
-    assert not delivery.arrived.receive(references, LAYERS, dict(zip(keys, tokens, strict=True)))
-    with carried.in_place_of(data, "routed_experts", keys, {}):
-        good, bad = MicroBatch(data["routed_experts"], None, model).routes(zeros_are_none=True)
+    keys = keys_in(data["routed_experts"], references)
+    held = received(references, LAYERS, dict(zip(keys, tokens, strict=True)))
+    assert not held.bad(one.key for one in references)
+    with batch_routes.keys_in_place(data, "routed_experts", keys):
+        good, bad = MicroBatch(data["routed_experts"], None, model).routes(zeros_are_none=True, held=held)
     assert not bad
     for number, (ids, reference) in enumerate(zip(tokens, references, strict=True)):
         assert reference.fingerprint == fingerprint(ids)
@@ -251,7 +260,7 @@ def test_the_reference_is_sent_no_routes(value: str, lora: bool, monkeypatch: py
     npu_replay.uninstall()
     with pytest.raises(Sent):
         made._compute_ref_log_prob(data)
-    routes = {"routed_experts", delivery.COLUMN} if value else {"routed_experts"}
+    routes = {"routed_experts", COLUMN} if value else {"routed_experts"}
     assert sent[1] - sent[0] == (set() if lora else routes)
     assert "input_ids" in sent[0]
     assert "routed_experts" in data.batch.keys()  # noqa: SIM118
@@ -261,16 +270,16 @@ def test_a_batch_on_its_way_to_the_workers_is_small() -> None:
     data, _ = batch_of()
     marks = data.batch["routed_experts"]
     assert marks.element_size() * marks[0, 0].numel() == MARKS  # bytes a token
-    assert len(pickle.dumps(data.non_tensor_batch[delivery.COLUMN])) < 700 * COUNT
+    assert len(pickle.dumps(data.non_tensor_batch[COLUMN])) < 700 * COUNT
 
 
 def test_a_sample_without_routes_takes_none_from_the_others() -> None:
     turns = [Turn(SAMPLED[: 3 + n], change=deep) for n in range(3)]
     turns[1] = Turn([20], stop="aborted", change=loops.NO_ROUTES)
     data, model = batch_of(*turns)
-    delivery.arrived.receive(list(data.non_tensor_batch[delivery.COLUMN]), LAYERS)
+    held = received(list(data.non_tensor_batch[COLUMN]))
     mask = data.batch["attention_mask"].bool()
-    good, bad = MicroBatch(keyed(data), mask, model).routes(zeros_are_none=True)
+    good, bad = MicroBatch(keyed(data), mask, model).routes(zeros_are_none=True, held=held)
     assert not bad
     assert [bool(good[number].recorded.any()) for number in range(3)] == [True, False, True]
 
@@ -278,11 +287,11 @@ def test_a_sample_without_routes_takes_none_from_the_others() -> None:
 def test_a_micro_batch_of_a_sample_that_was_never_put_has_none() -> None:
     """verl's padding has zeros in the place of keys."""
     data, model = batch_of(*(Turn(SAMPLED[: 3 + n], change=deep) for n in range(2)))
-    delivery.arrived.receive(list(data.non_tensor_batch[delivery.COLUMN]), LAYERS)
+    held = received(list(data.non_tensor_batch[COLUMN]))
     data.batch["routed_experts"][1] = 0
     for number in range(2):
         keys, mask = (each[number : number + 1] for each in (keyed(data), data.batch["attention_mask"]))
-        good, bad = MicroBatch(keys, mask.bool(), model).routes(zeros_are_none=True)
+        good, bad = MicroBatch(keys, mask.bool(), model).routes(zeros_are_none=True, held=held)
         assert not bad
         assert bool(good[0].recorded.any()) == (number == 0)
         assert good[0].layers == LAYERS
@@ -291,10 +300,10 @@ def test_a_micro_batch_of_a_sample_that_was_never_put_has_none() -> None:
 def test_routes_that_the_door_refuses_are_a_bad_sample(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(arrivals, "PROOF", 0)
-    monkeypatch.setattr(delivery, "from_batch", lambda *a, **k: (_ for _ in ()).throw(InvalidRoutes("bad")))
+    monkeypatch.setattr(rollout_checks, "PROOF", 0)
+    monkeypatch.setattr(r3_store, "from_batch", lambda *a, **k: (_ for _ in ()).throw(InvalidRoutes("bad")))
     data, model = batch_of(Turn(SAMPLED[:4], change=deep))
-    assert data.non_tensor_batch[delivery.COLUMN].tolist() == [None]
+    assert data.non_tensor_batch[COLUMN].tolist() == [None]
     assert "go without their routes: [npu_replay] bad" in caplog.text
     mask = data.batch["attention_mask"].bool()
     good, bad = MicroBatch(keyed(data), mask, model).routes(zeros_are_none=True)
@@ -304,7 +313,7 @@ def test_routes_that_the_door_refuses_are_a_bad_sample(
 
 def test_a_layer_that_the_tokens_explain_is_taken_from_a_batch_as_at_the_door() -> None:
     """And any layer of R2's record: the trainer's own routers chose."""
-    model = delivery.RoutedModel(layers=tuple(range(32)), num_layers=32, num_experts=8, topk=2)
+    model = RoutedModel(layers=tuple(range(32)), num_layers=32, num_experts=8, topk=2)
     rows = torch.rand(96, 32, 8, generator=torch.Generator().manual_seed(0)).topk(2).indices
     rows[:, 5] = torch.tensor([0, 1])
     ids = torch.arange(96)
@@ -313,7 +322,7 @@ def test_a_layer_that_the_tokens_explain_is_taken_from_a_batch_as_at_the_door() 
         return torch.nested.nested_tensor([one], layout=torch.jagged)
 
     def found(tokens: torch.Tensor | None) -> Any:
-        return carried.checked(nested(rows), model, range(32), tokens)[1]
+        return MicroBatch(nested(rows), None, model).checked(range(32), tokens)[1]
 
     assert found(nested(ids % 12)).recorded.all()
     assert isinstance(found(nested(ids)), InvalidRoutes)
@@ -336,82 +345,88 @@ def test_what_was_lost_is_a_bad_sample_that_says_why(folder: Path) -> None:
         file.unlink()
     with pytest.raises(AssertionError):
         check(data, model)
-    mask = data.batch["attention_mask"].bool()
-    _, bad = MicroBatch(keyed(data), mask, model).routes(zeros_are_none=True)
+    mask, held = data.batch["attention_mask"].bool(), received(list(data.non_tensor_batch[COLUMN]))
+    _, bad = MicroBatch(keyed(data), mask, model).routes(zeros_are_none=True, held=held)
     assert "can't be read" in str(bad[0])
 
 
 def test_routes_are_read_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    read = delivery.fetch_each
-    monkeypatch.setattr(delivery, "fetch_each", lambda one, *how: asked.append(len(one)) or read(one, *how))
+    read = r3_store.fetch_each
+    monkeypatch.setattr(r3_store, "fetch_each", lambda one, *how: asked.append(len(one)) or read(one, *how))
     data, model = batch_of()
-    references = list(data.non_tensor_batch[delivery.COLUMN])
+    references, held = list(data.non_tensor_batch[COLUMN]), RoutesByKey()
+    held.has(LAYERS)
+    store = r3_store.R3Store(held)
     for part in (references, references, [*references[:2], None]):
-        delivery.arrived.receive(part, LAYERS)
+        store.receive(part)
     assert asked == [COUNT, 0, 0]
     rows = int(data.batch["attention_mask"].sum())  # a last token's too, which says that it has none
-    assert delivery.arrived.nbytes == rows * len(LAYERS) * model.topk
+    assert held.nbytes == rows * len(LAYERS) * model.topk
     newer = copy.copy(references[0])
     newer.step, newer.key = 1, 5
-    delivery.arrived.receive([newer], LAYERS)
-    delivery.arrived.receive(references, LAYERS)
+    store.receive([newer])
+    store.receive(references)
     assert asked[-2:] == [1, COUNT], "an older step's are not kept"
     assert model.layers == LAYERS
+    held.has(LAYERS[1:])
+    assert not len(held), "nor another rank's"
 
 
 def test_routes_of_other_tokens_are_refused() -> None:
     data, _ = batch_of()
-    references = list(data.non_tensor_batch[delivery.COLUMN])
+    references = list(data.non_tensor_batch[COLUMN])
     mask = data.batch["attention_mask"].bool()
     rows = zip(references, data.batch["input_ids"], mask, strict=True)
     tokens = {one.key: ids[kept] for one, ids, kept in rows}
     del tokens[references[2].key]  # padding, which has no key
     tokens[references[1].key] = tokens[references[1].key] + 1
-    bad = delivery.arrived.receive(references, LAYERS, tokens)
-    assert list(bad) == [references[1].key]
+    held = received(references, LAYERS, tokens)
+    assert list(held.bad(tokens)) == [references[1].key]
     with pytest.raises(InvalidRoutes, match="belong to other tokens"):
-        delivery.arrived.of(references[1].key)
+        held.of(references[1].key)
     with pytest.raises(InvalidRoutes, match="aren't here"):
-        delivery.arrived.of(references[2].key)
+        held.of(references[2].key)
 
 
 def test_routes_lie_once_in_memory_however_many_passes_take_them() -> None:
     data, model = batch_of()
-    check(data, model)
+    held = received(list(data.non_tensor_batch[COLUMN]))
     mask = data.batch["attention_mask"].bool()
     batch = MicroBatch(keyed(data), mask, model)
     keep = torch.nested.as_nested_tensor(
         [torch.arange(int(size)) < 3 for size in mask.sum(dim=1)], layout=torch.jagged
     )
-    held = [delivery.arrived.of(one.key) for one in data.non_tensor_batch[delivery.COLUMN]]
-    for number, routes in batch.routes(mask=keep, zeros_are_none=True)[0].items():
-        assert routes.ids.data_ptr() == held[number].ids.data_ptr()
+    whole = [held.of(one.key) for one in data.non_tensor_batch[COLUMN]]
+    for number, routes in batch.routes(mask=keep, zeros_are_none=True, held=held)[0].items():
+        assert routes.ids.data_ptr() == whole[number].ids.data_ptr()
         assert routes.recorded.tolist() == [True] * 3 + [False] * (len(routes) - 3)
 
 
 def test_without_steps_of_the_job_nothing_grows_without_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delivery, "_SAMPLES", 5)
+    monkeypatch.setattr(r3_store, "_SAMPLES", 5)
     made = worker(*(Turn(SAMPLED[: 3 + n], change=deep) for n in range(COUNT)))
-    putter = delivery.Putter(FileCarrier(folder), model_of(made), keeps=True)
+    putter = r3_store.Putter(FileCarrier(folder), model_of(made), keeps=True)
     tokens, batches = np.arange(8), list[Any]()
     routes = np.concatenate([deep(tokens[:-1]), deep(tokens[:1]) * 0])
-    alive = WeakSet[Any]()
+    alive, held = WeakSet[Any](), RoutesByKey()
+    held.has(LAYERS)
+    store = r3_store.R3Store(held)
     for number in range(8):
         batches.append([putter.put(routes, tokens + number, -1)[1]])
         alive.add(batches[-1][0])
         for part in (batches[-1], batches[-1], [], batches[max(0, number - 1)]):
-            delivery.arrived.receive(part, LAYERS)
-        assert len(delivery.arrived._held) == min(number + 1, 4)
+            store.receive(part)
+        assert len(held) == min(number + 1, 4)
     batches.clear()
     assert len(list(alive)) == 5
 
 
 def test_the_weights_version_stands_for_a_step_where_the_trainer_says_none(folder: Path) -> None:
     made = worker(Turn(SAMPLED[:4], change=deep))
-    putter = delivery.Putter.of(made, model_of(made))
+    putter = r3_store.Putter.of(made, model_of(made))
     assert putter is not None
     for version, told, step in ((7, -1, 7), (0, -1, 0), (7, 2, 2), (None, -1, -1)):
         output = SimpleNamespace(
@@ -421,7 +436,7 @@ def test_the_weights_version_stands_for_a_step_where_the_trainer_says_none(folde
             extra_fields={"max_global_steps": version},
         )
         putter.put_away(output, told)
-        assert output.extra_fields[delivery.COLUMN].step == step
+        assert output.extra_fields[COLUMN].step == step
 
 
 @pytest.mark.parametrize("queued", [True, False])
@@ -432,7 +447,7 @@ def test_references_live_as_long_as_may_be_trained_on_them(
     made = worker(*(Turn(SAMPLED[: 3 + n], change=deep) for n in range(COUNT)))
     if queued:
         monkeypatch.setattr(type(made), "__module__", "verl.trainer.ppo.v1.agent_loop_tq")
-    putter = delivery.Putter.of(made, model_of(made))
+    putter = r3_store.Putter.of(made, model_of(made))
     assert putter is not None
     tokens, alive = np.arange(8), WeakSet[Any]()
     for step in range(6):
@@ -448,11 +463,13 @@ def test_a_token_without_a_route_has_none_behind_its_reference_either(topk: int,
     rows = np.zeros((8, 5, topk), np.int16)
     rows[:, LAYERS] = np.arange(1, 1 + topk)
     rows[[3, 7]] = 0
-    putter = delivery.Putter(FileCarrier(tmp_path), model, keeps=False)
+    putter = r3_store.Putter(FileCarrier(tmp_path), model, keeps=False)
     _, reference = putter.put(rows, np.arange(8), 0)
     (found,) = npu_replay.delivery.fetch([reference])
     batch = torch.nested.nested_tensor([torch.from_numpy(rows)], layout=torch.jagged)
-    assert found.recorded.tolist() == carried.checked(batch, model, LAYERS)[1].recorded.tolist()
+    carried = MicroBatch(batch, None, model).checked(LAYERS, None)[1]
+    assert isinstance(carried, RoutedExperts)
+    assert found.recorded.tolist() == carried.recorded.tolist()
     assert found.recorded.nonzero().flatten().tolist() == [0, 1, 2, 4, 5, 6]
 
 
@@ -498,7 +515,7 @@ def test_switched_off_batches_carry_ids(value: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(DELIVERY, value)
     data, _ = batch_of(Turn(SAMPLED[:4], change=deep))
     assert tuple(data.batch["routed_experts"].shape[2:]) == (5, 8)
-    assert delivery.COLUMN not in data.non_tensor_batch
+    assert COLUMN not in data.non_tensor_batch
 
 
 def test_pieces_that_count_layers_otherwise_than_a_hybrid_models_pattern_are_refused(tmp_path: Path) -> None:
@@ -507,4 +524,4 @@ def test_pieces_that_count_layers_otherwise_than_a_hybrid_models_pattern_are_ref
     routes = RoutedExperts(ids=ids, layers=(1, 3), num_experts=8)
     reference = FileCarrier(tmp_path).put(routes)
     with pytest.raises(RouterError, match=r"the pieces have other labels.*Expected \(0, 1\), got \(1, 3\)"):
-        delivery.Arrived().receive([reference], StageLabels([1], whole=[0, 1]))
+        received([reference], StageLabels([1], whole=[0, 1]))

@@ -19,8 +19,7 @@ import npu_replay
 from megatron_cases import perturbed, routers
 from npu_replay import RoutedExperts
 from npu_replay.compat.megatron_backports import router_init, router_methods
-from npu_replay.compat.verl import functions
-from npu_replay.compat.verl.actions import switch
+from npu_replay.compat.verl.engine_pass import current
 from npu_replay.errors import InvalidRoutes, ReplayError
 from npu_replay.smoke import megatron_model
 from verl_loop import (
@@ -62,8 +61,8 @@ def lent() -> Iterator[None]:
 def no_action() -> Iterator[None]:
     """What a failed test has left open."""
     yield
-    switch._abandon()
-    switch.clear()
+    current().abandon()
+    current().clear()
 
 
 @pytest.fixture(scope="module")
@@ -180,16 +179,6 @@ def test_rows_of_another_number_of_layers_than_the_pattern_has_are_refused(verl:
     count, moe = HYBRID[hybrid]
     with pytest.raises(ReplayError, match=rf"{count} columns, one a decoder layer, or {len(moe)}"):
         recorded.replayed(recorded.with_samples(wide))
-
-
-def test_verls_layer_functions_go_by_the_pattern(verl: Verl, hybrid: str) -> None:
-    config = (job := Job("softmax_after_topk", None, pattern=hybrid)).config
-    count, moe = HYBRID[hybrid]
-    assert [layer for layer in range(count) if functions.is_moe_layer(config, layer)] == list(moe)
-    assert functions.get_num_layers_to_build(config) == count
-    assert functions.get_moe_num_layers_to_build(config) == len(moe)
-    assert functions.get_current_rank_layer_info(config) == {"start": 0, "end": count, "count": count}
-    assert job.labels() == list(moe)
 
 
 def test_experts_in_a_dense_layers_column_are_refused(verl: Verl) -> None:
@@ -335,6 +324,19 @@ def test_what_was_recorded_is_read_off_the_router_until_it_is_cleared(verl: Verl
     verl.replay.clear_global_indices()
     assert [one.recorded_topk_idx for one in own_replays(job)] == [None] * 4
     assert not npu_replay.report().open_sessions
+
+
+def test_a_replay_that_is_made_by_hand_belongs_to_no_router(verl: Verl) -> None:
+    """As verl's own: it has recorded nothing, is copied, and isn't listed among the routers'."""
+    job = Job("softmax_after_topk", None)
+    made = verl.replay()
+    assert made.recorded_topk_idx is None
+    assert made.router_replay_action is None
+    assert isinstance(copy.deepcopy(made), verl.replay)
+    assert made not in verl.replay.router_instances
+    assert len(verl.replay.router_instances) == len(own_replays(job))
+    with pytest.raises(ReplayError, match="has no router"):
+        made.set_target_indices(torch.zeros(3, 2, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("of", ["verl", "Megatron"])

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 import npu_replay
-from npu_replay.compat.verl import engine as verl_engine
 from npu_replay.compat.verl import install as verl
+from npu_replay.compat.verl.engine_adapter import EngineAdapter
+from npu_replay.compat.verl.engine_pass import wrapped
 from npu_replay.errors import ReplayError
 
 
@@ -18,16 +19,15 @@ class Engine:
 
     def __init__(self) -> None:
         self.passes = 0
+        self.module: list[Any] = []
+        self.engine_config = SimpleNamespace(router_replay=SimpleNamespace(mode="R2"))
 
     def forward_backward_batch(self, data: Any, forward_only: bool = False) -> Any:
         self.passes += 1
         return {"metrics": {}}
 
 
-Engine.forward_backward_batch = verl_engine.wrapped(  # type: ignore[method-assign]
-    Engine.forward_backward_batch,
-    verl_engine.Asked(lambda self: [], lambda self: SimpleNamespace(mode="R2"), lambda self: None),
-)
+Engine.forward_backward_batch = wrapped(Engine.forward_backward_batch, EngineAdapter)  # type: ignore[method-assign]
 
 
 def test_an_engine_that_uninstall_stopped_goes_on_after_install() -> None:

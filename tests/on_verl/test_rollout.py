@@ -26,7 +26,7 @@ import npu_replay
 from npu_replay import ReplayError
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.verl import agent_loop as verl_rollout
-from npu_replay.compat.verl import arrivals
+from npu_replay.compat.verl import rollout_checks
 from npu_replay.errors import InvalidRoutes
 
 transformers = pytest.importorskip("transformers", reason="verl imports transformers")
@@ -460,7 +460,7 @@ def test_good_routes_pass_as_they_are_and_rows_that_were_never_written_are_the_t
 def test_a_bad_turn_after_many_good_ones_goes_without_its_bad_rows(
     words: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrivals, "PROOF", 2)
+    monkeypatch.setattr(rollout_checks, "PROOF", 2)
     turns = [Turn(SAMPLED, change=deep), Turn(SAMPLED, change=deep), Turn(SAMPLED, change=FAULTY[words])]
     batch = batch_of(guarded(*turns), 3)["routed_experts"]
     assert words in caplog.text
@@ -501,7 +501,7 @@ def test_the_tool_loops_turns_are_checked_each() -> None:
 
 
 def test_a_model_that_is_not_known_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    arrivals._say_unchecked.cache_clear()
+    rollout_checks._say_unchecked.cache_clear()
     for _ in range(2):
         run(Turn([20, 21, 22]))
     assert caplog.text.count("rows of another token can't be told here") == 1
@@ -630,7 +630,7 @@ def test_a_resume_leaves_the_callers_limit_alone() -> None:
     params = {"max_tokens": 9}
 
     async def call() -> None:
-        token = verl_rollout._sample.set(verl_rollout.Turns(verl_rollout._Job.of(worker)))
+        token = verl_rollout._sample.set(verl_rollout.Turns(verl_rollout._Job(worker)))
         try:
             await worker.llm_client.generate("1", prompt_ids=PROMPT, sampling_params=params)
         finally:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from npu_replay import RoutedExperts, RoutedModel
-from npu_replay.compat.verl.carried import checked
+from npu_replay.compat.verl.tensors import MicroBatch
 from npu_replay.errors import InvalidRoutes
 from npu_replay.rollout.batch_rows import from_batch
 from npu_replay.routes import checks
@@ -55,10 +55,16 @@ def test_a_dead_router_beside_live_ones_is_let_in(caplog: pytest.LogCaptureFixtu
 def test_a_stage_of_verls_that_holds_the_dead_router_alone_takes_its_routes() -> None:
     """Its column is held against those of all stages; one that nobody wrote into is bad on each of them."""
     rows = rows_with_a_constant_layer()
-    unwritten = checked(torch.nested.nested_tensor([rows], layout=torch.jagged), MODEL, [9])
+    unwritten = MicroBatch(torch.nested.nested_tensor([rows], layout=torch.jagged), None, MODEL).checked(
+        [9], None
+    )
     assert isinstance(unwritten[1], InvalidRoutes)
     rows[:, 5] = torch.tensor([3, 6])
-    (found,) = checked(torch.nested.nested_tensor([rows], layout=torch.jagged), MODEL, [5, 99]).values()
+    (found,) = (
+        MicroBatch(torch.nested.nested_tensor([rows], layout=torch.jagged), None, MODEL)
+        .checked([5, 99], None)
+        .values()
+    )
     assert isinstance(found, RoutedExperts)
     assert (found.layers, found.ids.unique().tolist()) == ((5,), [3, 6])
 

@@ -14,7 +14,7 @@ import torch
 
 import npu_replay
 from npu_replay import InvalidRoutes, RoutedExperts, RouteStore, TokenLayout, delivery, routers
-from npu_replay.compat.verl.recorded import Recorded
+from npu_replay.compat.verl.batch_routes import RoutesByKey
 from npu_replay.parallel.merge import Block, Union, side_by_side
 from npu_replay.routes.by_tokens import RoutesByTokens
 from npu_replay.routes.inputs import Inputs
@@ -68,12 +68,10 @@ def held(one: RoutedExperts) -> RoutedExperts:
 
 
 def kept_by_chunks(one: RoutedExperts) -> RoutedExperts:
-    kept = Recorded()
+    kept = RoutesByKey()
     for layer in LAYERS:
-        kept.keep(1, one.only([layer]))
-    found = kept.of(1)
-    assert found is not None
-    return found
+        kept.add_layers(1, one.only([layer]), 0)
+    return kept.of(1)
 
 
 LAYOUT = TokenLayout.padded([TOKENS])

@@ -15,7 +15,8 @@ import torch
 
 import npu_replay
 import tiny_qwen
-from npu_replay.compat.verl import delivery
+from npu_replay.compat.verl.batch_routes import keys_in, references_in, rows_of
+from npu_replay.compat.verl.engine_adapter import EngineAdapter
 from npu_replay.smoke import megatron_model
 from verl_live import tiny
 
@@ -50,7 +51,7 @@ def register(impl: Any) -> None:
             self._note(
                 kind="log-probs" if forward_only else "update",
                 tokens=[one.clone() for one in data["input_ids"].unbind()],
-                routes=_routes_in(data),
+                routes=_routes_in(self, data),
                 shown=[(one.ids, one.layers) for one in seen.shown],
             )
             return output
@@ -67,9 +68,9 @@ def register(impl: Any) -> None:
     EngineRegistry.register(model_type="language_model", backend="megatron", device="cpu")(OnCPU)
 
 
-def _routes_in(data: Any) -> list[torch.Tensor]:
+def _routes_in(engine: Any, data: Any) -> list[torch.Tensor]:
     """Routes of each sample of a batch, [tokens, layers, topk]; where it has references, what was fetched."""
-    rows, references = data["routed_experts"], delivery.references_in(data)
+    rows, references = data["routed_experts"], references_in(data)
     if references is None:
         return [one.clone() for one in rows.unbind()]
     model = npu_replay.RoutedModel(
@@ -78,8 +79,9 @@ def _routes_in(data: Any) -> list[torch.Tensor]:
         num_experts=tiny_qwen.EXPERTS,
         topk=tiny_qwen.TOPK,
     )
-    keys = zip(delivery.keys_of(rows, references), rows.unbind(), strict=True)
-    return [delivery.routes_of(delivery.rows_of(key, len(one)), None, model).ids for key, one in keys]
+    held = EngineAdapter.of(engine).routes
+    keys = zip(keys_in(rows, references), rows.unbind(), strict=True)
+    return [held.of_sample(rows_of(key, len(one)), None, model).ids for key, one in keys]
 
 
 def _lend_optimizer() -> None:

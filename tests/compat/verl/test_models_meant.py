@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import npu_replay
-from npu_replay.compat.verl.actions import RECORD, REPLAY, Switch
+from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, Actions
 from npu_replay.errors import MicroBatchError
 from npu_replay.smoke import megatron_model
 from verl_loop import Job, batches
@@ -26,45 +26,45 @@ def lent() -> Iterator[None]:
 
 
 @pytest.fixture
-def switch() -> Iterator[Switch]:
-    made = Switch()
+def alone() -> Iterator[Actions]:
+    made = Actions()
     yield made
-    made._abandon()
+    made.abandon()
 
 
-def opened(switch: Switch, action: str, *args: Any) -> tuple[Any, int]:
-    return (switch.recording if action == RECORD else switch.replaying)(*args)
+def opened(alone: Actions, action: str, *args: Any) -> tuple[Any, int]:
+    return (alone.recording if action == RECORD else alone.replaying)(*args)
 
 
 @pytest.mark.parametrize("action", [RECORD, REPLAY])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 def test_each_of_several_live_models_is_found_by_itself_and_by_its_config(
-    order: tuple[int, ...], action: str, switch: Switch
+    order: tuple[int, ...], action: str, alone: Actions
 ) -> None:
     jobs = [Job("softmax_after_topk", None, seed=number) for number in range(3)]
-    switch.set(action)
+    alone.set(action)
     for number in order:
         job = jobs[number]
         for model in (job.model, [job.model], None):
-            session, chunk = opened(switch, action, model, job.config, None)
+            session, chunk = opened(alone, action, model, job.config, None)
             assert session._chunks[chunk] is job.model
 
 
 @pytest.mark.parametrize("action", [RECORD, REPLAY])
-def test_of_two_models_with_one_config_the_one_that_is_named_is_meant(action: str, switch: Switch) -> None:
+def test_of_two_models_with_one_config_the_one_that_is_named_is_meant(action: str, alone: Actions) -> None:
     first, other = Job("softmax_after_topk", None, seed=1), Job("softmax_after_topk", None, seed=2)
     twin = megatron_model.model(first.config)
-    switch.set(action)
+    alone.set(action)
     for model in (first.model, twin, other.model):
-        session, chunk = opened(switch, action, model, first.config, None)
+        session, chunk = opened(alone, action, model, first.config, None)
         assert session._chunks[chunk] is model
     with pytest.raises(MicroBatchError, match=r"several models are in a .*, 2 models"):
-        opened(switch, action, None, first.config, None)
+        opened(alone, action, None, first.config, None)
     with pytest.raises(MicroBatchError, match=r"no (record|replay) is on .*, 0 models"):
-        opened(switch, action, None, object(), None)
+        opened(alone, action, None, object(), None)
 
 
-def test_what_each_of_two_models_recorded_is_its_own(switch: Switch) -> None:
+def test_what_each_of_two_models_recorded_is_its_own(alone: Actions) -> None:
     jobs = [Job("softmax_after_topk", None, seed=number) for number in range(2)]
     expected = []
     for job in jobs:
@@ -72,10 +72,10 @@ def test_what_each_of_two_models_recorded_is_its_own(switch: Switch) -> None:
             job.forward(batches()[0])
         expected.append(recording.routes[0].ids)
     assert not torch.equal(*expected)
-    switch.set(RECORD)
+    alone.set(RECORD)
     for job in reversed(jobs):
         with torch.no_grad():
             job.forward(batches()[0])
     for job, ids in zip(jobs, expected, strict=True):
-        session, chunk = switch.recording(job.model, job.config, None)
+        session, chunk = alone.recording(job.model, job.config, None)
         assert torch.equal(session.take(chunk).ids, ids)

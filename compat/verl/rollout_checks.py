@@ -1,7 +1,7 @@
 """Checks in verl's agent loops: what an engine gave a turn is checked where the turn's tokens are known.
 
 What it probes: the model's Hugging Face config on the worker of the agent loops, and the engine's release.
-What it offers: `Arrivals`. It changes nothing. The trainer checks again what it can tell without tokens.
+What it offers: `RolloutChecks`. It changes nothing. The trainer checks again what it can tell without tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROOF = 64
 or its settings shows at once, in all."""
 
 
-class Arrivals:
+class RolloutChecks:
     """Of one worker.
 
     Args:
@@ -43,13 +43,17 @@ class Arrivals:
         self._passed = self._refused = 0
 
     @classmethod
-    def of(cls, worker: Any, engine: str) -> Arrivals | None:
+    def of(cls, worker: Any, engine: str) -> RolloutChecks | None:
         """None where the model's config isn't there, or doesn't tell; said once."""
         config = getattr(getattr(worker, "model_config", None), "hf_config", None)
         why = "the worker of the agent loops has no config of the model"
         try:
             if config is not None:
-                return cls(RoutedModel.of(config), _source(engine))
+                found = (one.version for one in probe.products() if one.name == engine and one.found)
+                version = next(found, "") or ""
+                known = {"vllm": vllm.source, "sglang": sglang.source}.get(engine)
+                source = Source(engine=engine, version=version) if known is None else known(version)
+                return cls(RoutedModel.of(config), replace(source, sample="a turn of an agent loop"))
         except ReplayError as error:
             why = str(error)
         _say_unchecked(why)
@@ -91,13 +95,6 @@ class Arrivals:
         self._passed += 1
         known = found.recorded.numpy()[: len(rows)]
         return rows if known.all() else np.where(known[:, None, None], rows, 0)
-
-
-def _source(engine: str) -> Source:
-    version = next((one.version for one in probe.products() if one.name == engine and one.found), "") or ""
-    known = {"vllm": vllm.source, "sglang": sglang.source}.get(engine)
-    source = Source(engine=engine, version=version) if known is None else known(version)
-    return replace(source, sample="a turn of an agent loop")
 
 
 @functools.cache

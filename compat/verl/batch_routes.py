@@ -1,0 +1,249 @@
+"""What a batch of verl carries for the routes of a sample, and the one store of what it stands for.
+
+A batch has ids, int16 [tokens, columns, topk] a sample; or, in their place, a mark a token beside a column of
+references (R3, by `r3_store`), or a key of five int16 a token (R2, by `r2_store`). Marks and keys go wherever
+a row of ids goes: padded, cut, packed, reordered. While a pass runs, a batch of R3 has keys in any case, and
+its engine's `RoutesByKey` holds the routes behind them, of this rank's layers.
+
+Probes nothing and changes nothing. NPU_REPLAY_DELIVERY is read here alone, by `by_reference`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from npu_replay.environment import DELIVERY, read
+from npu_replay.errors import InvalidRoutes
+from npu_replay.parallel.merge import side_by_side
+from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.routes.routed_experts import RoutedExperts
+
+COLUMN = "npu_replay_routes"
+"""The column of references."""
+MARK = 32767
+"""The first of a token's five numbers: no id, no padding, and too large for a byte, which verl 0.7 and 0.8
+make of a batch's numbers where all of them fit."""
+REFUSED = MARK - 1
+"""The same of a sample whose routes were refused at rollout."""
+_STAYED = 1
+"""The key of a sample whose reference didn't come along."""
+_WORDS = 5
+_FIELDS = "extra_fields"
+
+Routes = RoutedExperts | InvalidRoutes
+"""Of a sample; or why there are none."""
+
+
+def by_reference() -> bool:
+    """Return whether the user keeps ids out of batches, in R2 and R3 alike."""
+    return bool(read(DELIVERY))
+
+
+class RoutesByKey:
+    """Holds the routes of one engine in this process, of this rank's layers, for all passes of a step."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[int, Routes]] = {}
+        self.layers: tuple[int, ...] = ()
+        self.lent: Mapping[int, Routes] = {}
+        """Those of the pass that runs, whose batch had the ids itself."""
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def has(self, layers: Sequence[int]) -> None:
+        """Take these for this rank's layers, and drop what is of others."""
+        labels = layers if isinstance(layers, tuple) else tuple(layers)  # StageLabels stay what they are
+        if labels != self.layers:
+            self.clear()
+            self.layers = labels
+
+    def keep(self, key: int, routes: Routes, step: int) -> None:
+        """Hold a sample's routes until its step is dropped."""
+        self._held[key] = step, routes
+
+    def add_layers(self, key: int, routes: RoutedExperts, step: int) -> None:
+        """Hold the routes of one chunk of this rank beside those of its others."""
+        known = self._held.get(key, (0, None))[1]
+        self.keep(key, side_by_side([known, routes]) if isinstance(known, RoutedExperts) else routes, step)
+
+    def renew(self, steps: Mapping[int, int]) -> None:
+        """Count samples that are here to other steps than before."""
+        held = self._held.items()
+        self._held = {key: (steps.get(key, step), routes) for key, (step, routes) in held}
+
+    def drop_before(self, step: int) -> None:
+        """Drop what is of older steps than this one."""
+        self._held = {key: one for key, one in self._held.items() if one[0] >= step}
+
+    def lacking(self, keys: Iterable[int]) -> list[int]:
+        """Return which of these samples aren't here."""
+        return sorted(set(keys) - self._held.keys())
+
+    def bad(self, keys: Iterable[int]) -> dict[int, InvalidRoutes]:
+        """Return why some of these samples have no routes, by key."""
+        found = ((key, self._held[key][1]) for key in keys)
+        return {key: one for key, one in found if isinstance(one, InvalidRoutes)}
+
+    def refuse(self, bad: Mapping[int, Routes]) -> None:
+        """Have no routes for samples that another rank can't read."""
+        for key in bad.keys() & self._held.keys():
+            self.keep(key, bad[key], self._held[key][0])
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._held.clear()
+
+    @property
+    def usable(self) -> dict[int, RoutedExperts]:
+        """The samples that have routes, by key."""
+        return {key: one for key, (_, one) in self._held.items() if isinstance(one, RoutedExperts)}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the ids that are held."""
+        return sum(one.ids.nbytes for one in self.usable.values())
+
+    def of(self, key: int) -> RoutedExperts:
+        """Return the routes behind a key.
+
+        Raises:
+            InvalidRoutes: they were refused at rollout, can't be read, or their reference didn't come along.
+        """
+        found = self.lent.get(key) or self._held.get(key, (0, None))[1]
+        if isinstance(found, RoutedExperts):
+            return found
+        if found is not None:
+            raise found
+        if not key:
+            raise InvalidRoutes(
+                "these routes were refused when the rollout handed them over",
+                expected="routes that passed validation at rollout",
+                got="none",
+                cause="the log of the agent loops' worker has the error",
+            )
+        raise InvalidRoutes(
+            "the routes behind this sample's key aren't here",
+            where=f"key {key:016x}",
+            expected=f"R3: the column {COLUMN} beside routed_experts; R2: a record by this job's ranks, of "
+            "this step or the one before",
+            got=f"{len(self)} other samples",
+            cause="a trainer that picks single columns of its batches; workers that were started anew since. "
+            f"Without {DELIVERY} batches carry the ids",
+        )
+
+    def of_sample(self, rows: torch.Tensor, keep: torch.Tensor | None, model: RoutedModel) -> RoutedExperts:
+        """Return the routes of one sample of a batch.
+
+        Args:
+            rows: its keys, [tokens, 1, 5].
+            keep: bool [tokens], the rows to replay; all when not given.
+
+        Raises:
+            InvalidRoutes: there are none for it.
+        """
+        words = rows[:, 0].to("cpu", torch.int16)
+        marked = words[:, 0] >= REFUSED
+        if not bool(marked.any()):  # a rollout without routes
+            return RoutedExperts.unrecorded(
+                len(words), layers=self.layers, topk=model.topk, num_experts=model.num_experts
+            )
+        keys = words[marked]
+        InvalidRoutes.unless(
+            bool((keys == keys[0]).all()),
+            "the rows of a sample belong to several",
+            "one key in all rows",
+            "others",
+            "a batch that was put together token by token",
+        )
+        found = self.of(_key(keys[0]))
+        InvalidRoutes.unless(
+            len(found) in (len(words), len(words) - 1),
+            "the routes have another number of tokens than the sample",
+            len(words),
+            len(found),
+            "a response that was cut after the rollout",
+        )
+        here = marked if keep is None else marked & keep.detach().cpu().bool()
+        # Ids aren't copied: whoever lays a micro-batch out copies the rows that it has.
+        return found.with_rows(found.ids, found.recorded & here[: len(found)])
+
+
+# Keys and marks
+
+
+def rows_of(key: int | None, tokens: int) -> torch.Tensor:
+    """Return the rows of a sample's key, int16 [tokens, 1, 5]; zeros without one."""
+    if key is None:
+        return torch.zeros(tokens, 1, _WORDS, dtype=torch.int16)
+    words = [MARK, *np.array([key], np.uint64).view(np.int16).tolist()]
+    return torch.tensor(words, dtype=torch.int16).repeat(tokens, 1, 1)
+
+
+def keys_in(routes: Any, references: Sequence[Any] | None = None) -> list[int | None]:
+    """Return the key of each sample, or None for padding; none where a batch has ids.
+
+    Args:
+        routes: what a batch has in their place: keys, [batch, tokens, 1, 5], or marks, [batch, tokens, 1, 1].
+        references: of the same samples, which marks stand for.
+    """
+    if routes is None or not are_keys(routes, fetched=references is not None):
+        return []
+    each = routes.detach().to("cpu", torch.int16).unbind()
+    firsts = [rows[rows[:, 0, 0] >= REFUSED][:1, 0] for rows in each]
+    keys = [_key(words[0]) if len(words) else None for words in firsts]
+    if references is None:
+        return keys
+    pairs = zip(keys, references, strict=False)
+    return [one.key if key == _STAYED and one is not None else key for key, one in pairs]
+
+
+def _key(words: torch.Tensor) -> int:
+    if len(words) == 1:
+        return _STAYED if int(words[0]) == MARK else 0
+    return int(words[1:].numpy().view(np.uint64)[0])
+
+
+def are_keys(routes: torch.Tensor, *, fetched: bool = False) -> bool:
+    """Return whether a batch has keys, [batch, tokens, 1, 5], or marks in the place of routes.
+
+    Samples without routes are zeros alone: keys, where this engine has `fetched` routes.
+    """
+    if routes.dim() != 4 or tuple(routes.shape[-2:]) not in ((1, 1), (1, _WORDS)):
+        return False
+    flat = routes.values() if routes.is_nested else routes
+    return bool((flat[..., 0, 0] >= REFUSED).any()) or (fetched and not bool(flat.any()))
+
+
+def references_in(data: Any) -> list[Any] | None:
+    """Return the column of references of an engine's batch; None where it has none."""
+    column = listed(data.get(COLUMN, None))
+    if column is None and (fields := listed(data.get(_FIELDS, None))) is not None:  # by way of TransferQueue
+        column = [one.get(COLUMN) if isinstance(one, Mapping) else None for one in fields]
+        column = column if any(one is not None for one in column) else None
+    return column
+
+
+def listed(column: Any) -> list[Any] | None:
+    """Return a batch's column of anything but tensors as a list."""
+    return None if column is None else list(column.tolist() if hasattr(column, "tolist") else column)
+
+
+@contextmanager
+def keys_in_place(data: Any, name: str, keys: Sequence[int | None]) -> Iterator[None]:
+    """Put keys, if there are some, in the place of a batch's routes or marks for the length of a block."""
+    if not keys:
+        yield
+        return
+    given = data[name]
+    rows = [rows_of(key, len(one)) for key, one in zip(keys, given.unbind(), strict=True)]
+    data[name] = torch.nested.as_nested_tensor(rows, layout=torch.jagged).to(given.device)
+    try:
+        yield
+    finally:
+        data[name] = given

@@ -1,0 +1,440 @@
+"""One pass of an engine: which action is on, which sessions are open, which routes are here, how ranks leave.
+
+verl sets an action on all routers of the process, runs a schedule and clears the action. The first opens a
+record or a replay of the model whose engine runs the schedule; it is closed when the schedule ends, before an
+optimizer steps. What goes wrong on one rank waits until all ranks can leave: before the schedule (`_begin`)
+or behind it (`_settle`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import secrets
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from npu_replay.compat.megatron.parallel_state import config_of, unwrapped
+from npu_replay.compat.verl import live_models
+from npu_replay.compat.verl.batch_routes import keys_in_place
+from npu_replay.compat.verl.engine_adapter import EngineAdapter, problem_of
+from npu_replay.compat.verl.files import ROUTES
+from npu_replay.compat.verl.found_routes import FoundRoutes
+from npu_replay.compat.verl.metrics import COUNTED, add_metrics, announce, compares, figures, summary
+from npu_replay.environment import BAD_SAMPLES, DELIVERY, read
+from npu_replay.errors import MicroBatchError, ReplayError, RouterError
+from npu_replay.parallel.bad_samples import CEILING, above_ceiling
+from npu_replay.parallel.rank_failures import agreed, all_here
+from npu_replay.sessions.stepwise import StepRecording, StepReplay
+
+logger = logging.getLogger(__name__)
+
+RECORD, REPLAY, BACKWARD = "record", "replay_forward", "replay_backward"
+"""The values of verl's RouterReplayAction, and of Megatron's."""
+
+
+class Actions:
+    """verl's functions without an engine: an action opens all live models with the flag, and closes them.
+
+    Args:
+        waits: an action is only kept; the engine's pass that runs inside opens it.
+        is_off: no action has an effect: a reference pass through the actor's own functions.
+
+    Attributes:
+        engine: whose schedule runs; None here.
+        action: that is on; empty without one.
+        r3: do the routes come from a rollout engine?
+        tolerant: are samples with bad routes counted?
+        keeps: does what is recorded stay in this rank?
+        sessions: that are open.
+        targets: by a router's id, what was set on it for its next forward, and its mask.
+        last: what each router recorded last in a record that has ended; it outlasts that, as in verl.
+    """
+
+    engine: EngineAdapter | None = None
+    flagged = trains = r3 = tolerant = keeps = False
+
+    def __init__(self, *, waits: bool = False, is_off: bool = False) -> None:
+        self.waits, self.is_off = waits, is_off
+        self.action = ""
+        self.sessions: list[StepReplay | StepRecording] = []
+        self.targets: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self.last: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()
+
+    # What is asked
+
+    def set(self, action: str) -> None:
+        """Turn to record, to replay, or between a replay's forwards and backwards."""
+        if self.is_off:
+            return
+        before, self.action = self.action, action
+        same_pass = before == action or {before, action} == {REPLAY, BACKWARD}
+        if self.waits or action == BACKWARD or (self.sessions and same_pass):
+            return
+        # verl turns to replay first and then, in a record, on to that: what saw no forward goes.
+        if any(map(_ran, self.sessions)):
+            self._close()
+        self.abandon()
+        self._open()
+
+    def clear(self) -> None:
+        """Have no action any more, close what is open, and check that it was complete."""
+        self.action = ""
+        self.targets.clear()
+        self._close()
+
+    def forget(self) -> None:
+        """Forget what was recorded, and routes that were set on routers and not used yet."""
+        self.targets.clear()
+        self.last.clear()
+
+    def count(self, **counted: int) -> None:
+        """Add to the figures of this pass; without an engine there are none."""
+
+    # What is open
+
+    def replaying(self, model: Any, config: Any, stage: int | None) -> tuple[StepReplay, int]:
+        """Return the open replay, and which of its chunks is meant."""
+        return self._open_one(StepReplay, "replay", model, config, stage)
+
+    def recording(self, model: Any, config: Any, stage: int | None) -> tuple[StepRecording, int]:
+        """Return the open record, and which of its chunks is meant."""
+        return self._open_one(StepRecording, "record", model, config, stage)
+
+    def _open_one(self, kind: Any, name: str, model: Any, config: Any, stage: int | None) -> tuple[Any, int]:
+        sessions = [one for one in self.sessions if isinstance(one, kind)]
+        wanted = model[0] if isinstance(model, list | tuple) else model
+        for session in sessions:
+            for number, chunk in enumerate(session._chunks):
+                if wanted is not None and any(one is wanted for one in unwrapped(chunk)):
+                    return session, number
+        if len(sessions) > 1:
+            sessions = [one for one in sessions if config_of(one._chunks) is config]
+        if len(sessions) == 1:
+            return sessions[0], _stage(sessions[0]._chunks, stage)
+        raise MicroBatchError(
+            f"no {name} is on for this model" if not sessions else f"several models are in a {name}",
+            expected="verl's action before the forward, on one model",
+            got=f"action {self.action or None}, {len(sessions)} models with this config",
+            cause="a forward step outside the engine's forward_backward_batch, or two models with one config",
+        )
+
+    def defer(self, error: ReplayError) -> None:
+        """Raise an error when all ranks can leave: at once, since no schedule runs."""
+        raise error
+
+    def _open(self) -> None:
+        self.last.clear()
+        models = live_models.models()
+        if not models:
+            raise RouterError(
+                "no model in this process asks for a replay",
+                expected="enable_routing_replay (or moe_enable_routing_replay) on a built model's config",
+                got="no router with it",
+                cause="the action was set before the model was built, or the flag is missing in its config",
+            )
+        try:
+            for chunks in models:
+                kind = StepRecording if self.action == RECORD else StepReplay
+                self.sessions.append(kind(chunks).__enter__())
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Close what is open, complete or not."""
+        for session in self.sessions:
+            session.__exit__(ReplayError, None, None)
+        self.sessions.clear()
+
+    def _close(self) -> None:
+        """Close all that is open. Models that ran nothing were not meant, if another did."""
+        sessions, self.sessions = self.sessions, []
+        for session in sessions:
+            if isinstance(session, StepRecording):
+                found = {one.module: session.last(one) for one in session._all_routers()}
+                self.last.update({module: ids for module, ids in found.items() if ids is not None})
+        used = list(filter(_ran, sessions)) or sessions[:1]
+        for session in sessions:
+            if session not in used:
+                session.__exit__(ReplayError, None, None)
+        for session in used:
+            session.__exit__(None, None, None)
+
+    @contextmanager
+    def entered(self) -> Iterator[Any]:
+        """Be what verl's functions mean for the length of a block."""
+        outer = current()
+        self.is_off = self.is_off or outer.is_off  # a reference's log-probs are asked as an actor's are
+        self.action = "" if self.is_off else outer.action
+        _passes.append(self)
+        try:
+            yield self
+        except BaseException:
+            self.action = ""
+            raise
+        finally:
+            _passes.remove(self)
+            if not self.is_off:
+                outer.action = self.action
+
+
+class EnginePass(Actions):
+    """One schedule of an engine.
+
+    Args:
+        engine: whose.
+        trains: does it run backward?
+        flagged: does verl's flag in the batch ask for a record or a replay?
+
+    Attributes:
+        found: the routes that its batch has.
+        metrics: plain numbers, once the ranks have left.
+    """
+
+    engine: EngineAdapter
+
+    def __init__(self, engine: EngineAdapter, *, trains: bool, flagged: bool = False) -> None:
+        super().__init__()
+        self.engine, self.trains, self.flagged = engine, trains, flagged
+        self.found = FoundRoutes(engine)
+        self.metrics: dict[str, float] = {}
+        self.r3 = engine.mode == "R3"
+        self.tolerant = engine.updates > 0  # what is wrong in the first step is wrong in all
+        self._counted: Counter[str] = Counter()
+        self._ceiling = 0
+        """The share of bad samples that is let through, in millionths; the same on all ranks once begun."""
+
+    @property
+    def keeps(self) -> bool:  # type: ignore[override]
+        """Does what is recorded stay in this rank?"""
+        return self.found.stays and self.action == RECORD
+
+    def count(self, **counted: int) -> None:
+        """Add to the figures of this pass."""
+        self._counted.update(counted)
+
+    def clear(self) -> None:
+        """Have no action any more; what is open is closed when the schedule ends."""
+        self.action = ""
+        self.targets.clear()
+
+    def defer(self, error: ReplayError) -> None:
+        """Raise an error when all ranks can leave: behind the schedule, if anything is open."""
+        if not self.sessions:
+            raise error
+        for session in self.sessions:
+            session.defer(error)
+
+    def _open(self) -> None:
+        record, engine = self.action == RECORD, self.engine
+
+        def opened() -> None:
+            """Open a session whose errors wait for the end of the schedule."""
+            replay = functools.partial(
+                StepReplay,
+                live_mismatch=self.trains and compares(engine.updates),
+                min_overlap=0 if engine.updates else None,
+            )
+            kind: Any = StepRecording if record else replay
+            self.sessions.append(kind(list(engine.chunks), errors_wait=True).__enter__())
+
+        self.last.clear()
+        self._begin(problem_of("record" if record else "replay", opened), records=record)
+
+    @contextmanager
+    def entered(self) -> Iterator[Any]:
+        """Open the action that is on, and at the end settle with all ranks."""
+        current().abandon()
+        current().forget()
+        self.engine.routes.lent = self.found.carried
+        try:
+            with super().entered():
+                try:
+                    if self.engine.acts and self.flagged:
+                        self.set(REPLAY if self.r3 or self.trains else RECORD)
+                    elif self.action:
+                        self._open()
+                    yield self
+                    if self.engine.acts:
+                        self.clear()
+                except ReplayError as error:
+                    if not error.shared:
+                        logger.error("%s", error)  # before a collective that others may never come to
+                        self._settle(self.sessions[0] if self.sessions else None, error)
+                    raise
+                session = self.sessions.pop() if self.sessions else None
+                problem = None
+                if session is not None:
+                    problem = problem_of("end a pass", session.__exit__, None, None, None)
+                self._settle(session, problem)
+        finally:
+            self.abandon()
+            self.engine.routes.lent = {}
+
+    def _begin(self, error: ReplayError | None, *, records: bool) -> None:
+        """Meet the other ranks before the schedule, in which a rank that isn't there would be waited for.
+
+        Args:
+            error: why this rank can't.
+            records: is it a record, or a replay?
+
+        Raises:
+            ReplayError: any rank can't record or replay, or they were told different things.
+        """
+        engine, found = self.engine, self.found
+        if not engine.met:
+            all_here()
+            engine.met = True
+        error = error or found.problem
+        try:
+            self._ceiling = round(read(BAD_SAMPLES, CEILING) * 1e6)
+        except ReplayError as unknown:
+            error = error or unknown
+        told = {"ranks": 1, "ceilings": self._ceiling, "squares": self._ceiling**2}
+        sums = agreed(error, told | found.told(records=records) | {"salt": secrets.randbits(40)})
+        ranks, unlike = sums["ranks"], None
+        # Each rank reads its own environment; by these sums all see alike whether they have read the same.
+        if ranks * sums["squares"] != sums["ceilings"] ** 2:  # by Cauchy-Schwarz: not all are equal
+            mine, mean = self._ceiling / 1e6, sums["ceilings"] / ranks / 1e6
+            unlike = (
+                f"{BAD_SAMPLES} differs between the ranks",
+                "one number on all ranks: they leave together, or go on together",
+                f"{mine:g} on this one, {mean:g} in the mean of all",
+            )
+        elif sums["stay"] not in (0, ranks):
+            unlike = (
+                f"{DELIVERY} is set on some ranks alone",
+                "on all ranks or on none: what one keeps another one looks for",
+                f"on {sums['stay']} of {ranks}",
+            )
+        if unlike is not None:
+            problem, expected, got = unlike
+            cause = "it was set on some nodes only; set it in the runtime_env of the job"
+            _raise_on_every_rank(
+                ReplayError(problem, where="all ranks", expected=expected, got=got, cause=cause)
+            )
+        if self.trains:
+            engine.r2.trained()
+        found.exchange(sums, records=records, tolerant=self.tolerant)
+
+    def _settle(self, session: StepReplay | StepRecording | None, error: ReplayError | None) -> None:
+        """Agree with the other ranks, say once that replay is on, and keep the figures.
+
+        Raises:
+            ReplayError: an error of any rank, or too many samples with bad routes.
+        """
+        engine, found = self.engine, self.found
+        if session is None and error is None:
+            return
+        self._counted.update(found.counted)
+        if session is not None:
+            self.count(**session.counts())
+        if self.trains:
+            self.count(microseconds=engine.microseconds)
+            engine.microseconds = 0
+        else:
+            engine.microseconds += self._counted["microseconds"]
+        sums = agreed(error, {name: self._counted[name] for name in COUNTED} | {"ranks": 1})
+        bad, samples = sums["bad_samples"], sums["samples"]
+        problem = above_ceiling(bad, samples, self._ceiling / 1e6, setting=BAD_SAMPLES, where="all ranks")
+        if problem is not None:
+            _raise_on_every_rank(problem)
+        if isinstance(session, StepReplay):
+            self.metrics = figures(sums)
+            if not engine.announced:
+                engine.announced = True
+                if not dist.is_initialized() or dist.get_rank() == 0:
+                    announce(summary(engine.mode, sums, engine.stack))
+        if self.trains:
+            engine.updates += 1
+
+
+_passes = [Actions()]
+"""The last is what verl's functions mean."""
+
+
+def current() -> Actions:
+    """Return the pass that runs; without an engine's, what stands in its place."""
+    return _passes[-1]
+
+
+def wrapped(original: Callable[..., Any], kind: type[EngineAdapter]) -> Any:
+    """Return an engine's `forward_backward_batch` as a pass."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def forward_backward_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (engine := kind.of(self)) is None:
+            return original(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs).arguments
+        data = given["data"]
+        # verl's functions for what isn't a tensor in a batch; an actor's DataProto has no such.
+        flags: Any = sys.modules.get("verl.utils.tensordict_utils")
+        batches: Any = sys.modules.get("tensordict")
+        if flags is None or batches is None or not isinstance(data, batches.TensorDictBase):
+            flags = None
+        if current().is_off:  # an engine reads it in its batch; a worker's actor asks for the action
+            if flags is not None:
+                flags.assign_non_tensor(data, enable_routing_replay=False)
+            return original(self, *args, **kwargs)
+        flagged = bool(flags and flags.get_non_tensor_data(data, "enable_routing_replay", False))
+        running = EnginePass(engine, trains=not given.get("forward_only", False), flagged=flagged)
+        if flagged:
+            running.found.find(data)
+        with running.entered():
+            with keys_in_place(data, ROUTES, running.found.keys):
+                output = original(self, *args, **kwargs)
+            files = engine.files if flagged else None
+            if files is not None and self.is_mp_src_rank_with_outputs():
+                unwritten = problem_of(
+                    "write files of routes", files.keep, data, output, engine.model, engine.mode
+                )
+                if unwritten is not None:
+                    raise unwritten
+        if running.trains:
+            add_metrics(output, running.metrics)
+        return output
+
+    return forward_backward_batch
+
+
+@contextmanager
+def without_adapter(original: Callable[[Any], Any], engine: Any) -> Iterator[Any]:
+    """Have no action while a LoRA actor stands in for its reference, asked with replay on."""
+    with Actions(is_off=True).entered(), original(engine) as given:
+        yield given
+
+
+def _ran(session: StepReplay | StepRecording) -> bool:
+    """Has any chunk seen a forward?"""
+    return any(session._timeline.ended)
+
+
+def _raise_on_every_rank(problem: ReplayError) -> None:
+    """Raise what all ranks have found alike; the first has the whole message."""
+    agreed(problem if not dist.is_initialized() or dist.get_rank() == 0 else None, {})
+
+
+def _stage(chunks: Sequence[nn.Module], told: int | None) -> int:
+    """Return the virtual stage that is meant.
+
+    verl reads it off the model and takes 0 where it isn't written there. Megatron-core 0.12's schedules say
+    it to the parallel state instead, and newer ones don't.
+    """
+    if len(chunks) == 1:
+        return 0
+    if all(any(hasattr(one, "vp_stage") for one in unwrapped(chunk)) for chunk in chunks):
+        return told or 0
+    from megatron.core import parallel_state
+
+    return int(parallel_state.get_virtual_pipeline_model_parallel_rank() or 0)

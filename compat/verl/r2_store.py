@@ -1,0 +1,84 @@
+"""R2 without its ids in batches: what a pass over the old log-probs records stays in the ranks that do.
+
+A batch carries a key a token, which all ranks of a replica work out alike. Each keeps the rows of whole
+samples in its own layers. So nothing is gathered over pipeline stages, and the driver moves no ids. A sample
+that another replica trains on moves once, before the first update that wants it.
+
+Probes nothing and changes nothing. Offers: `R2Store`, which an engine has for all its passes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+from npu_replay.compat.verl.batch_routes import RoutesByKey
+from npu_replay.parallel.exchange import exchange
+from npu_replay.routes.routed_experts import RoutedExperts
+
+_STEPS = 2
+"""For so many steps routes are kept: a trainer may record a step's before it trains on the last one's."""
+_PASSES = 8
+"""So many passes are taken for a step where none of them was trained on, as while a critic alone is trained;
+a trainer of verl records a step in one."""
+
+
+class R2Store:
+    """Keeps what the passes of one engine record, and gives each sample its key.
+
+    Args:
+        held: where the routes lie.
+    """
+
+    def __init__(self, held: RoutesByKey) -> None:
+        self._held = held
+        self._step = self._passes = 0
+        self._trained = False
+        self._place = ""
+        self._seen: Counter[int] = Counter()
+
+    def begin(self, salt: int, replica: int) -> None:
+        """Begin a pass that records; what is older than the step before is dropped.
+
+        Args:
+            salt: a random number of the pass, the same on all ranks: no other pass has its keys, one of
+                workers that are started anew neither.
+            replica: the data-parallel rank.
+        """
+        if self._trained or self._passes == _PASSES:
+            self._step, self._passes, self._trained = self._step + 1, 0, False
+            self._held.drop_before(self._step - _STEPS + 1)
+        self._passes += 1
+        self._place = f"{salt} {replica}"
+        self._seen.clear()
+
+    def trained(self) -> None:
+        """Note that a pass trains: the next one that records begins a step."""
+        self._trained = True
+
+    def keep(self, chunk: int, samples: int, routes: Sequence[RoutedExperts]) -> list[int]:
+        """Keep a micro-batch's routes and return the keys of its samples.
+
+        Args:
+            chunk: whose they are; its micro-batches come in their order.
+            samples: how many there are.
+            routes: of each sample, in the chunk's layers; none where these are dense.
+        """
+        place = f"{self._place} {self._seen[chunk]}"
+        self._seen[chunk] += 1
+        digests = (blake2b(f"{place} {number}".encode(), digest_size=8) for number in range(samples))
+        keys = [int.from_bytes(one.digest(), "little") for one in digests]
+        for key, one in zip(keys, routes, strict=False):
+            self._held.add_layers(key, one, self._step)
+        return keys
+
+    def fetch(self, lacking: Sequence[int], group: Any) -> None:
+        """Have what another data-parallel rank recorded. Every rank of the group has to call it.
+
+        Raises:
+            ReplayError: ranks are gone.
+        """
+        for key, routes in exchange(self._held.usable, lacking, group).items():
+            self._held.keep(key, routes, self._step)

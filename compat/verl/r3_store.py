@@ -1,0 +1,172 @@
+"""R3 by reference: a rollout puts each sample's routes away once, and each rank fetches its own layers.
+
+A worker of agent loops puts them into Ray's object store, and verl moves only what stands for them: a mark a
+token, int16, and a column of references, which goes with the samples (`batch_routes`).
+
+Probes nothing and changes nothing. Offers: `Putter` to the rollout, `R3Store` to an engine's passes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from npu_replay import delivery
+from npu_replay.compat.ray import RayCarrier
+from npu_replay.compat.verl.actor_pipeline import cut_of
+from npu_replay.compat.verl.batch_routes import COLUMN, MARK, REFUSED, RoutesByKey, by_reference
+from npu_replay.compat.verl.settings import setting
+from npu_replay.delivery.fetching import PATIENCE, fetch_each
+from npu_replay.environment import DELIVERY
+from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
+from npu_replay.rollout.batch_rows import from_batch
+from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.routes.checks import Array
+from npu_replay.routes.fingerprint import find_other_tokens, fingerprint
+
+logger = logging.getLogger(__name__)
+
+_QUEUED = "verl.trainer.ppo.v1.agent_loop_tq"
+"""verl's workers that hand samples to a queue (TransferQueue)."""
+_STEPS = 3
+"""Of the job, for which a worker keeps what it has put: trainers may be so many steps behind."""
+_SAMPLES = 4096
+"""The same of a job that says no steps: so many samples of a worker."""
+_refused = itertools.count(1)
+
+
+class Putter:
+    """Puts away what the samples of one worker of agent loops chose.
+
+    Args:
+        carrier: where.
+        model: the policy's.
+        keeps: are references kept here until their step is long over? A queue pickles them where Ray doesn't
+            see it. Otherwise they live as long as the batch.
+    """
+
+    def __init__(self, carrier: RayCarrier, model: RoutedModel, *, keeps: bool) -> None:
+        self._carrier, self._model, self._keeps = carrier, model, keeps
+        self._kept: dict[int, list[delivery.Reference]] = {}
+
+    @classmethod
+    def of(cls, worker: Any, model: RoutedModel | None) -> Putter | None:
+        """That of a worker; None where batches carry ids.
+
+        Raises:
+            ReplayError: an unknown model, or a metric that reads ids in batches.
+        """
+        if not by_reference():
+            return None
+        if model is None:
+            raise ReplayError(
+                "routes can't be put away: nothing says which layers of the model route",
+                where=DELIVERY,
+                expected="the policy's config.json, read by the worker of the agent loops",
+                got="none",
+                cause="a worker of one's own; leave the variable out, and batches carry the routes",
+            )
+        config = worker.config
+        if interval := setting(config, "actor_rollout_ref", "rollout", "moe_load_balance_metrics_interval"):
+            raise ReplayError(
+                "verl's MoE load metrics read ids in batches, which have none",
+                where="actor_rollout_ref.rollout.moe_load_balance_metrics_interval",
+                expected=f"0, or no {DELIVERY}",
+                got=interval,
+            )
+        cut = cut_of(config, model)
+        queued = any(kind.__module__ == _QUEUED for kind in type(worker).__mro__)
+        return cls(RayCarrier(cut=cut), model, keeps=queued)
+
+    def put_away(self, output: Any, step: int | None) -> None:
+        """The routes of an agent loop's output, which has keys and a reference then; none without a step."""
+        rows, output.routed_experts = output.routed_experts, None
+        if rows is not None and step is not None:
+            version = output.extra_fields.get("max_global_steps")
+            step = version if step < 0 and version is not None else step  # a trainer that counts none
+            tokens = np.asarray([*output.prompt_ids, *output.response_ids], np.int64)
+            output.routed_experts, output.extra_fields[COLUMN] = self.put(rows, tokens, step)
+
+    def put(self, rows: Array, tokens: Array, step: int) -> tuple[Array, delivery.Reference | None]:
+        """Put the rows of one sample away; what its batch has: int16 [tokens, 1, 1], and the reference.
+
+        Routes that can't be right are not put: the trainer counts the sample as a bad one.
+
+        Args:
+            rows: [tokens, columns, topk], zeros for a token without a route.
+            tokens: [tokens], their ids.
+            step: of the job, for which it was sampled.
+
+        Raises:
+            ReplayError: Ray can't take them.
+        """
+        reference = None
+        try:
+            routes = from_batch(torch.from_numpy(rows), self._model, zeros_are_none=True, tokens=tokens)
+        except (InvalidRoutes, MicroBatchError) as error:
+            if (count := next(_refused)).bit_count() == 1:
+                said = "[npu_replay] rollout: %d samples so far go without their routes: %s"
+                logger.warning(said, count, error)
+        else:
+            reference = self._carrier.put(routes.sequence(0, len(routes), fingerprint(tokens)), step=step)
+            if self._keeps:
+                self._keep(reference, step)
+        mark = REFUSED if reference is None else MARK
+        return np.full((len(rows), 1, 1), mark, np.int16), reference
+
+    def _keep(self, reference: delivery.Reference, step: int) -> None:
+        kept = self._kept.setdefault(step, [])
+        kept.append(reference)
+        if step < 0:
+            del kept[:-_SAMPLES]
+        for old in [one for one in self._kept if one <= step - _STEPS]:
+            del self._kept[old]
+
+
+class R3Store:
+    """Fetches what the batches of one engine refer to, once for all passes of a step.
+
+    Args:
+        held: where the routes lie.
+    """
+
+    def __init__(self, held: RoutesByKey) -> None:
+        self._held = held
+        self._batches = 0
+
+    def receive(
+        self,
+        references: Sequence[delivery.Reference | None],
+        tokens: Mapping[int, torch.Tensor] | None = None,
+    ) -> dict[int, InvalidRoutes]:
+        """Have the routes of these samples here; what is of an older step than all of them is dropped.
+
+        Args:
+            references: of a batch's samples.
+            tokens: by key, the token ids of those samples that have keys; others aren't read then.
+
+        Returns:
+            By key, why samples have none.
+        """
+        known = {one.key: one for one in references if one is not None}
+        given = [one for key, one in known.items() if tokens is None or key in tokens]
+        lacking = {*self._held.lacking(one.key for one in given)}
+        wanted = [one for one in given if one.key in lacking]
+        # Without a step, each batch of other samples alone is taken for one.
+        self._batches += len(wanted) == len(given) > 0
+        steps = {one.key: self._batches if one.step < 0 else one.step for one in given}
+        self._held.renew(steps)
+        oldest = [one.step if one.step >= 0 else self._batches - _STEPS + 1 for one in given]
+        self._held.drop_before(min(oldest, default=0))
+        for one, routes in zip(wanted, fetch_each(wanted, self._held.layers, PATIENCE), strict=True):
+            if tokens is not None:  # are they of a sample with these token ids?
+                mark = fingerprint(tokens[one.key])
+                other = find_other_tokens(one.tokens, one.fingerprint, len(tokens[one.key]), mark)
+                routes = routes if other is None else other.error(InvalidRoutes, repr(one))
+            self._held.keep(one.key, routes, steps[one.key])
+        return self._held.bad(steps)

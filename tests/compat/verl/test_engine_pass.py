@@ -1,0 +1,281 @@
+"""A pass of an engine, without verl: what is opened, settled and left, on a small model in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from npu_replay import routers
+from npu_replay.compat.verl.engine_adapter import EngineAdapter, refuse_engines
+from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, Actions, EnginePass, current, wrapped
+from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
+from npu_replay.sessions.stepwise import StepReplay
+from toys import ROWS, TOPK, ToyModel, ToyRouters, hooks, tokens
+
+
+@pytest.fixture(autouse=True)
+def toy_routers() -> Iterator[None]:
+    routers.register("toys", ToyRouters())
+    yield
+    routers.unregister("toys")
+    assert current().engine is None
+    assert not current().sessions
+    current().clear()
+
+
+class Engine:
+    """Runs what it is given, as verl's engine runs a schedule."""
+
+    def __init__(self, mode: str = "R2") -> None:
+        self.module = [ToyModel()]
+        self.engine_config = SimpleNamespace(router_replay=SimpleNamespace(mode=mode))
+
+    def forward_backward_batch(self, data: Any, forward_only: bool = False) -> Any:
+        data(self.module[0])
+        return {"metrics": {}}
+
+
+Engine.forward_backward_batch = wrapped(Engine.forward_backward_batch, EngineAdapter)  # type: ignore[method-assign]
+
+
+def record(engine: Engine) -> list[Any]:
+    routes: list[Any] = []
+
+    def schedule(model: ToyModel) -> None:
+        current().set(REPLAY)
+        current().set(RECORD)
+        with torch.no_grad():
+            model(tokens(0))
+        tap, chunk = current().recording(None, None, 0)
+        routes.append(tap.take(chunk))
+        current().clear()
+
+    engine.forward_backward_batch(schedule, forward_only=True)
+    return routes
+
+
+def replay(engine: Engine, routes: list[Any]) -> Any:
+    def schedule(model: ToyModel) -> None:
+        current().set(REPLAY)
+        feed, chunk = current().replaying(None, None, 0)
+        feed.give(chunk, routes[0])
+        model(tokens(0)).sum().backward()
+        current().clear()
+
+    return engine.forward_backward_batch(schedule)
+
+
+def test_a_replayed_pass_says_once_that_it_is_on_and_adds_its_metrics(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = Engine()
+    with caplog.at_level("INFO", "npu_replay.job"):
+        routes = record(engine)
+        found = replay(engine, routes)
+        replay(engine, routes)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert said[0].startswith("[npu_replay] R2: 2 routers, 2 replayed")
+    assert found["metrics"]["npu_replay/live_mismatch"] == [0.0]
+    assert found["metrics"]["npu_replay/seconds"][0] > 0
+    assert found["metrics"]["npu_replay/megabytes"] == [2 * ROWS * TOPK / 1e6]
+
+
+def test_nothing_is_left_when_a_pass_raises() -> None:
+    engine = Engine()
+
+    def schedule(model: ToyModel) -> None:
+        current().set(RECORD)
+        model(tokens(0))
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        engine.forward_backward_batch(schedule)
+    assert not current().action
+    assert hooks(engine.module[0]) == 0
+
+
+def test_an_action_doesnt_outlive_what_expected_it() -> None:
+    with pytest.raises(ZeroDivisionError), Actions(waits=True).entered():
+        current().set(RECORD)
+        raise ZeroDivisionError
+    assert not current().action
+
+
+def test_no_action_has_an_effect_in_a_reference_pass_whatever_runs_inside() -> None:
+    """0.7's worker sets the action in its log-probs, which a LoRA actor's reference pass asks for."""
+    engine = Engine()
+    with Actions(is_off=True).entered(), Actions(waits=True).entered():
+        current().set(RECORD)
+        engine.forward_backward_batch(lambda model: model(tokens(0)), forward_only=True)
+        assert not current().action
+    assert hooks(engine.module[0]) == 0
+    assert not current().action
+
+
+def test_an_action_that_waits_is_the_engines_and_over_when_the_engine_ends_it() -> None:
+    engine = Engine()
+
+    def schedule(model: ToyModel) -> None:
+        model(tokens(0))
+        current().recording(None, None, 0)
+
+    with Actions(waits=True).entered():
+        current().set(RECORD)
+        assert not current().sessions
+        engine.forward_backward_batch(schedule, forward_only=True)
+        assert current().action == RECORD
+        engine.forward_backward_batch(lambda model: (schedule(model), current().clear()), forward_only=True)
+        assert not current().action
+    assert hooks(engine.module[0]) == 0
+
+
+def test_a_pass_without_an_action_is_left_alone() -> None:
+    """A reference pass of the same engine."""
+    engine = Engine()
+    engine.forward_backward_batch(lambda model: model(tokens(0)), forward_only=True)
+    assert hooks(engine.module[0]) == 0
+
+
+def test_a_forward_without_routes_is_raised_when_the_pass_ends() -> None:
+    engine = Engine()
+    after: list[str] = []
+
+    def schedule(model: ToyModel) -> None:
+        current().set(REPLAY)
+        model(tokens(0)).sum().backward()
+        after.append("went on")
+
+    with pytest.raises(MicroBatchError, match="no routes were given"):
+        engine.forward_backward_batch(schedule)
+    assert after == ["went on"]
+
+
+def test_an_engine_refuses_to_go_on_in_silence_after_uninstall() -> None:
+    engine = Engine()
+    record(engine)
+    refuse_engines()
+    with pytest.raises(ReplayError, match="uninstalled after this engine"):
+        engine.forward_backward_batch(lambda model: None)
+
+
+@pytest.mark.parametrize("told", ["often", "1 in 2"])
+def test_a_setting_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
+    engine = Engine()
+    routes = record(engine)
+    monkeypatch.setenv("NPU_REPLAY_METRICS_EVERY", told)
+    with pytest.raises(ReplayError, match="NPU_REPLAY_METRICS_EVERY must be a whole number"):
+        replay(engine, routes)
+
+
+@pytest.mark.parametrize(
+    ("updates", "trains", "compares"), [(0, True, True), (0, False, False), (1, True, False)]
+)
+def test_what_a_pass_checks_depends_on_the_updates_before_it(
+    updates: int, trains: bool, compares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    class Opened(StepReplay):
+        def __init__(self, model: Any, **options: Any) -> None:
+            asked.append(options)
+            super().__init__(model, **options)
+
+    monkeypatch.setattr("npu_replay.compat.verl.engine_pass.StepReplay", Opened)
+    engine = Engine("R3")
+    adapter = EngineAdapter.of(engine)
+    adapter.updates = updates
+    with (
+        pytest.raises(MicroBatchError, match="nothing ran"),
+        EnginePass(adapter, trains=trains).entered() as one,
+    ):
+        assert one.tolerant == (updates > 0)
+        one.set(REPLAY)
+    told = {"errors_wait": True, "live_mismatch": compares, "min_overlap": 0 if updates else None}
+    assert asked == [told]
+
+
+def test_an_fsdp_engine_whose_mode_lacks_its_key_is_refused() -> None:
+    pytest.importorskip("transformers")
+    from npu_replay.compat.verl import fsdp
+
+    config = {"strategy": "fsdp2", "router_replay": {"mode": "R2"}}
+    engine = Engine()
+    engine.engine_config = config  # type: ignore[assignment]
+    assert fsdp.FsdpAdapter(engine).mode == "R2"
+    config["router_replay"] = "R2"
+    with pytest.raises(ReplayError, match=r"Expected \S+router_replay.mode=R2"):
+        fsdp.FsdpAdapter(engine)
+
+
+def test_what_a_batch_lends_to_a_pass_goes_with_it_and_a_disabled_engine_is_not_kept() -> None:
+    engine = Engine("R3")
+    adapter = EngineAdapter.of(engine)
+    running = EnginePass(adapter, trains=False)
+    running.found.carried[1] = InvalidRoutes("bad", expected="good", got="bad")
+    with running.entered():
+        assert current() is running
+        assert adapter.routes.lent is running.found.carried
+    assert adapter.routes.lent == {}
+    assert EngineAdapter.of(engine) is adapter
+    assert EngineAdapter.of(Engine("disabled")) is None
+    engine.engine_config.router_replay.mode = "disabled"  # for some passes
+    assert EngineAdapter.of(engine) is None
+    engine.engine_config.router_replay.mode = "R3"
+    assert EngineAdapter.of(engine) is adapter
+
+
+def test_what_was_open_without_an_engine_is_dropped_when_an_engine_runs() -> None:
+    engine, alone = Engine(), current()
+    alone.sessions.append(StepReplay(engine.module).__enter__())
+    record(engine)
+    assert not alone.sessions
+    assert hooks(engine.module[0]) == 0
+
+
+def test_what_goes_wrong_in_a_schedule_is_raised_behind_it_and_an_update_is_counted() -> None:
+    engine = Engine()
+    routes, after = record(engine), list[str]()
+    assert EngineAdapter.of(engine).updates == 0
+
+    def schedule(model: ToyModel) -> None:
+        current().set(REPLAY)
+        current().defer(ReplayError("a sample of this rank is bad"))
+        after.append("went on")
+
+    with pytest.raises(ReplayError, match="this rank is bad"):
+        engine.forward_backward_batch(schedule)
+    assert after == ["went on"]
+    assert EngineAdapter.of(engine).updates == 0
+    replay(engine, routes)
+    assert EngineAdapter.of(engine).updates == 1
+
+
+class ActingAdapter(EngineAdapter):
+    acts = True
+
+
+@pytest.mark.parametrize(
+    ("mode", "trains", "action"), [("R2", False, RECORD), ("R2", True, REPLAY), ("R3", False, REPLAY)]
+)
+def test_a_pass_of_an_engine_without_an_action_of_its_own_sets_it(
+    mode: str, trains: bool, action: str
+) -> None:
+    routes, engine = record(Engine()), Engine(mode)
+    adapter = ActingAdapter(engine)
+    with EnginePass(adapter, trains=trains, flagged=True).entered() as one:
+        assert one.action == action
+        if action == REPLAY:
+            session, chunk = one.replaying(None, None, None)
+            session.give(chunk, routes[0])
+        with torch.set_grad_enabled(trains):
+            output = engine.module[0](tokens(0)).sum()
+        if trains:
+            output.backward()
+    assert not current().action
+    with EnginePass(adapter, trains=trains).entered() as one:
+        assert not one.action, "its flag isn't in the batch"
