@@ -28,7 +28,7 @@ LINES = {
     "options": 106,
     "routers": 367,
     "rollout": 1933,
-    "sessions": 5006,
+    "sessions": 5053,
     "parallel": 2029,
     "delivery": 266,
     "compat.patching": 745,

@@ -104,6 +104,8 @@ class Witness:
         self._topks: dict[int, int] = {}
         """How many further top-ks each block took in a micro-batch that was checked, by layer. One that takes
         some is followed in each call: the one that was answered may be somebody's figure."""
+        self._took: dict[Key, int] = {}
+        """The same of each micro-batch with any: its recompute takes as many."""
         self._lost: dict[Key, torch.Tensor] = {}
         """Of each call whose forward runs, which of its experts were dropped."""
         self._refused: dict[Key, tuple[str, str]] = {}
@@ -139,7 +141,7 @@ class Witness:
             self.check_ids(on_accelerators=False)
             return
         if router.shows is None:
-            if call.again != self._topks.get(router.label, 0):
+            if call.again != self._took.get((router.label, number), 0):
                 raise _strayed(asked, _TOPKS, _CHANGED_IN_BLOCK)
             if call.taken is not None:
                 self._ids.look(router, number, call.taken.shown(), call.ids, again=True)
@@ -153,7 +155,7 @@ class Witness:
     def saw_stopped(self, router: Router, number: int, call: seam.Call) -> None:
         """A block's recompute was stopped early, as its checkpoint had what it wanted. torch silences errors
         here, so what is wrong is told later."""
-        if call.again > self._topks.get(router.label, 0):
+        if call.again > self._took.get((router.label, number), 0):
             self._ids.add(Asked(router, number, True), torch.zeros(1, 1, dtype=torch.bool))
 
     def saw_last(
@@ -166,6 +168,8 @@ class Witness:
     def _saw_block(self, router: Router, forward: Forward, call: seam.Call) -> None:
         """A block's output shows nothing: what takes its ids in does, or at least how many top-ks it took."""
         key = router.label, forward.number
+        if call.again:
+            self._took[key] = call.again
         if forward.checked:
             self._topks[router.label] = call.again
         elif call.again != self._topks.get(router.label, 0):
@@ -194,7 +198,11 @@ class Witness:
             right = held & (shown.sum(dim=1, keepdim=True) == router.topk)
         if call.values is not None:
             values = call.values.detach()
-            right = right & ~(held & values.isneginf())  # a mask's that nobody saw; NaN is a diverged step's
+            if (
+                call.given
+            ):  # -inf is a mask's that nobody saw, if the router has others; NaN a diverged step's
+                scarce = (call.scores > float("-inf")).sum(dim=1, keepdim=True) < router.topk
+                right = right & ~(held & values.isneginf() & ~scarce)
             if call.made is not None and not call.made.sees(call.scores):
                 right = right & ~_zeroed(values, call.scores.detach())
         self._ids.add(Asked(router, number, False), right)
@@ -207,7 +215,7 @@ class Witness:
 
     def clear(self) -> None:
         """The block is over."""
-        for kept in (self._lost, self._refused, self._ids):
+        for kept in (self._lost, self._took, self._refused, self._ids):
             kept.clear()
 
     def check(self, found: Sequence[Router], forward: Forward) -> None:

@@ -4,10 +4,10 @@ A replayed expert may lie in a group that the router masked, and then needs its 
 number. `seam.Watch` sees each function that the router calls, and this module walks back from the argument
 of the top-k through the functions that made it.
 
-A function may be a mask by its name alone (a fill, an assignment), or by what it did: a sum or a product is
-one where it changes experts so much that they are ruled out, so that an expert bias or a scale is none. In
-either case it was a mask in those rows only where the router chose nothing that it changed. A row of padding
-that is filled with zeros has a choice among zeros, which are its scores.
+A function is a mask by what it did: it changed some scores and left the others as they are. One that computes
+(a sum, a product) also has to lower them by much or to 0, so that an expert bias or a scale is none. It was
+a mask in those rows only where all that it changed lies below what the router chose: a row of padding that is
+filled with zeros has a choice among zeros, which are its scores.
 
 A mask whose scores go through another function before the top-k (a softmax, a bias) can't be taken back: a
 replayed expert that it ruled out has a weight that nobody meant, and is reported.
@@ -23,11 +23,12 @@ import torch
 from npu_replay.sessions.hooks import outside_modes
 
 _FILLS = frozenset({"masked_fill", "where"})
-_WRITES = frozenset({"setitem", "index_put", "index_fill", "scatter", "masked_scatter", "fill", "zero"})
-_PRODUCTS = frozenset({"mul", "imul", "div"})
-_COMPUTES = _PRODUCTS | {"add", "iadd", "sub", "isub", "minimum", "maximum"}
-_COPIES = frozenset({"clone", "contiguous", "to", "float", "double", "half", "bfloat16"})
-_MAY_MASK = _FILLS | _WRITES | _COMPUTES | _COPIES
+_WRITES = frozenset(
+    {"setitem", "index_put", "index_fill", "index_copy", "scatter", "masked_scatter", "copy", "fill", "zero"}
+)
+_COPIES = frozenset({"clone", "contiguous", "to", "type", "float", "double", "half", "bfloat16", "cat"})
+_MOVES = _FILLS | _WRITES | _COPIES
+"""These put scores and numbers into places. All others compute."""
 
 Own: TypeAlias = "Callable[[], torch.Tensor]"
 """Gives the router's own choice, int64 [rows, topk]."""
@@ -43,19 +44,23 @@ class _Step(NamedTuple):
     place: int
     made: torch.Tensor
     sources: list[tuple[torch.Tensor, int]]
-    may_mask: bool
+    learns: bool
+
+
+_Scores: TypeAlias = "tuple[int, int]"
+"""A tensor of scores: the number of a step, and that of one of its sources; -1 is what it made."""
 
 
 class Path(NamedTuple):
-    """Where the masks of a router are: a step by number, and in it the number of the tensor it was made from.
+    """Where the masks of a router are: steps by number, and the scores that each has masked.
 
     Attributes:
         open: the steps back to the scores before the last mask that can be taken back.
         shut: the masks before these, whose scores went through another function.
     """
 
-    open: list[tuple[int, int]]
-    shut: list[tuple[int, int]]
+    open: list[tuple[int, _Scores]]
+    shut: list[tuple[int, _Scores]]
 
 
 class Masks:
@@ -64,7 +69,13 @@ class Masks:
     Args:
         rows, num_experts: of the scores.
         paths: where the masks were in earlier calls of the router, by the names of all steps.
+
+    Attributes:
+        used: these names, and where the masks are in this call. A recompute gets that of its forward: what
+            autograd saves may not depend on what a mask covers.
     """
+
+    used: tuple[tuple[str, ...], Path] | None = None
 
     def __init__(self, rows: int, num_experts: int, paths: dict[tuple[str, ...], Path] | None = None) -> None:
         self._shape = (rows, num_experts)
@@ -88,8 +99,8 @@ class Masks:
         if isinstance(made, torch.Tensor) and self._is_scores(made):
             place = address(made)
             if written is not None or all(lay != place for _, lay in sources):  # else a view of its source
-                may_mask = short in _MAY_MASK and not (short in _COMPUTES and self._learns(args, kwargs))
-                self._steps.append(_Step(short, place, made, sources, may_mask))
+                learns = short not in _MOVES and self._learns(args, kwargs)
+                self._steps.append(_Step(short, place, made, sources, learns))
         return result
 
     def sees(self, scores: torch.Tensor) -> bool:
@@ -128,12 +139,18 @@ class Masks:
             found = differ if found is None else found | differ
         return found
 
-    def _pairs(self, steps: list[tuple[int, int]], scores: torch.Tensor) -> Any:
+    def _pairs(self, steps: list[tuple[int, _Scores]], scores: torch.Tensor) -> Any:
         """Of each step the scores before and after it, and the step."""
-        for number, source in steps:
-            step = self._steps[number]
-            earlier = self._as_scores(step.sources[source][0], scores)
-            yield earlier, self._after(number, scores), step
+        for number, before in steps:
+            yield self._scores(before, scores)[0], self._after(number, scores), self._steps[number]
+
+    def _scores(self, which: _Scores, like: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """The tensor [rows, experts], and where it lay."""
+        number, source = which
+        if source < 0:
+            return self._after(number, like), self._steps[number].place
+        tensor, lay = self._steps[number].sources[source]
+        return self._as_scores(tensor, like), lay
 
     def _after(self, number: int, scores: torch.Tensor) -> torch.Tensor:
         """What a step made: a later write in place keeps a copy of what it wrote over."""
@@ -145,12 +162,15 @@ class Masks:
 
     def _path(self, scores: torch.Tensor, own: Own) -> Path:
         names = tuple(step.name for step in self._steps)
+        if self.used is not None and self.used[0] == names:
+            return self.used[1]
         path = self._paths.get(names)
         if path is None:
             with outside_modes():
                 path, is_sure = self._walk(scores, own)
             if is_sure:
                 self._paths[names] = path
+        self.used = names, path
         return path
 
     def _walk(self, scores: torch.Tensor, own: Own) -> tuple[Path, bool]:
@@ -161,38 +181,47 @@ class Masks:
             step = self._steps[number]
             if step.place != place:
                 continue
-            source, is_mask = self._judge(step, later, own)
-            if source is None:
-                is_open, source = False, 0
+            before, is_mask = self._judge(number, later, own)
+            if before is None:
+                is_open, is_sure = False, is_sure and step.name not in _WRITES
                 if len(step.sources) != 1:
                     break
-            elif is_open:
-                path.open.append((number, source))
-                masks = len(path.open) if is_mask else masks
-                is_sure &= is_mask or step.name in _COPIES
+                before = number, 0
             else:
-                if is_mask:
-                    path.shut.append((number, source))
                 is_sure &= is_mask or step.name in _COPIES
-            place, later = step.sources[source][1], self._as_scores(step.sources[source][0].detach(), scores)
+                if is_open:
+                    path.open.append((number, before))
+                    masks = len(path.open) if is_mask else masks
+                elif is_mask:
+                    path.shut.append((number, before))
+            later, place = self._scores(before, scores)
+            later = later.detach()
         del path.open[masks:]
         return path, is_sure
 
-    def _judge(self, step: _Step, later: torch.Tensor, own: Own) -> tuple[int | None, bool]:
-        """Which of its sources are the scores that the step may have masked, and did it change any?"""
-        if not step.may_mask or not step.sources:
+    def _judge(self, number: int, later: torch.Tensor, own: Own) -> tuple[_Scores | None, bool]:
+        """Which scores may this step have masked, and did it change any of them?
+
+        They are among what it was given; or, where it was given parts of them, among all scores before.
+        """
+        step, most, found, is_mask = self._steps[number], 0, None, False
+        if step.learns:
             return None, False
-        if step.name in _FILLS | _WRITES and len(step.sources) == 1:
-            return 0, True
-        most, found, is_mask = 0, None, False
+        if step.name in _FILLS and len(step.sources) == 1:
+            return (number, 0), True
         # Of two that hold the same scores the one that leads to the router's weights is meant.
-        for source, (tensor, _) in sorted(
-            enumerate(step.sources), key=lambda one: not one[1][0].requires_grad
+        for source in sorted(
+            range(len(step.sources)), key=lambda one: not step.sources[one][0].requires_grad
         ):
-            earlier = self._as_scores(tensor.detach(), later)
+            earlier = self._scores((number, source), later)[0].detach()
             keeps = _keeps(step.name, earlier, later, own())
             if (count := int(keeps.sum())) > most:
-                most, found, is_mask = count, source, bool((keeps & (earlier != later)).any())
+                most, found = count, (number, source)
+                is_mask = bool((keeps & (earlier != later)).any())
+        for before in reversed(range(number)) if found is None else ():
+            earlier = self._after(before, later).detach()
+            if bool((_keeps(step.name, earlier, later, own()) & (earlier != later)).any()):
+                return (before, -1), True
         return found, is_mask
 
     def _learns(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -216,10 +245,10 @@ def _keeps(name: str, earlier: torch.Tensor, later: torch.Tensor, own: torch.Ten
     """
     chosen = later.gather(1, own)
     rules_out = later < chosen.amin(dim=1, keepdim=True)
-    if name in _COMPUTES:
+    if name not in _MOVES:
         # A mask lowers by more than scores lie apart (-1e4, -inf), or multiplies by 0. A bias does neither.
         lowers = earlier - later > 2 * chosen.abs().amax(dim=1, keepdim=True)
-        rules_out &= lowers | (later == 0) if name in _PRODUCTS else lowers
+        rules_out &= lowers | ((later == 0) & (later < earlier))
     return (rules_out | (earlier == later)).all(dim=1, keepdim=True)
 
 

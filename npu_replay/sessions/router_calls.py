@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 FEW = 2**13
 """Up to so many ids a router gets the very tensor, as a copy would cost more than all else: 64 kB."""
 
+_MOST_MASKED = 10_000
+
 _is_batched = torch._C._functorch.is_batchedtensor
 
 
@@ -55,6 +57,8 @@ class RouterCalls:
         self._ways: dict[bool, str | None] = {}
         """How its top-k was caught last time in this block, in eval mode and in training: saves the net."""
         self._paths: dict[tuple[str, ...], Path] = {}
+        self._masked: dict[int, Any] = {}
+        """Where the masks were in each of the last micro-batches."""
         self.last: Hook | None = None
         """The hook behind all others: that which ends the call, or, where others come later, `leaves`."""
         self._behind: Hook | None = None
@@ -102,6 +106,8 @@ class RouterCalls:
             call.routes = self._prepare(router, call.forward, rows, hidden.device)
         else:
             call.number = number
+            if call.made is not None:
+                call.made.used = self._masked.get(number)
             call.routes = self._again(number, rows, hidden.device)
         if next(reversed(router.module._forward_hooks.values())) is not self.last and not self._is_block:
             self._look_behind()
@@ -123,6 +129,10 @@ class RouterCalls:
                 self._ways[self.router.module.training] = call.way
             if call.forward is not None:
                 self._witness.saw(self.router, call.forward, call, output)
+                if call.made is not None and call.made.used is not None:
+                    self._masked[call.forward.number] = call.made.used
+                    if len(self._masked) > _MOST_MASKED:
+                        del self._masked[next(iter(self._masked))]
             else:
                 self._note_again(call, output)
             if self._mend is not None and call.ids is not None:

@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from npu_replay.errors import RouterError
 from npu_replay.sessions import compiler_names
 from npu_replay.sessions.hooks import outside_modes
-from npu_replay.sessions.masks import Masks, Path
+from npu_replay.sessions.masks import Masks, Path, address
 from npu_replay.sessions.taken import Taken, run_seen
 
 Choose: TypeAlias = "Callable[[Call], torch.Tensor]"
@@ -273,7 +273,7 @@ class Call:
         if self.follows:
             self.taken = Taken(self.rows, self.topk, self.num_experts, ids)
             _here.takers = (*_here.takers, self.taken)
-        self._asked = scores._version if not scores.is_inference() else None
+        self._asked = address(scores), None if scores.is_inference() else scores._version
         _here.armed = self if self.counts or self.given else None
         return torch.return_types.topk((values, handed))
 
@@ -283,14 +283,14 @@ class Call:
             return ids.clone()
 
     def _answer_again(self, native: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """A further top-k, which is counted. Of the same scores it has the same answer, as a router may ask
-        for ids and weights one after the other; another runs as it is."""
+        """A further top-k, which is counted. Of the same scores it has the same answer."""
         self.again += 1
         scores = args[0] if args else kwargs["input"]
-        is_same = scores is self.scores and (scores.is_inference() or scores._version == self._asked)
+        asked = address(scores), None if scores.is_inference() else scores._version
         try:
-            if self.given and is_same:
-                return torch.return_types.topk((self.values, self.handed))  # type: ignore[arg-type]
+            if self.given and asked == self._asked and (ids := self.handed) is not None:
+                values = self.values if scores is self.scores else scores.gather(1, ids)
+                return torch.return_types.topk((values, ids))  # type: ignore[arg-type]
             return native(*args, **kwargs)
         finally:
             _here.armed = self
@@ -304,7 +304,7 @@ class Call:
             self.own_ids = self._native_ids(scores.detach())
         with outside_modes():
             ids = self.choose(self)
-            if self.made is not None and self.given:
+            if self.given and self.made is not None:
                 self.ruled_out = self.made.ruled_out(scores, self.own, ids)
         return values if self.free else self.unmasked(scores, lambda part: part.gather(1, ids)), ids
 

@@ -97,6 +97,81 @@ def test_a_replay_of_its_own_record_changes_nothing(select: Select) -> None:
         assert same(run(model, 0, 1, 2, 3), untouched)
 
 
+def copied_into_zeros(router: ToyRouter, scores: Scores) -> Pair:
+    masked = torch.zeros_like(scores)
+    allowed = ~outside(scores)
+    masked[allowed] = scores[allowed]
+    return masked.topk(router.topk)
+
+
+def copied_into_the_least(router: ToyRouter, scores: Scores) -> Pair:
+    masked = torch.full_like(scores, torch.finfo(scores.dtype).min)
+    masked[~outside(scores)] = scores[~outside(scores)]
+    return masked.topk(router.topk)
+
+
+def scattered(router: ToyRouter, scores: Scores) -> Pair:
+    places = outside(scores).to(torch.uint8).argsort(dim=1, stable=True)[:, : EXPERTS // 2]
+    return torch.zeros_like(scores).scatter(1, places, scores.gather(1, places)).topk(router.topk)
+
+
+def copied_over(router: ToyRouter, scores: Scores) -> Pair:
+    masked = torch.empty_like(scores)
+    masked.copy_(scores.masked_fill(outside(scores), -1.0))
+    return masked.topk(router.topk)
+
+
+def multiplied_by_its_alias(router: ToyRouter, scores: Scores) -> Pair:
+    return scores.multiply(~outside(scores)).topk(router.topk)
+
+
+def subtracted_by_its_alias(router: ToyRouter, scores: Scores) -> Pair:
+    return scores.subtract(outside(scores) * 1e4).topk(router.topk)
+
+
+def added_in_one(router: ToyRouter, scores: Scores) -> Pair:
+    lowers = torch.full((), -1e4)
+    return torch.addcmul(scores, outside(scores).float(), lowers).topk(router.topk)
+
+
+def the_least_of_two(router: ToyRouter, scores: Scores) -> Pair:
+    return torch.fmin(scores, torch.where(outside(scores), -1e4, 1e4)).topk(router.topk)
+
+
+def in_chunks(router: ToyRouter, scores: Scores) -> Pair:
+    masked = scores.masked_fill(outside(scores), 0.0)
+    return torch.cat(masked.chunk(2, dim=1), dim=1).topk(router.topk)
+
+
+def of_another_type(router: ToyRouter, scores: Scores) -> Pair:
+    return scores.masked_fill(outside(scores), 0.0).type(torch.float64).float().topk(router.topk)
+
+
+@pytest.mark.parametrize(
+    "select",
+    [
+        *(copied_into_zeros, copied_into_the_least, scattered, copied_over, multiplied_by_its_alias),
+        *(subtracted_by_its_alias, added_in_one, the_least_of_two, in_chunks, of_another_type),
+    ],
+)
+def test_a_mask_is_seen_by_whatever_function_it_is_made(select: Select) -> None:
+    seen: list[Scores] = []
+
+    def reads(router: ToyRouter, scores: Scores) -> Pair:
+        seen.append(scores)
+        return select(router, scores)
+
+    model = ToyModel(ToyRouter(select=reads, masks=True))
+    untouched = run(model, 0, 1, 2, 3)
+    with npu_replay.record(model) as recording:
+        assert same(run(model, 0, 1, 2, 3), untouched)
+    with npu_replay.replay(model, recording.routes):
+        assert same(run(model, 0, 1, 2, 3), untouched)
+    seen.clear()
+    for scores, (values, ids) in zip(seen, given(model, foreign()), strict=True):
+        assert torch.equal(values, scores.gather(1, ids))
+
+
 def given(model: nn.Module, routes: RoutedExperts, count: int = 4) -> list[Pair]:
     outputs: list[Pair] = []
     handle = model.layers[0].router.register_forward_hook(lambda *about: outputs.append(about[2]))
@@ -221,6 +296,75 @@ def test_ids_and_weights_may_be_asked_for_by_two_top_ks_of_the_same_scores(
         assert torch.equal(ids, routes.layer_ids(0).long())
         assert torch.equal(values, scores.gather(1, ids))
     assert not any(torch.equal(one, routes.layer_ids(0).long()) for one in others)
+
+
+@pytest.mark.parametrize("of", [torch.Tensor.detach, lambda scores: scores.view(-1, EXPERTS)])
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_view_of_the_scores_has_the_same_answer(of: Callable[[Scores], Scores], number: int) -> None:
+    def select(router: ToyRouter, scores: Scores) -> Pair:
+        ids = torch.topk(of(scores), router.topk).indices
+        values = scores.topk(router.topk).values
+        seen.append((scores, values, ids))
+        return values, ids
+
+    seen: list[tuple[Scores, torch.Tensor, torch.Tensor]] = []
+    model = ToyModel(ToyRouter(select=select))
+    with npu_replay.record(model) as recording:
+        run(model, *range(5))
+    routes = [*recording.routes]
+    routes[number] = foreign()
+    seen.clear()
+    with npu_replay.replay(model, routes):
+        run(model, *range(5))
+    scores, values, ids = seen[number]
+    assert torch.equal(ids, foreign().layer_ids(0).long())
+    assert torch.equal(values, scores.gather(1, ids))
+    assert values.requires_grad
+
+
+@pytest.mark.parametrize("kind", ["product", "sum", "where", "minimum"])
+@pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
+def test_a_mask_may_cover_nothing_in_some_micro_batches(kind: str, recompute: str | None) -> None:
+    """All forwards come before one backward: each recompute saves what its own forward saved."""
+
+    def select(router: ToyRouter, scores: Scores) -> Pair:
+        out = torch.zeros_like(scores, dtype=torch.bool)
+        out[:, 12:] = int(scores.detach().sum(0).argmax()) % 2 == 0
+        made = {
+            "product": lambda: scores * (~out).float(),
+            "sum": lambda: scores + out * -1e9,
+            "where": lambda: torch.where(out, torch.zeros_like(scores), scores),
+            "minimum": lambda: torch.minimum(scores, torch.where(out, -1.0, 10.0)),
+        }
+        return made[kind]().topk(router.topk)
+
+    model = ToyModel(*(ToyRouter(select=select, masks=True) for _ in range(2)), recompute=recompute)
+    untouched = run(model, *range(8))
+    with npu_replay.record(model) as recording:
+        assert same(run(model, *range(8)), untouched)
+    with npu_replay.replay(model, recording.routes):
+        assert same(run(model, *range(8)), untouched)
+
+
+def padding_ruled_out(router: ToyRouter, scores: Scores) -> Pair:
+    values, ids = scores.log().masked_fill(PADDING[:, None], float("-inf")).topk(router.topk)
+    return values.sigmoid(), ids
+
+
+def fewer_than_are_asked_for(router: ToyRouter, scores: Scores) -> Pair:
+    best = scores.sort(dim=1, descending=True).values[:, 1:2]
+    values, ids = scores.masked_fill(scores < best, float("-inf")).topk(router.topk)
+    return values.softmax(dim=1), ids
+
+
+@pytest.mark.parametrize("select", [padding_ruled_out, fewer_than_are_asked_for])
+@pytest.mark.parametrize("masks", [False, True])
+def test_what_the_router_itself_chooses_may_be_ruled_out(select: Select, masks: bool) -> None:
+    model = ToyModel(*(ToyRouter(select=select, masks=masks) for _ in range(2)))
+    with npu_replay.record(model) as recording:
+        outputs = [model(tokens(number)) for number in range(4)]
+    with npu_replay.replay(model, recording.routes):
+        assert all(torch.equal(model(tokens(number)), output) for number, output in enumerate(outputs))
 
 
 class LastExperts(torch.overrides.TorchFunctionMode):

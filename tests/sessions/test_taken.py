@@ -335,6 +335,31 @@ def test_a_figure_that_is_taken_in_the_recompute_alone_is_refused(recompute: str
             model(tokens(one).requires_grad_()).square().mean().backward()
 
 
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
+def test_a_figure_after_the_routing_in_one_micro_batch_is_let_be_in_its_recompute(
+    at: int, recompute: str
+) -> None:
+    """All forwards come before one backward."""
+    routes = [foreign()[0]] * 3
+    model = Model(by_one_hot, recompute)
+    model.number = 0
+
+    def use(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
+        if model.number == at:
+            torch.topk(scores.detach() * 1.0, TOPK).values.mean()
+        return by_one_hot(block, scores, ids)
+
+    for block in model.layers:
+        block.use = use
+    with npu_replay.replay(model, routes):
+        losses = []
+        for model.number in range(3):
+            losses.append(model(tokens(model.number).requires_grad_()).square().mean())
+        for model.number in (2, 1, 0):
+            losses[model.number].backward()
+
+
 def test_a_top_k_of_a_block_after_its_routing_is_let_be_in_the_recompute_too() -> None:
     def use(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
         torch.topk(scores * 1.0, TOPK).values.mean()
