@@ -56,8 +56,8 @@ CHANGED = (
 _OTHERS_IN_RECOMPUTE = "the recompute of this router goes on with other experts than its forward"
 _OTHERS_IN_KERNEL = "a fused router chose other experts in a recompute than in its forward"
 _NEAR_TIE = (
-    "a near tie, which fell the other way, and the kernel can't be given experts; with moe_router_fusion "
-    "off, a recompute takes the experts of its forward"
+    "a near tie, which fell the other way, and the kernel can't be given experts; with "
+    "moe_router_fusion=False a recompute takes the experts of its forward"
 )
 
 
