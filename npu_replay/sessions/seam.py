@@ -273,12 +273,12 @@ class Call:
         if self.follows:
             self.taken = Taken(self.rows, self.topk, self.num_experts, ids)
             _here.takers = (*_here.takers, self.taken)
-        self._asked = address(scores), None if scores.is_inference() else scores._version
+        if self.given:
+            self._asked = address(scores), None if scores.is_inference() else scores._version
         _here.armed = self if self.counts or self.given else None
         return torch.return_types.topk((values, handed))
 
     def _to_hand(self, ids: torch.Tensor) -> torch.Tensor:
-        """A copy for the router."""
         with outside_modes():
             return ids.clone()
 
