@@ -198,9 +198,8 @@ class Witness:
             right = held & (shown.sum(dim=1, keepdim=True) == router.topk)
         if call.values is not None:
             values = call.values.detach()
-            if (
-                call.given
-            ):  # -inf is a mask's that nobody saw, if the router has others; NaN a diverged step's
+            if call.given:
+                # -inf is a mask's that nobody saw, where the router has others. NaN is a diverged step's.
                 scarce = (call.scores > float("-inf")).sum(dim=1, keepdim=True) < router.topk
                 right = right & ~(held & values.isneginf() & ~scarce)
             if call.made is not None and not call.made.sees(call.scores):
@@ -209,8 +208,8 @@ class Witness:
 
     def forget(self, key: Key) -> None:
         """The forward of this call raised."""
-        self._lost.pop(key, None)
-        self._refused.pop(key, None)
+        for kept in (self._lost, self._took, self._refused):
+            kept.pop(key, None)
         self._ids.forget(*key)
 
     def clear(self) -> None:

@@ -30,6 +30,7 @@ FEW = 2**13
 """Up to so many ids a router gets the very tensor, as a copy would cost more than all else: 64 kB."""
 
 _MOST_MASKED = 10_000
+"""Of so many micro-batches at most is kept where their masks were, for their recomputes."""
 
 _is_batched = torch._C._functorch.is_batchedtensor
 

@@ -360,6 +360,27 @@ def test_a_figure_after_the_routing_in_one_micro_batch_is_let_be_in_its_recomput
             losses[model.number].backward()
 
 
+@pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
+def test_a_forward_that_raised_leaves_no_count_of_top_ks_to_its_retry(recompute: str) -> None:
+    model = Model(by_one_hot, recompute)
+    model.fails = True
+
+    def use(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
+        if model.fails and block is model.layers[0]:
+            torch.topk(scores.detach() * 1.0, TOPK).values.mean()
+        elif model.fails:
+            raise ValueError("on purpose")
+        return by_one_hot(block, scores, ids)
+
+    for block in model.layers:
+        block.use = use
+    with npu_replay.replay(model, foreign()):
+        with pytest.raises(ValueError, match="on purpose"):
+            model(tokens())
+        model.fails = False
+        model(tokens().requires_grad_()).square().mean().backward()
+
+
 def test_a_top_k_of_a_block_after_its_routing_is_let_be_in_the_recompute_too() -> None:
     def use(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
         torch.topk(scores * 1.0, TOPK).values.mean()
