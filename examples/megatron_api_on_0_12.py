@@ -113,6 +113,7 @@ def main():
         assert largest == 0 or weights == "other weights", "the same weights and experts, other log-probs"
     assert without > 0, "the weights have moved, so replay had something to do"
     print("Megatron's own API replayed what it had recorded")
+    dist.destroy_process_group()
 
 
 with npu_replay.compat.cpu.lend():  # on a machine without CUDA alone: docs/cpu.md

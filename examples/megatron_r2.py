@@ -111,6 +111,7 @@ def main():
         assert largest == 0 or update > 1, "before the first step old and new log-probs are the same"
     assert without > 0, "the weights have moved, so replay had something to do"
     print("R2 took place: every update used the recorded experts")
+    dist.destroy_process_group()
 
 
 with npu_replay.compat.cpu.lend():  # on a machine without CUDA alone: docs/cpu.md

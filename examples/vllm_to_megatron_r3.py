@@ -120,6 +120,7 @@ def main():
     assert mismatch == 0, "Megatron used other experts than vLLM"
     assert torch.equal(found, old), "the ratio of the first update is 1"
     print("R3 took place: Megatron used the experts that vLLM used")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":  # vLLM's engine process imports this file

@@ -43,7 +43,10 @@ def main(options: Options) -> int:
     with screen.quiet(f"smoke-rank{rank}", told=rank == 0):
         smoke = Smoke(options)
         smoke.run()
-        return smoke.end()
+        try:
+            return smoke.end()
+        finally:
+            smoke.leave()
 
 
 class Smoke:
@@ -91,6 +94,11 @@ class Smoke:
                 print_json(self.report.to_json())
             write_out(self._options.out, self.report.to_json().encode(), force=self._options.force)
         return 0 if self.report.passed else 1
+
+    def leave(self) -> None:
+        """End the process groups, after rank 0 has written: torchrun ends all when one has failed."""
+        if hasattr(self, "_job"):
+            self._job.leave()
 
     def _say(self, text: str) -> None:
         """Rank 0 speaks."""
