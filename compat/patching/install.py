@@ -20,7 +20,7 @@ _SHIMS = {
         "megatron_backports.router_init",
     ),
     "sglang": ("sglang.old_path",),
-    "roll": ("roll.journey", "roll.strategy"),
+    "roll": ("roll.pipeline", "roll.strategy"),
     "swift": ("swift",),
     **dict.fromkeys(("slime", "vime", "miles"), ("slime.routing_replay",)),
 }

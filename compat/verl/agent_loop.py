@@ -158,7 +158,7 @@ class Turns:
         if ids is not None and job is not None and job.checks is not None and not checked:
             ids = job.checks.admitted(ids, tokens, ended=not aborted)
         rows = Rows.empty(len(tokens), (0, 0), np.uint8) if ids is None else self._rows_of(ids, len(tokens))
-        rows.settled[max(len(prompt) - 1, 0) : -1] = True  # the last token has not run yet
+        rows.sampled_from[max(len(prompt) - 1, 0) : -1] = True  # the last token has not run yet
         if self._ran:
             before, known = self._ran[-1]
             if _common(before, tokens) == len(before) and known.ids.shape[1:] == rows.ids.shape[1:]:

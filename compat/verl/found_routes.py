@@ -24,7 +24,7 @@ from npu_replay.compat.verl.tensors import MicroBatch
 from npu_replay.environment import DELIVERY
 from npu_replay.errors import InvalidRoutes, ReplayError, as_text
 from npu_replay.parallel.parallel_layout import ParallelLayout
-from npu_replay.parallel.rank_failures import PATIENCE, Circle, Outcome, agreed
+from npu_replay.parallel.rank_failures import PATIENCE, RankGroup, Outcome, agreed
 from npu_replay.routers import find, labels_of
 
 logger = logging.getLogger(__name__)
@@ -178,12 +178,12 @@ def _tell(found: dict[int, Routes], ranks: Any, called: str) -> None:
         told = {name: None if one is None else as_text(one) for name, one in told.items()}
         return {"problem": error.problem, "where": error.where, "cause": error.cause, **told}
 
-    circle = Circle(ranks, PATIENCE, "not all ranks told which samples are bad", "a rank that failed")
+    group = RankGroup(ranks, PATIENCE, "not all ranks told which samples are bad", "a rank that failed")
     outcome = Outcome()
     bad = {key: one for key, one in found.items() if isinstance(one, InvalidRoutes)}
     # The words of some are enough where a whole node is lost.
     mine = {key: said(one) if number < _WORDS else _MORE for number, (key, one) in enumerate(bad.items())}
-    for rank, theirs in enumerate(outcome.agree(circle, mine)):
+    for rank, theirs in enumerate(outcome.agree(group, mine)):
         for key in theirs.keys() - bad.keys():
             bad[key] = found[key] = InvalidRoutes(**theirs[key]).at(f"{called} {rank}")
     if outcome.error is not None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from npu_replay.errors import MicroBatchError, ReplayError, list_of, micro_batch
 from npu_replay.parallel.merge import Block, Part, Union
 from npu_replay.parallel.parallel_layout import ParallelLayout
-from npu_replay.parallel.rank_failures import Circle, Outcome
+from npu_replay.parallel.rank_failures import RankGroup, Outcome
 from npu_replay.parallel.token_layout import TokenLayout
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions.record import Recording
@@ -80,22 +80,22 @@ def collect(
             by two in different ways; or if a rank didn't come.
     """
     # One who has waited in vain in a group comes late to the next, where it says so: the others give it time.
-    circles = [
-        Circle(group, patience * number, _PROBLEM, _CAUSE)
+    each_group = [
+        RankGroup(group, patience * number, _PROBLEM, _CAUSE)
         for number, group in enumerate(_process_groups(groups), start=1)
     ]
     outcome = Outcome()
     outcome.error = error
     layouts = outcome.attempt(_checked_layouts, layouts, groups) or []
     blocks = outcome.attempt(_blocks, routes, layouts) or []
-    for circle in circles:
-        blocks = _exchanged(circle, outcome, blocks, layouts, everywhere)
+    for peers in each_group:
+        blocks = _exchanged(peers, outcome, blocks, layouts, everywhere)
     merged = None
-    if everywhere or all(circle.me == 0 for circle in circles):
+    if everywhere or all(peers.me == 0 for peers in each_group):
         merged = outcome.attempt(_sequences, blocks, layouts, groups)
-    for circle in circles:
-        circle.patience += patience * len(circles)
-        outcome.agree(circle)
+    for peers in each_group:
+        peers.patience += patience * len(each_group)
+        outcome.agree(peers)
     if outcome.error is not None:
         raise outcome.error
     return merged
@@ -174,14 +174,14 @@ def _blocks(routes: Any, layouts: list[TokenLayout]) -> Blocks:
 
 
 def _exchanged(
-    circle: Circle, outcome: Outcome, blocks: Blocks, layouts: Sequence[TokenLayout], everywhere: bool
+    peers: RankGroup, outcome: Outcome, blocks: Blocks, layouts: Sequence[TokenLayout], everywhere: bool
 ) -> Blocks:
     """Each micro-batch with what all ranks of the group have of it; None on a rank that isn't to get it."""
-    offers = outcome.agree(circle, outcome.attempt(_offer, everywhere, blocks, layouts))
+    offers = outcome.agree(peers, outcome.attempt(_offer, everywhere, blocks, layouts))
     if outcome.error is not None:
         return []
-    plan = outcome.attempt(_Plan, circle, blocks, offers)
-    outcome.agree(circle)  # nobody sends before all have the memory for it
+    plan = outcome.attempt(_Plan, peers, blocks, offers)
+    outcome.agree(peers)  # nobody sends before all have the memory for it
     return [] if plan is None else outcome.attempt(plan.carried_out) or []
 
 
@@ -192,10 +192,10 @@ class _Plan:
         ReplayError: what the ranks have doesn't go together.
     """
 
-    def __init__(self, circle: Circle, blocks: Blocks, offers: list[_Offer]) -> None:
+    def __init__(self, peers: RankGroup, blocks: Blocks, offers: list[_Offer]) -> None:
         _check_offers(offers)
-        self._circle, self._blocks, self._everywhere = circle, blocks, offers[0].everywhere
-        receives = self._everywhere or circle.me == 0
+        self._peers, self._blocks, self._everywhere = peers, blocks, offers[0].everywhere
+        receives = self._everywhere or peers.me == 0
         self._unions: list[Union | None] = []
         self._pieces: list[tuple[int, int, Part, int, int]] = []  # micro-batch, rank, part, first row, end
         most = 0
@@ -208,7 +208,7 @@ class _Plan:
                 self._pieces += [(number, rank, part, *span) for span in spans]
                 most = max(most, min(step, part.rows) * part.row_bytes)
         self._buffer = torch.empty(most, dtype=torch.uint8)
-        self._there = self._buffer.to(circle.device)
+        self._there = self._buffer.to(peers.device)
 
     def carried_out(self) -> Blocks:
         """What this rank has of each micro-batch when all have sent.
@@ -227,19 +227,19 @@ class _Plan:
 
     def _moved(self, block: Block | None, rank: int, first: int, end: int, size: int) -> torch.Tensor:
         """Some rows of a rank's block as bytes, on each rank that is to get them."""
-        circle = self._circle
+        peers = self._peers
         mine, sent = self._buffer[:size], self._there[:size]
-        if rank == circle.me and block is not None:
+        if rank == peers.me and block is not None:
             mine = block.rows(first, end)
-            sent = mine if circle.device.type == "cpu" else sent.copy_(mine)
+            sent = mine if peers.device.type == "cpu" else sent.copy_(mine)
         if self._everywhere:
-            source = circle.ranks[rank]
-            circle.run(lambda: dist.broadcast(sent, source, circle.group, async_op=True))
-        elif rank != 0 and circle.me == rank:
-            circle.run(lambda: dist.isend(sent, circle.ranks[0], circle.group))
-        elif rank != 0 and circle.me == 0:
-            circle.run(lambda: dist.irecv(sent, circle.ranks[rank], circle.group))
-        if sent.device != mine.device and rank != circle.me:
+            source = peers.ranks[rank]
+            peers.run(lambda: dist.broadcast(sent, source, peers.group, async_op=True))
+        elif rank != 0 and peers.me == rank:
+            peers.run(lambda: dist.isend(sent, peers.ranks[0], peers.group))
+        elif rank != 0 and peers.me == 0:
+            peers.run(lambda: dist.irecv(sent, peers.ranks[rank], peers.group))
+        if sent.device != mine.device and rank != peers.me:
             mine.copy_(sent)
         return mine
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from npu_replay.parallel.rank_failures import PATIENCE, Circle, Outcome
+from npu_replay.parallel.rank_failures import PATIENCE, RankGroup, Outcome
 from npu_replay.routes.routed_experts import RoutedExperts
 
 
@@ -35,29 +35,29 @@ def exchange(
         ReplayError: a rank didn't come, failed, or is gone.
     """
     cause = "a rank that failed before, or another number of updates on it"
-    circle = Circle(group, patience, "not all ranks came to exchange routes", cause)
+    peers = RankGroup(group, patience, "not all ranks came to exchange routes", cause)
     outcome = Outcome()
-    asked = outcome.agree(circle, sorted(set(lacking)))
-    offered = outcome.agree(circle, held.keys() & {key for keys in asked for key in keys})
-    moves = [move for move in _moves(asked, offered) if circle.me in (move.source, move.target)]
-    sent = {move.key for move in moves if move.source == circle.me}
+    asked = outcome.agree(peers, sorted(set(lacking)))
+    offered = outcome.agree(peers, held.keys() & {key for keys in asked for key in keys})
+    moves = [move for move in _moves(asked, offered) if peers.me in (move.source, move.target)]
+    sent = {move.key for move in moves if move.source == peers.me}
     data = outcome.attempt(lambda: {key: _bytes(pickle.dumps(held[key])) for key in sent}) or {}
-    sizes = ChainMap(*outcome.agree(circle, {key: len(one) for key, one in data.items()}))
+    sizes = ChainMap(*outcome.agree(peers, {key: len(one) for key, one in data.items()}))
     # All memory is had before the first message: a rank that fails between two would be waited for.
-    room = outcome.attempt(lambda: _room({move.key: sizes[move.key] for move in moves}, circle.device))
-    outcome.agree(circle)
+    room = outcome.attempt(lambda: _room({move.key: sizes[move.key] for move in moves}, peers.device))
+    outcome.agree(peers)
     if outcome.error is not None:
         raise outcome.error
     rows, scratch = room or ({}, torch.empty(0))
     for move in moves:  # in the same order on all ranks, so each finds its partner
         here = scratch[: sizes[move.key]]
-        if move.source == circle.me:
+        if move.source == peers.me:
             here.copy_(data[move.key])
-            _pass_on(circle, dist.isend, here, move.target)
+            _pass_on(peers, dist.isend, here, move.target)
         else:
-            _pass_on(circle, dist.irecv, here, move.source)
+            _pass_on(peers, dist.irecv, here, move.source)
             rows[move.key].copy_(here)
-    return {move.key: pickle.loads(rows[move.key].numpy().data) for move in moves if move.target == circle.me}
+    return {move.key: pickle.loads(rows[move.key].numpy().data) for move in moves if move.target == peers.me}
 
 
 def _moves(asked: Sequence[Sequence[int]], offered: Sequence[set[int]]) -> list[_Move]:
@@ -78,7 +78,7 @@ def _room(sizes: Mapping[int, int], device: torch.device) -> tuple[dict[int, tor
     return rows, torch.empty(max(sizes.values(), default=0), dtype=torch.uint8, device=device)
 
 
-def _pass_on(circle: Circle, move: Any, data: torch.Tensor, peer: int) -> None:
+def _pass_on(peers: RankGroup, move: Any, data: torch.Tensor, peer: int) -> None:
     """One message. As a batch of one: NCCL makes a communicator for each pair of ranks otherwise."""
-    one = dist.P2POp(move, data, circle.ranks[peer], circle.group)
-    circle.run(lambda: dist.batch_isend_irecv([one])[0])
+    one = dist.P2POp(move, data, peers.ranks[peer], peers.group)
+    peers.run(lambda: dist.batch_isend_irecv([one])[0])

@@ -39,7 +39,7 @@ class _Broken(Exception):
     """A collective failed, or was waited for too long."""
 
 
-class Circle:
+class RankGroup:
     """The ranks of one process group, who hear of each other's errors.
 
     Args:
@@ -166,7 +166,7 @@ class Circle:
 
 
 class Outcome:
-    """How this rank fares: its first error is kept, and told to all circles, whose ranks wait for it."""
+    """How this rank fares: its first error is kept, and told to all ranks of each group, which wait for it."""
 
     error: Exception | None = None
 
@@ -179,9 +179,9 @@ class Outcome:
                 self.error = problem
         return None
 
-    def agree(self, circle: Circle, say: object = None) -> list[Any]:
-        """What each rank of a circle says; from now on an error of one is an error of all."""
-        self.error, said = circle.tell(self.error, say)
+    def agree(self, peers: RankGroup, say: object = None) -> list[Any]:
+        """What each rank of a group says; from now on an error of one is an error of all."""
+        self.error, said = peers.tell(self.error, say)
         return said
 
 
@@ -199,8 +199,8 @@ def all_here(patience: float = PATIENCE) -> None:
         return
     _calls += 1
     cause = f"npu_replay isn't installed on a node, or NPU_REPLAY_DISABLE=1 is set there alone; or {_FAILED}"
-    circle = Circle(dist.group.WORLD, patience, "not all ranks take part in the replay", cause)
-    error = circle.meet(str(_calls), None, time.monotonic() + patience)
+    peers = RankGroup(dist.group.WORLD, patience, "not all ranks take part in the replay", cause)
+    error = peers.meet(str(_calls), None, time.monotonic() + patience)
     if error is not None:
         raise error
 
@@ -225,15 +225,15 @@ def agreed(error: ReplayError | None, counts: Mapping[str, int]) -> dict[str, in
         if error is not None:
             raise error
         return dict(counts)
-    circle = Circle(dist.group.WORLD, 20.0, "not all ranks came to the end of the step", _FAILED)
-    told = torch.tensor([error is not None, *counts.values()], dtype=torch.int64, device=circle.device)
-    circle.run(lambda: dist.all_reduce(told, async_op=True), error)
+    peers = RankGroup(dist.group.WORLD, 20.0, "not all ranks came to the end of the step", _FAILED)
+    told = torch.tensor([error is not None, *counts.values()], dtype=torch.int64, device=peers.device)
+    peers.run(lambda: dist.all_reduce(told, async_op=True), error)
     failed, *sums = told.tolist()
     if not failed:
         return dict(zip(counts, sums, strict=True))
-    stop, lines = circle.tell(error, None if error is None else error.line)
-    lowest = next((rank for rank, line in enumerate(lines) if line is not None), circle.me)
-    if stop is None or lowest != circle.me:
+    stop, lines = peers.tell(error, None if error is None else error.line)
+    lowest = next((rank for rank, line in enumerate(lines) if line is not None), peers.me)
+    if stop is None or lowest != peers.me:
         also = "" if error is None else f" (and this rank: {error.line})"
         raise _heard(f"rank {lowest} stopped, and so does this one: {lines[lowest]}{also}")
     if error is not None:

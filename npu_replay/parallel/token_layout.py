@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import pad
 
 from npu_replay.errors import MicroBatchError, ReplayError, listed, one_of, share, shown, whole_number
-from npu_replay.parallel import bad_samples, picking, probed_layout
+from npu_replay.parallel import bad_samples, row_gather, probed_layout
 from npu_replay.parallel.parallel_layout import Context, ParallelLayout
 from npu_replay.routes import arguments
 from npu_replay.routes.arguments import is_plain
@@ -290,12 +290,12 @@ class TokenLayout:
         """
         if not good:
             return RoutedExperts.unrecorded(len(self.rows), layers=layers, topk=topk, num_experts=num_experts)
-        picked = picking.pick(self._runs, len(self.rows), good, layers)
+        picked = row_gather.pick(self._runs, len(self.rows), good, layers)
         return picked.with_known(placed=(self.rows, self.lengths))
 
     @functools.cached_property
-    def _runs(self) -> list[picking.Run]:
-        return picking.plan(self.rows, self.lengths)
+    def _runs(self) -> list[row_gather.Run]:
+        return row_gather.plan(self.rows, self.lengths)
 
     def bad_routes(
         self, batch: Sequence[RoutedExperts | None], *, layers: Sequence[int] | None = None

@@ -55,25 +55,25 @@ class Rows:
     Attributes:
         ids: [tokens, layers, topk].
         recorded: the row is known.
-        settled: a token was sampled from this row, known or not.
+        sampled_from: a token was sampled from this row, known or not.
         versions: of the weights that made the row.
     """
 
     ids: Array
     recorded: Array
-    settled: Array
+    sampled_from: Array
     versions: Array
 
     @classmethod
     def empty(cls, tokens: int, columns: tuple[int, ...], dtype: Any) -> Rows:
         """Make rows of which nothing is known; `columns` are (layers, topk)."""
-        recorded, settled = np.zeros((2, tokens), bool)
-        return cls(np.zeros((tokens, *columns), dtype), recorded, settled, np.full(tokens, None, object))
+        recorded, sampled_from = np.zeros((2, tokens), bool)
+        return cls(np.zeros((tokens, *columns), dtype), recorded, sampled_from, np.full(tokens, None, object))
 
     def first(self, tokens: int) -> Rows:
         """A copy of so many. What comes after the last of them isn't known, so it is sampled from anew."""
         found = Rows(*(array[:tokens].copy() for array in vars(self).values()))
-        found.settled[-1:] = False
+        found.sampled_from[-1:] = False
         return found
 
     def followed_by(self, tokens: int) -> Rows:
@@ -87,13 +87,13 @@ class Rows:
         there = len(others.recorded)
         taken = others.recorded.copy()
         if keep == "first":
-            taken &= ~self.settled[:there] & (~self.recorded[:there] | others.settled)
+            taken &= ~self.sampled_from[:there] & (~self.recorded[:there] | others.sampled_from)
         if taken.any():
             self.ids = self.ids.astype(np.result_type(self.ids, others.ids), copy=False)
             self.ids[:there][taken] = others.ids[taken]
             self.versions[:there][taken] = others.versions[taken]
         self.recorded[:there] |= taken
-        self.settled[:there] |= others.settled
+        self.sampled_from[:there] |= others.sampled_from
 
 
 @dataclass(eq=False, repr=False)  # it grows: two that are alike now are two samples still
@@ -212,7 +212,7 @@ class Rollout:
         rows = self._rows_of(turn, whole)
         sampled_from = max(len(prompt), len(self)) - 1
         if len(whole) - 1 > sampled_from:
-            rows.settled[max(0, sampled_from) : len(whole) - 1] = True
+            rows.sampled_from[max(0, sampled_from) : len(whole) - 1] = True
         self._grow(whole)
         self._rows.take(rows, keep)
         if self._first_sampled is None and len(sampled):
@@ -254,7 +254,7 @@ class Rollout:
         length = whole_number(length, "the length to truncate to", self._where)
         ReplayError.unless(length >= 0, "bad length to truncate to", "0 or more", length, where=self._where)
         self._tokens = self._tokens[:length].copy()
-        if length < len(self._rows.settled):
+        if length < len(self._rows.sampled_from):
             self._rows = self._rows.first(length)
         if length <= self.prompt_length:
             self._first_sampled = None

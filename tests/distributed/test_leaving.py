@@ -147,7 +147,7 @@ def _killed(rank: int, moment: int) -> Any:
     from npu_replay.parallel import rank_failures
 
     calls = 0
-    wait = rank_failures.Circle._wait
+    wait = rank_failures.RankGroup._wait
 
     def until_then(self: Any, *arguments: Any) -> None:
         nonlocal calls
@@ -161,7 +161,7 @@ def _killed(rank: int, moment: int) -> Any:
     if moment == 0:
         gone = mock.Mock(side_effect=lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         return mock.patch.object(collecting, "_checked_layouts", gone)
-    return mock.patch.object(rank_failures.Circle, "_wait", until_then)
+    return mock.patch.object(rank_failures.RankGroup, "_wait", until_then)
 
 
 def _failing(rank: int, where: str, on: int) -> Any:

@@ -326,7 +326,7 @@ def test_what_was_given_out_stays_as_it_was() -> None:
 def test_any_conversation_keeps_each_row_of_its_time(data: st.DataObject) -> None:
     """Turns, tools, aborts with and without routes, changing weights: against a table kept by hand."""
     rollout, tokens, versions = Rollout(MODEL), [3, 4], [None, None]
-    settled = [False, False]
+    sampled_from = [False, False]
     rollout.append(tokens)
     for version in range(1, data.draw(st.integers(2, 6))):
         tool = data.draw(st.lists(st.integers(0, 99), max_size=3))
@@ -336,15 +336,15 @@ def test_any_conversation_keeps_each_row_of_its_time(data: st.DataObject) -> Non
         prompt = tokens + tool
         tokens = prompt + sampled
         versions += [None] * (len(tokens) - len(versions))
-        settled += [False] * (len(tokens) - len(settled))
+        sampled_from += [False] * (len(tokens) - len(sampled_from))
         routes = None if lost else routes_of(tokens, version)
         rollout.extend(
             Turn(prompt=prompt, sampled=sampled, routes=routes, aborted=lost), "latest" if latest else "first"
         )
         for place in range(len(tokens) - 1):
-            if not lost and (latest or (versions[place] is None and not settled[place])):
+            if not lost and (latest or (versions[place] is None and not sampled_from[place])):
                 versions[place] = version
-            settled[place] |= place >= len(prompt) - 1
+            sampled_from[place] |= place >= len(prompt) - 1
     check(rollout, tokens, versions)
 
 

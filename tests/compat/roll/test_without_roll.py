@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from npu_replay.compat.roll import journey, strategy
+from npu_replay.compat.roll import pipeline, strategy
 from npu_replay.errors import ReplayError
 
 
@@ -41,15 +41,15 @@ def test_rolls_check_is_passed_by_and_other_strategies_keep_it() -> None:
             raise NotImplementedError
 
     ours = config("R2")
-    journey._checked(post_init, ours)
-    assert (ours.router_replay.mode, type(ours.router_replay.mode)) == ("R2", journey.Mode)
+    pipeline._checked(post_init, ours)
+    assert (ours.router_replay.mode, type(ours.router_replay.mode)) == ("R2", pipeline.Mode)
     with pytest.raises(NotImplementedError):
-        journey._checked(post_init, config("R2", "megatron_train"))
+        pipeline._checked(post_init, config("R2", "megatron_train"))
 
 
 def test_a_workers_process_imports_npu_replay_with_its_config() -> None:
     """Ray sends a config and a class of ROLL's; nobody there would import npu_replay."""
-    sent = pickle.dumps({"mode": journey.Mode("R2")})
+    sent = pickle.dumps({"mode": pipeline.Mode("R2")})
     code = "import pickle, sys; mode = pickle.loads(bytes.fromhex(sys.argv[1]))['mode']; "
     code += "import sys; assert mode == 'R2' and 'npu_replay' in sys.modules"
     subprocess.run([sys.executable, "-c", code, sent.hex()], check=True, timeout=100)

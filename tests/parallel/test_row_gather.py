@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npu_replay import InvalidRoutes, ParallelLayout, RoutedExperts, TokenLayout
-from npu_replay.parallel.picking import pick, plan
+from npu_replay.parallel.row_gather import pick, plan
 
 EXPERTS, LAYERS = 12, 5
 

@@ -42,7 +42,7 @@ def _first(at: slice | Array, count: int) -> slice | Array:
 def plan(rows: torch.Tensor, lengths: Sequence[int]) -> list[Run]:
     """The runs of a layout.
 
-    >>> from npu_replay.parallel.picking import plan
+    >>> from npu_replay.parallel.row_gather import plan
     >>> plan(torch.tensor([-1, 0, 1]), [2])
     [Run(sample=0, tokens=slice(0, 2, 1), rows=slice(1, 3, 1))]
 
