@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from npu_replay.errors import RouterError
-from npu_replay.routes.labels import StageLabels
+from npu_replay.routes.arguments import StageLabels
 
 if TYPE_CHECKING:
     from npu_replay.sessions.micro_batches import Marks

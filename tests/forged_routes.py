@@ -39,8 +39,8 @@ def text(said: Any) -> str:
     return json.dumps(said, separators=(",", ":"))
 
 
-def digest_of(model: Any, known: Any, ids: bytes = IDS, recorded: bytes = RECORDED) -> str:
-    return hashlib.blake2b(text([model, known]).encode() + ids + recorded, digest_size=16).hexdigest()
+def digest_of(model: Any, key: str, known: Any, ids: bytes = IDS, recorded: bytes = RECORDED) -> str:
+    return hashlib.blake2b(text([model, key, known]).encode() + ids + recorded, digest_size=16).hexdigest()
 
 
 def forged(
@@ -57,14 +57,15 @@ def forged(
 ) -> bytes:
     """An encoding as this library writes it, made by hand, of which something is other; with a right digest
     unless there is another one, or None for none."""
-    digest = {"digest": digest_of(model, known, ids, recorded)} | digest
+    digest = {"digest": digest_of(model, key, known, ids, recorded)} | digest
     known = known | {name: value for name, value in digest.items() if value is not None}
-    dot, end = f"{key}." if key else "", len(ids)
+    end = len(ids)
     entries = tensors or {
-        f"{dot}ids": {"dtype": "U8", "shape": [5, 2, 2], "data_offsets": [0, end]},
-        f"{dot}recorded": {"dtype": "BOOL", "shape": [5], "data_offsets": [end, end + len(recorded)]},
+        "ids": {"dtype": "U8", "shape": [5, 2, 2], "data_offsets": [0, end]},
+        "recorded": {"dtype": "BOOL", "shape": [5], "data_offsets": [end, end + len(recorded)]},
     }
-    about = {"format": encoding.FORMAT, "routes": routes_said(text([model, {key: known}]))}
+    lists = {name: [value] for name, value in known.items()}
+    about = {"format": encoding.FORMAT, "routes": routes_said(text({**model, "keys": [key], **lists}))}
     header = said(text({"__metadata__": about, **entries})).encode()
     header += b" " * (-len(header) % 8)
     return struct.pack("<Q", len(header)) + header + ids + recorded

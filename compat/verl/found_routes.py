@@ -24,7 +24,7 @@ from npu_replay.compat.verl.tensors import MicroBatch
 from npu_replay.environment import DELIVERY
 from npu_replay.errors import InvalidRoutes, ReplayError, as_text
 from npu_replay.parallel.parallel_layout import ParallelLayout
-from npu_replay.parallel.rank_failures import PATIENCE, RankGroup, Outcome, agreed
+from npu_replay.parallel.rank_failures import PATIENCE, Outcome, RankGroup, agreed
 from npu_replay.routers import find, labels_of
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from npu_replay.errors import InvalidRoutes, RouterError, one_of
 from npu_replay.parallel.merge import side_by_side
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.routes import arguments
-from npu_replay.routes.labels import StageLabels
+from npu_replay.routes.arguments import StageLabels
 from npu_replay.routes.routed_experts import RoutedExperts
 
 PATIENCE = 60.0

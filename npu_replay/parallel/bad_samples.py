@@ -9,9 +9,9 @@ from typing import Any
 
 from npu_replay.errors import MicroBatchError, ReplayError
 from npu_replay.routes import arguments
+from npu_replay.routes.arguments import StageLabels
 from npu_replay.routes.checks import Finding
 from npu_replay.routes.fingerprint import find_other_tokens
-from npu_replay.routes.labels import StageLabels
 from npu_replay.routes.routed_experts import RoutedExperts
 
 CEILING = 0.01

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from npu_replay.errors import MicroBatchError, ReplayError, list_of, micro_batch
 from npu_replay.parallel.merge import Block, Part, Union
 from npu_replay.parallel.parallel_layout import ParallelLayout
-from npu_replay.parallel.rank_failures import RankGroup, Outcome
+from npu_replay.parallel.rank_failures import Outcome, RankGroup
 from npu_replay.parallel.token_layout import TokenLayout
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions.record import Recording

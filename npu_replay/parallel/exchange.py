@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from npu_replay.parallel.rank_failures import PATIENCE, RankGroup, Outcome
+from npu_replay.parallel.rank_failures import PATIENCE, Outcome, RankGroup
 from npu_replay.routes.routed_experts import RoutedExperts
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 from npu_replay.errors import ReplayError, RouterError, one_of, shown, whole_number
 from npu_replay.parallel.pipeline_layers import DecoderLayers
 from npu_replay.routers import Model, chunks_of, find
-from npu_replay.routes.labels import StageLabels
+from npu_replay.routes.arguments import StageLabels
 
 Context: TypeAlias = Literal["zigzag", "contiguous"]
 """How context parallelism cuts a sequence: two chunks a rank, one from each end, or one piece a rank."""

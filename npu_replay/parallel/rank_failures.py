@@ -166,7 +166,7 @@ class RankGroup:
 
 
 class Outcome:
-    """How this rank fares: its first error is kept, and told to all ranks of each group, which wait for it."""
+    """How this rank fares: its first error is kept, and told to each group, whose ranks wait for it."""
 
     error: Exception | None = None
 

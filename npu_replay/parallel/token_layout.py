@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import pad
 
 from npu_replay.errors import MicroBatchError, ReplayError, listed, one_of, share, shown, whole_number
-from npu_replay.parallel import bad_samples, row_gather, probed_layout
+from npu_replay.parallel import bad_samples, probed_layout, row_gather
 from npu_replay.parallel.parallel_layout import Context, ParallelLayout
 from npu_replay.routes import arguments
 from npu_replay.routes.arguments import is_plain

@@ -9,13 +9,48 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from npu_replay.errors import InvalidRoutes, listed, shown, whole_number
+from npu_replay.errors import InvalidRoutes, RouterError, listed, shown, whole_number
 from npu_replay.routes.checks import MAX_EXPERTS, MAX_LAYERS
-from npu_replay.routes.labels import StageLabels
 
 IdArray: TypeAlias = "torch.Tensor | np.ndarray"
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class StageLabels(tuple[int, ...]):
+    """Labels of MoE layers, with those of the whole model and of the rank; no `whole`: routes have no others.
+
+    >>> from npu_replay.routes.arguments import StageLabels
+    >>> StageLabels([3], whole=[1, 3]).among((0, 1))
+    (1,)
+    """
+
+    whole: tuple[int, ...]
+    here: tuple[int, ...]
+
+    def __new__(
+        cls, labels: Iterable[int], whole: Iterable[int] = (), here: Iterable[int] = ()
+    ) -> StageLabels:
+        made = super().__new__(cls, labels)
+        made.whole, made.here = tuple(whole), tuple(here)
+        return made
+
+    def among(self, layers: tuple[int, ...], where: str = "") -> tuple[int, ...]:
+        """Return what these layers are called in routes with the labels `layers`.
+
+        In routes of this rank they have their own names. Of others the k-th is the model's k-th MoE layer.
+        """
+        if not self.whole or layers in (self, self.here):
+            return self
+        RouterError.unless(
+            len(layers) == len(self.whole),
+            "the routes have other MoE layers than the pattern of the model",
+            f"{len(self.whole)} MoE layers, one for each E, labelled {self.whole} here, or this rank's part",
+            f"{len(layers)} MoE layers, {layers}",
+            "another model's Hugging Face config, columns of dense layers, or another rank's part",
+            where,
+        )
+        return tuple(layers[self.whole.index(label)] for label in self)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

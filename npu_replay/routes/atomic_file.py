@@ -21,16 +21,6 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 
-def check_writer(name: object) -> None:
-    """Can the files of somebody who writes into a shared folder begin with this name?
-
-    Raises:
-        RouteFileError: it is no text, empty, or has folders in it.
-    """
-    fine = isinstance(name, str) and name.isprintable() and bool(name) and Path(name).name == name
-    RouteFileError.unless(fine, "bad name of a writer", "a file name without folders", shown(name))
-
-
 def as_path(path: Any) -> Path:
     """The path that a caller gave; a RouteFileError for what is none."""
     try:
@@ -55,8 +45,8 @@ def plain_file(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def reader(file: BinaryIO) -> Callable[[int, int], Array]:
-    """Return a function that reads the bytes between two places into memory of its own, uint8.
+def reader(file: BinaryIO) -> tuple[Callable[[int, int], Array], int]:
+    """Return a function that reads the bytes between two places into memory of its own, and the file's size.
 
     A memory map would show what the file holds at the moment: whoever writes to it changes ids that were held
     against their checksum before, and where it has shrunk the process dies of a signal.
@@ -72,7 +62,7 @@ def reader(file: BinaryIO) -> Callable[[int, int], Array]:
             raise ValueError(f"it ends {len(found) - there} bytes early: somebody writes to it")
         return found
 
-    return read
+    return read, os.fstat(file.fileno()).st_size
 
 
 def write_whole(path: Path, *parts: bytes | memoryview, overwrite: bool) -> None:
@@ -85,22 +75,32 @@ def write_whole(path: Path, *parts: bytes | memoryview, overwrite: bool) -> None
     Raises:
         RouteFileError: the file is there and `overwrite` isn't set, or it can't be written.
     """
-    with _telling(path), _scratch(path, overwrite=overwrite) as (scratch, file):
+    with _scratch(path, overwrite=overwrite) as (scratch, file):
         file.writelines(parts)
         file.flush()
         os.fsync(file.fileno())
         file.close()  # where a full disk says so only now, the file that has the name is still there
-        _name(scratch, path, overwrite=overwrite)
+        if not overwrite:
+            try:
+                os.link(scratch, path)  # unlike a rename, this fails where another writer was faster
+            except FileExistsError as error:
+                raise _is_there(path) from error
+            except OSError:  # a file system without links
+                if path.exists():
+                    raise _is_there(path) from None
+            else:
+                return scratch.unlink()
+        os.replace(scratch, path)
 
 
 def check_place(path: Path, *, overwrite: bool) -> None:
     """Refuse before minutes of work what `write_whole` would refuse after them."""
-    with _telling(path), _scratch(path, overwrite=overwrite) as (scratch, _):
+    with _scratch(path, overwrite=overwrite) as (scratch, _):
         scratch.unlink()
 
 
 def remove_left(path: Path) -> None:
-    """Remove a scratch file that a writer left as it was killed, with which its lock ended; without locks
+    """Remove a scratch file that a writer left when it was killed: its lock ended with it. Without locks
     nothing is removed."""
     if not path.is_file() or path.is_symlink():
         return
@@ -110,34 +110,30 @@ def remove_left(path: Path) -> None:
 
 
 @contextmanager
-def _telling(path: Path) -> Iterator[None]:
+def _scratch(path: Path, *, overwrite: bool) -> Iterator[tuple[Path, BinaryIO]]:
+    """Yield a new file beside `path`, locked for the block, so that no other writer removes it
+    (`remove_left`). An OSError in the block is raised as a RouteFileError."""
     try:
-        yield
+        if not overwrite and path.exists():  # before anything is written
+            raise _is_there(path)
+        scratch, file = _created(path)
+        lock = os.dup(file.fileno())  # holds the lock when the file is closed
+        try:
+            yield scratch, file
+        except BaseException:
+            with suppress(OSError):
+                scratch.unlink()
+            raise
+        finally:
+            for close in (file.close, lambda: os.close(lock)):
+                with suppress(OSError):  # of a write that failed already, or with everything on the disk
+                    close()
     except OSError as error:
         raise RouteFileError(f"the file can't be written ({error})", where=str(path)) from error
 
 
-@contextmanager
-def _scratch(path: Path, *, overwrite: bool) -> Iterator[tuple[Path, BinaryIO]]:
-    """A new file beside `path`, locked for the block, so that no other writer removes it (`remove_left`)."""
-    if not overwrite and path.exists():  # before anything is written
-        raise _is_there(path)
-    scratch, file = _created(path)
-    lock = os.dup(file.fileno())  # holds the lock when the file is closed
-    try:
-        yield scratch, file
-    except BaseException:
-        with suppress(OSError):
-            scratch.unlink()
-        raise
-    finally:
-        for close in (file.close, lambda: os.close(lock)):
-            with suppress(OSError):  # of a write that failed already, or with everything on the disk
-                close()
-
-
 def _created(path: Path) -> tuple[Path, BinaryIO]:
-    """Create a scratch file and lock it. What a killed writer left is removed; what one that lives is writing
+    """Create a scratch file and lock it. What a killed writer left is removed; what a living one is writing
     isn't."""
     for number in itertools.count():
         scratch = path.with_name(f".{path.name}.{number}.part")
@@ -158,21 +154,6 @@ def _lock(file: int, *, wait: bool) -> None:
     if fcntl is None:
         raise OSError("this system has no such locks")
     fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-
-
-def _name(scratch: Path, path: Path, *, overwrite: bool) -> None:
-    """Give what is written its name; a link, unlike a rename, fails where another writer was faster."""
-    if not overwrite:
-        try:
-            os.link(scratch, path)
-        except FileExistsError as error:
-            raise _is_there(path) from error
-        except OSError:  # a file system without links
-            if path.exists():
-                raise _is_there(path) from None
-        else:
-            return scratch.unlink()
-    os.replace(scratch, path)
 
 
 def _is_there(path: Path) -> RouteFileError:

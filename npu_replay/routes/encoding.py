@@ -2,40 +2,55 @@
 
     8 bytes   length of the header, little-endian
     header    JSON, padded with spaces to a multiple of 8 bytes
-    ids       of each sample, [tokens, layers, topk], uint8 or little-endian int16
-    recorded  of each sample, [tokens], a byte a token, 0 or 1
+    ids       [tokens, layers, topk] of all samples, uint8 or little-endian int16
+    recorded  [tokens] of all samples, a byte a token, 0 or 1
 
-The tensors of a sample are KEY.ids and KEY.recorded; those of a sample without a key are ids and recorded.
-The metadata have the format and, as JSON in `routes`, the model of all samples and what is known of each,
-with a digest: BLAKE2b (16 bytes) over both and the sample's two arrays.
+The samples of a shard follow each other in these two tensors. The metadata have the format and, as JSON in
+`routes`, the model and a list for each thing that is known of the samples, beginning with their keys; the
+last has a digest of each: BLAKE2b (16 bytes) over the model, what is known of the sample, and its two arrays.
 
 A reader writes the header that it understood once more, and refuses a text that isn't the same to the byte.
-So wrong offsets, shapes and dtypes, unknown keys and keys that stand twice need no rule of their own.
+So wrong offsets, shapes and dtypes, unknown names and names that stand twice need no rule of their own.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from npu_replay.errors import ReplayError, RouteFileError, shown
 from npu_replay.routes.arguments import shared_tensor
-from npu_replay.routes.atomic_file import plain_file, reader
 from npu_replay.routes.checks import MAX_EXPERTS, MAX_LAYERS, Array
 
-FORMAT = "npu_replay.routes.2"
+FORMAT = "npu_replay.routes.3"
 Read: TypeAlias = "Callable[[int, int], Array]"
 """Returns the bytes between two places, uint8."""
 
 _LONGEST_HEADER = 100_000_000  # that of the safetensors package
 _OTHER_HEADER = "its header isn't the one that npu_replay writes for these routes"
+
+_MODEL = ("layers", "topk", "num_experts")
+_CARRIED = ("fingerprint", "weight_version", "constant_layers_ok", "from_engine")
+_SAMPLE = ("tokens", *_CARRIED, "digest")
+_FIELDS: dict[str, tuple[set[type], int, int]] = {
+    "layers": ({int}, 0, MAX_LAYERS - 1),
+    "topk": ({int}, 1, MAX_EXPERTS),
+    "num_experts": ({int}, 1, MAX_EXPERTS),
+    "keys": ({str}, 0, 0),
+    "tokens": ({int}, 0, 1 << 48),
+    "fingerprint": ({int, type(None)}, 0, (1 << 64) - 1),
+    "weight_version": ({int, str, type(None)}, -(1 << 64), 1 << 64),
+    "constant_layers_ok": ({bool}, 0, 1),
+    "from_engine": ({bool}, 0, 1),
+    "digest": ({str}, 0, 0),
+}
+"""Of each value in a header, or in a list of it: its types, and between what a number lies."""
 
 
 class Header:
@@ -47,27 +62,29 @@ class Header:
 
     Attributes:
         text: as it is written, with its length.
-        size: bytes of the text and of all arrays.
+        size: bytes of the text and of both tensors.
     """
 
     def __init__(self, model: dict[str, Any], samples: dict[str, dict[str, Any]]) -> None:
         self.model, self.samples = model, samples
         dtype, self._dtype = ("U8", "u1") if model["num_experts"] <= 256 else ("I16", "<i2")
-        columns = [len(model["layers"]), model["topk"]]
-        row = columns[0] * columns[1] * np.dtype(self._dtype).itemsize
-        tensors, end = dict[str, Any](), 0
-        for key, known in samples.items():
-            place, shape = [end, end := end + known["tokens"] * row], [known["tokens"], *columns]
-            tensors[_tensor(key, "ids")] = {"dtype": dtype, "shape": shape, "data_offsets": place}
-        for key, known in samples.items():  # after all ids: an int16 at an odd place is slow
-            place, shape = [end, end := end + known["tokens"]], [known["tokens"]]
-            tensors[_tensor(key, "recorded")] = {"dtype": "BOOL", "shape": shape, "data_offsets": place}
-        self._tensors = tensors
-        about = {"format": FORMAT, "routes": _json([model, samples])}
+        self._columns = [len(model["layers"]), model["topk"]]
+        self._row = self._columns[0] * self._columns[1] * np.dtype(self._dtype).itemsize
+        *first, tokens = accumulate((known["tokens"] for known in samples.values()), initial=0)
+        self._first = dict(zip(samples, first, strict=True))
+        ids = tokens * self._row
+        # All masks come after all ids: an int16 at an odd place is slow.
+        tensors = {
+            "ids": {"dtype": dtype, "shape": [tokens, *self._columns], "data_offsets": [0, ids]},
+            "recorded": {"dtype": "BOOL", "shape": [tokens], "data_offsets": [ids, ids + tokens]},
+        }
+        lists = {name: [known[name] for known in samples.values()] for name in _SAMPLE}
+        about = {"format": FORMAT, "routes": _json({**model, "keys": [*samples], **lists})}
         text = _json({"__metadata__": about, **tensors}).encode()
         text += b" " * (-len(text) % 8)
         self.text = len(text).to_bytes(8, "little") + text
-        self.size = len(self.text) + end
+        self._recorded = len(self.text) + ids
+        self.size = self._recorded + tokens
 
     @classmethod
     def read(cls, read: Read, size: int) -> Header:
@@ -84,10 +101,15 @@ class Header:
             about.get("format"),
             "safetensors of something else (a checkpoint?), or of another version of npu_replay",
         )
-        model, samples = json.loads(about["routes"])
-        _check([model], _MODEL)
-        _check(samples.values(), _SAMPLE)
-        found = cls(model, samples)
+        said = json.loads(about["routes"])
+        for name in _FIELDS:
+            if name not in said:
+                raise ValueError(f"no {name}")
+            _check(name, [said[name]] if name in ("topk", "num_experts") else said[name])
+        rows = zip(*(said[name] for name in _SAMPLE), strict=True)
+        each = zip(said["keys"], rows, strict=True)
+        samples = {key: dict(zip(_SAMPLE, row, strict=True)) for key, row in each}
+        found = cls({name: said[name] for name in _MODEL}, samples)
         if found.text != text:
             raise ValueError(_OTHER_HEADER)
         if found.size != size:
@@ -108,10 +130,12 @@ class Header:
             "a shard of a RouteStore, which is read by its folder, or one that was replaced",
         )
         known = self.samples[key]
-        ids = self._array(read, _tensor(key, "ids"), self._dtype)
-        recorded = self._array(read, _tensor(key, "recorded"), "u1")
+        tokens, first = known["tokens"], self._first[key]
+        start, mask = len(self.text) + first * self._row, self._recorded + first
+        ids = read(start, start + tokens * self._row).view(self._dtype).reshape(tokens, *self._columns)
+        recorded = read(mask, mask + tokens)
         RouteFileError.unless(
-            _digest(self.model, known, ids, recorded) == known["digest"],
+            _digest(self.model, key, known, ids, recorded) == known["digest"],
             "these routes were changed after they were written",
             f"checksum {known['digest']}",
             "another",
@@ -119,13 +143,17 @@ class Header:
         )
         if (recorded > 1).any():
             raise ValueError("recorded isn't a mask")
-        about = {name: known[name] for name in _CARRIED}
-        about |= {name: self.model[name] for name in ("layers", "num_experts")}
-        return about | {"ids": shared_tensor(ids), "recorded": shared_tensor(recorded.view(np.bool_))}
+        return {
+            **{name: self.model[name] for name in ("layers", "num_experts")},
+            **{name: known[name] for name in _CARRIED},
+            "ids": shared_tensor(ids),
+            "recorded": shared_tensor(recorded.view(np.bool_)),
+        }
 
-    def _array(self, read: Read, name: str, dtype: str) -> Array:
-        first, end = (len(self.text) + place for place in self._tensors[name]["data_offsets"])
-        return read(first, end).view(dtype).reshape(self._tensors[name]["shape"])
+
+def decode(read: Read, size: int) -> dict[str, Any]:
+    """Return RoutedExperts' arguments of a sample without a key, of `size` bytes; call it while `reading`."""
+    return Header.read(read, size).arguments(read)
 
 
 def encode(samples: Mapping[str, Mapping[str, Any]]) -> list[bytes | memoryview]:
@@ -141,31 +169,12 @@ def encode(samples: Mapping[str, Mapping[str, Any]]) -> list[bytes | memoryview]
     for key, one in samples.items():
         model = {"layers": [*one["layers"]], "topk": one["ids"].shape[2], "num_experts": one["num_experts"]}
         known = {"tokens": len(one["ids"]), **{name: one[name] for name in _CARRIED}}
-        described[key] = known | {"digest": _digest(model, known, one["ids"], one["recorded"])}
-    arrays = [
-        one[what].reshape(-1).view(np.uint8) for what in ("ids", "recorded") for one in samples.values()
-    ]
+        described[key] = known | {"digest": _digest(model, key, known, one["ids"], one["recorded"])}
     text = Header(model, described).text
     fits, cause = len(text) <= 8 + _LONGEST_HEADER, "keys or weight versions that are long texts"
     RouteFileError.unless(fits, "the header is too long", f"{_LONGEST_HEADER} bytes", len(text) - 8, cause)
-    return [text, *(one.data for one in arrays)]
-
-
-def from_buffer(data: bytes | bytearray | memoryview) -> dict[str, Any]:
-    """Return RoutedExperts' arguments, whose ids lie in `data`; call it while `reading`."""
-    whole = np.frombuffer(data, np.uint8)
-
-    def read(first: int, end: int) -> Array:
-        return whole[first:end]
-
-    return Header.read(read, len(whole)).arguments(read)
-
-
-def from_file(path: Path) -> dict[str, Any]:
-    """The same of a file, in memory of their own; call it while `reading`."""
-    with plain_file(path) as file:  # opened once: whoever overwrites it puts another file there
-        read = reader(file)
-        return Header.read(read, os.fstat(file.fileno()).st_size).arguments(read)
+    arrays = (one[what] for what in ("ids", "recorded") for one in samples.values())
+    return [text, *(array.reshape(-1).view(np.uint8).data for array in arrays)]
 
 
 @contextmanager
@@ -184,52 +193,24 @@ def reading(problem: str, cause: str, where: object = "") -> Iterator[None]:
         raise RouteFileError(f"{problem} ({said})", where=str(where), cause=cause) from error
 
 
-def _digest(model: dict[str, Any], known: dict[str, Any], ids: Array, recorded: Array) -> str:
-    about = [model, {name: known[name] for name in known if name != "digest"}]
+def _digest(model: dict[str, Any], key: str, known: dict[str, Any], ids: Array, recorded: Array) -> str:
+    about = [model, key, {name: known[name] for name in known if name != "digest"}]
     summed = hashlib.blake2b(_json(about).encode(), digest_size=16)
     summed.update(ids.data)
     summed.update(recorded.data)
     return summed.hexdigest()
 
 
-def _tensor(key: str, what: str) -> str:
-    return f"{key}.{what}" if key else what
-
-
 def _json(said: Any) -> str:
     return json.dumps(said, separators=(",", ":"))
 
 
-# What a header says: of each value its types, and between what a number lies
-
-_Field: TypeAlias = "tuple[set[type], int, int]"
-
-_CARRIED: dict[str, _Field] = {
-    "fingerprint": ({int, type(None)}, 0, (1 << 64) - 1),
-    "weight_version": ({int, str, type(None)}, -(1 << 64), 1 << 64),
-    "constant_layers_ok": ({bool}, 0, 1),
-    "from_engine": ({bool}, 0, 1),
-}
-_SAMPLE: dict[str, _Field] = {"tokens": ({int}, 0, 1 << 48), **_CARRIED, "digest": ({str}, 0, 0)}
-_MODEL: dict[str, _Field] = {
-    "layers": ({list}, 0, MAX_LAYERS - 1),
-    "topk": ({int}, 1, MAX_EXPERTS),
-    "num_experts": ({int}, 1, MAX_EXPERTS),
-}
-
-
-def _check(said: Collection[dict[str, Any]], fields: Mapping[str, _Field]) -> None:
-    """Refuse what a header may not say; a field of all samples at a time, as that is fast."""
-    for one in said:
-        if [*one] != [*fields]:
-            raise ValueError(next((f"no {name}" for name in fields if name not in one), _OTHER_HEADER))
-    for name, (types, least, most) in fields.items():
-        values = [one[name] for one in said]
-        wrong = [value for value in values if type(value) not in types]
-        parts = [part for value in values if type(value) is list for part in value]
-        numbers = [number for number in [*values, *parts] if type(number) is int]
-        wrong += [part for part in parts if type(part) is not int]
-        if numbers and not least <= min(numbers) <= max(numbers) <= most:
-            wrong.append(max(numbers, key=abs))
-        if wrong:
-            raise ValueError(f"{name} {shown(wrong[0])}")
+def _check(name: str, values: Any) -> None:
+    """Refuse what a header may not say of all samples; a list at a time, as that is fast."""
+    types, least, most = _FIELDS[name]
+    wrong = [value for value in values if type(value) not in types] if type(values) is list else [values]
+    numbers = [] if wrong else [value for value in values if type(value) is int]
+    if numbers and not least <= min(numbers) <= max(numbers) <= most:
+        wrong.append(max(numbers, key=abs))
+    if wrong:
+        raise ValueError(f"{name} {shown(wrong[0])}")

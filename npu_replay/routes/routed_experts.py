@@ -19,12 +19,11 @@ import torch
 
 from npu_replay.errors import InvalidRoutes, RouteFileError, listed, whole_number
 from npu_replay.routes import arguments, checks
-from npu_replay.routes.arguments import IdArray
-from npu_replay.routes.atomic_file import as_path, write_whole
+from npu_replay.routes.arguments import IdArray, StageLabels
+from npu_replay.routes.atomic_file import as_path, plain_file, reader, write_whole
 from npu_replay.routes.checks import Array, Finding
-from npu_replay.routes.encoding import encode, from_buffer, from_file, reading
+from npu_replay.routes.encoding import decode, encode, reading
 from npu_replay.routes.fingerprint import SampleKey, with_key
-from npu_replay.routes.labels import StageLabels
 
 if TYPE_CHECKING:
     from npu_replay.routes.inputs import Inputs
@@ -375,7 +374,9 @@ class RoutedExperts:
         """
         cause = "they were cut short or changed, or are something else"
         with reading("these bytes can't be read as routes", cause):
-            return cls(**from_buffer(data), copy=False).check_not_constant()
+            whole = np.frombuffer(data, np.uint8)
+            found = decode(lambda first, end: whole[first:end], len(whole))
+            return cls(**found, copy=False).check_not_constant()
 
     def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> None:
         """Write a safetensors file, whole or not at all.
@@ -401,8 +402,9 @@ class RoutedExperts:
         """
         place = as_path(path)
         cause = "it was cut short, damaged, or isn't a safetensors file"
-        with reading("this file can't be read as routes", cause, place):
-            return cls(**from_file(place), copy=False).check_not_constant()
+        # Opened once: whoever overwrites it meanwhile puts another file there.
+        with reading("this file can't be read as routes", cause, place), plain_file(place) as file:
+            return cls(**decode(*reader(file)), copy=False).check_not_constant()
 
 
 _OF_MICRO_BATCH = ("bad_samples", "row_order", "inputs", "placed")

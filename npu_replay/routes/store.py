@@ -16,9 +16,9 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from npu_replay.errors import RouteFileError, shown, whole_number
-from npu_replay.routes.atomic_file import as_path, check_writer, plain_file, reader, remove_left, write_whole
+from npu_replay.routes.atomic_file import as_path, plain_file, reader, remove_left, write_whole
 from npu_replay.routes.checks import Array
-from npu_replay.routes.encoding import Header, encode, reading
+from npu_replay.routes.encoding import Header, Read, encode, reading
 from npu_replay.routes.fingerprint import SampleKey, as_token_ids, find_other_tokens, fingerprint, with_key
 from npu_replay.routes.routed_experts import RoutedExperts
 
@@ -26,7 +26,6 @@ SHARD_BYTES = 1 << 28
 SHARD_SAMPLES = 1 << 13
 """The header of so many is one that the safetensors package reads, with keys of 300 characters, too."""
 _ENDING = ".safetensors"
-_HEADERS = 64  # of shards, that are kept
 _DAMAGED = (
     "something else, a file that was cut short, changed or taken away, or another version of npu_replay"
 )
@@ -57,7 +56,7 @@ class RouteStore(Mapping[str, RoutedExperts]):
 
     def __init__(self, folder: str | os.PathLike[str], *, shard: str | None = None) -> None:
         self.folder = as_path(folder)
-        self._headers: dict[tuple[Path, int, int, int], Header] = {}
+        self._headers: dict[Path, tuple[tuple[int, ...], Header]] = {}
         shards = sorted(self.folder.glob(f"{'*' if shard is None else glob.escape(shard)}{_ENDING}"))
         cause = "another folder, or a job that ended before its first shard was full: close the writer"
         problem, where = "there are no routes in this folder", str(self.folder)
@@ -67,7 +66,7 @@ class RouteStore(Mapping[str, RoutedExperts]):
         """Of a key that two shards have with other routes, the second shard."""
         for path in shards:
             with reading("the shard can't be read", _DAMAGED, path), plain_file(path) as file:
-                samples = self._header(path, file).samples
+                samples = self._open(path, file)[0].samples
             for key, known in samples.items():
                 _, first = self._samples.setdefault(key, (path, known))
                 if first["digest"] != known["digest"]:
@@ -142,8 +141,8 @@ class RouteStore(Mapping[str, RoutedExperts]):
             reading("the shard can't be read", _DAMAGED, f"{shard}, {key}"),
             plain_file(shard) as file,
         ):
-            header = self._header(shard, file)
-            found = header.arguments(reader(file), key)
+            header, read = self._open(shard, file)
+            found = header.arguments(read, key)
             if header.samples[key] != known:
                 raise ValueError("the shard was replaced since the folder was opened")
             return RoutedExperts(**found, copy=False).check_not_constant(tokens)
@@ -157,22 +156,23 @@ class RouteStore(Mapping[str, RoutedExperts]):
             cause="the same question about other images, or one answer that two ranks sampled",
         )
 
-    def _header(self, shard: Path, file: BinaryIO) -> Header:
-        """The header of an open shard, which is read once for each file that has had this name."""
+    def _open(self, shard: Path, file: BinaryIO) -> tuple[Header, Read]:
+        """Return the header of an open shard, read once for each file that has had its name, and how to read
+        its bytes."""
+        read, size = reader(file)
         now = os.fstat(file.fileno())
-        key = shard, now.st_ino, now.st_size, now.st_mtime_ns
-        if key not in self._headers:
-            while len(self._headers) >= _HEADERS:
-                del self._headers[next(iter(self._headers))]
-            self._headers[key] = Header.read(reader(file), now.st_size)
-        return self._headers[key]
+        stamp = now.st_ino, size, now.st_mtime_ns
+        if shard not in self._headers or self._headers[shard][0] != stamp:
+            self._headers[shard] = stamp, Header.read(read, size)
+        return self._headers[shard][1], read
 
 
 class RouteWriter(AbstractContextManager["RouteWriter"]):
     """Writes samples into a folder, a shard at a time. See `RouteStore.writer`."""
 
     def __init__(self, folder: Path, name: Any, shard_bytes: int) -> None:
-        check_writer(name)
+        fine = isinstance(name, str) and name.isprintable() and bool(name) and Path(name).name == name
+        RouteFileError.unless(fine, "bad name of a writer", "a file name without folders", shown(name))
         self.folder, self.name, self.shard_bytes = folder, name, shard_bytes
         self._keys: set[str] = set()
         self._waiting: dict[str, RoutedExperts] = {}

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from npu_replay.routes.labels import StageLabels
+from npu_replay.routes.arguments import StageLabels
 from npu_replay.routes.routed_experts import RoutedExperts
 
 _OfLayer: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None]"

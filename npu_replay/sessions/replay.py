@@ -12,8 +12,8 @@ import torch
 from npu_replay import environment
 from npu_replay.errors import MicroBatchError, RouterError, list_of, micro_batch, one_of
 from npu_replay.routers import Model, Router, check_losses, labels_of
+from npu_replay.routes.arguments import StageLabels
 from npu_replay.routes.inputs import Called, InputCheck, copied, parameter_names
-from npu_replay.routes.labels import StageLabels
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions import seam
 from npu_replay.sessions.block import to_enter

@@ -28,7 +28,7 @@ from npu_replay.compat.verl.batch_routes import COLUMN, RoutesByKey, keys_in
 from npu_replay.compat.verl.tensors import MicroBatch
 from npu_replay.environment import DELIVERY
 from npu_replay.errors import RouterError
-from npu_replay.routes.labels import StageLabels
+from npu_replay.routes.arguments import StageLabels
 from on_verl import test_rollout as loops
 from on_verl.test_rollout import SAMPLED, Engine, Turn, deep, guarded, installed, make_worker
 from piece_files import FileCarrier

@@ -15,7 +15,7 @@ from torch import nn
 from npu_replay import DecoderLayers, ParallelLayout, ReplayError, RoutedExperts, TokenLayout, delivery
 from npu_replay.errors import RouterError
 from npu_replay.routers import Router, labels_of
-from npu_replay.routes.labels import StageLabels
+from npu_replay.routes.arguments import StageLabels
 from npu_replay.sessions.replay import DeviceRoutes
 from piece_files import FileCarrier
 

@@ -90,7 +90,7 @@ def test_what_is_cut_short_or_of_which_any_bit_is_flipped_is_refused(form: Form,
         flipped = [good[:at] + bytes([good[at] ^ flip]) + good[at + 1 :] for flip in FLIPS]
         for bad in (good[:at], *flipped):
             form.put(place, bad)
-            with pytest.raises(ReplayError):
+            with pytest.raises((ReplayError, KeyError)):  # of a store that has the sample by another key
                 form.read(place)
     form.put(place, good)
     assert form.read(place) == routes(tokens=8)
@@ -141,7 +141,7 @@ CRAFTED: dict[str, tuple[dict[str, Any], str]] = {
     # of the metadata
     "metadata that are no text": ({"said": replaced('{"format"', '{"more":3,"format"')}, "isn't the one"),
     "a format twice": ({"said": replaced('"format":', '"format":"x","format":')}, "isn't the one"),
-    "another format": ({"said": replaced(encoding.FORMAT, "npu_replay.routes.1")}, "doesn't hold routes"),
+    "another format": ({"said": replaced(encoding.FORMAT, "npu_replay.routes.2")}, "doesn't hold routes"),
     "no routes": ({"said": replaced('"routes"', '"roots"')}, "can't be read"),
     "white space": ({"said": replaced(":{", ": {")}, "isn't the one"),
     "escapes": ({"said": replaced('"U8"', '"\\u0055' + '8"')}, "isn't the one"),
@@ -154,11 +154,11 @@ CRAFTED: dict[str, tuple[dict[str, Any], str]] = {
     "nothing of the routes": ({"routes_said": lambda said: "null"}, "can't be read"),
     "routes nested deeply": ({"routes_said": lambda said: "[" * 100_000}, "nested too deeply"),
     "a number of 5,000 digits": (
-        {"routes_said": replaced('"tokens":5', '"tokens":' + "9" * 5000)},
+        {"routes_said": replaced('"tokens":[5', '"tokens":[' + "9" * 5000)},
         "can't be read",
     ),
-    "NaN": ({"routes_said": replaced('"tokens":5', '"tokens":NaN')}, "tokens nan"),
-    "a float": ({"routes_said": replaced('"tokens":5', '"tokens":5.0')}, r"tokens 5\.0"),
+    "NaN": ({"routes_said": replaced('"tokens":[5', '"tokens":[NaN')}, "tokens nan"),
+    "a float": ({"routes_said": replaced('"tokens":[5', '"tokens":[5.0')}, r"tokens 5\.0"),
     "a top-k twice": ({"routes_said": replaced('"topk":2', '"topk":2,"topk":2')}, "isn't the one"),
     "one thing more": ({"known": {**KNOWN, "more": 3}}, "isn't the one"),
     "one thing more of the model": ({"model": {**MODEL, "more": 3}}, "isn't the one"),
@@ -190,23 +190,11 @@ for _name in (*MODEL, *KNOWN):
             CRAFTED[f"{_name} {_value!r}"] = {_part: _whole | {_name: _value}}, _name
 
 
-def named(change: Callable[[str], str], key: str) -> Callable[[str], str]:
-    """The same change of the tensors' entries, where the sample has a key."""
-
-    def changed(said: str) -> str:
-        bare = change(said.replace(f'"{key}.', '"'))
-        return bare.replace('"ids"', f'"{key}.ids"').replace('"recorded"', f'"{key}.recorded"')
-
-    return changed
-
-
 @pytest.mark.parametrize("what", CRAFTED)
 def test_a_crafted_header_is_refused_though_its_digest_is_right(
     form: Form, tmp_path: Path, what: str
 ) -> None:
     changes, words = CRAFTED[what]
-    if form.key and "said" in changes:
-        changes = changes | {"said": named(changes["said"], form.key)}
     form.put(tmp_path / "routes", forged(key=form.key, **changes))
     with pytest.raises(RouteFileError, match=words or None):
         form.read(tmp_path / "routes")
@@ -268,10 +256,11 @@ def test_the_safetensors_package_opens_all_that_is_written(tmp_path: Path, token
         writer.add(other, "\U0001f600")
     [shard] = (tmp_path / "folder").iterdir()
     tensors = load_file(shard)
-    assert len(tensors) == 4
-    assert torch.equal(tensors["é/a.b.ids"], one.ids)
-    assert torch.equal(tensors["\U0001f600.ids"], other.ids)
-    assert torch.equal(tensors["\U0001f600.recorded"], other.recorded)
+    assert tensors.keys() == {"ids", "recorded"}
+    for name, found in tensors.items():
+        assert torch.equal(found, torch.cat([getattr(one, name), getattr(other, name)]))
+    store = RouteStore(tmp_path / "folder")
+    assert (store["é/a.b"], store["\U0001f600"]) == (one, other)
 
 
 def test_a_file_that_is_replaced_between_its_header_and_its_ids_is_read_as_the_one_it_was(

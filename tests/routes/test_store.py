@@ -179,7 +179,7 @@ def test_a_header_that_nobody_could_read_is_not_written(
 ) -> None:
     monkeypatch.setattr(encoding, "_LONGEST_HEADER", 1000)
     writer = RouteStore.writer(tmp_path)
-    writer.add(sample(1), key="k" * 500)
+    writer.add(sample(1), key="k" * 900)
     with pytest.raises(RouteFileError, match="header is too long"):
         writer.flush()
     assert not list(tmp_path.iterdir())
@@ -263,13 +263,6 @@ def test_samples_that_share_memory_are_written(tmp_path: Path, share: Any) -> No
     one, other = share(sample(1))
     found = store(tmp_path, (one, "one"), (other, "other"))
     assert (found["one"], found["other"]) == (one, other)
-
-
-def test_of_many_shards_few_headers_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(route_store, "_HEADERS", 2)
-    found = store(tmp_path, *((sample(number), None) for number in range(6)), shard_bytes=1)
-    assert [found.of(tokens_of(number)) == sample(number) for number in (0, 5, 1, 0, 4)] == [True] * 5
-    assert len(found._headers) == 2
 
 
 @pytest.mark.parametrize(
