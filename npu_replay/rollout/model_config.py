@@ -1,8 +1,9 @@
-"""RoutedModel: which layers of a model route, and over how many experts; read from its config.json."""
+"""RoutedModel: which layers of a model route, and over how many experts, read from its config."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,16 +11,23 @@ from typing import Any
 
 from torch import nn
 
-from npu_replay.errors import ReplayError, listed, shown, whole_number
-from npu_replay.rollout.config_keys import BY_HAND, EXPERTS, Keys, refuse_loops
+from npu_replay import json_text
+from npu_replay.errors import ReplayError, RouterError, listed, shown, whole_number
 from npu_replay.routers import Router, check_alike
+from npu_replay.routes.atomic_file import plain_file
 from npu_replay.routes.checks import MAX_EXPERTS, MAX_LAYERS
 
+_EXPERTS = (
+    *("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts"),
+    *("n_experts", "num_moe_experts"),
+)
 _TOPK = (
     *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"),
     *("experts_per_token", "moe_router_topk", "num_selected_experts"),
 )
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
+_DEEPEST = 16  # a model's config may hold its language model's
 _KINDS: dict[str, tuple[str, ...]] = {
     "block_configs": ("moe",),  # Nemotron Puzzle
     "mlp_layer_types": ("sparse", "moe", "hash_moe"),
@@ -28,26 +36,21 @@ _KINDS: dict[str, tuple[str, ...]] = {
 }
 """Lists of what each layer is, and the words in them for a layer with experts."""
 _FIRST = (
-    "first_k_dense_replace",
-    "moe_first_k_dense_replace",
-    "num_dense_layers",
-    "moe_layer_start_index",  # Ernie 4.5
-    "dense_mlp_idx",  # Inkling
+    *("first_k_dense_replace", "moe_first_k_dense_replace", "num_dense_layers"),
+    *("moe_layer_start_index", "dense_mlp_idx"),  # Ernie 4.5, Inkling
 )
 _STEP = (
-    "decoder_sparse_step",  # Qwen
-    "interleave_moe_layer_step",  # Llama 4
-    "moe_layer_interval",  # Ernie 4.5
-    "moe_layer_frequency",  # Arctic
+    *("decoder_sparse_step", "interleave_moe_layer_step"),  # Qwen, Llama 4
+    *("moe_layer_interval", "moe_layer_frequency"),  # Ernie 4.5, Arctic
 )
-_RULES = (
-    *_FIRST,
-    *_STEP,
-    "expert_layer_period",  # Jamba
-    "mlp_only_layers",  # Qwen
-    "enable_moe_block",  # Gemma 4
+_RULES = (*_FIRST, *_STEP, "expert_layer_period", "mlp_only_layers", "enable_moe_block")
+"""Keys that tell which layers are dense: Jamba's, Qwen's and Gemma 4's beside those above."""
+_LOOPS = re.compile(
+    r"(^|[_.])(loops?|cycles|passes|ut_steps|recur(rence|sion)s?|(loop|recur\w*)_(num|count|depth|steps))$"
 )
+"""How often a forward runs some layers: Inkling-2, Dory, Ouro, LoopCoder, Huginn, HRM."""
 _MODELSLIM = "quant_model_description.json"
+_BY_HAND = "give RoutedModel(layers=..., num_layers=..., num_experts=..., topk=...)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,22 +85,16 @@ class RoutedModel:
         _check_most(self.num_layers, MAX_LAYERS, "decoder layers", "RoutedModel")
         _check_most(self.num_experts, MAX_EXPERTS, "experts in a layer", "RoutedModel")
         layers, every = self.layers, [*self.layers, *self.hashed]
-        if (
-            not layers
-            or list(layers) != sorted(layers)
-            or len(set(every)) != len(every)
-            or not 0 <= min(every) <= max(every) < self.num_layers
-        ):
-            raise ReplayError(
-                "these can't be the MoE layers of a model",
-                where="RoutedModel",
-                expected=f"ascending 0-based decoder layers below {self.num_layers}, one at least",
-                got=shown(layers, 200) + (f", hashed {shown(self.hashed, 200)}" if self.hashed else ""),
-                cause="a model without experts, or 1-based numbers (Megatron's layer_number)",
-            )
-        if not 1 <= self.topk <= self.num_experts:
-            most = f"1 to {self.num_experts} experts a token"
-            raise ReplayError("bad top-k", where="RoutedModel", expected=most, got=self.topk)
+        ascending = bool(layers) and list(layers) == sorted(layers) and len(set(every)) == len(every)
+        ReplayError.unless(
+            ascending and 0 <= min(every) <= max(every) < self.num_layers,
+            "these can't be the MoE layers of a model",
+            f"ascending 0-based decoder layers below {self.num_layers}, one at least",
+            shown(layers, 200) + (f", hashed {shown(self.hashed, 200)}" if self.hashed else ""),
+            "a model without experts, or 1-based numbers (Megatron's layer_number)",
+            "RoutedModel",
+        )
+        whole_number(self.topk, "top-k", "RoutedModel", least=1, most=self.num_experts)
 
     @property
     def dense(self) -> tuple[int, ...]:
@@ -120,7 +117,7 @@ class RoutedModel:
 
     @classmethod
     def of_module(cls, module: nn.Module, routers: Sequence[Router]) -> RoutedModel:
-        """A model of transformers, by the routers that were found in it.
+        """Describe a model of transformers by the routers that were found in it.
 
         Args:
             module: the model, or a wrapper of it (PEFT's, DDP).
@@ -130,13 +127,13 @@ class RoutedModel:
         """
         configs = (getattr(inner, "config", None) for inner in module.modules())
         config: Any = next((one for one in configs if hasattr(one, "get_text_config")), None)
-        if config is None:
-            got = f"{type(module).__name__}, without a config"
-            raise ReplayError(
-                "the number of decoder layers isn't known", expected="a model of transformers", got=got
-            )
+        problem, got = (
+            "the number of decoder layers isn't known",
+            f"{type(module).__name__}, without a config",
+        )
+        ReplayError.unless(config is not None, problem, "a model of transformers", got)
         check_alike({f"layer {one.label}": (one.topk, one.num_experts) for one in routers})
-        refuse_loops(Keys.of(config))
+        _refuse_loops(_Keys.of(config))
         return cls(
             layers=tuple(router.label for router in routers),
             num_layers=int(config.get_text_config().num_hidden_layers),
@@ -146,7 +143,7 @@ class RoutedModel:
 
     @classmethod
     def of(cls, model: Any) -> RoutedModel:
-        """`model` as it is if it is one, else what its config says: see `from_config`."""
+        """Return `model` as it is if it is one, else what its config says: see `from_config`."""
         return model if isinstance(model, RoutedModel) else cls.from_config(model)
 
     @classmethod
@@ -166,23 +163,22 @@ class RoutedModel:
             ReplayError: a key is missing that no other stands for; names those that were looked for.
             RouterError: layers differ in top-k or experts, or run several times in one forward.
         """
-        found = Keys.of(config)
-        refuse_loops(found)
+        found = _Keys.of(config)
+        _refuse_loops(found)
         blocks = found["block_configs"] or found["layers_block_type"]  # Nemotron-H saves no other number
         counted = isinstance(blocks, (list, tuple)) and found["num_hidden_layers"] is None
         num_layers = len(blocks) if counted else found.number(_LAYERS, "the number of decoder layers")
         _check_most(num_layers, MAX_LAYERS, "decoder layers", found.name)  # each is looked at below
-        # LongCat has ids above those of the routed experts, and counts two layers as one.
-        if found.whole("zero_expert_num"):
-            raise ReplayError(
-                "a model with zero experts can't be read from its config",
-                where=found.name,
-                expected="routed experts only",
-                got=f"zero_expert_num={shown(found['zero_expert_num'])}",
-                cause=f"a family that counts layers and experts in its own way: {BY_HAND}",
-            )
+        ReplayError.unless(
+            not (zeros := found.whole("zero_expert_num")),  # LongCat: ids above those of the routed experts
+            "a model with zero experts can't be read from its config",
+            "routed experts only",
+            f"zero_expert_num={zeros}",
+            f"a family that counts layers and experts in its own way: {_BY_HAND}",
+            found.name,
+        )
         own = found.by_layer()
-        without = {layer for layer, one in own.items() if 0 in map(one.__getitem__, EXPERTS)}
+        without = {layer for layer, one in own.items() if 0 in map(one.__getitem__, _EXPERTS)}
         sparse = [layer for layer in _sparse_layers(found, num_layers) if layer not in without]
         # DeepSeek-V4 looks the experts of some layers up by token id.
         kinds, first = found.kinds("mlp_layer_types", num_layers), found.whole("num_hash_layers") or 0
@@ -190,7 +186,7 @@ class RoutedModel:
         numbers = {}
         for layer in sparse or [0]:
             config = own.get(layer, found)
-            experts = config.number(EXPERTS, "the number of routed experts", layer)
+            experts = config.number(_EXPERTS, "the number of routed experts", layer)
             topk = config.number(_TOPK, "the experts a token", layer)
             numbers[f"{config.name}, layer {layer}"] = topk, experts
         check_alike(numbers)
@@ -202,8 +198,150 @@ def _check_most(given: int, most: int, what: str, where: str) -> None:
     ReplayError.unless(given <= most, f"no model has so many {what}", f"at most {most}", given, where=where)
 
 
-def _sparse_layers(config: Keys, num_layers: int) -> list[int]:
-    """The decoder layers with experts: a list of the config's says it, or else rules, of which all hold."""
+@dataclass(frozen=True)
+class _Keys:
+    """Reads a config by key; what it hasn't, or has as None, is None."""
+
+    config: Any
+    name: str
+    beside: tuple[_Keys, ...] = ()
+
+    @classmethod
+    def of(cls, config: Any) -> _Keys:
+        if isinstance(config, (str, os.PathLike)):
+            config = cls.of_file(Path(config))
+        for _ in range(_DEEPEST):
+            found = cls(config, type(config).__name__)
+            # A config inside this one, that of the language model, say, is to be read in its place.
+            inner = None if isinstance(config, Mapping) else getattr(config, "config", None)
+            if inner is None or hasattr(config, "num_hidden_layers"):
+                own = any(found[expert] is not None for expert in _EXPERTS)
+                inner = None if own else next((found[key] for key in _TEXT if found[key] is not None), None)
+            if inner is None:
+                return found
+            config = inner
+        problem, expected = (
+            "this config holds configs without end",
+            f"a language model's, {_DEEPEST} deep at most",
+        )
+        raise ReplayError(problem, where=found.name, expected=expected, got="another one inside that")
+
+    @staticmethod
+    def of_file(path: Path) -> dict[str, Any]:
+        file, problem = path, "the model's config can't be read"
+        hub = "the name of a model on a hub, which isn't looked up: download it, and give its folder"
+        try:
+            file = path / "config.json" if path.is_dir() else path
+            with plain_file(file) as opened:
+                config = json_text.parse(opened.read())
+        except (OSError, ValueError) as error:
+            expected = "a Hugging Face config.json, or the folder that it is in"
+            cause = hub if isinstance(error, FileNotFoundError) else ""
+            raise ReplayError(problem, where=str(file), expected=expected, got=error, cause=cause) from error
+        kind = type(config).__name__
+        ReplayError.unless(kind == "dict", "this isn't a model's config", "an object", kind, where=str(file))
+        return config
+
+    def __getitem__(self, key: str) -> Any:
+        if isinstance(self.config, Mapping):
+            return self.config.get(key)
+        try:
+            return getattr(self.config, key, None)
+        except RuntimeError:  # transformers: each layer has its own, in per_layer_config
+            return None
+
+    def by_layer(self) -> dict[int, _Keys]:
+        """Return what the config says of single layers, in Nemotron Puzzle's way or in transformers'."""
+        key = "block_configs" if self["block_configs"] is not None else "per_layer_config"
+        value = None if self["is_heterogeneous"] is False else self[key]
+        try:
+            each = value.items() if isinstance(value, Mapping) else enumerate(value or ())
+            found = {int(layer): _Keys(one, f"{self.name}, {key}", (self,)) for layer, one in each}
+            if any(one["skip"] for one in found.values()):
+                raise ValueError("parts of a layer, by names of the family's own")
+        except (TypeError, ValueError) as error:
+            raise self.unknown(key) from error
+        return found
+
+    def number(self, keys: tuple[str, ...], what: str, layer: int | None = None) -> int:
+        """Return the first number above 0 that one of these keys has, by the layer where each has its own."""
+        for value in (config[key] for config in (self, *self.beside) for key in keys):
+            if isinstance(value, (list, tuple)) and value:
+                at = 0 if all(one == value[0] for one in value) else layer
+                value = None if at is None or at >= len(value) else value[at]
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+        given = [f"{key}={shown(self[key])}" for key in keys if self[key] is not None]
+        raise ReplayError(
+            f"the model's config doesn't say {what}",
+            where=self.name,
+            expected=f"one of {', '.join(keys)}, above 0",
+            got=", ".join(given) or "none of them",
+            cause=f"a model without experts, or a family with other keys: {_BY_HAND}",
+        )
+
+    def whole(self, key: str) -> int | None:
+        """Return a whole number, or None if it isn't there."""
+        value = self[key]
+        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+            return value
+        raise self.unknown(key)
+
+    def numbers(self, key: str) -> set[int]:
+        """Return whole numbers, given as a list or as a text with commas; none if it isn't there."""
+        value = self[key]
+        if value is None:
+            return set()
+        try:
+            found = {int(one) for one in (value.split(",") if isinstance(value, str) else value)}
+            if len(found) > MAX_LAYERS:
+                raise ValueError("more than a model has layers")
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise self.unknown(key) from error
+        return found
+
+    def kinds(self, key: str, num_layers: int) -> list[str]:
+        """Return words or letters, one a layer and perhaps more; none if it isn't there."""
+        value = self[key]
+        if key == "block_configs" and isinstance(value, (list, tuple, str)):
+            value = [_Keys(block, self.name)["block_type"] for block in value]
+        if value is None:
+            return []
+        texts = isinstance(value, (list, tuple, str)) and all(isinstance(one, str) for one in value)
+        if not texts or not num_layers <= len(value) <= MAX_LAYERS:
+            raise self.unknown(key)
+        return list(value)
+
+    def unknown(self, key: str) -> ReplayError:
+        """Make the error about a key that says which layers have experts, in a way that isn't known here."""
+        return ReplayError(
+            f"the model's config says in an unknown way which layers have experts: {key}",
+            where=self.name,
+            expected="what transformers writes",
+            got=shown(self[key], 200),
+            cause=f"a model family that npu_replay doesn't know yet: {_BY_HAND}",
+        )
+
+
+def _refuse_loops(config: _Keys) -> None:
+    """Refuse a model that runs layers several times in one forward, by the key that says how often."""
+    names = config.config if isinstance(config.config, Mapping) else dir(config.config)
+    counts = {str(one): config[one] for one in names if _LOOPS.search(str(one)) or "loop" in str(one)}
+    for name, inner in [*counts.items()]:  # Inkling-2's own config.json has a loop_config
+        counts |= {f"{name}.{one}": inner[one] for one in inner} if isinstance(inner, Mapping) else {}
+    for name, count in counts.items():
+        RouterError.unless(
+            not (_LOOPS.search(name) and isinstance(count, (int, float)) and count > 1),
+            "a looped model runs some layers several times in one forward, and can't be replayed",
+            "a model that runs each layer once",
+            f"{name}={count}",
+            "an engine keeps one row for a token and layer, which is one pass of several",
+            config.name,
+        )
+
+
+def _sparse_layers(config: _Keys, num_layers: int) -> list[int]:
+    """Return the decoder layers with experts: those of a list, or where there is none, of all rules."""
     if config["is_moe"] is False or config["enable_moe_block"] is False:  # Doge, Gemma 4
         return []
     for key, words in _KINDS.items():
@@ -230,13 +368,13 @@ def _sparse_layers(config: Keys, num_layers: int) -> list[int]:
                 got=f"intermediate_size={shown(dense)}, moe_intermediate_size={shown(width)} and none of "
                 "them",
                 cause="a config.json that leaves it to the family's class: give transformers' config of the "
-                f"model (AutoConfig.from_pretrained), or {BY_HAND}",
+                f"model (AutoConfig.from_pretrained), or {_BY_HAND}",
             )
     return [layer for layer in range(num_layers) if _by_rules(config, layer)]
 
 
-def _by_rules(config: Keys, layer: int) -> bool:
-    """Has this decoder layer experts? A family writes some of these keys; with none of them, all have."""
+def _by_rules(config: _Keys, layer: int) -> bool:
+    """Return whether a layer has experts by the keys that a family writes; with none of them, all have."""
     frequency = config["moe_layer_freq"]
     if isinstance(frequency, (list, tuple)):
         if layer >= len(frequency):
@@ -260,51 +398,44 @@ def _by_rules(config: Keys, layer: int) -> bool:
 
 
 def is_hybrid(model: Any) -> bool:
-    """Has a model linear attention or state spaces in some layers, and so several KV cache groups?
+    """Return whether a model has linear attention or state spaces, and so several KV cache groups.
 
     Args:
         model: a Hugging Face config: its path or its folder's, its contents, an object. A RoutedModel doesn't
             say.
     """
-    config = _contents(model)
-    kinds = [str(kind) for key in ("layer_types", "layers_block_type") for kind in config.get(key) or ()]
+    kinds = [str(kind) for key in ("layer_types", "layers_block_type") for kind in _said(model, key) or ()]
     return (
         any("linear" in kind or "mamba" in kind for kind in kinds)
-        or isinstance(config.get("full_attention_interval"), int)  # Qwen3-Next
-        or isinstance(config.get("attn_layer_period"), int)  # Jamba
-        or isinstance(config.get("hybrid_override_pattern"), str)  # Nemotron-H
+        or isinstance(_said(model, "full_attention_interval"), int)  # Qwen3-Next
+        or isinstance(_said(model, "attn_layer_period"), int)  # Jamba
+        or isinstance(_said(model, "hybrid_override_pattern"), str)  # Nemotron-H
     )
 
 
 def names_topk(model: Any) -> bool:
-    """Has it num_experts_per_tok, the only key that vLLM looked for at first? True where nothing is known."""
-    config = _contents(model)
-    return not config or config.get("num_experts_per_tok") is not None
+    """Return whether it has num_experts_per_tok, the only key that vLLM looked for at first; True where it
+    doesn't tell its layers, either."""
+    return _said(model, "num_experts_per_tok") is not None or _said(model, "num_hidden_layers") is None
 
 
 def quantization(model: Any) -> str:
-    """Where a model says that it is quantized; empty if nowhere."""
+    """Return where a model says that it is quantized; empty if nowhere."""
     if isinstance(model, (str, os.PathLike)) and (Path(model) / _MODELSLIM).is_file():
         return _MODELSLIM
-    return "quantization_config" if _contents(model).get("quantization_config") else ""
+    return "quantization_config" if _said(model, "quantization_config") else ""
 
 
 def is_there(model: Any) -> bool:
-    """Can `model` be asked? Not where none is given, or where it is the name of one on a hub."""
+    """Return whether `model` can be asked: not where none is given, or it is the name of one on a hub."""
     return model is not None and not (isinstance(model, str) and not Path(model).exists())
 
 
-def _contents(model: Any) -> Mapping[str, Any]:
-    """The config as a mapping, the text model's own keys over the rest; empty where there is none."""
-    if isinstance(model, (str, os.PathLike)):
-        try:
-            model = Keys.of_file(Path(model))
-        except ReplayError:
-            return {}
-    elif not isinstance(model, (Mapping, RoutedModel)):
-        to_dict = getattr(model, "to_dict", None)
-        model = to_dict() if callable(to_dict) else getattr(model, "__dict__", {})
-    if not isinstance(model, Mapping):
-        return {}
-    text = model.get("text_config")
-    return model if text is None else {**model, **_contents(text)}
+def _said(model: Any, key: str) -> Any:
+    """Return what a config says by this key, its text model's own first; None where it can't be read."""
+    try:
+        whole = _Keys(_Keys.of_file(Path(model)) if isinstance(model, (str, os.PathLike)) else model, "")
+    except ReplayError:
+        return None
+    text = whole[key] if whole["text_config"] is None else _said(whole["text_config"], key)
+    return whole[key] if text is None else text

@@ -54,11 +54,12 @@ class StageLabels(tuple[int, ...]):
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Does it hold numbers that can be looked at one by one?"""
+    """Return whether it holds numbers that can be read one by one: it isn't sparse, nested or quantized."""
     return tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_meta or tensor.is_quantized)
 
 
 def plain_tensor(value: Any, problem: str, expected: str) -> torch.Tensor:
+    """Return what a caller gave as a tensor on the CPU, or refuse it with this problem."""
     try:
         found = torch.as_tensor(np.array(value) if isinstance(value, np.ndarray) else value).detach().cpu()
         if not is_plain(found):
@@ -69,8 +70,8 @@ def plain_tensor(value: Any, problem: str, expected: str) -> torch.Tensor:
 
 
 def ids(ids: Any) -> torch.Tensor:
-    """Ids of any integer dtype, torch's or numpy's, [tokens, layers, topk], on the CPU; copied only if torch
-    can't compute with them where they lie."""
+    """Return ids of any integer dtype, torch's or numpy's, as a tensor [tokens, layers, topk] on the CPU,
+    copied only if torch can't compute with them where they lie."""
     if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu":
         dtype = ids.dtype.newbyteorder("=")
         if dtype in (np.uint16, np.uint32, np.uint64):
@@ -100,15 +101,15 @@ def shared_tensor(array: np.ndarray) -> torch.Tensor:
 
 
 def labels(layers: Any) -> tuple[int, ...]:
+    """Return a caller's layer labels as Python's integers; StageLabels as they are."""
     if isinstance(layers, StageLabels):
         return layers
     given = listed(layers, "the layer labels", most=MAX_LAYERS, kind=InvalidRoutes)
-    if {*map(type, given)} <= {int}:
-        return tuple(given)
     return tuple(whole_number(layer, "a layer label", kind=InvalidRoutes) for layer in given)
 
 
 def check_columns(labels: tuple[int, ...], columns: int) -> None:
+    """Refuse labels that aren't one a column, ascending and below the most layers that a model has."""
     short = str(labels) if len(labels) <= 8 else f"({labels[0]}, {labels[1]}, ..., {labels[-1]})"
     InvalidRoutes.unless(
         len(labels) == columns,
@@ -123,6 +124,7 @@ def check_columns(labels: tuple[int, ...], columns: int) -> None:
 
 
 def mask(recorded: IdArray | None, *, tokens: int) -> torch.Tensor:
+    """Return a caller's mask of the rows with a route, in memory of its own; all rows without one."""
     if recorded is None:
         return torch.ones(tokens, dtype=torch.bool)
     expected, problem = f"bool, shape ({tokens},)", "recorded must say of each token whether it has a route"
@@ -139,13 +141,12 @@ def num_experts(num_experts: Any, topk: int) -> int:
 
 
 def fingerprint(mark: Any) -> int | None:
-    if mark is None:
-        return None
-    return whole_number(mark, "fingerprint", least=0, most=2**64 - 1, kind=InvalidRoutes)
+    kind = InvalidRoutes
+    return None if mark is None else whole_number(mark, "fingerprint", least=0, most=2**64 - 1, kind=kind)
 
 
 def common(versions: Iterable[int | str | None]) -> int | str | None:
-    """The weight version of all; None where they don't agree.
+    """Return the weight version of all; None where they don't agree.
 
     >>> common([3, 3]), common([3, None])
     (3, None)
@@ -155,8 +156,8 @@ def common(versions: Iterable[int | str | None]) -> int | str | None:
 
 
 def known_of_all(parts: Collection[Any]) -> dict[str, Any]:
-    """What is known of the parts together: their weight version if all have it, whether each may have
-    constant layers, and whether an engine chose one of them."""
+    """Return what is known of the parts together: their common weight version, whether each may have constant
+    layers, and whether an engine chose one of them."""
     return {
         "weight_version": common(part.weight_version for part in parts),
         "constant_layers_ok": all(part.constant_layers_ok for part in parts),
@@ -165,7 +166,7 @@ def known_of_all(parts: Collection[Any]) -> dict[str, Any]:
 
 
 def weight_version(version: Any) -> int | str | None:
-    """It has to go into a header: numpy's and torch's integers become Python's."""
+    """Return a version that can go into a header: numpy's and torch's integers become Python's."""
     if version is None or isinstance(version, str):
         return version
     what = "weight_version that isn't text"

@@ -177,20 +177,16 @@ class RoutedExperts:
         return self.ids.shape[0]
 
     def __repr__(self) -> str:
-        missing = len(self) - int(self.recorded.sum())
-        return (
-            f"RoutedExperts({len(self)} tokens, {len(self.layers)} layers, top-{self.topk} of "
-            f"{self.num_experts}, {missing} rows without a route)"
-        )
+        shape = f"{len(self)} tokens, {len(self.layers)} layers, top-{self.topk} of {self.num_experts}"
+        return f"RoutedExperts({shape}, {len(self) - int(self.recorded.sum())} rows without a route)"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RoutedExperts):
             return NotImplemented
-        return (
-            (self.layers, self.num_experts, self.fingerprint, self.weight_version)
-            == (other.layers, other.num_experts, other.fingerprint, other.weight_version)
-            and torch.equal(self.ids, other.ids)
-            and torch.equal(self.recorded, other.recorded)
+        names = ("layers", "num_experts", "fingerprint", "weight_version")
+        arrays = (self.ids, other.ids), (self.recorded, other.recorded)
+        return all(getattr(self, name) == getattr(other, name) for name in names) and all(
+            torch.equal(ours, theirs) for ours, theirs in arrays
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -260,9 +256,12 @@ class RoutedExperts:
         alike = ("num_experts", "topk") if layers is not None else ("layers", "num_experts", "topk")
         for number, part in enumerate(parts):
             for what in alike:
-                if (found := getattr(part, what)) != (wanted := getattr(first, what)):
-                    problem = f"part {number} of concat() has other {what}"
-                    raise InvalidRoutes(problem, expected=wanted, got=found, cause=cause)
+                ours, theirs, problem = (
+                    getattr(first, what),
+                    getattr(part, what),
+                    f"part {number} of concat() has",
+                )
+                InvalidRoutes.unless(ours == theirs, f"{problem} other {what}", ours, theirs, cause)
         labels = first.layers if layers is None else arguments.labels(layers)
         columns = {of: part.columns(labels) for of, part in {part.layers: part for part in parts}.items()}
         return first.with_rows(
@@ -279,15 +278,11 @@ class RoutedExperts:
         num_experts = arguments.num_experts(num_experts, topk)
         tokens = whole_number(tokens, "number of tokens", least=0, most=checks.MAX_TOKENS, kind=InvalidRoutes)
         ids = torch.zeros(tokens, len(labels), topk, dtype=narrow_dtype(num_experts))
-        none = torch.zeros(tokens, dtype=torch.bool)
-        return cls(
-            ids=ids,
-            layers=labels,
-            num_experts=num_experts,
-            recorded=none,
-            constant_layers_ok=True,
-            copy=False,
-        )
+        known: dict[str, Any] = {
+            "recorded": torch.zeros(tokens, dtype=torch.bool),
+            "constant_layers_ok": True,
+        }
+        return cls(ids=ids, layers=labels, num_experts=num_experts, copy=False, **known)
 
     def only(self, layers: Sequence[int]) -> RoutedExperts:
         """Return the routes of these decoder layers, ascending.

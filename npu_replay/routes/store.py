@@ -58,12 +58,19 @@ class RouteStore(Mapping[str, RoutedExperts]):
         self.folder = as_path(folder)
         self._headers: dict[Path, tuple[tuple[int, ...], Header]] = {}
         shards = sorted(self.folder.glob(f"{'*' if shard is None else glob.escape(shard)}{_ENDING}"))
-        cause = "another folder, or a job that ended before its first shard was full: close the writer"
-        problem, where = "there are no routes in this folder", str(self.folder)
-        RouteFileError.unless(bool(shards), problem, f"NAME{_ENDING}", "none", cause, where)
+        RouteFileError.unless(
+            bool(shards),
+            "there are no routes in this folder",
+            f"NAME{_ENDING}",
+            "none",
+            "another folder, or a job that ended before its first shard was full: close the writer",
+            str(self.folder),
+        )
         self._samples: dict[str, tuple[Path, dict[str, Any]]] = {}
         self._several: dict[str, Path] = {}
         """Of a key that two shards have with other routes, the second shard."""
+        self._of_tokens: dict[int, list[str]] = {}
+        """Keys that are fingerprints, by the half that tells the tokens."""
         for path in shards:
             with reading("the shard can't be read", _DAMAGED, path), plain_file(path) as file:
                 samples = self._open(path, file)[0].samples
@@ -71,11 +78,8 @@ class RouteStore(Mapping[str, RoutedExperts]):
                 _, first = self._samples.setdefault(key, (path, known))
                 if first["digest"] != known["digest"]:
                     self._several[key] = path
-        self._of_tokens: dict[int, list[str]] = {}
-        """Keys that are fingerprints, by the half that tells the tokens."""
-        for key, (_, known) in self._samples.items():
-            if (mark := known["fingerprint"]) is not None and key == key_of(mark):
-                self._of_tokens.setdefault(mark >> 32, []).append(key)
+                elif first is known and (mark := known["fingerprint"]) is not None and key == key_of(mark):
+                    self._of_tokens.setdefault(mark >> 32, []).append(key)
 
     def __repr__(self) -> str:
         return f"RouteStore({str(self.folder)!r}, {len(self)} samples)"
