@@ -76,7 +76,7 @@ class Object:
 
 
 def _registered(binary: bytes, owner: bytes, status: bytes) -> Object:
-    """A handle that came past Ray, made known to the process that it came to."""
+    """Make a handle that came past Ray known to the process that it came to."""
     ray = _ray("read routes from")
     ref = ray.ObjectRef(binary, owner)
     _worker().core_worker.deserialize_and_register_object_ref(binary, ray.ObjectRef.nil(), owner, status)
@@ -84,7 +84,7 @@ def _registered(binary: bytes, owner: bytes, status: bytes) -> Object:
 
 
 def _worker() -> Any:
-    """What Ray itself pickles ObjectRefs by; it has no public way to."""
+    """Return what Ray itself pickles ObjectRefs by; it has no public way to."""
     from ray._private import worker
 
     found: Any = worker.global_worker
@@ -93,7 +93,7 @@ def _worker() -> Any:
 
 
 def read_objects(handles: Sequence[Any], patience: float) -> list[RoutedExperts | Exception]:
-    """What lies in these objects; in the place of one that is lost, or doesn't come in time, is why."""
+    """Read what lies in these objects; in the place of one that is lost or late is why."""
     ray, until = _ray("read routes from"), time.monotonic() + patience
     refs = [handle.ref for handle in handles]
     try:
@@ -116,20 +116,12 @@ def _one(ray: Any, ref: Any, ready: bool) -> RoutedExperts | Exception:
 
 
 def _ray(what: str) -> Any:
-    """Ray, started.
-
-    Raises:
-        ReplayError: it isn't.
-    """
+    """Return Ray's module, if it is installed and started; else raise a ReplayError."""
     try:
         import ray
     except ImportError as error:
-        raise ReplayError(
-            f"there is no Ray to {what}",
-            expected="ray, installed",
-            got=str(error),
-            cause="another environment",
-        ) from error
+        problem, cause = f"there is no Ray to {what}", "another environment"
+        raise ReplayError(problem, expected="ray, installed", got=str(error), cause=cause) from error
     ReplayError.unless(
         ray.is_initialized(),
         f"there is no Ray to {what}",

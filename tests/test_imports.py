@@ -25,7 +25,7 @@ PACKAGE = Path(npu_replay.__file__).parent
 COMPAT = Path(npu_replay.compat.__file__).parent
 AT_IMPORT = {
     *("beside", "environment", "errors", "lazy", "routers", "torch_loading"),
-    *("parallel", "parallel.hybrid_pattern", "parallel.parallel_layout", "parallel.pipeline_layers"),
+    *("parallel", "parallel.parallel_layout", "parallel.pipeline_layers"),
     *("routes", "routes.checks", "routes.fingerprint", "routes.labels"),
     *("compat", "compat.patching", "compat.patching.import_hook", "compat.patching.install"),
     "compat.patching.patches",

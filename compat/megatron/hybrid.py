@@ -15,8 +15,7 @@ from typing import Any
 from torch import nn
 
 from npu_replay.errors import ReplayError, RouterError
-from npu_replay.parallel import hybrid_pattern
-from npu_replay.parallel.pipeline_layers import DecoderLayers
+from npu_replay.parallel.pipeline_layers import DecoderLayers, pattern_labels
 from npu_replay.routers import Router
 
 _NAMES = ("hybrid_layer_pattern", "hybrid_override_pattern")
@@ -54,7 +53,7 @@ def pattern_in(chunks: Sequence[nn.Module]) -> str | None:
 def labelled(chunk: nn.Module, routers: list[Router]) -> list[Router]:
     """Label the routers of a HybridModel in a chunk as its pattern is read."""
     for path, _, pattern in _stacks(chunk):
-        labels, moe = hybrid_pattern.labels(pattern), DecoderLayers.of_pattern(pattern).moe
+        labels, moe = pattern_labels(pattern), DecoderLayers.of_pattern(pattern).moe
         problem = "the number of this router isn't that of an E in the pattern of the model"
         cause = "a pipeline split that Megatron's layers and the pattern count differently"
         for at, one in enumerate(routers):
@@ -69,7 +68,7 @@ def labelled(chunk: nn.Module, routers: list[Router]) -> list[Router]:
 
 def layers_in(chunks: Sequence[nn.Module]) -> set[int] | None:
     """The decoder layers in these chunks of a HybridModel; None for any other model."""
-    found = [(stack, hybrid_pattern.labels(text)) for chunk in chunks for _, stack, text in _stacks(chunk)]
+    found = [(stack, pattern_labels(text)) for chunk in chunks for _, stack, text in _stacks(chunk)]
     labels = (labels[layer.layer_number - 1] for stack, labels in found for layer in stack.layers)
     return {label for label in labels if label is not None} if found else None
 

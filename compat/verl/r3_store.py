@@ -24,7 +24,7 @@ from npu_replay.compat.verl.settings import setting
 from npu_replay.delivery.fetching import PATIENCE, fetch_each
 from npu_replay.environment import DELIVERY
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
-from npu_replay.rollout.batch_rows import from_batch
+from npu_replay.rollout.admit import from_batch
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routes.checks import Array
 from npu_replay.routes.fingerprint import find_other_tokens, fingerprint

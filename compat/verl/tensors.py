@@ -25,7 +25,7 @@ from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.pipeline_layers import DecoderLayers
 from npu_replay.parallel.token_layout import TokenLayout
-from npu_replay.rollout.batch_rows import from_batch
+from npu_replay.rollout.admit import from_batch
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
 

@@ -68,7 +68,7 @@ def fetch(
 def fetch_each(
     references: Sequence[Reference], layers: tuple[int, ...] | None, patience: float
 ) -> list[RoutedExperts | InvalidRoutes]:
-    """The routes of each sample, or why it has none; a sample that stands there twice is the same object."""
+    """Return the routes of each sample, or why it has none; the same object for the same sample."""
     if isinstance(layers, StageLabels):
         for one in references:
             put, problem = tuple(sorted(one.layers)), "the pieces have other labels than the model's"
@@ -93,7 +93,7 @@ def fetch_each(
 def _joined(
     one: Reference, pieces: Sequence[object], asked: tuple[int, ...] | None
 ) -> RoutedExperts | InvalidRoutes:
-    """A sample's pieces, side by side; or why there is none."""
+    """Return a sample's pieces side by side, or why there is none."""
     parts = [piece for piece in pieces if isinstance(piece, RoutedExperts)]
     for piece in pieces:
         if not isinstance(piece, RoutedExperts):

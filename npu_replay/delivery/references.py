@@ -98,12 +98,12 @@ class Cut:
             return [routes.only(layers[first : first + each]) for first in range(0, len(layers), each)]
         blocks = [tuple(layer for layer in block if layer in {*layers}) for block in self._blocks]
         lost = {*layers} - {layer for block in blocks for layer in block}
-        wanted, cause = (
-            f"a piece for each of {list(layers)}",
-            "the layout of another model, or of a part of the job",
+        problem, cause = (
+            "the cut has no piece for some layers",
+            "the layout of another model, or of a part of it",
         )
-        got = f"none for {sorted(lost)}"
-        ReplayError.unless(not lost, "the cut has no piece for some layers", wanted, got, cause)
+        wanted = f"a piece for each of {list(layers)}"
+        ReplayError.unless(not lost, problem, wanted, f"none for {sorted(lost)}", cause)
         return [routes.only(block) for block in blocks if block]
 
 
@@ -121,7 +121,7 @@ def put_away(
         store: takes pieces, returns a handle for each.
         read: reads such handles.
     """
-    given = listed(list(samples), "the samples that are put")
+    given = list(samples)
     for one in given:
         fine, kind = isinstance(one, RoutedExperts), type(one).__name__
         InvalidRoutes.unless(fine, "these are no routes", "RoutedExperts", kind)

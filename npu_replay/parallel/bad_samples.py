@@ -26,7 +26,7 @@ def find(
     fingerprints: Sequence[int | None] | None,
     layers: Sequence[int] | None,
 ) -> dict[int, ReplayError]:
-    """The bad ones by number; see TokenLayout.bad_routes."""
+    """Return the bad ones by number; see TokenLayout.bad_routes."""
     single = isinstance(batch, RoutedExperts)
     fine, cause = isinstance(batch, Sequence) and not single, "[routes] was meant" if single else ""
     kind = type(batch).__name__
@@ -51,9 +51,9 @@ def find(
 def above_ceiling(
     bad: int, samples: int, ceiling: float, *, setting: str = "ceiling", where: str = "", first: object = None
 ) -> MicroBatchError | None:
-    """What is said of too many bad samples; None where they aren't too many.
+    """Return the error about too many bad samples; None where they aren't too many.
 
-    The one rule of all that tolerate some: a single one of several is no share, unless none is tolerated.
+    A single one of several never is too many, unless none is tolerated.
     """
     if bad == 0 or bad / samples <= ceiling or (ceiling > 0 and bad == 1 < samples):
         return None
@@ -86,7 +86,7 @@ def tolerate(bad: dict[int, ReplayError], samples: int, ceiling: float) -> None:
 def _find_bad(
     routes: object, size: int, mark: int | None, layers: Sequence[int] | None, kind: object, usual: object
 ) -> Finding | None:
-    """What is wrong with the routes of a sequence of this kind, beside others of the usual one."""
+    """Return what is wrong with the routes of a sequence of this kind, beside others of the usual one."""
     if not isinstance(routes, RoutedExperts):
         cause = "a sample that was aborted, or whose routes were dropped on the way" if routes is None else ""
         return Finding("this isn't RoutedExperts", "RoutedExperts", type(routes).__name__, cause=cause)
@@ -121,6 +121,6 @@ def _find_bad(
 
 
 def _kind(routes: RoutedExperts, layers: Sequence[int] | None) -> tuple[object, ...]:
-    """What all sequences of a batch have to agree in."""
+    """Return what all sequences of a batch have to agree in."""
     kind = routes.topk, routes.num_experts
     return kind if layers is not None else (routes.layers, *kind)

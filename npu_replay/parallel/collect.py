@@ -109,13 +109,8 @@ class _Offer(NamedTuple):
     parts: list[Part | None]  # what it has of each; None without MoE layers
 
 
-def _offer(everywhere: bool, blocks: Blocks, layouts: Sequence[TokenLayout]) -> _Offer:
-    batches: list[object] = [(layout.lengths, layout.fingerprints) for layout in layouts]
-    return _Offer(everywhere, batches, [None if block is None else block.part() for block in blocks])
-
-
 def _process_groups(groups: Groups) -> list[Any]:
-    """The process groups that this rank isn't alone in."""
+    """Return the process groups that this rank isn't alone in."""
     if isinstance(groups, ParallelLayout):
         ReplayError.unless(
             bool(groups.groups) or groups.tp * groups.cp * groups.pp == 1,
@@ -128,14 +123,13 @@ def _process_groups(groups: Groups) -> list[Any]:
     for group in found:
         is_one = isinstance(group, dist.ProcessGroup)
         ReplayError.unless(is_one, "this isn't a process group", "torch's ProcessGroup", type(group))
-        ReplayError.unless(
-            dist.get_rank(group) >= 0, "this rank isn't in the group", "a group of this rank", group
-        )
+        inside = dist.get_rank(group) >= 0
+        ReplayError.unless(inside, "this rank isn't in the group", "a group of this rank", group)
     return [group for group in found if dist.get_world_size(group) > 1]
 
 
 def _checked_layouts(layouts: Any, groups: Groups) -> list[TokenLayout]:
-    """The layouts, if they were made for this rank."""
+    """Return the layouts, if they were made for this rank."""
     found = list_of(layouts, TokenLayout, "layouts", kind=MicroBatchError)
     for number, layout in enumerate(found):
         made_for = layout.parallel
@@ -152,7 +146,7 @@ def _checked_layouts(layouts: Any, groups: Groups) -> list[TokenLayout]:
 
 
 def _blocks(routes: Any, layouts: list[TokenLayout]) -> Blocks:
-    """What this rank recorded, without its padding."""
+    """Return what this rank recorded, without its padding."""
     given = routes.routes if isinstance(routes, Recording) else routes
     recorded = list_of(given, RoutedExperts, "routes", kind=MicroBatchError)
     MicroBatchError.unless(
@@ -176,8 +170,10 @@ def _blocks(routes: Any, layouts: list[TokenLayout]) -> Blocks:
 def _exchanged(
     peers: RankGroup, outcome: Outcome, blocks: Blocks, layouts: Sequence[TokenLayout], everywhere: bool
 ) -> Blocks:
-    """Each micro-batch with what all ranks of the group have of it; None on a rank that isn't to get it."""
-    offers = outcome.agree(peers, outcome.attempt(_offer, everywhere, blocks, layouts))
+    """Return what all ranks of the group have of each micro-batch; None on a rank that isn't to get it."""
+    batches: list[object] = [(layout.lengths, layout.fingerprints) for layout in layouts]
+    parts = outcome.attempt(lambda: [None if block is None else block.part() for block in blocks]) or []
+    offers = outcome.agree(peers, _Offer(everywhere, batches, parts))
     if outcome.error is not None:
         return []
     plan = outcome.attempt(_Plan, peers, blocks, offers)
@@ -211,7 +207,7 @@ class _Plan:
         self._there = self._buffer.to(peers.device)
 
     def carried_out(self) -> Blocks:
-        """What this rank has of each micro-batch when all have sent.
+        """Send and receive all pieces; return what this rank then has of each micro-batch.
 
         Raises:
             ReplayError: two ranks' routes don't go together, or ranks are gone.
@@ -226,7 +222,7 @@ class _Plan:
         return [None if union is None else union.block() for union in self._unions]
 
     def _moved(self, block: Block | None, rank: int, first: int, end: int, size: int) -> torch.Tensor:
-        """Some rows of a rank's block as bytes, on each rank that is to get them."""
+        """Bring some rows of a rank's block, as bytes, to each rank that is to get them."""
         peers = self._peers
         mine, sent = self._buffer[:size], self._there[:size]
         if rank == peers.me and block is not None:
@@ -245,7 +241,7 @@ class _Plan:
 
 
 def _check_offers(offers: list[_Offer]) -> None:
-    """The ranks have to want the same, of the same sequences."""
+    """Refuse ranks that don't want the same, of the same sequences."""
     ReplayError.unless(
         len({offer.everywhere for offer in offers}) == 1,
         "the ranks disagree about who gets the result",
@@ -266,7 +262,7 @@ def _check_offers(offers: list[_Offer]) -> None:
 
 
 def _senders(number: int, parts: list[Part | None]) -> dict[int, Part]:
-    """The ranks that send: one for each place, though tensor-parallel ranks may have the same rows."""
+    """Return the ranks that send: one for each place, though tensor-parallel ranks may have the same rows."""
     first: dict[object, tuple[int, Part]] = {}
     for rank, part in enumerate(parts):
         if part is None:
@@ -288,10 +284,11 @@ def _sequences(blocks: Blocks, layouts: Sequence[TokenLayout], groups: Groups) -
     decoder = groups.decoder if isinstance(groups, ParallelLayout) else None
     found = []
     for number, (block, layout) in enumerate(zip(blocks, layouts, strict=True)):
+        where = micro_batch(number)
         if block is None:
             raise MicroBatchError(
                 "no rank recorded any layer",
-                where=micro_batch(number),
+                where=where,
                 expected="routes of at least one MoE layer on some rank of the groups",
                 got="none",
                 cause="a dense model, or groups that don't reach the stages with MoE layers",
@@ -299,19 +296,15 @@ def _sequences(blocks: Blocks, layouts: Sequence[TokenLayout], groups: Groups) -
         if not bool(block.held.all()):
             raise MicroBatchError(
                 f"{int((~block.held).sum())} tokens were recorded by no rank",
-                where=f"{micro_batch(number)}, token {int((~block.held).nonzero()[0])}",
+                where=f"{where}, token {int((~block.held).nonzero()[0])}",
                 expected=f"all {len(block.held)} tokens on some rank of the groups",
                 got=int(block.held.sum()),
-                cause="layouts that don't cover the batch, or groups that leave out context or sequence "
-                "parallel ranks",
+                cause="layouts that don't cover the batch, or groups without some cp or sp ranks",
             )
-        if decoder is not None and block.routes.layers != decoder.moe:
-            raise MicroBatchError(
-                "some MoE layers of the model were recorded by no rank",
-                where=micro_batch(number),
-                expected=list(decoder.moe),
-                got=list(block.routes.layers),
-                cause="groups that leave out pipeline stages, or routers that were not in the record block",
-            )
+        problem = "some MoE layers of the model were recorded by no rank"
+        cause = "groups that leave out pipeline stages, or routers that were not in the record block"
+        layers = block.routes.layers
+        wanted = layers if decoder is None else decoder.moe
+        MicroBatchError.unless(layers == wanted, problem, list(wanted), list(layers), cause, where)
         found += layout.sequences(block.routes)
     return found

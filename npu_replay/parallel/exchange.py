@@ -23,7 +23,7 @@ class _Move(NamedTuple):
 def exchange(
     held: Mapping[int, RoutedExperts], lacking: Sequence[int], group: Any, *, patience: float = PATIENCE
 ) -> dict[int, RoutedExperts]:
-    """What this rank lacks and another one holds, by key. Every rank of the group has to call it.
+    """Return what this rank lacks and another one holds, by key. Every rank of the group has to call it.
 
     Args:
         held: what this rank can send.
@@ -39,9 +39,11 @@ def exchange(
     outcome = Outcome()
     asked = outcome.agree(peers, sorted(set(lacking)))
     offered = outcome.agree(peers, held.keys() & {key for keys in asked for key in keys})
-    moves = [move for move in _moves(asked, offered) if peers.me in (move.source, move.target)]
+    holder = {key: rank for rank in reversed(range(len(offered))) for key in offered[rank]}  # the first
+    wanted = ((key, target) for target, keys in enumerate(asked) for key in keys if key in holder)
+    moves = [_Move(key, holder[key], target) for key, target in wanted if peers.me in (holder[key], target)]
     sent = {move.key for move in moves if move.source == peers.me}
-    data = outcome.attempt(lambda: {key: _bytes(pickle.dumps(held[key])) for key in sent}) or {}
+    data = outcome.attempt(lambda: {key: bytearray(pickle.dumps(held[key])) for key in sent}) or {}
     sizes = ChainMap(*outcome.agree(peers, {key: len(one) for key, one in data.items()}))
     # All memory is had before the first message: a rank that fails between two would be waited for.
     room = outcome.attempt(lambda: _room({move.key: sizes[move.key] for move in moves}, peers.device))
@@ -52,7 +54,7 @@ def exchange(
     for move in moves:  # in the same order on all ranks, so each finds its partner
         here = scratch[: sizes[move.key]]
         if move.source == peers.me:
-            here.copy_(data[move.key])
+            here.copy_(torch.frombuffer(data[move.key], dtype=torch.uint8))
             _pass_on(peers, dist.isend, here, move.target)
         else:
             _pass_on(peers, dist.irecv, here, move.source)
@@ -60,25 +62,14 @@ def exchange(
     return {move.key: pickle.loads(rows[move.key].numpy().data) for move in moves if move.target == peers.me}
 
 
-def _moves(asked: Sequence[Sequence[int]], offered: Sequence[set[int]]) -> list[_Move]:
-    """Who sends what to whom: the first that has it."""
-    holder = {key: rank for rank in reversed(range(len(offered))) for key in offered[rank]}
-    return [
-        _Move(key, holder[key], target) for target, keys in enumerate(asked) for key in keys if key in holder
-    ]
-
-
-def _bytes(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
 def _room(sizes: Mapping[int, int], device: torch.device) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-    """Memory of the host for each, and for one of them where the back end wants it."""
+    """Return memory of the host for each, and for one of them where the back end wants it."""
     rows = {key: torch.empty(size, dtype=torch.uint8) for key, size in sizes.items()}
     return rows, torch.empty(max(sizes.values(), default=0), dtype=torch.uint8, device=device)
 
 
 def _pass_on(peers: RankGroup, move: Any, data: torch.Tensor, peer: int) -> None:
-    """One message. As a batch of one: NCCL makes a communicator for each pair of ranks otherwise."""
+    """Send or receive one message."""
+    # As a batch of one: NCCL makes a communicator for each pair of ranks otherwise.
     one = dist.P2POp(move, data, peers.ranks[peer], peers.group)
     peers.run(lambda: dist.batch_isend_irecv([one])[0])

@@ -29,7 +29,7 @@ class Block:
     routes: RoutedExperts
 
     def part(self) -> Part:
-        """All that is to be known of it beside its ids."""
+        """Return all that is to be known of it beside its ids."""
         routes, tokens = self.routes, self.held.to(torch.uint8)
         tokens[self.held] += routes.recorded
         return Part(
@@ -45,7 +45,7 @@ class Block:
         )
 
     def rows(self, first: int, end: int) -> torch.Tensor:
-        """The ids of these rows as bytes; on the block's own memory."""
+        """Return the ids of these rows as bytes, on the block's own memory."""
         return self.routes.ids[first:end].reshape(-1).view(torch.uint8)
 
 
@@ -123,7 +123,7 @@ class Union:
             self._known[rows, column] = True
 
     def block(self) -> Block:
-        """All of it, when every part's ids were put in.
+        """Return all of it, when every part's ids were put in.
 
         Raises:
             MicroBatchError: a token was recorded in some of the layers only.
@@ -151,10 +151,10 @@ class Union:
 
 
 def side_by_side(parts: Sequence[RoutedExperts]) -> RoutedExperts:
-    """The same tokens' routes in all layers of the parts, which share none."""
-    if len(parts) == 1:
-        return parts[0]
-    first = parts[0]
+    """Return the same tokens' routes in all layers of the parts, which share none."""
+    first, *others = parts
+    if not others:
+        return first
     ids = torch.cat([part.ids for part in parts], dim=1)
     together = [layer for part in parts for layer in part.layers]
     order = sorted(together)

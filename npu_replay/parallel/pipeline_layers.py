@@ -6,13 +6,13 @@ layers are 0-based here, and multi-token prediction is none of them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from npu_replay.errors import ReplayError, listed, whole_number
-from npu_replay.parallel import hybrid_pattern
 from npu_replay.routes.checks import MAX_LAYERS
 
 
@@ -93,7 +93,8 @@ class DecoderLayers:
             pattern: hybrid_layer_pattern. A mixer and its `-` or `E` are one layer, if all are such pairs.
             first_stage, last_stage: in symbols, where no `|` ends the stages.
         """
-        kinds = hybrid_pattern.kinds(pattern)
+        named = zip("".join(_stages(pattern)), pattern_labels(pattern), strict=True)
+        kinds = [int(symbol == "E") for symbol, label in named if label is not None]
         return cls(len(kinds), kinds, first_stage=first_stage, last_stage=last_stage, pattern=pattern)
 
     @property
@@ -153,7 +154,7 @@ class DecoderLayers:
         return counts
 
     def _counts_by(self, pattern: str, pp: int, vp: int) -> Sequence[Sequence[int]]:
-        labels, sizes = hybrid_pattern.labels(pattern), [*map(len, hybrid_pattern.stages(pattern))]
+        labels, sizes = pattern_labels(pattern), [*map(len, _stages(pattern))]
         if len(sizes) == 1:
             symbols = DecoderLayers(sizes[0], first_stage=self.first_stage, last_stage=self.last_stage)
             counts = symbols._counts(pp, vp)
@@ -162,6 +163,29 @@ class DecoderLayers:
         spans = zip(sizes, accumulate(sizes), strict=True)
         found = [sum(label is not None for label in labels[end - size : end]) for size, end in spans]
         return [found[rank::pp] for rank in range(pp)]
+
+
+def pattern_labels(pattern: str) -> list[int | None]:
+    """Return the decoder layer that each symbol of a HybridModel's pattern is or completes, as a Hugging Face
+    config counts; None for the mixer of a block.
+
+    `-` is a dense MLP, `E` has experts, any other is a mixer; `|` ends a stage, and `/` the decoder. Two
+    symbols are a block where each `-` and `E` has a mixer of its own. In other patterns each symbol is a
+    layer, as in Nemotron's configs.
+
+    >>> from npu_replay.parallel.pipeline_layers import pattern_labels
+    >>> pattern_labels("*-*E"), pattern_labels("MEM*E")
+    ([None, 0, None, 1], [0, 1, 2, 3, 4])
+    """
+    symbols = "".join(_stages(pattern))
+    if re.fullmatch("([^-E][-E])+", symbols):
+        return [place // 2 if place % 2 else None for place in range(len(symbols))]
+    return [*range(len(symbols))]
+
+
+def _stages(pattern: str) -> list[str]:
+    """Return the symbols of each pipeline stage, virtual ones too; all in one where no `|` ends them."""
+    return pattern.partition("/")[0].split("|")
 
 
 def _whole(given: Any, what: str) -> tuple[int, ...]:

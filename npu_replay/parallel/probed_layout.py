@@ -21,7 +21,7 @@ padding id isn't taken for one, and within int32 with a billion tokens."""
 def places(
     fn: Preprocessing, sizes: tuple[int, ...], *, tokens: Sequence[Any] | None, padding_alone: bool
 ) -> torch.Tensor:
-    """The packed token in each place of what `fn` returns, -1 for padding; [rows] or [batch, sequence].
+    """Return the packed token in each place of what `fn` returns, [rows] or [batch, sequence]; -1 is padding.
 
     Args:
         fn: called twice with other numbers, and once with `tokens`.
@@ -57,7 +57,7 @@ def places(
 
 
 def _probed(fn: Preprocessing, sizes: tuple[int, ...], padding_alone: bool, turned: bool) -> torch.Tensor:
-    """The packed token in each place of what `fn` returns, -1 elsewhere. `turned`: counted backwards."""
+    """Return the packed token in each place of what `fn` returns. `turned` counts the numbers backwards."""
     tokens = sum(sizes)
     last = _FIRST_NUMBER + 2 * tokens + 9  # odd where the other number is even
     numbers = torch.arange(tokens)
@@ -77,7 +77,7 @@ def _probed(fn: Preprocessing, sizes: tuple[int, ...], padding_alone: bool, turn
 
 
 def _fed(fn: Preprocessing, sequences: list[torch.Tensor]) -> torch.Tensor:
-    """What `fn` makes of these, int64 [rows] or [batch, sequence]."""
+    """Return what `fn` makes of these, int64 [rows] or [batch, sequence]."""
     made = fn(sequences)
     if isinstance(made, (list, tuple)) and all(isinstance(one, int) for one in made):
         made = torch.tensor(made)

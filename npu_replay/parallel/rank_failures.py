@@ -74,7 +74,7 @@ class RankGroup:
         return error or first, [said for _, said in heard]
 
     def run(self, start: Callable[[], Any], error: Exception | None = None) -> None:
-        """A collective that all ranks have begun to run, to its end.
+        """Run a collective, which all ranks have begun, to its end.
 
         Raises:
             ReplayError: it failed; the others hear of `error`.
@@ -109,7 +109,7 @@ class RankGroup:
         return RankError(self._problem, where=where, expected=expected, got=got, cause=cause)
 
     def _gathered(self, data: bytes) -> list[Any]:
-        """What each rank has pickled; its length first."""
+        """Return what each rank has pickled; its length goes round first."""
         size = torch.tensor([len(data)], device=self.device)
         sizes = [torch.empty_like(size) for _ in self.ranks]
         self._wait(lambda: dist.all_gather(sizes, size, self.group, async_op=True), self.patience)
@@ -123,7 +123,7 @@ class RankGroup:
         return [pickle.loads(one.cpu().numpy()[:length].data) for one, length in pairs]
 
     def _wait(self, start: Callable[[], Any], seconds: float | None) -> None:
-        """For a collective; without `seconds` as long as the group's timeout."""
+        """Wait for a collective; without `seconds` as long as the group's timeout."""
         try:
             work = start()
             if self.device.type == "cpu":
@@ -141,7 +141,7 @@ class RankGroup:
             raise _Broken(str(failed).partition("\n")[0]) from failed
 
     def _leave(self, trouble: Exception, error: Exception | None, deadline: float) -> Exception:
-        """The error to leave with, the own one first, when all who are alive have signed that they leave."""
+        """Return the error to leave with, the own one first, when all who live have signed."""
         own = error or (None if isinstance(trouble, _Broken) else trouble)
         self._hang_up()
         grace = min(max(1.0, self.patience / 4), 10.0)
@@ -180,7 +180,7 @@ class Outcome:
         return None
 
     def agree(self, peers: RankGroup, say: object = None) -> list[Any]:
-        """What each rank of a group says; from now on an error of one is an error of all."""
+        """Return what each rank of a group says; from now on an error of one is an error of all."""
         self.error, said = peers.tell(self.error, say)
         return said
 
@@ -246,7 +246,7 @@ def _alone() -> bool:
 
 
 def _news(error: Exception | None) -> str | None:
-    """What the others hear of this rank's error."""
+    """Return what the others hear of this rank's error."""
     if error is None:
         return None
     try:
@@ -259,7 +259,7 @@ def _news(error: Exception | None) -> str | None:
 
 
 def _heard(news: str) -> RankError:
-    """The error of another rank, which all hear of."""
+    """Make the error of another rank, which all hear of."""
     error = RankError(news)
     error.shared = True
     return error

@@ -25,7 +25,7 @@ class Run(NamedTuple):
     rows: Any
 
     def first(self, tokens: int) -> Run:
-        """Without what lies past so many tokens of the sample: its routes may lack the last."""
+        """Return it without what lies past so many tokens of the sample: its routes may lack the last."""
         if isinstance(self.tokens, slice):
             if self.tokens.stop <= tokens:
                 return self
@@ -40,7 +40,7 @@ def _first(at: slice | Array, count: int) -> slice | Array:
 
 
 def plan(rows: torch.Tensor, lengths: Sequence[int]) -> list[Run]:
-    """The runs of a layout.
+    """Return the runs of a layout.
 
     >>> from npu_replay.parallel.row_gather import plan
     >>> plan(torch.tensor([-1, 0, 1]), [2])
@@ -67,7 +67,7 @@ def plan(rows: torch.Tensor, lengths: Sequence[int]) -> list[Run]:
 
 
 def _even(numbers: Array) -> slice | Array:
-    """As a slice, where they ascend by one step."""
+    """Return a slice, where they ascend by one step."""
     first, last = int(numbers[0]), int(numbers[-1])
     step = int(numbers[1]) - first if len(numbers) > 1 else 1
     if step > 0 and bool((np.diff(numbers) == step).all()):
@@ -78,7 +78,7 @@ def _even(numbers: Array) -> slice | Array:
 def pick(
     runs: Sequence[Run], rows: int, samples: Mapping[int, RoutedExperts], layers: Sequence[int]
 ) -> RoutedExperts:
-    """The routes of these layers in a rank's rows; rows of other samples, and past a sample's end, have none.
+    """Return the routes of these layers in a rank's rows; rows of other samples, or past an end, have none.
 
     Args:
         runs: the plan.
@@ -94,8 +94,14 @@ def pick(
     used = {run.sample: samples[run.sample] for run in here}
     topk, experts = like.topk, like.num_experts
     for number, one in used.items():
-        if one.topk != topk or one.num_experts != experts:
-            raise _of_other_models(number, one, like)
+        if one.topk != topk or one.num_experts != experts:  # the words are built for an error alone
+            raise InvalidRoutes(
+                "the samples of a batch have another top-k or number of experts",
+                where=f"sequence {number}",
+                expected=f"top-{topk} of {experts}",
+                got=f"top-{one.topk} of {one.num_experts}",
+                cause="routes of different models",
+            )
     columns = {of: one.columns(labels) for of, one in {one.layers: one for one in used.values()}.items()}
     width = len(labels) * topk
     given = {
@@ -123,14 +129,5 @@ def pick(
 
 
 def _records(flat: Array) -> Array:
-    """[tokens]: each row as one piece, which numpy moves as a whole where it looks rows up."""
+    """View each row as one piece, [tokens], which numpy moves as a whole where it looks rows up."""
     return flat.view(f"V{flat.shape[1] * flat.itemsize}")[:, 0] if flat.shape[1] else flat
-
-
-def _of_other_models(number: int, one: RoutedExperts, like: RoutedExperts) -> InvalidRoutes:
-    expected, got = (f"top-{each.topk} of {each.num_experts}" for each in (like, one))
-    problem, cause = (
-        "the samples of a batch have another top-k or number of experts",
-        "routes of different models",
-    )
-    return InvalidRoutes(problem, where=f"sequence {number}", expected=expected, got=got, cause=cause)

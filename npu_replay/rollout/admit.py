@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from npu_replay.errors import InvalidRoutes, one_of
+from npu_replay.errors import InvalidRoutes, MicroBatchError, one_of
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.payloads import TokenIds, not_ids, token_ids
 from npu_replay.rollout.release_rules import Source, Symptom
@@ -24,7 +24,6 @@ from npu_replay.routes.routed_experts import RoutedExperts, narrow_array_dtype
 
 Missing = Literal["error", "native"]
 
-_NOBODY = Source(engine="")
 _log = logging.getLogger(__name__)
 
 
@@ -75,8 +74,8 @@ def admit(
 
     def refuse(symptom: Symptom, found: Finding | None) -> None:
         if found is not None:
-            where = found.layer(model.layers)
-            raise source.error(symptom, found.problem, found.expected, found.got, where=where)
+            place = found.layer(model.layers)
+            raise source.error(symptom, found.problem, found.expected, found.got, where=place)
 
     refuse(Symptom.RANGE, checks.find_outside(rows, experts, first_row=start))
     room = np.zeros((len(ids), len(model.layers), model.topk), narrow_array_dtype(experts))
@@ -136,9 +135,10 @@ def _due_rows(rows: Any, tokens: int, start: int, ended: bool, surplus: int, sou
     if not 0 <= start <= tokens:
         problem = "the first row's token isn't in the sequence"
         raise source.error(Symptom.SHAPE, problem, f"0 to {tokens}", start)
+    due = max(0, tokens - 1 - start)
     wanted = max(0, tokens - 1 - start + surplus)
     if len(rows) == wanted or (len(rows) == 0 and not ended):
-        return rows[: max(0, tokens - 1 - start)]
+        return rows[:due]
     few = len(rows) < wanted
     taken_off = f", and {surplus} more that were taken off its end" if surplus else ""
     raise source.error(
@@ -161,16 +161,12 @@ def _routed_columns(rows: Array, model: RoutedModel, start: int, source: Source)
         expected = f"{model.num_layers}, or {len(model.sparse)}"
         raise source.error(Symptom.COLUMNS, problem, expected, columns)
     if columns == model.num_layers:
-        check_dense(rows, model, start, source)
+        _check_dense(rows, model, start, source)
     return rows[:, wanted]
 
 
-def check_dense(rows: Array, model: RoutedModel, start: int = 0, source: Source = _NOBODY) -> None:
-    """Refuse ids, [n, decoder layers, topk], in the columns of dense layers: labels have shifted.
-
-    Raises:
-        InvalidRoutes: a dense layer has experts.
-    """
+def _check_dense(rows: Array, model: RoutedModel, start: int, source: Source) -> None:
+    """Refuse ids, [n, decoder layers, topk], in the columns of dense layers: labels have shifted."""
     dense = rows[:, list(model.dense)]
     if dense.any():
         row, column, _ = np.argwhere(dense)[0]
@@ -181,3 +177,59 @@ def check_dense(rows: Array, model: RoutedModel, start: int = 0, source: Source 
             f"{dense[row, column].tolist()} in row {start + row}",
             where=f"layer {model.dense[column]}",
         )
+
+
+def from_batch(
+    rows: torch.Tensor,
+    model: RoutedModel,
+    *,
+    keep: torch.Tensor | None = None,
+    zeros_are_none: bool | Array,
+    tokens: Array | None = None,
+    from_engine: bool = True,
+) -> RoutedExperts:
+    """Check and label the rows of a route tensor that a framework put into its batch.
+
+    Args:
+        rows: integers [tokens, columns, topk]; the columns are all decoder layers, or the MoE layers. A row
+            of -1 in all MoE layers is a token without a route; dense layers may hold -1, too.
+        keep: bool [tokens], the rows that have a route; all when not given.
+        zeros_are_none: is a row of zeros in all MoE layers a token without a route, too? Or where, bool
+            [tokens].
+        tokens: [tokens], their ids; without them each counts as another where a layer is the same throughout.
+        from_engine: False where a trainer's own routers chose; then a layer may be the same for every token.
+
+    Raises:
+        MicroBatchError: columns that are neither.
+        InvalidRoutes: ids in the column of a dense layer, out of range, twice in a row; the same for every
+            token of a layer.
+    """
+    count = rows.shape[-2]
+    columns = model.routed_columns(count)
+    if columns is None:
+        raise MicroBatchError(
+            "the routes have another number of layers than the model",
+            expected=f"{model.num_layers}, one a decoder layer, or {len(model.sparse)}, one a MoE layer",
+            got=count,
+            cause="an engine that counts multi-token prediction as a layer, or the config of another model",
+        )
+    rows = rows.detach().cpu()
+    if model.dense and count == model.num_layers:
+        # An engine's labels may have shifted: then its dense layers have experts.
+        wide = rows.to(torch.int64)
+        _check_dense(wide.where(wide != -1, 0).numpy(), model, 0, Source(engine=""))
+    ids = rows[:, columns]
+    ids = ids.to(torch.int64) if ids.dtype in (torch.uint16, torch.uint32, torch.uint64) else ids
+    given = arguments.ids(ids).numpy()
+    recorded = np.ones(len(given), np.bool_) if keep is None else keep.detach().cpu().bool().numpy().copy()
+    recorded[checks.blank_rows(given, -1)] = False
+    zeros = checks.blank_rows(given)
+    recorded[zeros[np.broadcast_to(zeros_are_none, len(ids))[zeros]]] = False
+    return RoutedExperts(
+        ids=ids,
+        layers=model.layers,
+        num_experts=model.num_experts,
+        recorded=recorded,
+        constant_layers_ok=not from_engine,
+        from_engine=from_engine,
+    ).check_not_constant(tokens)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from npu_replay.routes.fingerprint import SampleKey, as_token_ids, find_other_to
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_array_dtype
 
 Keep = Literal["first", "latest"]
-_KEEP = ("first", "latest")
 Version: TypeAlias = "int | str | None"
 
 
@@ -71,13 +70,13 @@ class Rows:
         return cls(np.zeros((tokens, *columns), dtype), recorded, sampled_from, np.full(tokens, None, object))
 
     def first(self, tokens: int) -> Rows:
-        """A copy of so many. What comes after the last of them isn't known, so it is sampled from anew."""
+        """Return a copy of so many. What follows the last of them isn't known: it is sampled from anew."""
         found = Rows(*(array[:tokens].copy() for array in vars(self).values()))
         found.sampled_from[-1:] = False
         return found
 
     def followed_by(self, tokens: int) -> Rows:
-        """A copy, and so many more tokens."""
+        """Return a copy with so many more tokens, of which nothing is known."""
         more = Rows.empty(tokens, self.ids.shape[1:], self.ids.dtype)
         return Rows(*map(np.concatenate, zip(vars(self).values(), vars(more).values(), strict=True)))
 
@@ -202,10 +201,9 @@ class Rollout:
         Raises:
             ReplayError: other tokens than those so far, routes of another sequence or model, or no routes.
         """
-        one_of(keep, _KEEP, "way to keep rows", "Rollout")
-        ReplayError.unless(
-            isinstance(turn, Turn), "this is no turn", "a Turn", shown(turn), where=self._where
-        )
+        one_of(keep, get_args(Keep), "way to keep rows", "Rollout")
+        fine = isinstance(turn, Turn)
+        ReplayError.unless(fine, "this is no turn", "a Turn", shown(turn), where=self._where)
         prompt, sampled = _ids(turn.prompt), _ids(turn.sampled)
         whole = np.concatenate([prompt, sampled])
         self._check_goes_on(whole)
@@ -226,16 +224,14 @@ class Rollout:
         Raises:
             ReplayError: one doesn't begin with the tokens of the one before, or they are of different models.
         """
-        one_of(keep, _KEEP, "way to keep rows", "Rollout")
+        one_of(keep, get_args(Keep), "way to keep rows", "Rollout")
         samples = listed(samples, "samples", "Rollout")
         models = [getattr(sample, "model", type(sample)) for sample in samples]
-        if not models or not isinstance(models[0], RoutedModel) or any(one != models[0] for one in models):
-            raise ReplayError(
-                "these samples can't be merged",
-                where="Rollout",
-                expected="one Rollout at least, all of one model",
-                got=models,
-            )
+        alike = (
+            bool(models) and isinstance(models[0], RoutedModel) and all(one == models[0] for one in models)
+        )
+        expected, problem = "one Rollout at least, all of one model", "these samples can't be merged"
+        ReplayError.unless(alike, problem, expected, models, where="Rollout")
         merged = cls(samples[0].model, samples[0].missing, samples[0].name, samples[0].sample_key)
         for sample in samples:
             merged._check_goes_on(sample._tokens)
@@ -273,10 +269,8 @@ class Rollout:
         if len(differ) == 0 and len(whole) >= len(self):
             return
         at = int(differ[0]) if len(differ) else length
-        ours, theirs = (
-            f"... {ids[max(0, at - 2) : at + 3].tolist()} ({len(ids)} tokens)"
-            for ids in (self._tokens, whole)
-        )
+        near = slice(max(0, at - 2), at + 3)
+        ours, theirs = (f"... {ids[near].tolist()} ({len(ids)} tokens)" for ids in (self._tokens, whole))
         raise ReplayError(
             f"turn {self.turns + 1} doesn't go on from the tokens so far: they part at token {at}",
             where=self._where,
@@ -289,56 +283,53 @@ class Rollout:
     def _rows_of(self, turn: Turn, whole: Array) -> Rows:
         """Return the rows that a turn brings, one a token of it, if they are this sample's."""
         rows, routes, tokens = self._no_rows(len(whole)), turn.routes, len(whole)
+        check, where = MicroBatchError.unless, f"{self._where}, turn {self.turns + 1}"
         if routes is None:
-            if not turn.aborted and self.missing == "error":
-                raise ReplayError(
-                    f"turn {self.turns + 1} has no routes",
-                    where=self._where,
-                    expected="routes of each turn that wasn't aborted",
-                    got=None,
-                    cause="an engine that was started without the capture of routes; "
-                    'missing="native" leaves such rows to the router',
-                )
+            ReplayError.unless(
+                turn.aborted or self.missing == "native",
+                f"turn {self.turns + 1} has no routes",
+                "routes of each turn that wasn't aborted",
+                None,
+                "an engine that was started without the capture of routes; "
+                'missing="native" leaves such rows to the router',
+                self._where,
+            )
             return rows
-        if not isinstance(routes, RoutedExperts):
-            raise self._bad("these are no routes", "RoutedExperts", shown(routes))
+        fine = isinstance(routes, RoutedExperts)
+        check(fine, "these are no routes", "RoutedExperts", shown(routes), where=where)
         wanted = (self.model.layers, self.model.topk, self.model.num_experts)
-        if (found := (routes.layers, routes.topk, routes.num_experts)) != wanted:
-            raise self._bad("these are routes of another model", f"(layers, top-k, experts) {wanted}", found)
+        found, expected = (
+            (routes.layers, routes.topk, routes.num_experts),
+            f"(layers, top-k, experts) {wanted}",
+        )
+        check(found == wanted, "these are routes of another model", expected, found, where=where)
         mark = fingerprint(whole)
         if routes.fingerprint != mark:  # an engine's routes have no key
             mark = with_key(mark, self.sample_key)
         other = find_other_tokens(len(routes), routes.fingerprint, tokens, mark)
         if other is not None:
-            raise other.error(MicroBatchError, f"{self._where}, turn {self.turns + 1}")
+            raise other.error(MicroBatchError, where)
         rows.ids[: len(routes)] = routes.ids.numpy()
         rows.recorded[: len(routes)] = routes.recorded.numpy()
         versions = np.full(tokens, routes.weight_version, object)
         if turn.weight_versions is not None:
             given = listed(turn.weight_versions, "weight_versions", self._where)
-            if len(given) != tokens:
-                expected = f"{tokens}, one a token of prompt and sampled tokens"
-                raise self._bad("another number of weight versions than tokens", expected, len(given))
-            if not all(version is None or isinstance(version, (int, str)) for version in given):
-                raise self._bad("weight versions must be integers or strings", "int, str or None", given)
+            expected = f"{tokens}, one a token of prompt and sampled tokens"
+            problem = "another number of weight versions than tokens"
+            check(len(given) == tokens, problem, expected, len(given), where=where)
+            fine = all(version is None or isinstance(version, (int, str)) for version in given)
+            problem = "weight versions must be integers or strings"
+            check(fine, problem, "int, str or None", given, where=where)
             versions[:] = given
         rows.versions[rows.recorded] = versions[rows.recorded]
         return rows
 
-    def _bad(self, problem: str, expected: object, got: object) -> MicroBatchError:
-        where = f"{self._where}, turn {self.turns + 1}"
-        return MicroBatchError(problem, where=where, expected=expected, got=got)
-
 
 def _ids(tokens: TokenIds) -> Array:
-    """[tokens] int64."""
+    """Return a caller's token ids as [tokens] int64."""
     ids = as_token_ids(tokens)
     if ids is not None and (ids >= 0).all():
         return ids
-    raise ReplayError(
-        "these aren't token ids",
-        where="Rollout",
-        expected="integers from 0 on, [tokens]",
-        got=shown(tokens),
-        cause="text, or a batch of several sequences",
-    )
+    problem, expected = "these aren't token ids", "integers from 0 on, [tokens]"
+    cause = "text, or a batch of several sequences"
+    raise ReplayError(problem, where="Rollout", expected=expected, got=shown(tokens), cause=cause)

@@ -35,7 +35,7 @@ class RoutesByTokens:
         return len(self._held)
 
     def get(self, mark: int, *, update: bool = False) -> tuple[RoutedExperts | None, bool]:
-        """The routes of the sample with this fingerprint, and whether a rollout gave them."""
+        """Return the routes of the sample with this fingerprint, and whether a rollout gave them."""
         if update:
             self._waiting.discard(mark)
         return self._held.get(mark, (None, False))
@@ -48,7 +48,7 @@ class RoutesByTokens:
             self.put(to, routes, rollout=True)
 
     def put(self, mark: int, routes: RoutedExperts, *, rollout: bool) -> None:
-        """Hold these; say so when others have to go for them."""
+        """Hold these; warn when the oldest have to go for them."""
         before, _ = self.get(mark)
         differ = before is not None and not torch.equal(before.ids, routes.ids)
         if before is not None and differ and rollout and mark in self._waiting:
@@ -72,8 +72,7 @@ class RoutesByTokens:
                 logger.warning(
                     "[npu_replay] routes of %d sequences fill max_bytes=%d; the oldest are dropped from now "
                     "on, and an update with one of them is an error",
-                    len(self),
-                    self.max_bytes,
+                    *(len(self), self.max_bytes),
                 )
             self._take_out(next(iter(self._held)))
             self.dropped += 1

@@ -114,10 +114,9 @@ class InputCheck:
         found = inputs.differing(called) if inputs else None
         self.compared += found is not None
         if found:
-            problem = "the model was called with other tokens than those that the routes belong to"
             others = [n for n, one in enumerate(self.known) if one and one.differing(called) == []]
             raise MicroBatchError(
-                problem.replace("tokens", " and ".join(found)),
+                f"the model was called with other {' and '.join(found)} than those that the routes belong to",
                 where=micro_batch(number),
                 expected="the tokens and images of the record, or of the fingerprints, in their places",
                 got=f"those of the routes of {micro_batch(others[0])}" if others else "others",
@@ -158,7 +157,7 @@ def copied(args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module | N
     call = {**dict(zip(names, args, strict=False)), **kwargs}
     first = args[0] if args and isinstance(args[0], torch.Tensor) and args[0].dim() > 1 else None
     found = next((call[name] for name in _NAMES if isinstance(call.get(name), torch.Tensor)), first)
-    if found is None or found.dtype not in (torch.int64, torch.int32) or type(found) is not torch.Tensor:
+    if type(found) is not torch.Tensor or found.dtype not in (torch.int64, torch.int32):
         return None
     if found.is_nested or found.dim() == 0:
         return None
@@ -231,9 +230,6 @@ def _identifies(name: str, tensor: torch.Tensor, batch: tuple[int, ...]) -> bool
         return False
     if any(word in name for word in _INPUTS):
         return True
-    shape = tuple(tensor.shape)
-    of_tokens = shape[: len(batch)] in (batch, batch[::-1]) or shape in (
-        (batch[0], batch[-1] - 1),
-        (batch[0], 1),
-    )
+    shape, a_row = tuple(tensor.shape), ((batch[0], batch[-1] - 1), (batch[0], 1))
+    of_tokens = shape[: len(batch)] in (batch, batch[::-1]) or shape in a_row
     return (tensor.is_floating_point() or tensor.dtype == torch.uint8) and len(shape) > 1 and not of_tokens

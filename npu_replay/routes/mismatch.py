@@ -84,19 +84,24 @@ def compare(
     """
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return _compare_log_probs(a, b, mask)
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        raise ReplayError(
-            "compare() got two different kinds of things",
-            expected="two routings, or two tensors of log-probs",
-            got=f"{type(a).__name__} and {type(b).__name__}",
-        )
+    ReplayError.unless(
+        not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor),
+        "compare() got two different kinds of things",
+        "two routings, or two tensors of log-probs",
+        f"{type(a).__name__} and {type(b).__name__}",
+    )
     ReplayError.unless(mask is None, "a mask goes with log-probs; routings say themselves which rows count")
     ours, theirs = (one if isinstance(one, RoutedExperts) else RoutedExperts.concat(one) for one in (a, b))
-    return _compare_routings(ours, theirs)
+    layers, both = check_comparable(ours, theirs)
+    differ, compared = differing_token_layers(ours, theirs), both * len(layers)
+    differing = int(differ.sum())
+    by_layer = dict(zip(layers, (differ.sum(dim=0) / both).tolist(), strict=True))
+    tokens = int(differ.any(dim=1).sum()) / both
+    return RoutingDifference(differing / compared, tokens, by_layer, compared, differing)
 
 
 def differing_token_layers(a: RoutedExperts, b: RoutedExperts) -> torch.Tensor:
-    """Bool [tokens, layers]: where the sets of experts differ, among rows recorded on both sides."""
+    """Return where the sets of experts differ, bool [tokens, layers], among rows recorded on both sides."""
     layers = [layer for layer in a.layers if layer in b.layers]
     ours = a.ids[:, [a.layers.index(layer) for layer in layers]].sort(dim=2).values
     theirs = b.ids[:, [b.layers.index(layer) for layer in layers]].sort(dim=2).values
@@ -104,7 +109,7 @@ def differing_token_layers(a: RoutedExperts, b: RoutedExperts) -> torch.Tensor:
 
 
 def check_comparable(a: RoutedExperts, b: RoutedExperts) -> tuple[list[int], int]:
-    """The layers that both have, and how many rows are recorded in both.
+    """Return the layers that both have, and how many rows are recorded in both.
 
     Raises:
         InvalidRoutes: they aren't of the same tokens and experts, or have nothing in common.
@@ -125,21 +130,12 @@ def check_comparable(a: RoutedExperts, b: RoutedExperts) -> tuple[list[int], int
     return layers, both
 
 
-def _compare_routings(a: RoutedExperts, b: RoutedExperts) -> RoutingDifference:
-    layers, both = check_comparable(a, b)
-    differ, compared = differing_token_layers(a, b), both * len(layers)
-    differing = int(differ.sum())
-    by_layer = dict(zip(layers, (differ.sum(dim=0) / both).tolist(), strict=True))
-    tokens = int(differ.any(dim=1).sum()) / both
-    return RoutingDifference(differing / compared, tokens, by_layer, compared, differing)
-
-
 def _compare_log_probs(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | None) -> LogProbDifference:
     given: list[Any] = [a, b] if mask is None else [a, b, mask]
-    for tensor in given:
-        if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):  # `shown` may wait for a device
-            problem = "log-probs and their mask are plain tensors"
-            raise ReplayError(problem, expected="a torch.Tensor", got=shown(tensor))
+    wrong = [one for one in given if not isinstance(one, torch.Tensor) or not is_plain(one)]
+    if wrong:  # `shown` may wait for a device
+        problem = "log-probs and their mask are plain tensors"
+        raise ReplayError(problem, expected="a torch.Tensor", got=shown(wrong[0]))
     shapes = sorted({tuple(tensor.shape) for tensor in given})
     ReplayError.unless(len(shapes) == 1, "the log-probs have different shapes", tuple(a.shape), shapes)
     chosen = torch.ones_like(a, dtype=torch.bool) if mask is None else mask.bool()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from npu_replay.errors import MicroBatchError, shown
-from npu_replay.rollout.batch_rows import from_batch
+from npu_replay.rollout.admit import from_batch
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routes.checks import Array, tells_apart
 from npu_replay.routes.routed_experts import RoutedExperts

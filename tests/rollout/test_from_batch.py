@@ -9,7 +9,7 @@ import torch
 from npu_replay import RoutedExperts, RoutedModel
 from npu_replay.compat.verl.tensors import MicroBatch
 from npu_replay.errors import InvalidRoutes
-from npu_replay.rollout.batch_rows import from_batch
+from npu_replay.rollout.admit import from_batch
 from npu_replay.routes import checks
 
 MODEL = RoutedModel(layers=tuple(range(32)), num_layers=32, num_experts=8, topk=2)
