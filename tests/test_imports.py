@@ -26,7 +26,7 @@ COMPAT = Path(npu_replay.compat.__file__).parent
 AT_IMPORT = {
     *("beside", "environment", "errors", "lazy", "routers", "torch_loading"),
     *("parallel", "parallel.parallel_layout", "parallel.pipeline_layers"),
-    *("routes", "routes.checks", "routes.fingerprint", "routes.labels"),
+    *("routes", "routes.arguments", "routes.checks", "routes.fingerprint"),
     *("compat", "compat.patching", "compat.patching.import_hook", "compat.patching.install"),
     "compat.patching.patches",
 }

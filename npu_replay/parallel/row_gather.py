@@ -42,10 +42,6 @@ def _first(at: slice | Array, count: int) -> slice | Array:
 def plan(rows: torch.Tensor, lengths: Sequence[int]) -> list[Run]:
     """Return the runs of a layout.
 
-    >>> from npu_replay.parallel.row_gather import plan
-    >>> plan(torch.tensor([-1, 0, 1]), [2])
-    [Run(sample=0, tokens=slice(0, 2, 1), rows=slice(1, 3, 1))]
-
     Args:
         rows: int64, the packed token of each row, or -1.
         lengths: tokens of each sample.

@@ -112,14 +112,14 @@ def refuse(problem: ReplayError | None) -> None:
 
 def refuse_untold(product: str, version: Any, parameter: str, example: str, numbers: int = 2) -> None:
     """Refuse a version that doesn't tell its release: it would be checked against no table."""
-    if not tells_release(version, numbers):
-        raise ReplayError(
-            "this version doesn't tell its release",
-            where=f"rollout, {product}",
-            expected=f'the release that it is nearest to: pass {parameter}="{example}", say',
-            got=repr(version),
-            cause="a nightly build, or one from a clone without tags",
-        )
+    ReplayError.unless(
+        tells_release(version, numbers),
+        "this version doesn't tell its release",
+        f'the release that it is nearest to: pass {parameter}="{example}", say',
+        repr(version),
+        "a nightly build, or one from a clone without tags",
+        f"rollout, {product}",
+    )
 
 
 def read_plan(
@@ -152,12 +152,8 @@ def read_plan(
 
 
 def unreadable(name: str, expected: str, got: str) -> ReplayError:
-    return ReplayError(
-        f"the argument {name} can't be read, so it can't be checked",
-        where="rollout",
-        expected=expected,
-        got=got,
-    )
+    problem = f"the argument {name} can't be read, so it can't be checked"
+    return ReplayError(problem, where="rollout", expected=expected, got=got)
 
 
 def _read(name: str, value: Any, kind: Kind) -> Any:
@@ -173,7 +169,7 @@ def _read(name: str, value: Any, kind: Kind) -> Any:
 
 
 def as_mapping(value: Any) -> Mapping[str, Any]:
-    """An argument of several keys as a mapping: given as one, as JSON, or as an engine's own object."""
+    """Return an argument of several keys as a mapping: given as one, as JSON, or as an object."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -185,7 +181,7 @@ def as_mapping(value: Any) -> Mapping[str, Any]:
 
 
 def number(value: Any) -> int:
-    """A number that may be text; 0 for what is none."""
+    """Return a number that may be text; 0 for what is none."""
     try:
         return int(value)
     except (TypeError, ValueError, OverflowError):
@@ -205,7 +201,7 @@ def off(plan: Plan, arguments: tuple[str, ...]) -> bool:
 
 
 def says(*words: str) -> Callable[[Plan, tuple[str, ...]], bool]:
-    """Is one of the arguments one of these words?"""
+    """Make a rule: one of the arguments is one of these words."""
 
     def one_of_them(plan: Plan, arguments: tuple[str, ...]) -> bool:
         return any(str(plan.get(name)).lower().replace("-", "_") in words for name in arguments)

@@ -32,11 +32,7 @@ _LONGEST = 1 << 24  # of a side; numpy can't take all sizes where another side i
 
 
 def token_ids(value: Any, source: Source) -> Array:
-    """Somebody's token ids, [tokens] int64.
-
-    Raises:
-        InvalidRoutes: they aren't integers from 0 on, in one row.
-    """
+    """Return somebody's token ids, integers from 0 on, as [tokens] int64; refuse anything else."""
     ids = as_token_ids(value)
     if ids is not None and not (ids < 0).any():
         return ids
@@ -48,7 +44,7 @@ def token_ids(value: Any, source: Source) -> Array:
 
 
 def named(value: Any) -> str:
-    """What somebody gave, in a message: dtype and shape of an array, type and beginning of anything else."""
+    """Describe what somebody gave: dtype and shape of an array, type and beginning of anything else."""
     if isinstance(value, torch.Tensor) and value.layout is not torch.strided:  # as its dtype may be right
         return f"{value.layout} of {value.dtype} {list(value.shape)}"
     if isinstance(value, (np.ndarray, torch.Tensor)):
@@ -57,7 +53,7 @@ def named(value: Any) -> str:
 
 
 def as_numpy(value: Any) -> Any:
-    """A tensor as an array, where numpy can hold it; anything else as it is."""
+    """Return a tensor as an array, where numpy can hold it; anything else as it is."""
     if isinstance(value, torch.Tensor):
         with suppress(TypeError, RuntimeError):  # sparse, quantised, of a dtype that numpy hasn't: no ids
             return value.detach().cpu().numpy()
@@ -65,7 +61,7 @@ def as_numpy(value: Any) -> Any:
 
 
 def any_array(value: Any, *, source: Source, most: tuple[int, int, int] | None = None) -> Array:
-    """Routes in whatever form says its own shape: an array, a tensor, base64 of an .npy, nested lists.
+    """Read routes in a form that says its own shape: an array, a tensor, base64 of an .npy, nested lists.
 
     Args:
         most: rows, columns and top-k at most, where the size could be anything; None takes what there is.
@@ -89,7 +85,7 @@ def any_array(value: Any, *, source: Source, most: tuple[int, int, int] | None =
 
 
 def not_ids(source: Source, got: Any, expected: str = _IDS) -> InvalidRoutes:
-    """An error about something that holds no ids, or not in three axes."""
+    """Make an error about something that holds no ids, or not in three axes."""
     return source.error(Symptom.SHAPE, "this isn't an array of expert ids", expected, named(got))
 
 
@@ -165,14 +161,8 @@ def from_npy(data: bytes | memoryview, *, source: Source, most: int) -> Array:
 
 
 def from_lists(value: Any, *, source: Source, most: tuple[int, int, int]) -> Array:
-    """Read nested lists of integers, [tokens, layers, topk], each length at most as in `most`.
-
-    >>> from npu_replay.rollout.release_rules import Source
-    >>> from_lists([[[3, 1]], [[2, 0]]], source=Source(engine="mine"), most=(2, 1, 2)).shape
-    (2, 1, 2)
-
-    Returns:
-        int64; a list without rows is [0, 0, 0].
+    """Read nested lists of integers, [tokens, layers, topk], each length at most as in `most`, as int64; a
+    list without rows is [0, 0, 0].
 
     Raises:
         InvalidRoutes: not lists of lists of lists of integers, ragged, or larger.

@@ -20,30 +20,16 @@ _CAUSES = 5
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The three numbers of a version, for comparing; zeros where it says nothing.
-
-        >>> from npu_replay.rollout.release_rules import release
-        >>> release("0.5.12.post1"), release("0.24.0rc1"), release("nightly")
-        ((0, 5, 12), (0, 24, 0), (0, 0, 0))
-
-    Raises:
-        ReplayError: it is no text.
-    """
-    if not isinstance(version, str):
-        raise ReplayError(
-            "a release is told as text", where="version", expected="«0.23.0»", got=repr(version)
-        )
+    """Return the three numbers of a version, for comparing; zeros where it says nothing («nightly»)."""
+    text = isinstance(version, str)
+    ReplayError.unless(text, "a release is told as text", "«0.23.0»", repr(version), where="version")
     found = _NUMBERS.match(version)
     return tuple(int((number or "0")[:9]) for number in found.groups()) if found else (0, 0, 0)
 
 
 def tells_release(version: object, numbers: int = 2) -> bool:
-    """Does it say by so many numbers which release this is? A build from a clone without tags doesn't.
-
-    >>> from npu_replay.rollout.release_rules import tells_release
-    >>> tells_release("0.33.0+cu128"), tells_release("0.1.dev123+g1a2b3c"), tells_release("nightly")
-    (True, False, False)
-    """
+    """Return whether a version says by so many numbers which release this is: «0.33.0+cu128» does, and
+    «0.1.dev123+g1a2b3c», a build from a clone without tags, doesn't."""
     if not isinstance(version, str) or not any(release(version)):
         return False
     return re.match(rf"v?\d+\.\d+(?!\d*\.dev)(?:\.\d+){{{numbers - 2}}}", version) is not None
@@ -64,13 +50,8 @@ class Releases:
     device: str = ""
 
     def holds(self, version: str, device: str = "") -> bool:
-        """Is that release one of them? One that isn't told may be any, and so may a device.
-
-        >>> from npu_replay.rollout.release_rules import Releases
-        >>> some = Releases(since="0.21.0", until="0.22.0", device="npu")
-        >>> some.holds("0.21.0rc1", "npu"), some.holds("0.22.0"), some.holds("0.21.0", "cuda")
-        (True, False, False)
-        """
+        """Return whether that release is one of them: a candidate counts as its release, and one that isn't
+        told may be any, as may a device."""
         if self.device and device and device != self.device:
             return False
         if not tells_release(version):

@@ -17,14 +17,16 @@ import torch
 
 from npu_replay.errors import MicroBatchError, ReplayError, as_text, listed, one_of, shown, whole_number
 from npu_replay.rollout.model_config import RoutedModel
-from npu_replay.rollout.payloads import TokenIds
+from npu_replay.rollout.payloads import TokenIds, token_ids
+from npu_replay.rollout.release_rules import Source
 from npu_replay.routes.arguments import common
 from npu_replay.routes.checks import Array, find_constant
-from npu_replay.routes.fingerprint import SampleKey, as_token_ids, find_other_tokens, fingerprint, with_key
+from npu_replay.routes.fingerprint import SampleKey, find_other_tokens, fingerprint, with_key
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_array_dtype
 
 Keep = Literal["first", "latest"]
 Version: TypeAlias = "int | str | None"
+_GIVEN = Source(engine="Rollout")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # == of token arrays has no single answer
@@ -180,7 +182,7 @@ class Rollout:
 
     def append(self, tokens: TokenIds) -> None:
         """Add tokens that nobody sampled (a tool's answer). Their rows come with the next turn."""
-        self._grow(np.concatenate([self._tokens, _ids(tokens)]))
+        self._grow(np.concatenate([self._tokens, token_ids(tokens, _GIVEN)]))
 
     def extend(self, turn: Turn, keep: Keep = "first") -> None:
         """Add a turn.
@@ -204,7 +206,7 @@ class Rollout:
         one_of(keep, get_args(Keep), "way to keep rows", "Rollout")
         fine = isinstance(turn, Turn)
         ReplayError.unless(fine, "this is no turn", "a Turn", shown(turn), where=self._where)
-        prompt, sampled = _ids(turn.prompt), _ids(turn.sampled)
+        prompt, sampled = token_ids(turn.prompt, _GIVEN), token_ids(turn.sampled, _GIVEN)
         whole = np.concatenate([prompt, sampled])
         self._check_goes_on(whole)
         rows = self._rows_of(turn, whole)
@@ -323,13 +325,3 @@ class Rollout:
             versions[:] = given
         rows.versions[rows.recorded] = versions[rows.recorded]
         return rows
-
-
-def _ids(tokens: TokenIds) -> Array:
-    """Return a caller's token ids as [tokens] int64."""
-    ids = as_token_ids(tokens)
-    if ids is not None and (ids >= 0).all():
-        return ids
-    problem, expected = "these aren't token ids", "integers from 0 on, [tokens]"
-    cause = "text, or a batch of several sequences"
-    raise ReplayError(problem, where="Rollout", expected=expected, got=shown(tokens), cause=cause)

@@ -18,12 +18,8 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class StageLabels(tuple[int, ...]):
-    """Labels of MoE layers, with those of the whole model and of the rank; no `whole`: routes have no others.
-
-    >>> from npu_replay.routes.arguments import StageLabels
-    >>> StageLabels([3], whole=[1, 3]).among((0, 1))
-    (1,)
-    """
+    """Holds labels of MoE layers, with those of the whole model and of the rank; without `whole`, routes have
+    no other labels. `StageLabels([3], whole=[1, 3]).among((0, 1))` is `(1,)`."""
 
     whole: tuple[int, ...]
     here: tuple[int, ...]
@@ -146,11 +142,7 @@ def fingerprint(mark: Any) -> int | None:
 
 
 def common(versions: Iterable[int | str | None]) -> int | str | None:
-    """Return the weight version of all; None where they don't agree.
-
-    >>> common([3, 3]), common([3, None])
-    (3, None)
-    """
+    """Return the weight version of all; None where they don't agree."""
     found = {*versions}
     return found.pop() if len(found) == 1 else None
 

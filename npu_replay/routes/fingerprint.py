@@ -55,12 +55,8 @@ def with_key(mark: int, sample_key: SampleKey) -> int:
 
 
 def find_other_tokens(rows: int, theirs: int | None, tokens: int, mark: int | None) -> Finding | None:
-    """Why so many rows of routes, with the fingerprint `theirs`, can't be those of so many tokens with the
-    fingerprint `mark`. None as a fingerprint fits any; the last token may have no row.
-
-    >>> find_other_tokens(2, None, 3, 7), find_other_tokens(3, 7, 3, 7)
-    (None, None)
-    """
+    """Find why rows of routes, with the fingerprint `theirs`, can't be those of tokens with the fingerprint
+    `mark`. None as a fingerprint fits any; the last token may have no row."""
     if rows not in (tokens, tokens - 1):
         return Finding(
             "the routes have another number of tokens than the sequence",
@@ -79,15 +75,7 @@ def find_other_tokens(rows: int, theirs: int | None, tokens: int, mark: int | No
 
 
 def as_token_ids(value: Any) -> Array | None:
-    """Somebody's token ids as [tokens] int64; None where they aren't one row of integers that fit.
-
-    The caller says whose they are in an error of his own.
-
-    >>> as_token_ids([3, 1])
-    array([3, 1])
-    >>> as_token_ids([[3, 1]]) is None
-    True
-    """
+    """Return somebody's token ids as [tokens] int64; None where they aren't one row of integers that fit."""
     try:
         found = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
         if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):

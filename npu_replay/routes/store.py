@@ -19,7 +19,7 @@ from npu_replay.errors import RouteFileError, shown, whole_number
 from npu_replay.routes.atomic_file import as_path, plain_file, reader, remove_left, write_whole
 from npu_replay.routes.checks import Array
 from npu_replay.routes.encoding import Header, Read, encode, reading
-from npu_replay.routes.fingerprint import SampleKey, as_token_ids, find_other_tokens, fingerprint, with_key
+from npu_replay.routes.fingerprint import SampleKey, as_token_ids, find_other_tokens, fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts
 
 SHARD_BYTES = 1 << 28
@@ -110,11 +110,11 @@ class RouteStore(Mapping[str, RoutedExperts]):
         return len(self._samples)
 
     def described(self, key: str) -> tuple[Path, dict[str, Any]]:
-        """The shard that a sample lies in, and what is known of it beside its ids."""
+        """Return the shard that a sample lies in, and what is known of it beside its ids."""
         return self._samples[key]
 
     def of(self, tokens: Any, *, sample_key: SampleKey = None) -> RoutedExperts:
-        """The routes of one sequence of token ids, [tokens], with the key that they have, if any.
+        """Return the routes of one sequence of token ids, [tokens], with the key that they have, if any.
 
         Raises:
             RouteFileError: nobody wrote routes of just this sample, or several samples have these tokens.
@@ -134,17 +134,14 @@ class RouteStore(Mapping[str, RoutedExperts]):
         found = self._read(key, as_token_ids(tokens))
         if (other := find_other_tokens(len(found), found.fingerprint, len(tokens), mark)) is not None:
             cause = "a key of the caller's own that looks like a fingerprint"
-            raise other.error(RouteFileError, f"{self.described(key)[0]}, {key}", cause)
+            raise other.error(RouteFileError, f"{self._samples[key][0]}, {key}", cause)
         return found
 
     def _read(self, key: str, tokens: Array | None = None) -> RoutedExperts:
-        shard, known = self.described(key)
+        shard, known = self._samples[key]
         if key in self._several:
             raise self._ambiguous(key, f"other routes in {shard.name} and {self._several[key].name}")
-        with (
-            reading("the shard can't be read", _DAMAGED, f"{shard}, {key}"),
-            plain_file(shard) as file,
-        ):
+        with reading("the shard can't be read", _DAMAGED, f"{shard}, {key}"), plain_file(shard) as file:
             header, read = self._open(shard, file)
             found = header.arguments(read, key)
             if header.samples[key] != known:
@@ -211,14 +208,15 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
             if routes.fingerprint is None:
                 wanted = "add(routes, key), or a fingerprint when they were built"
                 raise self._error("these routes have neither a key nor a fingerprint", wanted, routes)
-            key = key_of(with_key(routes.fingerprint, sample_key))
             routes = routes.of_sample(sample_key)
+            key = key_of(routes.fingerprint or 0)
         if not _is_key(key):
             raise self._error("bad key", "text", shown(key))
         if key in self._keys:
-            own = "pass a key of your own, add(routes, key), or a sample_key"
-            cause = f"two samples of the same tokens: {own}; or one added twice"
-            raise self._error("the key is taken", "another key", key, cause)
+            cause = (
+                "two samples of the same tokens: pass a key of your own, add(routes, key), or a sample_key"
+            )
+            raise self._error("the key is taken", "another key", key, f"{cause}; or one added twice")
         model = routes.layers, routes.topk, routes.num_experts
         if model != self._model or len(self._waiting) >= SHARD_SAMPLES:
             self.flush()
@@ -258,7 +256,7 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
 
 
 def key_of(mark: int) -> str:
-    """The key of a sequence with this fingerprint: 16 hexadecimal digits."""
+    """Return the key of a sequence with this fingerprint: 16 hexadecimal digits."""
     return f"{mark:016x}"
 
 
