@@ -94,7 +94,7 @@ class TokenLayout:
         parallel: ParallelLayout | None = None,
         fingerprints: Sequence[int] | None = None,
     ) -> TokenLayout:
-        """The layout of a padded batch [batch, length].
+        """Return the layout of a padded batch [batch, length].
 
         >>> npu_replay.TokenLayout.padded([3, 2], 4).rows.tolist()
         [0, 3, 1, 4, 2, -1, -1, -1]
@@ -136,7 +136,7 @@ class TokenLayout:
         parallel: ParallelLayout | None = None,
         fingerprints: Sequence[int] | None = None,
     ) -> TokenLayout:
-        """The layout of packed sequences (thd): one after the other, each padded on the right.
+        """Return the layout of packed sequences (thd): one after the other, each padded on the right.
 
         >>> npu_replay.TokenLayout.packed([3, 2], align=4).rows.tolist()
         [0, 1, 2, -1, 3, 4, -1, -1]
@@ -217,7 +217,7 @@ class TokenLayout:
         fingerprints: Sequence[int | None] | None,
         parallel: ParallelLayout | None,
     ) -> TokenLayout:
-        """From what this rank's model is called with: packed tokens, [rows] or [batch, sequence]."""
+        """Make it of what this rank's model is called with: packed tokens, [rows] or [batch, sequence]."""
         rank = parallel or _ALONE
         one_of(order, ("sequence", "batch"), "order", kind=MicroBatchError)
         batch_major = order == "batch" and places.dim() == 2
@@ -239,7 +239,7 @@ class TokenLayout:
         on_bad_route: Literal["error", "native"] = "error",
         ceiling: float = bad_samples.CEILING,
     ) -> RoutedExperts:
-        """The routes in the router's rows, from one RoutedExperts a sequence.
+        """Return the routes in the router's rows, from one RoutedExperts a sequence.
 
         A sequence may have one row fewer than tokens: the last token is never fed to the rollout engine,
         so it has no route. Padding has none either.
@@ -282,12 +282,8 @@ class TokenLayout:
     def rows_of(
         self, good: Mapping[int, RoutedExperts], *, layers: Sequence[int], topk: int, num_experts: int
     ) -> RoutedExperts:
-        """The routes of these sequences, by number, in the router's rows; all other rows have none.
-
-        Args:
-            good: such as `bad_routes` finds nothing in.
-            layers, topk, num_experts: of the result.
-        """
+        """Return the routes of sequences, by number, that `bad_routes` takes, in the rows of the router;
+        all other rows have none."""
         if not good:
             return RoutedExperts.unrecorded(len(self.rows), layers=layers, topk=topk, num_experts=num_experts)
         picked = row_gather.pick(self._runs, len(self.rows), good, layers)
@@ -300,7 +296,7 @@ class TokenLayout:
     def bad_routes(
         self, batch: Sequence[RoutedExperts | None], *, layers: Sequence[int] | None = None
     ) -> dict[int, ReplayError]:
-        """The sequences whose routes can't be used, and why each can't.
+        """Return the sequences whose routes can't be used, and why each can't.
 
         >>> npu_replay.TokenLayout.packed([3]).bad_routes([None])[0].problem
         "this isn't RoutedExperts"
@@ -311,7 +307,7 @@ class TokenLayout:
         return bad_samples.find(batch, self.lengths, self.fingerprints, layers)
 
     def scatter(self, routes: RoutedExperts) -> list[RoutedExperts]:
-        """One RoutedExperts a sequence, from the router's rows; the inverse of `gather`.
+        """Return one RoutedExperts a sequence, from the router's rows; the inverse of `gather`.
 
         A token without a row here (another rank has it) is not recorded.
 
@@ -323,11 +319,10 @@ class TokenLayout:
         Raises:
             MicroBatchError: another number of rows than the layout has.
         """
-        row_of = self.row_of(routes)
-        return self.sequences(routes.take(row_of))
+        return self.sequences(routes.take(self.row_of(routes)))
 
     def row_of(self, routes: object, where: str = "") -> torch.Tensor:
-        """int64 [tokens], the row of each packed token among these rows, or -1."""
+        """Return the row of each packed token among these rows, or -1: int64 [tokens]."""
         if not isinstance(routes, RoutedExperts):
             raise MicroBatchError("these are no routes", expected="RoutedExperts", got=shown(routes))
         problem = "the routes have another number of rows than the layout"
@@ -339,7 +334,7 @@ class TokenLayout:
         return row_of
 
     def sequences(self, packed: RoutedExperts) -> list[RoutedExperts]:
-        """Packed routes cut into sequences, each with its fingerprint."""
+        """Cut packed routes into sequences, each with its fingerprint."""
         marks = self.fingerprints or (None,) * len(self.lengths)
         spans = pairwise(accumulate(self.lengths, initial=0))
         return [packed.sequence(a, b, mark) for (a, b), mark in zip(spans, marks, strict=True)]
@@ -364,14 +359,11 @@ def _sizes(lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 def _multiple(given: object, what: str) -> int:
-    multiple = whole_number(given, what)
-    _check(1 <= multiple <= MAX_TOKENS, "nothing can be padded to a multiple of this", ">= 1", multiple)
-    return multiple
+    return whole_number(given, what, least=1, most=MAX_TOKENS, kind=MicroBatchError)
 
 
 def _alignment(align: int | None, parallel: ParallelLayout, context: Context) -> int:
-    least = parallel.alignment(context)
-    return least if align is None else _multiple(align, "align")
+    return parallel.alignment(context) if align is None else _multiple(align, "align")
 
 
 def _rounded(size: int, multiple: int) -> int:
@@ -379,7 +371,7 @@ def _rounded(size: int, multiple: int) -> int:
 
 
 def _slots(sizes: Sequence[int], rooms: Sequence[int], left: bool = False) -> list[torch.Tensor]:
-    """The packed tokens of each sequence in so many places, with -1 in the others, which are at one end."""
+    """Return the packed tokens of each sequence in so many places, with -1 in the others, at one end."""
     slots = []
     for tokens, room in zip(torch.split(torch.arange(sum(sizes)), list(sizes)), rooms, strict=True):
         lacking = room - len(tokens)
@@ -388,20 +380,20 @@ def _slots(sizes: Sequence[int], rooms: Sequence[int], left: bool = False) -> li
 
 
 def _joined(pieces: list[torch.Tensor], multiple: int = 1) -> torch.Tensor:
-    """One after the other, with -1 at the end up to a multiple."""
+    """Put pieces one after the other, with -1 at the end up to a multiple."""
     stream = torch.cat([torch.arange(0), *pieces])
     return pad(stream, (0, -len(stream) % multiple), value=-1)
 
 
 def _context_cut(slots: torch.Tensor, parallel: ParallelLayout, context: Context, what: str) -> torch.Tensor:
-    """This rank's part of the last dimension."""
+    """Take this rank's part of the last dimension."""
     pieces, first = parallel.context_pieces(context), parallel.cp_rank
     mine = [first] if context == "contiguous" else [first, pieces - 1 - first]
     return _cut(slots, pieces, mine, what, f"context parallel {parallel.cp}, {context}")
 
 
 def _cut(slots: torch.Tensor, pieces: int, mine: list[int], what: str, why: str) -> torch.Tensor:
-    """Some of the equal pieces of the last dimension."""
+    """Take some of the equal pieces of the last dimension."""
     size = slots.shape[-1]
     if pieces == 1:
         return slots
@@ -411,7 +403,7 @@ def _cut(slots: torch.Tensor, pieces: int, mine: list[int], what: str, why: str)
 
 
 def _checked_rows(given: Any, tokens: int) -> torch.Tensor:
-    """A copy of the rows of a layout, int64, if they are tokens of its sequences."""
+    """Return a copy of the rows of a layout, int64, if they are tokens of its sequences."""
     try:
         rows = torch.as_tensor(given).detach().cpu()
         if not is_plain(rows) or rows.is_complex():
@@ -419,11 +411,8 @@ def _checked_rows(given: Any, tokens: int) -> torch.Tensor:
         if rows.numel() and (rows.is_floating_point() or rows.dtype == torch.bool):
             raise TypeError(rows.dtype)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise MicroBatchError(
-            "the rows of a layout are whole numbers in a plain tensor",
-            expected="int64",
-            got=f"{shown(given)} ({error})"[:200],
-        ) from error
+        problem, got = "the rows of a layout are whole numbers in a plain tensor", f"{shown(given)} ({error})"
+        raise MicroBatchError(problem, expected="int64", got=got[:200]) from error
     _check(rows.dim() == 1, "the rows of a layout are a flat list", "[rows]", list(rows.shape))
     rows = rows.to(torch.int64, copy=True)
     least, most = (int(rows.min()), int(rows.max())) if len(rows) else (-1, -1)

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 def narrow_dtype(num_experts: int) -> torch.dtype:
-    """The smallest dtype that every back end computes with: uint8 up to 256 experts, int16 above."""
+    """Return the smallest dtype that every back end computes with: uint8 up to 256 experts, int16 above."""
     return torch.uint8 if num_experts <= 256 else torch.int16
 
 
 def narrow_array_dtype(num_experts: int) -> np.dtype[Any]:
-    """The same for numpy's arrays."""
+    """Return the same for numpy's arrays."""
     return np.dtype(np.uint8 if narrow_dtype(num_experts) == torch.uint8 else np.int16)
 
 
@@ -192,7 +192,7 @@ class RoutedExperts:
     __hash__ = None  # type: ignore[assignment]
 
     def layer_ids(self, layer: int) -> torch.Tensor:
-        """The ids of one decoder layer, [tokens, topk], narrow dtype."""
+        """Return the ids of one decoder layer, [tokens, topk], narrow dtype."""
         return self.ids[:, self.columns(arguments.labels([layer]))][:, 0]
 
     def take(self, rows: torch.Tensor | np.ndarray | Sequence[int]) -> RoutedExperts:
@@ -273,7 +273,7 @@ class RoutedExperts:
 
     @classmethod
     def unrecorded(cls, tokens: int, *, layers: Sequence[int], topk: int, num_experts: int) -> RoutedExperts:
-        """Routes of a sample that has none: no row is recorded, so the router chooses for all of them."""
+        """Make the routes of a sample that has none: no row is recorded, and the router chooses for all."""
         topk, labels = whole_number(topk, "topk", kind=InvalidRoutes), arguments.labels(layers)
         num_experts = arguments.num_experts(num_experts, topk)
         tokens = whole_number(tokens, "number of tokens", least=0, most=checks.MAX_TOKENS, kind=InvalidRoutes)
@@ -298,7 +298,7 @@ class RoutedExperts:
         return self.with_known(ids=ids, layers=tuple(labels))
 
     def columns(self, labels: tuple[int, ...]) -> slice | list[int]:
-        """The columns of these layers; a slice, which copies nothing, where they are neighbours."""
+        """Return the columns of these layers; a slice, which copies nothing, where they are neighbours."""
         if isinstance(labels, StageLabels):
             labels = labels.among(self.layers)
         if labels == self.layers:
@@ -414,7 +414,7 @@ def _unpickled(values: dict[str, Any]) -> RoutedExperts:
 
 
 def without_layers() -> RoutedExperts:
-    """What a pipeline stage of dense layers has to say of a micro-batch: nothing."""
+    """Return what a pipeline stage of dense layers has to say of a micro-batch: nothing."""
     return RoutedExperts(ids=torch.empty(0, 0, 1, dtype=torch.uint8), layers=(), num_experts=1)
 
 

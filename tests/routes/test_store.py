@@ -316,6 +316,19 @@ def test_a_shard_of_an_earlier_job_is_not_read_for_one_of_a_later(tmp_path: Path
         found["k"]
 
 
+def test_samples_whose_keys_have_changed_places_are_refused(tmp_path: Path) -> None:
+    """The digest of a sample holds its key, too: its ids follow the others' in one tensor."""
+    store(tmp_path, (sample(1), "a"), (sample(2), "k"))
+    (shard,) = tmp_path.iterdir()
+    written = shard.read_bytes()
+    before, after = (rb"\"keys\":[\"%s\",\"%s\"]" % keys for keys in ((b"a", b"k"), (b"k", b"a")))
+    assert before in written
+    shard.write_bytes(written.replace(before, after))
+    for key in ("a", "k"):
+        with pytest.raises(RouteFileError, match="changed after they were written"):
+            RouteStore(tmp_path)[key]
+
+
 def test_a_writer_that_was_killed_does_not_block_its_name(tmp_path: Path) -> None:
     shard = tmp_path / "routes-00000.safetensors"
     with hanging_writer(shard) as process:
