@@ -173,7 +173,7 @@ class RoutedModel:
             not (zeros := found.whole("zero_expert_num")),  # LongCat: ids above those of the routed experts
             "a model with zero experts can't be read from its config",
             "routed experts only",
-            f"zero_expert_num={zeros}",
+            f"zero_expert_num={shown(zeros)}",
             f"a family that counts layers and experts in its own way: {_BY_HAND}",
             found.name,
         )

@@ -45,6 +45,8 @@ def token_ids(value: Any, source: Source) -> Array:
 
 def named(value: Any) -> str:
     """Describe what somebody gave: dtype and shape of an array, type and beginning of anything else."""
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        return f"nested tensor of {value.dtype}"
     if isinstance(value, torch.Tensor) and value.layout is not torch.strided:  # as its dtype may be right
         return f"{value.layout} of {value.dtype} {list(value.shape)}"
     if isinstance(value, (np.ndarray, torch.Tensor)):

@@ -61,7 +61,7 @@ class Header:
         samples: by key, tokens, fingerprint, weight_version, constant_layers_ok, from_engine and digest.
 
     Attributes:
-        text: as it is written, with its length.
+        text: as it is written, with its length; empty for one that was read.
         size: bytes of the text and of both tensors.
     """
 
@@ -83,7 +83,7 @@ class Header:
         text = _json({"__metadata__": about, **tensors}).encode()
         text += b" " * (-len(text) % 8)
         self.text = len(text).to_bytes(8, "little") + text
-        self._recorded = len(self.text) + ids
+        self._ids, self._recorded = len(self.text), len(self.text) + ids
         self.size = self._recorded + tokens
 
     @classmethod
@@ -114,6 +114,7 @@ class Header:
             raise ValueError(_OTHER_HEADER)
         if found.size != size:
             raise ValueError(f"it is {size} bytes long, and its header says {found.size}")
+        found.text = b""  # it isn't needed any more, and a store keeps the headers of all its shards
         return found
 
     def arguments(self, read: Read, key: str = "") -> dict[str, Any]:
@@ -131,7 +132,7 @@ class Header:
         )
         known = self.samples[key]
         tokens, first = known["tokens"], self._first[key]
-        start, mask = len(self.text) + first * self._row, self._recorded + first
+        start, mask = self._ids + first * self._row, self._recorded + first
         ids = read(start, start + tokens * self._row).view(self._dtype).reshape(tokens, *self._columns)
         recorded = read(mask, mask + tokens)
         RouteFileError.unless(

@@ -114,9 +114,10 @@ class InputCheck:
         found = inputs.differing(called) if inputs else None
         self.compared += found is not None
         if found:
+            problem = "the model was called with other tokens than those that the routes belong to"
             others = [n for n, one in enumerate(self.known) if one and one.differing(called) == []]
             raise MicroBatchError(
-                f"the model was called with other {' and '.join(found)} than those that the routes belong to",
+                problem.replace("tokens", " and ".join(found)),
                 where=micro_batch(number),
                 expected="the tokens and images of the record, or of the fingerprints, in their places",
                 got=f"those of the routes of {micro_batch(others[0])}" if others else "others",
