@@ -57,18 +57,16 @@ class DecoderLayers:
                 number = whole_number(getattr(self, name), name)
                 object.__setattr__(self, name, number)
                 _check(number >= 0, f"{name} is negative", ">= 0", number)
-        _check(
-            self.count <= MAX_LAYERS, "no model has so many decoder layers", f"<= {MAX_LAYERS}", self.count
-        )
+        fine, most = self.count <= MAX_LAYERS, f"<= {MAX_LAYERS}"
+        _check(fine, "no model has so many decoder layers", most, self.count)
         freq: Any = self.moe_layer_freq  # numpy's integers too, and a config's string
         if isinstance(freq, str) or not isinstance(freq, Iterable):
             freq = whole_number(freq, "moe_layer_freq")
             _check(freq >= 1, "moe_layer_freq must be positive", ">= 1", freq)
         else:
             freq = _whole(freq, "moe_layer_freq")
-            _check(
-                {*freq} <= {0, 1}, "moe_layer_freq has others than 0 and 1", "1 for MoE, 0 for dense", freq
-            )
+            fine, expected = {*freq} <= {0, 1}, "1 for MoE, 0 for dense"
+            _check(fine, "moe_layer_freq has others than 0 and 1", expected, freq)
             problem = "moe_layer_freq has another length than there are layers"
             _check(len(freq) == self.count, problem, self.count, len(freq))
         object.__setattr__(self, "moe_layer_freq", freq)
@@ -130,7 +128,7 @@ class DecoderLayers:
     def _counts(self, pp: int, vp: int) -> Sequence[Sequence[int]]:
         """Decoder layers of each stage, [pipeline rank][virtual stage]."""
         if self.pattern is not None:
-            return self._counts_by(self.pattern, pp, vp)
+            return self._pattern_counts(self.pattern, pp, vp)
         if self.table is not None:
             shape = [len(stage) for stage in self.table]
             _check(shape == [vp] * pp, "the pipeline layout has another shape", f"{pp} x {vp}", shape)
@@ -153,7 +151,7 @@ class DecoderLayers:
         counts[-1][-1] -= loss
         return counts
 
-    def _counts_by(self, pattern: str, pp: int, vp: int) -> Sequence[Sequence[int]]:
+    def _pattern_counts(self, pattern: str, pp: int, vp: int) -> Sequence[Sequence[int]]:
         labels, sizes = pattern_labels(pattern), [*map(len, _stages(pattern))]
         if len(sizes) == 1:
             symbols = DecoderLayers(sizes[0], first_stage=self.first_stage, last_stage=self.last_stage)

@@ -178,8 +178,7 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         self._keys: set[str] = set()
         self._waiting: dict[str, RoutedExperts] = {}
         self._model: tuple[Any, ...] | None = None
-        self._bytes = 0
-        self._shards = 0
+        self._bytes = self._shards = 0
         first = self._file(0)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -213,10 +212,9 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         if not _is_key(key):
             raise self._error("bad key", "text", shown(key))
         if key in self._keys:
-            cause = (
-                "two samples of the same tokens: pass a key of your own, add(routes, key), or a sample_key"
-            )
-            raise self._error("the key is taken", "another key", key, f"{cause}; or one added twice")
+            own = "pass a key of your own, add(routes, key), or a sample_key"
+            cause = f"two samples of the same tokens: {own}; or one added twice"
+            raise self._error("the key is taken", "another key", key, cause)
         model = routes.layers, routes.topk, routes.num_experts
         if model != self._model or len(self._waiting) >= SHARD_SAMPLES:
             self.flush()

@@ -52,6 +52,18 @@ def test_a_dead_router_beside_live_ones_is_let_in(caplog: pytest.LogCaptureFixtu
     ]
 
 
+def test_experts_in_the_column_of_a_dense_layer_are_refused() -> None:
+    """Labels have shifted by a layer; -1 there is no expert."""
+    model = RoutedModel(layers=tuple(range(1, 32)), num_layers=32, num_experts=8, topk=2)
+    rows = rows_with_a_constant_layer()
+    rows[:, 5] = rows[:, 6]
+    with pytest.raises(InvalidRoutes, match=r"layer 0: a dense layer has experts.*in row 0"):
+        from_batch(rows, model, zeros_are_none=True)
+    for blank in (-1, 0):
+        rows[:, 0] = blank
+        assert from_batch(rows, model, zeros_are_none=True).recorded.all()
+
+
 def test_a_stage_of_verls_that_holds_the_dead_router_alone_takes_its_routes() -> None:
     """Its column is held against those of all stages; one that nobody wrote into is bad on each of them."""
     rows = rows_with_a_constant_layer()

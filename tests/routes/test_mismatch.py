@@ -33,6 +33,7 @@ def test_only_rows_recorded_on_both_sides_and_common_layers_count() -> None:
     theirs = routes(b, layers=(0,), recorded=torch.tensor([True, True, True, False]))
     found = npu_replay.compare([ours.take([0, 1]), ours.take([2, 3])], theirs)
     assert (found.differing, found.token_layers, found.layer_mismatch) == (1, 2, {0: 0.5})
+    assert (found.router_mismatch, found.token_mismatch) == (0.5, 0.5)
 
 
 def test_log_probs_give_kl_ratio_and_the_largest_difference() -> None:

@@ -108,6 +108,13 @@ def test_a_key_of_two_writers_with_other_routes_is_an_error_and_no_other_key_is(
     assert RouteStore(tmp_path, shard="c-00000")["k"] == sample(2)
 
 
+def test_a_sample_that_two_writers_have_alike_is_one(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        found = store(tmp_path, (sample(1), None), name=name)
+    assert found.of(tokens_of(1)) == sample(1)
+    assert len(found) == 1
+
+
 def test_samples_of_the_same_tokens_are_found_by_their_key_alone(tmp_path: Path) -> None:
     """The same question about two images, of two ranks; and of one, whose digests are the same."""
     tokens = tokens_of(1)
