@@ -233,7 +233,7 @@ class _Keys:
         try:
             file = path / "config.json" if path.is_dir() else path
             with plain_file(file) as opened:
-                config = json_text.parse(opened.read())
+                config: dict[str, Any] = json_text.parse(opened.read())
         except (OSError, ValueError) as error:
             expected = "a Hugging Face config.json, or the folder that it is in"
             cause = hub if isinstance(error, FileNotFoundError) else ""

@@ -84,12 +84,9 @@ def compare(
     """
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return _compare_log_probs(a, b, mask)
-    ReplayError.unless(
-        not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor),
-        "compare() got two different kinds of things",
-        "two routings, or two tensors of log-probs",
-        f"{type(a).__name__} and {type(b).__name__}",
-    )
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        problem, expected = "compare() got two different kinds of things", "two routings, or two of log-probs"
+        raise ReplayError(problem, expected=expected, got=f"{type(a).__name__} and {type(b).__name__}")
     ReplayError.unless(mask is None, "a mask goes with log-probs; routings say themselves which rows count")
     ours, theirs = (one if isinstance(one, RoutedExperts) else RoutedExperts.concat(one) for one in (a, b))
     layers, both = check_comparable(ours, theirs)
