@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO over two processes: `record` and `replay` around its engine, or around the module in it."""
+"""DeepSpeed's ZeRO over two processes: `record` and `replay` around its engine, or the module in it."""
 
 from __future__ import annotations
 

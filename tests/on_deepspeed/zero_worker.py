@@ -1,4 +1,4 @@
-"""One rank of DeepSpeed's ZeRO: each stage records, and replays in two updates of which the second has other weights."""
+"""One rank of DeepSpeed's ZeRO: each stage records, and replays in two updates; the second has other weights."""
 
 from __future__ import annotations
 
@@ -25,16 +25,21 @@ def main(task: dict[str, Any]) -> dict[str, str]:
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
     found = {}
-    for name, (stage, leaf, reentrant) in CASES.items():
-        try:
-            for around in ("engine", "module"):
-                train(stage, leaf, reentrant, around)
-            found[name] = ""
-        except Exception:
-            found[name] = traceback.format_exc()
+    for name, case in CASES.items():
+        found[name] = attempt(*case)
+        if found[name]:
             break  # the ranks part for good where it goes wrong on one
     torch.distributed.destroy_process_group()
     return found
+
+
+def attempt(*case: Any) -> str:
+    try:
+        for around in ("engine", "module"):
+            train(*case, around)
+    except Exception:
+        return traceback.format_exc()
+    return ""
 
 
 def train(stage: int, leaf: bool, reentrant: bool | None, around: str) -> None:
@@ -45,7 +50,9 @@ def train(stage: int, leaf: bool, reentrant: bool | None, around: str) -> None:
     from live.families import make
 
     torch.manual_seed(0)
-    model = make("Qwen3Moe", num_hidden_layers=3, num_experts=8, num_experts_per_tok=2, mlp_only_layers=[0]).train()
+    model = make(
+        "Qwen3Moe", num_hidden_layers=3, num_experts=8, num_experts_per_tok=2, mlp_only_layers=[0]
+    ).train()
     blocks = [layer.mlp for layer in model.model.layers[1:]]
     if reentrant is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
