@@ -87,8 +87,8 @@ class TransformersRouters(RouterKind):
                     where=path,
                     expected="each block's router, or none",
                     got=f"{kind.__module__}.{kind.__name__}",
-                    cause="a compiler or a patch that wrote some classes of transformers anew: switch it off, or "
-                    "teach npu_replay its router (docs/routers.md)",
+                    cause="a compiler or a patch that wrote some classes of transformers anew: switch it "
+                    "off, or teach npu_replay its router (docs/routers.md)",
                 )
         return routers
 

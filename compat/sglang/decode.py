@@ -128,8 +128,8 @@ class SglangAnswer(server_answers.Answer):
         due = _Due.of(self, model, tokens, start)
         data = as_numpy(self.payload)
         if is_envelope(data):
-            most = (due.end + due.past, model.num_layers, 2 * model.topk)
-            data = from_envelope(data, start=start, most=most, source=source)
+            sizes = (due.end + due.past, model.num_layers, 2 * model.topk)
+            data = from_envelope(data, start=start, most=sizes, source=source)
         if data is None or (isinstance(data, list) and not data):  # 0.5.8 says [] for none
             if due.start == due.end or not self.ended:
                 return None

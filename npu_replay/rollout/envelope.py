@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from npu_replay.errors import InvalidRoutes
-from npu_replay.rollout.payloads import Array, as_numpy, from_base64, named
+from npu_replay.rollout.payloads import as_numpy, from_base64, named
 from npu_replay.rollout.release_rules import Source
+from npu_replay.routes.checks import Array
 
 _FORM = (
     "{data: base64 or bytes, shape: [tokens, layers, topk], dtype: uint8 to int64, start: of the first row}"

@@ -1,7 +1,7 @@
 """Unsloth's compiler writes classes of transformers anew, in `unsloth_compiled_module_<family>`.
 
-Here that is done by hand, as its release 2026.10.9 does it for Qwen3-MoE: the router's forward may be a compiled
-function.
+Here that is done by hand, as its release 2026.10.9 does it for Qwen3-MoE: the router's forward may be a
+compiled function.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank of DeepSpeed's ZeRO: each stage records, and replays in two updates; the second has other weights."""
+"""One rank of DeepSpeed's ZeRO: each stage records, and replays in two updates with other weights."""
 
 from __future__ import annotations
 
