@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests with trainers of Hugging Face models, as they were released.
 #
-#   ci/trainers.sh trl [ARGUMENT ...]         TRL's GRPOTrainer, and PEFT
+#   ci/trainers.sh trl [ARGUMENT ...]         TRL's GRPOTrainer, PEFT, and DeepSpeed's ZeRO
 #   ci/trainers.sh ms-swift [ARGUMENT ...]    ms-swift's, in an environment of its own (2 GB, made once): it wants older packages
 #
 # Further arguments go to pytest.
@@ -10,6 +10,14 @@ cd "$(dirname "$0")/.."
 source ci/environment.sh
 trl=1.16.0
 swift_pin=ms-swift==4.6.0
+deepspeed=0.19.8
+
+# Of what it needs the parts that are imported; its operators are built when they are used, and none is on a CPU.
+deepspeed_into() {
+    pip_into --no-deps --constraint ci/constraints.txt hjson==3.1.0 ninja==1.13.2 py-cpuinfo==9.0.0 \
+        annotated-types einops msgpack psutil pydantic pydantic-core typing-inspection "$1" &&
+        DS_BUILD_OPS=0 pip_into --no-deps --no-build-isolation "deepspeed==$deepspeed" "$1"
+}
 
 install_swift() {
     python -m pip install "$torch_pin" setuptools==77.0.3 || fail "could not install $torch_pin for $(python -V)"
@@ -26,8 +34,12 @@ case ${1:-} in
             echo "Fetching TRL $trl ..."
             fill "$work/trl/$trl" pip_into --no-deps "trl==$trl" || fail "could not fetch TRL $trl"
         fi
-        export PYTHONPATH=$work/trl/$trl${PYTHONPATH:+:$PYTHONPATH}
-        tests="tests/on_trl tests/compat/test_peft.py"
+        if [[ ! -d $work/deepspeed/$deepspeed ]]; then
+            echo "Fetching DeepSpeed $deepspeed ..."
+            fill "$work/deepspeed/$deepspeed" deepspeed_into || fail "could not fetch DeepSpeed $deepspeed"
+        fi
+        export PYTHONPATH=$work/trl/$trl${PYTHONPATH:+:$PYTHONPATH}:$work/deepspeed/$deepspeed
+        tests="tests/on_trl tests/compat/test_peft.py tests/on_deepspeed"
         ;;
     ms-swift)
         make_in "$work/ms-swift" install_swift

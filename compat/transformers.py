@@ -24,8 +24,12 @@ from npu_replay.environment import AUX_LOSS
 from npu_replay.errors import NoEffect, RouterError
 from npu_replay.routers import Router, RouterKind
 
-_PACKAGES = ("transformers.models.", "transformers_modules.", "verl.models.transformers.")
-"""Also code that came with a checkpoint, and classes that verl puts in the place of some on an NPU."""
+_PACKAGES = (
+    *("transformers.models.", "transformers_modules.", "verl.models.transformers."),
+    "unsloth_compiled_module",
+)
+"""Also code that came with a checkpoint, classes that verl puts in the place of some on an NPU, and those
+that Unsloth's compiler writes anew."""
 _ROUTER_NAME = re.compile(r"(Router|Gate|Gating)$")
 _SORTS = "TopKGating"
 """Its output holds the tokens sorted by expert, and no ids (JetMoE; Granite in 4)."""
@@ -63,6 +67,30 @@ class TransformersRouters(RouterKind):
             f"a call with {_LOGITS}: the loss takes a top-k of the routers' logits, their own choice",
             where=f"the call of {type(chunk).__name__}",
         )
+
+    def labelled(self, chunk: nn.Module, routers: list[Router]) -> list[Router]:
+        """Refuse a model of which some blocks of experts have a router and others none that is known."""
+        known = [f"{router.path}." for router in routers]
+        if not any(_vendor_class(router.module) for router in routers):
+            return routers
+        for path, module in chunk.named_modules():
+            inside = f"{path}."
+            if (
+                not isinstance(getattr(module, "experts", None), nn.Module)
+                or _vendor_class(module) is not None
+            ):
+                continue
+            if not any(router.startswith(inside) or inside.startswith(router) for router in known):
+                kind = type(module)
+                raise RouterError(
+                    "this block of experts has no router that is known, and others of the model have one",
+                    where=path,
+                    expected="each block's router, or none",
+                    got=f"{kind.__module__}.{kind.__name__}",
+                    cause="a compiler or a patch that wrote some classes of transformers anew: switch it "
+                    "off, or teach npu_replay its router (docs/routers.md)",
+                )
+        return routers
 
     def describe(self, module: nn.Module, path: str) -> Router | None:
         """Describe a router; refuse one that can't be replayed.

@@ -19,6 +19,7 @@ from npu_replay.compat.sglang.releases import FAULTS, HONOURS_START, STOPS_EXACT
 from npu_replay.errors import whole_number
 from npu_replay.rollout import server_answers
 from npu_replay.rollout.admit import Missing
+from npu_replay.rollout.envelope import from_envelope, is_envelope, of_gateway
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.payloads import TokenIds, as_numpy, from_base64, named
 from npu_replay.rollout.release_rules import Source, Symptom, release, tells_release
@@ -126,6 +127,9 @@ class SglangAnswer(server_answers.Answer):
             raise self.other_tokens(1, f"{tokens.sampled} ids", tokens.sampled - taken_off)
         due = _Due.of(self, model, tokens, start)
         data = as_numpy(self.payload)
+        if is_envelope(data):
+            sizes = (due.end + due.past, model.num_layers, 2 * model.topk)
+            data = from_envelope(data, start=start, most=sizes, source=source)
         if data is None or (isinstance(data, list) and not data):  # 0.5.8 says [] for none
             if due.start == due.end or not self.ended:
                 return None
@@ -359,6 +363,11 @@ def _of_openai(found: Mapping[Any, Any], source: Source) -> SglangAnswer:
     choice: Mapping[Any, Any] = choices[0] if choices else {}
     beside, info = _mapping(found, "sglext", source), _mapping(choice, "meta_info", source)
     payload = beside.get("routed_experts")
+    if payload is None and choice.get("routed_experts") is not None:  # a gateway's envelope
+        payload, source = choice["routed_experts"], replace(source, field="choices[0].routed_experts")
+    if payload is None:
+        payload, field = of_gateway(found, "routed_experts")
+        source = replace(source, field=field or source.field)
     if info:
         answer = _of_meta_info(info, source)
         if payload is not None:
@@ -379,6 +388,8 @@ def _of_openai(found: Mapping[Any, Any], source: Source) -> SglangAnswer:
         _first(choice, _OUTPUT),
         beside.get("output_ids"),
     )
+    if output_ids is None:
+        output_ids = of_gateway(found, "completion_token_ids")[0]
     if output_ids is None and isinstance(outputs, list) and len(outputs) == 1:  # a list for each choice
         output_ids = outputs[0]
     prompt_ids = beside.get("input_ids") if prompt_ids is None else prompt_ids

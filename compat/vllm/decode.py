@@ -35,6 +35,7 @@ from npu_replay.compat.vllm_ascend import releases as ascend
 from npu_replay.errors import InvalidRoutes, ReplayError, whole_number
 from npu_replay.rollout import server_answers
 from npu_replay.rollout.admit import Missing
+from npu_replay.rollout.envelope import from_envelope, is_envelope, of_gateway
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.payloads import any_array, token_ids
 from npu_replay.rollout.release_rules import Source, Symptom, release
@@ -172,7 +173,14 @@ class VllmAnswer(server_answers.Answer):
                 return None
         if apart:
             return self._rows_of_two_parts(model, tokens, start)
-        return _array(self.payload, tokens.prompt + tokens.sampled, model, self.source)
+        most = (
+            tokens.prompt + tokens.sampled + _SPARE,
+            model.num_layers,
+            2 * model.topk,
+        )  # weights beside ids
+        if is_envelope(self.payload):
+            return from_envelope(self.payload, start=start, most=most, source=self.source)
+        return any_array(self.payload, source=self.source, most=most)
 
     def _lacking(self) -> InvalidRoutes:
         if not self.finish and not self.http:
@@ -252,9 +260,13 @@ def read(output: Any, version: str | None = None, vllm_ascend: str | None = None
     usage = output.get("usage") if http and len(choices) == 1 else None
     place = "choices" if http else "outputs"
     captured = any(_said(choice, "routed_experts") is not None for _, choice in choices)
+    beside, field = of_gateway(output, "routed_experts") if http and not captured else (None, "")
+    if beside is not None and len(choices) > 1:
+        raise _wrong(f"{field} has the routes of one choice", "n=1", f"{len(choices)} choices")
     found: list[VllmAnswer] = []
     for number, choice in choices:
         finish, rows = _text(_said(choice, "finish_reason")), _said(choice, "routed_experts")
+        rows = beside if rows is None else rows
         stop_string = _text(_said(choice, "stop_reason")) is not None and finish in ("stop", "tool_calls")
         way = "alone" if captured and rows is None else "http" if http else "in-process"
         about = source(version or "", vllm_ascend or "", (way, "stop string") if stop_string else (way,))
@@ -262,13 +274,14 @@ def read(output: Any, version: str | None = None, vllm_ascend: str | None = None
         sample = f"request {request[:80]}, {sample}" if request else sample
         prompt, ids = _said(choice, "prompt_token_ids"), _said(choice, "token_ids")
         prompt = _said(output, "prompt_token_ids") if prompt is None else prompt
+        ids = of_gateway(output, "completion_token_ids")[0] if beside is not None and ids is None else ids
         # The engine's own weight version, where it names one for all tokens; 0.32's «default» says nothing.
         spans = _said(choice, "weight_versions")
         named = [_said(span, "version") for span in spans] if isinstance(spans, (list, tuple)) else []
         alike = bool(named) and named[0] != "default" and all(one == named[0] for one in named)
         found.append(
             VllmAnswer(
-                source=replace(about, sample=sample, field=f"{place}[{number}].routed_experts"),
+                source=replace(about, sample=sample, field=field or f"{place}[{number}].routed_experts"),
                 number=number,
                 http=http,
                 prompt_ids=prompt,

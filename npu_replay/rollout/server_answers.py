@@ -19,6 +19,7 @@ import numpy as np
 
 from npu_replay.errors import InvalidRoutes
 from npu_replay.rollout.admit import Missing, admit
+from npu_replay.rollout.envelope import is_envelope, without_weights
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.payloads import token_ids
 from npu_replay.rollout.release_rules import Source, Symptom, tells_release
@@ -93,6 +94,7 @@ class Answer(ABC):
         """
         tokens = self.tokens(prompt, output)
         rows = self.rows(model, tokens, start, missing)
+        rows = None if rows is None else without_weights(rows, model.topk, self.source)
         source, device = self.source, self.source.device or "cuda"
         zeros = [one for one in source.faults if one.always and one.symptom is Symptom.ZEROS]
         never = tells_release(source.version) and any(one.holds(source.version, device) for one in zeros)
@@ -199,6 +201,8 @@ def opened(found: Any, engine: str, expected: str, *, not_found: str = "") -> An
         found = found.model_dump()
     if not isinstance(found, Mapping):
         return found
+    if is_envelope(found):  # what a gateway handed on by itself
+        return {"choices": [{"routed_experts": found}]}
     answered = any(
         isinstance(one := found.get(name), (list, Mapping)) and one for name in ("choices", "meta_info")
     )

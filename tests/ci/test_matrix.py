@@ -88,7 +88,7 @@ def test_a_release_goes_by_three_names(matrix: Any, name: str) -> None:
 
 def test_names_come_in_the_order_of_the_file_and_none_means_all(matrix: Any) -> None:
     read = matrix.read()
-    assert [one.version for one in read.of(["5.23.0", "0.16.1", "0.12.0"])] == ["0.12.0", "0.16.1", "5.23.0"]
+    assert [one.version for one in read.of(["5.24.0", "0.16.1", "0.12.0"])] == ["0.12.0", "0.16.1", "5.24.0"]
     assert read.of([]) == list(read.releases)
 
 
@@ -97,7 +97,7 @@ def test_an_unknown_name_is_an_error_that_names_all(matrix: Any, capsys: pytest.
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith("ci/matrix.toml has no 0.99.1. It has megatron-0.12.0, ")
-    assert "transformers-5.23.0" in said.err
+    assert "transformers-5.24.0" in said.err
 
 
 def test_a_new_release_is_one_line(matrix: Any, tmp_path: Path) -> None:

@@ -84,13 +84,14 @@ def test_the_figures_of_grpo_are_those_of_the_run(page: str) -> None:
     assert len(table) == 3
     for arm, cells in table:
         line = next(line.split() for line in told.splitlines() if line.startswith(rows[arm] + " "))
-        reward, _, kl, tau2, mismatch, _, ratio = line[1:8]
+        reward, _, kl, tau2, mismatch, in_the_update, ratio = line[1:8]
         said = cells.split(" | ")
         assert float(said[0].split(" ")[0]) == float(mismatch.rstrip("%"))
-        assert float(said[1]) == float(kl)
-        assert said[2].replace(" ", "") == tau2
-        assert said[3] == ratio
-        assert said[4].replace(" ", "") == reward
+        assert float(said[1].split(" ")[0]) == float(in_the_update.rstrip("%"))
+        assert float(said[2]) == float(kl)
+        assert said[3].replace(" ", "") == tau2
+        assert said[4] == ratio
+        assert said[5].replace(" ", "") == reward
 
 
 @pytest.mark.parametrize("page", BOTH)

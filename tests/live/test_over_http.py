@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -21,7 +22,8 @@ import pytest
 from engine_server import events, post
 from live.engine import Live, Server
 from live.families import FAMILIES, VOCABULARY
-from live.held import assert_right
+from live.gateway import Gateway
+from live.held import Trainer, assert_right
 from live.mix import ALL, Sequence, Tally, ask, decoded, encoded, some_prompts
 from npu_replay import Rollout, RouteStore, Turn, from_vllm
 from npu_replay.errors import InvalidRoutes, RouteFileError
@@ -81,6 +83,20 @@ def test_tokens_in_and_out(served: Live) -> None:
         answer = served.engine.ask("/inference/v1/generate", token_ids=ids, sampling_params=sampling)
         (routes,) = from_vllm(answer, served.folder, prompt_token_ids=ids, start=start)
         assert_right(served.model, [*ids, *json.loads(answer)["choices"][0]["token_ids"]], routes, start)
+
+
+def test_a_gateway_sends_the_routes_on_in_its_envelope(served: Live) -> None:
+    ids = prompt(21, 60)
+    with Gateway(served.engine.url) as url:
+        body = {"model": "m", "prompt": ids, "max_tokens": 20, "return_token_ids": True, "ignore_eos": True}
+        answer = json.loads(post(f"{url}/v1/completions", body))
+    tokens = [*ids, *answer["nvext"]["engine_data"]["completion_token_ids"]]
+    answer["choices"][0].pop("prompt_token_ids", None)
+    (routes,) = from_vllm(answer, served.folder, prompt_token_ids=ids)
+    assert_right(served.model, tokens, routes)
+    trainer = Trainer(copy.deepcopy(served.model))
+    trainer.step(tokens, routes)
+    assert trainer.steps == 1
 
 
 def test_a_stream_is_refused_in_words(served: Live) -> None:

@@ -1,0 +1,139 @@
+"""Reads routes in the envelope of a gateway, which says its array's shape: {data, shape, dtype, start}.
+
+vLLM's routes behind NVIDIA Dynamo lie in one, in `nvext` of the answer; SGLang's lie there as SGLang wrote
+them. prime-rl, verifiers and SkyRL send the same envelope, in the choice or by itself. `data` is base64, as
+text or as bytes, or the array's own bytes, or a flat list. Early ones say no dtype.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from npu_replay.errors import InvalidRoutes
+from npu_replay.rollout.payloads import as_numpy, from_base64, named
+from npu_replay.rollout.release_rules import Source
+from npu_replay.routes.checks import Array
+
+_FORM = (
+    "{data: base64 or bytes, shape: [tokens, layers, topk], dtype: uint8 to int64, start: of the first row}"
+)
+_DTYPES = {"uint8": "<u1", "uint16": "<u2", "int16": "<i2", "int32": "<i4", "uint32": "<u4", "int64": "<i8"}
+_SMALLEST_NORMAL = 1 << 23  # of float32, as the integer that has its bits
+
+_log = logging.getLogger(__name__)
+_said: set[str] = set()
+
+
+def is_envelope(value: Any) -> bool:
+    """Return whether this is an envelope, whatever is in it."""
+    return isinstance(value, Mapping) and "data" in value and "shape" in value
+
+
+def of_gateway(answer: Mapping[str, Any], name: str) -> tuple[Any, str]:
+    """Find what a gateway put beside the choices, in `nvext` or its `engine_data`.
+
+    Returns:
+        The field and where it lies; None and an empty text where there is none.
+    """
+    beside = answer.get("nvext")
+    if isinstance(beside, Mapping):
+        inner = beside.get("engine_data")
+        for place, found in (("nvext", beside), ("nvext.engine_data", inner)):
+            if isinstance(found, Mapping) and found.get(name) is not None:
+                return found[name], f"{place}.{name}"
+    return None, ""
+
+
+def from_envelope(
+    value: Mapping[str, Any], *, start: int, most: tuple[int, int, int], source: Source
+) -> Array:
+    """Read an envelope.
+
+    Args:
+        start: the first row's token, as the caller says.
+        most: rows, columns and top-k at most.
+
+    Returns:
+        [tokens, layers, topk], integers.
+
+    Raises:
+        InvalidRoutes: it is of another form, larger, not as long as its shape says, or begins elsewhere.
+    """
+    shape, first, data = value.get("shape"), value.get("start", start), as_numpy(value.get("data"))
+    if isinstance(shape, tuple):
+        shape = list(shape)
+    if not isinstance(shape, list) or len(shape) != 3 or not all(type(n) is int and n >= 0 for n in shape):
+        raise _other_form(source, f"shape {str(shape)[:80]}")
+    if any(n > limit for n, limit in zip(shape, most, strict=True)):
+        raise source.unreadable("the envelope has more than the sequence", f"{list(most)} at most", shape)
+    if type(first) is not int or first != start:
+        problem = "the rows of the envelope begin at another token than this call says"
+        raise source.unreadable(problem, f"start={start}", f"start {str(first)[:80]}")
+    size = math.prod(shape)
+    if isinstance(data, list):
+        rows = np.array(data, np.int64) if all(type(one) is int for one in data) else None
+    elif isinstance(data, np.ndarray):
+        rows = data if data.dtype.kind in "iu" else None
+    elif isinstance(data, (str, bytes, bytearray, memoryview)):
+        rows = _from_bytes(data, size, value.get("dtype"), source)
+    else:
+        rows = None
+    if rows is None:
+        raise _other_form(source, f"data {named(data)}")
+    if rows.size != size:
+        raise source.unreadable(
+            "the envelope was cut short or lengthened", f"{size} ids, as its shape says", rows.size
+        )
+    return rows.reshape(shape)
+
+
+def _from_bytes(data: Any, size: int, dtype: Any, source: Source) -> Array:
+    """Read the array's bytes, or their base64, of `size` ids."""
+    if dtype is not None and dtype not in _DTYPES:
+        raise _other_form(source, f"dtype {str(dtype)[:80]}")
+    widths = [1, 2, 4, 8] if dtype is None else [np.dtype(_DTYPES[dtype]).itemsize]
+    raw = data if isinstance(data, str) else bytes(data)
+    if isinstance(raw, str) or len(raw) not in [size * width for width in widths]:
+        raw = from_base64(raw, source=source, most=size * widths[-1])
+    width = len(raw) // size if size else widths[0]
+    if len(raw) != size * width or width not in widths:
+        expected = " or ".join(str(size * width) for width in widths)
+        raise _cut(source, f"{expected} bytes", len(raw))
+    return np.frombuffer(raw, f"<u{width}" if dtype is None else _DTYPES[dtype])
+
+
+def _cut(source: Source, expected: str, got: int) -> InvalidRoutes:
+    return source.unreadable("the envelope was cut short or lengthened", expected, got)
+
+
+def _other_form(source: Source, got: str) -> InvalidRoutes:
+    return source.unreadable("the routes are there, in an envelope of an unknown form", _FORM, got)
+
+
+def without_weights(rows: Array, topk: int, source: Source) -> Array:
+    """Leave the router's weights that some trainers send behind the ids, [tokens, layers, 2 * topk] of int32:
+    the second half has the bits of float32. Replay takes the ids, and weighs by the trainer's own scores.
+
+    Source: prime-rl's Total Router Recall (#3523).
+    """
+    if rows.ndim != 3 or rows.shape[2] != 2 * topk or rows.dtype.itemsize != 4 or not len(rows):
+        return rows
+    weights = np.ascontiguousarray(rows[..., topk:])
+    bits = weights.view(np.uint32)
+    if (
+        not ((bits == 0) | ((bits >= _SMALLEST_NORMAL) & (weights.view(np.float32) < np.inf))).all()
+        or not bits.any()
+    ):
+        return rows
+    if source.engine not in _said:
+        _said.add(source.engine)
+        _log.warning(
+            "[npu_replay] %s: the router's weights beside the ids are left: replay computes its own",
+            source.engine,
+        )
+    return rows[..., :topk]

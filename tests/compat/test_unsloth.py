@@ -1,0 +1,101 @@
+"""Unsloth's compiler writes classes of transformers anew, in `unsloth_compiled_module_<family>`.
+
+Here that is done by hand, as its release 2026.10.9 does it for Qwen3-MoE: the router's forward may be a
+compiled function.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.qwen3_moe import modeling_qwen3_moe as stock
+
+import npu_replay
+from npu_replay.errors import RouterError
+
+if not hasattr(stock, "Qwen3MoeTopKRouter"):
+    pytest.skip("transformers 4 has no class of the router", allow_module_level=True)
+
+ROUTER, BLOCK = "Qwen3MoeTopKRouter", "Qwen3MoeSparseMoeBlock"
+
+
+def written_anew(name: str, classes: list[str]) -> types.ModuleType:
+    made = types.ModuleType(name)
+    vars(made).update({key: value for key, value in vars(stock).items() if not key.startswith("__")})
+    for one in classes:
+        exec(compile(inspect.getsource(getattr(stock, one)), name, "exec"), vars(made))
+    return made
+
+
+@pytest.fixture(params=[[ROUTER], [ROUTER, BLOCK], [ROUTER, BLOCK, "compiled"]], ids="-".join)
+def unsloth(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    classes = [one for one in request.param if one != "compiled"]
+    made: Any = written_anew("unsloth_compiled_module_qwen3_moe", classes)
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    for one in classes:
+        monkeypatch.setattr(stock, one, getattr(made, one))
+    if "compiled" in request.param:
+        router = getattr(made, ROUTER)
+        router.forward = torch.compile(router.forward, fullgraph=True, backend="eager")
+    yield
+    torch.compiler.reset()
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    # fmt: off
+    made = Qwen3MoeForCausalLM(Qwen3MoeConfig(
+        hidden_size=32, num_hidden_layers=3, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16,
+        intermediate_size=32, num_attention_heads=4, num_key_value_heads=2, vocab_size=64, head_dim=8,
+    ))
+    # fmt: on
+    turn(made)
+    return made
+
+
+def turn(made: Any) -> None:
+    for layer in made.model.layers:
+        nn.init.normal_(layer.mlp.gate.weight)
+
+
+@pytest.mark.usefixtures("unsloth")
+def test_routers_that_were_written_anew_are_recorded_observed_and_replayed() -> None:
+    made, tokens = model(), torch.randint(0, 64, (2, 10))
+    with torch.no_grad(), npu_replay.record(made) as recording:
+        made(tokens)
+    assert recording.routes[0].layers == (0, 1, 2)
+    turn(made)
+    got: list[torch.Tensor] = []
+    for layer in made.model.layers:
+        layer.mlp.experts.register_forward_pre_hook(lambda _, args: got.append(args[1].sort().values))
+    made(tokens)
+    live, got[:] = list(got), []
+    with npu_replay.observe(made) as seen, npu_replay.replay(made, recording.routes):
+        made(tokens).logits.sum().backward()
+    assert npu_replay.compare(recording.routes, seen.shown).router_mismatch == 0
+    wanted = [recording.routes[0].layer_ids(layer).sort().values for layer in (0, 1, 2)]
+    assert all(torch.equal(a.to(b.dtype), b) for a, b in zip(got, wanted, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(got, live, strict=True))
+
+
+@pytest.mark.parametrize("layers", [(1,), (0, 2)])
+def test_half_of_a_model_is_never_taken_for_it_all(layers: tuple[int, ...]) -> None:
+    """Whoever writes classes anew under a name that nobody knows, in some layers alone."""
+    made = model()
+    other = written_anew("somebodys_compiler", [ROUTER, BLOCK])
+    for layer in layers:
+        block = vars(other)[BLOCK](made.config)
+        made.model.layers[layer].mlp = block
+    for opens in (npu_replay.record, npu_replay.observe, npu_replay.pin_recompute):
+        with pytest.raises(RouterError) as caught, opens(made):  # type: ignore[attr-defined]
+            pass
+        assert caught.value.where == f"model.layers.{layers[0]}.mlp"
+        assert "somebodys_compiler.Qwen3MoeSparseMoeBlock" in str(caught.value)

@@ -1,0 +1,178 @@
+"""Routes in the envelope of gateways, {data, shape, dtype, start}, for the decoder of every engine."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from npu_replay import from_sglang, from_vllm
+from npu_replay.errors import InvalidRoutes
+from npu_replay.rollout import envelope as envelopes
+from npu_replay.routes.checks import Array
+from npu_replay.routes.routed_experts import RoutedExperts
+from sglang_outputs import true_rows
+from vllm_outputs import DEEPSEEK, engine_rows, expected, sampled
+
+MODEL = DEEPSEEK
+ONE = sampled(MODEL)
+PROMPT, OUTPUT = ONE.prompt, ONE.output
+RUN = len(ONE.tokens) - 1
+ROWS = engine_rows("0.33.0", MODEL, ONE)
+
+
+def as_vllm(answer: Any, start: int = 0) -> RoutedExperts:
+    (found,) = from_vllm(answer, MODEL, prompt_token_ids=PROMPT, output_token_ids=OUTPUT, start=start)
+    return found
+
+
+def as_sglang(answer: Any, start: int = 0) -> RoutedExperts:
+    return from_sglang(answer, MODEL, prompt_token_ids=PROMPT, output_ids=OUTPUT, start_len=start)
+
+
+ENGINES = pytest.mark.parametrize("decode", [as_vllm, as_sglang])
+
+
+def envelope(start: int = 0, dtype: str = "uint16", **changes: Any) -> dict[str, Any]:
+    part = ROWS[start:].astype(dtype)
+    text = base64.b64encode(part.tobytes()).decode()
+    return {"data": text, "shape": list(part.shape), "dtype": dtype, "start": start} | changes
+
+
+def chat(choice: dict[str, Any] | None = None, **beside: Any) -> dict[str, Any]:
+    one = {"index": 0, "message": {"role": "assistant", "content": ""}, "finish_reason": "stop"}
+    return {"id": "chatcmpl-1", "object": "chat.completion", "choices": [one | (choice or {})], **beside}
+
+
+def assert_the_rows(found: RoutedExperts, start: int = 0) -> None:
+    assert found == expected(MODEL, ONE, start=start)
+
+
+PLACES: dict[str, Callable[[Any], Any]] = {
+    "nvext": lambda routes: chat(nvext={"routed_experts": routes}),
+    "engine_data": lambda routes: chat(nvext={"engine_data": {"routed_experts": routes}}),
+    "the choice": lambda routes: chat({"routed_experts": routes}),
+    "by itself": lambda routes: routes,
+    "as JSON": lambda routes: json.dumps(chat(nvext={"routed_experts": routes})),
+}
+
+
+@ENGINES
+@pytest.mark.parametrize("place", PLACES)
+def test_an_envelope_is_read_wherever_it_lies(decode: Any, place: str) -> None:
+    for start in (0, 20):
+        assert_the_rows(decode(PLACES[place](envelope(start)), start), start)
+
+
+@ENGINES
+@pytest.mark.parametrize("dtype", ["uint16", "int16", "int32", "int64"])
+def test_an_envelope_may_be_of_any_width_in_text_bytes_or_numbers(decode: Any, dtype: str) -> None:
+    text = envelope(dtype=dtype)["data"]
+    forms = [
+        text,
+        text.encode(),
+        memoryview(text.encode()),
+        base64.b64decode(text),
+        ROWS.flatten().tolist(),
+        ROWS,
+    ]
+    for data in forms:
+        assert_the_rows(decode(envelope(dtype=dtype, data=data)))
+    unsaid = envelope(dtype=dtype)
+    del unsaid["dtype"], unsaid["start"]  # as prime-rl's early ones
+    assert_the_rows(decode(unsaid))
+    unsaid = envelope(20, dtype)
+    del unsaid["start"]
+    assert_the_rows(decode(unsaid, 20), 20)
+
+
+def test_dynamo_says_which_tokens_were_sampled() -> None:
+    beside = {"engine_data": {"routed_experts": envelope(), "completion_token_ids": OUTPUT}}
+    (found,) = from_vllm(chat(nvext=beside), MODEL, prompt_token_ids=PROMPT)
+    assert_the_rows(found)
+    assert_the_rows(from_sglang(chat(nvext=beside), MODEL, prompt_token_ids=PROMPT))
+
+
+def test_sglang_behind_dynamo_sends_its_own_form() -> None:
+    flat = base64.b64encode(ROWS.astype(np.int32).tobytes()).decode()
+    assert_the_rows(as_sglang(chat(nvext={"engine_data": {"routed_experts": flat}})))
+
+
+WRONG = {
+    "another start": (envelope(20), r"begin at another token.*start=0.*start 20"),
+    "no shape": (envelope(shape=None), r"unknown form.*shape None"),
+    "two axes": (envelope(shape=[RUN, 8]), r"unknown form.*shape \["),
+    "negative": (envelope(shape=[-1, 2, 3]), r"unknown form"),
+    "of bool": (envelope(shape=[True, 2, 3]), r"unknown form"),
+    "huge": (envelope(shape=[1 << 40, 4, 2]), r"more than the sequence"),
+    "float": (envelope() | {"dtype": "float32"}, r"unknown form.*dtype float32"),
+    "cut": (envelope(data=envelope()["data"][:-8]), r"cut short or lengthened"),
+    "longer": (
+        envelope(data=base64.b64encode(ROWS.astype("u2").tobytes() + b"\0" * 2).decode()),
+        r"cut short",
+    ),
+    "an odd byte": (
+        envelope(data=base64.b64encode(ROWS.astype("u2").tobytes() + b"\0").decode()),
+        r"cut short",
+    ),
+    "as many characters as bytes": (envelope(data="A" * (2 * ROWS.size)), r"cut short"),
+    "not base64": (envelope(data="§" * 8), r"base64"),
+    "not integers": (envelope(data=[0.5] * ROWS.size), r"unknown form"),
+    "numbers missing": (envelope(data=ROWS.flatten().tolist()[1:]), r"cut short"),
+    "nothing": (envelope(data=None), r"unknown form"),
+    "unnamed keys": ({"bytes": "AA=="}, r"expert ids"),
+    "a number": (7, r"expert ids"),
+}
+
+
+@ENGINES
+@pytest.mark.parametrize("fault", WRONG)
+def test_what_cannot_be_read_is_said_to_be_there(decode: Any, fault: str) -> None:
+    routes, words = WRONG[fault]
+    with pytest.raises(InvalidRoutes, match=words) as error:
+        decode(chat(nvext={"routed_experts": routes}))
+    assert "nvext.routed_experts" in str(error.value)
+    assert "enable_return_routed_experts" not in str(error.value)
+
+
+def test_routes_beside_several_choices_are_whose() -> None:
+    answer = chat(nvext={"routed_experts": envelope()})
+    answer["choices"] = [answer["choices"][0], answer["choices"][0] | {"index": 1}]
+    with pytest.raises(
+        InvalidRoutes, match=r"nvext.routed_experts has the routes of one choice.*n=1.*2 choices"
+    ):
+        from_vllm(answer, MODEL, prompt_token_ids=PROMPT, output_token_ids=[OUTPUT, OUTPUT])
+
+
+def with_weights(rows: Array) -> Array:
+    weights = np.random.default_rng(0).random(rows.shape, np.float32)
+    weights[:, list(MODEL.dense)] = 0
+    return np.concatenate([rows.astype(np.int32), weights.view(np.int32)], axis=2)
+
+
+def test_weights_beside_the_ids_are_left_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    envelopes._said.clear()
+    both = with_weights(true_rows(MODEL, len(ONE.tokens), seed=3)[:RUN])
+    plain = as_vllm(chat({"routed_experts": both[..., : MODEL.topk]}))
+    sent = {"data": base64.b64encode(both.tobytes()), "shape": both.shape, "dtype": "int32"}
+    with caplog.at_level(logging.WARNING):
+        for routes in (both, sent, sent):
+            assert as_vllm(chat({"routed_experts": routes})) == plain
+    assert [record.getMessage() for record in caplog.records] == [
+        "[npu_replay] vLLM: the router's weights beside the ids are left: replay computes its own"
+    ]
+
+
+@pytest.mark.parametrize("others", ["experts", "zeros"])
+def test_another_models_ids_are_no_weights(others: str) -> None:
+    wide = np.argsort(np.random.default_rng(0).random((RUN, MODEL.num_layers, 40)), axis=2)
+    wide = wide[..., : 2 * MODEL.topk].astype(np.int32)
+    if others == "zeros":
+        wide[..., MODEL.topk :] = 0
+    with pytest.raises(InvalidRoutes, match="top-k isn't the model's"):
+        as_vllm(chat({"routed_experts": wide}))
