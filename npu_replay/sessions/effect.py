@@ -1,13 +1,15 @@
 """The effect is checked, not the interception: what the routers' own outputs show of the ids they were given.
 
-In every micro-batch, and in every recompute, each output has to show each of the ids (`shown_ids.py`). In
-some micro-batches it must show no other expert either, and the weights are looked at. What is found stays on
-the device, and is read once, at the end of a forward.
+In every micro-batch, and in every recompute, each output has to show each of the ids. In some micro-batches
+it must show no other expert either, and the weights are looked at. That is one operation a call, and what is
+found stays on the device until it is read: a CPU's when the forward has ended, an accelerator's when the next
+one begins, except in the micro-batches that are checked. By then it is there, and the host doesn't wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -17,7 +19,6 @@ from npu_replay.routers import Router
 from npu_replay.sessions import seam
 from npu_replay.sessions.micro_batches import Forward
 from npu_replay.sessions.recompute import Key
-from npu_replay.sessions.shown_ids import Asked, ShownIds
 
 _WRITTEN = "the ids that the top-k gave were written into before the forward ended"
 _NOT_SHOWN = "the router's output doesn't show the chosen experts"
@@ -89,27 +90,31 @@ def is_due(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-class Witness:
-    """What the calls of a session's routers have shown.
+class _Question(NamedTuple):
+    """What was asked of a call of a router."""
 
-    Attributes:
-        dropped: counts chosen experts that an output didn't show, over their capacity.
-        chosen: how many experts were chosen in these outputs.
-    """
+    router: Router
+    number: int
+    again: bool  # was it a recompute?
+    # Does its output show its "ids"? Are its "weights" scores, and no mask's number? Did a "fused" router
+    # choose what its forward chose?
+    about: str = "ids"
+
+
+class Witness:
+    """Holds what the calls of a session's routers show against the ids that they were given."""
 
     def __init__(self) -> None:
-        self.dropped = Count()
-        self.chosen = 0
-        self._ids = ShownIds()
+        self.dropped = Count()  # chosen experts that an output didn't show, over their capacity
+        self.chosen = 0  # experts that were chosen in these outputs
+        # Each _Question, as a plain tuple, and bool [rows, topk]: for which of the ids is it right?
+        self._asked: list[tuple[Router, int, bool, str, torch.Tensor]] = []
+        # How many further top-ks each block took in a micro-batch that was checked, by layer. One that takes
+        # some is followed in each call: the one that was answered may be somebody's figure.
         self._topks: dict[int, int] = {}
-        """How many further top-ks each block took in a micro-batch that was checked, by layer. One that takes
-        some is followed in each call: the one that was answered may be somebody's figure."""
-        self._took: dict[Key, int] = {}
-        """The same of each micro-batch with any: its recompute takes as many."""
-        self._lost: dict[Key, torch.Tensor] = {}
-        """Of each call whose forward runs, which of its experts were dropped."""
-        self._refused: dict[Key, tuple[str, str]] = {}
-        """Problem and cause of a call that is known to be wrong."""
+        self._took: dict[Key, int] = {}  # the same of each micro-batch: its recompute takes as many
+        self._lost: dict[Key, torch.Tensor] = {}  # of calls whose forward runs, which experts were dropped
+        self._refused: dict[Key, tuple[str, str]] = {}  # problem and cause of a call that is wrong
 
     def saw(self, router: Router, forward: Forward, call: seam.Call, output: object) -> None:
         """A call of the router in a forward has ended."""
@@ -119,13 +124,13 @@ class Witness:
             return
         forward.ended.append((router, ids, call.handed, call.written))
         if call.ruled_out is not None:
-            self._ids.add(Asked(router, forward.number, False, "weights"), ~call.ruled_out)
+            self._asked.append((router, forward.number, False, "weights", ~call.ruled_out))
         if router.shows is None:
             self._saw_block(router, forward, call)
         elif forward.checked or router.drops:
             self._saw_all(router, forward, call, as_map(router.shows(output), router))
         elif (shown := router.shows(output)) is not ids:
-            self._ids.look(router, forward.number, shown, ids)
+            self._look(router, forward.number, shown, ids)
 
     def follows(self, label: int) -> bool:
         """Has this block to be followed in every call?"""
@@ -135,35 +140,31 @@ class Witness:
         """A recompute of a call has ended."""
         if call.ids is None:
             return
-        asked = Asked(router, number, True)
         if call.strayed is not None:
-            self._ids.add(Asked(router, number, True, "fused"), ~call.strayed[None, None])
-            self.check_ids(on_accelerators=False)
-            return
-        if router.shows is None:
+            self._asked.append((router, number, True, "fused", ~call.strayed[None, None]))
+        elif router.shows is None:
             if call.again != self._took.get((router.label, number), 0):
-                raise _strayed(asked, _TOPKS, _CHANGED_IN_BLOCK)
+                raise _strayed(router, number, _TOPKS, _CHANGED_IN_BLOCK)
             if call.taken is not None:
-                self._ids.look(router, number, call.taken.shown(), call.ids, again=True)
-                self.check_ids(on_accelerators=False)
-            return
-        if _is_written(call.handed, call.written, call.ids):
-            raise _strayed(asked)
-        self._ids.look(router, number, router.shows(output), call.ids, again=True)
+                self._look(router, number, call.taken.shown(), call.ids, again=True)
+        elif _is_written(call.handed, call.written, call.ids):
+            raise _strayed(router, number)
+        else:
+            self._look(router, number, router.shows(output), call.ids, again=True)
         self.check_ids(on_accelerators=False)
 
     def saw_stopped(self, router: Router, number: int, call: seam.Call) -> None:
         """A block's recompute was stopped early, as its checkpoint had what it wanted. torch silences errors
         here, so what is wrong is told later."""
         if call.again > self._took.get((router.label, number), 0):
-            self._ids.add(Asked(router, number, True), torch.zeros(1, 1, dtype=torch.bool))
+            self._asked.append((router, number, True, "ids", torch.zeros(1, 1, dtype=torch.bool)))
 
     def saw_last(
         self, router: Router, number: int, ids: torch.Tensor, output: object, *, again: bool
     ) -> None:
         """The hooks of others have made another output of a call's."""
         if router.shows is not None and (shown := router.shows(output)) is not ids:
-            self._ids.look(router, number, shown, ids, again=again)
+            self._look(router, number, shown, ids, again=again)
 
     def _saw_block(self, router: Router, forward: Forward, call: seam.Call) -> None:
         """A block's output shows nothing: what takes its ids in does, or at least how many top-ks it took."""
@@ -177,7 +178,7 @@ class Witness:
             return
         if not call.follows:
             if call.handed is not None and call.ids is not None and call.handed is not call.ids:
-                self._ids.look(router, forward.number, call.handed, call.ids)
+                self._look(router, forward.number, call.handed, call.ids)
         elif call.taken is None or not call.taken.count:
             self._refused[key] = "nothing takes in the ids of the block's top-k", _PAST_TORCH
         else:
@@ -204,17 +205,31 @@ class Witness:
                 right = right & ~(held & values.isneginf() & ~scarce)
             if call.made is not None and not call.made.sees(call.scores):
                 right = right & ~_zeroed(values, call.scores.detach())
-        self._ids.add(Asked(router, number, False), right)
+        self._asked.append((router, number, False, "ids", right))
+
+    def _look(
+        self, router: Router, number: int, shown: torch.Tensor, ids: torch.Tensor, *, again: bool = False
+    ) -> None:
+        """Ask whether what `Router.shows` gave, bool [rows, experts] or ids [rows, topk], shows these ids."""
+        if shown.dtype == torch.bool and shown.shape == (ids.shape[0], router.num_experts):
+            # One that drops tokens shows fewer, but no other.
+            held = shown.scatter(1, ids, False).logical_not() if router.drops else shown.gather(1, ids)
+        elif shown.dtype != torch.bool and shown.shape == ids.shape:
+            held = shown.sort(dim=1).values == ids.sort(dim=1).values  # perhaps in another order
+        else:
+            held = torch.zeros_like(ids, dtype=torch.bool)
+        self._asked.append((router, number, again, "ids", held))
 
     def forget(self, key: Key) -> None:
         """The forward of this call raised."""
         for kept in (self._lost, self._took, self._refused):
             kept.pop(key, None)
-        self._ids.forget(*key)
+        gone = *key, False
+        self._asked = [one for one in self._asked if (one[0].label, *one[1:3]) != gone]
 
     def clear(self) -> None:
         """The block is over."""
-        for kept in (self._lost, self._took, self._refused, self._ids):
+        for kept in (self._lost, self._took, self._refused, self._asked):
             kept.clear()
 
     def check(self, found: Sequence[Router], forward: Forward) -> None:
@@ -253,28 +268,33 @@ class Witness:
             NoEffect: one doesn't.
             RecomputeError: that of a recompute doesn't.
         """
-        wrong = self._ids.first_wrong(on_accelerators=on_accelerators)
-        if wrong is not None:
-            if wrong.about == "fused":
-                raise _strayed(wrong, _OTHERS_IN_KERNEL, _NEAR_TIE)
-            if wrong.again:
-                raise _strayed(wrong)
-            why = (_NOT_SHOWN, CHANGED)
-            if wrong.about == "weights":
-                why = _RULED_OUT, _MASKED_BEFORE
-            elif wrong.router.shows is None:
-                why = _OTHERS_IN_BLOCK, _CHANGED_IN_BLOCK
-            raise _no_effect(wrong.router, wrong.number, *why)
+        if not self._asked or not (on_accelerators or self._asked[0][4].is_cpu):
+            return
+        asked, self._asked = self._asked, []
+        try:
+            if bool(torch.cat([one[4] for one in asked]).all()):
+                return
+        except RuntimeError:  # of other top-ks, or on several devices: they can't be looked at together
+            pass
+        wrong = next((_Question(*one[:4]) for one in asked if not bool(one[4].all())), None)
+        if wrong is None:
+            return
+        if wrong.about == "fused":
+            raise _strayed(wrong.router, wrong.number, _OTHERS_IN_KERNEL, _NEAR_TIE)
+        if wrong.again:
+            raise _strayed(wrong.router, wrong.number)
+        why = (_NOT_SHOWN, CHANGED)
+        if wrong.about == "weights":
+            why = _RULED_OUT, _MASKED_BEFORE
+        elif wrong.router.shows is None:
+            why = _OTHERS_IN_BLOCK, _CHANGED_IN_BLOCK
+        raise _no_effect(wrong.router, wrong.number, *why)
 
 
 def _is_written(handed: torch.Tensor | None, written: int | None, ids: torch.Tensor | None) -> bool:
-    """Has anybody written into the ids that a router got? What does so past torch isn't counted.
+    """Tell whether anybody has written into the ids that a router got, since that was counted.
 
-    Args:
-        handed: these ids; None from a kernel.
-        written: how often they had been written into before; None for a tensor of inference, which counts no
-            writing.
-        ids: the same, and nobody else's.
+    A kernel is handed none. A tensor of inference counts no writing, and is compared.
     """
     if handed is None:
         return False
@@ -317,10 +337,12 @@ def _no_effect(router: Router, number: int, problem: str, cause: str) -> NoEffec
     )
 
 
-def _strayed(asked: Asked, problem: str = _OTHERS_IN_RECOMPUTE, cause: str = CHANGED) -> RecomputeError:
+def _strayed(
+    router: Router, number: int, problem: str = _OTHERS_IN_RECOMPUTE, cause: str = CHANGED
+) -> RecomputeError:
     return RecomputeError(
         problem,
-        where=micro_batch(asked.number, asked.router.label),
+        where=micro_batch(number, router.label),
         expected="those of the forward in the output of the recompute, too",
         got="others",
         cause=cause,

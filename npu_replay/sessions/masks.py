@@ -35,15 +35,12 @@ Own: TypeAlias = "Callable[[], torch.Tensor]"
 
 
 class _Step(NamedTuple):
-    """One function's: where its result lies, and what it made it from, and where that lay.
-
-    All of them are held, so that nothing else comes to lie there.
-    """
+    """One function's. Its tensors are held, so that nothing else comes to lie there."""
 
     name: str
-    place: int
+    place: int  # where its result lies
     made: torch.Tensor
-    sources: list[tuple[torch.Tensor, int]]
+    sources: list[tuple[torch.Tensor, int]]  # what it made it from, and where that lay
     learns: bool
 
 
@@ -52,15 +49,10 @@ _Scores: TypeAlias = "tuple[int, int]"
 
 
 class Path(NamedTuple):
-    """Where the masks of a router are: steps by number, and the scores that each has masked.
+    """Where the masks of a router are: steps by number, and the scores that each has masked."""
 
-    Attributes:
-        open: the steps back to the scores before the last mask that can be taken back.
-        shut: the masks before these, whose scores went through another function.
-    """
-
-    open: list[tuple[int, _Scores]]
-    shut: list[tuple[int, _Scores]]
+    open: list[tuple[int, _Scores]]  # back to the scores before the last mask that can be taken back
+    shut: list[tuple[int, _Scores]]  # the masks before these, whose scores went through another function
 
 
 class Masks:
@@ -69,12 +61,10 @@ class Masks:
     Args:
         rows, num_experts: of the scores.
         paths: where the masks were in earlier calls of the router, by the names of all steps.
-
-    Attributes:
-        used: these names, and where the masks are in this call. A recompute gets that of its forward: what
-            autograd saves may not depend on what a mask covers.
     """
 
+    # These names, and where the masks are in this call. A recompute gets that of its forward: what autograd
+    # saves may not depend on what a mask covers.
     used: tuple[tuple[str, ...], Path] | None = None
 
     def __init__(self, rows: int, num_experts: int, paths: dict[tuple[str, ...], Path] | None = None) -> None:

@@ -106,8 +106,8 @@ def test_who_was_told_by_an_error_is_not_warned_as_well(caplog: pytest.LogCaptur
     for wrong in (
         lambda: npu_replay.replay(model, []),
         lambda: npu_replay.replay(model, [3]),
-        lambda: npu_replay.replay(model, replayed(model)._routes, aux_loss="both"),
-        lambda: npu_replay.replay(model, replayed(model)._routes, min_overlap=3.0),
+        lambda: npu_replay.replay(model, replayed(model)._source.routes, aux_loss="both"),
+        lambda: npu_replay.replay(model, replayed(model)._source.routes, min_overlap=3.0),
         lambda: npu_replay.record([3]),
         lambda: npu_replay.follow([model, model]),
         lambda: npu_replay.follow(model, mode="R4"),

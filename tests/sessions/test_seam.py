@@ -415,8 +415,7 @@ def test_ids_of_a_forward_that_raised_are_nobodys() -> None:
     with npu_replay.record(model) as recording:
         with pytest.raises(ZeroDivisionError):
             model(tokens())
-        assert not recording._wide
-        assert not recording._ids
+        assert not recording._work.kept
         model.layers[1].router.select = as_function
         model(tokens())
 
@@ -503,7 +502,7 @@ def test_a_wrapper_that_is_taken_off_after_the_block_leaves_nothing_of_ours() ->
     natives = torch.topk, torch.Tensor.topk
     scores = torch.rand(ROWS, EXPERTS)
     with npu_replay.record(ToyModel()) as recording:
-        recording._chunks[0](tokens())
+        recording.chunks[0](tokens())
         found = torch.topk, torch.Tensor.topk
         torch.topk = torch.Tensor.topk = lambda *args, **kwargs: found[0](*args, **kwargs)
     torch.topk, torch.Tensor.topk = found
@@ -512,7 +511,7 @@ def test_a_wrapper_that_is_taken_off_after_the_block_leaves_nothing_of_ours() ->
     assert (torch.topk, torch.Tensor.topk) == natives
     torch.topk = found[0]  # and where nobody called it: the next block takes it off
     with npu_replay.record(ToyModel()) as recording:
-        recording._chunks[0](tokens())
+        recording.chunks[0](tokens())
     assert torch.topk is natives[0]
 
 
