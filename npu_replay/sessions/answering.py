@@ -223,8 +223,10 @@ class Answering(Work):
             chosen, call.handed = chosen.index_copy(0, missing, call.own(missing)), None
         key = label, call.forward.number
         if self.source.records or key in self.recomputes:
-            column = narrow[:, routes.columns[label]]
-            self.kept.keep(key, column if missing is None else chosen, call.owner.narrow)
+            if missing is None:
+                self.kept.keep_narrow(key, narrow[:, routes.columns[label]])
+            else:
+                self.kept.keep(key, chosen, call.owner.narrow)
         return chosen
 
     def choose_again(self, call: seam.Call) -> torch.Tensor:
@@ -263,7 +265,7 @@ class RouterCalls:
         self._witness = answering.witness
         self._choose = answering.choose_given if given else answering.choose_own
         self._may_keep_native = backward.TELLS_REGIONS and not (given or router.masks or router.spare)
-        self._may_wait = session.may_wait
+        self._leaves = session.may_wait(RouterCalls.leaves)
         self._chunk = chunk
         self._marks = marks
         self._timeline = session.timeline
@@ -380,7 +382,7 @@ class RouterCalls:
         """Hang a hook behind those of others, which were there before the block or have come since."""
         module = self.router.module
         if self._behind is None:
-            self._behind = Hook(self, self._may_wait(RouterCalls.leaves), module)
+            self._behind = Hook(self, self._leaves, module)
             self.block.callback(self._behind.take_off)
         self._behind.take_off()
         module.register_forward_hook(self._behind)

@@ -99,12 +99,16 @@ class KeptIds:
         return len(self._ids) + len(self._wide)
 
     def keep(self, key: Key, ids: torch.Tensor, dtype: torch.dtype) -> None:
-        """Keep ids of a call in this dtype; until `narrow` or `get` the tensor itself is held."""
-        if ids.dtype != dtype and ids.numel() <= FEW and not ids.is_inference():
+        """Keep ids of a call, int64, in this dtype; until `narrow` or `get` the tensor itself is held."""
+        if ids.numel() <= FEW and not ids.is_inference():
             self._wide[key] = ids, dtype
         else:
             # Made under inference_mode it can't be saved for backward, and never is: the int64 copy can.
             self._ids[key] = ids.to(dtype)
+
+    def keep_narrow(self, key: Key, ids: torch.Tensor) -> None:
+        """Keep ids of a call as they are."""
+        self._ids[key] = ids
 
     def narrow(self) -> dict[Key, torch.Tensor]:
         """Cast what waits for it, those of one size together, and return all."""

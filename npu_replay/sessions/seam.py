@@ -328,8 +328,10 @@ class Call:
             ids = self.choose(self)
             if self.given and self.made is not None:
                 self.ruled_out = self.made.ruled_out(scores, self.own, ids)
-        if not self.keeps_native_topk:
-            values = self.unmasked(scores, lambda part: part.gather(1, ids))
+        if self.given and self.made is not None:
+            values = self.made.unmasked(scores, self.own, lambda part: part.gather(1, ids))
+        elif not self.keeps_native_topk:
+            values = scores.gather(1, ids)
         return values, ids
 
     def own(self, rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -347,15 +349,12 @@ class Call:
         return self._native(scores, *self.asked[0], **self.asked[1])
 
     def _native_ids(self, scores: torch.Tensor) -> torch.Tensor:
-        ids: torch.Tensor = self.native_topk(scores)[1]
+        ids: torch.Tensor = self._native(scores, *self.asked[0], **self.asked[1])[1]
         return ids[:, : self.topk] if self.spare else ids
 
-    def unmasked(
-        self, scores: torch.Tensor, take: Callable[[torch.Tensor], torch.Tensor] = lambda part: part
-    ) -> torch.Tensor:
-        """Return what `take` takes of the scores: of those before a mask where other experts may be given."""
-        made = self.made if self.given else None
-        return take(scores) if made is None else made.unmasked(scores, self.own, take)
+    def unmasked(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return the scores before they were masked, where other experts may be given."""
+        return self.made.unmasked(scores, self.own) if self.given and self.made is not None else scores
 
 
 def least_positive(dtype: torch.dtype) -> float:

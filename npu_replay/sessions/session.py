@@ -48,6 +48,9 @@ class Undo:
         """Add what is to be done, before that which it undoes is done."""
         self._acts.append(functools.partial(act, *args))
 
+    def __len__(self) -> int:
+        return len(self._acts)
+
     def close(self) -> None:
         """Undo everything."""
         while self._acts:
@@ -181,7 +184,7 @@ class Session:
         self._count = len(self.all_routers)
         self._check_alone()
         # An interrupt may come on the last line of `__exit__`, too: then the block is undone when it dies.
-        weakref.finalize(self, self.undo.close).atexit = False
+        weakref.finalize(self, _dropped, self.undo, self.name).atexit = False
         try:
             self._state = "open"
             self.timeline = Timeline(len(self.chunks))
@@ -368,6 +371,14 @@ def to_enter(session: _S) -> _S:
     text = "[npu_replay] %s() was called, but its block was never entered: with npu_replay.%s(...):"
     session._unentered = weakref.finalize(session, logger.warning, text, session.name, session.name)
     return session
+
+
+def _dropped(undo: Undo, name: str) -> None:
+    """Undo a block that has died, and say so if it was open."""
+    was_open = bool(undo)
+    undo.close()
+    if was_open:
+        logger.warning("[npu_replay] an open %s() was dropped, and ended: keep what open() gives", name)
 
 
 @dataclass(frozen=True)

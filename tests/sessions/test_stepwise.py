@@ -82,6 +82,20 @@ def test_a_tap_keeps_what_a_recompute_may_want() -> None:
     assert same(wanted, (loss.item(), [p.grad.clone() for p in model.parameters()]))
 
 
+def test_a_tap_keeps_it_while_forwards_without_a_graph_come_and_go() -> None:
+    model = ToyModel(recompute="non-reentrant")
+    wanted = run(model, 0)
+    with StepRecording(model) as session:
+        model.zero_grad()
+        loss = model(tokens(0).requires_grad_()).square().mean()
+        with torch.no_grad():
+            for seed in (1, 2, 3):
+                model(tokens(seed))
+                session.take(0)
+        loss.backward()
+    assert same(wanted, (loss.item(), [p.grad.clone() for p in model.parameters()]))
+
+
 def test_a_forward_without_routes_is_refused() -> None:
     model = ToyModel()
     with (
