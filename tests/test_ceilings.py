@@ -65,6 +65,10 @@ PRIVATE = 0
 """Places where a room uses a private part of another."""
 LEVELS = 3
 """The most classes of ours above each other."""
+SESSION_LEVELS = 2
+"""The same in sessions/, which are put together of parts."""
+OVERRIDES = 3
+"""The most classes of sessions/ that override one method."""
 TWICE = 5
 """Names that several classes have."""
 
@@ -191,6 +195,48 @@ def test_levels_of_classes() -> None:
 
     deepest = max(names, key=level)
     assert level(deepest) == LEVELS, deepest
+
+
+def test_sessions_are_put_together_of_parts() -> None:
+    """Who reads one file of sessions/ needs no private part of another, and no long line of ancestors."""
+    trees = {module: tree for module, tree in TREES.items() if room_of(module) == "sessions"}
+    classes = {name: node for (module, name), node in CLASSES.items() if module in trees}
+    bases = {
+        name: {ast.unparse(base) for base in node.bases} & set(classes) for name, node in classes.items()
+    }
+    methods = {
+        name: {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
+        for name, node in classes.items()
+    }
+
+    def above(name: str) -> set[str]:
+        return bases[name].union(*map(above, bases[name]))
+
+    levels = {name: 1 + len(above(name)) for name in classes}
+    assert max(levels.values()) == SESSION_LEVELS, levels
+    overridden = Counter(
+        (base, method)
+        for name in classes
+        for base in above(name)
+        for method in methods[name] & methods[base]
+        if not method.startswith("__")
+    )
+    assert max(overridden.values()) <= OVERRIDES, overridden.most_common(3)
+    owners: dict[str, set[str]] = defaultdict(set)
+    for module, tree in trees.items():
+        for name in private_names(tree):
+            owners[name].add(module)
+    used = {
+        f"{module}: {ast.unparse(node)}"
+        for module, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and is_private(node.attr)
+        and node.attr not in TORCHS
+        and owners[node.attr]
+        and module not in owners[node.attr]
+    }
+    assert used == set()
 
 
 def test_class_names_that_mean_two_things() -> None:

@@ -179,7 +179,7 @@ class Answering(Work):
         return complete and bool(self.recomputes)
 
     def _release(self, key: Key) -> None:
-        """The graph of this call is gone."""
+        """Drop the ids of a call whose graph is gone."""
         if not self.source.records:
             self.kept.drop(key)
 
@@ -280,7 +280,7 @@ class RouterCalls:
         self._ended: tuple[object, seam.Call] | None = None
 
     def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The router's forward begins: its top-k is answered from now on."""
+        """Begin the router's forward: its top-k is answered from now on."""
         started = time.perf_counter()
         answering, router = self._answering, self.router
         hidden = args[0] if args and isinstance(args[0], torch.Tensor) else hidden_states(args, kwargs)
@@ -335,7 +335,7 @@ class RouterCalls:
         answering.seconds += time.perf_counter() - started
 
     def ends(self, args: tuple[Any, ...], output: object) -> object:
-        """The router's forward is over; what this returns takes the place of the output, if it isn't None."""
+        """End the router's forward; what this returns takes the place of the output, if it isn't None."""
         call = seam.running(self)
         if call is None:
             return None  # its beginning was refused
@@ -370,7 +370,7 @@ class RouterCalls:
         return mended
 
     def leaves(self, args: tuple[Any, ...], output: object) -> None:
-        """The hooks of others are through with the output too, and may have made another of it."""
+        """Look at the output again: the hooks of others are through, and may have made another of it."""
         (ours, call), self._ended = self._ended or (output, None), None
         if output is None or output is ours or call is None or call.ids is None:
             return
@@ -389,7 +389,7 @@ class RouterCalls:
         self.last = self._behind
 
     def _live(self) -> tuple[Forward, bool]:
-        """The forward that this call belongs to, and whether anything may run the call again."""
+        """Return the forward that this call belongs to, and whether anything may run the call again."""
         forward, label = self._timeline.live(self._chunk), self.label
         if label in forward.called:
             raise called_again(self.router, forward, self._timeline)
@@ -402,7 +402,7 @@ class RouterCalls:
         return forward, bool(around)
 
     def _again(self, number: int, rows: int, device: torch.device) -> torch.Tensor:
-        """The ids of the call that this one is the recompute of."""
+        """Return the ids of the call that this one is the recompute of."""
         ids = self._answering.again(self.router, number, device)
         if len(ids) != rows:
             raise RecomputeError(
@@ -417,7 +417,7 @@ class RouterCalls:
 
 
 def called_again(router: Router, forward: Forward, timeline: Timeline) -> MicroBatchError:
-    """The error for a router that a forward calls several times: its passes have no columns of their own."""
+    """Return the error for a router that a forward calls twice: its passes have no columns of their own."""
     return MicroBatchError(
         "the router is called again before the forward of the model that was passed has ended",
         where=micro_batch(forward.number, router.label),
@@ -432,7 +432,7 @@ def called_again(router: Router, forward: Forward, timeline: Timeline) -> MicroB
 
 
 def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """What a router is called with: the first tensor among its arguments."""
+    """Return what a router is called with: the first tensor among its arguments."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             return value

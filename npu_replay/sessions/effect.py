@@ -9,7 +9,6 @@ one begins, except in the micro-batches that are checked. By then it is there, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -79,7 +78,7 @@ class Count:
 
 
 def is_due(number: int) -> bool:
-    """Is the whole effect checked in micro-batch 0, 1, 2, 4, 8, ...?
+    """Tell whether the whole effect is checked: in micro-batch 0, 1, 2, 4, 8, ...
 
     In the first the routes may be what the router would have chosen anyway, so that having no effect shows
     nothing; an optimizer that steps inside the block changes that.
@@ -90,24 +89,15 @@ def is_due(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-class _Question(NamedTuple):
-    """What was asked of a call of a router."""
-
-    router: Router
-    number: int
-    again: bool  # was it a recompute?
-    # Does its output show its "ids"? Are its "weights" scores, and no mask's number? Did a "fused" router
-    # choose what its forward chose?
-    about: str = "ids"
-
-
 class Witness:
     """Holds what the calls of a session's routers show against the ids that they were given."""
 
     def __init__(self) -> None:
         self.dropped = Count()  # chosen experts that an output didn't show, over their capacity
         self.chosen = 0  # experts that were chosen in these outputs
-        # Each _Question, as a plain tuple, and bool [rows, topk]: for which of the ids is it right?
+        # Of calls: router, micro-batch, was it a recompute, what was asked, and bool [rows, topk]: for which
+        # of the ids is it right? Asked is whether the output shows the "ids", whether the "weights" are no
+        # mask's number, or whether a "fused" router chose what its forward chose.
         self._asked: list[tuple[Router, int, bool, str, torch.Tensor]] = []
         # How many further top-ks each block took in a micro-batch that was checked, by layer. One that takes
         # some is followed in each call: the one that was answered may be somebody's figure.
@@ -117,7 +107,7 @@ class Witness:
         self._refused: dict[Key, tuple[str, str]] = {}  # problem and cause of a call that is wrong
 
     def saw(self, router: Router, forward: Forward, call: seam.Call, output: object) -> None:
-        """A call of the router in a forward has ended."""
+        """Look at a call of a router that has ended in a forward."""
         if (ids := call.ids) is None:
             cause = routers.explained(router, call.seen) or _NO_TOPK
             self._refused[router.label, forward.number] = "the router never reached its top-k", cause
@@ -133,11 +123,11 @@ class Witness:
             self._look(router, forward.number, shown, ids)
 
     def follows(self, label: int) -> bool:
-        """Has this block to be followed in every call?"""
+        """Tell whether this block has to be followed in every call."""
         return self._topks.get(label, 0) > 0
 
     def saw_again(self, router: Router, number: int, call: seam.Call, output: object) -> None:
-        """A recompute of a call has ended."""
+        """Look at a recompute of a call that has ended."""
         if call.ids is None:
             return
         if call.strayed is not None:
@@ -162,7 +152,7 @@ class Witness:
     def saw_last(
         self, router: Router, number: int, ids: torch.Tensor, output: object, *, again: bool
     ) -> None:
-        """The hooks of others have made another output of a call's."""
+        """Look at the output that the hooks of others have made of a call's."""
         if router.shows is not None and (shown := router.shows(output)) is not ids:
             self._look(router, number, shown, ids, again=again)
 
@@ -221,19 +211,19 @@ class Witness:
         self._asked.append((router, number, again, "ids", held))
 
     def forget(self, key: Key) -> None:
-        """The forward of this call raised."""
+        """Drop what is known of a call whose forward raised."""
         for kept in (self._lost, self._took, self._refused):
             kept.pop(key, None)
         gone = *key, False
         self._asked = [one for one in self._asked if (one[0].label, *one[1:3]) != gone]
 
     def clear(self) -> None:
-        """The block is over."""
+        """Drop all, as the block is over."""
         for kept in (self._lost, self._took, self._refused, self._asked):
             kept.clear()
 
     def check(self, found: Sequence[Router], forward: Forward) -> None:
-        """After every forward: was each top-k reached, and do the outputs show the ids?
+        """Check, after a forward, that each top-k was reached and that the outputs show the ids.
 
         Raises:
             NoEffect: a router was not called, never reached its top-k, or shows other experts.
@@ -262,7 +252,7 @@ class Witness:
                 raise _no_effect(router, forward.number, "the router's output was not seen", _NO_TOPK)
 
     def check_ids(self, *, on_accelerators: bool = True) -> None:
-        """Does each output until now show all of its ids? Waits for the devices that are read.
+        """Check that each output until now shows all of its ids. Waits for the devices that are read.
 
         Raises:
             NoEffect: one doesn't.
@@ -276,19 +266,20 @@ class Witness:
                 return
         except RuntimeError:  # of other top-ks, or on several devices: they can't be looked at together
             pass
-        wrong = next((_Question(*one[:4]) for one in asked if not bool(one[4].all())), None)
+        wrong = next((one for one in asked if not bool(one[4].all())), None)
         if wrong is None:
             return
-        if wrong.about == "fused":
-            raise _strayed(wrong.router, wrong.number, _OTHERS_IN_KERNEL, _NEAR_TIE)
-        if wrong.again:
-            raise _strayed(wrong.router, wrong.number)
+        router, number, again, about, _ = wrong
+        if about == "fused":
+            raise _strayed(router, number, _OTHERS_IN_KERNEL, _NEAR_TIE)
+        if again:
+            raise _strayed(router, number)
         why = (_NOT_SHOWN, CHANGED)
-        if wrong.about == "weights":
+        if about == "weights":
             why = _RULED_OUT, _MASKED_BEFORE
-        elif wrong.router.shows is None:
+        elif router.shows is None:
             why = _OTHERS_IN_BLOCK, _CHANGED_IN_BLOCK
-        raise _no_effect(wrong.router, wrong.number, *why)
+        raise _no_effect(router, number, *why)
 
 
 def _is_written(handed: torch.Tensor | None, written: int | None, ids: torch.Tensor | None) -> bool:
@@ -304,7 +295,7 @@ def _is_written(handed: torch.Tensor | None, written: int | None, ids: torch.Ten
 
 
 def _zeroed(values: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """A flag on the device: were these gathered from scores that somebody masked unseen, by a product with 0?
+    """Return a flag on the device: these were gathered from scores that a product with 0 masked unseen.
 
     It shows as exact zeros in rows whose best score is above zero.
     """
@@ -312,7 +303,7 @@ def _zeroed(values: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 
 def as_map(shown: torch.Tensor, router: Router) -> torch.Tensor:
-    """What `Router.shows` gave, as bool [rows, experts]; ids that are no expert's show none."""
+    """Return what `Router.shows` gave as bool [rows, experts]; ids that are no expert's show none."""
     if shown.dtype == torch.bool:
         return shown
     experts = router.num_experts
@@ -323,7 +314,7 @@ def as_map(shown: torch.Tensor, router: Router) -> torch.Tensor:
 
 
 def not_called(router: Router, number: int) -> NoEffect:
-    """The error of a router that a forward left out."""
+    """Return the error of a router that a forward left out."""
     return _no_effect(router, number, "the router was not called", _PAST_CALL)
 
 

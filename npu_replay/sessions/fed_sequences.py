@@ -43,7 +43,7 @@ class FedSequences:
     padded: list[bool]  # may it be the padded end of a packed row? See Places
 
     def in_rows(self, found: Mapping[int, RoutedExperts], routers: Sequence[Router]) -> RoutedExperts:
-        """The routes of these sequences, by number, for these routers; all other rows have none."""
+        """Return the routes of these sequences, by number, for these routers; all other rows have none."""
         labels = labels_of(routers)
         if not found:
             topk, experts = routers[0].topk, routers[0].num_experts
@@ -57,7 +57,7 @@ class FedSequences:
 
 
 def named(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, without those that are None.
+    """Return the arguments of a call by name, without those that are None.
 
     Raises:
         MicroBatchError: there are positional ones that nothing names.
@@ -81,7 +81,7 @@ class Places:
 
     @classmethod
     def of(cls, call: Mapping[str, Any], padding: int = 0) -> Places:
-        """Those of a call with these arguments: padded on any side, or packed; with 0 or this id as padding.
+        """Find those of a call with these arguments, padded (with 0 or this id) on any side, or packed.
 
         Raises:
             MicroBatchError: a mask with holes, or a part of a sequence.
@@ -112,7 +112,7 @@ class Places:
 
 
 def fed_sequences(call: Mapping[str, Any], placeholders: Mapping[str, int], keys: Any = None) -> FedSequences:
-    """Those of a call with these arguments.
+    """Find the sequences of a call with these arguments.
 
     Args:
         call: its arguments by name.
@@ -151,7 +151,7 @@ def fed_sequences(call: Mapping[str, Any], placeholders: Mapping[str, int], keys
 def _input_keys(
     others: Mapping[str, torch.Tensor], flat: Array, spans: list[tuple[int, int]], special: Mapping[str, int]
 ) -> list[str | None]:
-    """The key of each sequence by its own rows of the other inputs; None for a text."""
+    """Return the key of each sequence by its own rows of the other inputs; None for a text."""
     own: list[dict[str, torch.Tensor]] = [{} for _ in spans]
     for name, tensor in others.items():
         rows = tensor if tensor.dim() else tensor[None]
@@ -264,7 +264,7 @@ KEYWORDS = ("routed_experts", "rollout_expert_indices")
 
 
 def take_off(kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The routes among a call's keywords, None without any, and the other keywords."""
+    """Return the routes among a call's keywords, None without any, and the other keywords."""
     others = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
     given = [kwargs[name] for name in KEYWORDS if kwargs.get(name) is not None]
     _refuse_unless(len(given) < 2, "a call carries its routes twice", "one of them", " and ".join(KEYWORDS))
@@ -274,7 +274,7 @@ def take_off(kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 def carried_routes(
     given: Any, call: Mapping[str, Any], model: RoutedModel, padding: int = 0
 ) -> RoutedExperts:
-    """Those of a call with these arguments, one row a place of its [batch, sequence], batch-major.
+    """Return those of a call with these arguments, one row a place of its [batch, sequence], batch-major.
 
     Zeros in all MoE layers (or -1) are a token without a route: what such loops pad with. Only padding and
     the last token of a sequence may be so. With a top-k of 1 and few layers, zeros at any other token are
@@ -321,7 +321,7 @@ def carried_routes(
 
 
 def _check_places(there: Array, places: Places, lacking: Array) -> None:
-    """Has each token a route, the last of a sequence perhaps not, and no padding?"""
+    """Refuse tokens without a route, except the last of a sequence, and padding with one."""
     real = places.real.reshape(-1)
     width = places.real.shape[1]
     for wrong, problem, cause in (

@@ -377,7 +377,7 @@ class TokenRoutes(RouteSource):
 
     @functools.cached_property
     def _placeholders(self) -> dict[str, int]:
-        """The token ids that stand for images, videos, audio and padding, by the configs in the model."""
+        """Return the token ids that stand for images, videos, audio and padding, by the model's configs."""
         configs = [one.config for one in self.chunks[0].modules() if hasattr(one, "config")]
         names = [(kind, f"{kind}_token_{end}") for kind in MODALITIES for end in ("id", "index")]
         names.append(("padding", "pad_token_id"))

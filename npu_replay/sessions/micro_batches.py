@@ -190,7 +190,7 @@ class Timeline:
             del self.ends[:gone]
 
     def _owner_by_number(self, where: str) -> Owner | None:
-        """The forward in which autograd's running node was made."""
+        """Return the forward in which autograd's running node was made."""
         number = backward.running_node_number()
         if number is None:
             raise RecomputeError(
@@ -207,12 +207,12 @@ class Timeline:
         return running[0].owner if len(running) == 1 else None
 
     def _note(self, enclosing: list[Any], owner: Owner) -> None:
-        """These enclose this forward, or a call in it."""
+        """Note what encloses this forward, or a call in it."""
         for one in enclosing:
             self._noted.setdefault(one, set()).add(owner)
 
     def _withdraw(self, forward: Forward) -> None:
-        """A forward was left by an exception: its number is the next one's, its recomputes are nobody's."""
+        """Take back a forward that raised: its number is the next one's, its recomputes are nobody's."""
         for owners in self._noted.values():
             owners.discard(forward.owner)
 
@@ -233,7 +233,7 @@ class Timeline:
 
 
 class Marks:
-    """What is known of the next call of each router of one chunk.
+    """Holds what is known of the next call of each router of one chunk.
 
     Args:
         running: gives the number of the micro-batch whose forward this chunk runs now.
@@ -245,11 +245,11 @@ class Marks:
         self._announced: dict[int, int] = {}
 
     def foresee(self, router: nn.Module, token: object) -> None:
-        """The router's next forward may be run again as long as `token` lives (it takes weak references)."""
+        """Note that the router's next forward may be run again while `token` lives; it is held weakly."""
         self._foreseen[id(router)] = token
 
     def announce(self, router: nn.Module, number: int) -> None:
-        """The router's next call is the recompute of micro-batch `number`."""
+        """Note that the router's next call is the recompute of micro-batch `number`."""
         self._announced[id(router)] = number
 
     def take_foreseen(self, router: nn.Module) -> Any:

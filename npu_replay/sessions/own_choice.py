@@ -49,7 +49,7 @@ class OwnChoice:
         """Of each call in the forward that runs, a flag for each row, and how many rows were compared."""
 
     def enters(self, routers: Sequence[Router]) -> None:
-        """The session is entered."""
+        """Enter a session on these routers."""
         losses = any(router.aux_losses is not None for router in routers)
         self._counts_live = losses and self._aux_loss == "live"
 
@@ -107,7 +107,7 @@ class OwnChoice:
 
 
 def _counted(calls: weakref.ref[Any], aux_loss: AuxLoss) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The ids that the aux losses of the router's call are told to count, and those that are used."""
+    """Return the ids that the aux losses of the router's call are told to count, and those that are used."""
     owner = calls()
     call = None if owner is None else seam.running(owner)
     if call is None or call.ids is None:

@@ -27,7 +27,7 @@ class _Around(weakref.ref[Any]):
 
 
 class Recomputes:
-    """The calls of routers, by layer and micro-batch, that autograd may yet run again, or has run again."""
+    """Knows the calls of routers that autograd may yet run again, and those that it has."""
 
     def __init__(self) -> None:
         self._around: dict[Key, list[_Around]] = {}
@@ -42,7 +42,7 @@ class Recomputes:
 
     @property
     def oldest(self) -> Key | None:
-        """The first call that autograd may yet run again."""
+        """Return the first call that autograd may yet run again."""
         return next(iter(self._around), None)
 
     def expect(self, key: Key, around: list[Any]) -> None:
@@ -53,11 +53,11 @@ class Recomputes:
             one.key = key
 
     def ran(self, key: Key) -> None:
-        """The call was recomputed."""
+        """Note that the call was recomputed."""
         self._ran.add(key)
 
     def drop(self, key: Key) -> None:
-        """The forward of this call raised."""
+        """Drop a call whose forward raised."""
         self._around.pop(key, None)
         self._ran.discard(key)
 
@@ -71,11 +71,11 @@ class Recomputes:
             self._dead.popleft()
 
     def due(self) -> list[Key]:
-        """The calls that autograd may yet recompute and hasn't."""
+        """Return the calls that autograd may yet recompute and hasn't."""
         return [key for key in self._around if key not in self._ran and self._may_come(key)]
 
     def clear(self) -> None:
-        """The block is over."""
+        """Drop all, as the block is over."""
         self._around.clear()
         self._ran.clear()
 
@@ -84,7 +84,7 @@ class Recomputes:
 
 
 class KeptIds:
-    """The ids of routers' calls, narrow, by layer and micro-batch: for their recomputes, and for a record."""
+    """Keeps the ids of routers' calls, narrow, for their recomputes and for a record."""
 
     def __init__(self) -> None:
         self._ids: dict[Key, torch.Tensor] = {}
@@ -132,7 +132,7 @@ class KeptIds:
         self._wide.pop(key, None)
 
     def clear(self) -> None:
-        """The block is over."""
+        """Drop all, as the block is over."""
         self._ids.clear()
         self._wide.clear()
 

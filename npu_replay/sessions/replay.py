@@ -157,13 +157,13 @@ class ListedRoutes(RouteSource):
             )
 
     def _check_inputs(self) -> None:
-        """Were the micro-batches so far called with the tokens and images that their routes belong to?"""
+        """Check that micro-batches so far were called with the tokens and images of their routes."""
         for number in [one for one in sorted(self.inputs) if one < self.timeline.ended[0]]:
             self.called.check(number, self.inputs.pop(number))
 
 
 def _rows(routes: Sequence[RoutedExperts]) -> tuple[int, int]:
-    """How many rows there are, and how many of them without a route."""
+    """Return how many rows there are, and how many of them have no route."""
     return sum(map(len, routes)), sum(int((~one.recorded).sum()) for one in routes)
 
 

@@ -30,7 +30,6 @@ class RouteSource:
         keeps: of so many of each chunk's last forwards the ids that were used are kept; None: of all. Those
             that a recompute may want are kept anyway.
         wants_inputs: are token ids and images of each micro-batch kept?
-
     """
 
     why_other_rows = ""  # the cause of routes that have other rows than a router, if it is known
@@ -52,32 +51,32 @@ class RouteSource:
         return [router for routers in self.routers for router in routers]
 
     def enters(self, session: Session) -> None:
-        """Its session is entered. Refuse routes that don't fit the routers."""
+        """Enter its session. Refuses routes that don't fit the routers."""
         self.chunks, self.routers, self.timeline = session.chunks, session.routers, session.timeline
 
     def answers(self, router: Router) -> bool:
-        """Are the router's calls outside backward answered now?"""
+        """Tell whether the router's calls outside backward are answered now."""
         return True
 
     def is_last(self, number: int) -> bool:
-        """Is this known to be the last micro-batch?"""
+        """Tell whether this is known to be the last micro-batch."""
         return False
 
     def check_forward(self, forward: Forward) -> None:
         """Refuse a micro-batch at its beginning."""
 
     def wants_inputs_of(self, number: int) -> bool:
-        """Are token ids and images of this micro-batch kept?"""
+        """Tell whether token ids and images of this micro-batch are kept."""
         return self._wants_inputs
 
     def ends(self, forward: Forward, complete: bool, kept: KeptIds) -> None:
-        """A forward is over; incomplete: it raised. `kept`: the ids that its routers used."""
+        """End a forward; incomplete: it raised. `kept` has the ids that its routers used."""
 
     def check_complete(self) -> None:
         """Refuse routes that no forward has used."""
 
     def clear(self) -> None:
-        """The session is over."""
+        """Drop all, as the session is over."""
         self.given.clear()
         self.inputs.clear()
 
@@ -126,7 +125,7 @@ class RouteSource:
         return given, *given.on[device]
 
     def send(self, forward: Forward, device: torch.device) -> None:
-        """The copy of a micro-batch begins with the micro-batch before it, if its routes are here."""
+        """Begin the copy of a micro-batch with the micro-batch before it, if its routes are here."""
         for number in (forward.number, forward.number + 1):
             if (given := self.given.get((forward.chunk, number))) is not None:
                 given.send(device)

@@ -53,7 +53,7 @@ _here = _Here()
 
 
 def armed() -> Call | None:
-    """The router's call that this thread is in, as long as its top-k hasn't come."""
+    """Return the router's call that this thread is in, as long as its top-k hasn't come."""
     call = _here.armed
     return call if call is not None and call.ids is None else None
 
@@ -64,12 +64,12 @@ def arm(call: Call | None) -> None:
 
 
 def is_running() -> bool:
-    """Is this thread in a router's call, or was it left in one by an interrupt?"""
+    """Tell whether this thread is in a router's call, or was left in one by an interrupt."""
     return _here.running is not None
 
 
 def running(owner: object) -> Call | None:
-    """The innermost call of this thread that this owner has begun and not ended."""
+    """Return the innermost call of this thread that this owner has begun and not ended."""
     call = _here.running
     while call is not None and call.owner is not owner:
         call = call.below
@@ -175,7 +175,7 @@ class Call:
         self.made = Masks(rows, num_experts, paths) if masks else None
 
     def begin(self) -> None:
-        """From now on the top-k of this thread is answered."""
+        """Answer the top-k of this thread from now on."""
         self.watching |= self.follows
         self.outer, self.below, self._depth = _here.armed, _here.running, _depth()
         _here.armed = _here.running = self
@@ -183,7 +183,7 @@ class Call:
             _watch.enter()
 
     def end(self) -> None:
-        """The router's call is over. An interrupt may have come since it began, or in `end` itself."""
+        """End the router's call. An interrupt may have come since it began, or in `end` itself."""
         if self.watching:
             _watch.leave(self._depth)
         if self.taken is not None:
@@ -191,7 +191,7 @@ class Call:
         _here.armed, _here.running = self.outer, self.below
 
     def matches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Is this top-k one that the call answers?"""
+        """Tell whether this top-k is one that the call answers."""
         count = len(args)
         scores = args[0] if count else kwargs.get("input")
         return (
@@ -206,13 +206,13 @@ class Call:
         )
 
     def _wants(self, k: object, dim: object) -> bool:
-        """Is a top-k of this k and dimension the routing decision, or the one of whom to drop?"""
+        """Tell whether a top-k of this k and dimension is the routing decision, or that of whom to drop."""
         if self.drops and self.ids is not None:
             return dim in (0, -2)
         return k == self.topk + self.spare and dim in (-1, 1)
 
     def _is_running(self) -> bool:
-        """Is the router's frame still among those that called this? If not, the call is left for good."""
+        """Tell whether the router's frame is among those that called this; if not, the call is left."""
         if self.inside is None:
             return True
         frame: FrameType | None = sys._getframe()
@@ -277,7 +277,7 @@ class Call:
     def _answer_again(
         self, native: Callable[..., Any], args: Any, kwargs: dict[str, Any], _: torch.Tensor
     ) -> Any:
-        """A further top-k, which is counted. Of the same scores it has the same answer."""
+        """Count a further top-k. Of the same scores it has the same answer."""
         self.again += 1
         scores = args[0] if args else kwargs["input"]
         asked = address(scores), None if scores.is_inference() else scores._version
@@ -335,7 +335,7 @@ class Call:
         return values, ids
 
     def own(self, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """The router's own choice, int64 [rows, topk], of all rows or of these. Costs a top-k, once."""
+        """Return the router's own choice, int64 [rows, topk], of all rows or of these: one top-k, once."""
         if self.own_ids is not None:
             return self.own_ids if rows is None else self.own_ids.index_select(0, rows)
         scores = self.scores.detach()  # half the price of no_grad()

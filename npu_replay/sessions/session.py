@@ -72,17 +72,17 @@ class Work:
         """Hang hooks on a router."""
 
     def comes(self, chunk: int) -> None:
-        """A forward of a chunk comes: the one before it is over, or was left by an interrupt."""
+        """Prepare for a forward of a chunk: the one before is over, or was left by an interrupt."""
 
     def begins(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward of a chunk, called with these, has begun. May refuse it."""
+        """Begin a forward of a chunk, called with these, or refuse it."""
 
     def ends(self, forward: Forward, complete: bool, output: object) -> bool:
-        """A forward of a chunk is over; incomplete: it raised. Return whether autograd may run it again."""
+        """End a forward of a chunk; incomplete: it raised. Return whether autograd may run it again."""
         return False
 
     def check_complete(self) -> None:
-        """The body of the block ended without an exception: is nothing still to come?"""
+        """Refuse an end of the block where something is still to come."""
 
     def clear(self) -> None:
         """Keep neither the model nor what only an open block wants."""
@@ -182,7 +182,16 @@ class Session:
             found = self.all_routers
             check_alike({f"layer {one.label}, {one.path}": (one.topk, one.num_experts) for one in found})
         self._count = len(self.all_routers)
-        self._check_alone()
+        for router in self.all_routers if self._work.answers_topk else ():
+            if (other := _answered.get(id(router.module))) is not None:
+                raise RouterError(
+                    f"{self.name} can't be opened inside {other.name} on the same router",
+                    where=f"layer {router.label}",
+                    expected="one open block for a router",
+                    got=f"an open {other.name} block",
+                    cause="a log-prob pass that is called from inside the update, or an earlier block that "
+                    "was entered and never left",
+                )
         # An interrupt may come on the last line of `__exit__`, too: then the block is undone when it dies.
         weakref.finalize(self, _dropped, self.undo, self.name).atexit = False
         try:
@@ -214,19 +223,7 @@ class Session:
             self._clear()
 
     def _finish(self) -> None:
-        """The body ended without an exception, and nothing is still to come."""
-
-    def _check_alone(self) -> None:
-        for router in self.all_routers if self._work.answers_topk else ():
-            if (other := _answered.get(id(router.module))) is not None:
-                raise RouterError(
-                    f"{self.name} can't be opened inside {other.name} on the same router",
-                    where=f"layer {router.label}",
-                    expected="one open block for a router",
-                    got=f"an open {other.name} block",
-                    cause="a log-prob pass that is called from inside the update, or an earlier block that "
-                    "was entered and never left",
-                )
+        """Make the results: the body ended without an exception, and nothing is still to come."""
 
     def _attach(self) -> None:
         for chunk, module in enumerate(self.chunks):
@@ -292,7 +289,7 @@ class Session:
             self._state = "closed"
 
     def _clear(self) -> None:
-        """The block is over: keep neither the model nor its routers."""
+        """Keep neither the model nor its routers, as the block is over."""
         for held in (self.chunks, self.routers, self.marks):
             held.clear()
         self.unchanged = Unchanged((), ())
@@ -340,7 +337,7 @@ class Session:
                 part.grad_fn.register_prehook(begins)
 
     def _check_complete(self) -> None:
-        """The body is through: did every chunk see the same forwards?"""
+        """Refuse an end of the block where not every chunk saw the same forwards, or none any."""
         if (bypassed := self.timeline.bypassed) is not None:
             raise MicroBatchError(
                 "the routers ran, but not through the __call__ of the module that was passed",

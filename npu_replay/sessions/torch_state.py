@@ -175,12 +175,12 @@ _stances: list[Any] = []
 
 
 def _is_around(path: str, router: str) -> bool:
-    """Does the module at `path` contain the router, or is it the router?"""
+    """Tell whether the module at `path` contains the router, or is the router."""
     return path in ("", router) or router.startswith(f"{path}.")
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Was this module compiled, by `module.compile()`, `torch.compile(module)` or through its forward?"""
+    """Tell whether a module was compiled: by `module.compile()`, `torch.compile(module)` or its forward."""
     return (
         getattr(module, "_compiled_call_impl", None) is not None
         or type(module).__name__ == "OptimizedModule"
