@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import npu_replay
 from npu_replay import RoutedExperts, routers
-from npu_replay.errors import NoEffect
+from npu_replay.errors import MicroBatchError, NoEffect
 from npu_replay.sessions import backward, seam
 from toys import EXPERTS, ROWS, TOPK, Select, ToyModel, ToyRouter, ToyRouters, run, same, tokens
 
@@ -403,6 +403,23 @@ def test_a_call_that_nothing_can_run_again_has_the_values_of_the_routers_own_top
 
     assert gathers(model) == 0
     assert gathers(lambda x: checkpoint(model, x, use_reentrant=False).sum().backward()) == 4
+
+
+def test_a_call_that_an_interrupt_left_answers_nobodys_topk() -> None:
+    """It skips the forward hook; the frame that ran the router has gone."""
+
+    def interrupted(router: ToyRouter, scores: Scores) -> Pair:
+        raise KeyboardInterrupt
+
+    model, scores = ToyModel(ToyRouter(select=interrupted)), torch.rand(len(tokens()), EXPERTS)
+    with pytest.raises(MicroBatchError, match="nothing ran"), npu_replay.record(model):
+        with pytest.raises(KeyboardInterrupt):
+            model(tokens())
+        assert seam.is_running()
+        call = seam.armed()
+        torch.topk(scores, model.layers[0].router.topk)
+        assert call is not None
+        assert call.ids is None
 
 
 @tells_regions
