@@ -87,7 +87,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"mamba_d_head": 16, "mamba_d_state": 16},
     "hunyuan_v1_moe": {"num_experts": EXPERTS, "moe_topk": 2, "head_dim": 8},
     "hy_v4_vl": {"text_config.rope_parameters.mrope_section": [2, 1, 1]},
-    "inkling2_loop": {"loop_layer_index_start": 1, "loop_layer_index_end": 3, "n_layers_per_attn_res_block": 1},
+    "inkling2_loop": {
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 3,
+        "n_layers_per_attn_res_block": 1,
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "mistral4": {"head_dim": 16},
     "nemotron_h": {"n_groups": 2, "ssm_state_size": 16},

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from npu_replay.compat.patching.patches import Patches
-from npu_replay.sessions import compiler_names
+from npu_replay.sessions import torch_state
 
 CPU = torch.device("cpu")
 
@@ -80,7 +80,7 @@ def lend() -> Iterator[None]:
         yield
         return
     patches = Patches("Megatron-core runs without CUDA")
-    dynamo_knew = compiler_names.dynamo_knows()
+    dynamo_knew = torch_state.dynamo_knows()
     try:
         if not torch.cuda.is_available():
             _lend_torch(patches)
@@ -91,7 +91,7 @@ def lend() -> Iterator[None]:
     finally:
         patches.undo()
         if not dynamo_knew:
-            compiler_names.dynamo_forgets()
+            torch_state.dynamo_forgets()
 
 
 def _lend_torch(patches: Patches) -> None:

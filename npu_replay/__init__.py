@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from npu_replay.routes.store import RouteStore
     from npu_replay.sessions.follow import Following, follow
     from npu_replay.sessions.observe import Observation, observe
-    from npu_replay.sessions.pin_recompute import Pinning, pin_recompute
-    from npu_replay.sessions.record import Recording, record
+    from npu_replay.sessions.record import Pinning, Recording, pin_recompute, record
     from npu_replay.sessions.replay import Replay, replay
 
 __version__ = "0.1.0"
@@ -89,7 +88,7 @@ _HOMES = {
     "DecoderLayers": "parallel.pipeline_layers",
     "Following": "sessions.follow",
     "Observation": "sessions.observe",
-    "Pinning": "sessions.pin_recompute",
+    "Pinning": "sessions.record",
     "Recording": "sessions.record",
     "Replay": "sessions.replay",
     "Rollout": "rollout.turns",
@@ -105,7 +104,7 @@ _HOMES = {
     "from_sglang": "compat.sglang.decode",
     "from_vllm": "compat.vllm.decode",
     "observe": "sessions.observe",
-    "pin_recompute": "sessions.pin_recompute",
+    "pin_recompute": "sessions.record",
     "record": "sessions.record",
     "replay": "sessions.replay",
     "report": "doctor.report",

@@ -18,7 +18,6 @@ from npu_replay.routes.arguments import StageLabels
 
 if TYPE_CHECKING:
     from npu_replay.sessions.micro_batches import Marks
-    from npu_replay.sessions.seam import Call
 
 Model: TypeAlias = "nn.Module | Sequence[nn.Module]"
 """What a block takes: a module, or the list of its virtual-pipeline chunks."""
@@ -63,13 +62,13 @@ class Router:
         layer: the global 0-based decoder layer; None where the module doesn't know, then `find` numbers.
         shows: reads the router's own output: bool [rows, num_experts], the experts that it sends tokens to,
             or their ids, integers [rows, topk], in any order. None where the module itself uses the ids, as
-            a block does that has no router in it: then what takes them in is read (`sessions/taken.py`).
+            a block does that has no router in it: then what takes them in is read (`sessions/id_uses.py`).
         drops: tokens over an expert's capacity are dropped, so `shows` may show fewer than were chosen.
         masks: scores are masked before the top-k (group-limited routing).
         gathers: rows of the scores for each row of the input (ranks that alltoall_seq gathers over).
         mend: changes the output of a router that was given ids ([rows, topk]), where what comes after it
             could lose one of them.
-        call: makes the seam's part in a call of it, where it isn't the plain one; takes what `Call` takes.
+        spare: so many more experts it asks its top-k for than it uses; they come last.
         aux_losses: None if it has none.
         row_order: how its rows come of [batch, sequence]: "sequence" (s*b), "batch" (b*s); None if not known.
         bypass: why its top-k might never run, in words for an error; empty if nothing is known.
@@ -87,7 +86,7 @@ class Router:
     masks: bool = True
     gathers: int = 1
     mend: Callable[[object, torch.Tensor], object] | None = None
-    call: Callable[..., Call] | None = None
+    spare: int = 0
     aux_losses: AuxLosses | None = None
     row_order: str | None = None
     bypass: str = ""
@@ -274,9 +273,10 @@ def find(chunks: Sequence[nn.Module]) -> list[list[Router]]:
     """
     found: list[list[Router]] = []
     owner: dict[int, str] = {}
+    kinds = _registered()
     for number, chunk in enumerate(chunks):
-        routers = list(_described(chunk))
-        for kind in _registered():
+        routers = list(_described(chunk, kinds))
+        for kind in kinds:
             routers = kind.labelled(chunk, routers)
         for router in routers:
             place = f"chunk {number}, {router.path or 'the module itself'}"
@@ -289,50 +289,40 @@ def find(chunks: Sequence[nn.Module]) -> list[list[Router]]:
                 )
             owner[id(router.module)] = place
         found.append(routers)
-    _check_any(found, chunks)
+    for kind in kinds:
+        kind.check_chunks(chunks)
+    if not any(found) and not any(kind.accepts_none(chunks) for kind in kinds):
+        raise RouterError(
+            "no router in this model",
+            where=", ".join(type(chunk).__name__ for chunk in chunks) or "an empty list of chunks",
+            expected=f"at least one router of {', '.join(_kinds) or 'a registered kind'}",
+            got="none",
+            cause="a dense model, a wrapper that hides the modules, or a model family that npu_replay "
+            "doesn't know (docs/models.md lists those it does, docs/routers.md teaches it another)",
+        )
     return _labelled(found)
 
 
-def _described(chunk: nn.Module) -> Iterator[Router]:
-    kinds = _registered()
+def _described(chunk: nn.Module, kinds: Sequence[RouterKind]) -> Iterator[Router]:
+    from npu_replay.routes.checks import MAX_EXPERTS  # here: who imports npu_replay may need no routes
+
     inside: set[int] = set()  # what a router holds is none of its own
     for path, module in chunk.named_modules():
         for kind in kinds if id(module) not in inside else ():
             router = kind.describe(module, path)
-            if router is not None:
-                _check_size(router, path)
-                inside.update(map(id, router.module.modules()))
-                yield replace(router, path=path)
-                break
-
-
-def _check_size(router: Router, path: str) -> None:
-    from npu_replay.routes.checks import MAX_EXPERTS  # here: who imports npu_replay may need no routes
-
-    if router.num_experts > MAX_EXPERTS:
-        raise RouterError(
-            "the router has more experts than ids are kept for",
-            where=path or "the module itself",
-            expected=f"up to {MAX_EXPERTS}",
-            got=router.num_experts,
-            cause="a layer of another kind that is described as a router",
-        )
-
-
-def _check_any(found: list[list[Router]], chunks: Sequence[nn.Module]) -> None:
-    kinds = _registered()
-    for kind in kinds:
-        kind.check_chunks(chunks)
-    if any(found) or any(kind.accepts_none(chunks) for kind in kinds):
-        return
-    raise RouterError(
-        "no router in this model",
-        where=", ".join(type(chunk).__name__ for chunk in chunks) or "an empty list of chunks",
-        expected=f"at least one router of {', '.join(_kinds) or 'a registered kind'}",
-        got="none",
-        cause="a dense model, a wrapper that hides the modules, or a model family that npu_replay doesn't "
-        "know (docs/models.md lists those it does, docs/routers.md teaches it another)",
-    )
+            if router is None:
+                continue
+            if router.num_experts > MAX_EXPERTS:
+                raise RouterError(
+                    "the router has more experts than ids are kept for",
+                    where=path or "the module itself",
+                    expected=f"up to {MAX_EXPERTS}",
+                    got=router.num_experts,
+                    cause="a layer of another kind that is described as a router",
+                )
+            inside.update(map(id, router.module.modules()))
+            yield replace(router, path=path)
+            break
 
 
 def _labelled(found: list[list[Router]]) -> list[list[Router]]:

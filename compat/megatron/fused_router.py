@@ -67,14 +67,15 @@ _replaced: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 def _answered(module: Any, native: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(native)
     def fused(*args: Any, **kwargs: Any) -> Any:
-        call: Any = seam.armed()  # a MegatronCall: the router is fused
+        call = seam.armed()
         if call is None:
             return native(*args, **kwargs)
         if call.given:
             # Both take the same arguments, in the same order.
             return getattr(module, _UNFUSED)(*args, **kwargs, fused=False)
         output = native(*args, **kwargs)
-        call.note(lambda: _ids(output, call))
+        seam.arm(None)  # what reads the output is not the router's doing any more
+        call.note(_ids(output, call))
         return output
 
     return fused

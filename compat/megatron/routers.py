@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from npu_replay.compat import torch_npu
-from npu_replay.compat.megatron import aux_losses, fused_router, hybrid, parallel_state, router_call
+from npu_replay.compat.megatron import aux_losses, fused_router, hybrid, parallel_state
 from npu_replay.compat.mindspeed import fb_overlap, features, llm
 from npu_replay.compat.patching import import_hook
 from npu_replay.errors import NoEffect, RouterError
 from npu_replay.routers import Handle, Router, RouterKind
-from npu_replay.sessions.capacity import least_positive
 from npu_replay.sessions.micro_batches import Marks
+from npu_replay.sessions.seam import least_positive
 
 _ROUTER_MODULE = "megatron.core.transformer.moe.router"
 _METHODS = ("forward", "routing")
@@ -64,7 +64,7 @@ class MegatronRouters(RouterKind):
             drops=drops,
             masks=bool(config.moe_router_group_topk),
             gathers=gathered_ranks(config),
-            call=router_call.of(module, drops=drops),
+            spare=spare(module),
             aux_losses=aux_losses.of(module),
             row_order="sequence",
             bypass=_FUSED if fused_router.is_on(config) else "",
@@ -118,6 +118,11 @@ def _shows(output: object) -> torch.Tensor:
     """routing_map, bool [rows, experts]: Megatron's routers return (probs, routing_map)."""
     routing_map = _pair(output)[1]
     return routing_map if routing_map.dtype == torch.bool else routing_map.to(torch.bool)
+
+
+def spare(router: Any) -> int:
+    """Quantile balancing asks for one expert more than it uses: its score says where the limit lies."""
+    return int(router.routing_type == "quantile_balancing")
 
 
 def _shows_with_drops(output: object) -> torch.Tensor:

@@ -16,9 +16,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from npu_replay.compat.megatron import aux_losses, fused_router, router_call
+from npu_replay.compat.megatron import aux_losses, fused_router
 from npu_replay.compat.megatron.config_flags import asks_for_replay
-from npu_replay.compat.megatron.routers import gathered_ranks, is_by_session, is_replaying
+from npu_replay.compat.megatron.routers import gathered_ranks, is_by_session, is_replaying, spare
 from npu_replay.compat.megatron_backports import router_methods, router_replay
 from npu_replay.compat.megatron_backports.router_replay import MegatronRouterReplay
 from npu_replay.compat.mindspeed import repatch
@@ -274,7 +274,7 @@ def _call(router: Any, replay: Any, inputs: Any) -> router_replay.Asked:
         int(router.num_experts),
         int(router.topk),
         groups=(config.moe_router_num_groups, config.moe_router_group_topk),
-        spare=router_call.spare(router),
+        spare=spare(router),
         compares=losses is not None and is_replaying(replay) and losses.follow_the_call_of(router),
     )
 

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from npu_replay.compat.megatron import fused_router
-from npu_replay.compat.megatron.router_call import MegatronCall
 from npu_replay.compat.megatron.routers import action_of, is_by_session, is_replaying
 from npu_replay.compat.patching import served_modules
 from npu_replay.errors import NoEffect, ReplayError, RouterError
@@ -293,14 +292,13 @@ def _is_plain(ask: Any) -> bool:
     return names is globals() or (product is not None and names is vars(product))
 
 
-class Asked(MegatronCall):
+class Asked(seam.Call):
     """A call of a router whose top-k asks a RouterReplay, which may be a framework's own or a subclass.
 
     Args:
         replay: has `get_replay_topk`, as upstream's.
         groups: how many, and of how many experts are taken; passed on to `replay`.
         compares: also find the router's own choice.
-        spare: see MegatronCall.
     """
 
     def __init__(
@@ -322,12 +320,12 @@ class Asked(MegatronCall):
             masks=bool(groups[1]),
             watch=True,  # it sees the masking of groups, and a top-k that was imported by name
             given=is_replaying(replay),
-            spare=spare,
         )
-        self.replay, self._compares, self._groups = replay, compares, groups
+        self.drops = True  # a further top-k of the same scores is an aux loss's, and counts the live choice
+        self.spare, self.replay, self._compares, self._groups = spare, replay, compares, groups
 
-    def _decide(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        outer = self._outer
+    def decide(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        outer = self.outer
 
         def own(*_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
             """As it was asked: of scores masked by groups; a block around is asked too, for once."""
@@ -335,7 +333,7 @@ class Asked(MegatronCall):
                 outer.made = self.made
                 seam.arm(outer)
             try:
-                values, ids = torch.topk(scores, *self._args, **self._kwargs)
+                values, ids = torch.topk(scores, *self.asked[0], **self.asked[1])
             finally:
                 seam.arm(None)
             return values[:, : self.topk], ids[:, : self.topk]
@@ -345,12 +343,13 @@ class Asked(MegatronCall):
         values, ids = self.replay.get_replay_topk(self.unmasked(scores), self.topk, *self._groups, own)
         if isinstance(outer, Asked) and outer.replay is self.replay:
             outer.ids, outer.way = ids, "inner"  # this one was armed by a routing that knows of it
-        return self._with_spare(scores, ids) if self.spare else (values, ids)
+        return values, ids
 
-    def _noted(self, ids: torch.Tensor) -> None:
+    def note(self, ids: torch.Tensor) -> None:
         """A fused call has chosen: have it recorded."""
-        scores = torch.empty(len(ids), 0, device=ids.device)
-        self.replay.get_replay_topk(scores, self.topk, *self._groups, lambda *_, **__: (ids, ids))
+        none = ids.new_empty(len(ids), 0, dtype=torch.float32)
+        self.replay.get_replay_topk(none, self.topk, *self._groups, lambda *_, **__: (ids, ids))
+        super().note(ids)
 
 
 @contextlib.contextmanager

@@ -34,7 +34,8 @@ from npu_replay.environment import BAD_SAMPLES, DELIVERY, read
 from npu_replay.errors import MicroBatchError, ReplayError, RouterError
 from npu_replay.parallel.bad_samples import CEILING, above_ceiling
 from npu_replay.parallel.rank_failures import agreed, all_here
-from npu_replay.sessions.stepwise import StepRecording, StepReplay
+from npu_replay.sessions.record import StepRecording
+from npu_replay.sessions.replay import StepReplay
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class Actions:
         if self.waits or action == BACKWARD or (self.sessions and same_pass):
             return
         # verl turns to replay first and then, in a record, on to that: what saw no forward goes.
-        if any(map(_ran, self.sessions)):
+        if any(session.done for session in self.sessions):
             self._close()
         self.abandon()
         self._open()
@@ -114,13 +115,13 @@ class Actions:
         sessions = [one for one in self.sessions if isinstance(one, kind)]
         wanted = model[0] if isinstance(model, list | tuple) else model
         for session in sessions:
-            for number, chunk in enumerate(session._chunks):
+            for number, chunk in enumerate(session.chunks):
                 if wanted is not None and any(one is wanted for one in unwrapped(chunk)):
                     return session, number
         if len(sessions) > 1:
-            sessions = [one for one in sessions if config_of(one._chunks) is config]
+            sessions = [one for one in sessions if config_of(one.chunks) is config]
         if len(sessions) == 1:
-            return sessions[0], _stage(sessions[0]._chunks, stage)
+            return sessions[0], _stage(sessions[0].chunks, stage)
         raise MicroBatchError(
             f"no {name} is on for this model" if not sessions else f"several models are in a {name}",
             expected="verl's action before the forward, on one model",
@@ -161,9 +162,9 @@ class Actions:
         sessions, self.sessions = self.sessions, []
         for session in sessions:
             if isinstance(session, StepRecording):
-                found = {one.module: session.last(one) for one in session._all_routers()}
-                self.last.update({module: ids for module, ids in found.items() if ids is not None})
-        used = list(filter(_ran, sessions)) or sessions[:1]
+                found = ((one.module, session.last(one)) for one in session.all_routers)
+                self.last.update((module, ids) for module, ids in found if ids is not None)
+        used = [session for session in sessions if session.done] or sessions[:1]
         for session in sessions:
             if session not in used:
                 session.__exit__(ReplayError, None, None)
@@ -413,11 +414,6 @@ def without_adapter(original: Callable[[Any], Any], engine: Any) -> Iterator[Any
     """Have no action while a LoRA actor stands in for its reference, asked with replay on."""
     with Actions(is_off=True).entered(), original(engine) as given:
         yield given
-
-
-def _ran(session: StepReplay | StepRecording) -> bool:
-    """Has any chunk seen a forward?"""
-    return any(session._timeline.ended)
 
 
 def _raise_on_every_rank(problem: ReplayError) -> None:

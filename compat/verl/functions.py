@@ -25,7 +25,8 @@ from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.token_layout import TokenLayout
 from npu_replay.routers import find
 from npu_replay.routes.routed_experts import RoutedExperts
-from npu_replay.sessions.stepwise import StepRecording, StepReplay
+from npu_replay.sessions.record import StepRecording
+from npu_replay.sessions.replay import StepReplay
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ def take(
     """
     layouts: list[TokenLayout] = []
     routes: list[RoutedExperts] = []
-    running, labels = current(), [router.label for router in session._routers[chunk]]
+    running, labels = current(), [router.label for router in session.routers[chunk]]
 
     def lay_out() -> None:
         layouts.append(layout_of())
@@ -371,7 +372,7 @@ class RouterReplayHelper:
             return []
         session_of: Any = running.recording if running.action == RECORD else running.replaying
         session, chunk = session_of(None, tf_config, vp_rank)
-        return [RouterReplay.of(router.module) for router in session._routers[chunk]]
+        return [RouterReplay.of(router.module) for router in session.routers[chunk]]
 
     @staticmethod
     def is_r2_record_action(tf_config: Any, vp_rank: int | None = None, model: Any = None) -> bool:

@@ -6,7 +6,6 @@ last. Here it holds nothing but its router: the pass that runs knows what is on.
 
 from __future__ import annotations
 
-import itertools
 import sys
 import weakref
 from typing import Any
@@ -20,7 +19,8 @@ from npu_replay.compat.verl import live_models
 from npu_replay.compat.verl.engine_pass import BACKWARD, RECORD, REPLAY, current
 from npu_replay.errors import RouterError
 from npu_replay.routes.routed_experts import RoutedExperts
-from npu_replay.sessions.stepwise import StepRecording, StepReplay
+from npu_replay.sessions.record import StepRecording
+from npu_replay.sessions.replay import StepReplay
 
 PATCH = "verl.utils.megatron.router_replay_patch"
 _made: WeakKeyDictionary[nn.Module, RouterReplay] = WeakKeyDictionary()
@@ -75,7 +75,7 @@ class RouterReplay(metaclass=_Live):
         running, router = current(), self._router()
         found = None if router is None else running.last.get(router)
         for session in running.sessions:
-            for one in itertools.chain.from_iterable(session._routers):
+            for one in session.all_routers:
                 if one.module is router and isinstance(session, StepRecording):
                     found = session.last(one)
         return None if found is None else found.long()
@@ -93,7 +93,7 @@ class RouterReplay(metaclass=_Live):
             )
         running.targets[id(router)] = topk_indices, replay_mask
         for session in running.sessions:
-            for chunk, routers in enumerate(session._routers):
+            for chunk, routers in enumerate(session.routers):
                 if not isinstance(session, StepReplay) or all(one.module is not router for one in routers):
                     continue
                 if all(id(one.module) in running.targets for one in routers):  # all of this chunk

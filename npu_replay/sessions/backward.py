@@ -57,19 +57,19 @@ _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def in_backward() -> bool:
-    """Is this thread running autograd's backward?"""
+    """Tell whether this thread runs autograd's backward."""
     return _graph_task() != -1
 
 
 def running_node_number() -> int | None:
-    """The sequence number of the node whose backward is running, as it was made in its forward."""
+    """Return the sequence number of the node whose backward is running, as it was made in its forward."""
     node: Any = torch._C._current_autograd_node()
     number = _NO_NUMBER if node is None else int(node._sequence_nr())
     return None if number == _NO_NUMBER else number
 
 
 def enclosing(*, functions: bool) -> list[Any]:
-    """All that encloses the forward that runs now, and may run it again: alive as long as it may.
+    """Return all that encloses the forward that runs now, and may run it again: alive as long as it may.
 
     Args:
         functions: also custom Functions, whose forwards run without grad. Walks the Python stack.
@@ -80,7 +80,7 @@ def enclosing(*, functions: bool) -> list[Any]:
 
 
 def recomputing() -> list[Any]:
-    """What runs a forward again now, innermost first: of the things that `enclosing` has returned.
+    """Return what runs a forward again now, innermost first: of the things that `enclosing` has returned.
 
     A frame's `f_back` leads through autograd's C++ into an outer backward.
     """
@@ -101,7 +101,7 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _running_functions() -> Iterator[Any]:
-    """The ctx of every custom autograd Function that is in its `forward`: a node of the graph to be.
+    """Yield the ctx of every custom autograd Function that is in its `forward`: a node of the graph to be.
 
     A ctx has metadata once its forward has ended: that it runs `forward` again in its backward isn't meant.
     From torch 2.15 on `apply` has no frame, so a forward is told by its code.
@@ -123,7 +123,7 @@ _MOST_CODES = 10_000
 
 
 def _asked(code: CodeType) -> tuple[bool, CodeType]:
-    """Is this the code of an autograd Function's `forward`?"""
+    """Tell, and remember, whether this is the code of an autograd Function's `forward`."""
     if len(_codes) >= _MOST_CODES:
         _codes.clear()
     _codes[id(code)] = any(_code_of(kind) is code for kind in _subclasses(Function)), code
@@ -137,7 +137,7 @@ def _subclasses(kind: Any) -> Iterator[Any]:
 
 
 def _code_of(function: Any) -> Any:
-    """The code of its `forward`, under what wraps it (torch.amp.custom_fwd, a partial)."""
+    """Return the code of its `forward`, under what wraps it (torch.amp.custom_fwd, a partial)."""
     forward = inspect.unwrap(function.forward)
     while isinstance(forward, functools.partial):
         forward = inspect.unwrap(forward.func)
@@ -145,7 +145,7 @@ def _code_of(function: Any) -> Any:
 
 
 def _unshown(code: CodeType) -> list[Any]:
-    """The ctxs in a forward with this code, of Functions with `setup_context`, whose forward gets none.
+    """Find the ctxs in a forward with this code, of Functions with `setup_context`: their forward gets none.
 
     Looked for among what the garbage collector knows, the youngest first.
     """
@@ -161,7 +161,7 @@ def _runs(ctx: Any, code: CodeType) -> bool:
 
 
 def _open_regions() -> list[Any]:
-    """What stands for each non-reentrant checkpoint around this place, innermost first.
+    """Return what stands for each non-reentrant checkpoint around this place, innermost first.
 
     torch tells the innermost saved-tensor hooks alone, so they are lifted off one by one and laid back.
     """
@@ -174,7 +174,7 @@ def _open_regions() -> list[Any]:
 
 
 def _region(unpack: Any) -> Any:
-    """The region whose hook this is. Hooks that offload to the CPU never recompute; their module tells."""
+    """Return the region of this hook. Hooks that offload to the CPU, by their module, never recompute."""
     if "checkpoint" not in (getattr(unpack, "__module__", None) or ""):
         return None
     names = unpack.__code__.co_freevars if isinstance(unpack, FunctionType) else ()
@@ -182,7 +182,7 @@ def _region(unpack: Any) -> Any:
 
 
 def _regions_on_stack() -> Iterator[Any]:
-    """The same where torch doesn't tell which hooks are on: a local of the generator that `checkpoint` runs.
+    """Yield them where torch doesn't tell which hooks are on: a local of `checkpoint`'s generator.
 
     The composable `checkpoint(module)` keeps its generator elsewhere, and isn't found.
     """

@@ -1,8 +1,9 @@
 """The effect is checked, not the interception: what the routers' own outputs show of the ids they were given.
 
-In every micro-batch, and in every recompute, each output has to show each of the ids (`shown_ids.py`). In
-some micro-batches it must show no other expert either, and the weights are looked at. What is found stays on
-the device, and is read once, at the end of a forward.
+In every micro-batch, and in every recompute, each output has to show each of the ids. In some micro-batches
+it must show no other expert either, and the weights are looked at. That is one operation a call, and what is
+found stays on the device until it is read: a CPU's when the forward has ended, an accelerator's when the next
+one begins, except in the micro-batches that are checked. By then it is there, and the host doesn't wait.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from npu_replay.routers import Router
 from npu_replay.sessions import seam
 from npu_replay.sessions.micro_batches import Forward
 from npu_replay.sessions.recompute import Key
-from npu_replay.sessions.shown_ids import Asked, ShownIds
 
 _WRITTEN = "the ids that the top-k gave were written into before the forward ended"
 _NOT_SHOWN = "the router's output doesn't show the chosen experts"
@@ -78,7 +78,7 @@ class Count:
 
 
 def is_due(number: int) -> bool:
-    """Is the whole effect checked in micro-batch 0, 1, 2, 4, 8, ...?
+    """Tell whether the whole effect is checked: in micro-batch 0, 1, 2, 4, 8, ...
 
     In the first the routes may be what the router would have chosen anyway, so that having no effect shows
     nothing; an optimizer that steps inside the block changes that.
@@ -90,80 +90,71 @@ def is_due(number: int) -> bool:
 
 
 class Witness:
-    """What the calls of a session's routers have shown.
-
-    Attributes:
-        dropped: counts chosen experts that an output didn't show, over their capacity.
-        chosen: how many experts were chosen in these outputs.
-    """
+    """Holds what the calls of a session's routers show against the ids that they were given."""
 
     def __init__(self) -> None:
-        self.dropped = Count()
-        self.chosen = 0
-        self._ids = ShownIds()
+        self.dropped = Count()  # chosen experts that an output didn't show, over their capacity
+        self.chosen = 0  # experts that were chosen in these outputs
+        # Of calls: router, micro-batch, was it a recompute, what was asked, and bool [rows, topk]: for which
+        # of the ids is it right? Asked is whether the output shows the "ids", whether the "weights" are no
+        # mask's number, or whether a "fused" router chose what its forward chose.
+        self._asked: list[tuple[Router, int, bool, str, torch.Tensor]] = []
+        # How many further top-ks each block took in a micro-batch that was checked, by layer. One that takes
+        # some is followed in each call: the one that was answered may be somebody's figure.
         self._topks: dict[int, int] = {}
-        """How many further top-ks each block took in a micro-batch that was checked, by layer. One that takes
-        some is followed in each call: the one that was answered may be somebody's figure."""
-        self._took: dict[Key, int] = {}
-        """The same of each micro-batch with any: its recompute takes as many."""
-        self._lost: dict[Key, torch.Tensor] = {}
-        """Of each call whose forward runs, which of its experts were dropped."""
-        self._refused: dict[Key, tuple[str, str]] = {}
-        """Problem and cause of a call that is known to be wrong."""
+        self._took: dict[Key, int] = {}  # the same of each micro-batch: its recompute takes as many
+        self._lost: dict[Key, torch.Tensor] = {}  # of calls whose forward runs, which experts were dropped
+        self._refused: dict[Key, tuple[str, str]] = {}  # problem and cause of a call that is wrong
 
     def saw(self, router: Router, forward: Forward, call: seam.Call, output: object) -> None:
-        """A call of the router in a forward has ended."""
+        """Look at a call of a router that has ended in a forward."""
         if (ids := call.ids) is None:
             cause = routers.explained(router, call.seen) or _NO_TOPK
             self._refused[router.label, forward.number] = "the router never reached its top-k", cause
             return
         forward.ended.append((router, ids, call.handed, call.written))
         if call.ruled_out is not None:
-            self._ids.add(Asked(router, forward.number, False, "weights"), ~call.ruled_out)
+            self._asked.append((router, forward.number, False, "weights", ~call.ruled_out))
         if router.shows is None:
             self._saw_block(router, forward, call)
         elif forward.checked or router.drops:
             self._saw_all(router, forward, call, as_map(router.shows(output), router))
         elif (shown := router.shows(output)) is not ids:
-            self._ids.look(router, forward.number, shown, ids)
+            self._look(router, forward.number, shown, ids)
 
     def follows(self, label: int) -> bool:
-        """Has this block to be followed in every call?"""
+        """Tell whether this block has to be followed in every call."""
         return self._topks.get(label, 0) > 0
 
     def saw_again(self, router: Router, number: int, call: seam.Call, output: object) -> None:
-        """A recompute of a call has ended."""
+        """Look at a recompute of a call that has ended."""
         if call.ids is None:
             return
-        asked = Asked(router, number, True)
         if call.strayed is not None:
-            self._ids.add(Asked(router, number, True, "fused"), ~call.strayed[None, None])
-            self.check_ids(on_accelerators=False)
-            return
-        if router.shows is None:
+            self._asked.append((router, number, True, "fused", ~call.strayed[None, None]))
+        elif router.shows is None:
             if call.again != self._took.get((router.label, number), 0):
-                raise _strayed(asked, _TOPKS, _CHANGED_IN_BLOCK)
+                raise _strayed(router, number, _TOPKS, _CHANGED_IN_BLOCK)
             if call.taken is not None:
-                self._ids.look(router, number, call.taken.shown(), call.ids, again=True)
-                self.check_ids(on_accelerators=False)
-            return
-        if _is_written(call.handed, call.written, call.ids):
-            raise _strayed(asked)
-        self._ids.look(router, number, router.shows(output), call.ids, again=True)
+                self._look(router, number, call.taken.shown(), call.ids, again=True)
+        elif _is_written(call.handed, call.written, call.ids):
+            raise _strayed(router, number)
+        else:
+            self._look(router, number, router.shows(output), call.ids, again=True)
         self.check_ids(on_accelerators=False)
 
     def saw_stopped(self, router: Router, number: int, call: seam.Call) -> None:
         """A block's recompute was stopped early, as its checkpoint had what it wanted. torch silences errors
         here, so what is wrong is told later."""
         if call.again > self._took.get((router.label, number), 0):
-            self._ids.add(Asked(router, number, True), torch.zeros(1, 1, dtype=torch.bool))
+            self._asked.append((router, number, True, "ids", torch.zeros(1, 1, dtype=torch.bool)))
 
     def saw_last(
         self, router: Router, number: int, ids: torch.Tensor, output: object, *, again: bool
     ) -> None:
-        """The hooks of others have made another output of a call's."""
+        """Look at the output that the hooks of others have made of a call's."""
         if router.shows is not None and (shown := router.shows(output)) is not ids:
-            self._ids.look(router, number, shown, ids, again=again)
+            self._look(router, number, shown, ids, again=again)
 
     def _saw_block(self, router: Router, forward: Forward, call: seam.Call) -> None:
         """A block's output shows nothing: what takes its ids in does, or at least how many top-ks it took."""
@@ -177,7 +168,7 @@ class Witness:
             return
         if not call.follows:
             if call.handed is not None and call.ids is not None and call.handed is not call.ids:
-                self._ids.look(router, forward.number, call.handed, call.ids)
+                self._look(router, forward.number, call.handed, call.ids)
         elif call.taken is None or not call.taken.count:
             self._refused[key] = "nothing takes in the ids of the block's top-k", _PAST_TORCH
         else:
@@ -204,21 +195,35 @@ class Witness:
                 right = right & ~(held & values.isneginf() & ~scarce)
             if call.made is not None and not call.made.sees(call.scores):
                 right = right & ~_zeroed(values, call.scores.detach())
-        self._ids.add(Asked(router, number, False), right)
+        self._asked.append((router, number, False, "ids", right))
+
+    def _look(
+        self, router: Router, number: int, shown: torch.Tensor, ids: torch.Tensor, *, again: bool = False
+    ) -> None:
+        """Ask whether what `Router.shows` gave, bool [rows, experts] or ids [rows, topk], shows these ids."""
+        if shown.dtype == torch.bool and shown.shape == (ids.shape[0], router.num_experts):
+            # One that drops tokens shows fewer, but no other.
+            held = shown.scatter(1, ids, False).logical_not() if router.drops else shown.gather(1, ids)
+        elif shown.dtype != torch.bool and shown.shape == ids.shape:
+            held = shown.sort(dim=1).values == ids.sort(dim=1).values  # perhaps in another order
+        else:
+            held = torch.zeros_like(ids, dtype=torch.bool)
+        self._asked.append((router, number, again, "ids", held))
 
     def forget(self, key: Key) -> None:
-        """The forward of this call raised."""
+        """Drop what is known of a call whose forward raised."""
         for kept in (self._lost, self._took, self._refused):
             kept.pop(key, None)
-        self._ids.forget(*key)
+        gone = *key, False
+        self._asked = [one for one in self._asked if (one[0].label, *one[1:3]) != gone]
 
     def clear(self) -> None:
-        """The block is over."""
-        for kept in (self._lost, self._took, self._refused, self._ids):
+        """Drop all, as the block is over."""
+        for kept in (self._lost, self._took, self._refused, self._asked):
             kept.clear()
 
     def check(self, found: Sequence[Router], forward: Forward) -> None:
-        """After every forward: was each top-k reached, and do the outputs show the ids?
+        """Check, after a forward, that each top-k was reached and that the outputs show the ids.
 
         Raises:
             NoEffect: a router was not called, never reached its top-k, or shows other experts.
@@ -247,34 +252,40 @@ class Witness:
                 raise _no_effect(router, forward.number, "the router's output was not seen", _NO_TOPK)
 
     def check_ids(self, *, on_accelerators: bool = True) -> None:
-        """Does each output until now show all of its ids? Waits for the devices that are read.
+        """Check that each output until now shows all of its ids. Waits for the devices that are read.
 
         Raises:
             NoEffect: one doesn't.
             RecomputeError: that of a recompute doesn't.
         """
-        wrong = self._ids.first_wrong(on_accelerators=on_accelerators)
-        if wrong is not None:
-            if wrong.about == "fused":
-                raise _strayed(wrong, _OTHERS_IN_KERNEL, _NEAR_TIE)
-            if wrong.again:
-                raise _strayed(wrong)
-            why = (_NOT_SHOWN, CHANGED)
-            if wrong.about == "weights":
-                why = _RULED_OUT, _MASKED_BEFORE
-            elif wrong.router.shows is None:
-                why = _OTHERS_IN_BLOCK, _CHANGED_IN_BLOCK
-            raise _no_effect(wrong.router, wrong.number, *why)
+        if not self._asked or not (on_accelerators or self._asked[0][4].is_cpu):
+            return
+        asked, self._asked = self._asked, []
+        try:
+            if bool(torch.cat([one[4] for one in asked]).all()):
+                return
+        except RuntimeError:  # of other top-ks, or on several devices: they can't be looked at together
+            pass
+        wrong = next((one for one in asked if not bool(one[4].all())), None)
+        if wrong is None:
+            return
+        router, number, again, about, _ = wrong
+        if about == "fused":
+            raise _strayed(router, number, _OTHERS_IN_KERNEL, _NEAR_TIE)
+        if again:
+            raise _strayed(router, number)
+        why = (_NOT_SHOWN, CHANGED)
+        if about == "weights":
+            why = _RULED_OUT, _MASKED_BEFORE
+        elif router.shows is None:
+            why = _OTHERS_IN_BLOCK, _CHANGED_IN_BLOCK
+        raise _no_effect(router, number, *why)
 
 
 def _is_written(handed: torch.Tensor | None, written: int | None, ids: torch.Tensor | None) -> bool:
-    """Has anybody written into the ids that a router got? What does so past torch isn't counted.
+    """Tell whether anybody has written into the ids that a router got, since that was counted.
 
-    Args:
-        handed: these ids; None from a kernel.
-        written: how often they had been written into before; None for a tensor of inference, which counts no
-            writing.
-        ids: the same, and nobody else's.
+    A kernel is handed none. A tensor of inference counts no writing, and is compared.
     """
     if handed is None:
         return False
@@ -284,7 +295,7 @@ def _is_written(handed: torch.Tensor | None, written: int | None, ids: torch.Ten
 
 
 def _zeroed(values: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """A flag on the device: were these gathered from scores that somebody masked unseen, by a product with 0?
+    """Return a flag on the device: these were gathered from scores that a product with 0 masked unseen.
 
     It shows as exact zeros in rows whose best score is above zero.
     """
@@ -292,7 +303,7 @@ def _zeroed(values: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 
 def as_map(shown: torch.Tensor, router: Router) -> torch.Tensor:
-    """What `Router.shows` gave, as bool [rows, experts]; ids that are no expert's show none."""
+    """Return what `Router.shows` gave as bool [rows, experts]; ids that are no expert's show none."""
     if shown.dtype == torch.bool:
         return shown
     experts = router.num_experts
@@ -303,7 +314,7 @@ def as_map(shown: torch.Tensor, router: Router) -> torch.Tensor:
 
 
 def not_called(router: Router, number: int) -> NoEffect:
-    """The error of a router that a forward left out."""
+    """Return the error of a router that a forward left out."""
     return _no_effect(router, number, "the router was not called", _PAST_CALL)
 
 
@@ -317,10 +328,12 @@ def _no_effect(router: Router, number: int, problem: str, cause: str) -> NoEffec
     )
 
 
-def _strayed(asked: Asked, problem: str = _OTHERS_IN_RECOMPUTE, cause: str = CHANGED) -> RecomputeError:
+def _strayed(
+    router: Router, number: int, problem: str = _OTHERS_IN_RECOMPUTE, cause: str = CHANGED
+) -> RecomputeError:
     return RecomputeError(
         problem,
-        where=micro_batch(asked.number, asked.router.label),
+        where=micro_batch(number, router.label),
         expected="those of the forward in the output of the recompute, too",
         got="others",
         cause=cause,

@@ -1,4 +1,4 @@
-"""Which sequences one call of a Hugging Face model is fed, and in which of its rows each lies."""
+"""Which sequences one call of a Hugging Face model is fed, in which rows, and the routes that it carries."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from npu_replay.errors import MicroBatchError, listed
+from npu_replay.errors import MicroBatchError, listed, shown
+from npu_replay.rollout.admit import from_batch
+from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routers import Router, labels_of
-from npu_replay.routes.checks import Array
+from npu_replay.routes.checks import Array, tells_apart
 from npu_replay.routes.fingerprint import fingerprint, with_key
 from npu_replay.routes.inputs import input_key, other_inputs, parameter_names
 from npu_replay.routes.routed_experts import RoutedExperts
@@ -32,23 +34,16 @@ class FedSequences:
 
     Nothing is learnt from a sequence of one token (often the padding of a packed stream), so it has no place
     here.
-
-    Attributes:
-        rows: how many there are, padding too.
-        spans: first row and end of each sequence.
-        marks: the fingerprint of each, with its key.
-        of_tokens: the same without the key.
-        padded: may it be the padded end of a packed row? See Places.
     """
 
-    rows: int
-    spans: list[tuple[int, int]]
-    marks: list[int]
-    of_tokens: list[int]
-    padded: list[bool]
+    rows: int  # padding too
+    spans: list[tuple[int, int]]  # first row and end of each sequence
+    marks: list[int]  # the fingerprint of each, with its key
+    of_tokens: list[int]  # the same without the key
+    padded: list[bool]  # may it be the padded end of a packed row? See Places
 
     def in_rows(self, found: Mapping[int, RoutedExperts], routers: Sequence[Router]) -> RoutedExperts:
-        """The routes of these sequences, by number, for these routers; all other rows have none."""
+        """Return the routes of these sequences, by number, for these routers; all other rows have none."""
         labels = labels_of(routers)
         if not found:
             topk, experts = routers[0].topk, routers[0].num_experts
@@ -62,7 +57,7 @@ class FedSequences:
 
 
 def named(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, without those that are None.
+    """Return the arguments of a call by name, without those that are None.
 
     Raises:
         MicroBatchError: there are positional ones that nothing names.
@@ -76,22 +71,17 @@ def named(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 @dataclass(frozen=True)
 class Places:
-    """The places of a call, [batch, sequence], batch-major.
+    """The places of a call, [batch, sequence], batch-major."""
 
-    Attributes:
-        real: bool, which hold tokens.
-        spans: first place and end of each sequence, of one token too.
-        padded: bool [places], where nothing but one padding id follows, up to the end of a row. A sequence
-            that begins there may be the padded end of a packed row, whose positions count up, too.
-    """
-
-    real: Array
-    spans: list[tuple[int, int]]
+    real: Array  # bool, which hold tokens
+    spans: list[tuple[int, int]]  # first place and end of each sequence, of one token too
+    # Bool [places], where nothing but one padding id follows, up to the end of a row. A sequence that begins
+    # there may be the padded end of a packed row, whose positions count up, too.
     padded: Array
 
     @classmethod
     def of(cls, call: Mapping[str, Any], padding: int = 0) -> Places:
-        """Those of a call with these arguments: padded on any side, or packed; with 0 or this id as padding.
+        """Find those of a call with these arguments, padded (with 0 or this id) on any side, or packed.
 
         Raises:
             MicroBatchError: a mask with holes, or a part of a sequence.
@@ -122,7 +112,7 @@ class Places:
 
 
 def fed_sequences(call: Mapping[str, Any], placeholders: Mapping[str, int], keys: Any = None) -> FedSequences:
-    """Those of a call with these arguments.
+    """Find the sequences of a call with these arguments.
 
     Args:
         call: its arguments by name.
@@ -161,7 +151,7 @@ def fed_sequences(call: Mapping[str, Any], placeholders: Mapping[str, int], keys
 def _input_keys(
     others: Mapping[str, torch.Tensor], flat: Array, spans: list[tuple[int, int]], special: Mapping[str, int]
 ) -> list[str | None]:
-    """The key of each sequence by its own rows of the other inputs; None for a text."""
+    """Return the key of each sequence by its own rows of the other inputs; None for a text."""
     own: list[dict[str, torch.Tensor]] = [{} for _ in spans]
     for name, tensor in others.items():
         rows = tensor if tensor.dim() else tensor[None]
@@ -267,3 +257,85 @@ def _by_bounds(bounds: Array, begins: Array) -> Array:
     found = begins.reshape(-1).copy()
     found[inside] = True
     return found.reshape(begins.shape)
+
+
+KEYWORDS = ("routed_experts", "rollout_expert_indices")
+"""ms-swift's name, and SkyRL's."""
+
+
+def take_off(kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the routes among a call's keywords, None without any, and the other keywords."""
+    others = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
+    given = [kwargs[name] for name in KEYWORDS if kwargs.get(name) is not None]
+    _refuse_unless(len(given) < 2, "a call carries its routes twice", "one of them", " and ".join(KEYWORDS))
+    return (given[0] if given else None), others
+
+
+def carried_routes(
+    given: Any, call: Mapping[str, Any], model: RoutedModel, padding: int = 0
+) -> RoutedExperts:
+    """Return those of a call with these arguments, one row a place of its [batch, sequence], batch-major.
+
+    Zeros in all MoE layers (or -1) are a token without a route: what such loops pad with. Only padding and
+    the last token of a sequence may be so. With a top-k of 1 and few layers, zeros at any other token are
+    expert 0.
+
+    Args:
+        given: [batch, sequence, layers, topk], padded or packed like the call's ids; layers are all decoder
+            layers or the MoE layers.
+        padding: see Places.
+
+    Raises:
+        ReplayError: another shape; routes where there is padding, or none where there is a token; ids that
+            aren't the model's.
+    """
+    places = Places.of(call, padding)
+    try:
+        rows = torch.as_tensor(given).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise MicroBatchError(
+            "the call's routes are no tensor",
+            expected="integers, [batch, sequence, layers, topk]",
+            got=shown(given),
+            cause="an engine's answer as text, or a list of samples of several lengths: pad them as the ids",
+        ) from error
+    fits = rows.dim() == 4 and (*rows.shape[:2], rows.shape[3]) == (*places.real.shape, model.topk)
+    _refuse_unless(
+        fits and not rows.is_floating_point(),
+        "the call's routes have another shape than its ids",
+        f"integers, {list(places.real.shape)} as the ids, layers, {model.topk}",
+        f"{str(rows.dtype).removeprefix('torch.')}, {list(rows.shape)}",
+        "routes that were padded, cut or packed otherwise than the ids; sequence parallelism",
+    )
+    lacking: Array = ~places.real.reshape(-1)  # padding, and the last token of each sequence
+    for first, end in places.spans:
+        lacking[first if places.padded[first] else end - 1 : end] = True
+    rows, fed, tokens = rows.flatten(0, 1), call.get("input_ids"), None
+    if isinstance(fed, torch.Tensor) and fed.numel() == len(rows):
+        tokens = fed.detach().cpu().reshape(-1).numpy()
+    # Elsewhere zeros may be a route: expert 0 in all layers.
+    none = model.topk > 1 or tells_apart(len(model.layers), model.num_experts, model.topk) or lacking
+    routes = from_batch(rows, model, zeros_are_none=none, tokens=tokens)
+    _check_places(routes.recorded.numpy(), places, lacking)
+    return routes
+
+
+def _check_places(there: Array, places: Places, lacking: Array) -> None:
+    """Refuse tokens without a route, except the last of a sequence, and padding with one."""
+    real = places.real.reshape(-1)
+    width = places.real.shape[1]
+    for wrong, problem, cause in (
+        (
+            there & ~real,
+            "padding has a route",
+            "ids padded on the other side than their routes, or another mask",
+        ),
+        (
+            ~there & ~lacking,
+            "a token has no route, and isn't the last of its sequence",
+            "routes of another text, cut, or moved by one: a last token without a route, padded on the left",
+        ),
+    ):
+        at = int(wrong.argmax()) if wrong.any() else -1
+        got = f"row {at // width} of the batch, place {at % width}, and {int(wrong.sum()) - 1} more"
+        _refuse_unless(at < 0, problem, "a route for each token, and none for padding", got, cause)

@@ -27,24 +27,27 @@ from npu_replay.routers import Model, Router
 from npu_replay.routes.by_tokens import RoutesByTokens
 from npu_replay.routes.fingerprint import SampleKey, find_other_tokens, fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts
-from npu_replay.sessions import backward, seam
-from npu_replay.sessions.block import to_enter
-from npu_replay.sessions.carried_routes import KEYWORDS, carried_routes, take_off
-from npu_replay.sessions.device_routes import DeviceRoutes
-from npu_replay.sessions.fed_sequences import MODALITIES, FedSequences, fed_sequences, named
+from npu_replay.sessions import backward
+from npu_replay.sessions.answering import Answering
+from npu_replay.sessions.fed_sequences import (
+    KEYWORDS,
+    MODALITIES,
+    FedSequences,
+    carried_routes,
+    fed_sequences,
+    named,
+    take_off,
+)
 from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward
-from npu_replay.sessions.recompute import Key
+from npu_replay.sessions.own_choice import OwnChoice
+from npu_replay.sessions.recompute import KeptIds
 from npu_replay.sessions.record import micro_batch_routes
-from npu_replay.sessions.replay import AnyReplay
-from npu_replay.sessions.session import Session
+from npu_replay.sessions.route_source import RouteSource, check_fit
+from npu_replay.sessions.session import Session, to_enter
 
 logger = logging.getLogger(__name__)
 
 _EVAL = "in eval mode"
-_OTHER_ROWS = (
-    "a model that drops or adds tokens inside (prompt tuning), or slices them behind its call "
-    "(sequence parallelism)"
-)
 
 
 def follow(
@@ -102,41 +105,38 @@ def follow(
     one_of(mode, ("R2", "R3"), "mode")
     following = Following(
         model,
+        OwnChoice(live_mismatch=live_mismatch, min_overlap=min_overlap),
         records=mode == "R2",
         max_bytes=max_bytes,
         eval_mode=eval_mode,
-        live_mismatch=live_mismatch,
-        min_overlap=min_overlap,
     )
     return to_enter(following)
 
 
-class Following(AnyReplay):
+class Following(Session):
     """Every call of a model, recorded or replayed by its tokens, until the block ends or `close` is called.
 
-    Attributes:
-        left_alone: how many calls were, by reason.
+    See `follow`.
     """
 
     name = "follow"
 
     def __init__(
-        self, model: Model, *, records: bool, max_bytes: int, eval_mode: bool, **compared: Any
+        self, model: Model, own: OwnChoice, *, records: bool, max_bytes: int, eval_mode: bool
     ) -> None:
-        super().__init__(model, **compared)
-        if len(self._chunks) != 1:
-            got = f"{len(self._chunks)} chunks"
+        self._source = TokenRoutes(records_new=records, max_bytes=max_bytes)
+        self._answering = Answering(self._source, own, lasts=True)
+        super().__init__(model, self._answering)
+        if len(self.chunks) != 1:
+            got = f"{len(self.chunks)} chunks"
             raise RouterError("follow takes one model", expected="a module", got=got)
-        self.left_alone: Counter[str] = Counter()
-        self._sequences: Counter[str] = Counter()
-        self._store = RoutesByTokens(max_bytes)
-        self._records, self._eval_mode = records, eval_mode
-        self._paused = self._on = self._warned = self._has_rollouts = False
-        self._fed: FedSequences | None = None
-        self._keys: Any = None
-        self._new: list[int] = []
-        """Of the call that runs now: which of its sequences are recorded."""
-        self._ids: dict[Key, torch.Tensor] = {}
+        self._eval_mode = eval_mode
+        self._paused = self._warned = self._has_rollouts = False
+
+    @property
+    def left_alone(self) -> Counter[str]:
+        """How many calls were, by reason."""
+        return self._source.left_alone
 
     def open(self) -> Following:
         """Begin, where no `with` can go around the loop."""
@@ -181,19 +181,19 @@ class Following(AnyReplay):
         length = len(routes) if tokens is None else len(tokens)
         if found := find_other_tokens(len(routes), routes.fingerprint, length, mark):
             raise found.error(InvalidRoutes, "put")
-        self._check_layers(self._done(), routes, self._all_routers())
-        self._store.put(mark, routes, rollout=True)
+        check_fit(routes, self.all_routers, self.all_routers, micro_batch(self.done))
+        self._source.store.put(mark, routes, rollout=True)
         self._has_rollouts = True
 
     def metrics(self) -> dict[str, float]:
         """Calls (micro_batches), routers, seconds; sequences recorded and replayed so far, calls that
         carried their routes; sequences held now, dropped for max_bytes, replaced by others of the same
         tokens; calls left alone; live_mismatch if asked for; overlap as in `replay`."""
-        store = self._store
+        sequences, store = self._source.sequences, self._source.store
         return super().metrics() | {
-            "recorded": self._sequences["recorded"],
-            "replayed": self._sequences["replayed"],
-            "carried": self._sequences["carried"],
+            "recorded": sequences["recorded"],
+            "replayed": sequences["replayed"],
+            "carried": sequences["carried"],
             "held": len(store),
             "held_bytes": store.bytes,
             "dropped": store.dropped,
@@ -201,57 +201,39 @@ class Following(AnyReplay):
             "left_alone": sum(self.left_alone.values()),
         }
 
-    @functools.cached_property
-    def _model(self) -> RoutedModel:
-        return RoutedModel.of_module(self._chunks[0], self._routers[0])
+    def _attach(self) -> None:
+        self._variant = routers.variant(self.chunks[0])
+        self._policy = self._variant()
+        super()._attach()
 
-    @functools.cached_property
-    def _placeholders(self) -> dict[str, int]:
-        """The token ids that stand for images, videos, audio and padding, by the configs in the model."""
-        configs = [one.config for one in self._chunks[0].modules() if hasattr(one, "config")]
-        names = [(kind, f"{kind}_token_{end}") for kind in MODALITIES for end in ("id", "index")]
-        names.append(("padding", "pad_token_id"))
-        found = [(kind, getattr(one, name, None)) for one in configs for kind, name in names]
-        return {kind: token for kind, token in found if token is not None}
+    def _check_complete(self) -> None:
+        if self.done or not self.left_alone:
+            super()._check_complete()
 
     # Which calls
 
-    def _check_model(self) -> None:
-        super()._check_model()
-        for router in self._all_routers():
-            if router.row_order == "sequence":
-                raise RouterError(
-                    "follow finds sequences in rows that are batch-major",
-                    where=f"layer {router.label}",
-                    expected="a model of transformers",
-                    got=f"{type(router.module).__name__}, whose rows are sequence-major",
-                    cause="a model of Megatron's: its pipelines see no token ids; use record and replay",
-                )
-        self._variant = routers.variant(self._chunks[0])
-        self._policy = self._variant()
-
     def _chunk_begins(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         carried, others = take_off(kwargs)
-        self._keys = others.pop("sample_key", None)
+        keys = others.pop("sample_key", None)
         if not backward.in_backward():
-            self._call_begins(chunk, args, others, carried)
+            self._call_begins(args, others, keys, carried)
         return None if len(others) == len(kwargs) else (args, others)
 
-    def _call_begins(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any], carried: Any) -> None:
-        call = named(self._chunks[chunk], args, kwargs)
+    def _call_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any], keys: Any, carried: Any) -> None:
+        call = named(self.chunks[0], args, kwargs)
         # The first pass of a reentrant checkpoint around the model runs without grad, and is the update's.
         grad = torch.is_grad_enabled() or bool(backward.enclosing(functions=True))
         why = self._why_left_alone(call, grad)
         if why is None:
             started = time.perf_counter()
-            self._look_up(call, grad, carried)
-            self._seconds += time.perf_counter() - started
-            self._on = True
-            super()._chunk_begins(chunk, args, kwargs)
+            self._source.look_up(call, keys, grad, carried)
+            self._answering.seconds += time.perf_counter() - started
+            self._source.is_on = True
+            super()._chunk_begins(0, args, kwargs)
         elif grad:
             raise MicroBatchError(
                 f"a call with grad can't be followed {why}",
-                where=micro_batch(self._done()),
+                where=micro_batch(self.done),
                 expected="an update of the policy whose routes were recorded",
                 got=f"a call {why}",
                 cause="a reference pass or a generation that lacks torch.no_grad()",
@@ -259,28 +241,12 @@ class Following(AnyReplay):
         else:
             self.left_alone[why] += 1
             if why == _EVAL and not self._warned:
-                self._warn_of_routes(call, carried)
-
-    def _warn_of_routes(self, call: dict[str, Any], carried: Any) -> None:
-        """An evaluation may have a rollout's routes, as old log-probs have: nothing tells the two apart."""
-        self._warned = carried is not None or (self._has_rollouts and self._is_rollout(call))
-        if self._warned:
-            logger.warning(
-                "[npu_replay] a call in eval mode has a rollout's routes and isn't replayed: it is taken for "
-                "an evaluation. If it takes old log-probs, they don't go with the update, which is replayed: "
-                "follow(model, eval_mode=True), and evaluations into paused()"
-            )
-
-    def _is_rollout(self, call: dict[str, Any]) -> bool:
-        with contextlib.suppress(MicroBatchError):
-            fed = self._fed_by(call)
-            return any(self._store.get(mark)[1] for mark in fed.marks + fed.of_tokens)
-        return False  # not told by its tokens
+                self._warn_of_routes(call, keys, carried)
 
     def _chunk_ends(self, chunk: int, args: tuple[Any, ...], output: object) -> None:
         if backward.in_backward():
             return
-        on, self._on = self._on, False
+        on, self._source.is_on = self._source.is_on, False
         if on:
             super()._chunk_ends(chunk, args, output)
 
@@ -292,12 +258,65 @@ class Following(AnyReplay):
             return f"of another variant of the model ({', '.join(other)})"
         if "past_key_values" in call or call.get("use_cache"):
             return "with a cache"
-        if not (grad or self._eval_mode or self._chunks[0].training):
+        if not (grad or self._eval_mode or self.chunks[0].training):
             return _EVAL
         return None
 
-    def _answers(self, router: Router) -> bool:
-        if not self._on and torch.is_grad_enabled():
+    def _warn_of_routes(self, call: dict[str, Any], keys: Any, carried: Any) -> None:
+        """An evaluation may have a rollout's routes, as old log-probs have: nothing tells the two apart."""
+        self._warned = carried is not None or (self._has_rollouts and self._source.has_rollout(call, keys))
+        if self._warned:
+            logger.warning(
+                "[npu_replay] a call in eval mode has a rollout's routes and isn't replayed: it is taken for "
+                "an evaluation. If it takes old log-probs, they don't go with the update, which is replayed: "
+                "follow(model, eval_mode=True), and evaluations into paused()"
+            )
+
+
+class TokenRoutes(RouteSource):
+    """The routes of each call's sequences, found by their tokens.
+
+    Args:
+        records_new: record the sequences that have no routes, of calls without grad.
+        max_bytes: see RoutesByTokens.
+
+    Attributes:
+        is_on: is the call that runs followed?
+        left_alone: how many calls weren't, by reason.
+        sequences: how many were recorded and replayed, and how many calls carried their routes.
+    """
+
+    why_other_rows = (
+        "a model that drops or adds tokens inside (prompt tuning), or slices them behind its call "
+        "(sequence parallelism)"
+    )
+
+    def __init__(self, *, records_new: bool, max_bytes: int) -> None:
+        super().__init__()
+        self.is_on = False
+        self.left_alone: Counter[str] = Counter()
+        self.sequences: Counter[str] = Counter()
+        self.store = RoutesByTokens(max_bytes)
+        self._records_new = records_new
+        self._fed: FedSequences | None = None
+        self._replayed = 0
+        self._new: list[int] = []
+        """Of the call that runs now: which of its sequences are recorded."""
+
+    def enters(self, session: Session) -> None:
+        super().enters(session)
+        for router in self.all_routers:
+            if router.row_order == "sequence":
+                raise RouterError(
+                    "follow finds sequences in rows that are batch-major",
+                    where=f"layer {router.label}",
+                    expected="a model of transformers",
+                    got=f"{type(router.module).__name__}, whose rows are sequence-major",
+                    cause="a model of Megatron's: its pipelines see no token ids; use record and replay",
+                )
+
+    def answers(self, router: Router) -> bool:
+        if not self.is_on and torch.is_grad_enabled():
             raise MicroBatchError(
                 "a router runs with grad, but not through the __call__ of the model that is followed",
                 where=f"layer {router.label}",
@@ -305,33 +324,78 @@ class Following(AnyReplay):
                 got="a call past it",
                 cause=CALLED_INSIDE,
             )
-        return self._on
+        return self.is_on
 
-    def _look_up(self, call: dict[str, Any], grad: bool, carried: Any) -> None:
+    def look_up(self, call: dict[str, Any], keys: Any, grad: bool, carried: Any) -> None:
         """Find the routes of each sequence of a call, and note which are to be recorded."""
-        number, self._fed, self._new = self._done(), None, []
+        number, self._fed, self._new = self.timeline.ended[0], None, []
         try:
             if carried is None:
-                given = self._found(number, self._fed_by(call), grad)
+                given = self._found(self._fed_by(call, keys), grad)
             else:
                 given = carried_routes(carried, call, self._model, self._placeholders.get("padding", 0))
         except (MicroBatchError, InvalidRoutes) as error:
             raise error.at(micro_batch(number)) from None
-        self._check_layers(number, given, self._routers[0])
-        self._given[0, number] = DeviceRoutes(given, self.labels(0))
+        self.give(0, number, given)
+        self.records = bool(self._new)
 
-    def _fed_by(self, call: dict[str, Any]) -> FedSequences:
-        return fed_sequences(call, self._placeholders, self._keys)
+    def has_rollout(self, call: dict[str, Any], keys: Any) -> bool:
+        """Return whether a sequence of this call has a rollout's routes."""
+        with contextlib.suppress(MicroBatchError):
+            fed = self._fed_by(call, keys)
+            return any(self.store.get(mark)[1] for mark in fed.marks + fed.of_tokens)
+        return False  # not told by its tokens
 
-    def _found(self, number: int, fed: FedSequences, grad: bool) -> RoutedExperts:
+    def ends(self, forward: Forward, complete: bool, kept: KeptIds) -> None:
+        self.given.clear()
+        fed, self.records = self._fed, False
+        if complete and fed is None:
+            self.sequences["carried"] += 1
+        elif complete and fed is not None:
+            self.sequences.update(recorded=len(self._new), replayed=self._replayed)
+            if self._new:
+                rows = micro_batch_routes(kept.narrow(), list(self.routers[0]), forward.number)
+                self._keep(fed, self._new, rows)
+
+    def clear(self) -> None:
+        super().clear()
+        self.store.clear()
+        self._fed, self._new = None, []
+
+    def _keep(self, fed: FedSequences, new: list[int], rows: RoutedExperts) -> None:
+        """Hold what the call that has ended chose for its new sequences."""
+        problem = "the routers saw another number of rows than the model was called with"
+        where, cause = micro_batch(self.timeline.ended[0] - 1), self.why_other_rows
+        MicroBatchError.unless(len(rows) == fed.rows, problem, fed.rows, len(rows), cause, where)
+        for at in new:
+            mark = fed.marks[at]
+            self.store.put(mark, rows.sequence(*fed.spans[at], mark), rollout=False)
+
+    @functools.cached_property
+    def _model(self) -> RoutedModel:
+        return RoutedModel.of_module(self.chunks[0], list(self.routers[0]))
+
+    @functools.cached_property
+    def _placeholders(self) -> dict[str, int]:
+        """Return the token ids that stand for images, videos, audio and padding, by the model's configs."""
+        configs = [one.config for one in self.chunks[0].modules() if hasattr(one, "config")]
+        names = [(kind, f"{kind}_token_{end}") for kind in MODALITIES for end in ("id", "index")]
+        names.append(("padding", "pad_token_id"))
+        found = [(kind, getattr(one, name, None)) for one in configs for kind, name in names]
+        return {kind: token for kind, token in found if token is not None}
+
+    def _fed_by(self, call: dict[str, Any], keys: Any) -> FedSequences:
+        return fed_sequences(call, self._placeholders, keys)
+
+    def _found(self, fed: FedSequences, grad: bool) -> RoutedExperts:
         """By its tokens, what is held of each sequence."""
         found, padding = {}, set()
         for at, (mark, (first, end)) in enumerate(zip(fed.marks, fed.spans, strict=True)):
-            self._store.move(fed.of_tokens[at], mark)
-            routes, rollout = self._store.get(mark, update=grad)
+            self.store.move(fed.of_tokens[at], mark)
+            routes, rollout = self.store.get(mark, update=grad)
             if routes is None and fed.padded[at]:
                 padding.add(at)
-            elif routes is None and (grad or not self._records):
+            elif routes is None and (grad or not self._records_new):
                 raise self._unknown(at, fed)
             if routes is not None and (rollout or grad):
                 if other := find_other_tokens(len(routes), mark, end - first, mark):
@@ -339,17 +403,17 @@ class Following(AnyReplay):
                 found[at] = routes
         self._fed, self._replayed = fed, len(found)
         self._new = [at for at in range(len(fed.marks)) if at not in found and at not in padding]
-        return fed.in_rows(found, self._routers[0])
+        return fed.in_rows(found, self.routers[0])
 
     def _unknown(self, at: int, fed: FedSequences) -> MicroBatchError:
-        known = sum(self._store.get(mark)[0] is not None for mark in fed.marks)
+        known = sum(self.store.get(mark)[0] is not None for mark in fed.marks)
         expected = "each sequence of an update to have been recorded before, or to come from put()"
         cause = (
             "no pass for old log-probs came before this update (TRL leaves it out where each update follows "
             "its own generation: then there is nothing to replay), the text was cut or extended in between, "
             "it has another image, or one that is padded to its batch, or another rank recorded it"
         )
-        if not self._records:
+        if not self._records_new:
             expected = f"{KEYWORDS[0]}= with each call of the policy, or put() before it"
             cause = (
                 "the engine isn't asked for routes (vLLM: enable_return_routed_experts), or one sample has "
@@ -357,61 +421,14 @@ class Following(AnyReplay):
             )
         elif self.left_alone[_EVAL]:
             cause = "the old log-probs are taken in eval mode: follow(model, eval_mode=True)"
-        if self._store.dropped:
-            cause = (
-                f"max_bytes={self._store.max_bytes}, for which {self._store.dropped} sequences were dropped"
-            )
+        if self.store.dropped:
+            cause = f"max_bytes={self.store.max_bytes}, for which {self.store.dropped} sequences were dropped"
         first, end = fed.spans[at]
         return MicroBatchError(
             "no routes are known for the tokens of this sequence",
             where=f"sequence {at} ({end - first} tokens)",
             expected=expected,
-            got=f"{known} of {len(fed.marks)} known; {len(self._store)} held, calls left alone: "
+            got=f"{known} of {len(fed.marks)} known; {len(self.store)} held, calls left alone: "
             f"{dict(self.left_alone) or 'none'}",
             cause=cause,
         )
-
-    def _choose(self, call: seam.Call) -> torch.Tensor:
-        chosen = super()._choose(call)
-        if self._new:
-            self._ids[call.owner.label, call.forward.number] = chosen
-        return chosen
-
-    def _again(self, router: Router, number: int, device: torch.device) -> torch.Tensor:
-        return Session._again(self, router, number, device)  # kept with its forward; the routes aren't
-
-    def _end(self, chunk: int, output: object) -> tuple[Forward, bool] | None:
-        ended = super()._end(chunk, output)
-        ids, self._ids = self._ids, {}
-        self._given.clear()
-        if ended is not None and ended[1] and self._fed is None:
-            self._sequences["carried"] += 1
-        elif ended is not None and ended[1] and self._fed is not None:
-            fed, new = self._fed, self._new
-            self._sequences.update(recorded=len(new), replayed=self._replayed)
-            if new:
-                self._keep(fed, new, micro_batch_routes(ids, self._routers[chunk], ended[0].number))
-        self._forget_ends()  # a block may last for a whole training run
-        return ended
-
-    def _keep(self, fed: FedSequences, new: list[int], rows: RoutedExperts) -> None:
-        """Hold what the call that has ended chose for its new sequences."""
-        problem = "the routers saw another number of rows than the model was called with"
-        where = micro_batch(self._done() - 1)
-        MicroBatchError.unless(len(rows) == fed.rows, problem, fed.rows, len(rows), _OTHER_ROWS, where)
-        for at in new:
-            mark = fed.marks[at]
-            self._store.put(mark, rows.sequence(*fed.spans[at], mark), rollout=False)
-
-    def _why_other_rows(self, forward: Forward) -> str:
-        return _OTHER_ROWS
-
-    def _check_complete(self) -> None:
-        if self._done() or not self.left_alone:
-            super()._check_complete()
-
-    def _clear(self) -> None:
-        super()._clear()
-        self._store.clear()
-        self._ids.clear()
-        self._fed, self._new = None, []

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,11 +27,7 @@ def outside_modes() -> AbstractContextManager[None]:
 
 
 def restore_functions(handled: bool) -> None:
-    """Have torch handle functions again, where an interrupt came between a hook and its end.
-
-    Args:
-        handled: did torch do so before?
-    """
+    """Have torch handle functions again if it did so before: an interrupt may come before a hook's end."""
     if handled and not torch._C._is_torch_function_enabled():
         never_entered = torch._C.DisableTorchFunction()  # leaving such a one switches it on
         never_entered.__exit__(None, None, None)
@@ -39,6 +37,14 @@ def restore_functions(handled: bool) -> None:
 def _outside_dispatch() -> Any:
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
+
+
+def caller_of_hook() -> FrameType | None:
+    """Return the frame that called the innermost of our hooks that runs: it is there until the module has."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not Hook.__call__.__code__:
+        frame = frame.f_back
+    return None if frame is None else frame.f_back
 
 
 class Hook:

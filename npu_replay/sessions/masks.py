@@ -35,15 +35,12 @@ Own: TypeAlias = "Callable[[], torch.Tensor]"
 
 
 class _Step(NamedTuple):
-    """One function's: where its result lies, and what it made it from, and where that lay.
-
-    All of them are held, so that nothing else comes to lie there.
-    """
+    """One function's. Its tensors are held, so that nothing else comes to lie there."""
 
     name: str
-    place: int
+    place: int  # where its result lies
     made: torch.Tensor
-    sources: list[tuple[torch.Tensor, int]]
+    sources: list[tuple[torch.Tensor, int]]  # what it made it from, and where that lay
     learns: bool
 
 
@@ -52,15 +49,10 @@ _Scores: TypeAlias = "tuple[int, int]"
 
 
 class Path(NamedTuple):
-    """Where the masks of a router are: steps by number, and the scores that each has masked.
+    """Where the masks of a router are: steps by number, and the scores that each has masked."""
 
-    Attributes:
-        open: the steps back to the scores before the last mask that can be taken back.
-        shut: the masks before these, whose scores went through another function.
-    """
-
-    open: list[tuple[int, _Scores]]
-    shut: list[tuple[int, _Scores]]
+    open: list[tuple[int, _Scores]]  # back to the scores before the last mask that can be taken back
+    shut: list[tuple[int, _Scores]]  # the masks before these, whose scores went through another function
 
 
 class Masks:
@@ -69,12 +61,10 @@ class Masks:
     Args:
         rows, num_experts: of the scores.
         paths: where the masks were in earlier calls of the router, by the names of all steps.
-
-    Attributes:
-        used: these names, and where the masks are in this call. A recompute gets that of its forward: what
-            autograd saves may not depend on what a mask covers.
     """
 
+    # These names, and where the masks are in this call. A recompute gets that of its forward: what autograd
+    # saves may not depend on what a mask covers.
     used: tuple[tuple[str, ...], Path] | None = None
 
     def __init__(self, rows: int, num_experts: int, paths: dict[tuple[str, ...], Path] | None = None) -> None:
@@ -104,7 +94,7 @@ class Masks:
         return result
 
     def sees(self, scores: torch.Tensor) -> bool:
-        """Were these made by a function that was seen?"""
+        """Tell whether these were made by a function that was seen."""
         place = address(scores)
         return any(step.place == place for step in self._steps)
 
@@ -140,12 +130,12 @@ class Masks:
         return found
 
     def _pairs(self, steps: list[tuple[int, _Scores]], scores: torch.Tensor) -> Any:
-        """Of each step the scores before and after it, and the step."""
+        """Yield of each step the scores before and after it, and the step."""
         for number, before in steps:
             yield self._scores(before, scores)[0], self._after(number, scores), self._steps[number]
 
     def _scores(self, which: _Scores, like: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """The tensor [rows, experts], and where it lay."""
+        """Return the tensor [rows, experts], and where it lay."""
         number, source = which
         if source < 0:
             return self._after(number, like), self._steps[number].place
@@ -153,7 +143,7 @@ class Masks:
         return self._as_scores(tensor, like), lay
 
     def _after(self, number: int, scores: torch.Tensor) -> torch.Tensor:
-        """What a step made: a later write in place keeps a copy of what it wrote over."""
+        """Return what a step made: a later write in place keeps a copy of what it wrote over."""
         place = self._steps[number].place
         for step in self._steps[number + 1 :]:
             if step.place == place and step.sources and step.sources[0][1] == place:
@@ -200,7 +190,7 @@ class Masks:
         return path, is_sure
 
     def _judge(self, number: int, later: torch.Tensor, own: Own) -> tuple[_Scores | None, bool]:
-        """Which scores may this step have masked, and did it change any of them?
+        """Return which scores this step may have masked, and whether it changed any of them.
 
         They are among what it was given; or, where it was given parts of them, among all scores before.
         """
@@ -225,7 +215,7 @@ class Masks:
         return found, is_mask
 
     def _learns(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Is one of these a tensor that takes a gradient, but no scores: a bias?"""
+        """Tell whether one of these is a tensor that takes a gradient, but no scores: a bias."""
         found = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
         return any(one.requires_grad and not self._is_scores(_whole(one)) for one in found)
 
@@ -238,7 +228,7 @@ class Masks:
 
 
 def _keeps(name: str, earlier: torch.Tensor, later: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Return bool [rows, 1]: in which rows may this step have been a mask?
+    """Return bool [rows, 1]: in which rows this step may have been a mask.
 
     What it changed has to lie below all that the router chose. In a row of equal zeros the router chooses
     some that were filled, or others that are as good.
@@ -260,7 +250,7 @@ def address(tensor: torch.Tensor) -> int:
 
 
 def _written(name: str, short: str, args: Sequence[Any]) -> torch.Tensor | None:
-    """The tensor that a function of this name writes into, or the one that this is a part of."""
+    """Return the tensor that a function of this name writes into, or the one that it is a part of."""
     in_place = short == "setitem" or name.startswith("__i") or (name[-1:] == "_" and name[-2:] != "__")
     if not in_place or not args or not isinstance(args[0], torch.Tensor):
         return None
@@ -268,5 +258,5 @@ def _written(name: str, short: str, args: Sequence[Any]) -> torch.Tensor | None:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that this is a view of, or itself."""
+    """Return the tensor that this is a view of, or itself."""
     return tensor if tensor._base is None else tensor._base

@@ -1,7 +1,13 @@
-"""Which micro-batch is running.
+"""Which micro-batch is running, and whose forward a recompute runs again.
 
-One micro-batch is one `__call__` of a model chunk. `recompute.Owners` leads back to it what autograd runs
-again.
+One micro-batch is one `__call__` of a model chunk. Whatever encloses its forward, or a router's call in it,
+and may run it again (`backward.enclosing`) is noted with it: a checkpoint around the loss, one around several
+layers and one around each of them may all enclose the same call. A recompute is led back by the innermost of
+them that runs it.
+
+Where nothing that was noted runs, as in a tensor's hook, the number of autograd's running node tells: the
+counter is noted at the end of each forward, and the number falls between two notes. Ends and not starts are
+noted: a reentrant checkpoint around the whole model makes its node before the model's forward begins.
 
 A schedule that runs a layer again by itself, outside backward, between the forwards of other micro-batches,
 looks like a forward; so the compat module that knows the place marks it (`Marks`).
@@ -9,23 +15,27 @@ looks like a forward; so the compat module that knows the place marks it (`Marks
 
 from __future__ import annotations
 
+import bisect
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from npu_replay.errors import MicroBatchError, RecomputeError, micro_batch
 from npu_replay.sessions import backward
-from npu_replay.sessions.recompute import Owner, Owners
 
 CALLED_INSIDE = (
     "the block was given a wrapper, and the loop calls the module inside it (model.module, say) or forward() "
     "itself, past the __call__ of what was given; give the block the module that the loop really calls"
 )
+
+Owner: TypeAlias = "tuple[int, int]"
+"""Of a recompute: chunk and micro-batch."""
 
 
 @dataclass
@@ -35,51 +45,57 @@ class Forward:
     chunk: int
     number: int
     grad: bool
-    made: int
-    enclosing: list[Any]
-    handling: BaseException | None
-    called: set[int] = field(default_factory=set)
-    """Layer labels of the routers called so far."""
-    ended: list[Any] = field(default_factory=list)
-    """Of each router's call that has ended: the router, the ids, what it got as ids, and how often that had
-    been written into."""
-    checked: bool = False
-    """Is the whole effect checked, and not only that the outputs show the ids?"""
+    made: int  # the number of autograd's next node as it began
+    enclosing: list[Any]  # what may run it again
+    handling: BaseException | None  # the exception that was handled as it began
+    called: set[int] = field(default_factory=set)  # layer labels of the routers called so far
+    ended: list[Any] = field(default_factory=list)  # of calls: router, ids, those it got, times written
+    checked: bool = False  # is the whole effect checked, and not only that the outputs show the ids?
+
+    @property
+    def owner(self) -> Owner:
+        """Whose its recomputes are."""
+        return self.chunk, self.number
 
 
 class Timeline:
-    """Numbers the forwards of each chunk and remembers where they ended."""
+    """Numbers the forwards of each chunk, and leads recomputes back to them.
+
+    It begins with the block: nodes that were made before belong to none of its forwards.
+    """
 
     def __init__(self, chunks: int) -> None:
-        """Begins with the block: what was made before it is none of ours."""
-        self.ended = [0] * chunks
-        self.bypassed: Forward | None = None
+        self.ended = [0] * chunks  # how many forwards of each chunk
+        self.bypassed: Forward | None = None  # one that its routers alone have seen
         self.had_grad = False
+        # The number of autograd's next node after each forward, and whose it was: None after one that raised.
+        self.ends: list[tuple[int, Owner | None]] = []
         self._open: list[Forward | None] = [None] * chunks
         self._thread: int | None = None
         self._opened_on = threading.get_ident()
-        self._owners = Owners()
+        self._since = backward.sequence_number()  # the first node that can be a forward's of this block
+        self._noted: WeakKeyDictionary[Any, set[Owner]] = WeakKeyDictionary()
 
     def begin(self, chunk: int) -> Forward:
-        """A chunk's forward starts; one that was left by an exception is dropped."""
+        """Begin a chunk's forward; one that was left by an exception is dropped."""
         self._check_thread(chunk)
         if (left := self.running(chunk)) is not None:  # by an interrupt, which runs no forward hook
-            self._owners.withdraw((left.chunk, left.number))
+            self._withdraw(left)
         grad = torch.is_grad_enabled()
         self.had_grad |= grad
         enclosing = backward.enclosing(functions=not grad)
         made = backward.sequence_number()
         forward = Forward(chunk, self.ended[chunk], grad, made, enclosing, sys.exc_info()[1])
-        self._owners.note(enclosing, (chunk, forward.number))
+        self._note(enclosing, forward.owner)
         self._open[chunk] = forward
         return forward
 
     def running(self, chunk: int) -> Forward | None:
-        """The forward of a chunk that has begun and not ended."""
+        """Return the forward of a chunk that is open."""
         return self._open[chunk]
 
     def end(self, chunk: int, output: object) -> tuple[Forward, bool] | None:
-        """A chunk's forward is over; return it, and whether it came to its end. None if it never began.
+        """End a chunk's forward; return it, and whether it came to its end. None if it never began.
 
         A forward hook that is always called gets None after an exception, and runs while it is handled.
         """
@@ -88,16 +104,16 @@ class Timeline:
             return None
         self._open[chunk] = None
         raised = output is None and sys.exc_info()[1] is not forward.handling
-        self._owners.end(None if raised else (chunk, forward.number))
+        self.ends.append((backward.sequence_number(), None if raised else forward.owner))
         if raised:
-            self._owners.withdraw((chunk, forward.number))
+            self._withdraw(forward)
         else:
             self.ended[chunk] += 1
         forward.enclosing.clear()
         return forward, not raised
 
     def live(self, chunk: int) -> Forward:
-        """The forward that a router's call outside backward belongs to."""
+        """Return the forward that a router's call outside backward belongs to."""
         forward = self._open[chunk]
         if forward is not None:
             return forward
@@ -108,27 +124,47 @@ class Timeline:
         return self.bypassed
 
     def number(self, chunk: int) -> int:
-        """The micro-batch whose forward a chunk runs now."""
+        """Return the number of the micro-batch whose forward a chunk runs now."""
         return self.live(chunk).number
 
     def enclosing(self, forward: Forward) -> list[Any]:
-        """All that may run the router's call again that begins now, alive as long as it may."""
+        """Return all that may run the router's call again that begins now, alive as long as it may."""
         # Where grad was off as the forward began, nodes that were made since say that it was turned on.
         grows = forward.grad or backward.sequence_number() != forward.made
         inner = backward.enclosing(functions=grows and not torch.is_grad_enabled())
         if not inner:
             return forward.enclosing
-        self._owners.note(inner, (forward.chunk, forward.number))
+        self._note(inner, forward.owner)
         return forward.enclosing + inner
 
     def recomputed(self, chunk: int, layer: int) -> int:
-        """The number of the micro-batch whose recompute a router's call inside backward is.
+        """Return the number of the micro-batch whose recompute a router's call inside backward is.
 
         Raises:
             RecomputeError: it is none of this block, or can't be told.
         """
         where = f"layer {layer}, in backward"
-        owner = self._owners.find(chunk, where, self._running())
+        if (problem := backward.probe()) is not None:
+            raise RecomputeError(
+                f"on torch {torch.__version__} a recompute can't be led back to its forward ({problem})",
+                where=where,
+                cause="what the brackets name: a broken package that torch imports, a patched checkpoint, "
+                "or a torch that npu_replay doesn't know; mend it, or turn activation recompute off",
+            )
+        found = (
+            {owner for owner in self._noted.get(one, ()) if owner[0] == chunk}
+            for one in backward.recomputing()
+        )
+        owners = next(filter(None, found), set())  # of the innermost of what runs again that was noted
+        if len(owners) > 1:
+            raise RecomputeError(
+                "one checkpoint holds several forwards of the model, and their recomputes look alike",
+                where=where,
+                expected="a checkpoint for each forward",
+                got=f"{len(owners)} forwards in one",
+                cause="checkpoint() around a loop over micro-batches",
+            )
+        owner = owners.pop() if owners else self._owner_by_number(where)
         if owner is None or owner[0] != chunk:
             raise RecomputeError(
                 "this recompute belongs to no forward of this block",
@@ -142,23 +178,50 @@ class Timeline:
                 else CALLED_INSIDE,
             )
         # A checkpoint that this recompute makes anew may run on another thread, without the outer one.
-        self._owners.note(backward.enclosing(functions=not torch.is_grad_enabled()), owner)
+        self._note(backward.enclosing(functions=not torch.is_grad_enabled()), owner)
         return owner[1]
 
     def forget(self, oldest: Owner | None) -> None:
-        """No graph of a forward before `oldest` can recompute any more; None: of none until now."""
-        self._owners.forget(oldest)
+        """Drop the ends of forwards before the oldest that a graph can recompute; all without one."""
+        owners = [] if oldest is None else [owner for _, owner in self.ends]
+        gone = owners.index(oldest) if oldest in owners else len(self.ends)
+        if gone:
+            self._since = self.ends[gone - 1][0]
+            del self.ends[:gone]
 
-    def _running(self) -> Owner | None:
+    def _owner_by_number(self, where: str) -> Owner | None:
+        """Return the forward in which autograd's running node was made."""
+        number = backward.running_node_number()
+        if number is None:
+            raise RecomputeError(
+                "a forward was run in backward, but by no node of the model's graph",
+                where=where,
+                cause="a forward run from a gradient hook or from an engine callback",
+            )
+        if number < self._since:
+            return None
+        at = bisect.bisect_right(self.ends, number, key=lambda end: end[0])
+        if at < len(self.ends):
+            return self.ends[at][1]
         running = [forward for forward in self._open if forward is not None]
-        return (running[0].chunk, running[0].number) if len(running) == 1 else None
+        return running[0].owner if len(running) == 1 else None
+
+    def _note(self, enclosing: list[Any], owner: Owner) -> None:
+        """Note what encloses this forward, or a call in it."""
+        for one in enclosing:
+            self._noted.setdefault(one, set()).add(owner)
+
+    def _withdraw(self, forward: Forward) -> None:
+        """Take back a forward that raised: its number is the next one's, its recomputes are nobody's."""
+        for owners in self._noted.values():
+            owners.discard(forward.owner)
 
     def _check_thread(self, chunk: int) -> None:
         thread = threading.get_ident()
         if self._thread is None:
             self._thread = thread
             if thread != self._opened_on:  # numbers are a thread's own
-                self._owners.since = backward.sequence_number()
+                self._since = backward.sequence_number()
         if thread != self._thread:
             raise MicroBatchError(
                 "the forwards of one block come from two threads",
@@ -170,10 +233,10 @@ class Timeline:
 
 
 class Marks:
-    """What is known of the next call of each router of one chunk.
+    """Holds what is known of the next call of each router of one chunk.
 
     Args:
-        running: the number of the micro-batch whose forward this chunk runs now.
+        running: gives the number of the micro-batch whose forward this chunk runs now.
     """
 
     def __init__(self, running: Callable[[], int]) -> None:
@@ -182,19 +245,19 @@ class Marks:
         self._announced: dict[int, int] = {}
 
     def foresee(self, router: nn.Module, token: object) -> None:
-        """The router's next forward may be run again as long as `token` lives (it takes weak references)."""
+        """Note that the router's next forward may be run again while `token` lives; it is held weakly."""
         self._foreseen[id(router)] = token
 
     def announce(self, router: nn.Module, number: int) -> None:
-        """The router's next call is the recompute of micro-batch `number`."""
+        """Note that the router's next call is the recompute of micro-batch `number`."""
         self._announced[id(router)] = number
 
     def take_foreseen(self, router: nn.Module) -> Any:
-        """The token of `foresee`, once."""
+        """Return the token of `foresee`, once."""
         return self._foreseen.pop(id(router), None) if self._foreseen else None
 
     def take_announced(self, router: nn.Module) -> int | None:
-        """The number of `announce`, once."""
+        """Return the number of `announce`, once."""
         return self._announced.pop(id(router), None) if self._announced else None
 
     def clear(self) -> None:

@@ -6,6 +6,7 @@ one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,14 +15,14 @@ from npu_replay.errors import ReplayError
 from npu_replay.routers import Model, Router
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype, without_layers
 from npu_replay.sessions import seam
+from npu_replay.sessions.answering import called_again, hidden_states
 from npu_replay.sessions.backward import in_backward
-from npu_replay.sessions.block import Block, to_enter
 from npu_replay.sessions.effect import as_map, not_called
 from npu_replay.sessions.hooks import Hook
+from npu_replay.sessions.id_uses import IdUses
 from npu_replay.sessions.micro_batches import Marks
 from npu_replay.sessions.recompute import Key
-from npu_replay.sessions.router_calls import called_again, hidden_states
-from npu_replay.sessions.taken import Taken
+from npu_replay.sessions.session import Session, Work, to_enter
 
 
 def observe(model: Model) -> Observation:
@@ -45,16 +46,14 @@ def observe(model: Model) -> Observation:
     return to_enter(Observation(model))
 
 
-class Observation(Block):
+class Observation(Session):
     """What the routers' outputs showed; `shown` holds it when the block has ended."""
 
     name = "observe"
-    goes_first = False  # what others make of an output is what is shown
 
     def __init__(self, model: Model) -> None:
-        super().__init__(model)
-        self._taking: dict[int, Taken] = {}
-        self._seen: dict[Key, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._reading = Reading()
+        super().__init__(model, self._reading)
         self._shown: list[RoutedExperts] | None = None
 
     def _holds(self) -> str:
@@ -73,29 +72,46 @@ class Observation(Block):
             )
         return self._shown
 
-    def _attach(self) -> None:
-        self._undo.callback(_unfollow, self._taking)
-        super()._attach()
+    def _finish(self) -> None:
+        routers = sorted(self.all_routers, key=lambda router: router.label)
+        self._shown = [self._reading.micro_batch(routers, number) for number in range(self.done)]
 
-    def _attach_router(self, router: Router, chunk: int, marks: Marks) -> None:
+
+class Reading(Work):
+    """Reads the outputs of every router of a model, in each forward."""
+
+    goes_first = False  # what others make of an output is what is shown
+
+    def __init__(self) -> None:
+        self._taking: dict[int, IdUses] = {}
+        self._seen: dict[Key, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def enters(self, session: Session) -> None:
+        self._timeline = session.timeline
+        session.undo.callback(_unfollow, self._taking)
+
+    def attach(self, session: Session, router: Router, chunk: int, marks: Marks) -> None:
         if router.shows is None:
-            self._before(router.module, Hook(self, Observation._follows, router.module, router))
-        self._after(router.module, Hook(self, Observation._reads, router.module, router, chunk))
+            session.before(router.module, Hook(self, Reading._follows, router.module, router))
+        session.after(router.module, Hook(self, Reading._reads, router.module, router, chunk, marks))
+
+    def clear(self) -> None:
+        self._seen.clear()
 
     def _follows(self, router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = hidden_states(args, kwargs)
-        taken = Taken(hidden.numel() // hidden.shape[-1], router.topk, router.num_experts)
+        taken = IdUses(hidden.numel() // hidden.shape[-1], router.topk, router.num_experts)
         self._taking[router.label] = taken
         seam.follow(taken)
 
-    def _reads(self, router: Router, chunk: int, args: tuple[Any, ...], output: object) -> None:
+    def _reads(self, router: Router, chunk: int, marks: Marks, args: tuple[Any, ...], output: object) -> None:
         taken = self._taking.get(router.label)
         if taken is not None:
             seam.unfollow(taken)
             del self._taking[router.label]
         if output is None or in_backward():
             return  # the router raised; or a recompute
-        if self._marks[chunk].take_announced(router.module) is not None:
+        if marks.take_announced(router.module) is not None:
             return  # a recompute too
         forward = self._timeline.live(chunk)
         if router.label in forward.called:
@@ -114,15 +130,8 @@ class Observation(Block):
             whole = shown.sum(dim=1) == router.topk
         self._seen[router.label, forward.number] = ids.cpu(), whole.cpu()
 
-    def _finish(self) -> None:
-        self._shown = [self._micro_batch(number) for number in range(self._done())]
-
-    def _clear(self) -> None:
-        super()._clear()
-        self._seen.clear()
-
-    def _micro_batch(self, number: int) -> RoutedExperts:
-        routers = sorted(self._all_routers(), key=lambda router: router.label)
+    def micro_batch(self, routers: Sequence[Router], number: int) -> RoutedExperts:
+        """Return what these routers, by layer, have shown in a micro-batch."""
         if not routers:
             return without_layers()
         for router in routers:
@@ -138,7 +147,7 @@ class Observation(Block):
         )
 
 
-def _unfollow(taking: dict[int, Taken]) -> None:
+def _unfollow(taking: dict[int, IdUses]) -> None:
     """Stop following blocks that an interrupt left."""
     for taken in list(taking.values()):
         seam.unfollow(taken)

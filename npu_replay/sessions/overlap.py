@@ -18,8 +18,8 @@ from npu_replay.environment import MIN_OVERLAP, read
 from npu_replay.errors import MicroBatchError, micro_batch, share
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
-from npu_replay.sessions.device_routes import DeviceRoutes
 from npu_replay.sessions.micro_batches import Forward
+from npu_replay.sessions.route_source import DeviceRoutes
 
 RUN = 64
 """So many rows are judged at least. So many consecutive tokens are judged by themselves, too."""
@@ -39,10 +39,6 @@ class OverlapCheck:
     Args:
         least: the overlap below which routes are refused, 0 to 1, whoever made them; 0 refuses none. None:
             NPU_REPLAY_MIN_OVERLAP, else 0.15 to 0.25 of the way from chance to 1; an engine's routes alone.
-
-    Attributes:
-        given: the experts that were judged.
-        shared: those of them that the routers chose too.
     """
 
     def __init__(self, least: float | None) -> None:
@@ -50,12 +46,11 @@ class OverlapCheck:
         self._least = read(MIN_OVERLAP)
         if least is not None:
             self._least = share(least, "min_overlap", "experts that were given")
-        self.shared = self.given = 0
+        self.given = 0  # experts that were judged
+        self.shared = 0  # those of them that the routers chose too
         self._judged: set[int] = set()
-        self._calls: dict[int, _Call] = {}
-        """By layer, of the forward that runs."""
-        self._before: dict[int, _Seen] = {}
-        """By chunk, what its forwards have shown that had fewer than 64 rows."""
+        self._calls: dict[int, _Call] = {}  # by layer, of the forward that runs
+        self._before: dict[int, _Seen] = {}  # by chunk, of its forwards that had fewer than 64 rows
 
     def asks(self, forward: Forward, routes: RoutedExperts) -> bool:
         """Return whether the routers' own choice is wanted in this forward. It costs a top-k."""
@@ -82,14 +77,9 @@ class OverlapCheck:
         self._calls[label] = _Call(hits.to(narrow), loads, own.to(narrow))
 
     def check(self, chunk: int, number: int | None, given: DeviceRoutes | None) -> None:
-        """Judge a forward at its end, if `add` was called in it. Waits for the device.
+        """Judge a forward at its end, if `add` was called in it; none that raised, whose number is None.
 
-        Args:
-            number: of the micro-batch; None where the forward raised, or was left in any other way.
-            given: the routes of the forward.
-
-        Raises:
-            MicroBatchError: naming the layers or the tokens, and the shift that would fit.
+        Waits for the device. The error names the layers or the tokens, and the shift that would fit.
         """
         calls, self._calls = self._calls, {}
         if number is None or given is None or not calls:
@@ -146,32 +136,20 @@ class OverlapCheck:
 
 @dataclass(frozen=True)
 class _Call:
-    """What one call of a router showed, on its device.
+    """What one call of a router showed, on its device."""
 
-    Attributes:
-        hits: [rows], how many of the experts that a row was given are its own choice, too.
-        loads: int64 [2, num_experts], how many rows were given an expert, and how many would choose it.
-        own: [rows, topk], its own choice.
-    """
-
-    hits: torch.Tensor
-    loads: torch.Tensor
-    own: torch.Tensor
+    hits: torch.Tensor  # [rows], how many of the experts that a row was given are its own choice, too
+    loads: torch.Tensor  # int64 [2, num_experts], how many rows were given an expert, or would choose it
+    own: torch.Tensor  # [rows, topk], its own choice
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """The calls of a chunk's routers, read.
+    """The calls of a chunk's routers, read."""
 
-    Attributes:
-        hits: [layers, rows], in the order of tokens.
-        loads: [layers, 2, num_experts].
-        before: how many rows are of earlier forwards.
-    """
-
-    hits: Array
-    loads: Array
-    before: int
+    hits: Array  # [layers, rows], in the order of tokens
+    loads: Array  # [layers, 2, num_experts]
+    before: int  # how many rows are of earlier forwards
 
     @classmethod
     def of(cls, calls: dict[int, _Call], rows: Array, before: _Seen | None) -> _Seen:

@@ -1,22 +1,17 @@
-"""record: keep what every router chooses."""
+"""record and pin_recompute: every router chooses by itself, and what it chose is kept."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from npu_replay.errors import ReplayError, RouterError, micro_batch
+from npu_replay.errors import MicroBatchError, ReplayError, RouterError, micro_batch
 from npu_replay.routers import Model, Router
-from npu_replay.routes.inputs import Called, Inputs, copied
+from npu_replay.routes.inputs import Inputs
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype, without_layers
-from npu_replay.sessions import seam
-from npu_replay.sessions.block import to_enter
-from npu_replay.sessions.masks import address
-from npu_replay.sessions.micro_batches import Forward
+from npu_replay.sessions.answering import Answering
 from npu_replay.sessions.recompute import Key
-from npu_replay.sessions.router_calls import FEW
-from npu_replay.sessions.session import Session
+from npu_replay.sessions.route_source import RouteSource
+from npu_replay.sessions.session import Session, to_enter
 
 
 def record(model: Model, *, inputs: bool = True) -> Recording:
@@ -52,12 +47,8 @@ class Recording(Session):
     name = "record"
 
     def __init__(self, model: Model, *, inputs: bool = True) -> None:
-        super().__init__(model)
-        self._keeps_inputs = inputs
-        self._ids: dict[Key, torch.Tensor] = {}
-        self._wide: dict[Key, tuple[torch.Tensor, torch.dtype]] = {}
-        """Ids as int64, and the dtype that they are kept in: of small ones a cast each costs more than one of
-        all, at the end of the forward."""
+        self._answering = Answering(RouteSource(keeps=None, wants_inputs=inputs))
+        super().__init__(model, self._answering)
         self._routes: list[RoutedExperts] | None = None
 
     def _holds(self) -> str:
@@ -71,72 +62,56 @@ class Recording(Session):
             raise ReplayError(
                 "the routes are complete when the record block has ended without an exception",
                 expected="an ended block",
-                got=f"a block that is {self._state}",
+                got=self,
             )
         return self._routes
 
-    def _choose(self, call: seam.Call) -> torch.Tensor:
-        ids, narrow = call.own(), call.owner.narrow
-        key = call.owner.label, call.forward.number
-        if ids.numel() <= FEW and not ids.is_inference():
-            self._wide[key] = ids, narrow
-        else:
-            # Made under inference_mode it can't be saved for backward, and never is: the int64 copy can.
-            self._ids[key] = ids.to(narrow)
-        return ids
-
-    def _again(self, router: Router, number: int, device: torch.device) -> torch.Tensor:
-        self._narrow()
-        ids = self._ids.get((router.label, number))
-        return super()._again(router, number, device) if ids is None else ids
-
-    def _end(self, chunk: int, output: object) -> tuple[Forward, bool] | None:
-        ended = super()._end(chunk, output)
-        self._narrow()
-        return ended
-
-    def _narrow(self) -> None:
-        """Cast what waits for it, those of one size together."""
-        wide, self._wide = self._wide, {}
-        alike: dict[object, list[Key]] = {}
-        for key, (ids, narrow) in wide.items():
-            alike.setdefault((ids.shape, ids.device, narrow), []).append(key)
-        self._check_apart(wide)
-        for keys in alike.values():
-            cast = torch.stack([wide[key][0] for key in keys]).to(wide[keys[0]][1])
-            self._ids.update(zip(keys, cast.unbind(), strict=True))
-
-    def _check_apart(self, wide: dict[Key, tuple[torch.Tensor, torch.dtype]]) -> None:
-        """Refuse ids of several routers that lie in one buffer: only the last of them are in it now."""
-        places = {address(ids): key for key, (ids, _) in wide.items() if ids.numel()}
-        if len(places) < sum(bool(ids.numel()) for ids, _ in wide.values()):
-            layer, number = next(key for key in wide if key not in places.values())
-            raise RouterError(
-                "the top-ks of several routers return their ids in one buffer, which is overwritten",
-                where=micro_batch(number, layer),
-                expected="a tensor of its own from each top-k",
-                got="the same memory",
-                cause="a patched torch.topk, or a mode, that returns a static buffer (for graph capture)",
-            )
-
-    def _tokens_wanted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called | None:
-        return copied(args, kwargs, self._chunks[0]) if self._keeps_inputs else None
-
-    def _forget(self, key: Key) -> None:
-        self._ids.pop(key, None)
-        self._wide.pop(key, None)
-
-    def _clear(self) -> None:
-        super()._clear()
-        self._ids.clear()
-        self._wide.clear()
-
     def _finish(self) -> None:
-        count = self._timeline.ended[0]
-        self._routes = [micro_batch_routes(self._ids, self._all_routers(), number) for number in range(count)]
-        for number in self._tokens.keys() & range(count):
-            inputs = Inputs.recorded(self._tokens[number].on_host())
+        ids, called = self._answering.kept.narrow(), self._answering.source.inputs
+        count = self.timeline.ended[0]
+        self._routes = [micro_batch_routes(ids, self.all_routers, number) for number in range(count)]
+        for number in called.keys() & range(count):
+            inputs = Inputs.recorded(called[number].on_host())
             self._routes[number] = self._routes[number].with_known(inputs=inputs)
+
+
+class StepRecording(Session):
+    """A record whose routes are taken chunk by chunk, right after each forward.
+
+        with StepRecording(chunks) as session:
+            chunks[chunk](...)
+            routes = session.take(chunk)
+
+    Args:
+        model, errors_wait: see Session.
+    """
+
+    name = "record"
+
+    def __init__(self, model: Model, *, errors_wait: bool = False) -> None:
+        # What a framework does with the inputs it checks by itself. What was taken is kept for recomputes.
+        self._answering = Answering(RouteSource(keeps=1))
+        super().__init__(model, self._answering, errors_wait=errors_wait)
+
+    def take(self, chunk: int) -> RoutedExperts:
+        """Return the routes of a chunk's last forward, rows as its routers had them; no layers without
+        routers."""
+        number = self.timeline.ended[chunk] - 1
+        if number < 0:
+            raise MicroBatchError(
+                "nothing was recorded yet",
+                where=f"chunk {chunk}",
+                expected="a forward of the chunk before its routes are taken",
+                got="none",
+                cause="a forward of another module than this chunk",
+            )
+        return micro_batch_routes(self._answering.kept.narrow(), self.routers[chunk], number)
+
+    def last(self, router: Router) -> torch.Tensor | None:
+        """Return the ids of a router's last call, [rows, topk], narrow, on its device; None before it."""
+        ids = self._answering.kept.narrow()
+        numbers = [number for label, number in ids if label == router.label]
+        return ids[router.label, max(numbers)] if numbers else None
 
 
 def micro_batch_routes(ids: dict[Key, torch.Tensor], routers: list[Router], number: int) -> RoutedExperts:
@@ -154,3 +129,36 @@ def micro_batch_routes(ids: dict[Key, torch.Tensor], routers: list[Router], numb
     experts, labels = routers[0].num_experts, [router.label for router in routers]
     stacked = torch.stack(found, dim=1).to(narrow_dtype(experts)).cpu()
     return RoutedExperts(ids=stacked, layers=labels, num_experts=experts, constant_layers_ok=True, copy=False)
+
+
+def pin_recompute(model: Model) -> Pinning:
+    """Make activation recompute choose the experts that its own forward chose.
+
+        with npu_replay.pin_recompute(model):
+            train()
+
+    Useful without RL: near ties flip in a recompute, and then gradients belong to no forward.
+
+    >>> with npu_replay.pin_recompute(model) as session:
+    ...     model(batch).logits.mean().backward()
+    >>> session.metrics()["micro_batches"], session.metrics()["routers"]
+    (1, 2)
+
+    Args:
+        model: the module that the training loop calls, or the list of virtual-pipeline chunks.
+
+    Raises:
+        RouterError: on entering, if a router can't be replayed or is in another block.
+        RecomputeError: in backward, if a recompute isn't of a forward of this block; on leaving, if one is
+            still to come.
+    """
+    return to_enter(Pinning(model))
+
+
+class Pinning(Session):
+    """Makes every recompute choose what its own forward chose; the forwards choose freely."""
+
+    name = "pin_recompute"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model, Answering(RouteSource(), lasts=True, puts_together=False))

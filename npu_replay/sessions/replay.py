@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
-import torch
-
-from npu_replay import environment
-from npu_replay.errors import MicroBatchError, RouterError, list_of, micro_batch, one_of
-from npu_replay.routers import Model, Router, check_losses, labels_of
-from npu_replay.routes.arguments import StageLabels
-from npu_replay.routes.inputs import Called, InputCheck, copied, parameter_names
+from npu_replay.errors import MicroBatchError, list_of, micro_batch
+from npu_replay.routers import Model, labels_of
+from npu_replay.routes.inputs import InputCheck
 from npu_replay.routes.routed_experts import RoutedExperts
-from npu_replay.sessions import seam
-from npu_replay.sessions.block import to_enter
-from npu_replay.sessions.device_routes import DeviceRoutes, to_device
-from npu_replay.sessions.live_mismatch import LiveMismatch
-from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, Marks
-from npu_replay.sessions.overlap import OverlapCheck
-from npu_replay.sessions.router_calls import RouterCalls
-from npu_replay.sessions.session import Session
+from npu_replay.sessions.answering import Answering
+from npu_replay.sessions.effect import is_due
+from npu_replay.sessions.micro_batches import Forward
+from npu_replay.sessions.own_choice import AuxLoss, OwnChoice
+from npu_replay.sessions.recompute import KeptIds
+from npu_replay.sessions.route_source import DeviceRoutes, RouteSource, check_fit
+from npu_replay.sessions.session import Session, to_enter
 
 
 def replay(
@@ -65,239 +58,11 @@ def replay(
         RecomputeError: in backward, or on leaving, if a recompute can't have its own forward's.
         ReplayError: all of them; docs/errors.md says what rises where.
     """
-    options = {"live_mismatch": live_mismatch, "min_overlap": min_overlap, "aux_loss": aux_loss}
-    return to_enter(Replay(model, routes, **options))
+    own = OwnChoice(live_mismatch=live_mismatch, min_overlap=min_overlap, aux_loss=aux_loss)
+    return to_enter(Replay(model, routes, own))
 
 
-AuxLoss: TypeAlias = Literal["live", "replayed"]
-
-
-class AnyReplay(Session):
-    """What all replays share: answering a router's top-k with routes of its chunk's micro-batch.
-
-    Args:
-        model: see Session.
-        live_mismatch, min_overlap, aux_loss: see replay.
-    """
-
-    name = "replay"
-    foreign = True
-
-    def __init__(
-        self,
-        model: Model,
-        *,
-        live_mismatch: bool = False,
-        min_overlap: float | None = None,
-        aux_loss: AuxLoss | None = None,
-    ) -> None:
-        super().__init__(model)
-        if aux_loss is not None:
-            one_of(aux_loss, ("live", "replayed"), "aux_loss")
-        self._aux_loss = environment.read(environment.AUX_LOSS, "live") if aux_loss is None else aux_loss
-        self._mismatch = LiveMismatch(live_mismatch)
-        self._overlap = OverlapCheck(min_overlap)
-        self._given: dict[tuple[int, int], DeviceRoutes] = {}
-        """Of each chunk and micro-batch."""
-        self._compares = False
-
-    def _routes_of(self, chunk: int, number: int) -> DeviceRoutes:
-        given = self._given.get((chunk, number))
-        if given is None:
-            raise MicroBatchError(
-                "no routes were given for this forward",
-                where=f"{micro_batch(number)}, chunk {chunk}",
-                expected="the routes of each forward before it",
-                got="none",
-                cause="an extra forward (a reference pass, an evaluation) while a replay is on",
-            )
-        return given
-
-    def _send(self, forward: Forward, device: torch.device) -> None:
-        """The copy of a micro-batch begins with the micro-batch before it, if its routes are here."""
-        for number in (forward.number, forward.number + 1):
-            if (given := self._given.get((forward.chunk, number))) is not None:
-                given.send(device)
-
-    def metrics(self) -> dict[str, float]:
-        """Micro-batches, routers, seconds; live_mismatch where it was asked for; overlap where routes were
-        held against the routers' own choice."""
-        figures = super().metrics()
-        counted = self.counts()
-        if counted["compared"]:
-            figures["live_mismatch"] = counted["differing"] / counted["compared"]
-        if counted["given"]:
-            figures["overlap"] = counted["shared"] / counted["given"]
-        return figures
-
-    def counts(self) -> dict[str, int]:
-        """Also token-layers compared with the live router, and how many of them differed; experts that were
-        judged, and how many of them the routers chose too."""
-        found, overlap = self._mismatch, self._overlap
-        figures = {"differing": int(found.differing), "compared": found.compared}
-        return super().counts() | figures | {"shared": overlap.shared, "given": overlap.given}
-
-    def _check_model(self) -> None:
-        super()._check_model()
-        losses = any(router.aux_losses is not None for router in self._all_routers())
-        self._compares = losses and self._aux_loss == "live"
-
-    def _attach_router(self, router: Router, chunk: int, marks: Marks) -> None:
-        super()._attach_router(router, chunk, marks)
-        losses = router.aux_losses
-        if losses is not None and losses.follow != (self._aux_loss == "replayed"):
-            counted = functools.partial(_counted, weakref.ref(self._calls[-1]), self._aux_loss)
-            self._undo.callback(losses.recount(counted).remove)
-
-    def _compare(self, call: seam.Call) -> None:
-        """Find the router's own choice too, if its aux losses count that in this call."""
-        router = call.owner.router
-        if (losses := router.aux_losses) is not None and losses.follow_the_call_of(router.module):
-            call.own()
-
-    def _choose_again(self, call: seam.Call) -> torch.Tensor:
-        if self._compares:
-            self._compare(call)
-        return super()._choose_again(call)
-
-    def labels(self, chunk: int) -> StageLabels:
-        """The decoder layers of a chunk's routers, ascending."""
-        return labels_of(self._routers[chunk], self._all_routers())
-
-    def _check_layers(self, number: int, routes: RoutedExperts, routers: Sequence[Router]) -> None:
-        """Refuse routes that these routers can't be given."""
-        named = labels_of(routers, self._all_routers()).among(routes.layers, micro_batch(number))
-        for router, label in zip(routers, named, strict=True):
-            where = micro_batch(number, router.label)
-            if label not in routes.layers:
-                raise RouterError(
-                    "this decoder layer of the model is missing from the routes",
-                    where=where,
-                    expected=f"layers {[router.label for router in routers]}",
-                    got=list(routes.layers),
-                    cause="routes of another pipeline stage, or counted over the MoE layers only where "
-                    "the model has dense layers too",
-                )
-            for what, ours, theirs in (
-                ("top-k", router.topk, routes.topk),
-                ("number of experts", router.num_experts, routes.num_experts),
-            ):
-                if ours != theirs:
-                    raise RouterError(
-                        f"the routes have another {what} than the model",
-                        where=where,
-                        expected=ours,
-                        got=theirs,
-                        cause="rollout engine and trainer run different models or configs",
-                    )
-            if None not in (router.row_order, routes.row_order) and router.row_order != routes.row_order:
-                raise RouterError(
-                    "the routes were laid out in another order of rows than the model's",
-                    where=where,
-                    expected=f"TokenLayout with order={router.row_order!r}",
-                    got=f"order={routes.row_order!r}",
-                    cause="order= left at Megatron's, sequence-major, for a model of transformers, which is "
-                    "batch-major",
-                )
-
-    def _prepare(
-        self, router: Router, forward: Forward, rows: int, device: torch.device
-    ) -> tuple[DeviceRoutes, torch.Tensor, torch.Tensor | None, dict[int, Any]]:
-        """The routes of the micro-batch, and what of them is on the device."""
-        if forward is self._timeline.bypassed:
-            self._check_forward(forward)
-        given = self._routes_of(forward.chunk, forward.number)
-        if given.rows != rows:
-            raise MicroBatchError(
-                "the routes have another number of tokens than the router",
-                where=micro_batch(forward.number, router.label),
-                expected=f"{rows} rows",
-                got=f"{given.rows} in the routes",
-                cause=self._why_other_rows(forward),
-            )
-        if device not in given.on:
-            self._send(forward, device)
-        return given, *given.on[device]
-
-    def _choose(self, call: seam.Call) -> torch.Tensor:
-        routes, narrow, missing, given = call.routes
-        forward, label = call.forward, call.owner.label
-        ids, call.handed = given[label]
-        chosen: torch.Tensor = ids.long()
-        if call.handed is not None and call.handed._version:  # by a forward that raised
-            call.handed = chosen.clone()
-        if self._compares:
-            self._compare(call)
-        if self._mismatch.on:
-            self._mismatch.add(chosen, call.own(), missing)
-        if self._overlap.asks(forward, routes.routes):
-            self._overlap.add(label, call.owner.router.num_experts, chosen, call.own(), missing)
-        if missing is not None:  # never in place: layers may share their storage
-            chosen, call.handed = chosen.index_copy(0, missing, call.own(missing)), None
-        if (key := (label, forward.number)) in self._pending:
-            column = narrow[:, routes.columns[label]]
-            self._kept[key] = column if missing is None else chosen.to(call.owner.narrow)
-        return chosen
-
-    def _begin(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward:
-        self._mismatch.end(complete=False)  # one that was interrupted, or whose end raised
-        self._overlap.check(chunk, None, None)
-        forward, module = super()._begin(chunk, args, kwargs), self._chunks[chunk]
-        if self._aux_loss == "replayed":
-            check_losses(module, dict(zip(parameter_names(module), args, strict=False)) | kwargs)
-        if (given := self._given.get((chunk, forward.number))) is not None:
-            for device in given.on:
-                self._send(forward, device)
-        return forward
-
-    def _end(self, chunk: int, output: object) -> tuple[Forward, bool] | None:
-        ended = super()._end(chunk, output)
-        number = ended[0].number if ended is not None and ended[1] else None
-        given = None if number is None else self._given.get((chunk, number))
-        if given is not None:
-            given.on.clear()  # what a recompute needs is kept by itself
-        self._mismatch.end(complete=number is not None)
-        self._overlap.check(chunk, number, given)
-        return ended
-
-    def _why_other_rows(self, forward: Forward) -> str:
-        if forward is self._timeline.bypassed:
-            return CALLED_INSIDE
-        laid_out = (
-            "padding, packing, sequence or context parallelism that the routes were not laid out for "
-            "(TokenLayout does that)"
-        )
-        extra = "an evaluation or a reference pass inside the block, which belongs outside"
-        if not self._chunks[forward.chunk].training:
-            return f"{extra} (the model is in eval mode); or {laid_out}"
-        if self._timeline.had_grad and not forward.grad:
-            return (
-                f"{extra} (this forward runs without grad, earlier ones of the block had it); or {laid_out}"
-            )
-        return f"{laid_out}; or {extra}"
-
-    def _again(self, router: Router, number: int, device: torch.device) -> torch.Tensor:
-        given = self._routes_of(self._chunk_of[router.label], number)
-        if (router.label, number) in self._kept or given.missing is not None:
-            return super()._again(router, number, device)
-        return to_device(given.routes.layer_ids(router.label), device)
-
-    def _clear(self) -> None:
-        super()._clear()
-        self._given.clear()
-
-
-def _counted(calls: weakref.ref[RouterCalls], aux_loss: AuxLoss) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The ids that the aux losses of the router's call are told to count, and those that are used."""
-    owner = calls()
-    call = None if owner is None else seam.running(owner)
-    if call is None or call.ids is None:
-        return None
-    counted = call.ids if aux_loss == "replayed" else call.own_ids
-    return None if counted is None else (counted, call.ids)
-
-
-class Replay(AnyReplay):
+class Replay(Session):
     """Makes every router choose what `routes` says.
 
     Args:
@@ -305,90 +70,176 @@ class Replay(AnyReplay):
         routes: one RoutedExperts a micro-batch, in forward order; rows as the routers have them. Columns
             are picked by layer label, others are ignored. A row without a route takes the router's own
             choice.
-        options: see AnyReplay.
+        own: what the routers' own choice is asked for.
     """
 
-    def __init__(self, model: Model, routes: Sequence[RoutedExperts], **options: Any) -> None:
-        super().__init__(model, **options)
-        self._routes = checked_routes(routes)
-        self._inputs = InputCheck(self._routes)
+    name = "replay"
+
+    def __init__(self, model: Model, routes: Sequence[RoutedExperts], own: OwnChoice) -> None:
+        self._source = ListedRoutes(routes)
+        super().__init__(model, Answering(self._source, own))
 
     def _holds(self) -> str:
-        rows, missing = _rows(self._routes)
-        count = f"{self._done()} of {len(self._routes)} micro-batches"
+        rows, missing = _rows(self._source.routes)
+        count = f"{self.done} of {len(self._source.routes)} micro-batches"
         return f"{count}, {rows} rows, {missing} without a route"
 
     def metrics(self) -> dict[str, float]:
         """Micro-batches, those whose tokens were compared with their routes', rows, rows without a route,
         samples with bad routes, seconds; live_mismatch where it was asked for; capacity_dropped where tokens
         are dropped."""
-        done = self._routes[: self._done()]
+        done = self._source.routes[: self.done]
         rows, missing = _rows(done)
         bad = sum(routes.bad_samples for routes in done)
         figures = {"rows": rows, "rows_without_route": missing, "bad_samples": bad}
-        return super().metrics() | figures | {"tokens_compared": self._inputs.compared}
+        return super().metrics() | figures | {"tokens_compared": self._source.called.compared}
 
-    def _check_model(self) -> None:
-        super()._check_model()
-        for number, routes in enumerate(self._routes):
-            self._check_layers(number, routes, self._all_routers())
-            for chunk in range(len(self._chunks)):
-                self._given[chunk, number] = DeviceRoutes(routes, self.labels(chunk))
 
-    def _check_forward(self, forward: Forward) -> None:
-        if forward.number >= len(self._routes):
+class ListedRoutes(RouteSource):
+    """The routes of all micro-batches, in forward order.
+
+    Attributes:
+        called: holds the calls of the model against the inputs of their routes.
+    """
+
+    def __init__(self, routes: Any) -> None:
+        super().__init__()
+        self.routes = list_of(
+            routes, RoutedExperts, "routes", "recording.routes was meant", kind=MicroBatchError
+        )
+        problem, expected = "there are no routes to replay", "one RoutedExperts a micro-batch"
+        MicroBatchError.unless(bool(self.routes), problem, expected, "an empty list")
+        self.called = InputCheck(self.routes)
+
+    def enters(self, session: Session) -> None:
+        super().enters(session)
+        for number, routes in enumerate(self.routes):
+            check_fit(routes, self.all_routers, self.all_routers, micro_batch(number))
+            for chunk, routers in enumerate(self.routers):
+                labels = labels_of(routers, self.all_routers)
+                self.given[chunk, number] = DeviceRoutes(routes, labels)
+
+    def check_forward(self, forward: Forward) -> None:
+        if forward.number >= len(self.routes):
             raise MicroBatchError(
                 "there are more micro-batches than routes",
                 where=micro_batch(forward.number),
-                expected=f"{len(self._routes)} forwards in this block",
+                expected=f"{len(self.routes)} forwards in this block",
                 got=f"a forward number {forward.number + 1}",
                 cause="the update cuts the batch into other micro-batches than the routes were laid out for, "
                 "or an extra forward (a reference pass, an evaluation) runs inside the block",
             )
 
-    def _is_checked(self, number: int) -> bool:
-        return super()._is_checked(number) or number == len(self._routes) - 1
+    def is_last(self, number: int) -> bool:
+        return number == len(self.routes) - 1
 
-    def _tokens_wanted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called | None:
-        known = self._inputs.known[self._timeline.number(0)] is not None
-        return copied(args, kwargs, self._chunks[0]) if known else None
+    def wants_inputs_of(self, number: int) -> bool:
+        return self.called.known[number] is not None
 
-    def _check_inputs(self) -> None:
-        """Were the micro-batches so far called with the tokens and images that their routes belong to?"""
-        for number in [one for one in sorted(self._tokens) if one < self._timeline.ended[0]]:
-            self._inputs.check(number, self._tokens.pop(number))
-
-    def _end(self, chunk: int, output: object) -> tuple[Forward, bool] | None:
-        ended = super()._end(chunk, output)
-        if self._is_checked(self._timeline.ended[0] - 1):
+    def ends(self, forward: Forward, complete: bool, kept: KeptIds) -> None:
+        last = self.timeline.ended[0] - 1
+        if is_due(last) or self.is_last(last):
             self._check_inputs()
-        return ended
 
-    def _check_complete(self) -> None:
-        super()._check_complete()
+    def check_complete(self) -> None:
         self._check_inputs()
-        self._inputs.warn(self._chunks)
-        done = self._timeline.ended[0]
-        if done < len(self._routes):
+        self.called.warn(self.chunks)
+        done = self.timeline.ended[0]
+        if done < len(self.routes):
             raise MicroBatchError(
                 "there were fewer micro-batches than routes",
                 where=micro_batch(done),
-                expected=f"{len(self._routes)} forwards in this block",
+                expected=f"{len(self.routes)} forwards in this block",
                 got=done,
                 cause="a schedule that was cut short, a forward that raised and was skipped (what came after "
                 "it then had the routes before its own), routes of more than this rank's micro-batches, or "
                 "an evaluation inside the record block",
             )
 
+    def _check_inputs(self) -> None:
+        """Check that micro-batches so far were called with the tokens and images of their routes."""
+        for number in [one for one in sorted(self.inputs) if one < self.timeline.ended[0]]:
+            self.called.check(number, self.inputs.pop(number))
+
 
 def _rows(routes: Sequence[RoutedExperts]) -> tuple[int, int]:
-    """How many rows there are, and how many of them without a route."""
+    """Return how many rows there are, and how many of them have no route."""
     return sum(map(len, routes)), sum(int((~one.recorded).sum()) for one in routes)
 
 
-def checked_routes(routes: Any) -> list[RoutedExperts]:
-    """A list of RoutedExperts, or an error that says what it is instead."""
-    listed = list_of(routes, RoutedExperts, "routes", "recording.routes was meant", kind=MicroBatchError)
-    problem, expected = "there are no routes to replay", "one RoutedExperts a micro-batch"
-    MicroBatchError.unless(bool(listed), problem, expected, "an empty list")
-    return listed
+class StepReplay(Session):
+    """A replay that is given each chunk's routes just before its forward.
+
+        with StepReplay(chunks) as session:
+            session.give(chunk, routes)
+            chunks[chunk](...)
+
+    Args:
+        model, errors_wait: see Session.
+        options: see OwnChoice.
+    """
+
+    name = "replay"
+
+    def __init__(self, model: Model, *, errors_wait: bool = False, **options: Any) -> None:
+        self._source = SteppedRoutes()
+        answering = Answering(self._source, OwnChoice(**options))
+        super().__init__(model, answering, errors_wait=errors_wait)
+
+    def give(self, chunk: int, routes: RoutedExperts) -> None:
+        """Give a chunk the routes of its next forward; again before it, they take the place of the first.
+
+        Raises:
+            RouterError: the routes lack a layer of this chunk, or have another top-k or number of experts.
+        """
+        self._source.give(chunk, self.timeline.ended[chunk], routes)
+
+    @property
+    def first_chunk(self) -> int:
+        """The first chunk with a router; 0 if none has one."""
+        return next((chunk for chunk, routers in enumerate(self.routers) if routers), 0)
+
+    def metrics(self) -> dict[str, float]:
+        """Micro-batches, rows of all chunks, rows without a route, seconds; live_mismatch if asked for."""
+        figures = {"rows": self._source.rows, "rows_without_route": self._source.rows_without_route}
+        return super().metrics() | figures
+
+    def counts(self) -> dict[str, int]:
+        """Also routers that were given routes, and the bytes of these."""
+        return super().counts() | {"replayed": len(self._source.replayed), "bytes": self._source.bytes}
+
+
+class SteppedRoutes(RouteSource):
+    """The routes of each chunk's next forward.
+
+    Attributes:
+        rows, rows_without_route, bytes: of the routes that forwards have used.
+        replayed: labels of the routers that used them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = self.rows_without_route = self.bytes = 0
+        self.replayed: set[int] = set()
+
+    def check_forward(self, forward: Forward) -> None:
+        if self.routers[forward.chunk]:
+            self.of(forward)
+
+    def ends(self, forward: Forward, complete: bool, kept: KeptIds) -> None:
+        if complete and (given := self.given.get((forward.chunk, forward.number))):
+            self.rows += given.rows
+            self.bytes += given.routes.ids.nbytes
+            self.rows_without_route += 0 if given.missing is None else len(given.missing)
+            self.replayed |= given.columns.keys()
+
+    def check_complete(self) -> None:
+        left = [at for at in self.given if at[1] >= self.timeline.ended[at[0]]]
+        if left:
+            raise MicroBatchError(
+                "routes were given for a forward that never came",
+                where=f"{micro_batch(left[0][1])}, chunk {left[0][0]}",
+                expected="a forward of the chunk after its routes",
+                got="none",
+                cause="a schedule that was cut short, or a forward of another module than this chunk",
+            )

@@ -12,7 +12,7 @@ Two ways to catch that top-k, measured in docs/dev/architecture.md:
   least. It can't see a name that somebody took earlier (`from torch import topk`).
 - `Watch`, a TorchFunctionMode around the router, sees everything, at two microseconds an operation. It is
   on where scores are masked before the top-k (it has to see the masking), as a safety net in the
-  first call of each router, and to the end of a call that is followed (`taken.py`).
+  first call of each router, and to the end of a call that is followed (`id_uses.py`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from torch import overrides
 from torch.overrides import TorchFunctionMode
 
 from npu_replay.errors import RouterError
-from npu_replay.sessions import compiler_names
 from npu_replay.sessions.hooks import outside_modes
+from npu_replay.sessions.id_uses import IdUses, run_seen
 from npu_replay.sessions.masks import Masks, Path, address
-from npu_replay.sessions.taken import Taken, run_seen
+from npu_replay.sessions.torch_state import Guard
 
 Choose: TypeAlias = "Callable[[Call], torch.Tensor]"
 """Given the call, whose `own` is the router's own choice, the ids to use: int64 [rows, topk]."""
@@ -46,14 +46,14 @@ class _Here(threading.local):
     def __init__(self) -> None:  # up to torch 2.10 dynamo takes a class attribute for a constant
         self.armed: Call | None = None
         self.running: Call | None = None
-        self.takers: tuple[Taken, ...] = ()
+        self.takers: tuple[IdUses, ...] = ()
 
 
 _here = _Here()
 
 
 def armed() -> Call | None:
-    """The router's call that this thread is in, as long as its top-k hasn't come."""
+    """Return the router's call that this thread is in, as long as its top-k hasn't come."""
     call = _here.armed
     return call if call is not None and call.ids is None else None
 
@@ -64,12 +64,12 @@ def arm(call: Call | None) -> None:
 
 
 def is_running() -> bool:
-    """Is this thread in a router's call, or was it left in one by an interrupt?"""
+    """Tell whether this thread is in a router's call, or was left in one by an interrupt."""
     return _here.running is not None
 
 
 def running(owner: object) -> Call | None:
-    """The innermost call of this thread that this owner has begun and not ended."""
+    """Return the innermost call of this thread that this owner has begun and not ended."""
     call = _here.running
     while call is not None and call.owner is not owner:
         call = call.below
@@ -90,20 +90,20 @@ def unwind(block: object) -> None:
         _watch.leave(0)
 
 
-def follow(taker: Taken) -> None:
+def follow(taker: IdUses) -> None:
     """Let it see what this thread gives to torch's functions, but for those before an armed call's top-k."""
     taker.depth = _depth()
     _here.takers = (*_here.takers, taker)
     _watch.enter()
 
 
-def unfollow(taker: Taken) -> None:
+def unfollow(taker: IdUses) -> None:
     """Undo `follow`, also one that was left half way."""
     _watch.leave(taker.depth)
     _dismiss(taker)
 
 
-def _dismiss(taker: Taken) -> None:
+def _dismiss(taker: IdUses) -> None:
     _here.takers = tuple(one for one in _here.takers if one is not taker)
 
 
@@ -111,63 +111,46 @@ class Call:
     """One call of one router, from its forward pre-hook to its forward hook.
 
     Args:
-        rows: how many rows the scores have.
-        num_experts: how many columns.
+        rows, num_experts: of the scores.
         topk: the router's k.
         choose: gives the ids to use.
         masks: this router masks its scores before the top-k; needs `watch`.
         watch: also enter `Watch`, until the top-k was caught.
         given: the ids may be others than the router would choose.
         paths: see Masks.
-
-    Attributes:
-        ids: int64 [rows, topk] that were used; None until the top-k has come.
-        handed: what the router got, which it may write into: a copy of `ids` if it `keeps` these to itself,
-            or another that `choose` has set. None from a kernel.
-        written: see `is_written`.
-        again: how many top-ks like the one that was answered came after it, where `counts` says to count.
-        way: how it was caught, "guard" or "watch"; None before.
-        values: what the router got beside the ids, float [rows, topk].
-        scores: what the top-k was asked over.
-        own_ids: the router's own choice of all rows, where anybody has asked for it.
-        chooses_itself: what is wanted is the router's own choice, now or in the forward of this recompute.
-        seen: what the router called until its top-k was caught, as far as it was watched.
-        follows: Watch stays on to the end of the call.
-        taken: what was given to functions after the top-k, of a call that is followed; None before.
-        ruled_out: see Masks.ruled_out.
-        strayed: a flag on the device that a kernel chose others than were wanted; None from a top-k.
-        free: no checkpoint can compare what this call saves with its recompute, and the ids are the router's
-            own: so its top-k runs as it is.
-        owner, expected, forward, number, routes: for whoever begins the call.
-        inside: the frame that runs the router: an interrupt skips the forward hook, and a call whose frame
-            has gone answers nothing any more. None: it always answers.
-        below: the call that this one lies in.
     """
 
-    ids: torch.Tensor | None = None
-    handed: torch.Tensor | None = None
-    keeps = True
-    written: int | None = None
-    again = 0
-    counts = False
-    way: str | None = None
-    values: torch.Tensor | None = None
-    scores: Any = None
-    own_ids: torch.Tensor | None = None
-    chooses_itself = False
-    follows = False
-    taken: Taken | None = None
-    ruled_out: torch.Tensor | None = None
-    strayed: torch.Tensor | None = None
-    free = False
+    # For whoever begins the call:
     owner: Any = None
-    expected: str | None = None
-    number = 0
     forward: Any = None
     routes: Any = None
-    inside: FrameType | None = None
-    below: Call | None = None
-    _outer: Call | None = None
+    number = 0
+    expected: str | None = None
+    inside: FrameType | None = (
+        None  # runs the router; once it has gone the call answers nothing. None: always
+    )
+    drops = False  # tokens over an expert's capacity are dropped, by a second top-k, down the columns
+    spare = 0  # so many more the router asks its top-k for than it uses; they come last, and stay its own
+    keeps = True  # `ids` to itself, and hands the router a copy
+    counts = False  # are further top-ks counted?
+    follows = False  # does Watch stay on to the end of the call?
+    chooses_itself = False  # is the router's own choice wanted, now or in the forward of this recompute?
+    keeps_native_topk = False  # no checkpoint compares what it saves: its own top-k runs as it is
+    # What came of it:
+    ids: torch.Tensor | None = None  # int64 [rows, topk] that were used; None until the top-k has come
+    handed: torch.Tensor | None = None  # what the router got; `choose` may set another. None from a kernel
+    written: int | None = None  # how often `handed` had been written into; None in inference mode
+    way: str | None = None  # how it was caught: "guard", "watch", or "kernel" (see `note`)
+    again = 0  # how many top-ks like the one that was answered came after it
+    values: torch.Tensor | None = None  # what the router got beside the ids, float [rows, topk]
+    scores: Any = None  # what the top-k was asked over
+    asked: Any = None  # its other arguments, positional and named
+    own_ids: torch.Tensor | None = None  # the router's own choice of all rows, once it was asked for
+    taken: IdUses | None = None  # what was given to functions after the top-k, where it `follows`
+    ruled_out: torch.Tensor | None = None  # see Masks.ruled_out
+    strayed: torch.Tensor | None = None  # a flag on the device: a kernel chose others than were wanted
+    below: Call | None = None  # the call that this one lies in
+    outer: Call | None = None  # the call that was armed before
     _depth = 0
 
     def __init__(
@@ -182,33 +165,33 @@ class Call:
         given: bool = False,
         paths: dict[tuple[str, ...], Path] | None = None,
     ) -> None:
-        self.rows = rows
-        self.num_experts = num_experts
-        self.topk = topk
+        self.rows, self.num_experts, self.topk = rows, num_experts, topk
         self.choose = choose
         self.watching = watch
         self.given = given
-        self.seen: list[str] = []
+        self.seen: list[
+            str
+        ] = []  # what the router called until its top-k was caught, as far as it was watched
         self.made = Masks(rows, num_experts, paths) if masks else None
 
     def begin(self) -> None:
-        """From now on the top-k of this thread is answered."""
+        """Answer the top-k of this thread from now on."""
         self.watching |= self.follows
-        self._outer, self.below, self._depth = _here.armed, _here.running, _depth()
+        self.outer, self.below, self._depth = _here.armed, _here.running, _depth()
         _here.armed = _here.running = self
         if self.watching:
             _watch.enter()
 
     def end(self) -> None:
-        """The router's call is over. An interrupt may have come since it began, or in `end` itself."""
+        """End the router's call. An interrupt may have come since it began, or in `end` itself."""
         if self.watching:
             _watch.leave(self._depth)
         if self.taken is not None:
             _dismiss(self.taken)
-        _here.armed, _here.running = self._outer, self.below
+        _here.armed, _here.running = self.outer, self.below
 
     def matches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Is this top-k one that the call answers?"""
+        """Tell whether this top-k is one that the call answers."""
         count = len(args)
         scores = args[0] if count else kwargs.get("input")
         return (
@@ -223,19 +206,21 @@ class Call:
         )
 
     def _wants(self, k: object, dim: object) -> bool:
-        """Is a top-k of this k and dimension the routing decision?"""
-        return k == self.topk and dim in (-1, 1)
+        """Tell whether a top-k of this k and dimension is the routing decision, or that of whom to drop."""
+        if self.drops and self.ids is not None:
+            return dim in (0, -2)
+        return k == self.topk + self.spare and dim in (-1, 1)
 
     def _is_running(self) -> bool:
-        """Is the router's frame still among those that called this? If not, the call is left for good."""
+        """Tell whether the router's frame is among those that called this; if not, the call is left."""
         if self.inside is None:
             return True
-        frame: FrameType | None = sys._getframe(3)
+        frame: FrameType | None = sys._getframe()
         while frame is not None:
             if frame is self.inside:
                 return True
             frame = frame.f_back
-        _here.armed = self._outer
+        _here.armed = self.outer
         self._stop_watching()
         return False
 
@@ -252,7 +237,8 @@ class Call:
         """Answer the top-k, once: later ones in this call are the router's own business."""
         _here.armed = None
         if self.ids is not None:
-            return self._answer_again(native, args, kwargs)
+            answer_next = self._drop if self.drops else self._answer_again
+            return answer_next(native, args, kwargs, self.ids)
         if way == "guard":
             self._stop_watching()
         scores = args[0] if args else kwargs.pop("input")
@@ -263,42 +249,78 @@ class Call:
                 got=f"DTensor with placements {getattr(scores, 'placements', '?')}",
                 cause="tensor parallelism by parallelize_module over the router; FSDP2 alone is fine",
             )
-        self.scores, self._native, self._args, self._kwargs = scores, native, args[1:], kwargs
-        values, ids = self._decide(scores)
+        self.scores, self._native, self.asked = scores, native, (args[1:], kwargs)
+        values, ids = self.decide(scores)
+        self.values = values.detach() if self.spare else values
+        if self.spare:
+            values, places = self.native_topk(scores)
+            self.handed = torch.cat([ids, places[:, self.topk :]], dim=1)
+            self.made = None  # what the router got are its top-k's own values
         if (handed := self.handed) is None:
-            self.handed = handed = self._to_hand(ids) if self.keeps else ids
-        self.values, self.ids, self.way = values, ids, way
+            handed = ids
+            if self.keeps:
+                with outside_modes():
+                    handed = ids.clone()
+            self.handed = handed
+        self.ids, self.way = ids, way
         if not handed.is_inference():
             self.written = handed._version
         if self.follows:
-            self.taken = Taken(self.rows, self.topk, self.num_experts, ids)
+            self.taken = IdUses(self.rows, self.topk, self.num_experts, ids)
             _here.takers = (*_here.takers, self.taken)
         if self.given:
-            self._asked = address(scores), None if scores.is_inference() else scores._version
-        _here.armed = self if self.counts or self.given else None
+            self._answered = address(scores), None if scores.is_inference() else scores._version
+        comes_again = self.drops or not self.spare
+        _here.armed = self if self.counts or (self.given and comes_again) else None
         return torch.return_types.topk((values, handed))
 
-    def _to_hand(self, ids: torch.Tensor) -> torch.Tensor:
-        with outside_modes():
-            return ids.clone()
-
-    def _answer_again(self, native: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """A further top-k, which is counted. Of the same scores it has the same answer."""
+    def _answer_again(
+        self, native: Callable[..., Any], args: Any, kwargs: dict[str, Any], _: torch.Tensor
+    ) -> Any:
+        """Count a further top-k. Of the same scores it has the same answer."""
         self.again += 1
         scores = args[0] if args else kwargs["input"]
         asked = address(scores), None if scores.is_inference() else scores._version
         try:
-            if self.given and asked == self._asked and (ids := self.handed) is not None:
+            if self.given and asked == self._answered and (ids := self.handed) is not None:
                 values = self.values if scores is self.scores else scores.gather(1, ids)
                 return torch.return_types.topk((values, ids))  # type: ignore[arg-type]
             return native(*args, **kwargs)
         finally:
             _here.armed = self
 
-    def _decide(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the top-k returns: values and ids."""
-        if self.free:
-            values, self.own_ids = self._native(scores, *self._args, **self._kwargs)
+    def _drop(self, native: Callable[..., Any], args: Any, kwargs: dict[str, Any], ids: torch.Tensor) -> Any:
+        """Choose whom to drop; anew for experts to which a token was lost that was sent there.
+
+        A token may have been given an expert with a probability of exactly zero, and may not be dropped for
+        one that nobody sent there. Elsewhere the choice stays the router's own, also among equals. Where it
+        doesn't, fewer positive scores than places are in the column, so none of them is dropped either way.
+        """
+        scores = args[0] if args else kwargs.pop("input")
+        kept = native(scores, *args[1:], **kwargs)
+        if not scores.is_floating_point():
+            return kept
+        with outside_modes():
+            found = scores.detach()
+            chosen = torch.zeros_like(found, dtype=torch.bool).scatter(1, ids, True)
+            lifted = found.masked_fill(chosen & (found == 0), least_positive(found.dtype))
+            again = native(lifted, *args[1:], **kwargs)[1]
+            lost = chosen.gather(0, kept[1]).sum(dim=0) < chosen.gather(0, again).sum(dim=0)
+            places = torch.where(lost, again, kept[1])
+        return torch.return_types.topk((scores.gather(0, places), places))
+
+    def note(self, ids: torch.Tensor) -> None:
+        """Take down what a kernel chose, int64 [rows, topk], which no top-k can be answered for."""
+        self.own_ids = ids
+        wanted = self.choose(self)  # others may be, as in a recompute
+        if wanted is not ids:
+            self.strayed = (wanted != ids).any()
+        self.ids, self.way = ids, "kernel"
+
+    def decide(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the top-k gives: values, and ids that nobody writes into."""
+        if self.keeps_native_topk:
+            values, self.own_ids = self.native_topk(scores)
         elif self.chooses_itself and _others_answer(scores):
             # In a recompute for nothing, but a mode of somebody's may count operations in both passes.
             self.own_ids = self._native_ids(scores.detach())
@@ -306,10 +328,14 @@ class Call:
             ids = self.choose(self)
             if self.given and self.made is not None:
                 self.ruled_out = self.made.ruled_out(scores, self.own, ids)
-        return values if self.free else self.unmasked(scores, lambda part: part.gather(1, ids)), ids
+        if self.given and self.made is not None:
+            values = self.made.unmasked(scores, self.own, lambda part: part.gather(1, ids))
+        elif not self.keeps_native_topk:
+            values = scores.gather(1, ids)
+        return values, ids
 
     def own(self, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """The router's own choice, int64 [rows, topk], of all rows or of these. Costs a top-k, once."""
+        """Return the router's own choice, int64 [rows, topk], of all rows or of these: one top-k, once."""
         if self.own_ids is not None:
             return self.own_ids if rows is None else self.own_ids.index_select(0, rows)
         scores = self.scores.detach()  # half the price of no_grad()
@@ -318,20 +344,26 @@ class Call:
         self.own_ids = self._native_ids(scores)
         return self.own_ids
 
-    def _native_ids(self, scores: torch.Tensor) -> torch.Tensor:
-        ids: torch.Tensor = self._native(scores, *self._args, **self._kwargs)[1]
-        return ids
+    def native_topk(self, scores: torch.Tensor) -> Any:
+        """Call the router's own top-k as it was called, for these scores."""
+        return self._native(scores, *self.asked[0], **self.asked[1])
 
-    def unmasked(
-        self, scores: torch.Tensor, take: Callable[[torch.Tensor], torch.Tensor] = lambda part: part
-    ) -> torch.Tensor:
-        """Return what `take` takes of the scores: of those before a mask where other experts may be given."""
-        made = self.made if self.given else None
-        return take(scores) if made is None else made.unmasked(scores, self.own, take)
+    def _native_ids(self, scores: torch.Tensor) -> torch.Tensor:
+        ids: torch.Tensor = self._native(scores, *self.asked[0], **self.asked[1])[1]
+        return ids[:, : self.topk] if self.spare else ids
+
+    def unmasked(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return the scores before they were masked, where other experts may be given."""
+        return self.made.unmasked(scores, self.own) if self.given and self.made is not None else scores
+
+
+def least_positive(dtype: torch.dtype) -> float:
+    """Return a number above zero that is no weight, and that no device flushes to zero."""
+    return max(2.0**-24 if dtype == torch.float16 else 0.0, torch.finfo(torch.float32).tiny)
 
 
 def _others_answer(scores: torch.Tensor) -> bool:
-    """May a mode of somebody's answer the top-k, or a subclass of Tensor?"""
+    """Tell whether a mode of somebody's may answer the top-k, or a subclass of Tensor."""
     if torch._C._len_torch_dispatch_stack() or type(scores) is not torch.Tensor:
         return True
     return bool(_depth()) and any(mode is not _watch for mode in _modes())
@@ -368,83 +400,4 @@ class Watch(TorchFunctionMode):
 _watch = Watch()
 
 
-class _Guarded:
-    """One of torch's two names for top-k, answered through the armed call of this thread, if there is one."""
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-        self.own_attribute = "topk" in vars(owner)  # Tensor's is inherited from its C base
-        self.native = native = owner.topk
-        self._is_laid = False
-
-        def topk(*args: Any, **kwargs: Any) -> Any:
-            call = _here.armed
-            if call is None:
-                if not guard.is_open:  # who wrapped it inside a block has laid it back after the block
-                    self.lay_back()
-                return native(*args, **kwargs)
-            if not call.matches(args, kwargs):
-                return native(*args, **kwargs)
-            return call.answer(native, args, kwargs, "guard")
-
-        topk.__doc__ = native.__doc__
-        self.answered = topk
-
-    def lay_on(self) -> None:
-        """Take the name, once."""
-        if not self._is_laid:
-            self.owner.topk = self.answered
-            self._is_laid = True
-
-    def lay_back(self) -> None:
-        """Give the name back, unless it was wrapped meanwhile: then ours stays below and passes all on."""
-        if self.owner.topk is not self.answered:
-            return
-        if self.own_attribute:
-            self.owner.topk = self.native
-        else:
-            del self.owner.topk
-
-
-class _Guard:
-    """torch's two names for top-k, replaced while at least one block is open.
-
-    It takes no lock, which an interrupt could leave locked: each step may be taken twice, by whoever comes.
-    """
-
-    def __init__(self) -> None:
-        self._holders: set[object] = set()
-        self._dynamo_knew = False
-        self._names: list[_Guarded] = []
-        self.is_open = False
-
-    def install(self, holder: object) -> None:
-        """Hold the names, until `remove` is called as often as you like with the same holder."""
-        self._holders.add(holder)
-        if not self.is_open:
-            for left in self._names:
-                left.lay_back()
-            self._dynamo_knew = compiler_names.dynamo_knows()
-            self._names = [_Guarded(torch), _Guarded(torch.Tensor)]
-            compiler_names.teach_script(self._names[0].answered, "topk")
-            self.is_open = True
-        for name in self._names:
-            name.lay_on()
-
-    def remove(self, holder: object) -> None:
-        """Hold them no more. The last holder gives them back."""
-        self._holders.discard(holder)
-        if self._holders or not self.is_open:
-            return
-        for name in self._names:
-            name.lay_back()
-        compiler_names.unteach_script(self._names[0].answered, self._names[0].native, "topk")
-        if not self._dynamo_knew:
-            compiler_names.dynamo_forgets()
-        self.is_open = False
-        if self._holders:  # another thread's, which came in between
-            self.install(self)
-            self._holders.discard(self)
-
-
-guard = _Guard()
+guard = Guard(_here)

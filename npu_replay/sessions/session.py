@@ -1,134 +1,189 @@
-"""Session: what record, replay and pin_recompute have in common: they answer the routers' top-k.
+"""Session: the life of a block on a model. It is entered once, hangs hooks, and leaves no trace.
 
-What it keeps is keyed by (layer, micro-batch), never appended to a list, so a forward that raised and is
-tried again, or a recompute in any order, finds its own.
+What is done with the routers while it is open is its `Work`: `Answering` (their top-k is answered) or
+`Reading` (their outputs are read).
 """
 
 from __future__ import annotations
 
 import functools
-import gc
+import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
+from torch import nn
 
 from npu_replay import routers
-from npu_replay.errors import RecomputeError, ReplayError, RouterError, micro_batch
-from npu_replay.routers import Model, Router
-from npu_replay.routes.inputs import Called
-from npu_replay.sessions import compiled, seam
-from npu_replay.sessions.block import Block
-from npu_replay.sessions.effect import Witness, is_due
-from npu_replay.sessions.hooks import Hook, restore_functions
-from npu_replay.sessions.micro_batches import Forward, Marks
-from npu_replay.sessions.recompute import Key, Recomputes
-from npu_replay.sessions.router_calls import RouterCalls
+from npu_replay.errors import MicroBatchError, ReplayError, RouterError, micro_batch
+from npu_replay.routers import Model, Router, check_alike, chunks_of, find, labels_of
+from npu_replay.routes.arguments import StageLabels
+from npu_replay.sessions.backward import in_backward
+from npu_replay.sessions.hooks import Hook
+from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, Marks, Timeline
+from npu_replay.sessions.unchanged import Unchanged
 
-_sessions: WeakValueDictionary[int, Session] = WeakValueDictionary()
-"""The open session of each router, by id: one router has one."""
+logger = logging.getLogger(__name__)
+
+_S = TypeVar("_S", bound="Session")
+
+_answered: WeakValueDictionary[int, Session] = WeakValueDictionary()
+"""The open session that answers each router, by id: one router has one."""
 
 
-class Session(Block):
-    """Answers the top-k of every router of a model, in each forward and in its recompute."""
+class Undo:
+    """What a block has to undo, the last first. An interrupt may come in between: then it is closed again.
+
+    Nothing in it may hold the block, whose death closes it, or mind being done twice.
+    """
+
+    def __init__(self) -> None:
+        self._acts: list[Callable[[], object]] = []
+
+    def callback(self, act: Callable[..., object], *args: Any) -> None:
+        """Add what is to be done, before that which it undoes is done."""
+        self._acts.append(functools.partial(act, *args))
+
+    def __len__(self) -> int:
+        return len(self._acts)
+
+    def close(self) -> None:
+        """Undo everything."""
+        while self._acts:
+            self._acts[-1]()
+            self._acts.pop()
+
+
+class Work:
+    """What a session does with its routers; this one does nothing."""
+
+    goes_first = True  # are its hooks inside of all others? A top-k of other hooks isn't the router's
+    answers_topk = False  # then no other session may answer these routers
+    puts_together = True  # is what all routers choose put into one RoutedExperts?
+
+    def enters(self, session: Session) -> None:
+        """Refuse a model that doesn't fit, and then change what is to be undone; no hook hangs yet."""
+
+    def attach(self, session: Session, router: Router, chunk: int, marks: Marks) -> None:
+        """Hang hooks on a router."""
+
+    def comes(self, chunk: int) -> None:
+        """Prepare for a forward of a chunk: the one before is over, or was left by an interrupt."""
+
+    def begins(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin a forward of a chunk, called with these, or refuse it."""
+
+    def ends(self, forward: Forward, complete: bool, output: object) -> bool:
+        """End a forward of a chunk; incomplete: it raised. Return whether autograd may run it again."""
+        return False
+
+    def check_complete(self) -> None:
+        """Refuse an end of the block where something is still to come."""
+
+    def clear(self) -> None:
+        """Keep neither the model nor what only an open block wants."""
+
+    def counts(self) -> dict[str, int]:
+        """Whole numbers that ranks can add up. Waits for the device."""
+        return {}
+
+
+class Session:
+    """Hooks on the chunks and the routers of a model. Use it as a context manager, once.
+
+    Args:
+        model: a module, or the list of its virtual-pipeline chunks. One micro-batch is one `__call__`
+            of the module (of every chunk).
+        work: what is done with the routers.
+        errors_wait: the first error waits until the block is left. A rank that raises in the middle of a
+            schedule leaves the others in a collective until its timeout. So it goes on with the routers' own
+            choices, and raises when the schedule is over: before an optimizer steps.
+    """
 
     name = "session"
-    foreign = False
-    """May routers be given ids that they would not have chosen?"""
+    failed: ReplayError | None = None  # the error that waits
+    _unentered: weakref.finalize[..., Any] | None = None
 
-    def __init__(self, model: Model) -> None:
-        super().__init__(model)
-        self._calls: list[RouterCalls] = []
-        self._witness = Witness()
-        self._pending = Recomputes(functools.partial(_released, weakref.ref(self)))
-        self._kept: dict[Key, torch.Tensor] = {}
-        self._tokens: dict[int, Called] = {}
-        self._chunk_of: dict[int, int] = {}
-        self._seconds = 0.0
+    def __init__(self, model: Model, work: Work, *, errors_wait: bool = False) -> None:
+        self.chunks = chunks_of(model)
+        self.errors_wait = errors_wait
+        self.timeline = Timeline(len(self.chunks))
+        self.routers: list[list[Router]] = []  # those of each chunk, while the block is open
+        self.marks: list[Marks] = []
+        self.unchanged = Unchanged((), ())
+        self.undo = Undo()
+        self._work = work
+        self._count = 0
+        self._state = "new"
 
-    # What a kind of session decides
+    def __repr__(self) -> str:
+        states = {"new": "not entered", "open": f"open on {self._count} routers", "closed": "ended"}
+        return f"{type(self).__name__}({states[self._state]}, {self._holds()})"
 
-    def _answers(self, router: Router) -> bool:
-        """Are the router's calls outside backward answered now?"""
-        return True
+    def _holds(self) -> str:
+        """What repr shows beside the state."""
+        return f"{self.done} micro-batches"
 
-    def _check_forward(self, forward: Forward) -> None:
-        """Refuse a micro-batch at its beginning."""
+    def labels(self, chunk: int) -> StageLabels:
+        """Return the decoder layers of a chunk's routers, ascending."""
+        return labels_of(self.routers[chunk], self.all_routers)
 
-    def _prepare(self, router: Router, forward: Forward, rows: int, device: torch.device) -> Any:
-        """What `_choose` will find in `call.routes`; refuses what doesn't fit the call."""
+    @property
+    def done(self) -> int:
+        """Micro-batches whose forward has ended."""
+        return max(self.timeline.ended, default=0)
 
-    def _choose(self, call: seam.Call) -> torch.Tensor:
-        """The ids of a router's call in a forward, int64 [rows, topk]."""
-        raise NotImplementedError
-
-    def _choose_again(self, call: seam.Call) -> torch.Tensor:
-        """The same in a recompute: what its forward chose."""
-        ids: torch.Tensor = call.routes
-        return ids.long()
-
-    def _again(self, router: Router, number: int, device: torch.device) -> torch.Tensor:
-        """The effective ids [rows, topk] of an earlier call of the router, for its recompute."""
-        ids = self._kept.get((router.label, number))
-        if ids is None:
-            raise RecomputeError(
-                "this recompute was not foreseen when its forward ran, so its ids were not kept",
-                where=micro_batch(number, router.label),
-                cause="recomputing by other means than torch's checkpoint or a custom autograd Function",
-            )
-        return ids
-
-    def _tokens_wanted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called | None:
-        """Token ids and images of this call of the first chunk, held against its routes; None for none."""
-        return None
-
-    def _is_checked(self, number: int) -> bool:
-        """Is the effect checked in this micro-batch?"""
-        return is_due(number)
-
-    def _forget(self, key: Key) -> None:
-        """The forward of this call raised: drop what was kept."""
-        self._kept.pop(key, None)
-
-    def _release(self, key: Key) -> None:
-        """The graph of this call is gone: drop what was kept for its recompute."""
-        self._kept.pop(key, None)
-
-    # Figures
+    @property
+    def all_routers(self) -> list[Router]:
+        """The routers of all chunks."""
+        return [router for routers in self.routers for router in routers]
 
     def metrics(self) -> dict[str, float]:
         """Plain numbers for any tracker: micro-batches, routers, seconds spent here.
 
         Where tokens over an expert's capacity are dropped also capacity_dropped, the share of chosen experts
-        that lost their token, in the micro-batches whose outputs are checked (0, 1, 2, 4, 8, ...).
+        that lost their token, in the micro-batches whose outputs are checked (0, 1, 2, 4, 8, ...). Where they
+        were asked for: live_mismatch, and overlap, of routes that were held against the routers' own choice.
         """
-        figures = {"micro_batches": self._done(), "routers": self._count, "seconds": self._seconds}
         counted = self.counts()
-        if counted["chosen"]:
-            figures["capacity_dropped"] = counted["dropped"] / counted["chosen"]
+        seconds = counted.get("microseconds", 0) / 1e6
+        figures = {"micro_batches": self.done, "routers": self._count, "seconds": seconds}
+        shares = (
+            ("capacity_dropped", "dropped", "chosen"),
+            ("live_mismatch", "differing", "compared"),
+            ("overlap", "shared", "given"),
+        )
+        for name, part, of in shares:
+            if counted.get(of):
+                figures[name] = counted[part] / counted[of]
         return figures
 
     def counts(self) -> dict[str, int]:
         """The whole numbers behind `metrics`, which ranks can add up. Waits for the device."""
         entered = self._state != "new"
         ReplayError.unless(entered, f"the {self.name} block was never entered", "with ... as session:", self)
-        return {
-            "routers": self._count,
-            "microseconds": int(self._seconds * 1e6),
-            "dropped": int(self._witness.dropped),
-            "chosen": self._witness.chosen,
-        }
+        return {"routers": self._count} | self._work.counts()
 
-    # The block
+    # Its life
 
-    def _check_model(self) -> None:
-        self._chunk_of = {one.label: chunk for chunk, found in enumerate(self._routers) for one in found}
-        for router in self._all_routers():
-            other = _sessions.get(id(router.module))
-            if other is not None:
+    def __enter__(self: _S) -> _S:
+        if self._unentered is not None:
+            self._unentered.detach()
+        if self._state != "new":
+            raise ReplayError(
+                f"this {self.name} block was entered before", expected="a new one", got="a used one"
+            )
+        self.routers = find(self.chunks)
+        if self._work.puts_together:
+            found = self.all_routers
+            check_alike({f"layer {one.label}, {one.path}": (one.topk, one.num_experts) for one in found})
+        self._count = len(self.all_routers)
+        for router in self.all_routers if self._work.answers_topk else ():
+            if (other := _answered.get(id(router.module))) is not None:
                 raise RouterError(
                     f"{self.name} can't be opened inside {other.name} on the same router",
                     where=f"layer {router.label}",
@@ -137,75 +192,136 @@ class Session(Block):
                     cause="a log-prob pass that is called from inside the update, or an earlier block that "
                     "was entered and never left",
                 )
+        # An interrupt may come on the last line of `__exit__`, too: then the block is undone when it dies.
+        weakref.finalize(self, _dropped, self.undo, self.name).atexit = False
+        try:
+            self._state = "open"
+            self.timeline = Timeline(len(self.chunks))
+            self.unchanged = Unchanged(self.chunks, self.routers)
+            self._work.enters(self)
+            self._attach()
+            return self
+        except BaseException:
+            self._close()
+            self._clear()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                if self.failed is not None:
+                    raise self.failed
+                self.unchanged.check("at the end of the block")
+                self._close()
+                self._check_complete()
+                self._work.check_complete()
+                self._finish()
+        finally:
+            self._close()
+            self._clear()
+
+    def _finish(self) -> None:
+        """Make the results: the body ended without an exception, and nothing is still to come."""
 
     def _attach(self) -> None:
-        block = self._undo
-        block.callback(compiled.let_go, block)
-        compiled.hold_eager(self._chunks, self._routers, block)
-        block.callback(seam.guard.remove, block)
-        seam.guard.install(block)
-        block.callback(seam.unwind, block)
-        block.callback(restore_functions, torch._C._is_torch_function_enabled())
-        super()._attach()
-        for name, owner, attribute in routers.functions(self._all_routers()):
-            self._unchanged.hold(name, vars(owner), attribute)
+        for chunk, module in enumerate(self.chunks):
+            marks = Marks(functools.partial(self.timeline.number, chunk))
+            self.marks.append(marks)
+            # The chunk first: it may itself be the router, and its forward begins before its top-k.
+            self.before(module, Hook(self, self.may_wait(type(self)._chunk_begins), module, chunk))
+            ends = Hook(self, self.may_wait(type(self)._chunk_ends), module, chunk)
+            if self._work.goes_first:
+                self.after(module, ends)
+            for router in self.routers[chunk]:
+                if self._work.answers_topk:
+                    self.undo.callback(_answered.pop, id(router.module), None)
+                    _answered[id(router.module)] = self
+                self._work.attach(self, router, chunk, marks)
+            if not self._work.goes_first:
+                self.after(module, ends)
+            for handle in routers.mark(module, self.routers[chunk], marks):
+                self.undo.callback(handle.remove)
 
-    def _attach_router(self, router: Router, chunk: int, marks: Marks) -> None:
-        module = router.module
-        calls = RouterCalls(self, router, chunk, marks)
-        self._calls.append(calls)
-        self._undo.callback(_sessions.pop, id(module), None)
-        _sessions[id(module)] = self
-        self._before(module, Hook(calls, self._may_wait(RouterCalls.begins), module))
-        calls.last = Hook(calls, self._may_wait(RouterCalls.ends), module)
-        self._after(module, calls.last)
+    def before(self, module: nn.Module, hook: Hook) -> None:
+        """Hang a forward pre-hook on a module, for the length of the block."""
+        self.undo.callback(hook.take_off)
+        self._hung(module, module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def after(self, module: nn.Module, hook: Hook) -> None:
+        """Hang a forward hook on a module, for the length of the block."""
+        self.undo.callback(hook.take_off)
+        first = self._work.goes_first
+        self._hung(module, module.register_forward_hook(hook, prepend=first, always_call=True))
+
+    def _hung(self, module: nn.Module, handle: Any) -> None:
+        self.unchanged.hold(type(module).__name__, handle.hooks_dict_ref(), handle.id)
+        for hooks in ("_forward_pre_hooks", "_forward_hooks"):
+            self.unchanged.hold(type(module).__name__, vars(module), hooks)
+
+    def may_wait(self, act: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what a hook does, or the same with its errors kept until the block is left."""
+        if not self.errors_wait:
+            return act
+        session = weakref.ref(self)
+
+        def waits(*args: Any) -> Any:
+            try:
+                return act(*args)
+            except ReplayError as error:
+                if (alive := session()) is not None:
+                    alive.defer(error)
+                return None
+
+        return waits
+
+    def defer(self, error: ReplayError) -> None:
+        """Raise this when the block is left, if nothing else went wrong before."""
+        if self.failed is None:
+            self.failed = error
+            # At once: what else goes wrong before the block is left would hide it.
+            logger.error("[npu_replay] %s; the pass goes on, and stops at its end", error.line)
+
+    def _close(self) -> None:
+        self.undo.close()
+        if self._state == "open":
+            self._state = "closed"
 
     def _clear(self) -> None:
-        """Keep neither the model nor ids that only a recompute would want."""
-        super()._clear()
-        self._calls.clear()
-        for kept in (self._witness, self._pending, self._kept, self._tokens):
-            kept.clear()
+        """Keep neither the model nor its routers, as the block is over."""
+        for held in (self.chunks, self.routers, self.marks):
+            held.clear()
+        self.unchanged = Unchanged((), ())
+        self._work.clear()
 
     # Its forwards
 
-    def _begin(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward:
-        if seam.is_running():
-            seam.unwind(self._undo)
-        self._pending.settle()
-        if (left := self._timeline.running(chunk)) is not None:  # by an interrupt, which runs no forward hook
-            self._abandon(left)
-        self._witness.check_ids()
-        forward = super()._begin(chunk, args, kwargs)
-        forward.checked = self._is_checked(forward.number)
-        self._check_forward(forward)
-        if chunk == 0 and (tokens := self._tokens_wanted(args, kwargs)) is not None:
-            self._tokens[forward.number] = tokens
-        return forward
+    def _chunk_begins(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the hook returns: None, or other arguments for the call."""
+        if in_backward():
+            self.unchanged.check("in a recompute of the model")
+            return
+        self._work.comes(chunk)
+        self.unchanged.check(micro_batch(self.timeline.ended[chunk]))
+        self.marks[chunk].clear()
+        self._work.begins(self.timeline.begin(chunk), args, kwargs)
 
-    def _end(self, chunk: int, output: object) -> tuple[Forward, bool] | None:
-        ended = super()._end(chunk, output)
-        self._pending.settle()
-        if ended is None:
-            return None
-        forward, complete = ended
-        if complete:
-            self._witness.check(self._routers[chunk], forward)
-            if self._pending:
-                self._check_in_backward(output, forward.number)
-            return ended
-        if chunk == 0:
-            self._tokens.pop(forward.number, None)
-        self._abandon(forward)
-        return ended
-
-    def _abandon(self, forward: Forward) -> None:
-        """Forget the calls of a forward that raised, or was interrupted."""
-        for layer in forward.called:
-            key = layer, forward.number
-            self._witness.forget(key)
-            self._pending.drop(key)
-            self._forget(key)
+    def _chunk_ends(self, chunk: int, args: tuple[Any, ...], output: object) -> None:
+        if in_backward():
+            return
+        ended = self.timeline.end(chunk, output)
+        if ended is not None:
+            if self._work.ends(*ended, output):
+                self._check_in_backward(output, ended[0].number)
+        elif output is not None:
+            raise MicroBatchError(
+                "the model was called inside its own forward",
+                where=f"chunk {chunk}, {micro_batch(self.timeline.ended[chunk] - 1)}",
+                expected="one forward after the other",
+                got="one that began and ended in another",
+                cause="a forward hook of somebody's that calls the model, for a metric or a second view",
+            )
 
     def _check_in_backward(self, output: object, number: int) -> None:
         """Check the places of the routers again when backward begins, with the nodes of the output."""
@@ -213,42 +329,53 @@ class Session(Block):
 
         def begins(_: object) -> None:
             if (alive := session()) is not None:
-                alive._may_wait(alive._unchanged.check)(f"{micro_batch(number)}, in backward")
+                alive.may_wait(alive.unchanged.check)(f"{micro_batch(number)}, in backward")
 
         parts = [*output.values()] if isinstance(output, Mapping) else output
         for part in parts if isinstance(parts, list | tuple) else [parts]:
             if isinstance(part, torch.Tensor) and part.grad_fn is not None:
                 part.grad_fn.register_prehook(begins)
 
-    def _forget_ends(self) -> None:
-        """Keep the ends of those forwards alone that autograd may yet run again."""
-        oldest = self._pending.oldest
-        self._timeline.forget(None if oldest is None else (self._chunk_of[oldest[0]], oldest[1]))
-
     def _check_complete(self) -> None:
-        """Also: is nothing still to come?"""
-        super()._check_complete()
-        self._witness.check_ids()
-        due = self._pending.due()
-        if due:
-            gc.collect()  # a graph in a cycle of garbage is nobody's
-            due = self._pending.due()
-        if due:
-            layer, number = min(due, key=lambda key: (key[1], key[0]))
-            raise RecomputeError(
-                f"the block ended before {len(due)} router calls were recomputed; they would choose anew",
-                where=micro_batch(number, layer),
-                expected="backward inside the block",
-                got="a graph with checkpoints that is still alive",
-                cause="loss.backward() after the with block; a loss that was skipped (NaN, say) and is still "
-                "held: `del loss` inside the block; or outputs kept from a forward that should have run "
-                "under torch.no_grad()",
+        """Refuse an end of the block where not every chunk saw the same forwards, or none any."""
+        if (bypassed := self.timeline.bypassed) is not None:
+            raise MicroBatchError(
+                "the routers ran, but not through the __call__ of the module that was passed",
+                where=micro_batch(bypassed.number),
+                expected="each micro-batch to be one __call__ of that module",
+                got="a call of its forward() or of an inner module",
+                cause=CALLED_INSIDE,
+            )
+        ended = self.timeline.ended
+        if max(ended) == 0:
+            raise MicroBatchError(
+                f"nothing ran inside this {self.name} block",
+                expected="at least one __call__ of the module that was passed",
+                got=0,
+                cause="the training loop calls another module (an outer wrapper, or a copy)",
+            )
+        if min(ended) != max(ended):
+            raise MicroBatchError(
+                "the chunks ran different numbers of forwards",
+                expected="every chunk once for each micro-batch",
+                got=ended,
+                cause="a schedule that was cut short, or a chunk that is missing from the list",
             )
 
 
-def _released(session: weakref.ref[Session], key: Key) -> None:
-    if (alive := session()) is not None:
-        alive._release(key)
+def to_enter(session: _S) -> _S:
+    """Return the session, which logs a WARNING if it dies, or the process ends, before it was entered."""
+    text = "[npu_replay] %s() was called, but its block was never entered: with npu_replay.%s(...):"
+    session._unentered = weakref.finalize(session, logger.warning, text, session.name, session.name)
+    return session
+
+
+def _dropped(undo: Undo, name: str) -> None:
+    """Undo a block that has died, and say so if it was open."""
+    was_open = bool(undo)
+    undo.close()
+    if was_open:
+        logger.warning("[npu_replay] an open %s() was dropped, and ended: keep what open() gives", name)
 
 
 @dataclass(frozen=True)
@@ -263,9 +390,9 @@ class OpenSession:
 
 
 def open_sessions() -> tuple[OpenSession, ...]:
-    """The blocks that are open in this process."""
-    blocks = {id(block): block for block in list(_sessions.values())}
+    """Return the blocks that answer routers in this process."""
+    found = {id(session): session for session in list(_answered.values())}
     return tuple(
-        OpenSession(block.name, tuple(sorted(router.label for router in block._all_routers())))
-        for block in blocks.values()
+        OpenSession(one.name, tuple(sorted(router.label for router in one.all_routers)))
+        for one in found.values()
     )

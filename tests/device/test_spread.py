@@ -91,7 +91,7 @@ HOW = [None, "reentrant", "non-reentrant", "whole", "whole and layers"]
 @pytest.mark.parametrize("how", HOW, ids=str)
 def test_a_record_of_a_spread_model_is_that_of_one_place(how: str | None, device: torch.device) -> None:
     with npu_replay.record(spread(device, one_place=True)) as expected:
-        run(expected._chunks[0])
+        run(expected.chunks[0])
     model = spread(device, how)
     with npu_replay.record(model) as recording:
         run(model)

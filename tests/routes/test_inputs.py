@@ -308,7 +308,7 @@ def test_a_model_that_is_called_with_embeddings_says_that_nothing_was_compared(
 ) -> None:
     tokens = samples([6])[0][0]
     with npu_replay.replay(ToyModel(), [of_one_sequence(tokens)] * 2) as session:
-        session._chunks[0](torch.randn(6, HIDDEN)), session._chunks[0](torch.randn(6, HIDDEN))
+        session.chunks[0](torch.randn(6, HIDDEN)), session.chunks[0](torch.randn(6, HIDDEN))
     assert session.metrics()["tokens_compared"] == 0
     (said,) = caplog.messages
     assert "no micro-batch was held against the tokens" in said

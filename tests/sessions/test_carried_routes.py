@@ -11,7 +11,7 @@ import torch
 
 import npu_replay
 from npu_replay import InvalidRoutes, MicroBatchError, ReplayError, RoutedExperts, RoutedModel
-from npu_replay.sessions.carried_routes import carried_routes
+from npu_replay.sessions.fed_sequences import carried_routes
 
 pytest.importorskip("transformers")
 

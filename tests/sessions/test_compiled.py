@@ -10,7 +10,7 @@ import torch
 import npu_replay
 from npu_replay import routers
 from npu_replay.errors import RouterError
-from npu_replay.sessions import compiled
+from npu_replay.sessions import torch_state
 from toys import ToyModel, ToyRouters, tokens
 
 
@@ -67,7 +67,7 @@ def test_a_compiled_wrapper_works_when_it_is_what_was_passed() -> None:
         model(tokens())
     outer = torch.compile(model, backend="eager")
     outer(tokens())
-    assert compiled.is_compiled(outer)
+    assert torch_state.is_compiled(outer)
     with npu_replay.record(outer) as recording:
         outer(tokens())
     assert recording.routes == plain.routes

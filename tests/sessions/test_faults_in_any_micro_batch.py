@@ -27,7 +27,6 @@ import npu_replay
 from npu_replay import RoutedExperts, routers
 from npu_replay.errors import ReplayError
 from npu_replay.routers import Router, RouterKind
-from npu_replay.sessions import router_calls
 from npu_replay.sessions.session import open_sessions
 from toys import EXPERTS as TOY_EXPERTS
 from toys import HIDDEN, ToyLayer, ToyRouter, ToyRouters, plain
@@ -44,12 +43,6 @@ NATIVE = torch.topk, torch.Tensor.topk
 VOCABULARY, LEAST_ROWS, MOST = 64, 3, 20
 Map = torch.Tensor
 """Bool [rows, experts]: which experts a token goes to."""
-
-
-def forget_what_was_learned() -> None:
-    """Of these routers, in earlier cases: the one thing private that is touched here."""
-    if (ways := getattr(router_calls, "ways", None)) is not None:
-        ways.clear()
 
 
 # Models: each is called with token ids [1, rows], and a micro-batch is told by its number of rows
@@ -785,7 +778,6 @@ def _replace(undo: contextlib.ExitStack, module: Any, forward: Callable[..., Any
 
 def judge(case: Case) -> list[str]:
     """What is wrong with how this case went."""
-    forget_what_was_learned()
     bed = bed_of(case.bed, case.how)
     weights = [(one, one.detach().clone()) for module in bed.routers for one in [module.weight]]
     bed.model.zero_grad()

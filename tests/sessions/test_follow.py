@@ -459,7 +459,7 @@ def test_what_is_held_is_what_is_counted() -> None:
     followed = model()
     with npu_replay.follow(followed) as following:
         record(followed, padded(texts(), right=30))
-        held = [routes for routes, _ in following._store._held.values()]
+        held = [routes for routes, _ in following._source.store._held.values()]
         assert (
             sum(one.ids.untyped_storage().nbytes() + len(one) for one in held)
             == (following.metrics()["held_bytes"])
@@ -670,8 +670,8 @@ def test_a_long_run_holds_nothing_but_its_store() -> None:
             record(followed, fed)
             learn(followed, fed)
         record(followed, fed)  # whose beginning settles what has died
-        kept = following._given, following._kept, following._ids, following._timeline._owners.ends
-        assert [len(one) for one in (*kept, following._pending)] == [0, 0, 0, 0, 0]
+        kept = following._source.given, following._work.kept, following.timeline.ends
+        assert [len(one) for one in (*kept, following._work.recomputes)] == [0, 0, 0, 0]
 
 
 @pytest.fixture(autouse=True)

@@ -34,8 +34,8 @@ import npu_replay
 from npu_replay import RoutedExperts, routers
 from npu_replay.routers import Router, RouterKind
 from npu_replay.sessions import backward, seam
+from npu_replay.sessions.record import StepRecording
 from npu_replay.sessions.session import open_sessions
-from npu_replay.sessions.stepwise import StepRecording
 from toys import EXPERTS, HIDDEN, TOPK, ToyLayer, ToyRouter, ToyRouters, plain
 
 pytestmark = [

@@ -16,7 +16,7 @@ import pytest
 import npu_replay
 from npu_replay import routers
 from npu_replay.errors import ReplayError, RouterError
-from toys import ToyModel, ToyRouter, ToyRouters, tokens
+from toys import ToyModel, ToyRouter, ToyRouters, hooks, tokens
 
 TESTS = Path(__file__).parents[1]
 
@@ -101,13 +101,33 @@ def test_follow_is_entered_by_open_too(caplog: pytest.LogCaptureFixture) -> None
     assert not warnings(caplog)
 
 
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_an_open_block_that_nobody_keeps_ends_at_once_and_says_so(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not some time later, when the collector runs."""
+    model = ToyModel()
+    block = BLOCKS[kind](model)
+    gc.collect()
+    caplog.clear()
+    gc.disable()
+    try:
+        block.__enter__()
+        assert hooks(model)
+        del block
+        assert not hooks(model)
+    finally:
+        gc.enable()
+    assert [one for one in warnings(caplog) if f"an open {kind}() was dropped" in one]
+
+
 def test_who_was_told_by_an_error_is_not_warned_as_well(caplog: pytest.LogCaptureFixture) -> None:
     model: Any = ToyModel()
     for wrong in (
         lambda: npu_replay.replay(model, []),
         lambda: npu_replay.replay(model, [3]),
-        lambda: npu_replay.replay(model, replayed(model)._routes, aux_loss="both"),
-        lambda: npu_replay.replay(model, replayed(model)._routes, min_overlap=3.0),
+        lambda: npu_replay.replay(model, replayed(model)._source.routes, aux_loss="both"),
+        lambda: npu_replay.replay(model, replayed(model)._source.routes, min_overlap=3.0),
         lambda: npu_replay.record([3]),
         lambda: npu_replay.follow([model, model]),
         lambda: npu_replay.follow(model, mode="R4"),

@@ -17,7 +17,7 @@ from npu_replay import MicroBatchError, ReplayError, RoutedExperts, RouteStore, 
 from npu_replay.rollout.admit import admit
 from npu_replay.rollout.release_rules import Source
 from npu_replay.routes.checks import Array
-from npu_replay.sessions.stepwise import StepReplay
+from npu_replay.sessions.replay import StepReplay
 from toys import EXPERTS, HIDDEN, TOPK, ToyModel, ToyRouter, ToyRouters
 
 FAR = "far from what the routers would choose"

@@ -12,7 +12,7 @@ from torch import nn
 
 import npu_replay
 from npu_replay import NoEffect, RoutedExperts, routers
-from npu_replay.sessions.stepwise import StepReplay
+from npu_replay.sessions.replay import StepReplay
 from toys import EXPERTS, TOPK, ToyModel, ToyRouter, ToyRouters, tokens
 
 ROWS = 40

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import npu_replay
 from npu_replay import RoutedExperts, routers
-from npu_replay.errors import NoEffect
+from npu_replay.errors import MicroBatchError, NoEffect
 from npu_replay.sessions import backward, seam
 from toys import EXPERTS, ROWS, TOPK, Select, ToyModel, ToyRouter, ToyRouters, run, same, tokens
 
@@ -405,6 +405,23 @@ def test_a_call_that_nothing_can_run_again_has_the_values_of_the_routers_own_top
     assert gathers(lambda x: checkpoint(model, x, use_reentrant=False).sum().backward()) == 4
 
 
+def test_a_call_that_an_interrupt_left_answers_nobodys_topk() -> None:
+    """It skips the forward hook; the frame that ran the router has gone."""
+
+    def interrupted(router: ToyRouter, scores: Scores) -> Pair:
+        raise KeyboardInterrupt
+
+    model, scores = ToyModel(ToyRouter(select=interrupted)), torch.rand(len(tokens()), EXPERTS)
+    with pytest.raises(MicroBatchError, match="nothing ran"), npu_replay.record(model):
+        with pytest.raises(KeyboardInterrupt):
+            model(tokens())
+        assert seam.is_running()
+        call = seam.armed()
+        torch.topk(scores, model.layers[0].router.topk)
+        assert call is not None
+        assert call.ids is None
+
+
 @tells_regions
 def test_ids_of_a_forward_that_raised_are_nobodys() -> None:
     def failing(router: ToyRouter, scores: Scores) -> Pair:
@@ -415,8 +432,7 @@ def test_ids_of_a_forward_that_raised_are_nobodys() -> None:
     with npu_replay.record(model) as recording:
         with pytest.raises(ZeroDivisionError):
             model(tokens())
-        assert not recording._wide
-        assert not recording._ids
+        assert not recording._work.kept
         model.layers[1].router.select = as_function
         model(tokens())
 
@@ -503,7 +519,7 @@ def test_a_wrapper_that_is_taken_off_after_the_block_leaves_nothing_of_ours() ->
     natives = torch.topk, torch.Tensor.topk
     scores = torch.rand(ROWS, EXPERTS)
     with npu_replay.record(ToyModel()) as recording:
-        recording._chunks[0](tokens())
+        recording.chunks[0](tokens())
         found = torch.topk, torch.Tensor.topk
         torch.topk = torch.Tensor.topk = lambda *args, **kwargs: found[0](*args, **kwargs)
     torch.topk, torch.Tensor.topk = found
@@ -512,7 +528,7 @@ def test_a_wrapper_that_is_taken_off_after_the_block_leaves_nothing_of_ours() ->
     assert (torch.topk, torch.Tensor.topk) == natives
     torch.topk = found[0]  # and where nobody called it: the next block takes it off
     with npu_replay.record(ToyModel()) as recording:
-        recording._chunks[0](tokens())
+        recording.chunks[0](tokens())
     assert torch.topk is natives[0]
 
 

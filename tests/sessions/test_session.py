@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
 import npu_replay
 from npu_replay import RoutedExperts, TokenLayout, routers
 from npu_replay.errors import MicroBatchError, NoEffect, RecomputeError, ReplayError, RouterError
-from npu_replay.sessions import backward, device_routes
+from npu_replay.sessions import backward, route_source
 from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, hooks, run, same, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -303,7 +303,7 @@ def test_a_forward_past_call_is_an_error_at_the_second_live_call() -> None:
         model.forward(tokens())
         with pytest.raises(MicroBatchError, match=says("micro-batch 0, layer 0", "past the __call__")):
             model.forward(tokens())
-        session._timeline.bypassed = None
+        session.timeline.bypassed = None
         model(tokens())
     check_usable(model, before)
 
@@ -543,9 +543,9 @@ def test_pin_recompute_keeps_nothing_when_the_graph_is_gone(how: str) -> None:
             run(model, seed)
             gc.collect()
             model(tokens())  # whose beginning settles what has died
-            assert {number for _, number in session._kept} <= {2 * seed + 1}
-            assert len(session._pending) <= 2
-            assert len(session._timeline._owners.ends) <= 1
+            assert {number for _, number in session._work.kept} <= {2 * seed + 1}
+            assert len(session._work.recomputes) <= 2
+            assert len(session.timeline.ends) <= 1
 
 
 @pytest.mark.parametrize("how", [None, "reentrant", "non-reentrant"])
@@ -558,7 +558,8 @@ def test_pin_recompute_stays_small_where_a_graph_is_always_in_flight(how: str | 
             losses.append(model(tokens(seed).requires_grad_()).square().mean())
             if len(losses) > 2:
                 losses.pop(0).backward()
-            held = session._timeline._owners.ends, session._kept, session._pending, session._pending._ran
+            pending = session._work.recomputes
+            held = session.timeline.ends, session._work.kept, pending, pending._ran
             assert max(map(len, held)) <= 2 * 4
         for loss in losses:
             loss.backward()
@@ -892,7 +893,7 @@ def test_ids_are_kept_for_a_recompute_alone(how: str | None) -> None:
     with npu_replay.replay(model, [partial] * 4) as session:
         for seed in range(4):
             loss = model(tokens(seed).requires_grad_()).sum()
-            kept.append(len(session._kept))
+            kept.append(len(session._work.kept))
             loss.backward()
             del loss
     assert kept == ([0] * 4 if how is None else [len(model.layers)] * 4)
@@ -1072,13 +1073,13 @@ def test_routes_go_to_the_device_once_narrow_and_one_micro_batch_ahead(
         for _ in range(3)
     ]
     sent: list[torch.Tensor] = []
-    native = device_routes.to_device
+    native = route_source.to_device
 
     def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         sent.append(tensor)
         return native(tensor, device)
 
-    monkeypatch.setattr(device_routes, "to_device", to_device)
+    monkeypatch.setattr(route_source, "to_device", to_device)
     counts = []
     with npu_replay.replay(model, whole):
         for seed in range(3):

@@ -10,7 +10,8 @@ import torch
 import npu_replay
 from npu_replay import RoutedExperts, routers
 from npu_replay.errors import MicroBatchError, NoEffect, ReplayError, RouterError
-from npu_replay.sessions.stepwise import StepRecording, StepReplay
+from npu_replay.sessions.record import StepRecording
+from npu_replay.sessions.replay import StepReplay
 from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, hooks, run, same, tokens
 
 
@@ -63,7 +64,7 @@ def test_what_was_tapped_is_what_was_recorded() -> None:
         for seed in range(3):
             model(tokens(seed))
             tapped.append(session.take(0))
-            assert {number for _, number in session._ids} == {seed}, "what was taken is let go"
+            assert {number for _, number in session._work.kept} == {seed}, "what was taken is let go"
     assert tapped == wanted
 
 
@@ -77,6 +78,20 @@ def test_a_tap_keeps_what_a_recompute_may_want() -> None:
             losses.append(model(tokens(seed).requires_grad_()).square().mean())
             session.take(0)
         loss = sum(losses)
+        loss.backward()
+    assert same(wanted, (loss.item(), [p.grad.clone() for p in model.parameters()]))
+
+
+def test_a_tap_keeps_it_while_forwards_without_a_graph_come_and_go() -> None:
+    model = ToyModel(recompute="non-reentrant")
+    wanted = run(model, 0)
+    with StepRecording(model) as session:
+        model.zero_grad()
+        loss = model(tokens(0).requires_grad_()).square().mean()
+        with torch.no_grad():
+            for seed in (1, 2, 3):
+                model(tokens(seed))
+                session.take(0)
         loss.backward()
     assert same(wanted, (loss.item(), [p.grad.clone() for p in model.parameters()]))
 
@@ -105,7 +120,7 @@ def test_routes_that_lack_a_layer_are_refused_at_once() -> None:
         with pytest.raises(RouterError, match="missing from the routes"):
             session.give(0, foreign(0, layers=(0,)))
         session.give(0, foreign(0))
-        session._chunks[0](tokens(0))
+        session.chunks[0](tokens(0))
 
 
 def test_nothing_can_be_taken_before_a_forward() -> None:

@@ -271,7 +271,7 @@ def test_observe_shows_what_the_experts_of_a_block_get(outside: bool) -> None:
         run(model, 0, 1)
     assert npu_replay.compare(blocks[0].shown, routes).differing == 0
     with npu_replay.observe(Model(shifted)) as observed:
-        run(observed._chunks[0], 0)
+        run(observed.chunks[0], 0)
     assert not observed.shown[0].recorded.all()
 
 

@@ -21,7 +21,8 @@ from npu_replay import RoutedExperts, routers
 from npu_replay.errors import NoEffect, ReplayError, RouterError
 from npu_replay.sessions import backward
 from npu_replay.sessions.hooks import Hook
-from npu_replay.sessions.stepwise import StepRecording, StepReplay
+from npu_replay.sessions.record import StepRecording
+from npu_replay.sessions.replay import StepReplay
 from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, plain, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

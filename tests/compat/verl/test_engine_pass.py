@@ -13,7 +13,7 @@ from npu_replay import routers
 from npu_replay.compat.verl.engine_adapter import EngineAdapter, refuse_engines
 from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, Actions, EnginePass, current, wrapped
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
-from npu_replay.sessions.stepwise import StepReplay
+from npu_replay.sessions.replay import StepReplay
 from toys import ROWS, TOPK, ToyModel, ToyRouters, hooks, tokens
 
 

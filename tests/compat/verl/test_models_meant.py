@@ -47,7 +47,7 @@ def test_each_of_several_live_models_is_found_by_itself_and_by_its_config(
         job = jobs[number]
         for model in (job.model, [job.model], None):
             session, chunk = opened(alone, action, model, job.config, None)
-            assert session._chunks[chunk] is job.model
+            assert session.chunks[chunk] is job.model
 
 
 @pytest.mark.parametrize("action", [RECORD, REPLAY])
@@ -57,7 +57,7 @@ def test_of_two_models_with_one_config_the_one_that_is_named_is_meant(action: st
     alone.set(action)
     for model in (first.model, twin, other.model):
         session, chunk = opened(alone, action, model, first.config, None)
-        assert session._chunks[chunk] is model
+        assert session.chunks[chunk] is model
     with pytest.raises(MicroBatchError, match=r"several models are in a .*, 2 models"):
         opened(alone, action, None, first.config, None)
     with pytest.raises(MicroBatchError, match=r"no (record|replay) is on .*, 0 models"):

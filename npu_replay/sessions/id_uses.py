@@ -15,22 +15,18 @@ import torch
 from npu_replay.sessions.hooks import outside_modes
 
 
-class Taken:
+class IdUses:
     """The integer tensors [rows, topk] that torch's functions are given in one call of a block.
 
     Args:
         rows, topk, num_experts: of the block's top-k.
         ids: what they must hold, which nobody writes into; None: the same as the first of them.
-
-    Attributes:
-        count: how many there were.
-        depth: of torch's stack of modes, where it is followed by itself.
     """
 
-    depth = 0
+    depth = 0  # of torch's stack of modes, where it is followed by itself
 
     def __init__(self, rows: int, topk: int, num_experts: int, ids: torch.Tensor | None = None) -> None:
-        self.count = 0
+        self.count = 0  # of these tensors
         self._shape = (rows, topk)
         self._num_experts = num_experts
         self._ids = ids
@@ -78,7 +74,7 @@ class Taken:
 
 
 def run_seen(
-    takers: Sequence[Taken], func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    takers: Sequence[IdUses], func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Run a function of torch; what makes no tensor of the ids (`size`, `device`) hasn't taken them."""
     held = [taken.holds(args, kwargs) for taken in takers]  # now: the function may write into them

@@ -1,0 +1,439 @@
+"""Answering: the top-k of each router of a model is answered, in its forwards and in their recomputes.
+
+A model has a hundred routers, and an accelerator waits for what the host does around each. So what the calls
+of a router have in common is worked out when the block opens, and what those of a micro-batch have in common
+when it begins.
+
+What is kept has the key (layer, micro-batch), and is never appended to a list, so a forward that raised and
+is tried again, or a recompute in any order, finds its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from npu_replay import routers
+from npu_replay.errors import MicroBatchError, RecomputeError, RouterError, micro_batch
+from npu_replay.routers import Router
+from npu_replay.routes.inputs import copied
+from npu_replay.routes.routed_experts import narrow_dtype
+from npu_replay.sessions import backward, seam, torch_state
+from npu_replay.sessions.effect import Witness, is_due
+from npu_replay.sessions.hooks import Hook, caller_of_hook, restore_functions
+from npu_replay.sessions.masks import Path
+from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, Marks, Timeline
+from npu_replay.sessions.own_choice import OwnChoice
+from npu_replay.sessions.recompute import FEW, KeptIds, Key, Recomputes
+from npu_replay.sessions.route_source import RouteSource, to_device
+from npu_replay.sessions.session import Session, Undo, Work
+
+_MOST_MASKED = 10_000
+"""Of so many micro-batches at most is kept where their masks were, for their recomputes."""
+
+_is_batched = torch._C._functorch.is_batchedtensor
+
+
+class Answering(Work):
+    """Answers the top-k of every router of a model, in each forward and in its recompute.
+
+    Args:
+        source: says which routes each forward gets.
+        own: is asked for the routers' own choice where they are given ids; None: they are given none.
+        lasts: may the block last for a whole training run?
+
+    Attributes:
+        kept: ids of calls.
+        seconds: spent here.
+    """
+
+    answers_topk = True
+
+    def __init__(
+        self,
+        source: RouteSource,
+        own: OwnChoice | None = None,
+        *,
+        lasts: bool = False,
+        puts_together: bool = True,
+    ) -> None:
+        self.source, self.own = source, own
+        self.puts_together = puts_together
+        self.kept = KeptIds()
+        self.witness = Witness()
+        self.recomputes = Recomputes()
+        self.seconds = 0.0
+        self.timeline = Timeline(0)
+        self._lasts = lasts
+        self._calls: list[RouterCalls] = []
+        self._chunks: Sequence[nn.Module] = []
+        self._chunk_of: dict[int, int] = {}
+        self._undo: Undo | None = None
+
+    # The block
+
+    def enters(self, session: Session) -> None:
+        self.timeline, self._chunks = session.timeline, session.chunks
+        self._chunk_of = {one.label: at for at, found in enumerate(session.routers) for one in found}
+        self.source.enters(session)
+        if self.own is not None:
+            self.own.enters(session.all_routers)
+        self._undo = undo = session.undo
+        undo.callback(torch_state.let_go, undo)
+        torch_state.hold_eager(session.chunks, session.routers, undo)
+        undo.callback(seam.guard.remove, undo)
+        seam.guard.install(undo)
+        undo.callback(seam.unwind, undo)
+        undo.callback(restore_functions, torch._C._is_torch_function_enabled())
+        for name, owner, attribute in routers.functions(session.all_routers):
+            session.unchanged.hold(name, vars(owner), attribute)
+
+    def attach(self, session: Session, router: Router, chunk: int, marks: Marks) -> None:
+        calls = RouterCalls(self, session, router, chunk, marks)
+        self._calls.append(calls)
+        session.before(router.module, Hook(calls, session.may_wait(RouterCalls.begins), router.module))
+        calls.last = Hook(calls, session.may_wait(RouterCalls.ends), router.module)
+        session.after(router.module, calls.last)
+        if self.own is not None and (handle := self.own.recount(router, calls)) is not None:
+            session.undo.callback(handle.remove)
+
+    def check_complete(self) -> None:
+        self.witness.check_ids()
+        due = self.recomputes.due()
+        if due:
+            gc.collect()  # a graph in a cycle of garbage is nobody's
+            due = self.recomputes.due()
+        if due:
+            layer, number = min(due, key=lambda key: (key[1], key[0]))
+            raise RecomputeError(
+                f"the block ended before {len(due)} router calls were recomputed; they would choose anew",
+                where=micro_batch(number, layer),
+                expected="backward inside the block",
+                got="a graph with checkpoints that is still alive",
+                cause="loss.backward() after the with block; a loss that was skipped (NaN, say) and is still "
+                "held: `del loss` inside the block; or outputs kept from a forward that should have run "
+                "under torch.no_grad()",
+            )
+        self.source.check_complete()
+
+    def clear(self) -> None:
+        for kept in (self._calls, self.witness, self.recomputes, self.kept, self.source):
+            kept.clear()
+
+    def counts(self) -> dict[str, int]:
+        """Microseconds spent here, chosen experts, those that lost their token; and what `own` counts."""
+        figures = {"microseconds": int(self.seconds * 1e6)}
+        figures |= {"dropped": int(self.witness.dropped), "chosen": self.witness.chosen}
+        return figures if self.own is None else figures | self.own.counts()
+
+    # Its forwards
+
+    def comes(self, chunk: int) -> None:
+        if self.own is not None:
+            self.own.ends(chunk, None, None)  # of a forward that was interrupted, or whose end raised
+        if seam.is_running():
+            seam.unwind(self._undo)
+        self.recomputes.settle(self._release)
+        if (left := self.timeline.running(chunk)) is not None:  # by an interrupt, which runs no forward hook
+            self._abandon(left)
+        self.witness.check_ids()
+
+    def begins(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        chunk, number, source = self._chunks[forward.chunk], forward.number, self.source
+        forward.checked = is_due(number) or source.is_last(number)
+        source.check_forward(forward)
+        wanted = forward.chunk == 0 and source.wants_inputs_of(number)
+        if wanted and (called := copied(args, kwargs, chunk)) is not None:
+            source.inputs[number] = called
+        if self.own is not None:
+            self.own.check_losses(chunk, args, kwargs)
+        if (given := source.given.get((forward.chunk, number))) is not None:
+            for device in given.on:
+                source.send(forward, device)
+
+    def ends(self, forward: Forward, complete: bool, output: object) -> bool:
+        chunk, source = forward.chunk, self.source
+        self.recomputes.settle(self._release)
+        if complete:
+            self.witness.check(source.routers[chunk], forward)
+        else:
+            if chunk == 0:
+                source.inputs.pop(forward.number, None)
+            self._abandon(forward)
+        self.kept.narrow()
+        if (given := source.given.get((chunk, forward.number))) is not None and complete:
+            given.on.clear()  # what a recompute needs is kept by itself
+        if self.own is not None:
+            self.own.ends(chunk, forward if complete else None, given)
+        source.ends(forward, complete, self.kept)
+        if source.keeps is not None and len(self.kept) > len(self.recomputes):
+            self._keep_last(chunk, source.keeps)
+        if self._lasts:
+            oldest = self.recomputes.oldest
+            self.timeline.forget(None if oldest is None else (self._chunk_of[oldest[0]], oldest[1]))
+        return complete and bool(self.recomputes)
+
+    def _release(self, key: Key) -> None:
+        """Drop the ids of a call whose graph is gone."""
+        if not self.source.records:
+            self.kept.drop(key)
+
+    def _abandon(self, forward: Forward) -> None:
+        """Forget the calls of a forward that raised, or was interrupted."""
+        for layer in forward.called:
+            key = layer, forward.number
+            self.witness.forget(key)
+            self.recomputes.drop(key)
+            self.kept.drop(key)
+
+    def _keep_last(self, chunk: int, count: int) -> None:
+        """Keep the ids of so many of a chunk's last forwards, and else those that a recompute may want."""
+        before = self.timeline.ended[chunk] - count
+        for label, number in self.kept:
+            is_old = self._chunk_of[label] == chunk and number < before
+            if is_old and (label, number) not in self.recomputes:
+                self.kept.drop((label, number))
+
+    # The ids of a router's call
+
+    def choose_own(self, call: seam.Call) -> torch.Tensor:
+        """Return the ids of a router's call in a forward, int64 [rows, topk]: its own choice."""
+        ids = call.own()
+        key = call.owner.label, call.forward.number
+        if self.source.records or key in self.recomputes:
+            self.kept.keep(key, ids, call.owner.narrow)
+        return ids
+
+    def choose_given(self, call: seam.Call) -> torch.Tensor:
+        """Return the same where routes are given; a row without one takes the router's own choice."""
+        routes, narrow, missing, given = call.routes
+        label = call.owner.label
+        ids, call.handed = given[label]
+        chosen: torch.Tensor = ids.long()
+        if call.handed is not None and call.handed._version:  # by a forward that raised
+            call.handed = chosen.clone()
+        if self.own is not None:
+            self.own.compare(call, chosen, missing, routes)
+        if missing is not None:  # never in place: layers may share their storage
+            chosen, call.handed = chosen.index_copy(0, missing, call.own(missing)), None
+        key = label, call.forward.number
+        if self.source.records or key in self.recomputes:
+            if missing is None:
+                self.kept.keep_narrow(key, narrow[:, routes.columns[label]])
+            else:
+                self.kept.keep(key, chosen, call.owner.narrow)
+        return chosen
+
+    def choose_again(self, call: seam.Call) -> torch.Tensor:
+        """Return the same in a recompute: what its forward chose."""
+        if self.own is not None:
+            self.own.count_in(call)
+        ids: torch.Tensor = call.routes
+        return ids.long()
+
+    def again(self, router: Router, number: int, device: torch.device) -> torch.Tensor:
+        """Return the ids [rows, topk] that a call of the router had, for its recompute."""
+        if (ids := self.kept.get((router.label, number))) is not None:
+            return ids
+        given = self.source.given.get((self._chunk_of[router.label], number))
+        if given is None or given.missing is not None:
+            raise RecomputeError(
+                "this recompute was not foreseen when its forward ran, so its ids were not kept",
+                where=micro_batch(number, router.label),
+                cause="recomputing by other means than torch's checkpoint or a custom autograd Function",
+            )
+        return to_device(given.ids[:, given.columns[router.label]], device)
+
+
+class RouterCalls:
+    """Begins and ends the calls of one router."""
+
+    def __init__(
+        self, answering: Answering, session: Session, router: Router, chunk: int, marks: Marks
+    ) -> None:
+        self._is_given = given = answering.own is not None
+        self.block = session.undo  # by which `seam.unwind` tells its calls
+        self.router, self.label = router, router.label
+        self.narrow = narrow_dtype(router.num_experts)  # the dtype in which its ids are kept
+        self.last: Hook | None = None  # behind all others: `ends`, or, where others come later, `leaves`
+        self._answering = answering
+        self._witness = answering.witness
+        self._choose = answering.choose_given if given else answering.choose_own
+        self._may_keep_native = backward.TELLS_REGIONS and not (given or router.masks or router.spare)
+        self._leaves = session.may_wait(RouterCalls.leaves)
+        self._chunk = chunk
+        self._marks = marks
+        self._timeline = session.timeline
+        self._is_block = router.shows is None
+        self._mend = router.mend if given else None
+        # How its top-k was caught last time in this block, in eval mode and in training: saves the net.
+        self._ways: dict[bool, str | None] = {}
+        self._paths: dict[tuple[str, ...], Path] = {}
+        self._masked: dict[int, Any] = {}  # where the masks were in each of the last micro-batches
+        # Where hooks of others come later: ours behind them; the call that has just ended, with its output.
+        self._behind: Hook | None = None
+        self._ended: tuple[object, seam.Call] | None = None
+
+    def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin the router's forward: its top-k is answered from now on."""
+        started = time.perf_counter()
+        answering, router = self._answering, self.router
+        hidden = args[0] if args and isinstance(args[0], torch.Tensor) else hidden_states(args, kwargs)
+        if _is_batched(hidden):
+            raise RouterError(
+                "the router runs under vmap, where its rows can't be told apart",
+                where=f"layer {router.label} ({router.path or 'the module itself'})",
+                expected="hidden states [..., hidden]",
+                got="a batched tensor of torch.vmap",
+                cause="torch.vmap, torch.func.jacrev or the like around the model: loop over the batch",
+            )
+        rows = hidden.numel() // hidden.shape[-1] * router.gathers
+        number = self._marks.take_announced(router.module)
+        if number is None and backward.in_backward():
+            number = self._timeline.recomputed(self._chunk, self.label)
+        if number is None and not answering.source.answers(router):
+            return
+        expected = self._ways.get(router.module.training)
+        call = seam.Call(
+            rows,
+            router.num_experts,
+            router.topk,
+            self._choose if number is None else answering.choose_again,
+            masks=router.masks,
+            watch=router.masks or expected != "guard",
+            given=self._is_given,
+            paths=self._paths,
+        )
+        call.drops, call.spare = router.drops, router.spare
+        call.expected, call.counts, call.chooses_itself = expected, self._is_block, not self._is_given
+        call.follows = self._is_block and self._witness.follows(self.label)
+        if number is None:
+            call.forward, enclosed = self._live()
+            call.keeps_native_topk = self._may_keep_native and not enclosed
+            if call.forward.checked:
+                self._paths.clear()
+                call.follows = self._is_block
+            elif rows * router.topk <= FEW and not torch.is_inference_mode_enabled():
+                call.keeps = False
+            if self._is_given:
+                call.routes = answering.source.prepare(router, call.forward, rows, hidden.device)
+        else:
+            call.number = number
+            if call.made is not None:
+                call.made.used = self._masked.get(number)
+            call.routes = self._again(number, rows, hidden.device)
+        if next(reversed(router.module._forward_hooks.values())) is not self.last and not self._is_block:
+            self._look_behind()
+        call.owner = self
+        call.inside = caller_of_hook()
+        call.begin()
+        answering.seconds += time.perf_counter() - started
+
+    def ends(self, args: tuple[Any, ...], output: object) -> object:
+        """End the router's forward; what this returns takes the place of the output, if it isn't None."""
+        call = seam.running(self)
+        if call is None:
+            return None  # its beginning was refused
+        started = time.perf_counter()
+        call.end()
+        mended = None
+        if output is not None:  # else the router raised, or its recompute was stopped early
+            if call.way != call.expected:
+                self._ways[self.router.module.training] = call.way
+            if call.forward is not None:
+                self._witness.saw(self.router, call.forward, call, output)
+                if call.made is not None and call.made.used is not None:
+                    self._masked[call.forward.number] = call.made.used
+                    if len(self._masked) > _MOST_MASKED:
+                        del self._masked[next(iter(self._masked))]
+            elif call.way is not None:
+                self._witness.saw_again(self.router, call.number, call, output)
+            else:
+                raise RecomputeError(
+                    "the recompute of this router never reached its top-k",
+                    where=micro_batch(call.number, self.label),
+                    cause=routers.explained(self.router, call.seen)
+                    or "a recompute that takes another path than the forward",
+                )
+            if self._mend is not None and call.ids is not None:
+                mended = self._mend(output, call.ids)
+            if self._behind is not None:
+                self._ended = (output if mended is None else mended), call
+        elif call.forward is None and self._is_block:
+            self._witness.saw_stopped(self.router, call.number, call)
+        self._answering.seconds += time.perf_counter() - started
+        return mended
+
+    def leaves(self, args: tuple[Any, ...], output: object) -> None:
+        """Look at the output again: the hooks of others are through, and may have made another of it."""
+        (ours, call), self._ended = self._ended or (output, None), None
+        if output is None or output is ours or call is None or call.ids is None:
+            return
+        again = call.forward is None
+        number = call.number if again else call.forward.number
+        self._witness.saw_last(self.router, number, call.ids, output, again=again)
+
+    def _look_behind(self) -> None:
+        """Hang a hook behind those of others, which were there before the block or have come since."""
+        module = self.router.module
+        if self._behind is None:
+            self._behind = Hook(self, self._leaves, module)
+            self.block.callback(self._behind.take_off)
+        self._behind.take_off()
+        module.register_forward_hook(self._behind)
+        self.last = self._behind
+
+    def _live(self) -> tuple[Forward, bool]:
+        """Return the forward that this call belongs to, and whether anything may run the call again."""
+        forward, label = self._timeline.live(self._chunk), self.label
+        if label in forward.called:
+            raise called_again(self.router, forward, self._timeline)
+        forward.called.add(label)
+        around = self._timeline.enclosing(forward)
+        if (foreseen := self._marks.take_foreseen(self.router.module)) is not None:
+            around = [*around, foreseen]
+        if around:
+            self._answering.recomputes.expect((label, forward.number), around)
+        return forward, bool(around)
+
+    def _again(self, number: int, rows: int, device: torch.device) -> torch.Tensor:
+        """Return the ids of the call that this one is the recompute of."""
+        ids = self._answering.again(self.router, number, device)
+        if len(ids) != rows:
+            raise RecomputeError(
+                "the recompute has another number of tokens than its forward",
+                where=micro_batch(number, self.label),
+                expected=f"{len(ids)} rows",
+                got=rows,
+                cause="a forward of something else that is run from a gradient hook",
+            )
+        self._answering.recomputes.ran((self.label, number))
+        return ids
+
+
+def called_again(router: Router, forward: Forward, timeline: Timeline) -> MicroBatchError:
+    """Return the error for a router that a forward calls twice: its passes have no columns of their own."""
+    return MicroBatchError(
+        "the router is called again before the forward of the model that was passed has ended",
+        where=micro_batch(forward.number, router.label),
+        expected="one call of each router in one __call__ of the model",
+        got="a second call",
+        cause=f"{CALLED_INSIDE}; Megatron's overlap_moe_expert_parallel_comm does so too"
+        if forward is timeline.bypassed
+        else "a looped model, which runs some layers several times in one forward (Inkling-2): it can't be "
+        "replayed; a model that runs one sequence after another; two layers that share one router; or a "
+        "graph of before this block that MindSpeed's moe_fb_overlap runs again in it",
+    )
+
+
+def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return what a router is called with: the first tensor among its arguments."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value
+    raise RouterError("the router was called without a tensor", expected="hidden states", got=args)

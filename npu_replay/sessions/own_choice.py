@@ -1,0 +1,116 @@
+"""What a replay asks the routers' own choice for: live_mismatch, overlap, and what aux losses count."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from npu_replay import environment
+from npu_replay.errors import one_of
+from npu_replay.routers import Handle, Router, check_losses
+from npu_replay.routes.inputs import parameter_names
+from npu_replay.sessions import seam
+from npu_replay.sessions.effect import Count
+from npu_replay.sessions.micro_batches import Forward
+from npu_replay.sessions.overlap import OverlapCheck
+from npu_replay.sessions.route_source import DeviceRoutes
+
+AuxLoss: TypeAlias = Literal["live", "replayed"]
+
+
+class OwnChoice:
+    """Asks each router that is given ids for its own choice where that is wanted: it costs a top-k.
+
+    Args:
+        live_mismatch, min_overlap, aux_loss: see `replay`.
+    """
+
+    def __init__(
+        self,
+        *,
+        live_mismatch: bool = False,
+        min_overlap: float | None = None,
+        aux_loss: AuxLoss | None = None,
+    ) -> None:
+        if aux_loss is not None:
+            one_of(aux_loss, ("live", "replayed"), "aux_loss")
+        self._aux_loss = environment.read(environment.AUX_LOSS, "live") if aux_loss is None else aux_loss
+        self._counts_live = False
+        self._overlap = OverlapCheck(min_overlap)
+        self._is_compared = live_mismatch
+        self._differing = Count()
+        self._compared = 0
+        self._running: list[tuple[torch.Tensor, int]] = []
+        """Of each call in the forward that runs, a flag for each row, and how many rows were compared."""
+
+    def enters(self, routers: Sequence[Router]) -> None:
+        """Enter a session on these routers."""
+        losses = any(router.aux_losses is not None for router in routers)
+        self._counts_live = losses and self._aux_loss == "live"
+
+    def recount(self, router: Router, calls: object) -> Handle | None:
+        """Have a router's aux losses count what they are told to in each of these calls; None: they do so."""
+        losses = router.aux_losses
+        if losses is None or losses.follow == (self._aux_loss == "replayed"):
+            return None
+        return losses.recount(functools.partial(_counted, weakref.ref(calls), self._aux_loss))
+
+    def check_losses(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Refuse a call of the model with a loss that can't count the replayed experts, where it is to."""
+        if self._aux_loss == "replayed":
+            check_losses(module, dict(zip(parameter_names(module), args, strict=False)) | dict(kwargs))
+
+    def count_in(self, call: seam.Call) -> None:
+        """Find the router's own choice, if its aux losses count that in this call."""
+        if not self._counts_live:
+            return
+        router = call.owner.router
+        if (losses := router.aux_losses) is not None and losses.follow_the_call_of(router.module):
+            call.own()
+
+    def compare(
+        self, call: seam.Call, given: torch.Tensor, missing: torch.Tensor | None, routes: DeviceRoutes
+    ) -> None:
+        """Hold the ids that a router is given, int64 [rows, topk], against its own, but for missing rows."""
+        if self._counts_live:
+            self.count_in(call)
+        if self._is_compared:
+            differ = (given.sort(dim=1).values != call.own().sort(dim=1).values).any(dim=1)
+            if missing is not None:
+                differ[missing] = False
+            self._running.append((differ, len(differ) - (0 if missing is None else len(missing))))
+        if self._overlap.asks(call.forward, routes.routes):
+            self._overlap.add(call.owner.label, call.num_experts, given, call.own(), missing)
+
+    def ends(self, chunk: int, forward: Forward | None, given: DeviceRoutes | None) -> None:
+        """Count and judge what the calls of a forward have shown; None: it didn't come to its end.
+
+        Raises:
+            MicroBatchError: the routes are far from what the routers choose.
+        """
+        shown, self._running = self._running, []
+        for differ, compared in shown if forward is not None else ():
+            self._differing.add(differ)
+            self._compared += compared
+        self._overlap.check(chunk, None if forward is None else forward.number, given)
+
+    def counts(self) -> dict[str, int]:
+        """Token-layers compared with the live router, and how many of them differed; experts that were
+        judged, and how many of them the routers chose too."""
+        figures = {"differing": int(self._differing), "compared": self._compared}
+        return figures | {"shared": self._overlap.shared, "given": self._overlap.given}
+
+
+def _counted(calls: weakref.ref[Any], aux_loss: AuxLoss) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the ids that the aux losses of the router's call are told to count, and those that are used."""
+    owner = calls()
+    call = None if owner is None else seam.running(owner)
+    if call is None or call.ids is None:
+        return None
+    counted = call.ids if aux_loss == "replayed" else call.own_ids
+    return None if counted is None else (counted, call.ids)

@@ -1,0 +1,234 @@
+"""Which routes each forward of a session gets, and their copies on the devices of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from npu_replay.errors import MicroBatchError, RouterError, micro_batch
+from npu_replay.routers import Router, labels_of
+from npu_replay.routes.arguments import StageLabels
+from npu_replay.routes.inputs import Called
+from npu_replay.routes.routed_experts import RoutedExperts
+from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, Timeline
+from npu_replay.sessions.recompute import KeptIds
+from npu_replay.sessions.session import Session
+
+_OfLayer: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None]"
+_OnDevice: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, dict[int, _OfLayer]]"
+_FEW = 2**18
+"""Ids of a micro-batch that are held as int64 on the device: 2 MB."""
+
+
+class RouteSource:
+    """Says which routes each forward of a session gets. This one has none: the routers choose by themselves.
+
+    Args:
+        keeps: of so many of each chunk's last forwards the ids that were used are kept; None: of all. Those
+            that a recompute may want are kept anyway.
+        wants_inputs: are token ids and images of each micro-batch kept?
+    """
+
+    why_other_rows = ""  # the cause of routes that have other rows than a router, if it is known
+
+    def __init__(self, *, keeps: int | None = 0, wants_inputs: bool = False) -> None:
+        self.keeps = keeps
+        self.records = keeps != 0  # are the ids of the forward that runs kept, whoever may want them?
+        self._wants_inputs = wants_inputs
+        self.inputs: dict[int, Called] = {}  # token ids and images of the first chunk's calls
+        self.given: dict[tuple[int, int], DeviceRoutes] = {}  # by chunk and micro-batch
+        # Of the session that is open:
+        self.chunks: Sequence[nn.Module] = []
+        self.routers: Sequence[Sequence[Router]] = []
+        self.timeline = Timeline(0)
+
+    @property
+    def all_routers(self) -> list[Router]:
+        """The routers of all chunks."""
+        return [router for routers in self.routers for router in routers]
+
+    def enters(self, session: Session) -> None:
+        """Enter its session. Refuses routes that don't fit the routers."""
+        self.chunks, self.routers, self.timeline = session.chunks, session.routers, session.timeline
+
+    def answers(self, router: Router) -> bool:
+        """Tell whether the router's calls outside backward are answered now."""
+        return True
+
+    def is_last(self, number: int) -> bool:
+        """Tell whether this is known to be the last micro-batch."""
+        return False
+
+    def check_forward(self, forward: Forward) -> None:
+        """Refuse a micro-batch at its beginning."""
+
+    def wants_inputs_of(self, number: int) -> bool:
+        """Tell whether token ids and images of this micro-batch are kept."""
+        return self._wants_inputs
+
+    def ends(self, forward: Forward, complete: bool, kept: KeptIds) -> None:
+        """End a forward; incomplete: it raised. `kept` has the ids that its routers used."""
+
+    def check_complete(self) -> None:
+        """Refuse routes that no forward has used."""
+
+    def clear(self) -> None:
+        """Drop all, as the session is over."""
+        self.given.clear()
+        self.inputs.clear()
+
+    def give(self, chunk: int, number: int, routes: RoutedExperts) -> None:
+        """Have a micro-batch of a chunk get these.
+
+        Raises:
+            RouterError: they don't fit the routers of the chunk.
+        """
+        here, every = self.routers[chunk], self.all_routers
+        check_fit(routes, here, every, micro_batch(number))
+        self.given[chunk, number] = DeviceRoutes(routes, labels_of(here, every))
+
+    def of(self, forward: Forward) -> DeviceRoutes:
+        """Return the routes of a forward.
+
+        Raises:
+            MicroBatchError: there are none.
+        """
+        given = self.given.get((forward.chunk, forward.number))
+        if given is None:
+            raise MicroBatchError(
+                "no routes were given for this forward",
+                where=f"{micro_batch(forward.number)}, chunk {forward.chunk}",
+                expected="the routes of each forward before it",
+                got="none",
+                cause="an extra forward (a reference pass, an evaluation) while a replay is on",
+            )
+        return given
+
+    def prepare(self, router: Router, forward: Forward, rows: int, device: torch.device) -> Any:
+        """Return the routes of a forward, and what of them is on the device, for a call with so many rows."""
+        if forward is self.timeline.bypassed:
+            self.check_forward(forward)
+        given = self.of(forward)
+        if given.rows != rows:
+            raise MicroBatchError(
+                "the routes have another number of tokens than the router",
+                where=micro_batch(forward.number, router.label),
+                expected=f"{rows} rows",
+                got=f"{given.rows} in the routes",
+                cause=self.why_other_rows or self._why_other_rows(forward),
+            )
+        if device not in given.on:
+            self.send(forward, device)
+        return given, *given.on[device]
+
+    def send(self, forward: Forward, device: torch.device) -> None:
+        """Begin the copy of a micro-batch with the micro-batch before it, if its routes are here."""
+        for number in (forward.number, forward.number + 1):
+            if (given := self.given.get((forward.chunk, number))) is not None:
+                given.send(device)
+
+    def _why_other_rows(self, forward: Forward) -> str:
+        if forward is self.timeline.bypassed:
+            return CALLED_INSIDE
+        laid_out = (
+            "padding, packing, sequence or context parallelism that the routes were not laid out for "
+            "(TokenLayout does that)"
+        )
+        extra = "an evaluation or a reference pass inside the block, which belongs outside"
+        if not self.chunks[forward.chunk].training:
+            return f"{extra} (the model is in eval mode); or {laid_out}"
+        if self.timeline.had_grad and not forward.grad:
+            return (
+                f"{extra} (this forward runs without grad, earlier ones of the block had it); or {laid_out}"
+            )
+        return f"{laid_out}; or {extra}"
+
+
+class DeviceRoutes:
+    """Routes of one micro-batch for one chunk, and their copies on the devices of a model.
+
+    Args:
+        routes: rows as the routers have them.
+        labels: of the chunk's routers.
+    """
+
+    def __init__(self, routes: RoutedExperts, labels: StageLabels) -> None:
+        self.routes = routes
+        self.rows = len(routes)
+        self.columns = {label: column for column, label in enumerate(labels)}  # of the narrow ids
+        self._of_all = routes.columns(labels)
+        missing = (~routes.recorded).nonzero()[:, 0]
+        self.missing: torch.Tensor | None = missing if len(missing) else None  # int64 rows without a route
+        # By device, the narrow ids [rows, layers, topk], `missing` there, and for each layer its ids
+        # [rows, topk] and those that its router gets: narrow ones and None, or int64 both where they are few,
+        # as a cast each would cost more.
+        self.on: dict[torch.device, _OnDevice] = {}
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """The narrow ids on the host, [rows, layers, topk], a column for each router."""
+        return self.routes.ids[:, self._of_all]
+
+    def send(self, device: torch.device) -> None:
+        """Have them on a device; without waiting for them, and once."""
+        if device in self.on or not self.columns:
+            return
+        ids = to_device(self.ids, device)
+        given: Any = ids.transpose(0, 1)
+        handed: Any = [None] * len(given)
+        if ids.numel() <= _FEW and not torch.is_inference_mode_enabled():
+            given = given.to(torch.int64, memory_format=torch.contiguous_format)
+            handed = [one.data for one in given.clone().unbind()]  # each counts how often it is written into
+        missing = None if self.missing is None else to_device(self.missing, device)
+        self.on[device] = ids, missing, dict(zip(self.columns, zip(given, handed, strict=True), strict=True))
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy on the device that the host doesn't wait for, which only pinned memory allows."""
+    if device.type == "cpu":
+        return tensor
+    try:
+        pinned = tensor.contiguous().pin_memory()
+    except (RuntimeError, NotImplementedError):  # a device without such memory, or no more of it
+        return tensor.to(device)
+    return pinned.to(device, non_blocking=True)
+
+
+def check_fit(routes: RoutedExperts, routers: Sequence[Router], every: Sequence[Router], place: str) -> None:
+    """Refuse routes that these routers can't be given; `every`: all routers that this rank has."""
+    named = labels_of(routers, every).among(routes.layers, place)
+    for router, label in zip(routers, named, strict=True):
+        where = f"{place}, layer {router.label}"
+        if label not in routes.layers:
+            raise RouterError(
+                "this decoder layer of the model is missing from the routes",
+                where=where,
+                expected=f"layers {[router.label for router in routers]}",
+                got=list(routes.layers),
+                cause="routes of another pipeline stage, or counted over the MoE layers only where "
+                "the model has dense layers too",
+            )
+        for what, ours, theirs in (
+            ("top-k", router.topk, routes.topk),
+            ("number of experts", router.num_experts, routes.num_experts),
+        ):
+            if ours != theirs:
+                raise RouterError(
+                    f"the routes have another {what} than the model",
+                    where=where,
+                    expected=ours,
+                    got=theirs,
+                    cause="rollout engine and trainer run different models or configs",
+                )
+        if None not in (router.row_order, routes.row_order) and router.row_order != routes.row_order:
+            raise RouterError(
+                "the routes were laid out in another order of rows than the model's",
+                where=where,
+                expected=f"TokenLayout with order={router.row_order!r}",
+                got=f"order={routes.row_order!r}",
+                cause="order= left at Megatron's, sequence-major, for a model of transformers, which is "
+                "batch-major",
+            )

@@ -1,0 +1,188 @@
+"""What of torch's state is changed for the process while a block is open, each with what undoes it.
+
+- Its two names for top-k are ours (`Guard`).
+- Its compilers have tables of its functions, and would learn the wrong names meanwhile. The first
+  torch.compile of a process makes such a table and keeps it: it would lack the real top-k, and code compiled
+  later would break its graph there, or fail with fullgraph=True. So a table that was made meanwhile is
+  dropped. TorchScript keeps one too, by id, and can't compile a function of ours: in it ours stands for the
+  operator, as long as it is torch's.
+- A compiled graph skips hooks that come later. So modules that contain a router run eagerly (`hold_eager`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from npu_replay.errors import RouterError
+from npu_replay.routers import Router
+
+
+class _Guarded:
+    """One of torch's two names for top-k, answered by the armed call of a thread, if there is one."""
+
+    def __init__(self, owner: Any, guard: Guard) -> None:
+        self.owner = owner
+        self.own_attribute = "topk" in vars(owner)  # Tensor's is inherited from its C base
+        self.native = native = owner.topk
+        self._is_laid = False
+        here = guard.here
+
+        def topk(*args: Any, **kwargs: Any) -> Any:
+            call = here.armed
+            if call is None:
+                if not guard.is_open:  # who wrapped it inside a block has laid it back after the block
+                    self.lay_back()
+                return native(*args, **kwargs)
+            if not call.matches(args, kwargs):
+                return native(*args, **kwargs)
+            return call.answer(native, args, kwargs, "guard")
+
+        topk.__doc__ = native.__doc__
+        self.answered = topk
+
+    def lay_on(self) -> None:
+        """Take the name, once."""
+        if not self._is_laid:
+            self.owner.topk = self.answered
+            self._is_laid = True
+
+    def lay_back(self) -> None:
+        """Give the name back, unless it was wrapped meanwhile: then ours stays below and passes all on."""
+        if self.owner.topk is not self.answered:
+            return
+        if self.own_attribute:
+            self.owner.topk = self.native
+        else:
+            del self.owner.topk
+
+
+class Guard:
+    """torch's two names for top-k, replaced while at least one block is open.
+
+    It takes no lock, which an interrupt could leave locked: each step may be taken twice, by whoever comes.
+
+    Args:
+        here: its `armed` is the call of a thread that answers the next top-k that it `matches`, or None.
+    """
+
+    def __init__(self, here: Any) -> None:
+        self.here = here
+        self._holders: set[object] = set()
+        self._dynamo_knew = False
+        self._names: list[_Guarded] = []
+        self.is_open = False
+
+    def install(self, holder: object) -> None:
+        """Hold the names, until `remove` is called as often as you like with the same holder."""
+        self._holders.add(holder)
+        if not self.is_open:
+            for left in self._names:
+                left.lay_back()
+            self._dynamo_knew = dynamo_knows()
+            self._names = [_Guarded(torch, self), _Guarded(torch.Tensor, self)]
+            if (operators := _script_table()) is not None:
+                operators[id(self._names[0].answered)] = "aten::topk"
+            self.is_open = True
+        for name in self._names:
+            name.lay_on()
+
+    def remove(self, holder: object) -> None:
+        """Hold them no more. The last holder gives them back."""
+        self._holders.discard(holder)
+        if self._holders or not self.is_open:
+            return
+        for name in self._names:
+            name.lay_back()
+        if (operators := _script_table()) is not None:  # it may have been made meanwhile, without torch's own
+            operators.pop(id(self._names[0].answered), None)
+            operators[id(self._names[0].native)] = "aten::topk"
+        if not self._dynamo_knew:
+            dynamo_forgets()
+        self.is_open = False
+        if self._holders:  # another thread's, which came in between
+            self.install(self)
+            self._holders.discard(self)
+
+
+def dynamo_knows() -> bool:
+    """Return whether dynamo has made its table already."""
+    table = _dynamo_table()
+    return table is not None and bool(table.cache_info().currsize)
+
+
+def dynamo_forgets() -> None:
+    """Drop dynamo's table, if there is one: it makes another when it needs it."""
+    if (table := _dynamo_table()) is not None:
+        table.cache_clear()
+
+
+def _dynamo_table() -> Any:
+    rules = sys.modules.get("torch._dynamo.trace_rules")  # never imported by us: that takes seconds
+    table = getattr(rules, "get_torch_obj_rule_map", None)
+    return table if hasattr(table, "cache_clear") and hasattr(table, "cache_info") else None
+
+
+def _script_table() -> dict[int, str] | None:
+    return getattr(sys.modules.get("torch.jit._builtins"), "_builtin_table", None)
+
+
+def hold_eager(chunks: Sequence[nn.Module], routers: Sequence[Sequence[Router]], holder: object) -> None:
+    """Have modules that contain a router run eagerly, until `let_go(holder)`.
+
+    Does nothing where none of them is compiled: the stance is the whole process's, and functions that a
+    framework compiled for itself should stay so.
+
+    Raises:
+        RouterError: something is compiled and this torch has no `torch.compiler.set_stance` (before 2.6).
+    """
+    compiled = [
+        path
+        for chunk, found in zip(chunks, routers, strict=True)
+        for path, module in chunk.named_modules()
+        if is_compiled(module) and any(_is_around(path, router.path) for router in found)
+    ]
+    if not compiled:
+        return
+    if not hasattr(torch.compiler, "set_stance"):
+        raise RouterError(
+            "a compiled module contains a router, and its graph would skip the hooks",
+            where=compiled[0] or "the module itself",
+            expected="torch 2.6 or newer, where it can be run eagerly for the time of the block",
+            got=f"torch {torch.__version__}",
+            cause="torch.compile on the model or a layer; compile the attention and the experts instead",
+        )
+    _holders.add(holder)
+    if not _stances:
+        _stances.append(torch.compiler.set_stance("force_eager"))
+
+
+def let_go(holder: object) -> None:
+    """Undo `hold_eager`; the last holder gives the process its stance back."""
+    _holders.discard(holder)
+    if not _holders and _stances:
+        _stances[0].__exit__(None, None, None)
+        _stances.clear()
+
+
+_holders: set[object] = set()
+_stances: list[Any] = []
+"""What gives the stance back, while it is ours."""
+
+
+def _is_around(path: str, router: str) -> bool:
+    """Tell whether the module at `path` contains the router, or is the router."""
+    return path in ("", router) or router.startswith(f"{path}.")
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Tell whether a module was compiled: by `module.compile()`, `torch.compile(module)` or its forward."""
+    return (
+        getattr(module, "_compiled_call_impl", None) is not None
+        or type(module).__name__ == "OptimizedModule"
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+    )
