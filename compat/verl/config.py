@@ -70,11 +70,9 @@ def install() -> None:
 
 
 def mode_of(config: Any, *, legacy: bool | None = None) -> str:
-    """The mode that verl's Megatron or FSDP workers act on: "disabled", "R2" or "R3".
+    """Return the mode that verl's Megatron or FSDP workers act on: "disabled", "R2" or "R3".
 
-    Args:
-        config: the worker's whole `actor_rollout_ref`: a DictConfig, dict or dataclass.
-        legacy: are they 0.7's legacy workers? Left out, the config is asked.
+    The arguments are those of `check_actor`.
     """
     key = _key_that_is_read(config, legacy)
     return _mode_at(config, key) if key is not None and key[0] != "veomni" else OFF
