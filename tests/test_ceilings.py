@@ -47,7 +47,7 @@ LINES = {
     "compat.sglang": 771,
     "compat.slime": 184,
     "compat.swift": 126,
-    "compat.verl": 3760,
+    "compat.verl": 3733,
     "compat.roll": 361,
     "devices": 86,
     "doctor": 549,

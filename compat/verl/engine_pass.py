@@ -61,7 +61,7 @@ class Actions:
         self.is_off, self.action = is_off, ""
 
     def set(self, action: str) -> None:
-        """Turn to record, to replay, or between a replay's forwards and backwards."""
+        """Turn to record or to replay."""
         if not self.is_off:
             self.action = action
 
@@ -156,10 +156,9 @@ class EnginePass(Actions):
         self._counted.update(counted)
 
     def set(self, action: str) -> None:
-        """Turn to record, to replay, or between a replay's forwards and backwards."""
+        """Turn to record or to replay."""
         before, self.action = self.action, action
-        same = before == action or {before, action} == {REPLAY, BACKWARD}
-        if action == BACKWARD or (self.session is not None and same):
+        if self.session is not None and before == action:
             return
         # verl turns to replay first and then, in a record, on to that: what saw no forward goes.
         if self.session is not None and any(self.session._timeline.ended):

@@ -328,7 +328,8 @@ def set_global_router_replay_action(router_replay_action: Any) -> None:
             "clear_..._action() for none",
             got=router_replay_action,
         )
-    current().set(value)
+    if value != BACKWARD:  # autograd tells a backward
+        current().set(value)
 
 
 def clear_global_router_replay_action() -> None:
@@ -341,19 +342,12 @@ def clear_global_indices() -> None:
 
 
 def set_model_router_replay_action(model: Any, router_replay_action: Any) -> None:
-    """Set the action of the pass, whose model it is."""
-    set_global_router_replay_action(router_replay_action)
+    """Do nothing: a forward step turns between forward and backward by it, and autograd tells these."""
 
 
-class ModelReplay:
-    """Stands for the RouterReplays of a chunk, whose action a forward step of verl below 0.9 turns."""
-
-    set_router_replay_action = staticmethod(set_global_router_replay_action)
-
-
-def get_micro_batch_router_list(tf_config: Any, vp_rank: int | None = None) -> list[ModelReplay]:
-    """Return what stands for the RouterReplays of a chunk."""
-    return [ModelReplay()]
+def get_micro_batch_router_list(tf_config: Any, vp_rank: int | None = None) -> list[Any]:
+    """Return no RouterReplay: a forward step of verl below 0.9 turns these, as the function above does."""
+    return []
 
 
 def is_r2_record_action(tf_config: Any, vp_rank: int | None = None, model: Any = None) -> bool:
@@ -362,10 +356,10 @@ def is_r2_record_action(tf_config: Any, vp_rank: int | None = None, model: Any =
 
 
 def is_replay_forward_action(tf_config: Any, vp_rank: int | None = None, model: Any = None) -> bool:
-    """Return whether a replay is on, and a forward next."""
+    """Return whether a replay is on."""
     return current().action == REPLAY
 
 
 def is_replay_backward_action(tf_config: Any, vp_rank: int | None = None, model: Any = None) -> bool:
-    """Return whether a replay is on, and a backward next."""
-    return current().action == BACKWARD
+    """Return False: a replay is ready for a forward at any time."""
+    return False

@@ -11,7 +11,7 @@ import torch
 
 from npu_replay import routers
 from npu_replay.compat.verl.engine_adapter import EngineAdapter, refuse_engines
-from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, Actions, EnginePass, current, wrapped
+from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, Actions, EnginePass, current, serves, wrapped
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
 from npu_replay.sessions.stepwise import StepReplay
 from toys import ROWS, TOPK, ToyModel, ToyRouters, hooks, tokens
@@ -130,6 +130,19 @@ def test_an_action_that_waits_is_the_engines_and_over_when_the_engine_ends_it() 
         engine.forward_backward_batch(lambda model: (schedule(model), current().clear()), forward_only=True)
         assert not current().action
     assert hooks(engine.module[0]) == 0
+
+
+def test_an_engine_without_replay_is_answered_that_none_is_on() -> None:
+    """T40: verl's own answer counts layers by functions that Megatron-core 0.12.1 hasn't."""
+    seen: list[tuple[bool, str]] = []
+
+    def schedule(model: ToyModel) -> None:
+        current().set(RECORD)
+        seen.append((serves(), current().action))
+
+    Engine("disabled").forward_backward_batch(schedule)
+    assert seen == [(True, "")]
+    assert not serves()
 
 
 def test_a_pass_without_an_action_is_left_alone() -> None:
