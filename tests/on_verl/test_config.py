@@ -107,9 +107,8 @@ def test_a_job_without_replay_is_left_alone(trainer: str) -> None:
 @pytest.mark.parametrize("mode", ["R2", "R3"])
 def test_a_right_config_passes_and_its_mode_is_known(workers: Workers, mode: str) -> None:
     actor = workers.actor(key=mode, flag=mode == "R3")
-    for legacy in (None, workers.legacy):
-        verl_config.check_actor(actor, legacy=legacy)
-        assert verl_config.mode_of(actor, legacy=legacy) == mode
+    verl_config.check_actor(actor, legacy=workers.legacy)
+    assert verl_config.mode_of(actor, legacy=workers.legacy) == mode
 
 
 def test_a_plain_dict_does_too(workers: Workers) -> None:
