@@ -6,8 +6,7 @@ left. So they are laid out anew, as the ids are; the callback follows the model,
 calls.
 
 Waits for the trainer's module and the table of callbacks. Probes: the names and arguments that it wraps.
-Offers:
-`install`. Undone by `npu_replay.uninstall()`.
+Offers: `install`. Undone by `npu_replay.uninstall()`.
 """
 
 from __future__ import annotations
@@ -49,14 +48,13 @@ def _wrap(module: Any) -> None:
 
 def _register(module: Any) -> None:
     table: dict[str, Any] = module.callbacks_map
-    for mode in ("R2", "R3"):
-        table[f"npu_replay_{mode}"] = functools.partial(_callback, mode)
-    names = [f"npu_replay_{mode}" for mode in ("R2", "R3")]
+    ours = {f"npu_replay_{mode}": functools.partial(_callback, mode) for mode in ("R2", "R3")}
+    table.update(ours)
 
     def undo() -> bool:
-        return [name for name in names if table.pop(name, None) is None] == []
+        return None not in [table.pop(name, None) for name in ours]
 
-    _patches.add(Change(f"{CALLBACKS}.callbacks_map", "the callbacks " + " and ".join(names), undo))
+    _patches.add(Change(f"{CALLBACKS}.callbacks_map", "the callbacks " + " and ".join(ours), undo))
 
 
 def _callback(mode: Literal["R2", "R3"], args: Any, trainer: Any) -> Any:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,12 +19,30 @@ import hybrid_model
 import npu_replay
 from megatron_cases import RECOMPUTE, VARIANTS, perturbed, routers
 from npu_replay import RoutedExperts
+from npu_replay.compat.verl.engine_adapter import EngineAdapter
+from npu_replay.compat.verl.engine_pass import EnginePass
 from npu_replay.smoke import megatron_model
 
 PATCH = "verl.utils.megatron.router_replay_patch"
 UTILS = "verl.utils.megatron.router_replay_utils"
 LENGTHS = ((7, 12, 3), (5,), (9, 2))
 VOCAB = 64
+
+
+class Engine:
+    """As much of an engine as a pass asks of it."""
+
+    def __init__(self, model: nn.Module, config: Any, mode: str) -> None:
+        self.module, self.tf_config = [model], config
+        self.engine_config = SimpleNamespace(router_replay=SimpleNamespace(mode=mode))
+
+
+@contextmanager
+def engine_pass(model: nn.Module, config: Any, *, mode: str = "R2", trains: bool = False) -> Iterator[None]:
+    """A pass of an engine with this model."""
+    engine = Engine(model, config, mode)
+    with EnginePass(EngineAdapter(engine), trains=trains).entered():
+        yield
 
 
 class Verl:
@@ -57,16 +77,16 @@ class Verl:
     ) -> torch.Tensor:
         """R2's pass over the old log-probs: the routes of all samples."""
         maps: list[torch.Tensor] = []
-        self.replay.set_global_router_replay_action(self.actions.RECORD)
-        with torch.no_grad():
+        with engine_pass(model, config), torch.no_grad():
+            self.replay.set_global_router_replay_action(self.actions.RECORD)
             for sequences in batches:
                 forward(sequences)
                 assert self.utils.RouterReplayHelper.is_r2_record_action(config, 0)
                 tokens, mask = self.batch(sequences)
                 self.call("merge_router_topk_indices", mask, tokens, maps, config, 0, model=model)
-        routes = self.call("pp_gather", self.joined(maps), config)
-        self.replay.clear_global_indices()
-        self.replay.clear_global_router_replay_action()
+            routes = self.call("pp_gather", self.joined(maps), config)
+            self.replay.clear_global_indices()
+            self.replay.clear_global_router_replay_action()
         return routes
 
     def joined(self, maps: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -88,35 +108,36 @@ class Verl:
         *,
         backward: Callable[[list[torch.Tensor]], None],
         masks: Sequence[torch.Tensor | None] | None = None,
+        mode: str = "R2",
     ) -> list[torch.Tensor]:
         """The update: losses of all micro-batches, with their backward."""
         losses: list[torch.Tensor] = []
         samples = iter(list(routes.unbind()))
-        self.replay.set_global_router_replay_action(self.actions.REPLAY_FORWARD)
-        for number, sequences in enumerate(batches):
-            mine = [next(samples) for _ in sequences]
-            helper = self.utils.RouterReplayHelper
-            if helper.is_replay_backward_action(config, 0):
-                self.turn(config, model, self.actions.REPLAY_FORWARD)
-            assert helper.is_replay_forward_action(config, 0)
-            _, attention_mask = self.batch(sequences)
-            here = (
-                torch.nested.as_nested_tensor(mine, layout=torch.jagged) if self.jagged else torch.stack(mine)
-            )
-            self.call(
-                "set_router_replay_data",
-                here,
-                attention_mask,
-                config,
-                0,
-                replay_mask=None if masks is None else masks[number],
-                model=model,
-            )
-            losses.append(forward(sequences))
-            self.turn(config, model, self.actions.REPLAY_BACKWARD)
-        backward(losses)
-        self.replay.clear_global_router_replay_action()
-        self.replay.clear_global_indices()
+        with engine_pass(model, config, mode=mode, trains=True):
+            self.replay.set_global_router_replay_action(self.actions.REPLAY_FORWARD)
+            for number, sequences in enumerate(batches):
+                mine = [next(samples) for _ in sequences]
+                helper = self.utils.RouterReplayHelper
+                if helper.is_replay_backward_action(config, 0):
+                    self.turn(config, model, self.actions.REPLAY_FORWARD)
+                assert helper.is_replay_forward_action(config, 0)
+                _, attention_mask = self.batch(sequences)
+                self.call(
+                    "set_router_replay_data",
+                    torch.nested.as_nested_tensor(mine, layout=torch.jagged)
+                    if self.jagged
+                    else torch.stack(mine),
+                    attention_mask,
+                    config,
+                    0,
+                    replay_mask=None if masks is None else masks[number],
+                    model=model,
+                )
+                losses.append(forward(sequences))
+                self.turn(config, model, self.actions.REPLAY_BACKWARD)
+            backward(losses)
+            self.replay.clear_global_router_replay_action()
+            self.replay.clear_global_indices()
         return losses
 
     def turn(self, config: Any, model: nn.Module, action: Any) -> None:
@@ -155,6 +176,7 @@ class Job:
             VARIANTS[variant] | RECOMPUTE.get(recompute or "", {}) | {"enable_routing_replay": True} | changes
         )
         if pattern:
+            values |= {"mtp_num_layers": 1} if "/" in pattern else {}
             self.config = hybrid_model.config(pattern, **values)
             self.model = hybrid_model.model(self.config, pattern)
         else:

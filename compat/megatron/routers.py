@@ -19,6 +19,8 @@ from npu_replay.sessions.micro_batches import Marks
 from npu_replay.sessions.seam import least_positive
 
 _ROUTER_MODULE = "megatron.core.transformer.moe.router"
+IDLE_WITHOUT_ACTION = "npu_replay_idle_without_action"
+"""A framework's RouterReplay whose class has this mark need not be asked without an action."""
 _METHODS = ("forward", "routing")
 _TOP_K_FUNCTIONS = ("topk_softmax_with_capacity", "topk_routing_with_score_function")
 _TWO_WAYS = "two ways of replaying at once; use npu_replay's blocks or RouterReplay"
@@ -222,12 +224,7 @@ def action_of(replay: Any) -> Any:
     return getattr(replay, "router_replay_action", None)
 
 
-def is_by_session(replay: Any) -> bool:
-    """Does it only open and close sessions of npu_replay, which answer the top-k? A class says so."""
-    return bool(getattr(type(replay), "npu_replay_by_session", False))
-
-
 def _upstream_replay(module: Any) -> Any:
     """The action of RouterReplay, upstream's from 0.16 on or ours before, that answers a router's top-k."""
     replay = getattr(module, "router_replay", None)
-    return action_of(replay) if is_replaying(replay) and not is_by_session(replay) else None
+    return action_of(replay) if is_replaying(replay) else None

@@ -18,7 +18,7 @@ from typing import Any
 
 from npu_replay.compat.megatron import aux_losses, fused_router
 from npu_replay.compat.megatron.config_flags import asks_for_replay
-from npu_replay.compat.megatron.routers import gathered_ranks, is_by_session, is_replaying, spare
+from npu_replay.compat.megatron.routers import gathered_ranks, is_replaying, spare
 from npu_replay.compat.megatron_backports import router_methods, router_replay
 from npu_replay.compat.megatron_backports.router_replay import MegatronRouterReplay
 from npu_replay.compat.mindspeed import repatch
@@ -191,7 +191,7 @@ def _hand_back(topk_router: type) -> bool:
     _framework.clear()
     for router in alive(topk_router):
         framework = getattr(router, _REPLAY, None)
-        if is_by_session(framework):
+        if framework is not None and not hasattr(type(framework), _EVERYONE):
             own = _handed.get(router)
             if own is None:
                 own = _router_replay()()

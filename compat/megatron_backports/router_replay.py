@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from npu_replay.compat.megatron import fused_router
-from npu_replay.compat.megatron.routers import action_of, is_by_session, is_replaying
+from npu_replay.compat.megatron.routers import IDLE_WITHOUT_ACTION, action_of, is_replaying
 from npu_replay.compat.patching import served_modules
 from npu_replay.errors import NoEffect, ReplayError, RouterError
 from npu_replay.sessions import seam
@@ -66,7 +66,7 @@ class RouterReplayAction(Enum):
 class MegatronRouterReplay:
     """Records or replays the expert ids of one router, int [rows, topk], rows as the router has them.
 
-    Loops import it as Megatron's `RouterReplay`. (verl's, of `compat.verl`, is another: over sessions.)
+    Loops import it as Megatron's `RouterReplay`.
 
     >>> from npu_replay.compat.megatron_backports.router_replay import *
     >>> replay = MegatronRouterReplay()
@@ -280,9 +280,9 @@ def is_idle(replay: Any) -> bool:
     if replay is None:
         return True
     ask = getattr(replay, "get_replay_topk", None)
-    if ask is None or is_by_session(replay):
+    if ask is None:
         return True  # a framework's own, whose routing knows what to do with it
-    return action_of(replay) is None and _is_plain(ask)
+    return action_of(replay) is None and (hasattr(type(replay), IDLE_WITHOUT_ACTION) or _is_plain(ask))
 
 
 def _is_plain(ask: Any) -> bool:

@@ -59,11 +59,9 @@ def _cluster(module: Any) -> None:
 
 
 def _protocol(module: Any) -> None:
-    cls = module.DataProto
-    ours = staticmethod(
-        functools.wraps(cls.materialize_concat)(functools.partial(_fetched, cls.materialize_concat))
-    )
-    _patches.set(cls, "materialize_concat", ours, "R2: routes come into the batch")
+    original = module.DataProto.materialize_concat
+    ours = staticmethod(functools.wraps(original)(functools.partial(_fetched, original)))
+    _patches.set(module.DataProto, "materialize_concat", ours, "R2: routes come into the batch")
 
 
 def _checked(original: Callable[..., Any], self: Any) -> None:

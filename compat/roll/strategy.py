@@ -23,7 +23,7 @@ from npu_replay.compat.patching import import_hook, known_names
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl import engine_adapter, functions, tensors
 from npu_replay.compat.verl.engine_adapter import problem_of
-from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, Actions, EnginePass, current
+from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, EnginePass, current
 from npu_replay.compat.verl.files import ROUTES, TOKENS
 from npu_replay.compat.verl.fsdp import WholeModelAdapter
 from npu_replay.compat.verl.settings import OFF
@@ -150,8 +150,7 @@ def recorded(strategy: Any) -> torch.Tensor | None:
 def _forward_step(original: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     recorded(self)
     if batch.meta_info.get("disable_adapter", False):  # the reference of a LoRA actor
-        with Actions(is_off=True).entered():
-            return original(self, batch, *args, **kwargs)
+        return original(self, batch, *args, **kwargs)
     output, ran = _run(original, self, batch, False, *args, **kwargs)
     if ran is not None and ran.taken:
         ran.adapter.recorded = torch.cat(ran.taken)
@@ -205,7 +204,7 @@ def _fsdp2_forward(original: Callable[..., Any], self: Any, input_ids: Any, *arg
 
         batch = tensors.MicroBatch(rows[TOKENS], rows[_MASK], running.adapter.model)
         groups = [get_ulysses_group()] if self.worker.rank_info.cp_size > 1 else []
-        record, dtype = job.recording(None, None, None), narrow_dtype(batch.model["num_experts"])
+        record, dtype = job.recording(), narrow_dtype(batch.model["num_experts"])
         running.taken.append(functions.take(*record, batch, lambda: _layout(self, batch), groups, dtype))
     return logits
 
@@ -222,7 +221,7 @@ def _give(adapter: StrategyAdapter, rows: dict[str, Any]) -> None:
             "enable_old_logprobs_recompute has to be true); R3: actor_infer isn't sglang with "
             "router_replay.mode: R3, the only engine of which ROLL takes routes",
         )
-    replay, chunk = current().replaying(None, None, None)
+    replay, chunk = current().replaying()
     mask = None
     if current().r3:
         kept = [one[there.bool()] for one, there in zip(rows[TOKENS], rows[_MASK], strict=True)]

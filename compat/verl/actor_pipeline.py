@@ -1,8 +1,4 @@
-"""How the pipeline of a verl job's actor deals out its layers, read off the job's config, where no model is.
-
-Probes: Megatron-core's reader of pipeline layouts, where the config has one. Offers: `cut_of`. It changes
-nothing.
-"""
+"""How the pipeline of a verl job's actor deals out its layers, read off the job's config."""
 
 from __future__ import annotations
 
@@ -30,12 +26,7 @@ _NOTHING = dict.fromkeys(
 
 
 def cut_of(config: Any, model: RoutedModel) -> Any:
-    """The `cut` of a carrier: a piece for each stage; or even ones, with a WARNING, if these aren't known.
-
-    Args:
-        config: the job's.
-        model: the policy's.
-    """
+    """Return the `cut` of a carrier: a piece for each stage; even ones, with a WARNING, if it is unknown."""
     megatron = setting(config, ROOT, "actor", "megatron")
     pp, vp = (int(setting(megatron, f"{name}pipeline_model_parallel_size") or 1) for name in ("", "virtual_"))
     try:

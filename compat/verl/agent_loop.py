@@ -1,8 +1,7 @@
 """verl's rollout side: routes are kept, cut and passed on, from the engine's output to the batch.
 
 `generate` of the clients that ask the engine, and `_run_agent_loop` and `_postprocess` of the worker, are
-wrapped, and their results put right. That holds for every agent loop, also for a user's own, where the
-rollout was told to return routes; other jobs run as ever. `npu_replay.uninstall()` undoes it.
+wrapped where the rollout was told to return routes, for every agent loop, also a user's own.
 
 Row i of verl's `routed_experts` is token i of prompt and response, in all layers. A row without a route is
 all zeros: no real row is, since a top-k of 2 and more never chooses an expert twice. (With a top-k of 1 it
@@ -144,7 +143,7 @@ class Turns:
         if not len(sampled):
             return
         job = self.job
-        if routes is None and job is not None and not job.dropped and not aborted and environment.strict():
+        if routes is None and job is not None and not aborted and environment.strict():
             raise ReplayError(
                 "enable_rollout_routing_replay is on, but the rollout engine returned no routes",
                 where="rollout",
@@ -204,8 +203,6 @@ class _Job:
     Attributes:
         client: asks the engine for the policy; a teacher's or a judge's turns are none of its samples.
         wanted: the rollout was told to return routes.
-        dropped: R2 records its own.
-        lengths: of the longest prompt and response, in tokens; None where the config doesn't tell.
         checks: checks what the engine returns, where the model is known.
         putter: takes the routes, and the batch has references; None where it carries them.
         like: [0, layers, topk], of the routes so far, for samples that have none of their own.
@@ -215,33 +212,13 @@ class _Job:
         config = getattr(worker, "config", None)
         rollout = getattr(worker, "rollout_config", None) or setting(config, ROOT, "rollout")
         self.client = getattr(worker, "llm_client", None) or getattr(worker, "server_manager", None)
-        lengths = (setting(rollout, "prompt_length"), setting(rollout, "response_length"))
-        self.lengths = lengths if all(isinstance(one, int) for one in lengths) else None
         self.wanted = bool(setting(rollout, FLAG))
-        # Does the actor replay what it recorded itself? Releases have the mode in different places.
-        places = ((), ("megatron",), ("veomni",))
-        modes = {setting(config, ROOT, "actor", *place, "router_replay", "mode") for place in places}
-        self.dropped = self.wanted and "R2" in modes and "R3" not in modes
         self.checks: RolloutChecks | None = None
         self.putter: Putter | None = None
-        if self.wanted and not self.dropped:
+        if self.wanted:
             self.checks = RolloutChecks.of(worker, str(setting(rollout, "name")))
             self.putter = Putter.of(worker, None if self.checks is None else self.checks.model)
         self.like: Array | None = None
-
-    def with_budget(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of `generate` with sampling parameters of their own, since a resume counts down in
-        them, and with an explicit limit, where verl would take a wrong one: the response length, and no more
-        than what prompt and response have together."""
-        given: Any = arguments.get("sampling_params")
-        if not isinstance(given, dict):
-            return arguments
-        limited = dict(given)
-        named = not given.keys().isdisjoint(("max_tokens", "max_new_tokens"))
-        if not named and self.lengths is not None and not hasattr(self.client, "_configured_response_length"):
-            left = sum(self.lengths) - len(arguments["prompt_ids"])
-            limited["max_tokens"] = max(1, min(self.lengths[1], left))
-        return arguments | {"sampling_params": limited}
 
     def routes_of(self, output: Any, turns: Turns) -> Array | None:
         """The rows of one output of an agent loop, [tokens, layers, topk], writable, uint8 or int16.
@@ -249,9 +226,6 @@ class _Job:
         They come from the turns. Where the loop has more to say than these (it asked the engine by a way of
         its own), its own are taken, brought to length.
         """
-        if self.dropped:
-            _say_dropped()
-            return None
         tokens = _ids([*output.prompt_ids, *output.response_ids])
         own = output.routed_experts
         rows, seen = turns.routes_of(tokens)
@@ -261,7 +235,7 @@ class _Job:
             rows[: len(taken)] = taken
         if rows is not None:
             self.like = rows[:0].copy()
-        elif self.wanted and self.like is not None:
+        elif self.like is not None:
             rows = np.zeros((len(tokens), *self.like.shape[1:]), self.like.dtype)
         return rows
 
@@ -291,8 +265,6 @@ async def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     job = None if sample is None else sample.job
     if job is None or job.client is not self:
         sample = job = None
-    else:
-        kwargs = job.with_budget(kwargs)
     turns = Turns(job)
     token = _resumed.set((self, turns))
     try:
@@ -406,14 +378,6 @@ def _common(first: Array, second: Array) -> int:
 
 def _is_aborted(output: Any) -> bool:
     return output.stop_reason in ("aborted", "abort")
-
-
-@functools.cache
-def _say_dropped() -> None:
-    logger.warning(
-        "[npu_replay] enable_rollout_routing_replay is on, but router_replay.mode is R2, which records its "
-        "own routes: those of the rollout are dropped. Turn it off, or take R3"
-    )
 
 
 _short = itertools.count(1)

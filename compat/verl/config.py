@@ -39,7 +39,6 @@ from npu_replay.errors import ReplayError
 
 logger = logging.getLogger(__name__)
 
-CONFIG = "verl.utils.config"
 ENGINE_WORKERS = "verl.workers.engine_workers"
 LEGACY_WORKERS = ("verl.workers.megatron_workers", "verl.workers.fsdp_workers")
 
@@ -63,24 +62,21 @@ _WHY = "refuses a config that replay would be off with in silence, or wrong"
 
 
 def install() -> None:
-    """Have verl's workers and its own check of the config refuse what can't replay, now or when imported."""
-    import_hook.when_imported(CONFIG, _WHAT, _guard_validation)
+    """Have verl's workers refuse what can't replay, now or when they are imported."""
     for module in (ENGINE_WORKERS, *LEGACY_WORKERS):
         import_hook.when_imported(module, _WHAT, _guard_workers)
 
 
-def mode_of(config: Any, *, legacy: bool | None = None) -> str:
-    """The mode that verl's Megatron or FSDP workers act on: "disabled", "R2" or "R3".
+def mode_of(config: Any, *, legacy: bool = False) -> str:
+    """Return the mode that verl's Megatron or FSDP workers act on: "disabled", "R2" or "R3".
 
-    Args:
-        config: the worker's whole `actor_rollout_ref`: a DictConfig, dict or dataclass.
-        legacy: are they 0.7's legacy workers? Left out, the config is asked.
+    The arguments are those of `check_actor`.
     """
     key = _key_that_is_read(config, legacy)
     return _mode_at(config, key) if key is not None and key[0] != "veomni" else OFF
 
 
-def check_actor(config: Any, *, legacy: bool | None = None) -> None:
+def check_actor(config: Any, *, legacy: bool = False) -> None:
     """Refuse a config with which replay would be off in silence, or wrong.
 
     With NPU_REPLAY_STRICT=0 each problem is one ERROR in the log, npu_replay undoes all that it has changed
@@ -89,7 +85,7 @@ def check_actor(config: Any, *, legacy: bool | None = None) -> None:
     Args:
         config: the worker's whole `actor_rollout_ref`: a DictConfig, dict or dataclass. Where it still hangs
             in the job's whole config, that is looked at too.
-        legacy: are the workers 0.7's legacy ones? Left out, the config is asked.
+        legacy: are the workers 0.7's legacy ones?
 
     Raises:
         ReplayError: says which keys, what is wrong with them, and what to set instead.
@@ -245,16 +241,9 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
 # ---- reading a config
 
 
-def _key_that_is_read(config: Any, legacy: bool | None) -> tuple[str, ...] | None:
+def _key_that_is_read(config: Any, legacy: bool) -> tuple[str, ...] | None:
     """Below `actor`: where these workers read the mode; None if they know no replay for this strategy."""
     strategy, own = setting(config, "actor", "strategy"), setting(config, "actor", _MODE)
-    if legacy is None:  # 0.7's are the default there, and later releases lack the switch
-        told = setting(whole(config), "trainer", "use_legacy_worker_impl")
-        # 0.8.0 has the old key in jobs of all strategies.
-        old = (
-            strategy == "megatron" and own is not None and setting(config, "actor", "megatron", _MODE) is None
-        )
-        legacy = old if told is None else bool(told != "disable")
     if strategy in FSDP:
         # Do engine workers tell their engines of a replay? Not in 0.7.0.
         where = next((product.where for product in probe.products() if product.name == "verl"), "")
@@ -277,17 +266,6 @@ def _dotted(key: tuple[str, ...], role: str = "actor") -> str:
 
 
 # ---- where it is asked
-
-
-def _guard_validation(module: Any) -> None:
-    """verl's own check of the whole config, which the driver makes before any worker is there."""
-
-    def validate_config(original: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
-        if list(_patches):
-            check_actor(setting(config, ROOT))
-        return original(config, *args, **kwargs)
-
-    _patches.wrap(module, "validate_config", validate_config, _WHY)
 
 
 def _guard_workers(module: Any) -> None:

@@ -1,7 +1,6 @@
 """What a pass asks of an engine or actor, and what is kept of it from one pass to the next.
 
-The class here is that of verl's Megatron engines; other engines have a subclass beside what wraps them. An
-engine that has replayed refuses to run once npu_replay is uninstalled, and goes on when it is installed anew.
+The class is that of verl's Megatron engines; other engines have a subclass beside what wraps them.
 """
 
 from __future__ import annotations

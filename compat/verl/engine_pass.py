@@ -1,9 +1,9 @@
-"""One pass of an engine: which action is on, which sessions are open, which routes are here, how ranks leave.
+"""One pass of an engine: which action is on, which session is open, which routes are here, how ranks leave.
 
 verl sets an action on all routers of the process, runs a schedule and clears the action. The first opens a
 record or a replay of the model whose engine runs the schedule; it is closed when the schedule ends, before an
 optimizer steps. What goes wrong on one rank waits until all ranks can leave: before the schedule (`_begin`)
-or behind it (`_settle`).
+or behind it (`_settle`). Where nothing of an engine runs, verl's functions are verl's own (`install`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from npu_replay.compat.megatron.parallel_state import config_of, unwrapped
-from npu_replay.compat.verl import live_models
+from npu_replay.compat.megatron.parallel_state import unwrapped
+from npu_replay.compat.megatron.routers import action_of
 from npu_replay.compat.verl.batch_routes import keys_in_place
 from npu_replay.compat.verl.engine_adapter import EngineAdapter, problem_of
 from npu_replay.compat.verl.files import ROUTES
@@ -44,10 +42,9 @@ RECORD, REPLAY, BACKWARD = "record", "replay_forward", "replay_backward"
 
 
 class Actions:
-    """verl's functions without an engine: an action opens all live models with the flag, and closes them.
+    """Keeps the action that verl sets until an engine's pass inside opens it.
 
     Args:
-        waits: an action is only kept; the engine's pass that runs inside opens it.
         is_off: no action has an effect: a reference pass through the actor's own functions.
 
     Attributes:
@@ -56,120 +53,53 @@ class Actions:
         r3: do the routes come from a rollout engine?
         tolerant: are samples with bad routes counted?
         keeps: does what is recorded stay in this rank?
-        sessions: that are open.
-        targets: by a router's id, what was set on it for its next forward, and its mask.
-        last: what each router recorded last in a record that has ended; it outlasts that, as in verl.
     """
 
     engine: EngineAdapter | None = None
     flagged = trains = r3 = tolerant = keeps = False
 
-    def __init__(self, *, waits: bool = False, is_off: bool = False) -> None:
-        self.waits, self.is_off = waits, is_off
-        self.action = ""
-        self.sessions: list[StepReplay | StepRecording] = []
-        self.targets: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self.last: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()
-
-    # What is asked
+    def __init__(self, *, is_off: bool = False) -> None:
+        self.is_off, self.action = is_off, ""
 
     def set(self, action: str) -> None:
-        """Turn to record, to replay, or between a replay's forwards and backwards."""
-        if self.is_off:
-            return
-        before, self.action = self.action, action
-        same_pass = before == action or {before, action} == {REPLAY, BACKWARD}
-        if self.waits or action == BACKWARD or (self.sessions and same_pass):
-            return
-        # verl turns to replay first and then, in a record, on to that: what saw no forward goes.
-        if any(session.done for session in self.sessions):
-            self._close()
-        self.abandon()
-        self._open()
+        """Turn to record or to replay."""
+        if not self.is_off:
+            self.action = action
 
     def clear(self) -> None:
-        """Have no action any more, close what is open, and check that it was complete."""
+        """Have no action any more."""
         self.action = ""
-        self.targets.clear()
-        self._close()
-
-    def forget(self) -> None:
-        """Forget what was recorded, and routes that were set on routers and not used yet."""
-        self.targets.clear()
-        self.last.clear()
 
     def count(self, **counted: int) -> None:
         """Add to the figures of this pass; without an engine there are none."""
 
-    # What is open
+    def replaying(self, model: Any = None, stage: int | None = None) -> tuple[StepReplay, int]:
+        """Return the open replay, and which of its chunks is meant.
 
-    def replaying(self, model: Any, config: Any, stage: int | None) -> tuple[StepReplay, int]:
-        """Return the open replay, and which of its chunks is meant."""
-        return self._open_one(StepReplay, "replay", model, config, stage)
+        Raises:
+            MicroBatchError: no replay is open.
+        """
+        return self._opened(StepReplay, model, stage)
 
-    def recording(self, model: Any, config: Any, stage: int | None) -> tuple[StepRecording, int]:
-        """Return the open record, and which of its chunks is meant."""
-        return self._open_one(StepRecording, "record", model, config, stage)
+    def recording(self, model: Any = None, stage: int | None = None) -> tuple[StepRecording, int]:
+        """Return the open record, and which of its chunks is meant.
 
-    def _open_one(self, kind: Any, name: str, model: Any, config: Any, stage: int | None) -> tuple[Any, int]:
-        sessions = [one for one in self.sessions if isinstance(one, kind)]
-        wanted = model[0] if isinstance(model, list | tuple) else model
-        for session in sessions:
-            for number, chunk in enumerate(session.chunks):
-                if wanted is not None and any(one is wanted for one in unwrapped(chunk)):
-                    return session, number
-        if len(sessions) > 1:
-            sessions = [one for one in sessions if config_of(one.chunks) is config]
-        if len(sessions) == 1:
-            return sessions[0], _stage(sessions[0].chunks, stage)
+        Raises:
+            MicroBatchError: no record is open.
+        """
+        return self._opened(StepRecording, model, stage)
+
+    def _opened(self, kind: Any, model: Any, stage: int | None) -> tuple[Any, int]:
         raise MicroBatchError(
-            f"no {name} is on for this model" if not sessions else f"several models are in a {name}",
-            expected="verl's action before the forward, on one model",
-            got=f"action {self.action or None}, {len(sessions)} models with this config",
-            cause="a forward step outside the engine's forward_backward_batch, or two models with one config",
+            f"no {'record' if kind is StepRecording else 'replay'} is on for this model",
+            expected="verl's action before the forward, in a pass of its engine",
+            got=f"action {self.action or None}",
+            cause="a forward step outside the engine's forward_backward_batch",
         )
 
     def defer(self, error: ReplayError) -> None:
         """Raise an error when all ranks can leave: at once, since no schedule runs."""
         raise error
-
-    def _open(self) -> None:
-        self.last.clear()
-        models = live_models.models()
-        if not models:
-            raise RouterError(
-                "no model in this process asks for a replay",
-                expected="enable_routing_replay (or moe_enable_routing_replay) on a built model's config",
-                got="no router with it",
-                cause="the action was set before the model was built, or the flag is missing in its config",
-            )
-        try:
-            for chunks in models:
-                kind = StepRecording if self.action == RECORD else StepReplay
-                self.sessions.append(kind(chunks).__enter__())
-        except BaseException:
-            self.abandon()
-            raise
-
-    def abandon(self) -> None:
-        """Close what is open, complete or not."""
-        for session in self.sessions:
-            session.__exit__(ReplayError, None, None)
-        self.sessions.clear()
-
-    def _close(self) -> None:
-        """Close all that is open. Models that ran nothing were not meant, if another did."""
-        sessions, self.sessions = self.sessions, []
-        for session in sessions:
-            if isinstance(session, StepRecording):
-                found = ((one.module, session.last(one)) for one in session.all_routers)
-                self.last.update((module, ids) for module, ids in found if ids is not None)
-        used = [session for session in sessions if session.done] or sessions[:1]
-        for session in sessions:
-            if session not in used:
-                session.__exit__(ReplayError, None, None)
-        for session in used:
-            session.__exit__(None, None, None)
 
     @contextmanager
     def entered(self) -> Iterator[Any]:
@@ -185,7 +115,7 @@ class Actions:
             raise
         finally:
             _passes.remove(self)
-            if not self.is_off:
+            if not self.is_off and serves():
                 outer.action = self.action
 
 
@@ -198,6 +128,7 @@ class EnginePass(Actions):
         flagged: does verl's flag in the batch ask for a record or a replay?
 
     Attributes:
+        session: the record or replay that is open.
         found: the routes that its batch has.
         metrics: plain numbers, once the ranks have left.
     """
@@ -207,6 +138,7 @@ class EnginePass(Actions):
     def __init__(self, engine: EngineAdapter, *, trains: bool, flagged: bool = False) -> None:
         super().__init__()
         self.engine, self.trains, self.flagged = engine, trains, flagged
+        self.session: StepReplay | StepRecording | None = None
         self.found = FoundRoutes(engine)
         self.metrics: dict[str, float] = {}
         self.r3 = engine.mode == "R3"
@@ -224,17 +156,32 @@ class EnginePass(Actions):
         """Add to the figures of this pass."""
         self._counted.update(counted)
 
-    def clear(self) -> None:
-        """Have no action any more; what is open is closed when the schedule ends."""
-        self.action = ""
-        self.targets.clear()
+    def set(self, action: str) -> None:
+        """Turn to record or to replay."""
+        before, self.action = self.action, action
+        if self.session is not None and before == action:
+            return
+        # verl turns to replay first and then, in a record, on to that: what saw no forward goes.
+        if self.session is not None and self.session.done:
+            self._close()
+        self._abandon()
+        self._open()
 
     def defer(self, error: ReplayError) -> None:
         """Raise an error when all ranks can leave: behind the schedule, if anything is open."""
-        if not self.sessions:
+        if self.session is None:
             raise error
-        for session in self.sessions:
-            session.defer(error)
+        self.session.defer(error)
+
+    def _opened(self, kind: Any, model: Any, stage: int | None) -> tuple[Any, int]:
+        if not isinstance(self.session, kind):
+            return super()._opened(kind, model, stage)
+        wanted = model[0] if isinstance(model, list | tuple) else model
+        chunks = self.session._chunks
+        for number, chunk in enumerate(chunks):
+            if wanted is not None and any(one is wanted for one in unwrapped(chunk)):
+                return self.session, number
+        return self.session, _stage(chunks, stage)
 
     def _open(self) -> None:
         record, engine = self.action == RECORD, self.engine
@@ -247,16 +194,24 @@ class EnginePass(Actions):
                 min_overlap=0 if engine.updates else None,
             )
             kind: Any = StepRecording if record else replay
-            self.sessions.append(kind(list(engine.chunks), errors_wait=True).__enter__())
+            self.session = kind(list(engine.chunks), errors_wait=True).__enter__()
 
-        self.last.clear()
         self._begin(problem_of("record" if record else "replay", opened), records=record)
+
+    def _close(self) -> None:
+        session, self.session = self.session, None
+        if session is not None:
+            session.__exit__(None, None, None)
+
+    def _abandon(self) -> None:
+        """Close what is open, complete or not."""
+        session, self.session = self.session, None
+        if session is not None:
+            session.__exit__(ReplayError, None, None)
 
     @contextmanager
     def entered(self) -> Iterator[Any]:
         """Open the action that is on, and at the end settle with all ranks."""
-        current().abandon()
-        current().forget()
         self.engine.routes.lent = self.found.carried
         try:
             with super().entered():
@@ -271,15 +226,12 @@ class EnginePass(Actions):
                 except ReplayError as error:
                     if not error.shared:
                         logger.error("%s", error)  # before a collective that others may never come to
-                        self._settle(self.sessions[0] if self.sessions else None, error)
+                        self._settle(self.session, error)
                     raise
-                session = self.sessions.pop() if self.sessions else None
-                problem = None
-                if session is not None:
-                    problem = problem_of("end a pass", session.__exit__, None, None, None)
-                self._settle(session, problem)
+                session = self.session
+                self._settle(session, problem_of("end a pass", self._close))
         finally:
-            self.abandon()
+            self._abandon()
             self.engine.routes.lent = {}
 
     def _begin(self, error: ReplayError | None, *, records: bool) -> None:
@@ -361,12 +313,17 @@ class EnginePass(Actions):
 
 
 _passes = [Actions()]
-"""The last is what verl's functions mean."""
+"""The last is what verl's functions mean; the first, where nothing of an engine runs, has no action."""
 
 
 def current() -> Actions:
     """Return the pass that runs; without an engine's, what stands in its place."""
     return _passes[-1]
+
+
+def serves() -> bool:
+    """Return whether verl's functions are npu_replay's now: inside a pass, or a worker that will run one."""
+    return len(_passes) > 1
 
 
 def wrapped(original: Callable[..., Any], kind: type[EngineAdapter]) -> Any:
@@ -376,7 +333,9 @@ def wrapped(original: Callable[..., Any], kind: type[EngineAdapter]) -> Any:
     @functools.wraps(original)
     def forward_backward_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (engine := kind.of(self)) is None:
-            return original(self, *args, **kwargs)
+            # verl asks what is on here too; its own answer fails on Megatron-core 0.12.1 (T40).
+            with Actions(is_off=True).entered():
+                return original(self, *args, **kwargs)
         given = signature.bind(self, *args, **kwargs).arguments
         data = given["data"]
         # verl's functions for what isn't a tensor in a batch; an actor's DataProto has no such.
@@ -388,6 +347,8 @@ def wrapped(original: Callable[..., Any], kind: type[EngineAdapter]) -> Any:
             if flags is not None:
                 flags.assign_non_tensor(data, enable_routing_replay=False)
             return original(self, *args, **kwargs)
+        if not serves():
+            _refuse_own_actions(engine)
         flagged = bool(flags and flags.get_non_tensor_data(data, "enable_routing_replay", False))
         running = EnginePass(engine, trains=not given.get("forward_only", False), flagged=flagged)
         if flagged:
@@ -414,6 +375,20 @@ def without_adapter(original: Callable[[Any], Any], engine: Any) -> Iterator[Any
     """Have no action while a LoRA actor stands in for its reference, asked with replay on."""
     with Actions(is_off=True).entered(), original(engine) as given:
         yield given
+
+
+def _refuse_own_actions(engine: EngineAdapter) -> None:
+    """Refuse an action that was set where verl's own functions hold, and that this pass wouldn't see."""
+    modules = (module for chunk in engine.chunks for module in chunk.modules())
+    for module in modules:
+        if (action := action_of(getattr(module, "router_replay", None))) is not None:
+            raise RouterError(
+                "a router's action was set before the pass of its engine, which would not replay",
+                expected="the action in forward_backward_batch, or in compute_log_prob and update_policy of "
+                "0.7's own workers",
+                got=action,
+                cause="a worker of one's own",
+            )
 
 
 def _raise_on_every_rank(problem: ReplayError) -> None:

@@ -132,15 +132,10 @@ class FoundRoutes:
         return {"bad": bad, "lost": len(self._lost), "stay": self.stays, "lacking": len(self._lacking)}
 
     def exchange(self, sums: dict[str, int], *, records: bool, tolerant: bool) -> None:
-        """Have what only other ranks know. Every rank has to call it with the same sums.
-
-        Args:
-            sums: of what all ranks have told, and of a `salt`.
-            records: is it a record, or a replay?
-            tolerant: are samples without routes counted, instead of being an error?
+        """Have what only other ranks know. Every rank has to call it, with the sums of what all have told.
 
         Raises:
-            ReplayError: ranks are gone, or samples have none.
+            ReplayError: ranks are gone, or samples have no routes and that isn't tolerated.
         """
         engine = self._engine
         if self.stays and records:
@@ -165,12 +160,7 @@ class FoundRoutes:
 
 
 def _tell(found: dict[int, Routes], ranks: Any, called: str) -> None:
-    """Have what is bad on any rank of a group be bad on all. Every one of them has to call it.
-
-    Args:
-        found: by key.
-        ranks: the process group, and `called`, one of them in errors.
-    """
+    """Have what is bad on any rank of a group be bad on all. Every one of them has to call it."""
 
     def said(error: InvalidRoutes) -> dict[str, Any]:
         """An error for others: in text alone."""

@@ -146,7 +146,7 @@ def _step(original: Any, self: Any, micro_batch: Any, *args: Any, **kwargs: Any)
         batch = tensors.MicroBatch(micro_batch[TOKENS], None, engine.model)
         groups = [] if self.ulysses_parallel_group is None else [self.ulysses_parallel_group]
         layout = functools.partial(layout_of, self, micro_batch, engine.layouts)
-        record, dtype = running.recording(None, None, None), narrow_dtype(engine.model.num_experts)
+        record, dtype = running.recording(), narrow_dtype(engine.model.num_experts)
         output["model_output"][ROUTES] = functions.take(*record, batch, layout, groups, dtype)
     return loss, output
 
@@ -154,7 +154,7 @@ def _step(original: Any, self: Any, micro_batch: Any, *args: Any, **kwargs: Any)
 @functions.timed
 def _give(adapter: FsdpAdapter, micro_batch: Any) -> None:
     """Give the model the routes of its next forward."""
-    replay, chunk = current().replaying(None, None, None)
+    replay, chunk = current().replaying()
     tokens, routes = micro_batch[TOKENS], functions.present(micro_batch.get(ROUTES, None))
     aligned = functions.align_r3_router_replay_data(routes, tokens)
     mask = None

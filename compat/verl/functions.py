@@ -1,6 +1,7 @@
-"""The functions of verl's router_replay_utils that a job calls, over TokenLayout, ParallelLayout and collect.
+"""The functions of verl's router replay that a job calls, over the pass that runs.
 
-Same names, arguments and results as verl's; those that a release lacks are not added to it.
+Same names, arguments and results as verl's; those that a release lacks are not added. `install` has them
+called inside of an engine's pass; elsewhere verl's own are.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,10 @@ import torch.distributed as dist
 from npu_replay.compat.verl import tensors
 from npu_replay.compat.verl.engine_adapter import problem_of
 from npu_replay.compat.verl.engine_pass import BACKWARD, RECORD, REPLAY, current
-from npu_replay.compat.verl.router_replay import RouterReplay
-from npu_replay.errors import MicroBatchError, ReplayError
+from npu_replay.errors import MicroBatchError, ReplayError, RouterError
 from npu_replay.parallel.collect import collect
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.token_layout import TokenLayout
-from npu_replay.routers import find
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions.record import StepRecording
 from npu_replay.sessions.replay import StepReplay
@@ -72,7 +71,7 @@ def merge_router_topk_indices(
             dynamic = parallel_state.get_dynamic_data_context_parallel_groups(group_size=local_cp_size)
             groups = [parallel_state.get_tensor_model_parallel_group(), dynamic]
     dtype, as_bytes = tensors.wire_dtype(tf_config, keys=current().keeps)
-    merged = take(*current().recording(model, tf_config, vp_rank), batch, batch.layout, groups, dtype)
+    merged = take(*current().recording(model, vp_rank), batch, batch.layout, groups, dtype)
     mini_layer_topk_idx_list.append(tensors.viewed(merged, torch.uint8) if as_bytes else merged)
 
 
@@ -87,18 +86,13 @@ def take(
 ) -> torch.Tensor:
     """Return what a batch gets of a chunk's last forward: ids of whole sequences, or keys if they stay here.
 
-    Every rank of the groups has to call it. An error waits for the end of the schedule; rows are blank then.
-
-    Args:
-        session: the open record, and `chunk`, which of its chunks.
-        batch: the tokens.
-        layout_of: makes the rows of this rank's routers.
-        groups: over which the rows of whole sequences are spread.
-        dtype: of ids.
+    Every rank of the groups, over which the rows of whole sequences are spread, has to call it. An error
+    waits for the end of the schedule; rows are blank then.
     """
     layouts: list[TokenLayout] = []
     routes: list[RoutedExperts] = []
-    running, labels = current(), [router.label for router in session.routers[chunk]]
+    running: Any = current()
+    labels = [router.label for router in session.routers[chunk]]
 
     def lay_out() -> None:
         layouts.append(layout_of())
@@ -113,7 +107,7 @@ def take(
         except ReplayError as error:
             running.defer(error)
             whole = [RoutedExperts.unrecorded(size, layers=labels, **batch.model) for size in batch.lengths]
-    if running.engine is None or not running.keeps:
+    if not running.keeps:
         return batch.filled(whole, dtype)
     return batch.keyed(running.engine.r2.keep(chunk, len(batch.lengths), whole))
 
@@ -144,13 +138,6 @@ def reorder_and_merge_vpp_layers(
         of_chunk[chunk].extend(one.unbind())
     samples = [parts[0] if keeps else torch.cat(parts, dim=1) for parts in zip(*of_chunk, strict=True)]
     return tensors.batched(samples, jagged=micro_batch_tensor_list[0].is_nested)
-
-
-def merge_nested_router_maps(router_maps: list[torch.Tensor]) -> torch.Tensor:
-    """The samples of several jagged tensors in one, int16."""
-    return tensors.batched(
-        [sample.to(torch.int16) for one in router_maps for sample in one.unbind()], jagged=True
-    )
 
 
 @timed
@@ -219,20 +206,10 @@ def set_router_replay_data(
 ) -> None:
     """Give a chunk the routes of its next forward, from those of whole sequences.
 
-    Args:
-        layers_topk_idx: [batch, sequence, layers, topk], or jagged; all decoder layers, or the MoE layers.
-        attention_mask: [batch, sequence], of a padded batch.
-        tf_config: the model's TransformerConfig.
-        vp_rank: the virtual stage, where the model isn't given.
-        replay_mask: jagged, the rows to replay; the others take the router's own choice.
-        local_cp_size: ranks that share this micro-batch under dynamic context parallelism.
-        model: the chunk.
-
-    Raises:
-        ReplayError: no routes, or routes that don't fit. While an engine's schedule runs it waits for its
-            end.
+    Shaped [batch, sequence, layers, topk], or jagged, of all decoder layers or the MoE layers; `replay_mask`
+    are the rows to replay. Routes that are missing or don't fit are an error at the end of the schedule.
     """
-    replay, chunk = current().replaying(model, tf_config, vp_rank)
+    replay, chunk = current().replaying(model, vp_rank)
     if not replay.labels(chunk):
         return
     try:
@@ -262,26 +239,18 @@ def present(routes: torch.Tensor | None) -> torch.Tensor:
 def give(
     replay: StepReplay, chunk: int, batch: tensors.MicroBatch, layout: TokenLayout, mask: torch.Tensor | None
 ) -> None:
-    """Give a chunk the routes of its next forward, and count what there was of them.
+    """Give a chunk the routes of its next forward, of those of whole sequences, and count them.
 
-    Args:
-        replay: the open one.
-        chunk: which of its chunks.
-        batch: the routes of whole sequences.
-        layout: the rows of this rank's routers.
-        mask: jagged, the rows to replay; all when not given.
+    Where there is a mask, jagged, its rows are replayed; all otherwise.
 
     Raises:
         ReplayError: routes that can't be used, where none is tolerated.
     """
-    running, labels = current(), replay.labels(chunk)
-    alone = running.engine is None
-    from_rollout = mask is not None if alone else running.r3
+    running: Any = current()
     # A row of one expert a layer may well be all zeros in a record.
-    zeros_are_none = from_rollout or batch.model["topk"] > 1
-    held = None if running.engine is None else running.engine.routes
+    zeros_are_none = running.r3 or batch.model["topk"] > 1
     good, problems = batch.routes(
-        mask=mask, zeros_are_none=zeros_are_none, from_engine=from_rollout, held=held
+        mask=mask, zeros_are_none=zeros_are_none, from_engine=running.r3, held=running.engine.routes
     )
     problems |= getattr(batch.tokens, _BAD, {})
     samples = len(good | problems)
@@ -293,9 +262,9 @@ def give(
     for number, error in bad.items():
         logger.warning("[npu_replay] sample %d takes the routers' own choice: %s", number, error)
     good = {number: one for number, one in good.items() if number not in problems}
-    here = layout.rows_of(good, layers=labels, **batch.model)
+    here = layout.rows_of(good, layers=replay.labels(chunk), **batch.model)
     replay.give(chunk, here)
-    if not alone and chunk == replay.first_chunk:
+    if chunk == replay.first_chunk:
         running.count(rows=int((layout.rows >= 0).sum()), routed=int(here.recorded.sum()))
         if tensors.speaks_for_samples(layout.parallel):
             running.count(samples=samples, bad_samples=len(bad))
@@ -333,8 +302,6 @@ def align_r3_router_replay_data(layers_topk_idx: torch.Tensor, input_ids: torch.
         if error is not None:
             bad[number], routes = error, routes[:0]
         aligned.append(torch.cat([routes, routes.new_zeros(length - len(routes), *routes.shape[1:])]))
-    if bad and current().engine is None:
-        raise next(iter(bad.values()))
     whole = tensors.batched(aligned, jagged=True)
     # In a schedule the other ranks wait for this one: it is set_router_replay_data that says what is wrong.
     setattr(whole, _BAD, bad)
@@ -345,46 +312,55 @@ _BAD = "npu_replay_bad_samples"
 """Under this name aligned routes carry the errors of samples that couldn't be aligned, by number."""
 
 
-# Questions
+# Actions
 
 
-def iter_model_routers(model: Any) -> Iterator[tuple[int, RouterReplay]]:
-    """(layer_number, RouterReplay) of each router of a model's decoder, 1-based, ascending."""
-    chunks = list(model) if isinstance(model, list | tuple) else [model]
-    for routers in find(chunks):
-        for router in routers:
-            yield router.label + 1, RouterReplay.of(router.module)
+def set_global_router_replay_action(router_replay_action: Any) -> None:
+    """Begin a record or a replay. The action is of verl's enum, Megatron's or another with their values.
+
+    Raises:
+        RouterError: no such action.
+    """
+    value = getattr(router_replay_action, "value", None)
+    if value not in (RECORD, REPLAY, BACKWARD):
+        raise RouterError(
+            "this is no action of a RouterReplay",
+            expected="RouterReplayAction.RECORD, REPLAY_FORWARD or REPLAY_BACKWARD; "
+            "clear_..._action() for none",
+            got=router_replay_action,
+        )
+    if value != BACKWARD:  # autograd tells a backward
+        current().set(value)
+
+
+def clear_global_router_replay_action() -> None:
+    """End it."""
+    current().clear()
+
+
+def clear_global_indices() -> None:
+    """Do nothing: a pass keeps what was recorded and given by itself."""
 
 
 def set_model_router_replay_action(model: Any, router_replay_action: Any) -> None:
-    """Set the action."""
-    RouterReplay.set_global_router_replay_action(router_replay_action)
+    """Do nothing: a forward step turns between forward and backward by it, and autograd tells these."""
 
 
-class RouterReplayHelper:
-    """What a forward step asks."""
+def get_micro_batch_router_list(tf_config: Any, vp_rank: int | None = None) -> list[Any]:
+    """Return no RouterReplay: a forward step of verl below 0.9 turns these, as the function above does."""
+    return []
 
-    @staticmethod
-    def get_micro_batch_router_list(tf_config: Any, vp_rank: int | None = None) -> list[RouterReplay]:
-        """The RouterReplays of a chunk's routers, ascending; none while no action is on."""
-        running = current()
-        if not running.action:
-            return []
-        session_of: Any = running.recording if running.action == RECORD else running.replaying
-        session, chunk = session_of(None, tf_config, vp_rank)
-        return [RouterReplay.of(router.module) for router in session.routers[chunk]]
 
-    @staticmethod
-    def is_r2_record_action(tf_config: Any, vp_rank: int | None = None, model: Any = None) -> bool:
-        """Is a record on? Also on a stage of dense layers, whose ranks have to join what gathers."""
-        return current().action == RECORD
+def is_r2_record_action(tf_config: Any, vp_rank: int | None = None, model: Any = None) -> bool:
+    """Return whether a record is on; also on a dense stage, whose ranks have to join what gathers."""
+    return current().action == RECORD
 
-    @staticmethod
-    def is_replay_forward_action(tf_config: Any, vp_rank: int | None = None, model: Any = None) -> bool:
-        """Is a replay on, and a forward next?"""
-        return current().action == REPLAY
 
-    @staticmethod
-    def is_replay_backward_action(tf_config: Any, vp_rank: int | None = None, model: Any = None) -> bool:
-        """Is a replay on, and a backward next?"""
-        return current().action == BACKWARD
+def is_replay_forward_action(tf_config: Any, vp_rank: int | None = None, model: Any = None) -> bool:
+    """Return whether a replay is on."""
+    return current().action == REPLAY
+
+
+def is_replay_backward_action(tf_config: Any, vp_rank: int | None = None, model: Any = None) -> bool:
+    """Return False: a replay is ready for a forward at any time."""
+    return False

@@ -1,8 +1,8 @@
 """verl: its router replay becomes npu_replay's, in every release from 0.7.0 on.
 
-Waits for verl's modules and, when they are imported: puts RouterReplay, `apply_router_replay_patch` and the
-functions of router_replay_utils in the place of verl's, also where they were bound already; wraps the pass of
-an engine; keeps reference passes through the actor out. Megatron is left as it is.
+Waits for verl's modules and, when they are imported: wraps the pass of an engine; has its functions call
+npu_replay's inside of one, also where they were bound already; keeps reference passes through the actor out;
+puts `apply_router_replay_patch` in the place of verl's. Megatron is left as it is.
 
 Probes: the names and signatures that it replaces. Offers: `install`. Undone by `npu_replay.uninstall()`.
 """
@@ -20,13 +20,13 @@ from npu_replay import environment
 from npu_replay.compat.megatron_backports import router_init
 from npu_replay.compat.patching import class_source, import_hook, known_names
 from npu_replay.compat.patching.patches import Patch, Patches
-from npu_replay.compat.verl import engine_adapter, functions, legacy_actor
+from npu_replay.compat.verl import engine_adapter, functions, legacy_actor, router_replay
 from npu_replay.compat.verl.engine_adapter import EngineAdapter
-from npu_replay.compat.verl.engine_pass import without_adapter, wrapped
-from npu_replay.compat.verl.router_replay import PATCH, RouterReplay
+from npu_replay.compat.verl.engine_pass import serves, without_adapter, wrapped
 from npu_replay.compat.verl.tensors import UTILS
 from npu_replay.errors import ReplayError, described
 
+PATCH = "verl.utils.megatron.router_replay_patch"
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 MINDSPEED = "verl.workers.engine.mindspeed.transformer_impl"
 _USERS = (UTILS, ENGINE, MINDSPEED, legacy_actor.ACTOR, legacy_actor.WORKERS)
@@ -38,6 +38,22 @@ _NEEDED = {
     PATCH: ("RouterReplay", "RouterReplayAction", "apply_router_replay_patch"),
     UTILS: ("merge_router_topk_indices", "pp_gather", "set_router_replay_data", "RouterReplayHelper"),
 }
+_OF_CLASSES = {
+    "RouterReplay": (
+        *("set_global_router_replay_action", "clear_global_router_replay_action"),
+        "clear_global_indices",
+    ),
+    "RouterReplayHelper": (
+        *("get_micro_batch_router_list", "is_r2_record_action"),
+        *("is_replay_forward_action", "is_replay_backward_action"),
+    ),
+}
+"""The static methods of verl's classes that a pass answers."""
+_OF_UTILS = (
+    *("merge_router_topk_indices", "reorder_and_merge_vpp_layers", "pp_gather", "set_router_replay_data"),
+    *("build_r3_replay_mask", "align_r3_router_replay_data", "set_model_router_replay_action"),
+)
+"""The functions of UTILS that it answers; no release has all."""
 _BY_VERL: dict[tuple[str, str, str], dict[str, str]] = {
     ("router", "TopKRouter", "_router_replay_patched"): {
         "routing": "",
@@ -120,23 +136,37 @@ def _refuse_to_start(patch: Any) -> None:
 
 def _replace_patch(module: Any) -> None:
     _check_names(module)
-    _put(module, "RouterReplay", RouterReplay, "one a router, over npu_replay's sessions")
+    _serve_class(module.RouterReplay)
+    router_replay.complete(module.RouterReplay, module.RouterReplayAction, _patches)
     _put(module, "apply_router_replay_patch", apply_router_replay_patch, "leaves Megatron's routing as it is")
     _undo_verls()
 
 
 def _replace_functions(module: Any) -> None:
     _check_names(module)
-    for name, ours in vars(functions).items():
-        mine = getattr(ours, "__module__", "") == functions.__name__ and not name.startswith("_")
-        if mine and hasattr(module, name):
-            theirs = getattr(module, name)
-            if not inspect.isclass(theirs):
-                known = inspect.signature(ours).parameters.keys()
-                if more := inspect.signature(theirs).parameters.keys() - known:
-                    also = f"also {', '.join(sorted(more))}"
-                    raise _unknown(module.__name__, f"{name} with known arguments", also)
-            _put(module, name, ours, "right on every Megatron-core")
+    _serve_class(module.RouterReplayHelper)
+    for name in _OF_UTILS:
+        if hasattr(module, name):
+            _put(module, name, _served(module, name), _IN_A_PASS)
+
+
+def _serve_class(cls: Any) -> None:
+    for name in _OF_CLASSES[cls.__name__]:
+        _patches.set(cls, name, staticmethod(_served(cls, name)), _IN_A_PASS)
+
+
+def _served(owner: Any, name: str) -> Callable[..., Any]:
+    """Return a function that is npu_replay's while a pass of an engine runs, and verl's own elsewhere."""
+    theirs, ours = getattr(owner, name), getattr(functions, name)
+    if more := inspect.signature(theirs).parameters.keys() - inspect.signature(ours).parameters.keys():
+        where = owner.__name__ if isinstance(owner, ModuleType) else described(owner)
+        raise _unknown(where, f"{name} with known arguments", f"also {', '.join(sorted(more))}")
+
+    @functools.wraps(theirs)
+    def served(*args: Any, **kwargs: Any) -> Any:
+        return (ours if serves() else theirs)(*args, **kwargs)
+
+    return served
 
 
 def _wrap_engine(module: Any) -> None:
@@ -158,6 +188,7 @@ def _wrap_workers(module: Any) -> None:
     _patches.wrap(cls, "compute_log_prob", legacy_actor.waiting, _WAITS)
 
 
+_IN_A_PASS = "in a pass of an engine npu_replay answers"
 _REFERENCE, _WAITS = "a reference pass is never replayed", "the action waits for the pass"
 
 
@@ -195,10 +226,11 @@ def apply_router_replay_patch() -> None:
 
 
 def _hand_over() -> None:
-    """Routers have verl's RouterReplay, as after verl's own patch: loops set targets on it and read it."""
+    """Give routers verl's RouterReplay, as its own patch does: its functions want it outside a pass."""
     global _handed_over
     _handed_over = True
-    router_init.hand_over(RouterReplay.of)
+    kind = sys.modules[PATCH].RouterReplay
+    router_init.hand_over(functools.partial(router_replay.made_for, kind))
 
 
 def _undo_verls() -> None:

@@ -35,7 +35,7 @@ class LegacyActorAdapter(EngineAdapter):
 
 def waiting(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Have an action wait for the pass that runs inside."""
-    with Actions(waits=True).entered():
+    with Actions().entered():
         return original(*args, **kwargs)
 
 

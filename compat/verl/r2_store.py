@@ -1,10 +1,8 @@
 """R2 without its ids in batches: what a pass over the old log-probs records stays in the ranks that do.
 
 A batch carries a key a token, which all ranks of a replica work out alike. Each keeps the rows of whole
-samples in its own layers. So nothing is gathered over pipeline stages, and the driver moves no ids. A sample
-that another replica trains on moves once, before the first update that wants it.
-
-Probes nothing and changes nothing. Offers: `R2Store`, which an engine has for all its passes.
+samples in its own layers. A sample that another replica trains on moves once, before the first update that
+wants it.
 """
 
 from __future__ import annotations
@@ -26,11 +24,7 @@ a trainer of verl records a step in one."""
 
 
 class R2Store:
-    """Keeps what the passes of one engine record, and gives each sample its key.
-
-    Args:
-        held: where the routes lie.
-    """
+    """Keeps what the passes of one engine record, and gives each sample its key."""
 
     def __init__(self, held: RoutesByKey) -> None:
         self._held = held
@@ -42,10 +36,8 @@ class R2Store:
     def begin(self, salt: int, replica: int) -> None:
         """Begin a pass that records; what is older than the step before is dropped.
 
-        Args:
-            salt: a random number of the pass, the same on all ranks: no other pass has its keys, one of
-                workers that are started anew neither.
-            replica: the data-parallel rank.
+        The salt is a random number of the pass, the same on all ranks: no other pass has its keys, one of
+        workers that are started anew neither. The replica is the data-parallel rank.
         """
         if self._trained or self._passes == _PASSES:
             self._step, self._passes, self._trained = self._step + 1, 0, False
@@ -59,13 +51,7 @@ class R2Store:
         self._trained = True
 
     def keep(self, chunk: int, samples: int, routes: Sequence[RoutedExperts]) -> list[int]:
-        """Keep a micro-batch's routes and return the keys of its samples.
-
-        Args:
-            chunk: whose they are; its micro-batches come in their order.
-            samples: how many there are.
-            routes: of each sample, in the chunk's layers; none where these are dense.
-        """
+        """Keep the routes of a chunk's next micro-batch, none where its layers are dense; return the keys."""
         place = f"{self._place} {self._seen[chunk]}"
         self._seen[chunk] += 1
         digests = (blake2b(f"{place} {number}".encode(), digest_size=8) for number in range(samples))

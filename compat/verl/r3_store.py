@@ -2,8 +2,6 @@
 
 A worker of agent loops puts them into Ray's object store, and verl moves only what stands for them: a mark a
 token, int16, and a column of references, which goes with the samples (`batch_routes`).
-
-Probes nothing and changes nothing. Offers: `Putter` to the rollout, `R3Store` to an engine's passes.
 """
 
 from __future__ import annotations
@@ -93,7 +91,7 @@ class Putter:
             output.routed_experts, output.extra_fields[COLUMN] = self.put(rows, tokens, step)
 
     def put(self, rows: Array, tokens: Array, step: int) -> tuple[Array, delivery.Reference | None]:
-        """Put the rows of one sample away; what its batch has: int16 [tokens, 1, 1], and the reference.
+        """Put the rows of one sample away; return its marks, int16 [tokens, 1, 1], and the reference.
 
         Routes that can't be right are not put: the trainer counts the sample as a bad one.
 
@@ -101,9 +99,6 @@ class Putter:
             rows: [tokens, columns, topk], zeros for a token without a route.
             tokens: [tokens], their ids.
             step: of the job, for which it was sampled.
-
-        Raises:
-            ReplayError: Ray can't take them.
         """
         reference = None
         try:
@@ -129,11 +124,7 @@ class Putter:
 
 
 class R3Store:
-    """Fetches what the batches of one engine refer to, once for all passes of a step.
-
-    Args:
-        held: where the routes lie.
-    """
+    """Fetches what the batches of one engine refer to, once for all passes of a step."""
 
     def __init__(self, held: RoutesByKey) -> None:
         self._held = held

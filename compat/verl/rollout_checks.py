@@ -1,7 +1,6 @@
 """Checks in verl's agent loops: what an engine gave a turn is checked where the turn's tokens are known.
 
-What it probes: the model's Hugging Face config on the worker of the agent loops, and the engine's release.
-What it offers: `RolloutChecks`. It changes nothing. The trainer checks again what it can tell without tokens.
+The trainer checks again what it can tell without tokens.
 """
 
 from __future__ import annotations
@@ -31,12 +30,7 @@ or its settings shows at once, in all."""
 
 
 class RolloutChecks:
-    """Of one worker.
-
-    Args:
-        model: which layers route, and over how many experts.
-        source: the engine, for messages.
-    """
+    """Checks the turns of one worker of agent loops; `source` is the engine, for messages."""
 
     def __init__(self, model: RoutedModel, source: Source) -> None:
         self.model, self._source = model, source
@@ -44,7 +38,7 @@ class RolloutChecks:
 
     @classmethod
     def of(cls, worker: Any, engine: str) -> RolloutChecks | None:
-        """None where the model's config isn't there, or doesn't tell; said once."""
+        """Return the checks of a worker; None where the model's config isn't there, or doesn't tell."""
         config = getattr(getattr(worker, "model_config", None), "hf_config", None)
         why = "the worker of the agent loops has no config of the model"
         try:

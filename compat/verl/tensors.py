@@ -1,8 +1,8 @@
 """verl's route tensors as RoutedExperts, and back.
 
 verl carries routes as [batch, sequence, layers, topk] with zeros where there is no token, or as a jagged
-tensor of [tokens, layers, topk]. Which token sits in which row of a router is read off verl's own
-preprocessing, by pushing token numbers through it: packing, alignment, context parallelism, whatever it does.
+tensor of [tokens, layers, topk]. Token numbers that are pushed through verl's own preprocessing tell which
+token sits in which row of a router.
 """
 
 from __future__ import annotations
@@ -158,16 +158,12 @@ class MicroBatch:
         """Return the routes of each sequence, by its number, and why those of others can't be used.
 
         The tokens are routes, [batch, tokens, layers, topk] of all decoder layers or of the MoE layers, or
-        keys in their place.
+        keys in their place, which `held` has the routes of.
 
         Args:
             mask: jagged or [batch, tokens], the rows to replay; all when not given.
             zeros_are_none: a row of zeros in all layers is a token that the engine gave no route.
             from_engine: False where this trainer's own routers chose.
-            held: has the routes behind keys.
-
-        Raises:
-            MicroBatchError: layers that are neither, or another number of masks than sequences.
         """
         each = self.samples()
         masks = [None] * len(each) if mask is None else list(mask.unbind())
@@ -192,17 +188,10 @@ class MicroBatch:
         return good, bad
 
     def checked(self, layers: Sequence[int], tokens: torch.Tensor | None) -> dict[int, Routes]:
-        """Check the ids of a whole batch, once for all chunks, and keep some layers of them.
-
-        Args:
-            layers: this rank's.
-            tokens: jagged, the token ids of the same samples.
+        """Check the ids of a whole batch, once for all chunks, and keep this rank's layers of them.
 
         Returns:
             By key, from 1 on, the routes of each sample, or why it has none.
-
-        Raises:
-            MicroBatchError: another shape than verl's, or columns that are neither.
         """
         # All layers are checked: a dead router is told from a lost layer by what the others hold.
         take = partial(from_batch, model=self.routed, zeros_are_none=True)

@@ -58,10 +58,10 @@ class Workers:
     def check(self, words: str | None, **given: Any) -> None:
         """Are these lines let through, or refused in these words?"""
         if words is None:
-            verl_config.check_actor(self.actor(**given))
+            verl_config.check_actor(self.actor(**given), legacy=self.legacy)
             return
         with pytest.raises(ReplayError, match=words.format(**self.lines, flag=FLAG)):
-            verl_config.check_actor(self.actor(**given))
+            verl_config.check_actor(self.actor(**given), legacy=self.legacy)
 
     @property
     def cls(self) -> Any:
@@ -107,9 +107,8 @@ def test_a_job_without_replay_is_left_alone(trainer: str) -> None:
 @pytest.mark.parametrize("mode", ["R2", "R3"])
 def test_a_right_config_passes_and_its_mode_is_known(workers: Workers, mode: str) -> None:
     actor = workers.actor(key=mode, flag=mode == "R3")
-    for legacy in (None, workers.legacy):
-        verl_config.check_actor(actor, legacy=legacy)
-        assert verl_config.mode_of(actor, legacy=legacy) == mode
+    verl_config.check_actor(actor, legacy=workers.legacy)
+    assert verl_config.mode_of(actor, legacy=workers.legacy) == mode
 
 
 def test_a_plain_dict_does_too(workers: Workers) -> None:
@@ -122,14 +121,14 @@ def test_a_plain_dict_does_too(workers: Workers) -> None:
 def test_a_mode_under_the_key_of_another_release_is_an_error_and_not_silence(workers: Workers) -> None:
     actor = workers.actor(ignored="R3", flag=True)
     with pytest.raises(ReplayError) as error:
-        verl_config.check_actor(actor)
+        verl_config.check_actor(actor, legacy=workers.legacy)
     key, ignored = read_and_ignored(workers.legacy)
     said = str(error.value)
     assert said.startswith(
         f"[npu_replay] verl's config: {ignored}=R3 is set, and these workers don't read it"
     )
     assert f"Expected {key}=R3, got {key}=disabled" in said
-    assert verl_config.mode_of(actor) == "disabled"
+    assert verl_config.mode_of(actor, legacy=workers.legacy) == "disabled"
 
 
 BYPASS = {"key": "R2", "algorithm__rollout_correction__bypass_mode": True}
@@ -165,7 +164,8 @@ def test_t20_bypassed_log_probs_are_refused_in_a_worker_too(workers: Workers) ->
     from ray import cloudpickle
 
     with pytest.raises(ReplayError, match="bypass mode leaves that pass out"):
-        verl_config.check_actor(cloudpickle.loads(cloudpickle.dumps(workers.actor(**BYPASS))))
+        actor = cloudpickle.loads(cloudpickle.dumps(workers.actor(**BYPASS)))
+        verl_config.check_actor(actor, legacy=workers.legacy)
 
 
 def test_files_of_routes_are_refused_where_nothing_reads_them(workers: Workers) -> None:
@@ -276,7 +276,7 @@ def test_veomnis_own_replay_is_left_to_it() -> None:
 @pytest.mark.parametrize("key", [OLD, NEW, FSDP])
 def test_legacy_workers_with_fsdp_are_refused_and_the_others_asked_for(key: str) -> None:
     with pytest.raises(ReplayError, match=r"know no replay.*use_legacy_worker_impl=disable.*fsdp_config"):
-        verl_config.check_actor(fsdp_actor({key: "R2"}, legacy=True))
+        verl_config.check_actor(fsdp_actor({key: "R2"}, legacy=True), legacy=True)
 
 
 def test_r3_with_trtllm_is_refused_where_verl_never_asks_it_for_routes(workers: Workers) -> None:
@@ -454,14 +454,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     verl_config._patches.undo()
     for waiting in import_hook._waiting.values():
         waiting.pop(verl_config._WHAT, None)
-
-
-def test_verls_own_check_of_the_config_asks_first(installed: None) -> None:
-    from verl.utils.config import validate_config
-
-    ignored = OLD if not HAS_LEGACY else NEW
-    with pytest.raises(ReplayError, match="these workers don't read it"):
-        validate_config(job({ignored: "R2"}), use_reference_policy=False, use_critic=False)
 
 
 @pytest.mark.megatron

@@ -80,7 +80,6 @@ class Engine:
     def __init__(self, *turns: Turn) -> None:
         self.turns = list(turns)
         self.prompts: list[list[int]] = []
-        self.limits: list[int | None] = []
         self.generate = SimpleNamespace(remote=self._generate)
 
     async def _generate(
@@ -88,7 +87,6 @@ class Engine:
     ) -> Any:
         turn = self.turns.pop(0)
         self.prompts.append(list(prompt_ids))
-        self.limits.append(sampling_params.get("max_tokens"))
         rows = routes([*prompt_ids, *turn.sampled], turn.weights, turn.experts)
         return replica.TokenOutput(
             token_ids=turn.sampled,
@@ -617,29 +615,6 @@ def test_a_resumed_sample_has_each_row_of_its_own_turn(turns: list[Turn], spans:
     check_rows(tokens, rows, *spans)
 
 
-def test_a_resume_keeps_within_the_response_length() -> None:
-    worker, engine = resuming(
-        Turn(list(range(20, 26)), stop="aborted"), Turn(list(range(26, 30)), stop="aborted"), Turn([31])
-    )
-    run(worker=worker)
-    assert engine.limits == [RESPONSE_LENGTH, RESPONSE_LENGTH - 6, RESPONSE_LENGTH - 10]
-
-
-def test_a_resume_leaves_the_callers_limit_alone() -> None:
-    worker, _ = resuming(Turn([20, 21], stop="aborted"), Turn([22]))
-    params = {"max_tokens": 9}
-
-    async def call() -> None:
-        token = verl_rollout._sample.set(verl_rollout.Turns(verl_rollout._Job(worker)))
-        try:
-            await worker.llm_client.generate("1", prompt_ids=PROMPT, sampling_params=params)
-        finally:
-            verl_rollout._sample.reset(token)
-
-    asyncio.run(call())
-    assert params == {"max_tokens": 9}
-
-
 def test_a_client_on_its_own_merges_too() -> None:  # T13
     kind = resuming_class()
     if kind is None:
@@ -658,21 +633,6 @@ def test_a_multi_turn_sample_with_a_resume_in_each_turn() -> None:  # T13, T14
     assert tokens[: len(PROMPT) + 3] == [*PROMPT, 20, CALL, 2]
     start = len(engine.prompts[2])
     check_rows(tokens, rows, (1, 0, 6), (2, 6, 8), (3, 8, start), (4, start, start + 1))
-
-
-# The limit of a turn
-
-
-def test_a_turn_is_limited_to_the_response_length() -> None:
-    worker = make_worker(engine := Engine(Turn([20, 21])))
-    run(worker=worker)
-    assert engine.limits == [RESPONSE_LENGTH], "a short prompt is no reason for a longer response"
-
-
-def test_a_later_turn_is_limited_to_what_is_left() -> None:
-    worker = make_worker(engine := Engine(*tool_turns()))
-    run(loop="tool_agent", worker=worker)
-    assert engine.limits[1] == min(RESPONSE_LENGTH, PROMPT_LENGTH + RESPONSE_LENGTH - len(engine.prompts[1]))
 
 
 # The batch
@@ -705,25 +665,6 @@ def test_a_batch_has_each_samples_rows_where_its_tokens_are() -> None:
         places = batch["attention_mask"][sample].bool()
         tokens = batch["input_ids"][sample][places].tolist()
         check_rows(tokens, batch["routed_experts"][sample][places].numpy())
-
-
-@pytest.mark.parametrize("key", ["actor.router_replay.mode", "actor.megatron.router_replay.mode"])
-def test_r2_records_its_own_and_drops_those_of_the_rollout(key: str) -> None:  # T4
-    from verl import DataProto
-
-    config = make_config()
-    for place in ("actor.router_replay.mode", "actor.megatron.router_replay.mode"):
-        OmegaConf.update(config, f"actor_rollout_ref.{place}", "R2" if place == key else "disabled")
-    batch = postprocessed(make_worker(Engine(Turn([20, 21]), Turn([22, 23])), config), 2)
-    assert "routed_experts" not in set(batch.batch.keys())
-    recorded = torch.full((2, PROMPT_LENGTH + RESPONSE_LENGTH, LAYERS, TOPK), 5, dtype=torch.uint8)
-    batch = batch.union(DataProto.from_dict({"routed_experts": recorded}))
-    assert torch.equal(batch.batch["routed_experts"], recorded)
-
-
-def test_r3_keeps_those_of_the_rollout() -> None:  # T4
-    config = make_config(actor_rollout_ref__actor__router_replay__mode="R2")
-    assert run(worker=make_worker(Engine(Turn([20, 21])), config)).routed_experts.any()
 
 
 def test_the_transfer_queues_form_has_a_row_a_token() -> None:  # T12
@@ -771,9 +712,8 @@ def test_it_is_reported_installed_once_and_undone() -> None:
 
 def test_a_job_without_routes_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(actor_rollout_ref__rollout__enable_rollout_routing_replay=False)
-    worker = make_worker(engine := Engine(Turn([20, 21], change=NO_ROUTES)), config)
+    worker = make_worker(Engine(Turn([20, 21], change=NO_ROUTES)), config)
     assert run(worker=worker).routed_experts is None
-    assert engine.limits == [None]
     assert "_agent_loop_postprocess" not in vars(worker)
 
 

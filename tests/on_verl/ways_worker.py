@@ -127,7 +127,7 @@ def found(task: dict[str, Any]) -> dict[str, Any]:
     modules = [module for name in MODULES if (module := _imported(name))]
     stopped = _init_model(task) if "external_lib" in task else ""
     replays = {
-        module.__name__: module.RouterReplay.__module__
+        module.__name__: module.RouterReplay.set_global_router_replay_action.__code__.co_filename
         for module in modules
         if hasattr(module, "RouterReplay")
     }

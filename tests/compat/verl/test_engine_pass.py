@@ -11,7 +11,7 @@ import torch
 
 from npu_replay import routers
 from npu_replay.compat.verl.engine_adapter import EngineAdapter, refuse_engines
-from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, Actions, EnginePass, current, wrapped
+from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, Actions, EnginePass, current, serves, wrapped
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
 from npu_replay.sessions.replay import StepReplay
 from toys import ROWS, TOPK, ToyModel, ToyRouters, hooks, tokens
@@ -23,8 +23,7 @@ def toy_routers() -> Iterator[None]:
     yield
     routers.unregister("toys")
     assert current().engine is None
-    assert not current().sessions
-    current().clear()
+    assert not current().action
 
 
 class Engine:
@@ -50,7 +49,7 @@ def record(engine: Engine) -> list[Any]:
         current().set(RECORD)
         with torch.no_grad():
             model(tokens(0))
-        tap, chunk = current().recording(None, None, 0)
+        tap, chunk = current().recording(None, 0)
         routes.append(tap.take(chunk))
         current().clear()
 
@@ -61,7 +60,7 @@ def record(engine: Engine) -> list[Any]:
 def replay(engine: Engine, routes: list[Any]) -> Any:
     def schedule(model: ToyModel) -> None:
         current().set(REPLAY)
-        feed, chunk = current().replaying(None, None, 0)
+        feed, chunk = current().replaying(None, 0)
         feed.give(chunk, routes[0])
         model(tokens(0)).sum().backward()
         current().clear()
@@ -100,7 +99,7 @@ def test_nothing_is_left_when_a_pass_raises() -> None:
 
 
 def test_an_action_doesnt_outlive_what_expected_it() -> None:
-    with pytest.raises(ZeroDivisionError), Actions(waits=True).entered():
+    with pytest.raises(ZeroDivisionError), Actions().entered():
         current().set(RECORD)
         raise ZeroDivisionError
     assert not current().action
@@ -109,7 +108,7 @@ def test_an_action_doesnt_outlive_what_expected_it() -> None:
 def test_no_action_has_an_effect_in_a_reference_pass_whatever_runs_inside() -> None:
     """0.7's worker sets the action in its log-probs, which a LoRA actor's reference pass asks for."""
     engine = Engine()
-    with Actions(is_off=True).entered(), Actions(waits=True).entered():
+    with Actions(is_off=True).entered(), Actions().entered():
         current().set(RECORD)
         engine.forward_backward_batch(lambda model: model(tokens(0)), forward_only=True)
         assert not current().action
@@ -122,16 +121,28 @@ def test_an_action_that_waits_is_the_engines_and_over_when_the_engine_ends_it() 
 
     def schedule(model: ToyModel) -> None:
         model(tokens(0))
-        current().recording(None, None, 0)
+        current().recording(None, 0)
 
-    with Actions(waits=True).entered():
+    with Actions().entered():
         current().set(RECORD)
-        assert not current().sessions
         engine.forward_backward_batch(schedule, forward_only=True)
         assert current().action == RECORD
         engine.forward_backward_batch(lambda model: (schedule(model), current().clear()), forward_only=True)
         assert not current().action
     assert hooks(engine.module[0]) == 0
+
+
+def test_an_engine_without_replay_is_answered_that_none_is_on() -> None:
+    """T40: verl's own answer counts layers by functions that Megatron-core 0.12.1 hasn't."""
+    seen: list[tuple[bool, str]] = []
+
+    def schedule(model: ToyModel) -> None:
+        current().set(RECORD)
+        seen.append((serves(), current().action))
+
+    Engine("disabled").forward_backward_batch(schedule)
+    assert seen == [(True, "")]
+    assert not serves()
 
 
 def test_a_pass_without_an_action_is_left_alone() -> None:
@@ -229,14 +240,6 @@ def test_what_a_batch_lends_to_a_pass_goes_with_it_and_a_disabled_engine_is_not_
     assert EngineAdapter.of(engine) is adapter
 
 
-def test_what_was_open_without_an_engine_is_dropped_when_an_engine_runs() -> None:
-    engine, alone = Engine(), current()
-    alone.sessions.append(StepReplay(engine.module).__enter__())
-    record(engine)
-    assert not alone.sessions
-    assert hooks(engine.module[0]) == 0
-
-
 def test_what_goes_wrong_in_a_schedule_is_raised_behind_it_and_an_update_is_counted() -> None:
     engine = Engine()
     routes, after = record(engine), list[str]()
@@ -270,7 +273,7 @@ def test_a_pass_of_an_engine_without_an_action_of_its_own_sets_it(
     with EnginePass(adapter, trains=trains, flagged=True).entered() as one:
         assert one.action == action
         if action == REPLAY:
-            session, chunk = one.replaying(None, None, None)
+            session, chunk = one.replaying()
             session.give(chunk, routes[0])
         with torch.set_grad_enabled(trains):
             output = engine.module[0](tokens(0)).sum()
