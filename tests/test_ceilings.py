@@ -61,7 +61,7 @@ SLACK = 20
 
 CIRCLES = 2
 """Modules in circles."""
-PRIVATE = 3
+PRIVATE = 0
 """Places where a room uses a private part of another."""
 LEVELS = 3
 """The most classes of ours above each other."""

@@ -177,7 +177,7 @@ class EnginePass(Actions):
         if not isinstance(self.session, kind):
             return super()._opened(kind, model, stage)
         wanted = model[0] if isinstance(model, list | tuple) else model
-        chunks = self.session._chunks
+        chunks = self.session.chunks
         for number, chunk in enumerate(chunks):
             if wanted is not None and any(one is wanted for one in unwrapped(chunk)):
                 return self.session, number
