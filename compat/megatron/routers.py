@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from npu_replay.compat import torch_npu
-from npu_replay.compat.megatron import aux_losses, fused_router, hybrid, parallel_state, router_call
+from npu_replay.compat.megatron import aux_losses, hybrid, parallel_state, router_call
 from npu_replay.compat.mindspeed import fb_overlap, features, llm
 from npu_replay.compat.patching import import_hook
 from npu_replay.errors import NoEffect, RouterError
@@ -23,7 +23,7 @@ _METHODS = ("forward", "routing")
 _TOP_K_FUNCTIONS = ("topk_softmax_with_capacity", "topk_routing_with_score_function")
 _TWO_WAYS = "two ways of replaying at once; use npu_replay's blocks or RouterReplay"
 _FUSED = (
-    f"moe_router_fusion=True, and a kernel other than {fused_router.MODULE}.{fused_router.KERNEL}; "
+    f"moe_router_fusion=True, and a kernel other than {router_call.MODULE}.{router_call.KERNEL}; "
     "set moe_router_fusion=False"
 )
 
@@ -67,7 +67,7 @@ class MegatronRouters(RouterKind):
             call=router_call.of(module, drops=drops),
             aux_losses=aux_losses.of(module),
             row_order="sequence",
-            bypass=_FUSED if fused_router.is_on(config) else "",
+            bypass=_FUSED if router_call.is_fused(config) else "",
             mend=_without_exact_zeros if config.moe_token_dispatcher_type == "flex" else None,
         )
 
@@ -83,8 +83,8 @@ class MegatronRouters(RouterKind):
     def mark(self, chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[Handle]:
         """Mark what MindSpeed's moe_fb_overlap runs again; have a fused router's kernel ask too."""
         handles: list[Handle] = list(fb_overlap.mark(chunk, routers, marks))
-        if any(fused_router.is_on(getattr(router.module, "config", None)) for router in routers):
-            handles.append(fused_router.HeldKernel())
+        if any(router_call.is_fused(getattr(router.module, "config", None)) for router in routers):
+            handles.append(router_call.HeldKernel())
         return handles
 
     def functions(self, routers: Sequence[Router]) -> Iterator[tuple[str, object, str]]:

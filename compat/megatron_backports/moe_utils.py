@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import torch
 
 from npu_replay.compat.megatron_backports.router_replay import Asked, asked, is_idle
-from npu_replay.compat.patching import import_hook, served_modules
+from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.patches import Change, Patches
 from npu_replay.errors import NoEffect, ReplayError
 
@@ -48,7 +48,7 @@ def install() -> None:
     """Add what this release lacks, now or when it is imported."""
     import_hook.when_imported(MODULE, f"{_WHAT}: routing", _add_routing)
     import_hook.when_imported(STAGES, f"{_WHAT}: virtual stages", _add_stages)
-    served_modules.serve(STAGES, _fill_stages, "is_vp_first_stage and is_vp_last_stage", reason=_WHAT)
+    import_hook.serve(STAGES, _fill_stages, "is_vp_first_stage and is_vp_last_stage", reason=_WHAT)
 
 
 # Which are added

@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from npu_replay.compat.megatron import fused_router
-from npu_replay.compat.megatron.router_call import MegatronCall
+from npu_replay.compat.megatron import router_call
 from npu_replay.compat.megatron.routers import action_of, is_by_session, is_replaying
-from npu_replay.compat.patching import served_modules
+from npu_replay.compat.patching import import_hook
 from npu_replay.errors import NoEffect, ReplayError, RouterError
 from npu_replay.sessions import seam
 
@@ -36,7 +35,7 @@ Topk = Callable[..., "tuple[torch.Tensor, torch.Tensor]"]
 
 def install() -> None:
     """Let the module be imported where this Megatron-core hasn't got it."""
-    served_modules.serve(
+    import_hook.serve(
         MODULE, _fill, "RouterReplay, as from Megatron-core 0.16 on", reason="upstream's routing replay API"
     )
 
@@ -293,7 +292,7 @@ def _is_plain(ask: Any) -> bool:
     return names is globals() or (product is not None and names is vars(product))
 
 
-class Asked(MegatronCall):
+class Asked(router_call.MegatronCall):
     """A call of a router whose top-k asks a RouterReplay, which may be a framework's own or a subclass.
 
     Args:
@@ -363,7 +362,7 @@ def asked(call: Asked, *, fused: bool = False) -> Iterator[None]:
     Raises:
         NoEffect: there was none.
     """
-    kernel = fused_router.HeldKernel() if fused else None
+    kernel = router_call.HeldKernel() if fused else None
     seam.guard.install(call)
     call.begin()
     try:

@@ -18,7 +18,7 @@ import hybrid_model
 import npu_replay
 from megatron_cases import perturbed, routers
 from npu_replay import RoutedExperts
-from npu_replay.compat.megatron_backports import router_init, router_methods
+from npu_replay.compat.megatron_backports import router_init
 from npu_replay.compat.verl.engine_pass import current
 from npu_replay.errors import InvalidRoutes, ReplayError
 from npu_replay.smoke import megatron_model
@@ -402,7 +402,7 @@ def test_after_uninstall_a_router_has_megatrons_again_and_after_install_verls(ve
     job = Job("softmax_after_topk", None)
     module = routers(job.model)[0].module
     own = module.router_replay
-    for group in (router_init._patches, router_methods._patches):
+    for group in (router_init._patches, router_init._methods):
         group.undo()
     try:
         left = vars(module).get("router_replay")

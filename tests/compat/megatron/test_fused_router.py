@@ -12,7 +12,7 @@ import fused_kernel
 import npu_replay
 from fused_kernel import FUSION
 from megatron_cases import CAPACITY, FULL, SIGMOID_BIAS, build, perturbed, same
-from npu_replay.compat.megatron import fused_router
+from npu_replay.compat.megatron import router_call
 from npu_replay.errors import NoEffect, RecomputeError
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
@@ -109,7 +109,7 @@ def test_a_fused_path_of_somebody_elses_is_refused_in_the_first_micro_batch(
 
 def test_the_kernel_is_replaced_as_long_as_somebody_holds_it(kernel: Any) -> None:
     native = kernel.fused_topk_with_score_function
-    first, second = fused_router.HeldKernel(), fused_router.HeldKernel()
+    first, second = router_call.HeldKernel(), router_call.HeldKernel()
     assert kernel.fused_topk_with_score_function is not native
     first.remove()
     first.remove()
@@ -119,7 +119,7 @@ def test_the_kernel_is_replaced_as_long_as_somebody_holds_it(kernel: Any) -> Non
 
 
 def test_what_somebody_else_has_put_over_it_since_stays(kernel: Any) -> None:
-    handle = fused_router.HeldKernel()
+    handle = router_call.HeldKernel()
     kernel.fused_topk_with_score_function = over = lambda **kwargs: None
     handle.remove()
     assert kernel.fused_topk_with_score_function is over
