@@ -73,12 +73,10 @@ def engine_arguments(
     needed = {name: value for run, some in NEEDED if run.holds(version) for name, value in some.items()}
     environment = dict(V2) if release(version) >= release(BY_BLOCK) else {}
     if vllm_ascend:
-        named = {name: given[name] for name in ascend.ARGUMENTS if given.get(name) is not None}
-        named |= {"quantization": quantization} if quantization else {}
-        setting = ascend.Setting(**named | {"model": plan["model"]}, soc=soc, capture=capture)
         _refuse_pair(version, vllm_ascend)
-        ascend.check(vllm_ascend, setting, version)
-        environment |= V2 if ascend.needs_v2(vllm_ascend, setting) else {}
+        about = {**plan, "quantization": quantization or given.get("quantization"), "soc": soc}
+        launch.refuse(ascend.refusal(vllm_ascend, about, version, capture=capture))
+        environment |= V2 if ascend.needs_v2(vllm_ascend, plan["model"]) else {}
         environment |= ascend.environment() if capture else {}
         if ascend.needs_sync(vllm_ascend):
             needed["async_scheduling"] = False
