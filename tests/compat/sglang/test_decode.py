@@ -430,6 +430,7 @@ def test_the_forms_of_the_encoders() -> None:
 
 OLD_PATH = """
 import sys
+import npu_replay
 from npu_replay.compat.sglang import old_path as sglang
 def imported():
     from sglang.srt.layers.moe.routed_experts_capturer import extract_routed_experts_from_meta_info as found
@@ -439,8 +440,8 @@ def missing():
     except ModuleNotFoundError as error: return "routed_experts_capturer" in str(error)
 sglang.install(); sglang.install()
 there = "" if missing() else imported()(None)
-sglang.uninstall()
-print(there, missing(), any("sglang" in type(one).__module__ for one in sys.meta_path))
+npu_replay.uninstall()
+print(there, missing(), any("import_hook" in type(one).__module__ for one in sys.meta_path))
 """
 
 
