@@ -7,6 +7,10 @@ under that name (`install`). Only how a router comes to ask differs: there its o
 As upstream's, it goes by a global action and by a queue of targets for recomputes, which is right as long
 as backward visits the micro-batches in the order of their forwards; `npu_replay.record` and `replay` need
 neither. Where upstream's goes on in silence, or stops with an AttributeError of None, this says why.
+
+Asks:     whether the release has the module.
+Changes:  nothing of Megatron's; the module can be imported. `torch.topk` asks while `asked` is open.
+Undone:   the module is taken away.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The old name of SGLang's capturer module, for callers that import it there.
+"""Serve SGLang's capturer module under its old name, from which verl 0.7 to 0.9.1 imports a function.
 
-`sglang.srt.layers.moe.routed_experts_capturer` became `sglang.srt.state_capturer.routed_experts` in 0.5.12;
-verl 0.7 to 0.9.1 imports `extract_routed_experts_from_meta_info` from the old name when the first routes
-come.
+Asks:     whether SGLang has the module under its new name (from 0.5.12 on) alone.
+Changes:  nothing of SGLang's; the old name can be imported.
+Undone:   the module that was made for it is taken away.
 """
 
 from __future__ import annotations

@@ -1,8 +1,12 @@
-"""The plug-in of vLLM that captures routed experts on vllm-ascend, where NPU_REPLAY_VLLM_ASCEND=1.
+"""Capture routed experts on vllm-ascend, as a plug-in of vLLM, where NPU_REPLAY_VLLM_ASCEND=1.
 
 vLLM calls `register` in each of its processes. In a worker it waits for the model runner. What can't be
 captured ends the start before weights are loaded; the rest is put in place when vLLM makes its capturer:
 weights are loaded then, and no graph is captured yet.
+
+Asks:     the releases of both products, the engine's config, and each worker whether it captures.
+Changes:  two methods of the model runner, one of the executor; what `Seam` and `ReadOut` say; Ray's variable.
+Undone:   all of it, in the process that is told to.
 """
 
 from __future__ import annotations

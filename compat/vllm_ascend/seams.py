@@ -1,4 +1,8 @@
-"""Where a worker's layers choose their experts, and how a capture hears of it.
+"""Have a capture hear where a worker's layers choose their experts.
+
+Asks:     the model for its layers, and who holds `select_experts`; somebody else's is refused.
+Changes:  `MoECommMethod.prepare`, the capturer's `capture`, to 0.26 `select_experts` and each layer's run.
+Undone:   with the group of patches that `install` is given.
 
 To 0.26 every way of quantizing calls `select_experts`, and only one of them tells vLLM's capturer; so it is
 replaced wherever it is bound, and what runs a layer says which layer it is. From 0.27 on vLLM's own binder
