@@ -29,7 +29,7 @@ from npu_replay.compat.probe import Capability, Product, unusable
 from npu_replay.compat.vllm_ascend import releases
 from npu_replay.compat.vllm_ascend.capture import Capture
 from npu_replay.compat.vllm_ascend.read_out import ReadOut
-from npu_replay.compat.vllm_ascend.seams import Rank, Seam, layers, refuse_foreign
+from npu_replay.compat.vllm_ascend.seams import Seam, layers, refuse_foreign
 from npu_replay.compat.vllm_ascend.self_check import SelfCheck
 from npu_replay.environment import STRICT, VLLM_ASCEND
 from npu_replay.errors import ReplayError
@@ -302,9 +302,8 @@ def attach(runner: Any) -> Capture:
     names = {number: getattr(one, "layer_name", type(one).__name__) for number, one in found.items()}
     check = SelfCheck(names, model.num_experts, group, where, speaks=tp.rank_in_group == 0)
     capture = Capture(buffer, check, group)
-    rank = Rank(tp.rank_in_group, tp.world_size, parallel.data_parallel_rank, parallel.data_parallel_size)
     selects = release(_version()) < release(releases.BY_ROUTER)
-    Seam(capture, found, rank).install(_attached, capturer, selects=selects)
+    Seam(capture, found, tp, parallel).install(_attached, capturer, selects=selects)
     ReadOut(runner, capturer, capture).install(_attached)
     return capture
 
