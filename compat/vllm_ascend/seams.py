@@ -140,17 +140,17 @@ class Seam:
             return
         capture, entry, context = self._capture, self._capture.entry, self._context()
         before = entry is None
-        if entry is None and logits is None:
-            problem = ReplayError(
-                "a layer chose experts of tokens that nothing was told of",
-                where=f"vllm-ascend, layer {layer}",
-                expected="MoECommMethod.prepare before the choice",
-                got="a choice alone",
-                cause="a way through the layer that this npu_replay doesn't know",
-            )
-            capture.fail(problem)
-            return
         if entry is None:  # the overlap gate chooses first, from the rows as they come in
+            if logits is None:
+                problem = ReplayError(
+                    "a layer chose experts of tokens that nothing was told of",
+                    where=f"vllm-ascend, layer {layer}",
+                    expected="MoECommMethod.prepare before the choice",
+                    got="a choice alone",
+                    cause="a way through the layer that this npu_replay doesn't know",
+                )
+                capture.fail(problem)
+                return
             entry = capture.enter(logits, sharded=bool(self._extra.flash_comm_v1_enabled), keeps_all=True)
         spread = self._parallel.data_parallel_size > 1
         layout = Layout(
