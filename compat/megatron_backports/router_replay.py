@@ -250,10 +250,8 @@ class MegatronRouterReplay:
             ids = self._target(len(scores), topk).to(scores.device, torch.int64)
             call = seam.armed()
             if isinstance(call, Asked) and call.replay is self:
-                call.ids, call.way = (
-                    ids,
-                    "inner",
-                )  # a routing that asks by itself, as upstream's: no top-k comes
+                # A routing that asks by itself, as upstream's, is answered here: its top-k won't come.
+                call.ids, call.way = ids, "inner"
             return scores.gather(1, ids), ids
         if default_compute_topk is None:
             problem, expected = "there is no top-k to ask", "default_compute_topk"

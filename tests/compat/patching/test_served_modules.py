@@ -188,6 +188,7 @@ def test_withdrawn_it_is_missing_as_before() -> None:
     assert vars(package) == names
     assert sys.meta_path == before
     assert reported() == []
+    import_hook.when_imported("never.there", "has the finder look out again", fill)
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module(NAME)
     serve_it()

@@ -264,6 +264,7 @@ NO_PLANS: list[tuple[str | tuple[str, ...], dict[str, Any], str]] = [
         r"on an NPU.*can't be seen.*0\.5\.23"),
     ("0.5.8", {"device": "npu"}, "zeros on an NPU"),
     ("0.5.11", {"moe_a2a_backend": "deepep"}, r"own share.*0\.5\.12"),
+    ("0.5.11", {"enable_deepep_moe": True}, r"own share.*0\.5\.12"),
     ("0.5.14", {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1},
         r"layer 0 of the model.*0\.5\.15"),
     ("0.5.14", {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1},
